@@ -1,0 +1,87 @@
+#pragma once
+// Config: everything a run may set, in the native dialect. A pure value; any thread.
+// Every key is documented in docs/config.md; an unknown or ineffective key is a ConfigError that
+// names the nearest valid one.
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/export.h"
+
+namespace penstock {
+
+struct OptimizerConfig {
+  std::string type = "AdamW";  // "AdamW" "Adam" "SGD"
+  double lr = 1e-3;
+  double beta1 = 0.9, beta2 = 0.999;  // key "betas": [beta1, beta2]
+  double eps = 1e-8;
+  double weight_decay = 0.0;  // default 0.01 for AdamW, as in torch
+  double momentum = 0.0, dampening = 0.0;
+  bool nesterov = false;
+};
+
+struct ScheduleConfig {
+  std::string type = "none";  // "none" "constant" "linear" "cosine"
+  int64_t warmup_steps = 0;   // lr rises linearly over them; step 1 runs at lr / warmup_steps
+  int64_t total_steps = 0;    // end of the decay (linear, cosine); 0 is an error for those
+  double min_ratio = 0.0;     // final lr / peak lr
+};
+
+struct BatchConfig {
+  int64_t micro = 0;       // samples per rank and backward; 0 = not told
+  int64_t accumulate = 1;  // backwards per step
+  int64_t global = 0;      // samples per step over all ranks = micro * accumulate * data ranks
+};
+
+struct CommConfig {
+  std::string backend = "auto";
+  std::string codec = "none";
+  int64_t bucket_bytes = 1 << 20;  // neighbouring moves below it share one collective
+  double timeout_s = 600.0;        // every wait on a peer
+};
+
+struct UnitsConfig {
+  std::vector<std::string> modules;  // class names that are units; empty = found by itself
+  int64_t max_bytes = 256LL << 20;   // for modules without repeated blocks
+};
+
+struct OffloadConfig {
+  std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
+  std::string path;
+};
+
+struct MeshConfig {
+  int data = 0;  // 0 = what the world leaves
+  int tensor = 1, pipeline = 1, sequence = 1, expert = 1;
+  int node = 1;  // how many nodes `data` is split in (hpZ, MiCS)
+};
+
+struct PENSTOCK_API Config {
+  std::string strategy = "zero3";  // "ddp" "zero1" "zero2" "zero3" "hpz" "mics"
+  std::map<std::string, std::map<std::string, std::string>> table;  // role -> phase -> placement
+  MeshConfig mesh;
+  std::optional<std::string> precision;  // "fp32" "bf16" "fp16"; absent = as the model was built
+  std::vector<std::pair<std::string, std::string>> dtypes;  // name pattern (glob) -> dtype
+  OffloadConfig offload;
+  std::optional<OptimizerConfig> optimizer;
+  ScheduleConfig schedule;
+  BatchConfig batch;
+  double clip = 0.0;  // largest global gradient norm; 0 = off
+  UnitsConfig units;
+  int64_t prefetch_bytes = 64LL << 20;
+  CommConfig comm;
+  int64_t seed = -1;
+
+  // JSON text in the native dialect. Throws ConfigError.
+  static Config parse(const std::string& json_text);
+  // Canonical JSON with every value, for `explain`, hashing and comparing ranks.
+  std::string json() const;
+  // Checks what depends on the number of ranks and fills in what follows from it (mesh.data,
+  // batch). Throws ConfigError naming key, value and what would fit.
+  void resolve(int world_size);
+};
+
+}  // namespace penstock

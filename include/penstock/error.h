@@ -1,0 +1,36 @@
+#pragma once
+// The three kinds of error (docs/errors.md). Text begins "[layer::function] ".
+#include <stdexcept>
+#include <string>
+
+#include "penstock/export.h"
+
+namespace penstock {
+
+// A setting that cannot work: names key, value, allowed values and the fix.
+class PENSTOCK_API ConfigError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// The world failed us: I/O, a peer, memory. Says which rank, path, step, bytes.
+class PENSTOCK_API RuntimeFault : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A broken invariant of our own.
+class PENSTOCK_API Bug : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+
+[[noreturn]] PENSTOCK_API void raise_bug(const char* file, int line, const char* condition,
+                            const std::string& message);
+
+}  // namespace penstock
+
+#define PENSTOCK_ASSERT(condition, message)                                     \
+  do {                                                                          \
+    if (!(condition)) ::penstock::raise_bug(__FILE__, __LINE__, #condition, (message)); \
+  } while (false)

@@ -1,0 +1,54 @@
+#pragma once
+// Optimizer kernels over flat ranges on the CPU: one pass reads gradient and state once and writes
+// state and the low-precision parameter once (28 bytes per parameter for a bf16 gradient in, fp32
+// master and moments, bf16 parameter out). Stateless free functions, safe from any thread; the work
+// is split over at::parallel_for. SIMD (Highway) is chosen at run time.
+#include <cstdint>
+
+#include "src/place/placement.h"
+
+namespace penstock::optim {
+
+// A contiguous range of one flat buffer. `master` is fp32 and updated in place. `param_out`, where
+// not null, receives the updated value rounded to `param_dtype` (round to nearest even, the same
+// bits as torch's cast). `grad` holds `grad_dtype` values and is not written.
+struct Range {
+  float* master = nullptr;
+  const void* grad = nullptr;
+  Dtype grad_dtype = Dtype::kFp32;
+  void* param_out = nullptr;
+  Dtype param_dtype = Dtype::kBf16;
+  int64_t numel = 0;
+};
+
+struct AdamOptions {
+  float lr = 1e-3F, beta1 = 0.9F, beta2 = 0.999F, eps = 1e-8F, weight_decay = 0.0F;
+  bool decoupled = true;    // AdamW (arXiv:1711.05101); false adds weight_decay * p to the gradient
+  float grad_scale = 1.0F;  // unscale, average and clip, in one factor
+  int64_t step = 1;         // 1 for the first update (bias correction, arXiv:1412.6980)
+};
+// `exp_avg` and `exp_avg_sq`: fp32, range.numel values, updated in place. Same formula and operation
+// order as torch.optim.AdamW / Adam.
+void adam(const Range& range, float* exp_avg, float* exp_avg_sq, const AdamOptions& options);
+
+struct SgdOptions {
+  float lr = 1e-3F, momentum = 0.0F, dampening = 0.0F, weight_decay = 0.0F;
+  bool nesterov = false;
+  float grad_scale = 1.0F;
+  bool first = false;  // the momentum buffer is set to the gradient, as torch.optim.SGD does
+};
+// `momentum_buffer` may be null when momentum is 0.
+void sgd(const Range& range, float* momentum_buffer, const SgdOptions& options);
+
+// Sum of squares in double, in a fixed order that does not depend on the number of threads.
+// Inf or NaN anywhere makes the result not finite.
+double sum_squares(const void* values, Dtype dtype, int64_t numel);
+
+// First index of an Inf or NaN, or -1.
+int64_t first_nonfinite(const void* values, Dtype dtype, int64_t numel);
+
+// dst = src (accumulate false) or dst + src, converted; sums in fp32, one rounding.
+void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t numel,
+          bool accumulate);
+
+}  // namespace penstock::optim

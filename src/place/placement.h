@@ -1,0 +1,70 @@
+#pragma once
+// Placement: where a copy of a unit's role lives. hops() is the only function that knows how data
+// moves from one placement to another. Pure values; any thread.
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "src/place/mesh.h"
+
+namespace penstock {
+
+enum class Layout : uint8_t { kReplicated, kSharded, kPartial };  // R, S, P
+enum class Tier : uint8_t { kDevice, kHost, kDisk };
+enum class Dtype : uint8_t { kFp32, kBf16, kFp16 };
+
+int64_t dtype_bytes(Dtype dtype);
+const char* dtype_name(Dtype dtype);  // "fp32" "bf16" "fp16"
+const char* tier_name(Tier tier);     // "device" "host" "disk"
+Dtype parse_dtype(std::string_view text);  // throws ConfigError
+Tier parse_tier(std::string_view text);    // throws ConfigError
+
+struct Placement {
+  std::array<Layout, kNumDataAxes> layout{Layout::kReplicated, Layout::kReplicated};
+  Tier tier = Tier::kDevice;
+  Dtype dtype = Dtype::kFp32;
+
+  Layout on(Axis axis) const { return layout[static_cast<int>(axis)]; }
+  bool sharded() const;  // on any axis
+  std::string text() const;                      // "SR@host:bf16"; "SR" = S over node, R over local
+  static Placement parse(std::string_view text);  // throws ConfigError
+  bool operator==(const Placement&) const = default;
+};
+
+enum class MoveKind : uint8_t { kAllGather, kReduceScatter, kAllReduce, kSlice, kCopy, kCast };
+const char* move_kind_name(MoveKind kind);
+
+// One hop. Only the fields of its kind are meaningful.
+struct Move {
+  MoveKind kind{};
+  std::vector<Axis> axes{};                    // collectives and slice, in nesting order
+  Tier from = Tier::kDevice, to = Tier::kDevice;  // copy
+  Dtype dtype = Dtype::kFp32;                  // cast
+  // "all_gather(data)" (data = node and local together), "all_gather(local)", "copy(device,host)",
+  // "cast(bf16)".
+  std::string text() const;
+  bool is_collective() const;
+  bool operator==(const Move&) const = default;
+};
+Move parse_move(std::string_view text);  // throws ConfigError
+
+// How many shards a copy with this placement is cut into, and which of them `rank` owns.
+int num_shards(const Placement& place, const Mesh& mesh);
+int shard_index(const Placement& place, const Mesh& mesh, int rank);
+
+// With a single data-parallel rank every layout is R. (On larger meshes an axis of size one keeps
+// its letter, so that `zero3` moves over "data" whether or not the mesh splits in nodes.)
+Placement normalize(Placement place, const Mesh& mesh);
+
+// Moves that take a copy from `from` to `to`, collectives on the device tier, narrowing casts
+// first and widening casts last, equal collectives on both axes joined to one wider one. Empty when
+// equal. Throws ConfigError when no move exists (R -> P, S -> P) or when gathering an outer axis
+// while an inner one stays sharded (the result would not be contiguous).
+std::vector<Move> hops(const Placement& from, const Placement& to);
+
+// The placement after one move.
+Placement apply(const Placement& place, const Move& move);
+
+}  // namespace penstock

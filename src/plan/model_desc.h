@@ -1,0 +1,52 @@
+#pragma once
+// What the planner knows of a model: its units, their sizes, and the order in which they run.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "src/place/placement.h"
+
+namespace penstock {
+
+// One flat range of a unit: parameters of one dtype that all train or are all frozen.
+struct FlatDesc {
+  int64_t numel = 0;  // padded: divisible by the number of data ranks
+  Dtype dtype = Dtype::kFp32;  // the dtype it computes in
+  bool trainable = true;
+  bool operator==(const FlatDesc&) const = default;
+};
+
+// How a unit is split over the tensor axis: its flats then hold 1/tensor of the weights. A column
+// split yields a full output from a full input and a partial input gradient; a row split a partial
+// output (Megatron-LM, arXiv:1909.08053, section 3).
+enum class TensorSplit : uint8_t { kNone, kColumn, kRow };
+
+struct UnitDesc {
+  std::string name;
+  std::vector<FlatDesc> flats;
+  TensorSplit split = TensorSplit::kNone;
+  bool operator==(const UnitDesc&) const = default;
+};
+
+enum class Mark : uint8_t { kWhole, kBegin, kEnd };
+
+// One entry of the order of a pass. Units that contain others (the root) or that stay in use until
+// later have a begin and an end; the rest are whole.
+struct Visit {
+  int unit = 0;
+  Mark mark = Mark::kWhole;
+  bool operator==(const Visit&) const = default;
+};
+
+struct ModelDesc {
+  std::vector<UnitDesc> units;
+  std::vector<Visit> forward;
+  std::vector<Visit> backward;
+  bool operator==(const ModelDesc&) const = default;
+};
+
+// The order assumed before step one: unit 0 is the root and encloses the others, which run in
+// index order, and in reverse in backward. Without `root` all units are whole.
+void assume_order(ModelDesc& model, bool root);
+
+}  // namespace penstock

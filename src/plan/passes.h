@@ -1,0 +1,18 @@
+#pragma once
+// Passes: pure functions Plan -> Plan that never change results.
+#include <cstdint>
+
+#include "src/plan/plan.h"
+
+namespace penstock {
+
+// Starts parameter moves earlier: each goes up over compute steps while the bytes gathered ahead of
+// their use stay within `budget_bytes`. Order among moves is kept; a move never passes a step of its
+// own unit, a micro line or an update.
+Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes);
+
+// Neighbouring moves of the same kind share one collective while their parameters together are
+// smaller than `bucket_bytes`: parameter moves join the earlier one, gradient moves the later one.
+Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
+
+}  // namespace penstock

@@ -1,0 +1,58 @@
+#pragma once
+// Step and Plan: the ordered actions of one training step. They print, parse and hash.
+//
+//   micro 0
+//   move u1 param all_gather(data)
+//   forward u1
+//   drop u1 param
+//   forward u0 end
+//   move u3+u2 grad reduce_scatter(data)
+//   norm
+//   update u1
+//   publish u1 param cast(bf16); all_gather(data)
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "src/place/placement.h"
+#include "src/plan/model_desc.h"
+#include "src/plan/table.h"
+
+namespace penstock {
+
+enum class Op : uint8_t {
+  kMicro,     // a micro-batch begins (number in `micro`)
+  kMove,      // role of units through `moves`
+  kForward,   // compute, marked
+  kBackward,  // compute, marked; leaves the unit's gradient as a partial sum
+  kDrop,      // copies of the role other than the resting one go away: free
+  kNorm,      // global gradient norm over all units: one small collective
+  kUpdate,    // optimizer
+  kPublish,   // the updated master weights become the parameter's resting copy, through `moves`
+};
+
+struct Step {
+  Op op = Op::kMove;
+  std::vector<int> units;  // one; several where `fuse` joined moves
+  Role role = Role::kParam;
+  Mark mark = Mark::kWhole;
+  std::vector<Move> moves;
+  int micro = 0;
+
+  std::string text() const;
+  bool is_compute() const { return op == Op::kForward || op == Op::kBackward; }
+  bool operator==(const Step&) const = default;
+};
+Step parse_step(std::string_view line);  // throws ConfigError with the line
+
+struct Plan {
+  std::vector<Step> steps;
+
+  std::string text() const;  // one step a line
+  uint64_t hash() const;     // of the text
+  bool operator==(const Plan&) const = default;
+};
+Plan parse_plan(std::string_view text);  // blank lines and lines starting with '#' are skipped
+
+}  // namespace penstock

@@ -1,0 +1,32 @@
+#pragma once
+// The simulator: what a plan costs, before it runs. The memory ledger, `explain` and capacity
+// planning are this one function.
+#include <array>
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "src/plan/plan.h"
+
+namespace penstock {
+
+inline constexpr int kNumTiers = 3;
+
+// Bytes on one rank. `buffers` are collective receive buffers.
+struct MemoryPeak {
+  int64_t param = 0, grad = 0, optim = 0, buffers = 0;  // each one's own peak
+  int64_t total = 0;                                    // peak of the sum
+};
+
+struct Ledger {
+  std::array<MemoryPeak, kNumTiers> tier;  // by Tier
+  // Bytes this rank sends in one training step: phase ("forward" "backward" "update") -> link
+  // ("node" crosses nodes, "local" inside one, "device-host", "host-disk") -> bytes.
+  std::map<std::string, std::map<std::string, int64_t>> sent;
+  std::string text() const;
+};
+
+Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
+                double optim_floats_per_param = 2.0);
+
+}  // namespace penstock

@@ -1,0 +1,43 @@
+#pragma once
+// Table: role x phase -> Placement. A strategy is nothing else.
+#include <array>
+#include <string>
+#include <vector>
+
+#include "src/place/placement.h"
+
+namespace penstock {
+
+enum class Role : uint8_t { kParam, kGrad, kOptim, kAct };
+enum class Phase : uint8_t { kRest, kForward, kHold, kBackward, kUpdate };
+inline constexpr int kNumRoles = 4;
+inline constexpr int kNumPhases = 5;
+const char* role_name(Role role);     // "param" "grad" "optim" "act"
+const char* phase_name(Phase phase);  // "rest" "forward" "hold" "backward" "update"
+
+class Table {
+ public:
+  // grad: backward, hold, update; optim: rest, update; param: rest, forward, hold, backward, update.
+  const Placement& at(Role role, Phase phase) const;
+  void set(Role role, Phase phase, const Placement& place);
+  // Every cell as seen on this mesh (normalize()).
+  Table on(const Mesh& mesh) const;
+  std::string text() const;  // one line a role: "param rest=SS@device:bf16 forward=..."
+  bool operator==(const Table&) const = default;
+
+ private:
+  std::array<std::array<Placement, kNumPhases>, kNumRoles> cells_{};
+};
+
+struct TableOptions {
+  Dtype precision = Dtype::kFp32;
+  bool accumulate = false;       // more than one backward per step: sums over time are kept in fp32
+  Tier optim_tier = Tier::kDevice;
+  Tier param_tier = Tier::kDevice;
+};
+
+// The presets: "ddp" "zero1" "zero2" "zero3" "hpz" "mics". Throws ConfigError with the nearest name.
+Table preset(const std::string& name, const TableOptions& options);
+const std::vector<std::string>& preset_names();
+
+}  // namespace penstock
