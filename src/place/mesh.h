@@ -26,7 +26,8 @@ struct Mesh {
   int world() const { return node * local * tensor; }
   // rank = (node * local_size + local) * tensor_size + tensor
   int coordinate(int rank, Axis axis) const;
-  // Ranks that differ from `rank` only along `axes`, ascending (so group position = shard position).
+  // Ranks that differ from `rank` only along `axes`, ascending (so group position = shard
+  // position).
   std::vector<int> group(int rank, const std::vector<Axis>& axes) const;
   std::string text() const;  // "node=2 local=4 tensor=1"
   bool operator==(const Mesh&) const = default;

@@ -16,8 +16,8 @@ enum class Tier : uint8_t { kDevice, kHost, kDisk };
 enum class Dtype : uint8_t { kFp32, kBf16, kFp16 };
 
 int64_t dtype_bytes(Dtype dtype);
-const char* dtype_name(Dtype dtype);  // "fp32" "bf16" "fp16"
-const char* tier_name(Tier tier);     // "device" "host" "disk"
+const char* dtype_name(Dtype dtype);       // "fp32" "bf16" "fp16"
+const char* tier_name(Tier tier);          // "device" "host" "disk"
 Dtype parse_dtype(std::string_view text);  // throws ConfigError
 Tier parse_tier(std::string_view text);    // throws ConfigError
 
@@ -27,8 +27,8 @@ struct Placement {
   Dtype dtype = Dtype::kFp32;
 
   Layout on(Axis axis) const { return layout[static_cast<int>(axis)]; }
-  bool sharded() const;  // on any axis
-  std::string text() const;                      // "SR@host:bf16"; "SR" = S over node, R over local
+  bool sharded() const;      // on any axis
+  std::string text() const;  // "SR@host:bf16"; "SR" = S over node, R over local
   static Placement parse(std::string_view text);  // throws ConfigError
   bool operator==(const Placement&) const = default;
 };
@@ -39,9 +39,9 @@ const char* move_kind_name(MoveKind kind);
 // One hop. Only the fields of its kind are meaningful.
 struct Move {
   MoveKind kind{};
-  std::vector<Axis> axes{};                    // collectives and slice, in nesting order
+  std::vector<Axis> axes{};                       // collectives and slice, in nesting order
   Tier from = Tier::kDevice, to = Tier::kDevice;  // copy
-  Dtype dtype = Dtype::kFp32;                  // cast
+  Dtype dtype = Dtype::kFp32;                     // cast
   // "all_gather(data)" (data = node and local together), "all_gather(local)", "copy(device,host)",
   // "cast(bf16)".
   std::string text() const;
@@ -64,7 +64,8 @@ Placement normalize(Placement place, const Mesh& mesh);
 // while an inner one stays sharded (the result would not be contiguous).
 std::vector<Move> hops(const Placement& from, const Placement& to);
 
-// The placement after one move.
+// The placement after one move. Throws ConfigError when the move cannot start from `place`.
 Placement apply(const Placement& place, const Move& move);
+bool applies(const Placement& place, const Move& move);
 
 }  // namespace penstock

@@ -10,7 +10,7 @@ namespace penstock {
 
 // One flat range of a unit: parameters of one dtype that all train or are all frozen.
 struct FlatDesc {
-  int64_t numel = 0;  // padded: divisible by the number of data ranks
+  int64_t numel = 0;           // padded: divisible by the number of data ranks
   Dtype dtype = Dtype::kFp32;  // the dtype it computes in
   bool trainable = true;
   bool operator==(const FlatDesc&) const = default;

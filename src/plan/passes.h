@@ -7,8 +7,8 @@
 namespace penstock {
 
 // Starts parameter moves earlier: each goes up over compute steps while the bytes gathered ahead of
-// their use stay within `budget_bytes`. Order among moves is kept; a move never passes a step of its
-// own unit, a micro line or an update.
+// their use stay within `budget_bytes`. Order among moves is kept; a move never passes a step of
+// its own unit, a micro line or an update.
 Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes);
 
 // Neighbouring moves of the same kind share one collective while their parameters together are

@@ -34,10 +34,10 @@ enum class Op : uint8_t {
 
 struct Step {
   Op op = Op::kMove;
-  std::vector<int> units;  // one; several where `fuse` joined moves
+  std::vector<int> units{};  // one; several where `fuse` joined moves
   Role role = Role::kParam;
   Mark mark = Mark::kWhole;
-  std::vector<Move> moves;
+  std::vector<Move> moves{};
   int micro = 0;
 
   std::string text() const;

@@ -17,11 +17,19 @@ const char* phase_name(Phase phase);  // "rest" "forward" "hold" "backward" "upd
 
 class Table {
  public:
-  // grad: backward, hold, update; optim: rest, update; param: rest, forward, hold, backward, update.
+  // grad: backward, hold, update; optim: rest, update; param: rest, forward, hold, backward,
+  // update.
   const Placement& at(Role role, Phase phase) const;
   void set(Role role, Phase phase, const Placement& place);
   // Every cell as seen on this mesh (normalize()).
   Table on(const Mesh& mesh) const;
+  // The dtype that a flat range of dtype `own` has in a param or grad cell: its own wherever the
+  // cell says the table's precision (an fp32 router in a bf16 model), else the cell's.
+  Dtype dtype_in(const Placement& cell, Dtype own) const;
+  // Gradients are held where a backward leaves them: added up locally, without a move.
+  bool holds_grad_in_place() const;
+  // The cell in which a unit's gradient is when its backward has ended.
+  const Placement& grad_after_backward() const;
   std::string text() const;  // one line a role: "param rest=SS@device:bf16 forward=..."
   bool operator==(const Table&) const = default;
 
@@ -31,12 +39,13 @@ class Table {
 
 struct TableOptions {
   Dtype precision = Dtype::kFp32;
-  bool accumulate = false;       // more than one backward per step: sums over time are kept in fp32
+  bool accumulate = false;  // more than one backward per step: sums over time are kept in fp32
   Tier optim_tier = Tier::kDevice;
   Tier param_tier = Tier::kDevice;
 };
 
-// The presets: "ddp" "zero1" "zero2" "zero3" "hpz" "mics". Throws ConfigError with the nearest name.
+// The presets: "ddp" "zero1" "zero2" "zero3" "hpz" "mics". Throws ConfigError with the nearest
+// name.
 Table preset(const std::string& name, const TableOptions& options);
 const std::vector<std::string>& preset_names();
 

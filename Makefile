@@ -1,0 +1,83 @@
+# make help lists the targets. `make demo` and `make test` do all set-up on a fresh machine.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+PYTHON ?= python3
+JOBS ?= 2
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+BIN := .venv/bin
+TREE := build/release
+SETUP := .venv/.penstock-setup
+INSTALLED := .venv/.penstock-installed
+CPP = $$(find src include python/src tests examples benchmarks cmake -name '*.h' -o -name '*.cpp')
+PY := python tests tools examples benchmarks
+
+# torch is not built with the sanitizers: containers that cross its border look overflown.
+export ASAN_OPTIONS ?= detect_container_overflow=0:detect_leaks=0
+export UBSAN_OPTIONS ?= print_stacktrace=1:halt_on_error=1
+
+.PHONY: help setup build test demo lint format asan clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## */\1\t/p' Makefile | expand -t 10
+
+$(SETUP): requirements-dev.txt tools/setup
+	@tools/setup $(PYTHON)
+	@touch $@
+
+setup: $(SETUP)  ## system packages and .venv with pinned tools
+
+# The editable install takes what cmake has just built in the same tree; it compiles nothing itself.
+build: $(SETUP)  ## C++ in build/release and the Python package, editable, in .venv
+	@echo "[build] cmake --preset release"
+	@mkdir -p build
+	@cmake --preset release >$(TREE).log 2>&1 || { cat $(TREE).log; exit 1; }
+	@cmake --build --preset release -j $(JOBS)
+	@newest=$$(ls -t pyproject.toml $(TREE)/libpenstock.so $(TREE)/python/src/_penstock*.so | head -1); \
+	if [ ! $(INSTALLED) -nt $$newest ]; then \
+	  echo "[build] pip install --editable ."; \
+	  pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .; \
+	  touch $(INSTALLED); \
+	fi
+
+test: build  ## C++ tests, then Python tests
+	@echo "[test] ctest"
+	@ctest --preset release -j $(JOBS)
+	@echo "[test] pytest"
+	@$(BIN)/python -m pytest -q tests/python tests/parity
+
+demo: build  ## train a small GPT on two ranks of this machine
+	@echo "[demo] penstock run --nproc 2 examples/train_gpt.py --demo"
+	@$(BIN)/python -m penstock run --nproc 2 examples/train_gpt.py --demo
+
+lint: $(SETUP)  ## format, types, spelling, layers, sizes
+	@echo "[lint] clang-format"
+	@$(BIN)/clang-format --dry-run -Werror $(CPP)
+	@echo "[lint] ruff"
+	@$(BIN)/ruff check --quiet $(PY)
+	@$(BIN)/ruff format --quiet --check $(PY)
+	@echo "[lint] mypy"
+	@$(BIN)/mypy --strict --no-error-summary python/penstock
+	@echo "[lint] codespell"
+	@$(BIN)/codespell
+	@echo "[lint] layers and sizes"
+	@for tool in check_layers check_size; do \
+	  $(BIN)/python tools/$$tool.py --self-test; $(BIN)/python tools/$$tool.py; \
+	done
+
+format: $(SETUP)  ## rewrite sources as lint wants them
+	@$(BIN)/clang-format -i $(CPP)
+	@$(BIN)/ruff check --quiet --select I --fix $(PY)
+	@$(BIN)/ruff format --quiet $(PY)
+
+asan: $(SETUP)  ## C++ tests under the address and undefined-behaviour sanitizers
+	@echo "[asan] cmake --preset asan"
+	@mkdir -p build
+	@cmake --preset asan >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
+	@cmake --build --preset asan -j $(JOBS)
+	@ctest --preset asan -j $(JOBS)
+
+clean:  ## remove what building made; .venv stays
+	rm -rf build dist $(INSTALLED)

@@ -1,0 +1,156 @@
+"""The command line: run, plan, explain, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+import torch.distributed
+
+from penstock.launch import LaunchOptions, launch
+
+_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+_WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _core() -> ModuleType:
+    """The C++ module. Loaded on use, so that `doctor` can report why it does not load."""
+    return importlib.import_module("penstock._penstock")
+
+
+def _plan_report(config_json: str, numel_per_unit: Sequence[int], world: int) -> str:
+    return str(_core().plan_report(config_json, list(numel_per_unit), world))
+
+
+def _explain_config(config_json: str, world: int) -> str:
+    return str(_core().explain_config(config_json, world))
+
+
+def _built_for_torch() -> str:
+    return str(_core().TORCH_MINOR)
+
+
+def _run(args: argparse.Namespace) -> int:
+    options = LaunchOptions(
+        command=[args.script, *args.args],
+        nproc=args.nproc,
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
+        rdzv_endpoint=args.rdzv_endpoint,
+        grace_s=args.grace_s,
+    )
+    return launch(options)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    total = int(args.params)
+    if total < 1 or args.units < 1 or args.world < 1:
+        raise ValueError("[plan] --params, --units and --world must be at least 1")
+    share, rest = divmod(total, args.units)
+    numel = [share + (1 if unit < rest else 0) for unit in range(args.units)]
+    for strategy in args.strategy or _STRATEGIES:
+        config = {"strategy": strategy, "precision": args.precision}
+        print(f"== {strategy}, {total:.3g} parameters in {args.units} units, {args.world} ranks")
+        print(_plan_report(json.dumps(config), numel, args.world).rstrip())
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    print(_explain_config(pathlib.Path(args.config).read_text(encoding="utf-8"), args.world))
+    return 0
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _accelerators() -> str:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return f"{torch.accelerator.device_count()} x {device}" if device else "none"
+
+
+def _doctor(_args: argparse.Namespace) -> int:
+    installed = ".".join(torch.__version__.split(".")[:2])
+    try:
+        built = _built_for_torch()
+        core = "loads" if built == installed else "built for another torch: install it again"
+    except ImportError as error:
+        built, core = "unknown", f"does not load: {error}"
+    page = os.sysconf("SC_PAGE_SIZE")
+    facts = {
+        "penstock": importlib.metadata.version("penstock"),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "torch": f"{torch.__version__} (C++ module built for {built})",
+        "C++ module": core,
+        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "memory": f"{_gib(page * os.sysconf('SC_AVPHYS_PAGES'))} free of "
+        f"{_gib(page * os.sysconf('SC_PHYS_PAGES'))}",
+        "SIMD": torch.backends.cpu.get_cpu_capability(),
+        "accelerators": _accelerators(),
+        "gloo": "available" if torch.distributed.is_gloo_available() else "missing in this torch",
+        "environment": " ".join(f"{k}={os.environ[k]}" for k in _WORLD_VARIABLES if k in os.environ)
+        or "no launcher",
+    }
+    for name, value in facts.items():
+        print(f"{name:<13}{value}")
+    return 0 if core == "loads" else 1
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser("run", help="start the ranks of a script on this node")
+    run.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this node")
+    run.add_argument("--nnodes", type=int, default=1, metavar="N")
+    run.add_argument("--node-rank", type=int, default=0, metavar="I")
+    run.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="of node 0")
+    run.add_argument(
+        "--grace-s",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="seconds the other ranks get to end by themselves after one failed",
+    )
+    run.add_argument("script")
+    run.add_argument("args", nargs=argparse.REMAINDER)
+    run.set_defaults(command=_run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="penstock", description="Sharded training on torch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
+
+    plan = commands.add_parser("plan", help="will it fit: memory and traffic of each strategy")
+    plan.add_argument("--params", type=float, required=True, metavar="P", help="e.g. 7e9")
+    plan.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    plan.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "fp16"))
+    plan.add_argument("--units", type=int, default=32, metavar="N", help="blocks of the model")
+    plan.add_argument("--strategy", action="append", help="one or more; default: the ZeRO stages")
+    plan.set_defaults(command=_plan)
+
+    explain = commands.add_parser("explain", help="print every effective value of a config")
+    explain.add_argument("--config", required=True, metavar="FILE", help="JSON, native dialect")
+    explain.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks")
+    explain.set_defaults(command=_explain)
+
+    doctor = commands.add_parser("doctor", help="versions, machine, and whether the core loads")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. A wrong value is one line and code 2."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.command(args))
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,48 @@
+#pragma once
+// Roll call: finds out, after a failure, which ranks are still there and where each of them is.
+//
+// [Note: Roll call] Every rank keeps a watch thread that sleeps in the store on a key of its own. A
+// rank whose exchange failed posts its own position and error, wakes all watches, and waits a grace
+// period for every other rank's answer; a rank that does not answer is dead or stopped. A rank
+// that is merely slow answers, since its watch does not depend on its main thread. The first
+// verdict is kept in the store, so ranks that fail later (because the first one left) repeat it
+// instead of taking the innocent first one for the culprit.
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace penstock::comm {
+
+// Owned by a group; set_position from any thread, call() from a lane that failed.
+class RollCall {
+ public:
+  RollCall(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix, int rank,
+           int size, std::chrono::milliseconds grace);
+  ~RollCall();
+  RollCall(const RollCall&) = delete;
+  RollCall& operator=(const RollCall&) = delete;
+
+  void set_position(const std::string& text);
+  // One sentence for each rank that is dead or failed, then where the rest are.
+  std::string call(const std::string& error);
+
+ private:
+  std::string key(const char* what, int rank) const;
+  std::string answer_of(int rank, std::chrono::milliseconds grace);
+  std::string collect(const std::string& error);
+  void watch();
+
+  c10::intrusive_ptr<c10d::Store> store_, watch_store_;
+  const std::string prefix_;
+  const int rank_, size_;
+  const std::chrono::milliseconds grace_;
+  std::mutex mutex_;
+  std::string position_ = "before step 1";  // guarded by mutex_
+  std::thread watcher_;
+};
+
+}  // namespace penstock::comm

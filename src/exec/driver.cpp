@@ -1,0 +1,170 @@
+#include "src/exec/driver.h"
+
+#include <algorithm>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock::exec {
+
+namespace {
+
+constexpr size_t kNotFound = static_cast<size_t>(-1);
+
+bool is_forward(Section section) {
+  return section == Section::kForward || section == Section::kEval;
+}
+
+}  // namespace
+
+Driver::Driver(Executor& executor) : executor_(executor) {
+  const size_t num_units = executor.units().size();
+  active_.assign(num_units, 0);
+  done_.assign(num_units, false);
+  drop_later_.assign(num_units, false);
+  unforeseen_.assign(num_units, false);
+}
+
+void Driver::set_plan(Section section, const Plan& plan) {
+  PENSTOCK_ASSERT(!running_, "[exec::Driver::set_plan] a section is running");
+  plans_[section] = prepare(plan);
+}
+
+void Driver::begin(Section section) {
+  if (running_) finish();
+  steps_ = &plans_.at(section);
+  section_ = section;
+  next_ = 0;
+  running_ = true;
+  std::fill(done_.begin(), done_.end(), false);
+  if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
+}
+
+size_t Driver::find(Op op, int unit, bool end) const {
+  for (size_t i = next_; i < steps_->size(); ++i) {
+    const Step& step = (*steps_)[i].step;
+    if (step.op == op && step.units.front() == unit && (step.mark == Mark::kEnd) == end) return i;
+  }
+  return kNotFound;
+}
+
+void Driver::enter(Op op, int unit) {
+  if (active_[unit]++ > 0) {  // it is whole already: a recomputation, or a call within a call
+    executor_.require(unit);
+    return;
+  }
+  const size_t at = running_ ? find(op, unit, false) : kNotFound;
+  if (at == kNotFound) {
+    ++off_plan_;
+    unforeseen_[unit] = true;
+    if (!executor_.full(unit)) {
+      executor_.run(executor_.move_to(unit, is_forward(section_) ? Phase::kForward : Phase::kBackward));
+    }
+  } else {
+    pass(at);
+    if ((*steps_)[at].step.mark == Mark::kBegin) run_moves();
+  }
+  executor_.require(unit);
+}
+
+void Driver::leave(Op op, int unit) {
+  const bool entered = active_[unit] > 0;
+  active_[unit] = op == Op::kBackward ? 0 : std::max(0, active_[unit] - 1);
+  if (active_[unit] > 0) return;
+  if (op == Op::kBackward) done_[unit] = true;
+  if (running_) {
+    // Gradients alone reach a unit whose parameters need no moves: its line is passed here.
+    if (!entered) pass(find(op, unit, false));
+    pass(find(op, unit, true));
+    run_moves();
+    pump();
+  }
+  if (drop_later_[unit] || unforeseen_[unit]) release(unit);
+}
+
+void Driver::pass(size_t line) {
+  if (line == kNotFound) return;
+  run_to(line);
+  next_ = line + 1;
+}
+
+void Driver::release(int unit) {
+  drop_later_[unit] = unforeseen_[unit] = false;
+  executor_.drop(unit);
+}
+
+void Driver::run_to(size_t end) {
+  while (next_ < end) run((*steps_)[next_++]);
+}
+
+void Driver::run_moves() {
+  while (next_ < steps_->size() && !(*steps_)[next_].step.is_compute()) run((*steps_)[next_++]);
+}
+
+void Driver::run(const PlannedStep& planned) {
+  const Step& step = planned.step;
+  if (step.op == Op::kMove && step.role == Role::kGrad && !is_forward(section_)) {
+    owed_.push_back(&planned);
+    pump();
+    return;
+  }
+  const bool frees = step.op == Op::kDrop ||
+                     (step.op == Op::kMove && step.role == Role::kParam &&
+                      step.moves.front().kind == MoveKind::kSlice);
+  if (frees && !finishing_ && active_[step.units.front()] > 0) {
+    drop_later_[step.units.front()] = true;
+    return;
+  }
+  executor_.run(planned);
+}
+
+bool Driver::complete(const PlannedStep& planned) const {
+  if (finishing_ || section_ == Section::kUpdateEarly) return true;
+  return std::all_of(planned.step.units.begin(), planned.step.units.end(),
+                     [this](int unit) { return done_[unit]; });
+}
+
+void Driver::pump() {
+  while (!owed_.empty() && complete(*owed_.front())) {
+    executor_.run(*owed_.front());
+    owed_.pop_front();
+  }
+}
+
+void Driver::finish() {
+  if (!running_) return;
+  finishing_ = true;
+  run_to(steps_->size());
+  pump();
+  if (!is_forward(section_)) run_late_moves();
+  for (size_t unit = 0; unit < active_.size(); ++unit) {
+    if (!is_forward(section_) || drop_later_[unit] || unforeseen_[unit]) release(static_cast<int>(unit));
+    active_[unit] = 0;
+  }
+  finishing_ = running_ = false;
+}
+
+// A gradient that came after its unit's move (a block recomputed twice) is moved on its own.
+void Driver::run_late_moves() {
+  const auto late = [this](int unit) {
+    const std::vector<Flat>& flats = executor_.units()[unit].flats;
+    return std::any_of(flats.begin(), flats.end(),
+                       [](const Flat& flat) { return static_cast<bool>(flat.partial); });
+  };
+  for (const PlannedStep& planned : *steps_) {
+    const Step& step = planned.step;
+    if (step.op != Op::kMove || step.role != Role::kGrad) continue;
+    if (std::any_of(step.units.begin(), step.units.end(), late)) executor_.run(planned);
+  }
+}
+
+void Driver::abandon() {
+  owed_.clear();
+  running_ = finishing_ = false;
+  for (size_t unit = 0; unit < active_.size(); ++unit) {
+    active_[unit] = 0;
+    release(static_cast<int>(unit));
+  }
+}
+
+}  // namespace penstock::exec

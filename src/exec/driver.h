@@ -1,0 +1,64 @@
+#pragma once
+// Driver: matches the events of eager code with the steps of the plan.
+//
+// [Note: Driving a plan] A section's steps are run up to the compute line that an event names. Lines
+// that this rank skips are run on the way, in plan order, so ranks that take different branches
+// still issue the same collectives. Gradient moves wait in a queue of their own until the unit's
+// gradients are complete, again in plan order; what is left runs when the section ends. An event
+// the plan does not foresee is served on demand (require / release), which is always right but not
+// early; if only some ranks do so, their collectives stop matching and the timeout names both.
+#include <deque>
+#include <map>
+#include <vector>
+
+#include "src/exec/executor.h"
+#include "src/plan/planner.h"
+
+namespace penstock::exec {
+
+class Driver {
+ public:
+  explicit Driver(Executor& executor);
+
+  void set_plan(Section section, const Plan& plan);
+  // The window's next section; finishes the one before where an exception cut it short.
+  void begin(Section section);
+  // A unit starts to compute: its parameters are whole when this returns.
+  void enter(Op op, int unit);
+  // It ended (forward), or its gradients are complete (backward).
+  void leave(Op op, int unit);
+  // Runs everything left of the section, in plan order.
+  void finish();
+  // After an error in the user's code: forget the section, free what is gathered.
+  void abandon();
+
+  bool running() const { return running_; }
+  int64_t off_plan_events() const { return off_plan_; }
+
+ private:
+  size_t find(Op op, int unit, bool end) const;
+  void run_to(size_t end);
+  void run_moves();  // up to the next compute line
+  void run(const PlannedStep& planned);
+  void pass(size_t line);
+  void run_late_moves();
+  void pump();  // gradient moves whose units are complete
+  bool complete(const PlannedStep& planned) const;
+  void release(int unit);
+
+  Executor& executor_;
+  std::map<Section, std::vector<PlannedStep>> plans_;
+  const std::vector<PlannedStep>* steps_ = nullptr;
+  Section section_ = Section::kForward;
+  size_t next_ = 0;
+  bool running_ = false;
+  bool finishing_ = false;
+  std::vector<int> active_;       // by unit: how many times entered and not left
+  std::vector<bool> done_;        // by unit: gradients complete
+  std::vector<bool> drop_later_;  // by unit: the plan dropped it while it was active
+  std::vector<bool> unforeseen_;  // by unit: gathered on demand
+  std::deque<const PlannedStep*> owed_;  // gradient moves that wait
+  int64_t off_plan_ = 0;
+};
+
+}  // namespace penstock::exec

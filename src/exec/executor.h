@@ -1,0 +1,142 @@
+#pragma once
+// Executor: runs plan steps. Every movement of training state goes through run(), and there is one
+// call site for each kind of move. It knows placements, not strategies.
+//
+// Compute thread only (autograd's thread while a backward runs); it hands moves to two ordered
+// lanes, gather and reduce, and waits for their events.
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/group.h"
+#include "src/comm/channel.h"
+#include "src/exec/flat.h"
+#include "src/exec/lane.h"
+#include "src/mem/arena.h"
+#include "src/plan/plan.h"
+
+namespace penstock::exec {
+
+// What an optimizer parameter group asks for; read anew at every step.
+struct GroupOptions {
+  enum class Kind : uint8_t { kAdamW, kAdam, kSgd };
+  Kind kind = Kind::kAdamW;
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0;
+  double momentum = 0.0, dampening = 0.0;
+  bool nesterov = false;
+};
+
+// A step with its text (the label of its collectives) and, for an update, whether the plan's publish
+// asks for the low-precision parameter (one kernel pass writes it).
+struct PlannedStep {
+  Step step;
+  std::string text;
+  bool write_back = false;
+};
+std::vector<PlannedStep> prepare(const Plan& plan);
+
+// A piece of a parameter that this rank updates, as the user's own optimizer sees it.
+struct ShardView {
+  std::string name;
+  at::Tensor param;   // the model's parameter it is a piece of
+  at::Tensor master;  // fp32, one dimension, may be empty
+};
+
+class Executor {
+ public:
+  // `units` have their resting parameters (adopt_parameters()) and are attached or freed.
+  Executor(const Table& table, const Mesh& mesh, Group& group, mem::Arena& arena,
+           std::vector<UnitState> units);
+
+  void run(const PlannedStep& planned);
+
+  // The unit's full parameters are there: waits and sets the windows. Throws Bug when no move
+  // brought them.
+  void require(int unit);
+  bool full(int unit) const;  // gathered, or on its way
+  // The moves that take the unit's parameters from where they are to where `phase` wants them.
+  PlannedStep move_to(int unit, Phase phase) const;
+  void drop(int unit);
+
+  // Adds one parameter's gradient to the unit's partial sum. False when it is not finite.
+  bool take_gradient(int unit, int flat, int slot, const at::Tensor& gradient);
+  // Throws away what was accumulated.
+  void discard_gradients();
+  void drain();  // waits for both lanes
+
+  // Set before an update section runs.
+  struct Update {
+    std::vector<GroupOptions> groups;
+    double clip = 0.0;
+    double divisor = 1.0;            // number of micro-batches averaged over
+    std::string bad;                 // first non-finite contribution on this rank, or empty
+    std::function<void()> external;  // the user's optimizer; empty = our kernels
+  };
+  void begin_update(Update update) { update_ = std::move(update); }
+  double grad_norm() const { return grad_norm_; }
+
+  // Collective reads and writes; every rank calls them in the same order.
+  at::Tensor full_flat(int unit, int flat, Role role);  // fp32, numel elements
+  void refresh(int unit);  // after rank 0's full copy was edited: broadcast, masters, shards
+  std::vector<ShardView> shard_views();
+  std::vector<at::Tensor> shard_gradients();  // fp32, aligned with shard_views()
+  std::vector<std::string> share(const std::string& label, const std::string& payload);
+  void broadcast(const std::string& label, void* data, int64_t bytes);
+
+  void set_step(int64_t step);
+  std::vector<UnitState>& units() { return units_; }
+  const Table& table() const { return table_; }
+  const Mesh& mesh() const { return mesh_; }
+
+ private:
+  struct Reduction {  // in flight on the reduce lane
+    int unit = 0, flat = 0;
+    mem::Lease partial, scratch;
+    bool in_place = false;  // the reduced gradient is `partial` itself
+  };
+
+  comm::Members members(const std::vector<Axis>& axes) const;
+  Dtype flat_dtype(const Flat& flat, const Placement& cell) const;
+  void move_param(const PlannedStep& planned);
+  void gather(const PlannedStep& planned, const Move& move);
+  void slice(int unit, const Move& move);
+  void reduce(const PlannedStep& planned);
+  void start_reduction(int unit, int flat, const PlannedStep& planned,
+                       std::vector<std::function<void()>>& work);
+  void finish_reductions();
+  void norm(const std::string& text);
+  double own_sum_squares() const;
+  at::Tensor reduced_full(Flat& flat, const std::string& label);
+  at::Tensor partial_full(Flat& flat, const std::string& label);
+  void gather_whole(const Placement& place, float* full, int64_t numel, const std::string& label);
+  void prepare_external();
+  void update(int unit, bool write_back);
+  void update_flat(Flat& flat, bool write_back);
+  void publish(const PlannedStep& planned);
+  void update_range(Flat& flat, int64_t begin, int64_t end, const Slot& slot, bool write_back);
+  // The elements of a flat that this rank updates.
+  std::pair<int64_t, int64_t> owned(const Flat& flat) const;
+  float* master_of(Flat& flat);  // of the first owned element
+  bool shares_master(const Flat& flat) const;
+
+  const Table table_;
+  const Mesh mesh_;
+  Group& group_;
+  mem::Arena& arena_;
+  std::vector<UnitState> units_;
+  comm::Channel gather_channel_, reduce_channel_, control_channel_;
+  std::vector<Reduction> reductions_;
+  Event reduced_;
+  Update update_;
+  double grad_norm_ = 0.0;
+  float grad_scale_ = 1.0F;
+  // Last, so that the lanes end first.
+  Lane gather_lane_, reduce_lane_;
+};
+
+}  // namespace penstock::exec

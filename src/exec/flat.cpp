@@ -1,0 +1,79 @@
+#include "src/exec/flat.h"
+
+#include <c10/core/StorageImpl.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "src/base/text.h"
+#include "src/exec/torch_compat.h"
+
+namespace penstock::exec {
+
+namespace {
+
+constexpr int64_t kAlignBytes = 64;  // of each parameter, for vector loads
+constexpr int64_t kShardBytes = 512;
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace
+
+void Flat::add(const std::string& name, const at::Tensor& param, int group,
+               const std::string& unit) {
+  Slot slot;
+  slot.name = name;
+  slot.param = param;
+  slot.group = group;
+  slot.numel = param.numel();
+  if (!slots.empty()) {
+    slot.offset = round_up(slots.back().offset + slots.back().numel, kAlignBytes / element_bytes());
+  }
+  slot.guard = concat(
+      "[exec::guard] parameter \"", name, "\" is sharded and its unit \"", unit,
+      "\" is not running, so its values are not here. Read it inside the module that owns it, or "
+      "inside `with engine.gathered():`.");
+  slots.push_back(slot);
+}
+
+void Flat::seal(int num_ranks) {
+  const int64_t used = slots.back().offset + slots.back().numel;
+  numel = round_up(std::max<int64_t>(used, 1), num_ranks * kShardBytes / element_bytes());
+}
+
+void Flat::attach(char* base) {
+  for (Slot& slot : slots) {
+    c10::StorageImpl* storage = slot.param.storage().unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(
+        c10::DataPtr(base + slot.offset * element_bytes(), storage->device()));
+    clear_guard(*storage);
+  }
+}
+
+void Flat::detach() {
+  for (Slot& slot : slots) {
+    c10::StorageImpl* storage = slot.param.storage().unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+    set_guard(*storage, slot.guard);
+  }
+}
+
+void Flat::complete_partial() {
+  const int64_t size = partial.bytes() / numel;
+  int64_t done = 0;
+  for (Slot& slot : slots) {
+    const int64_t begin = slot.written ? slot.offset : slot.offset + slot.numel;
+    std::memset(partial.data() + done * size, 0, (begin - done) * size);
+    done = slot.offset + slot.numel;
+    slot.written = false;
+  }
+  std::memset(partial.data() + done * size, 0, (numel - done) * size);
+}
+
+bool UnitState::trainable() const {
+  return std::any_of(flats.begin(), flats.end(), [](const Flat& flat) { return flat.trainable; });
+}
+
+}  // namespace penstock::exec

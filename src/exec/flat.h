@@ -1,0 +1,76 @@
+#pragma once
+// Flat: parameters of one unit that share dtype and trainability, in one range; and UnitState, the
+// copies of a unit's roles.
+//
+// [Note: Windows] Each parameter keeps its own StorageImpl for life. Its DataPtr is a non-owning
+// window into the flat copy that computes now; freeing drops the pointer and keeps nbytes (shapes
+// and views go on working) and sets the storage's access-error flag, so that reading a freed
+// parameter raises an exception that names it. Setting windows is the compute thread's work alone.
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "src/exec/lane.h"
+#include "src/mem/arena.h"
+#include "src/place/placement.h"
+
+namespace penstock::exec {
+
+// One parameter's place in its flat, in elements.
+struct Slot {
+  std::string name;
+  at::Tensor param;
+  int64_t offset = 0, numel = 0;
+  int group = 0;         // optimizer parameter group
+  int64_t updates = 0;   // optimizer steps taken so far
+  bool touched = false;  // got a gradient in this window; after the norm: on any rank
+  bool written = false;  // `partial` holds its contribution
+  std::string guard;     // what reading it while freed says
+};
+
+class Flat {
+ public:
+  Flat(Dtype dtype, bool trainable) : dtype(dtype), trainable(trainable) {}
+
+  // Adds a parameter of this dtype; called before seal().
+  void add(const std::string& name, const at::Tensor& param, int group, const std::string& unit);
+  // Pads to `num_ranks` equal shards of a multiple of 512 bytes.
+  void seal(int num_ranks);
+
+  // Points the parameters into `base` (a full copy), or frees them.
+  void attach(char* base);
+  void detach();
+  // Zeroes what no contribution was written to, gaps and padding included.
+  void complete_partial();
+
+  int64_t element_bytes() const { return dtype_bytes(dtype); }
+
+  const Dtype dtype;
+  const bool trainable;
+  int64_t numel = 0;  // padded, after seal()
+  std::vector<Slot> slots;
+
+  mem::Lease rest;     // parameters at rest: full or this rank's shard
+  mem::Lease current;  // gathered or secondary copy, while there is one
+  mem::Lease retired;  // source of a gather in flight
+  mem::Lease partial;  // gradient before its reduction, full size
+  mem::Lease reduced;  // gradient after it
+  mem::Lease gradient32;  // scaled fp32 gradient, for an optimizer of the user's
+  mem::Lease master;   // fp32 shard; empty when the resting parameter itself is fp32
+  mem::Lease exp_avg, exp_avg_sq;  // moments (exp_avg is the momentum buffer of SGD)
+};
+
+struct UnitState {
+  std::string name;
+  std::vector<Flat> flats;
+  Placement param_at;      // of `current`, or of `rest`
+  bool gathered = false;   // `current` is there (perhaps still on its way)
+  bool attached = false;   // the parameters have windows
+  Event param_ready;       // the last move of the parameters
+
+  bool trainable() const;
+};
+
+}  // namespace penstock::exec

@@ -1,0 +1,61 @@
+#include "src/exec/flat.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/sum.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "src/mem/arena.h"
+
+namespace penstock::exec {
+namespace {
+
+TEST(Flat, ParametersAreWindowsAndReadingAFreedOneNamesIt) {
+  mem::Arena arena(c10::Device(c10::DeviceType::CPU));
+  at::Tensor a = at::arange(6, at::kFloat).view({2, 3}).clone();
+  at::Tensor b = at::arange(5, at::kFloat).clone();
+  Flat flat(Dtype::kFp32, true);
+  flat.add("block.a", a, 0, "block");
+  flat.add("block.b", b, 0, "block");
+  flat.seal(3);
+  EXPECT_EQ(flat.slots[1].offset, 16);  // 64-byte alignment
+  EXPECT_EQ(flat.numel % (3 * 128), 0);
+
+  flat.current = arena.take(flat.numel * 4, mem::Account::kParam);
+  auto* values = reinterpret_cast<float*>(flat.current.data());
+  for (int64_t i = 0; i < flat.numel; ++i) values[i] = 1.0F;
+  flat.attach(flat.current.data());
+  EXPECT_FLOAT_EQ(a.sum().item<float>(), 6.0F);
+  const at::Tensor view = a.t();
+  flat.detach();
+  EXPECT_EQ(a.sizes(), at::IntArrayRef({2, 3}));
+  try {
+    view.sum();
+    FAIL() << "reading a freed parameter must throw";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("block.a"), std::string::npos);
+  }
+  flat.attach(flat.current.data());
+  EXPECT_FLOAT_EQ(view.sum().item<float>(), 6.0F);
+  flat.detach();
+}
+
+TEST(Flat, WhatNothingWasWrittenToIsZeroed) {
+  mem::Arena arena(c10::Device(c10::DeviceType::CPU));
+  Flat flat(Dtype::kFp32, true);
+  for (const int n : {3, 20, 4}) flat.add("p", at::arange(n, at::kFloat).clone(), 0, "u");
+  flat.seal(1);
+  flat.partial = arena.take(flat.numel * 4, mem::Account::kGrad);
+  std::memset(flat.partial.data(), 1, flat.numel * 4);
+  flat.slots[1].written = true;
+  flat.complete_partial();
+  const char* data = flat.partial.data();
+  for (int64_t i = 0; i < flat.numel; ++i) {
+    const bool kept = i >= flat.slots[1].offset && i < flat.slots[1].offset + 20;
+    EXPECT_EQ(data[i * 4], kept ? 1 : 0) << i;
+  }
+}
+
+}  // namespace
+}  // namespace penstock::exec

@@ -1,0 +1,210 @@
+// The executor's update section: global norm, optimizer, publishing.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/exec/executor.h"
+#include "src/optim/kernels.h"
+
+namespace penstock::exec {
+
+namespace {
+
+constexpr size_t kBadBytes = 256;  // of the text that names a non-finite contribution
+
+}  // namespace
+
+bool Executor::shares_master(const Flat& flat) const { return flat.dtype == Dtype::kFp32; }
+
+std::pair<int64_t, int64_t> Executor::owned(const Flat& flat) const {
+  const Placement& place = table_.at(Role::kOptim, Phase::kUpdate);
+  const int64_t numel = flat.numel / num_shards(place, mesh_);
+  const int64_t begin = shard_index(place, mesh_, group_.rank()) * numel;
+  return {begin, begin + numel};
+}
+
+float* Executor::master_of(Flat& flat) {
+  if (!shares_master(flat)) return reinterpret_cast<float*>(flat.master.data());
+  auto* rest = reinterpret_cast<float*>(flat.rest.data());
+  const bool whole = !table_.at(Role::kParam, Phase::kRest).sharded();
+  return whole ? rest + owned(flat).first : rest;
+}
+
+// Over the part that only this rank counts: where gradients are replicated, each replica takes an
+// equal piece, so every layout adds up the same pieces in the same order.
+double Executor::own_sum_squares() const {
+  const Placement& place = table_.at(Role::kGrad, Phase::kUpdate);
+  double sum = 0.0;
+  for (const UnitState& unit : units_) {
+    for (const Flat& flat : unit.flats) {
+      const mem::Lease& gradient = flat.reduced ? flat.reduced : flat.partial;
+      if (!flat.trainable || !gradient) continue;
+      int64_t numel = flat.numel / num_shards(place, mesh_);
+      const int64_t size = gradient.bytes() / numel;
+      const char* at = gradient.data();
+      for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
+        if (place.on(axis) != Layout::kReplicated) continue;
+        numel /= mesh_.size(axis);
+        at += mesh_.coordinate(group_.rank(), axis) * numel * size;
+      }
+      sum += optim::sum_squares(at, size == 4 ? Dtype::kFp32 : flat.dtype, numel);
+    }
+  }
+  return sum;
+}
+
+void Executor::norm(const std::string& text) {
+  finish_reductions();
+  std::vector<Slot*> slots;
+  for (UnitState& unit : units_) {
+    for (Flat& flat : unit.flats) {
+      if (flat.partial && mesh_.data() == 1) flat.complete_partial();
+      if (flat.partial && mesh_.data() == 1 && !flat.reduced) flat.reduced = std::move(flat.partial);
+      for (Slot& slot : flat.slots) slots.push_back(&slot);
+    }
+  }
+  // Payload: sum of squares, the first bad contribution, one flag a parameter.
+  std::string payload(sizeof(double) + kBadBytes + slots.size(), '\0');
+  const double own = own_sum_squares();
+  std::memcpy(payload.data(), &own, sizeof(own));
+  update_.bad.copy(payload.data() + sizeof(double), kBadBytes - 1);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    payload[sizeof(double) + kBadBytes + i] = static_cast<char>(slots[i]->touched);
+  }
+  double total = 0.0;
+  std::string bad;
+  for (const std::string& part : share(text, payload)) {
+    double sum = 0.0;
+    std::memcpy(&sum, part.data(), sizeof(sum));
+    total += sum;
+    if (bad.empty()) bad = part.c_str() + sizeof(double);
+    for (size_t i = 0; i < slots.size(); ++i) {
+      slots[i]->touched |= part[sizeof(double) + kBadBytes + i] != 0;
+    }
+  }
+  if (!bad.empty() || !std::isfinite(total)) {
+    discard_gradients();
+    throw RuntimeFault(concat(
+        "[exec::norm] the gradients are not finite; the weights are unchanged and the window was "
+        "dropped. ",
+        bad.empty() ? "Every contribution was finite: their sum overflowed" : "First seen: " + bad));
+  }
+  grad_norm_ = std::sqrt(total) / update_.divisor;
+  double scale = 1.0 / update_.divisor;
+  if (update_.clip > 0.0) scale *= std::min(1.0, update_.clip / (grad_norm_ + 1e-6));
+  grad_scale_ = static_cast<float>(scale);
+  if (update_.external) {
+    prepare_external();
+    update_.external();
+  }
+}
+
+void Executor::prepare_external() {
+  for (UnitState& unit : units_) {
+    for (Flat& flat : unit.flats) {
+      if (!flat.trainable || !flat.reduced) continue;
+      const auto [begin, end] = owned(flat);
+      const int64_t size = flat.reduced.bytes() / (end - begin);
+      flat.gradient32 = arena_.take((end - begin) * 4, mem::Account::kGrad);
+      auto* out = reinterpret_cast<float*>(flat.gradient32.data());
+      optim::take(out, Dtype::kFp32, flat.reduced.data(), size == 4 ? Dtype::kFp32 : flat.dtype,
+                  end - begin, false);
+      for (int64_t i = 0; i < end - begin; ++i) out[i] *= grad_scale_;
+    }
+  }
+}
+
+void Executor::update(int index, bool write_back) {
+  for (Flat& flat : units_[index].flats) {
+    if (flat.trainable) update_flat(flat, write_back);
+  }
+}
+
+void Executor::update_flat(Flat& flat, bool write_back) {
+  // An axis whose reduction the plan left out has no gradient at its update placement.
+  PENSTOCK_ASSERT(flat.reduced && !flat.partial,
+                  concat("[exec::update] no step of the plan brought the gradient of ",
+                         flat.slots.front().name, " to where the optimizer runs"));
+  const auto [begin, end] = owned(flat);
+  // Runs of neighbouring parameters that share hyperparameters and step count are one pass.
+  const size_t num_slots = flat.slots.size();
+  for (size_t first = 0; first < num_slots;) {
+    const Slot& slot = flat.slots[first];
+    size_t next = first + 1;
+    while (next < num_slots && flat.slots[next].group == slot.group &&
+           flat.slots[next].touched == slot.touched && flat.slots[next].updates == slot.updates) {
+      ++next;
+    }
+    const int64_t from = std::max(begin, slot.offset);
+    const int64_t to = std::min(end, next < num_slots ? flat.slots[next].offset : flat.numel);
+    if (slot.touched && from < to) update_range(flat, from - begin, to - begin, slot, write_back);
+    first = next;
+  }
+  for (Slot& slot : flat.slots) {
+    slot.updates += slot.touched ? 1 : 0;
+    slot.touched = false;
+  }
+  flat.reduced.reset();
+  flat.gradient32.reset();
+}
+
+void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& slot,
+                            bool write_back) {
+  const int64_t numel = flat.reduced.bytes() / (owned(flat).second - owned(flat).first);
+  optim::Range range;
+  range.master = master_of(flat) + begin;
+  range.grad_dtype = numel == 4 ? Dtype::kFp32 : flat.dtype;
+  range.grad = flat.reduced.data() + begin * numel;
+  range.param_dtype = flat.dtype;
+  range.numel = end - begin;
+  const bool whole = !table_.at(Role::kParam, Phase::kRest).sharded();
+  const int64_t in_rest = whole ? owned(flat).first + begin : begin;
+  if (write_back && !shares_master(flat)) {
+    range.param_out = flat.rest.data() + in_rest * flat.element_bytes();
+  }
+  if (update_.external) {
+    if (range.param_out != nullptr) {
+      optim::take(range.param_out, flat.dtype, range.master, Dtype::kFp32, range.numel, false);
+    }
+    return;
+  }
+  const GroupOptions& group = update_.groups.at(slot.group);
+  float* first = flat.exp_avg ? reinterpret_cast<float*>(flat.exp_avg.data()) + begin : nullptr;
+  if (group.kind == GroupOptions::Kind::kSgd) {
+    optim::sgd(range, first,
+               {static_cast<float>(group.lr), static_cast<float>(group.momentum),
+                static_cast<float>(group.dampening), static_cast<float>(group.weight_decay),
+                group.nesterov, grad_scale_, slot.updates == 0});
+    return;
+  }
+  float* second = reinterpret_cast<float*>(flat.exp_avg_sq.data()) + begin;
+  optim::adam(range, first, second,
+              {static_cast<float>(group.lr), static_cast<float>(group.beta1),
+               static_cast<float>(group.beta2), static_cast<float>(group.eps),
+               static_cast<float>(group.weight_decay), group.kind == GroupOptions::Kind::kAdamW,
+               grad_scale_, slot.updates + 1});
+}
+
+void Executor::publish(const PlannedStep& planned) {
+  for (const Move& move : planned.step.moves) {
+    if (move.kind == MoveKind::kCast) continue;  // done in the update's own pass
+    PENSTOCK_ASSERT(move.kind == MoveKind::kAllGather,
+                    concat("[exec::publish] not executable here: ", planned.text));
+    const comm::Members group = members(move.axes);
+    std::vector<comm::GatherBuffer> buffers;
+    for (const int unit : planned.step.units) {
+      for (Flat& flat : units_[unit].flats) {
+        if (flat.trainable) buffers.push_back({flat.rest.data(), flat.rest.bytes() / group.size()});
+      }
+    }
+    const Event ready = gather_lane_.submit([this, group, buffers, label = planned.text] {
+      gather_channel_.all_gather(label, group, buffers);
+    });
+    for (const int unit : planned.step.units) units_[unit].param_ready = ready;
+  }
+}
+
+}  // namespace penstock::exec

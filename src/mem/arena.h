@@ -1,0 +1,73 @@
+#pragma once
+// Arena: the engine's memory. Buffers of equal size are reused, so there is no fragmentation and no
+// page fault after the first step; every byte is counted under the account it was taken for.
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace penstock::mem {
+
+enum class Account : uint8_t { kParam, kGrad, kOptim, kBuffers };
+inline constexpr int kNumAccounts = 4;
+
+// Bytes live now and at most since the last reset_peak().
+struct Usage {
+  std::array<int64_t, kNumAccounts> now{}, peak{};
+  int64_t total_now = 0, total_peak = 0;
+};
+
+class Arena;
+
+// A buffer taken from an arena; gives it back when destroyed. Move-only; any thread.
+class Lease {
+ public:
+  Lease() = default;
+  Lease(Lease&& other) noexcept;
+  Lease& operator=(Lease&& other) noexcept;
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  ~Lease() { reset(); }
+
+  void reset();
+  explicit operator bool() const { return data_.get() != nullptr; }
+  char* data() const { return static_cast<char*>(data_.get()); }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  friend class Arena;
+  Arena* arena_ = nullptr;
+  c10::DataPtr data_;
+  int64_t bytes_ = 0;
+  Account account_ = Account::kParam;
+};
+
+// Outlives its leases. Any thread.
+class Arena {
+ public:
+  explicit Arena(c10::Device device);
+
+  // Contents are undefined. Throws RuntimeFault with the bytes asked for and in use.
+  Lease take(int64_t bytes, Account account);
+  Usage usage() const;
+  void reset_peak();
+  // Returns unused buffers to the system.
+  void trim();
+
+ private:
+  friend class Lease;
+  void give_back(Lease& lease);
+  void count(Account account, int64_t bytes);
+
+  const c10::Device device_;
+  mutable std::mutex mutex_;
+  std::map<int64_t, std::vector<c10::DataPtr>> unused_;  // by size
+  Usage usage_;
+};
+
+}  // namespace penstock::mem

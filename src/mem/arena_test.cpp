@@ -1,0 +1,31 @@
+#include "src/mem/arena.h"
+
+#include <gtest/gtest.h>
+
+#include <utility>
+
+namespace penstock::mem {
+namespace {
+
+TEST(Arena, ReusesBuffersOfEqualSizeAndCountsEveryByte) {
+  Arena arena(c10::Device(c10::DeviceType::CPU));
+  char* first = nullptr;
+  {
+    Lease a = arena.take(4096, Account::kParam);
+    const Lease b = arena.take(100, Account::kGrad);
+    first = a.data();
+    EXPECT_EQ(arena.usage().total_now, 4196);
+    Lease moved = std::move(a);
+    EXPECT_FALSE(a);  // NOLINT(bugprone-use-after-move): moved-from leases are empty
+    EXPECT_EQ(moved.data(), first);
+  }
+  EXPECT_EQ(arena.usage().total_now, 0);
+  EXPECT_EQ(arena.usage().total_peak, 4196);
+  EXPECT_EQ(arena.usage().peak[static_cast<size_t>(Account::kGrad)], 100);
+  EXPECT_EQ(arena.take(4096, Account::kOptim).data(), first);
+  arena.reset_peak();
+  EXPECT_EQ(arena.usage().total_peak, 0);
+}
+
+}  // namespace
+}  // namespace penstock::mem

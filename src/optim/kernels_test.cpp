@@ -1,0 +1,424 @@
+#include "src/optim/kernels.h"
+
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "penstock/error.h"
+
+namespace penstock::optim {
+namespace {
+
+constexpr Dtype kDtypes[] = {Dtype::kFp32, Dtype::kBf16, Dtype::kFp16};
+const std::vector<int64_t> kSizes = {0, 1, 7, 33, 1000, 100003};
+
+// One value of any dtype, converted by c10's scalar casts.
+float read(const void* at, Dtype dtype, int64_t i) {
+  if (dtype == Dtype::kBf16) return static_cast<const c10::BFloat16*>(at)[i];
+  if (dtype == Dtype::kFp16) return static_cast<const c10::Half*>(at)[i];
+  return static_cast<const float*>(at)[i];
+}
+
+float from_bits(uint16_t bits, Dtype dtype) {
+  if (dtype == Dtype::kBf16) return c10::BFloat16(bits, c10::BFloat16::from_bits());
+  return c10::Half(bits, c10::Half::from_bits());
+}
+
+void write(void* at, Dtype dtype, int64_t i, float value) {
+  if (dtype == Dtype::kBf16) {
+    static_cast<c10::BFloat16*>(at)[i] = value;
+  } else if (dtype == Dtype::kFp16) {
+    static_cast<c10::Half*>(at)[i] = value;
+  } else {
+    static_cast<float*>(at)[i] = value;
+  }
+}
+
+// Values of `dtype`, starting `offset` values into an allocation, with a guard behind them.
+class Values {
+ public:
+  Values(Dtype dtype, int64_t numel, int64_t offset = 0)
+      : dtype_(dtype), numel_(numel), offset_(offset) {
+    bytes_.assign(static_cast<size_t>((numel + offset) * dtype_bytes(dtype)) + kGuard, 0x5A);
+  }
+  Values& randomize(uint32_t seed, float low, float high) {
+    std::mt19937 engine(seed);
+    std::uniform_real_distribution<float> value(low, high);
+    for (int64_t i = 0; i < numel_; ++i) set(i, value(engine));
+    return *this;
+  }
+  void* data() { return bytes_.data() + offset_ * dtype_bytes(dtype_); }
+  const void* data() const { return bytes_.data() + offset_ * dtype_bytes(dtype_); }
+  float* floats() { return static_cast<float*>(data()); }
+  float operator[](int64_t i) const { return read(data(), dtype_, i); }
+  void set(int64_t i, float value) { write(data(), dtype_, i, value); }
+  bool guard_intact() const {
+    for (size_t i = bytes_.size() - kGuard; i < bytes_.size(); ++i)
+      if (bytes_[i] != 0x5A) return false;
+    return true;
+  }
+  bool same_bits(const Values& other) const {
+    return std::memcmp(data(), other.data(), static_cast<size_t>(numel_ * dtype_bytes(dtype_))) ==
+           0;
+  }
+
+ private:
+  static constexpr size_t kGuard = 128;
+  Dtype dtype_;
+  int64_t numel_, offset_;
+  std::vector<unsigned char> bytes_;
+};
+
+class Threads {
+ public:
+  explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
+  ~Threads() { at::set_num_threads(before_); }
+
+ private:
+  int before_;
+};
+
+// torch.optim.AdamW / Adam, one value in double.
+struct AdamReference {
+  double p, m, v;
+  void step(double g, const AdamOptions& o) {
+    const double lr = o.lr, beta1 = o.beta1, beta2 = o.beta2, decay = o.weight_decay;
+    g *= o.grad_scale;
+    if (o.decoupled) {
+      p *= 1 - lr * decay;
+    } else {
+      g += decay * p;
+    }
+    m += (1 - beta1) * (g - m);
+    v = beta2 * v + (1 - beta2) * g * g;
+    const double bias1 = 1 - std::pow(beta1, o.step), bias2 = 1 - std::pow(beta2, o.step);
+    p -= lr / bias1 * m / (std::sqrt(v) / std::sqrt(bias2) + o.eps);
+  }
+};
+
+void expect_near(double actual, double expected, double relative, const std::string& what) {
+  EXPECT_NEAR(actual, expected, relative * std::abs(expected) + 1e-9) << what;
+}
+
+struct AdamCase {
+  std::string name;
+  AdamOptions options;
+};
+
+class AdamTest : public testing::TestWithParam<AdamCase> {};
+
+TEST_P(AdamTest, MatchesDoubleForEveryGradientDtypeAndSize) {
+  for (const Dtype grad_dtype : kDtypes) {
+    for (const int64_t numel : kSizes) {
+      AdamOptions options = GetParam().options;
+      Values master(Dtype::kFp32, numel), m(Dtype::kFp32, numel), v(Dtype::kFp32, numel);
+      Values grad(grad_dtype, numel), out(Dtype::kBf16, numel);
+      master.randomize(1, -1, 1);
+      m.randomize(0, 0, 0);
+      v.randomize(0, 0, 0);
+      std::vector<AdamReference> reference;
+      for (int64_t i = 0; i < numel; ++i) reference.push_back({master[i], 0, 0});
+      for (int step = 1; step <= 3; ++step) {
+        options.step = step;
+        grad.randomize(static_cast<uint32_t>(step), -2, 2);
+        adam({master.floats(), grad.data(), grad_dtype, out.data(), Dtype::kBf16, numel},
+             m.floats(), v.floats(), options);
+        for (int64_t i = 0; i < numel; ++i) reference[i].step(grad[i], options);
+      }
+      for (int64_t i = 0; i < numel; i += 1 + numel / 999) {
+        // Absolute parts: a weight near zero keeps the rounding of the larger terms it came from.
+        EXPECT_NEAR(master[i], reference[i].p, 3e-7) << numel << " p " << i;
+        EXPECT_NEAR(m[i], reference[i].m, 3e-7) << numel << " m " << i;
+        expect_near(v[i], reference[i].v, 1e-6, "v");
+        EXPECT_EQ(out[i], static_cast<float>(c10::BFloat16(master[i])));
+      }
+      EXPECT_TRUE(master.guard_intact() && m.guard_intact() && v.guard_intact() &&
+                  out.guard_intact());
+    }
+  }
+}
+
+AdamOptions adam_options(float weight_decay, bool decoupled, float beta1 = 0.9F,
+                         float grad_scale = 0.125F) {
+  AdamOptions options;
+  options.lr = 1e-2F;
+  options.beta1 = beta1;
+  options.eps = 1e-6F;
+  options.weight_decay = weight_decay;
+  options.decoupled = decoupled;
+  options.grad_scale = grad_scale;
+  return options;
+}
+
+INSTANTIATE_TEST_SUITE_P(Options, AdamTest,
+                         testing::Values(AdamCase{"Plain", adam_options(0, true)},
+                                         AdamCase{"AdamW", adam_options(0.1F, true)},
+                                         AdamCase{"Adam", adam_options(0.1F, false)},
+                                         AdamCase{"NoMomentum", adam_options(0, true, 0.0F)},
+                                         AdamCase{"SmallBeta1", adam_options(0, true, 0.25F)}),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(Adam, WritesEveryOutputDtype) {
+  const int64_t numel = 1003;
+  for (const Dtype dtype : kDtypes) {
+    Values master(Dtype::kFp32, numel), m(Dtype::kFp32, numel), v(Dtype::kFp32, numel);
+    Values grad(Dtype::kFp32, numel), out(dtype, numel), expected(dtype, numel);
+    master.randomize(1, -1, 1);
+    m.randomize(0, 0, 0);
+    v.randomize(0, 0, 0);
+    grad.randomize(2, -1, 1);
+    adam({master.floats(), grad.data(), Dtype::kFp32, out.data(), dtype, numel}, m.floats(),
+         v.floats(), {});
+    for (int64_t i = 0; i < numel; ++i) expected.set(i, master[i]);
+    EXPECT_TRUE(out.same_bits(expected)) << dtype_name(dtype);
+    EXPECT_TRUE(out.guard_intact());
+  }
+}
+
+// Whatever the thread count, the cut into ranges and the alignment: the same bits. The large sizes
+// take the non-temporal path, pieces of them the plain one.
+TEST(Adam, BitsDoNotDependOnThreadsCutsOrAlignment) {
+  struct Run {
+    int threads;
+    int64_t offset, piece;
+  };
+  const int64_t numel = 600011;
+  std::vector<Values> masters, outs;
+  for (const Run run : {Run{1, 0, numel}, Run{2, 0, numel}, Run{3, 1, numel}, Run{2, 16, 100003},
+                        Run{1, 5, 40961}, Run{1, 0, 7777}}) {
+    const Threads threads(run.threads);
+    Values master(Dtype::kFp32, numel, run.offset), m(Dtype::kFp32, numel, run.offset);
+    Values v(Dtype::kFp32, numel, run.offset), grad(Dtype::kBf16, numel, run.offset);
+    Values out(Dtype::kBf16, numel, run.offset);
+    master.randomize(1, -1, 1);
+    m.randomize(2, -1, 1);
+    v.randomize(3, 0, 1);
+    grad.randomize(4, -1, 1);
+    const AdamOptions options = adam_options(0.1F, true);
+    for (int64_t at = 0; at < numel; at += run.piece) {
+      adam({master.floats() + at, static_cast<uint16_t*>(grad.data()) + at, Dtype::kBf16,
+            static_cast<uint16_t*>(out.data()) + at, Dtype::kBf16, std::min(run.piece, numel - at)},
+           m.floats() + at, v.floats() + at, options);
+    }
+    masters.push_back(master);
+    outs.push_back(out);
+    EXPECT_TRUE(masters.front().same_bits(master)) << run.threads << " " << run.offset;
+    EXPECT_TRUE(outs.front().same_bits(out)) << run.threads << " " << run.offset;
+    EXPECT_TRUE(master.guard_intact() && out.guard_intact());
+  }
+}
+
+// A weight nobody decays may be infinite (a mask); the unused weight decay must not make it NaN.
+TEST(Adam, InfiniteWeightWithoutGradientStays) {
+  for (const bool decoupled : {true, false}) {
+    std::vector<float> p(20, -INFINITY), m(20, 0.0F), v(20, 0.0F), g(20, 0.0F);
+    adam({p.data(), g.data(), Dtype::kFp32, nullptr, Dtype::kBf16, 20}, m.data(), v.data(),
+         adam_options(0, decoupled));
+    for (const float value : p) EXPECT_EQ(value, -INFINITY);
+  }
+}
+
+TEST(Adam, StepZeroIsABug) {
+  float value = 0;
+  AdamOptions options;
+  options.step = 0;
+  EXPECT_THROW(
+      adam({&value, &value, Dtype::kFp32, nullptr, Dtype::kBf16, 1}, &value, &value, options), Bug);
+}
+
+struct SgdReference {
+  double p, buffer;
+  void step(double g, const SgdOptions& o) {
+    g = g * o.grad_scale + double(o.weight_decay) * p;
+    if (o.momentum != 0) {
+      buffer = o.first ? g : buffer * o.momentum + g * (1 - double(o.dampening));
+      g = o.nesterov ? g + buffer * o.momentum : buffer;
+    }
+    p -= o.lr * g;
+  }
+};
+
+struct SgdCase {
+  std::string name;
+  SgdOptions options;
+};
+
+class SgdTest : public testing::TestWithParam<SgdCase> {};
+
+TEST_P(SgdTest, MatchesDouble) {
+  for (const Dtype grad_dtype : kDtypes) {
+    for (const int64_t numel : kSizes) {
+      SgdOptions options = GetParam().options;
+      options.grad_scale = 0.5F;
+      Values master(Dtype::kFp32, numel), buffer(Dtype::kFp32, numel), out(Dtype::kBf16, numel);
+      Values grad(grad_dtype, numel);
+      master.randomize(1, -1, 1);
+      buffer.randomize(9, NAN, NAN);  // what `first` must not read
+      std::vector<SgdReference> reference;
+      for (int64_t i = 0; i < numel; ++i) reference.push_back({master[i], 0});
+      for (int step = 1; step <= 3; ++step) {
+        options.first = step == 1;
+        grad.randomize(static_cast<uint32_t>(step), -2, 2);
+        sgd({master.floats(), grad.data(), grad_dtype, out.data(), Dtype::kBf16, numel},
+            options.momentum == 0 ? nullptr : buffer.floats(), options);
+        for (int64_t i = 0; i < numel; ++i) reference[i].step(grad[i], options);
+      }
+      for (int64_t i = 0; i < numel; i += 1 + numel / 999) {
+        EXPECT_NEAR(master[i], reference[i].p, 3e-7) << numel << " p " << i;
+        EXPECT_EQ(out[i], static_cast<float>(c10::BFloat16(master[i])));
+        if (options.momentum == 0) continue;
+        EXPECT_NEAR(buffer[i], reference[i].buffer, 5e-7);
+      }
+      EXPECT_TRUE(master.guard_intact() && buffer.guard_intact());
+    }
+  }
+}
+
+SgdOptions sgd_options(float momentum, float dampening, float weight_decay, bool nesterov) {
+  SgdOptions options;
+  options.lr = 0.1F;
+  options.momentum = momentum;
+  options.dampening = dampening;
+  options.weight_decay = weight_decay;
+  options.nesterov = nesterov;
+  return options;
+}
+
+INSTANTIATE_TEST_SUITE_P(Options, SgdTest,
+                         testing::Values(SgdCase{"Plain", sgd_options(0, 0, 0, false)},
+                                         SgdCase{"Decay", sgd_options(0, 0, 0.1F, false)},
+                                         SgdCase{"Momentum", sgd_options(0.9F, 0, 0, false)},
+                                         SgdCase{"Dampened", sgd_options(0.9F, 0.2F, 0.1F, false)},
+                                         SgdCase{"Nesterov", sgd_options(0.9F, 0, 0.1F, true)}),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(SumSquares, MatchesDoubleAndIgnoresThreads) {
+  for (const Dtype dtype : kDtypes) {
+    for (const int64_t numel : {0L, 1L, 7L, 33L, 1000L, 100003L, 500000L}) {
+      Values values(dtype, numel, 3);
+      values.randomize(5, -3, 3);
+      double expected = 0;
+      for (int64_t i = 0; i < numel; ++i) expected += double(values[i]) * double(values[i]);
+      const double sum = sum_squares(values.data(), dtype, numel);
+      EXPECT_NEAR(sum, expected, 1e-12 * expected) << dtype_name(dtype) << " " << numel;
+      for (const int count : {1, 2, 5}) {
+        const Threads threads(count);
+        EXPECT_EQ(sum, sum_squares(values.data(), dtype, numel)) << count << " threads";
+      }
+    }
+  }
+}
+
+TEST(SumSquares, LargeFp32DoesNotOverflow) {
+  const std::vector<float> values(40, 3e38F);
+  EXPECT_NEAR(sum_squares(values.data(), Dtype::kFp32, 40) / (40 * 9e76), 1.0, 1e-6);
+}
+
+TEST(SumSquares, InfAndNanShow) {
+  for (const float bad : {INFINITY, -INFINITY, NAN}) {
+    for (const Dtype dtype : kDtypes) {
+      Values values(dtype, 50000);
+      values.randomize(1, -1, 1).set(49999, bad);
+      EXPECT_FALSE(std::isfinite(sum_squares(values.data(), dtype, 50000)));
+    }
+  }
+}
+
+TEST(FirstNonfinite, FindsTheFirst) {
+  for (const Dtype dtype : kDtypes) {
+    for (const int64_t numel : {1L, 7L, 1000L, 100003L}) {
+      Values values(dtype, numel, 1);
+      values.randomize(1, -60000, 60000);
+      EXPECT_EQ(first_nonfinite(values.data(), dtype, numel), -1);
+      for (const int64_t index : {numel - 1, numel / 2, int64_t{0}}) {
+        values.set(index, index % 2 == 0 ? NAN : -INFINITY);
+        EXPECT_EQ(first_nonfinite(values.data(), dtype, numel), index);
+      }
+    }
+    EXPECT_EQ(first_nonfinite(nullptr, dtype, 0), -1);
+  }
+}
+
+TEST(Take, MatchesScalarCastsForEveryPair) {
+  for (const Dtype from : kDtypes) {
+    for (const Dtype to : kDtypes) {
+      for (const int64_t numel : kSizes) {
+        Values src(from, numel, 1), dst(to, numel, 3), expected(to, numel);
+        src.randomize(1, -4, 4);
+        dst.randomize(2, -4, 4);
+        for (int64_t i = 0; i < numel; ++i) expected.set(i, dst[i] + src[i]);
+        take(dst.data(), to, src.data(), from, numel, true);
+        EXPECT_TRUE(dst.same_bits(expected)) << dtype_name(from) << dtype_name(to) << numel;
+        for (int64_t i = 0; i < numel; ++i) expected.set(i, src[i]);
+        take(dst.data(), to, src.data(), from, numel, false);
+        EXPECT_TRUE(dst.same_bits(expected)) << dtype_name(from) << dtype_name(to) << numel;
+        EXPECT_TRUE(dst.guard_intact());
+      }
+    }
+  }
+}
+
+// Every 16-bit value and the fp32 values around each of them: ties, subnormals, overflow.
+TEST(Take, RoundsLikeTorchEverywhere) {
+  for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp16}) {
+    std::vector<float> source;
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+      const float value = from_bits(static_cast<uint16_t>(bits), dtype);
+      if (!std::isfinite(value)) continue;
+      const float tie = 0.5F * value + 0.5F * from_bits(static_cast<uint16_t>(bits + 1), dtype);
+      for (const float x : {value, std::nextafterf(value, INFINITY), tie,
+                            std::nextafterf(tie, INFINITY), std::nextafterf(tie, -INFINITY)})
+        source.push_back(x);
+    }
+    for (const float x : {INFINITY, -INFINITY, 65519.996F, 65520.0F, -65520.0F, 3.4e38F, 1e-45F,
+                          2.9802322e-8F, 2.9802326e-8F})
+      source.push_back(x);
+    const auto numel = static_cast<int64_t>(source.size());
+    Values actual(dtype, numel), expected(dtype, numel);
+    take(actual.data(), dtype, source.data(), Dtype::kFp32, numel, false);
+    for (int64_t i = 0; i < numel; ++i) {
+      if (std::isnan(source[i])) continue;
+      expected.set(i, source[i]);
+      ASSERT_EQ(std::signbit(actual[i]), std::signbit(expected[i])) << source[i];
+      ASSERT_EQ(actual[i], expected[i]) << source[i];
+    }
+  }
+}
+
+TEST(Take, WidensEveryBitPattern) {
+  for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp16}) {
+    std::vector<uint16_t> source(65536);
+    for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint16_t>(i);
+    std::vector<float> actual(65536);
+    take(actual.data(), Dtype::kFp32, source.data(), dtype, 65536, false);
+    for (int64_t i = 0; i < 65536; ++i) {
+      const float expected = from_bits(static_cast<uint16_t>(i), dtype);
+      if (std::isnan(expected)) {
+        ASSERT_TRUE(std::isnan(actual[i])) << i;
+      } else {
+        ASSERT_EQ(std::memcmp(&actual[i], &expected, 4), 0) << i << " " << expected;
+      }
+    }
+  }
+}
+
+TEST(Take, NanStaysNan) {
+  std::vector<uint32_t> bits = {0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF, 0xFF800001};
+  bits.resize(35, 0x7F800001);
+  for (const Dtype dtype : kDtypes) {
+    Values out(dtype, 35);
+    take(out.data(), dtype, bits.data(), Dtype::kFp32, 35, false);
+    for (int64_t i = 0; i < 35; ++i) EXPECT_TRUE(std::isnan(out[i])) << dtype_name(dtype) << i;
+  }
+}
+
+}  // namespace
+}  // namespace penstock::optim

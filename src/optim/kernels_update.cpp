@@ -1,0 +1,304 @@
+// adam() and sgd(): one pass over gradient, master weights and moments. This file is compiled once
+// per instruction set (foreach_target.h).
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/optim/kernels_update.cpp"
+#include <hwy/foreach_target.h>
+
+// After foreach_target.h.
+#include <hwy/cache_control.h>
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/optim/kernels.h"
+#include "src/optim/split.h"
+#include "src/place/dtype_simd.h"
+
+#ifndef PENSTOCK_OPTIM_UPDATE_ONCE_
+#define PENSTOCK_OPTIM_UPDATE_ONCE_
+namespace penstock::optim {
+
+// What the vector code needs of one call, whatever the instruction set.
+struct State {
+  Range range;
+  float* moment1;  // exp_avg, momentum buffer
+  float* moment2;  // exp_avg_sq
+  bool stream;     // write past the caches where alignment allows
+};
+
+struct AdamScalars {
+  float grad_scale, weight_decay, decay;
+  float lerp, beta2, one_minus_beta2;
+  float inverse_bias2_sqrt, eps, step_size;
+  bool coupled, lerp_from_grad;
+};
+
+struct SgdScalars {
+  float grad_scale, weight_decay, lr, momentum, one_minus_dampening;
+  bool first, nesterov;
+};
+
+}  // namespace penstock::optim
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace penstock::optim::HWY_NAMESPACE {
+
+namespace simd = penstock::HWY_NAMESPACE;
+namespace hn = hwy::HWY_NAMESPACE;
+using F32 = hn::ScalableTag<float>;
+using Vec32 = hn::Vec<F32>;
+
+struct NoOutput {};
+
+// Pointers to the first value of a stretch; moments are null where the kernel has none.
+template <class Grad, class Out>
+struct Stretch {
+  float* master;
+  float* moment1;
+  float* moment2;
+  const Grad* grad;
+  Out* out;
+};
+
+struct AdamKernel {
+  static constexpr int kMoments = 2;
+  AdamScalars s;
+
+  // torch.optim.AdamW / Adam: arXiv:1711.05101, arXiv:1412.6980.
+  HWY_INLINE void operator()(F32 d, Vec32 grad, Vec32& p, Vec32& m, Vec32& v) const {
+    const auto coupled = hn::Eq(hn::Set(d, s.coupled ? 1.0F : 0.0F), hn::Set(d, 1.0F));
+    const auto from_grad = hn::Eq(hn::Set(d, s.lerp_from_grad ? 1.0F : 0.0F), hn::Set(d, 1.0F));
+    auto g = hn::Mul(grad, hn::Set(d, s.grad_scale));
+    g = hn::MulAdd(hn::IfThenElseZero(coupled, p), hn::Set(d, s.weight_decay), g);
+    p = hn::Mul(p, hn::Set(d, s.decay));
+    const auto start = hn::IfThenElse(from_grad, g, m);
+    m = hn::MulAdd(hn::Set(d, s.lerp), hn::Sub(g, m), start);
+    const auto square = hn::Mul(hn::Set(d, s.one_minus_beta2), g);
+    v = hn::MulAdd(square, g, hn::Mul(v, hn::Set(d, s.beta2)));
+    const auto root = hn::Sqrt(v);
+    const auto denom = hn::MulAdd(root, hn::Set(d, s.inverse_bias2_sqrt), hn::Set(d, s.eps));
+    p = hn::Sub(p, hn::Div(hn::Mul(hn::Set(d, s.step_size), m), denom));
+  }
+};
+
+template <bool kMomentum>
+struct SgdKernel {
+  static constexpr int kMoments = kMomentum ? 1 : 0;
+  SgdScalars s;
+
+  HWY_INLINE void operator()(F32 d, Vec32 grad, Vec32& p, Vec32& buffer, Vec32&) const {
+    const auto decays = hn::Ne(hn::Set(d, s.weight_decay), hn::Zero(d));
+    auto g = hn::Mul(grad, hn::Set(d, s.grad_scale));
+    g = hn::MulAdd(hn::IfThenElseZero(decays, p), hn::Set(d, s.weight_decay), g);
+    if constexpr (kMomentum) {
+      const auto momentum = hn::Set(d, s.momentum);
+      const auto first = hn::Eq(hn::Set(d, s.first ? 1.0F : 0.0F), hn::Set(d, 1.0F));
+      const auto nesterov = hn::Eq(hn::Set(d, s.nesterov ? 1.0F : 0.0F), hn::Set(d, 1.0F));
+      const auto damped = hn::Mul(g, hn::Set(d, s.one_minus_dampening));
+      buffer = hn::IfThenElse(first, g, hn::MulAdd(buffer, momentum, damped));
+      g = hn::IfThenElse(nesterov, hn::MulAdd(buffer, momentum, g), buffer);
+    }
+    p = hn::NegMulAdd(hn::Set(d, s.lr), g, p);
+  }
+};
+
+// One vector at offset `i`.
+template <bool kStream, class Kernel, class Grad, class Out>
+HWY_INLINE void update_vector(const Kernel& kernel, const Stretch<Grad, Out>& at, int64_t i) {
+  const F32 d;
+  const auto grad = simd::load_fp32(d, at.grad + i);
+  auto p = hn::LoadU(d, at.master + i);
+  auto moment1 = hn::Zero(d);
+  auto moment2 = hn::Zero(d);
+  if constexpr (Kernel::kMoments > 0) moment1 = hn::LoadU(d, at.moment1 + i);
+  if constexpr (Kernel::kMoments > 1) moment2 = hn::LoadU(d, at.moment2 + i);
+  kernel(d, grad, p, moment1, moment2);
+  simd::store_lanes<kStream>(d, p, at.master + i);
+  if constexpr (Kernel::kMoments > 0) simd::store_lanes<kStream>(d, moment1, at.moment1 + i);
+  if constexpr (Kernel::kMoments > 1) simd::store_lanes<kStream>(d, moment2, at.moment2 + i);
+  if constexpr (!std::is_same_v<Out, NoOutput>) simd::store_fp32<kStream>(d, p, at.out + i);
+}
+
+// Fewer values than a vector: the same vector code on a copy, so the result does not depend on
+// where a range is cut.
+template <class Kernel, class Grad, class Out>
+HWY_NOINLINE void update_partial(const Kernel& kernel, const Stretch<Grad, Out>& at, int64_t begin,
+                                 int64_t count) {
+  constexpr size_t kLanes = hn::MaxLanes(F32());
+  HWY_ALIGN float master[kLanes] = {}, moment1[kLanes] = {}, moment2[kLanes] = {};
+  HWY_ALIGN Grad grad[kLanes] = {};
+  HWY_ALIGN Out out[kLanes] = {};
+  const size_t floats = static_cast<size_t>(count) * sizeof(float);
+  std::memcpy(grad, at.grad + begin, static_cast<size_t>(count) * sizeof(Grad));
+  std::memcpy(master, at.master + begin, floats);
+  if constexpr (Kernel::kMoments > 0) std::memcpy(moment1, at.moment1 + begin, floats);
+  if constexpr (Kernel::kMoments > 1) std::memcpy(moment2, at.moment2 + begin, floats);
+  update_vector<false>(kernel, Stretch<Grad, Out>{master, moment1, moment2, grad, out}, 0);
+  std::memcpy(at.master + begin, master, floats);
+  if constexpr (Kernel::kMoments > 0) std::memcpy(at.moment1 + begin, moment1, floats);
+  if constexpr (Kernel::kMoments > 1) std::memcpy(at.moment2 + begin, moment2, floats);
+  if constexpr (!std::is_same_v<Out, NoOutput>) {
+    std::memcpy(at.out + begin, out, static_cast<size_t>(count) * sizeof(Out));
+  }
+}
+
+template <class T>
+bool is_aligned(const T* pointer, int64_t offset, int64_t bytes) {
+  if (pointer == nullptr) return true;
+  const auto address = reinterpret_cast<intptr_t>(pointer);
+  return (address + offset * static_cast<int64_t>(sizeof(T))) % bytes == 0;
+}
+
+// Values before the first offset >= begin where every output is aligned to its vector; -1 if none.
+template <class Grad, class Out>
+int64_t stream_head(const Stretch<Grad, Out>& at, int64_t begin, int64_t lanes) {
+  for (int64_t head = 0; head < lanes; ++head) {
+    const int64_t offset = begin + head;
+    const int64_t bytes = lanes * static_cast<int64_t>(sizeof(float));
+    if (is_aligned(at.master, offset, bytes) && is_aligned(at.moment1, offset, bytes) &&
+        is_aligned(at.moment2, offset, bytes) &&
+        is_aligned(at.out, offset, lanes * static_cast<int64_t>(sizeof(Out)))) {
+      return head;
+    }
+  }
+  return -1;
+}
+
+template <bool kStream, class Kernel, class Grad, class Out>
+HWY_NOINLINE void update_vectors(const Kernel kernel, const Stretch<Grad, Out> at, int64_t begin,
+                                 int64_t end) {
+  const auto lanes = static_cast<int64_t>(hn::Lanes(F32()));
+  for (int64_t i = begin; i < end; i += lanes) update_vector<kStream>(kernel, at, i);
+  if constexpr (kStream) hwy::FlushStream();
+}
+
+template <class Kernel, class Grad, class Out>
+void update_part(const Kernel& kernel, const Stretch<Grad, Out>& at, bool stream, int64_t begin,
+                 int64_t end) {
+  const auto lanes = static_cast<int64_t>(hn::Lanes(F32()));
+  const int64_t head = stream ? stream_head(at, begin, lanes) : -1;
+  if (head > 0) {
+    update_partial(kernel, at, begin, std::min(head, end - begin));
+    begin = std::min(begin + head, end);
+  }
+  const int64_t whole = begin + (end - begin) / lanes * lanes;
+  if (head >= 0) {
+    update_vectors<true>(kernel, at, begin, whole);
+  } else {
+    update_vectors<false>(kernel, at, begin, whole);
+  }
+  if (whole < end) update_partial(kernel, at, whole, end - whole);
+}
+
+template <class Kernel>
+void update(const Kernel& kernel, const State& state, int64_t begin, int64_t end) {
+  const Range& range = state.range;
+  simd::visit_dtype(range.grad_dtype, [&](auto grad_type) {
+    using Grad = typename decltype(grad_type)::type;
+    const auto run = [&](auto out_type) {
+      using Out = typename decltype(out_type)::type;
+      const Stretch<Grad, Out> at{range.master, state.moment1, state.moment2,
+                                  static_cast<const Grad*>(range.grad),
+                                  static_cast<Out*>(range.param_out)};
+      update_part(kernel, at, state.stream, begin, end);
+    };
+    if (range.param_out == nullptr) {
+      run(simd::TypeOf<NoOutput>());
+    } else {
+      simd::visit_dtype(range.param_dtype, run);
+    }
+  });
+}
+
+void adam_part(const AdamScalars& scalars, const State& state, int64_t begin, int64_t end) {
+  update(AdamKernel{scalars}, state, begin, end);
+}
+
+void sgd_part(const SgdScalars& scalars, const State& state, int64_t begin, int64_t end) {
+  if (state.moment1 == nullptr) {
+    update(SgdKernel<false>{scalars}, state, begin, end);
+  } else {
+    update(SgdKernel<true>{scalars}, state, begin, end);
+  }
+}
+
+}  // namespace penstock::optim::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace penstock::optim {
+namespace {
+
+HWY_EXPORT(adam_part);
+HWY_EXPORT(sgd_part);
+
+// Non-temporal stores save the read for ownership of lines the caches will not keep anyway.
+constexpr int64_t kStreamAboveBytes = 8 << 20;
+
+bool should_stream(const Range& range, int num_moments) {
+  int64_t bytes = dtype_bytes(range.grad_dtype) + (1 + num_moments) * int64_t{sizeof(float)};
+  if (range.param_out != nullptr) bytes += dtype_bytes(range.param_dtype);
+  return range.numel > kStreamAboveBytes / bytes;
+}
+
+// Bias corrections and differences from one in double, as torch's Python does.
+AdamScalars adam_scalars(const AdamOptions& options) {
+  const double lr = options.lr;
+  const double beta1 = options.beta1;
+  const double beta2 = options.beta2;
+  const auto step = static_cast<double>(options.step);
+  const double bias1 = 1.0 - std::pow(beta1, step);
+  const double bias2 = 1.0 - std::pow(beta2, step);
+  AdamScalars s{};
+  s.grad_scale = static_cast<float>(options.grad_scale);
+  s.coupled = !options.decoupled && options.weight_decay != 0;
+  s.weight_decay = s.coupled ? static_cast<float>(options.weight_decay) : 0.0F;
+  s.decay = options.decoupled ? static_cast<float>(1.0 - lr * options.weight_decay) : 1.0F;
+  s.lerp_from_grad = 1.0 - beta1 >= 0.5;  // torch.lerp's choice of the end to start from
+  s.lerp = static_cast<float>(s.lerp_from_grad ? -beta1 : 1.0 - beta1);
+  s.beta2 = static_cast<float>(beta2);
+  s.one_minus_beta2 = static_cast<float>(1.0 - beta2);
+  s.inverse_bias2_sqrt = static_cast<float>(1.0 / std::sqrt(bias2));
+  s.eps = static_cast<float>(options.eps);
+  s.step_size = static_cast<float>(lr / bias1);
+  return s;
+}
+
+}  // namespace
+
+void adam(const Range& range, float* exp_avg, float* exp_avg_sq, const AdamOptions& options) {
+  PENSTOCK_ASSERT(options.step >= 1, concat("step ", options.step, " of adam(); the first is 1"));
+  const AdamScalars scalars = adam_scalars(options);
+  const State state{range, exp_avg, exp_avg_sq, should_stream(range, 2)};
+  for_each_part(range.numel, [&](int64_t begin, int64_t end) {
+    HWY_DYNAMIC_DISPATCH(adam_part)(scalars, state, begin, end);
+  });
+}
+
+void sgd(const Range& range, float* momentum_buffer, const SgdOptions& options) {
+  PENSTOCK_ASSERT(options.momentum == 0 || momentum_buffer != nullptr,
+                  "momentum without a momentum buffer");
+  const SgdScalars scalars{static_cast<float>(options.grad_scale),
+                           static_cast<float>(options.weight_decay),
+                           static_cast<float>(options.lr),
+                           static_cast<float>(options.momentum),
+                           static_cast<float>(1.0 - static_cast<double>(options.dampening)),
+                           options.first,
+                           options.nesterov};
+  const bool momentum = options.momentum != 0;
+  const State state{range, momentum ? momentum_buffer : nullptr, nullptr,
+                    should_stream(range, momentum ? 1 : 0)};
+  for_each_part(range.numel, [&](int64_t begin, int64_t end) {
+    HWY_DYNAMIC_DISPATCH(sgd_part)(scalars, state, begin, end);
+  });
+}
+
+}  // namespace penstock::optim
+#endif

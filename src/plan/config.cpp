@@ -1,0 +1,508 @@
+#include "penstock/config.h"
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+#include <nlohmann/json.hpp>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/place/placement.h"
+#include "src/plan/table.h"
+
+namespace penstock {
+
+namespace {
+
+using Json = nlohmann::ordered_json;  // the order of `dtypes` rules is kept
+
+[[noreturn]] void fail(const std::string& message) {
+  throw ConfigError("[plan::Config::parse] " + message);
+}
+
+[[noreturn]] void fail_value(const std::string& path, const Json& value,
+                             const std::string& allowed) {
+  fail(concat("\"", path, "\" is ", value.dump(), "; allowed: ", allowed));
+}
+
+// A value that has a meaning, but not in this version.
+[[noreturn]] void fail_unsupported(const std::string& path, const Json& value,
+                                   const std::string& sentence) {
+  fail(concat("\"", path, "\" is ", value.dump(), "; ", sentence));
+}
+
+std::string quoted(const std::vector<std::string>& names) {
+  return names.empty() ? "" : concat("\"", join(names, "\", \""), "\"");
+}
+
+std::string lower(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return text;
+}
+
+std::string suggestion(const std::string& prefix, const std::string& word,
+                       const std::vector<std::string>& names) {
+  std::string near = nearest(word, names);
+  if (near.empty()) near = nearest(lower(word), names);
+  return near.empty() ? "" : concat("; did you mean \"", prefix, near, "\"?");
+}
+
+// One JSON object of the config: refuses keys it does not know, then hands out typed values. A key
+// that is absent or null leaves the default.
+class Section {
+ public:
+  Section(const Json& object, std::string path, std::vector<std::string> keys)
+      : object_(object), prefix_(path.empty() ? "" : path + "."), keys_(std::move(keys)) {
+    if (!object.is_object())
+      fail_value(path.empty() ? "config" : path, object, "an object {key: value}");
+    std::sort(keys_.begin(), keys_.end());
+    for (const auto& [key, value] : object.items()) {
+      if (std::find(keys_.begin(), keys_.end(), key) != keys_.end()) continue;
+      fail(concat("unknown key \"", prefix_, key, "\"", suggestion(prefix_, key, keys_),
+                  path.empty() ? " (valid keys: " : concat(" (valid keys of \"", path, "\": "),
+                  join(keys_, ", "), ")"));
+    }
+  }
+
+  std::string path(const std::string& key) const { return prefix_ + key; }
+
+  const Json* find(const std::string& key) const {
+    const auto found = object_.find(key);
+    return found == object_.end() || found->is_null() ? nullptr : &*found;
+  }
+
+  bool has(const std::string& key) const { return find(key) != nullptr; }
+
+  void read(const std::string& key, double* out, double low, double high,
+            const std::string& allowed) const {
+    const Json* value = find(key);
+    if (value == nullptr) return;
+    if (!value->is_number()) fail_value(path(key), *value, allowed);
+    const double number = value->get<double>();
+    if (!(number >= low && number <= high)) fail_value(path(key), *value, allowed);
+    *out = number;
+  }
+
+  // Whole numbers may be written 1e9.
+  template <class Int>
+  void read_int(const std::string& key, Int* out, int64_t low, const std::string& allowed) const {
+    const Json* value = find(key);
+    if (value == nullptr) return;
+    const double limit = std::min(0x1p53, static_cast<double>(std::numeric_limits<Int>::max()));
+    const double number = value->is_number() ? value->get<double>() : NAN;
+    if (!(number >= static_cast<double>(low) && number <= limit) || number != std::floor(number))
+      fail_value(path(key), *value, allowed);
+    *out = static_cast<Int>(number);
+  }
+
+  void read(const std::string& key, bool* out) const {
+    const Json* value = find(key);
+    if (value == nullptr) return;
+    if (!value->is_boolean()) fail_value(path(key), *value, "true or false");
+    *out = value->get<bool>();
+  }
+
+  void read_text(const std::string& key, std::string* out) const {
+    const Json* value = find(key);
+    if (value == nullptr) return;
+    if (!value->is_string()) fail_value(path(key), *value, "text");
+    *out = value->get<std::string>();
+  }
+
+  // One of `names`, written exactly so.
+  std::string choice(const std::string& key, const std::string& otherwise,
+                     const std::vector<std::string>& names) const {
+    const Json* value = find(key);
+    if (value == nullptr) return otherwise;
+    return choice_of(path(key), *value, names);
+  }
+
+  static std::string choice_of(const std::string& path, const Json& value,
+                               const std::vector<std::string>& names) {
+    const std::string text = value.is_string() ? value.get<std::string>() : "";
+    if (std::find(names.begin(), names.end(), text) == names.end())
+      fail_value(path, value, quoted(names) + suggestion("", text, names));
+    return text;
+  }
+
+  // 0, false and "" ask for nothing, so they are no error.
+  void refuse_without_effect(std::initializer_list<const char*> keys,
+                             const std::string& reason) const {
+    for (const char* key : keys) {
+      const Json* value = find(key);
+      if (value == nullptr || *value == 0 || *value == false || *value == "") continue;
+      fail(concat("\"", path(key), "\" is ", value->dump(), ", which has no effect ", reason,
+                  "; leave it out"));
+    }
+  }
+
+ private:
+  const Json& object_;
+  std::string prefix_;
+  std::vector<std::string> keys_;
+};
+
+// Duplicates would silently win over each other otherwise.
+Json parse_json(const std::string& text) {
+  std::vector<std::set<std::string>> open;
+  const auto watch = [&](int, Json::parse_event_t event, Json& value) {
+    if (event == Json::parse_event_t::object_start) open.emplace_back();
+    if (event == Json::parse_event_t::object_end) open.pop_back();
+    if (event == Json::parse_event_t::key && !open.back().insert(value.get<std::string>()).second)
+      fail(concat("key ", value.dump(), " is given twice"));
+    return true;
+  };
+  try {
+    return Json::parse(text, watch);
+  } catch (const nlohmann::json::exception& error) {
+    fail(concat("the config is not valid JSON: ", error.what()));
+  }
+}
+
+std::string parse_placement(const std::string& path, const std::string& text) {
+  Placement place;
+  try {
+    place = Placement::parse(text);
+  } catch (const ConfigError& error) {
+    fail(concat("\"", path, "\" is \"", text, "\": ", error.what()));
+  }
+  if (place.tier != Tier::kDevice)
+    fail_unsupported(path, text, "this version does not support offload yet");
+  return place.text();
+}
+
+void parse_table(const Json& value, Config* config) {
+  static const std::map<std::string, std::vector<std::string>> kCells = {
+      {"param", {"rest", "forward", "hold", "backward", "update"}},
+      {"grad", {"backward", "hold", "update"}},
+      {"optim", {"rest", "update"}}};
+  if (value.is_object() && value.contains("act"))
+    fail_unsupported("table.act", value["act"], "this version does not place activations yet");
+  const Section roles(value, "table", {"param", "grad", "optim"});
+  for (const auto& [role, phases] : kCells) {
+    const Json* row = roles.find(role);
+    if (row == nullptr) continue;
+    const Section cells(*row, "table." + role, phases);
+    for (const std::string& phase : phases) {
+      std::string text;
+      cells.read_text(phase, &text);
+      if (!cells.has(phase)) continue;
+      config->table[role][phase] = parse_placement(cells.path(phase), text);
+    }
+  }
+}
+
+void parse_mesh(const Json& value, MeshConfig* mesh) {
+  const Section section(value, "mesh",
+                        {"data", "tensor", "pipeline", "sequence", "expert", "node"});
+  const std::string whole = "a whole number >= 1";
+  section.read_int("data", &mesh->data, 1, whole);
+  section.read_int("node", &mesh->node, 1, whole);
+  const std::array<std::pair<const char*, int*>, 4> axes = {{{"tensor", &mesh->tensor},
+                                                             {"pipeline", &mesh->pipeline},
+                                                             {"sequence", &mesh->sequence},
+                                                             {"expert", &mesh->expert}}};
+  for (const auto& [axis, size] : axes) {
+    section.read_int(axis, size, 1, whole);
+    if (*size > 1)
+      fail_unsupported(section.path(axis), *size,
+                       concat("this version does not support ", axis, " parallelism yet, only 1"));
+  }
+}
+
+std::string parse_compute_dtype(const std::string& path, const Json& value) {
+  const std::string name = Section::choice_of(path, value, {"fp32", "bf16", "fp16"});
+  if (name == "fp16")
+    fail_unsupported(path, value, "this version does not support fp16 (loss scaling) yet");
+  return name;
+}
+
+void parse_dtypes(const Json& value, Config* config) {
+  if (!value.is_object())
+    fail_value("dtypes", value, "an object {name pattern: \"fp32\" or \"bf16\"}");
+  for (const auto& [pattern, dtype] : value.items()) {
+    if (pattern.empty()) fail("\"dtypes\" has an empty name pattern; \"*\" matches every name");
+    config->dtypes.emplace_back(pattern, parse_compute_dtype("dtypes." + pattern, dtype));
+  }
+}
+
+void parse_offload(const Json& value, OffloadConfig* offload) {
+  const Section section(value, "offload", {"optimizer", "params", "activations", "path"});
+  const std::array<std::pair<const char*, std::string*>, 3> roles = {
+      {{"optimizer", &offload->optimizer},
+       {"params", &offload->params},
+       {"activations", &offload->activations}}};
+  for (const auto& [role, tier] : roles) {
+    *tier = section.choice(role, *tier, {"none", "host", "disk"});
+    if (*tier != "none")
+      fail_unsupported(section.path(role), *tier, "this version does not support offload yet");
+  }
+  section.read_text("path", &offload->path);
+  section.refuse_without_effect({"path"}, "while nothing is offloaded to disk");
+}
+
+void parse_betas(const Section& section, OptimizerConfig* optimizer) {
+  const std::string allowed = "[beta1, beta2], two numbers in [0, 1)";
+  const Json* value = section.find("betas");
+  if (value == nullptr) return;
+  const auto is_beta = [](const Json& beta) {
+    return beta.is_number() && beta.get<double>() >= 0.0 && beta.get<double>() < 1.0;
+  };
+  if (!value->is_array() || value->size() != 2 || !is_beta((*value)[0]) || !is_beta((*value)[1]))
+    fail_value(section.path("betas"), *value, allowed);
+  optimizer->beta1 = (*value)[0].get<double>();
+  optimizer->beta2 = (*value)[1].get<double>();
+}
+
+std::string parse_optimizer_type(const Section& section) {
+  static const std::vector<std::string> kTypes = {"AdamW", "Adam", "SGD"};
+  const Json* value = section.find("type");
+  if (value == nullptr) return kTypes.front();
+  if (value->is_string()) {
+    for (const std::string& type : kTypes)
+      if (lower(type) == lower(value->get<std::string>())) return type;
+  }
+  return Section::choice_of(section.path("type"), *value, kTypes);  // throws
+}
+
+OptimizerConfig parse_optimizer(const Json& value) {
+  const Section section(
+      value, "optimizer",
+      {"type", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"});
+  OptimizerConfig optimizer;
+  optimizer.type = parse_optimizer_type(section);
+  const std::string with = concat("with optimizer.type \"", optimizer.type, "\"");
+  if (optimizer.type == "SGD") {
+    section.refuse_without_effect({"betas", "eps"}, with);
+  } else {
+    section.refuse_without_effect({"momentum", "dampening", "nesterov"}, with);
+  }
+  if (optimizer.type == "AdamW") optimizer.weight_decay = 0.01;
+  const std::string positive = "a number >= 0";
+  section.read("lr", &optimizer.lr, 0.0, HUGE_VAL, positive);
+  parse_betas(section, &optimizer);
+  section.read("eps", &optimizer.eps, 0.0, HUGE_VAL, positive);
+  section.read("weight_decay", &optimizer.weight_decay, 0.0, HUGE_VAL, positive);
+  section.read("momentum", &optimizer.momentum, 0.0, HUGE_VAL, positive);
+  section.read("dampening", &optimizer.dampening, -HUGE_VAL, HUGE_VAL, "a number");
+  section.read("nesterov", &optimizer.nesterov);
+  if (optimizer.momentum == 0.0 && optimizer.dampening != 0.0)
+    section.refuse_without_effect({"dampening"}, "while optimizer.momentum is 0");
+  if (optimizer.nesterov && (optimizer.momentum == 0.0 || optimizer.dampening != 0.0))
+    fail(
+        "\"optimizer.nesterov\" is true; it needs optimizer.momentum > 0 and "
+        "optimizer.dampening 0");
+  return optimizer;
+}
+
+void parse_schedule(const Json& value, ScheduleConfig* schedule) {
+  const Section section(value, "schedule", {"type", "warmup_steps", "total_steps", "min_ratio"});
+  schedule->type = section.choice("type", schedule->type, {"none", "constant", "linear", "cosine"});
+  const std::string with = concat("with schedule.type \"", schedule->type, "\"");
+  const bool decays = schedule->type == "linear" || schedule->type == "cosine";
+  if (schedule->type == "none") section.refuse_without_effect({"warmup_steps"}, with);
+  if (!decays) section.refuse_without_effect({"total_steps", "min_ratio"}, with);
+  section.read_int("warmup_steps", &schedule->warmup_steps, 0, "a whole number >= 0");
+  section.read_int("total_steps", &schedule->total_steps, 0, "a whole number >= 0");
+  section.read("min_ratio", &schedule->min_ratio, 0.0, 1.0, "a number from 0 to 1");
+  if (!decays) return;
+  if (schedule->total_steps == 0)
+    fail(concat("\"schedule.total_steps\" is missing; schedule.type \"", schedule->type,
+                "\" needs the step at which the decay ends, a whole number >= 1"));
+  if (schedule->warmup_steps > schedule->total_steps)
+    fail(concat("\"schedule.warmup_steps\" is ", schedule->warmup_steps,
+                "; allowed: at most schedule.total_steps, which is ", schedule->total_steps));
+}
+
+void parse_batch(const Json& value, BatchConfig* batch) {
+  const Section section(value, "batch", {"micro", "accumulate", "global"});
+  const std::string whole = "a whole number >= 1";
+  section.read_int("micro", &batch->micro, 1, whole);
+  section.read_int("accumulate", &batch->accumulate, 1, whole);
+  section.read_int("global", &batch->global, 1, whole);
+  // 0 = follows from the other two; resolve() fills it in.
+  if (batch->micro > 0 && batch->global > 0 && !section.has("accumulate")) batch->accumulate = 0;
+}
+
+void parse_units(const Json& value, UnitsConfig* units) {
+  const Section section(value, "units", {"modules", "max_bytes"});
+  section.read_int("max_bytes", &units->max_bytes, 1, "a whole number of bytes >= 1");
+  const Json* modules = section.find("modules");
+  if (modules == nullptr) return;
+  const std::string allowed = "a list of class names, such as [\"LlamaDecoderLayer\"]";
+  if (!modules->is_array()) fail_value("units.modules", *modules, allowed);
+  for (const Json& name : *modules) {
+    if (!name.is_string() || name.get<std::string>().empty())
+      fail_value("units.modules", *modules, allowed);
+    units->modules.push_back(name.get<std::string>());
+  }
+}
+
+void parse_comm(const Json& value, CommConfig* comm) {
+  const Section section(value, "comm", {"backend", "codec", "bucket_bytes", "timeout_s"});
+  section.read_text("backend", &comm->backend);
+  if (comm->backend != "auto" && comm->backend != "gloo")
+    fail_unsupported("comm.backend", comm->backend,
+                     "this version does not support that backend yet, only \"auto\" and \"gloo\"");
+  section.read_text("codec", &comm->codec);
+  if (comm->codec != "none")
+    fail_unsupported("comm.codec", comm->codec,
+                     "this version does not support codecs yet, only \"none\"");
+  section.read_int("bucket_bytes", &comm->bucket_bytes, 0, "a whole number of bytes >= 0");
+  section.read("timeout_s", &comm->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
+}
+
+void refuse_section(const Section& top, const std::string& key, const std::string& sentence) {
+  const Json* value = top.find(key);
+  if (value == nullptr) return;
+  if (!value->is_object()) fail_value(key, *value, "an object {key: value}");
+  if (!value->empty()) fail_unsupported(key, *value, sentence);
+}
+
+void parse_nested(const Section& top, Config* config) {
+  if (const Json* value = top.find("table")) parse_table(*value, config);
+  if (const Json* value = top.find("mesh")) parse_mesh(*value, &config->mesh);
+  if (const Json* value = top.find("dtypes")) parse_dtypes(*value, config);
+  if (const Json* value = top.find("offload")) parse_offload(*value, &config->offload);
+  if (const Json* value = top.find("optimizer")) config->optimizer = parse_optimizer(*value);
+  if (const Json* value = top.find("schedule")) parse_schedule(*value, &config->schedule);
+  if (const Json* value = top.find("batch")) parse_batch(*value, &config->batch);
+  if (const Json* value = top.find("units")) parse_units(*value, &config->units);
+  if (const Json* value = top.find("comm")) parse_comm(*value, &config->comm);
+  refuse_section(top, "checkpoint",
+                 "this version has no checkpoint settings yet (engine.save takes a path)");
+  refuse_section(top, "monitor", "this version does not support monitors yet");
+}
+
+Json or_null(int64_t value, int64_t not_set) {
+  return value == not_set ? Json(nullptr) : Json(value);
+}
+
+nlohmann::json optimizer_json(const OptimizerConfig& optimizer) {
+  nlohmann::json out = {
+      {"type", optimizer.type}, {"lr", optimizer.lr}, {"weight_decay", optimizer.weight_decay}};
+  if (optimizer.type == "SGD") {
+    out["momentum"] = optimizer.momentum;
+    out["dampening"] = optimizer.dampening;
+    out["nesterov"] = optimizer.nesterov;
+  } else {
+    out["betas"] = {optimizer.beta1, optimizer.beta2};
+    out["eps"] = optimizer.eps;
+  }
+  return out;
+}
+
+void resolve_mesh(int world_size, MeshConfig* mesh) {
+  const std::string where = "[plan::Config::resolve] ";
+  const int model = mesh->tensor * mesh->pipeline * mesh->sequence;
+  if (world_size < 1 || world_size % model != 0)
+    throw ConfigError(concat(where, "mesh.tensor ", mesh->tensor, " x mesh.pipeline ",
+                             mesh->pipeline, " x mesh.sequence ", mesh->sequence, " = ", model,
+                             " ranks hold one copy of the model, which does not divide ",
+                             world_size, " ranks; start a multiple of ", model, " ranks"));
+  const int data = world_size / model;
+  if (mesh->data != 0 && mesh->data != data)
+    throw ConfigError(concat(where, "\"mesh.data\" is ", mesh->data, ", but ", world_size,
+                             " ranks in models of ", model, " leave ", data, "; set it to ", data,
+                             ", leave it out, or start ", mesh->data * model, " ranks"));
+  mesh->data = data;
+  if (mesh->node < 1 || data % mesh->node != 0)
+    throw ConfigError(concat(where, "\"mesh.node\" is ", mesh->node, ", which does not divide the ",
+                             data,
+                             " data-parallel ranks evenly; set it to the number of nodes, a "
+                             "divisor of ",
+                             data));
+}
+
+void resolve_batch(int64_t data, BatchConfig* batch) {
+  const std::string where = "[plan::Config::resolve] ";
+  if (batch->global > 0 && (batch->micro == 0 || batch->accumulate == 0)) {
+    const bool needs_micro = batch->micro == 0;
+    const int64_t known = needs_micro ? batch->accumulate : batch->micro;
+    const char* name = needs_micro ? "batch.accumulate " : "batch.micro ";
+    if (known < 1 || batch->global % (known * data) != 0)
+      throw ConfigError(concat(where, "\"batch.global\" is ", batch->global, ", which ", name,
+                               known, " x ", data, " data-parallel ranks = ", known * data,
+                               " does not divide; set it to a multiple of ", known * data));
+    (needs_micro ? batch->micro : batch->accumulate) = batch->global / (known * data);
+  }
+  if (batch->micro == 0) return;  // nobody told a batch size
+  const int64_t samples = batch->micro * batch->accumulate * data;
+  if (batch->global > 0 && batch->global != samples)
+    throw ConfigError(concat(where, "\"batch.global\" is ", batch->global, ", but batch.micro ",
+                             batch->micro, " x batch.accumulate ", batch->accumulate, " x ", data,
+                             " data-parallel ranks = ", samples, "; leave one of the three out"));
+  batch->global = samples;
+}
+
+}  // namespace
+
+Config Config::parse(const std::string& json_text) {
+  const Json json = parse_json(json_text);
+  const Section top(
+      json, "",
+      {"strategy", "table", "mesh", "precision", "dtypes", "offload", "optimizer", "schedule",
+       "batch", "clip", "units", "prefetch_bytes", "comm", "checkpoint", "monitor", "seed"});
+  Config config;
+  config.strategy = top.choice("strategy", config.strategy, preset_names());
+  if (const Json* value = top.find("precision"))
+    config.precision = parse_compute_dtype("precision", *value);
+  top.read("clip", &config.clip, 0.0, HUGE_VAL, "a number >= 0 (0 = off)");
+  top.read_int("prefetch_bytes", &config.prefetch_bytes, 0, "a whole number of bytes >= 0");
+  top.read_int("seed", &config.seed, 0, "a whole number >= 0");
+  parse_nested(top, &config);
+  return config;
+}
+
+std::string Config::json() const {
+  nlohmann::json out = {{"strategy", strategy},
+                        {"table", table},
+                        {"precision", precision ? nlohmann::json(*precision) : nullptr},
+                        {"clip", clip},
+                        {"prefetch_bytes", prefetch_bytes},
+                        {"seed", or_null(seed, -1)},
+                        {"dtypes", nullptr}};  // its place in the order
+  out["checkpoint"] = nlohmann::json::object();
+  out["monitor"] = nlohmann::json::object();
+  out["optimizer"] = optimizer ? optimizer_json(*optimizer) : nlohmann::json(nullptr);
+  out["schedule"] = {{"type", schedule.type},
+                     {"warmup_steps", schedule.warmup_steps},
+                     {"total_steps", schedule.total_steps},
+                     {"min_ratio", schedule.min_ratio}};
+  out["mesh"] = {{"data", or_null(mesh.data, 0)}, {"tensor", mesh.tensor},
+                 {"pipeline", mesh.pipeline},     {"sequence", mesh.sequence},
+                 {"expert", mesh.expert},         {"node", mesh.node}};
+  out["offload"] = {{"optimizer", offload.optimizer},
+                    {"params", offload.params},
+                    {"activations", offload.activations},
+                    {"path", offload.path}};
+  out["batch"] = {{"micro", or_null(batch.micro, 0)},
+                  {"accumulate", or_null(batch.accumulate, 0)},
+                  {"global", or_null(batch.global, 0)}};
+  out["units"] = {{"modules", units.modules}, {"max_bytes", units.max_bytes}};
+  out["comm"] = {{"backend", comm.backend},
+                 {"codec", comm.codec},
+                 {"bucket_bytes", comm.bucket_bytes},
+                 {"timeout_s", comm.timeout_s}};
+  Json ordered = out;
+  Json rules = Json::object();
+  for (const auto& [pattern, dtype] : dtypes) rules[pattern] = dtype;
+  ordered["dtypes"] = rules;
+  return ordered.dump();
+}
+
+void Config::resolve(int world_size) {
+  resolve_mesh(world_size, &mesh);
+  resolve_batch(mesh.data, &batch);
+}
+
+}  // namespace penstock

@@ -1,0 +1,163 @@
+#include "src/plan/passes.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "src/place/placement.h"
+
+namespace penstock {
+
+namespace {
+
+bool shares_unit(const Step& a, const Step& b) {
+  return std::any_of(a.units.begin(), a.units.end(), [&](int unit) {
+    return std::find(b.units.begin(), b.units.end(), unit) != b.units.end();
+  });
+}
+
+bool is_move(const Step& step, Role role) { return step.op == Op::kMove && step.role == role; }
+
+bool is_collective_move(const Step& step, Role role) {
+  return is_move(step, role) && std::any_of(step.moves.begin(), step.moves.end(),
+                                            [](const Move& move) { return move.is_collective(); });
+}
+
+// Makes parameters ready for use; the others (to `hold`) follow it.
+bool is_gather(const Step& step) {
+  return is_move(step, Role::kParam) &&
+         std::any_of(step.moves.begin(), step.moves.end(), [](const Move& move) {
+           return move.kind == MoveKind::kAllGather ||
+                  (move.kind == MoveKind::kCopy && move.to == Tier::kDevice);
+         });
+}
+
+// Steps that nothing passes: they end what may overlap.
+bool is_wall(const Step& step) {
+  return step.op == Op::kMicro || step.op == Op::kNorm || step.op == Op::kUpdate ||
+         step.op == Op::kPublish;
+}
+
+int64_t unit_bytes(const UnitDesc& unit) {
+  int64_t bytes = 0;
+  for (const FlatDesc& flat : unit.flats) bytes += flat.numel * dtype_bytes(flat.dtype);
+  return bytes;
+}
+
+int64_t param_bytes(const Step& step, const ModelDesc& model) {
+  int64_t bytes = 0;
+  for (const int unit : step.units) bytes += unit_bytes(model.units[unit]);
+  return bytes;
+}
+
+// Builds the list step by step and knows, for every step, the bytes gathered before it whose first
+// use comes after it.
+class Prefetcher {
+ public:
+  Prefetcher(const ModelDesc& model, int64_t budget) : model_(model), budget_(budget) {}
+
+  void add(const Step& step) {
+    int64_t ahead = 0;
+    for (const auto& [unit, bytes] : unused_)
+      if (std::find(step.units.begin(), step.units.end(), unit) == step.units.end()) ahead += bytes;
+    if (step.is_compute())
+      for (const int unit : step.units) unused_.erase(unit);
+    if (!is_gather(step)) {
+      entries_.push_back({step, ahead});
+      return;
+    }
+    insert(step);
+    for (const int unit : step.units) unused_[unit] = unit_bytes(model_.units[unit]);
+  }
+
+  Plan finish() && {
+    Plan plan;
+    for (Entry& entry : entries_) plan.steps.push_back(std::move(entry.step));
+    return plan;
+  }
+
+ private:
+  struct Entry {
+    Step step;
+    int64_t bytes_ahead = 0;  // counted at compute steps
+  };
+
+  void insert(const Step& move) {
+    const int64_t bytes = param_bytes(move, model_);
+    size_t best = entries_.size();
+    for (size_t i = entries_.size(); i > 0; --i) {
+      const Entry& above = entries_[i - 1];
+      if (is_wall(above.step) || is_gather(above.step) || shares_unit(above.step, move)) break;
+      if (!above.step.is_compute()) continue;
+      if (above.bytes_ahead + bytes > budget_) break;
+      best = i - 1;
+    }
+    for (size_t i = best; i < entries_.size(); ++i) entries_[i].bytes_ahead += bytes;
+    entries_.insert(entries_.begin() + static_cast<std::ptrdiff_t>(best), {move, 0});
+  }
+
+  const ModelDesc& model_;
+  const int64_t budget_;
+  std::vector<Entry> entries_;
+  std::map<int, int64_t> unused_;
+};
+
+bool can_join(const Step& first, const Step& second, const ModelDesc& model, int64_t bucket) {
+  return first.moves == second.moves && !shares_unit(first, second) &&
+         param_bytes(first, model) + param_bytes(second, model) < bucket;
+}
+
+void join_units(Step& into, const Step& first, const Step& second) {
+  std::vector<int> units = first.units;
+  units.insert(units.end(), second.units.begin(), second.units.end());
+  into.units = std::move(units);
+}
+
+// Where the collective before the one at `later` is, if the two can meet; steps.size() if not. A
+// gradient's move goes down to the later one, a parameter's goes up to the earlier one.
+size_t partner(const std::vector<Step>& steps, size_t later) {
+  const Role role = steps[later].role;
+  for (size_t i = later; i > 0; --i) {
+    const Step& step = steps[i - 1];
+    if (is_wall(step)) break;
+    if (role == Role::kParam && shares_unit(step, steps[later])) break;
+    if (!is_collective_move(step, role)) continue;
+    const auto end = steps.begin() + static_cast<std::ptrdiff_t>(later);
+    const bool blocked =
+        role == Role::kGrad &&
+        std::any_of(end - static_cast<std::ptrdiff_t>(later - i), end, [&](const Step& between) {
+          return shares_unit(between, step) &&
+                 (between.is_compute() || is_move(between, Role::kGrad));
+        });
+    return blocked ? steps.size() : i - 1;
+  }
+  return steps.size();
+}
+
+}  // namespace
+
+Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes) {
+  Prefetcher prefetcher(model, budget_bytes);
+  for (const Step& step : plan.steps) prefetcher.add(step);
+  return std::move(prefetcher).finish();
+}
+
+Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes) {
+  Plan fused;
+  std::vector<Step>& steps = fused.steps;
+  for (const Step& step : plan.steps) {
+    steps.push_back(step);
+    const bool earlier_waits = step.role == Role::kGrad;
+    if (!is_collective_move(step, Role::kParam) && !is_collective_move(step, Role::kGrad)) continue;
+    const size_t later = steps.size() - 1;
+    const size_t earlier = partner(steps, later);
+    if (earlier == steps.size() || !can_join(steps[earlier], step, model, bucket_bytes)) continue;
+    join_units(steps[earlier_waits ? later : earlier], steps[earlier], step);
+    steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(earlier_waits ? earlier : later));
+  }
+  return fused;
+}
+
+}  // namespace penstock

@@ -1,0 +1,147 @@
+// That passes never change results is shown by tests/plans/interpreter_test.cpp.
+#include "src/plan/passes.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "src/base/text.h"
+#include "src/plan/planner.h"
+#include "src/plan/simulator.h"
+
+namespace penstock {
+namespace {
+
+// Units of 100 bf16 parameters: 200 bytes each.
+ModelDesc blocks(int num_units) {
+  ModelDesc model;
+  for (int unit = 0; unit < num_units; ++unit)
+    model.units.push_back({.name = "block", .flats = {{100, Dtype::kBf16}}});
+  assume_order(model, false);
+  return model;
+}
+
+struct PassCase {
+  const char* name;
+  int64_t bytes;
+  const char *before, *after;
+};
+
+constexpr const char* kForward =
+    "micro 0\n"
+    "move u0 param all_gather(data)\nforward u0\ndrop u0 param\n"
+    "move u1 param all_gather(data)\nforward u1\ndrop u1 param\n"
+    "move u2 param all_gather(data)\nforward u2\ndrop u2 param\n";
+
+TEST(PrefetchTest, MovesGoUpWithinTheBudget) {
+  const PassCase cases[] = {
+      {"no budget", 0, kForward, kForward},
+      {"less than a unit", 199, kForward, kForward},
+      {"one unit", 200, kForward,
+       "micro 0\n"
+       "move u0 param all_gather(data)\nmove u1 param all_gather(data)\nforward u0\n"
+       "drop u0 param\nmove u2 param all_gather(data)\nforward u1\ndrop u1 param\n"
+       "forward u2\ndrop u2 param\n"},
+      {"two units", 400, kForward,
+       "micro 0\n"
+       "move u0 param all_gather(data)\nmove u1 param all_gather(data)\n"
+       "move u2 param all_gather(data)\nforward u0\ndrop u0 param\nforward u1\ndrop u1 param\n"
+       "forward u2\ndrop u2 param\n"},
+      {"over gradients and sums, not over its own steps", 1000,
+       "backward u1\nmove u1 grad reduce_scatter(data)\ndrop u1 param\n"
+       "move u0 act all_reduce(tensor)\ndrop u0 param\nbackward u2\n"
+       "move u0 param all_gather(data)\nbackward u0\n",
+       "backward u1\nmove u1 grad reduce_scatter(data)\ndrop u1 param\n"
+       "move u0 act all_reduce(tensor)\ndrop u0 param\nmove u0 param all_gather(data)\n"
+       "backward u2\nbackward u0\n"},
+      {"over another unit's slice", 1000,
+       "move u0 param all_gather(data)\nforward u0\nmove u0 param slice(local)\n"
+       "move u1 param all_gather(data)\nforward u1\nmove u1 param slice(local)\n",
+       "move u0 param all_gather(data)\nmove u1 param all_gather(data)\nforward u0\n"
+       "move u0 param slice(local)\nforward u1\nmove u1 param slice(local)\n"},
+      {"not over a micro line", 1000, "backward u1\nmicro 1\nmove u0 param all_gather(data)\n",
+       "backward u1\nmicro 1\nmove u0 param all_gather(data)\n"},
+      {"not over an update", 1000,
+       "backward u1\nnorm\nupdate u1\nmove u0 param all_gather(data)\nforward u0\n",
+       "backward u1\nnorm\nupdate u1\nmove u0 param all_gather(data)\nforward u0\n"},
+      {"not without a compute step to hide it", 1000,
+       "drop u1 param\nmove u0 param copy(host,device)\nforward u0\n",
+       "drop u1 param\nmove u0 param copy(host,device)\nforward u0\n"},
+  };
+  for (const PassCase& c : cases)
+    EXPECT_EQ(prefetch(parse_plan(c.before), blocks(3), c.bytes).text(), c.after) << c.name;
+}
+
+TEST(FuseTest, NeighboursShareACollective) {
+  constexpr const char* kBackward =
+      "backward u2\nmove u2 grad reduce_scatter(data)\ndrop u2 param\n"
+      "backward u1\nmove u1 grad reduce_scatter(data)\ndrop u1 param\n"
+      "backward u0\nmove u0 grad reduce_scatter(data)\ndrop u0 param\nnorm\n";
+  const PassCase cases[] = {
+      {"no bucket", 0, kForward, kForward},
+      {"together must be smaller", 400, kForward, kForward},
+      {"two units", 401, kForward,
+       "micro 0\nmove u0+u1 param all_gather(data)\nforward u0\ndrop u0 param\nforward u1\n"
+       "drop u1 param\nmove u2 param all_gather(data)\nforward u2\ndrop u2 param\n"},
+      {"gradients join the later", 1000, kBackward,
+       "backward u2\ndrop u2 param\nbackward u1\ndrop u1 param\nbackward u0\n"
+       "move u2+u1+u0 grad reduce_scatter(data)\ndrop u0 param\nnorm\n"},
+      {"not over a micro line", 1000,
+       "move u1 grad reduce_scatter(data)\nmicro 1\nmove u0 grad reduce_scatter(data)\n",
+       "move u1 grad reduce_scatter(data)\nmicro 1\nmove u0 grad reduce_scatter(data)\n"},
+      {"not over the norm", 1000,
+       "move u1 grad reduce_scatter(data)\nnorm\nmove u0 grad reduce_scatter(data)\n",
+       "move u1 grad reduce_scatter(data)\nnorm\nmove u0 grad reduce_scatter(data)\n"},
+      {"not over its own backward", 1000,
+       "move u1 grad reduce_scatter(data)\nbackward u1\nmove u0 grad reduce_scatter(data)\n",
+       "move u1 grad reduce_scatter(data)\nbackward u1\nmove u0 grad reduce_scatter(data)\n"},
+      {"not over its own drop", 1000,
+       "move u0 param all_gather(data)\nforward u0\ndrop u1 param\nmove u1 param "
+       "all_gather(data)\n",
+       "move u0 param all_gather(data)\nforward u0\ndrop u1 param\nmove u1 param "
+       "all_gather(data)\n"},
+      {"only the same moves", 1000,
+       "move u0 param all_gather(data)\nmove u1 param all_gather(local)\n",
+       "move u0 param all_gather(data)\nmove u1 param all_gather(local)\n"},
+      {"not what needs no collective", 1000,
+       "move u0 param copy(host,device)\nmove u1 param copy(host,device)\n",
+       "move u0 param copy(host,device)\nmove u1 param copy(host,device)\n"},
+      {"not activations", 1000, "move u0 act all_reduce(tensor)\nmove u1 act all_reduce(tensor)\n",
+       "move u0 act all_reduce(tensor)\nmove u1 act all_reduce(tensor)\n"},
+  };
+  for (const PassCase& c : cases)
+    EXPECT_EQ(fuse(parse_plan(c.before), blocks(3), c.bytes).text(), c.after) << c.name;
+}
+
+TEST(PrefetchTest, PeaksGrowByNoMoreThanTheBudget) {
+  const Mesh mesh{2, 2, 1};
+  const ModelDesc model = blocks(6);
+  for (const char* name : {"zero3", "hpz", "mics"}) {
+    const Table table = preset(name, {.precision = Dtype::kBf16});
+    const Plan plan = plan_step(table, model, mesh, 2);
+    const int64_t plain = simulate(plan, table, model, mesh).tier[0].param;
+    for (const int64_t budget : {0, 100, 200, 500, 900, 1 << 20}) {
+      const Plan early = prefetch(plan, model, budget);
+      EXPECT_LE(simulate(early, table, model, mesh).tier[0].param, plain + budget) << name;
+      EXPECT_EQ(prefetch(early, model, 0), early) << name;
+      EXPECT_EQ(early == plan, budget < 200) << name << " " << budget;
+    }
+  }
+}
+
+TEST(PassesTest, StepsAreOnlyReordered) {
+  const Mesh mesh{1, 4, 1};
+  const ModelDesc model = blocks(4);
+  const Table table = preset("zero3", {.precision = Dtype::kBf16, .param_tier = Tier::kHost});
+  const Plan plan = plan_step(table, model, mesh, 2);
+  const auto sorted = [](const Plan& plan) {
+    auto lines = split(plan.text(), '\n');
+    std::sort(lines.begin(), lines.end());
+    return lines;
+  };
+  EXPECT_EQ(sorted(prefetch(plan, model, 500)), sorted(plan));
+  EXPECT_EQ(fuse(plan, model, 0), plan);
+}
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,140 @@
+#include "src/plan/plan.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr std::array<const char*, 8> kOpNames = {"micro", "move", "forward", "backward",
+                                                 "drop",  "norm", "update",  "publish"};
+
+bool has_role(Op op) { return op == Op::kMove || op == Op::kDrop || op == Op::kPublish; }
+bool has_moves(Op op) { return op == Op::kMove || op == Op::kPublish; }
+bool has_units(Op op) { return op != Op::kMicro && op != Op::kNorm; }
+
+std::string units_text(const std::vector<int>& units) {
+  std::vector<std::string> names;
+  for (const int unit : units) names.push_back(concat("u", unit));
+  return join(names, "+");
+}
+
+std::string moves_text(const std::vector<Move>& moves) {
+  std::vector<std::string> texts;
+  for (const Move& move : moves) texts.push_back(move.text());
+  return join(texts, "; ");
+}
+
+// Reads one step word by word; every failure names the whole line.
+class StepReader {
+ public:
+  explicit StepReader(std::string_view line) : line_(line), rest_(trim(line)) {}
+
+  Step read() {
+    Step step;
+    step.op = op();
+    if (step.op == Op::kMicro) step.micro = number(word());
+    if (has_units(step.op)) {
+      for (const std::string& name : split(word(), '+')) {
+        if (name.empty() || name[0] != 'u') fail(concat("'", name, "' is no unit"));
+        step.units.push_back(number(std::string_view(name).substr(1)));
+      }
+    }
+    if (has_role(step.op)) step.role = role();
+    if (has_moves(step.op))
+      for (const std::string& text : split(std::exchange(rest_, {}), ';'))
+        step.moves.push_back(move(text));
+    if (step.is_compute() && !rest_.empty()) step.mark = mark();
+    if (!rest_.empty()) fail(concat("'", rest_, "' is too much"));
+    return step;
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& why) const {
+    throw ConfigError(concat("[plan::parse_step] line '", line_, "': ", why));
+  }
+
+  std::string_view word() {
+    const size_t end = std::min(rest_.find(' '), rest_.size());
+    const std::string_view word = rest_.substr(0, end);
+    rest_ = trim(rest_.substr(end));
+    return word;
+  }
+
+  int number(std::string_view text) const {
+    int value = -1;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error != std::errc() || end != text.data() + text.size() || value < 0)
+      fail(concat("'", text, "' is no number"));
+    return value;
+  }
+
+  Op op() {
+    const std::string_view name = word();
+    const auto found = std::find(kOpNames.begin(), kOpNames.end(), name);
+    if (found == kOpNames.end()) fail(concat("'", name, "' is no step"));
+    return static_cast<Op>(found - kOpNames.begin());
+  }
+
+  Role role() {
+    const std::string_view name = word();
+    for (int i = 0; i < kNumRoles; ++i)
+      if (name == role_name(static_cast<Role>(i))) return static_cast<Role>(i);
+    fail(concat("'", name, "' is no role"));
+  }
+
+  Mark mark() {
+    const std::string_view name = word();
+    if (name != "begin" && name != "end") fail(concat("'", name, "' is no mark"));
+    return name == "begin" ? Mark::kBegin : Mark::kEnd;
+  }
+
+  Move move(std::string_view text) const {
+    try {
+      return parse_move(text);
+    } catch (const ConfigError& error) {
+      fail(error.what());
+    }
+  }
+
+  std::string_view line_, rest_;
+};
+
+}  // namespace
+
+std::string Step::text() const {
+  std::string out = kOpNames[static_cast<size_t>(op)];
+  if (op == Op::kMicro) out += concat(" ", micro);
+  if (has_units(op)) out += concat(" ", units_text(units));
+  if (has_role(op)) out += concat(" ", role_name(role));
+  if (has_moves(op)) out += concat(" ", moves_text(moves));
+  if (is_compute() && mark != Mark::kWhole) out += mark == Mark::kBegin ? " begin" : " end";
+  return out;
+}
+
+Step parse_step(std::string_view line) { return StepReader(line).read(); }
+
+std::string Plan::text() const {
+  std::string out;
+  for (const Step& step : steps) out += step.text() + "\n";
+  return out;
+}
+
+uint64_t Plan::hash() const { return hash_text(text()); }
+
+Plan parse_plan(std::string_view text) {
+  Plan plan;
+  for (const std::string& line : split(text, '\n')) {
+    const std::string_view content = trim(line);
+    if (!content.empty() && content.front() != '#') plan.steps.push_back(parse_step(content));
+  }
+  return plan;
+}
+
+}  // namespace penstock

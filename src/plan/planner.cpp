@@ -1,0 +1,169 @@
+#include "src/plan/planner.h"
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+
+namespace {
+
+bool trains(const UnitDesc& unit) {
+  return std::any_of(unit.flats.begin(), unit.flats.end(),
+                     [](const FlatDesc& flat) { return flat.trainable; });
+}
+
+// Writes one section; knows placements only.
+class SectionWriter {
+ public:
+  SectionWriter(const Table& table, const ModelDesc& model, const Mesh& mesh, Section section)
+      : table_(table.on(mesh)), model_(model), mesh_(mesh), section_(section) {}
+
+  Plan write() && {
+    switch (section_) {
+      case Section::kForward:
+        forward(Phase::kHold);
+        break;
+      case Section::kEval:
+        forward(Phase::kRest);
+        break;
+      case Section::kBackward:
+      case Section::kBackwardLast:
+        backward();
+        break;
+      case Section::kUpdateEarly:
+        for (int unit = num_units() - 1; unit >= 0; --unit)
+          move_grad(unit, Phase::kHold, Phase::kUpdate);
+        [[fallthrough]];
+      case Section::kUpdate:
+        update();
+        break;
+    }
+    return std::move(plan_);
+  }
+
+ private:
+  int num_units() const { return static_cast<int>(model_.units.size()); }
+  const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
+
+  void move(int unit, Role role, const Placement& from, const Placement& to) {
+    std::vector<Move> moves = hops(from, to);
+    if (moves.empty()) return;
+    plan_.steps.push_back(
+        {.op = Op::kMove, .units = {unit}, .role = role, .moves = std::move(moves)});
+  }
+
+  void settle_param(int unit, Phase phase) {
+    const Placement& want = cell(Role::kParam, phase);
+    const Placement have = std::exchange(param_at_[unit], want);
+    if (have == want) return;
+    if (want == cell(Role::kParam, Phase::kRest)) {
+      plan_.steps.push_back({.op = Op::kDrop, .units = {unit}, .role = Role::kParam});
+    } else {
+      move(unit, Role::kParam, have, want);
+    }
+  }
+
+  void move_grad(int unit, Phase from, Phase to) {
+    if (trains(model_.units[unit]))
+      move(unit, Role::kGrad, cell(Role::kGrad, from), cell(Role::kGrad, to));
+  }
+
+  // The sum over tensor ranks that a split unit's output (forward) or input gradient needs.
+  void sum_activations(int unit, TensorSplit split) {
+    if (mesh_.tensor == 1 || model_.units[unit].split != split) return;
+    plan_.steps.push_back({.op = Op::kMove,
+                           .units = {unit},
+                           .role = Role::kAct,
+                           .moves = {{.kind = MoveKind::kAllReduce, .axes = {Axis::kTensor}}}});
+  }
+
+  void forward(Phase after) {
+    param_at_.assign(model_.units.size(), cell(Role::kParam, Phase::kRest));
+    for (const auto& [unit, mark] : model_.forward) {
+      settle_param(unit, Phase::kForward);
+      plan_.steps.push_back({.op = Op::kForward, .units = {unit}, .mark = mark});
+      if (mark == Mark::kBegin) continue;
+      sum_activations(unit, TensorSplit::kRow);
+      settle_param(unit, after);
+    }
+  }
+
+  void backward() {
+    const bool last = section_ == Section::kBackwardLast;
+    param_at_.assign(model_.units.size(), cell(Role::kParam, Phase::kHold));
+    for (const auto& [unit, mark] : model_.backward) {
+      settle_param(unit, Phase::kBackward);
+      plan_.steps.push_back({.op = Op::kBackward, .units = {unit}, .mark = mark});
+      if (mark == Mark::kBegin) continue;
+      sum_activations(unit, TensorSplit::kColumn);
+      settle_grad(unit, last);
+      settle_param(unit, last ? Phase::kRest : Phase::kHold);
+    }
+  }
+
+  // A gradient held in place is added up before it moves; any other moves first and is added up
+  // where it arrives.
+  void settle_grad(int unit, bool last) {
+    const bool in_place = table_.holds_grad_in_place();
+    const bool goes_straight = cell(Role::kGrad, Phase::kHold) == cell(Role::kGrad, Phase::kUpdate);
+    if (!in_place) move_grad(unit, Phase::kBackward, Phase::kHold);
+    if (last && !goes_straight) move_grad(unit, Phase::kHold, Phase::kUpdate);
+  }
+
+  void update() {
+    plan_.steps.push_back({.op = Op::kNorm});
+    const Placement& rest = cell(Role::kOptim, Phase::kRest);
+    const Placement& at = cell(Role::kOptim, Phase::kUpdate);
+    const std::vector<Move> publish = hops(at, cell(Role::kParam, Phase::kRest));
+    for (int unit = 0; unit < num_units(); ++unit) {
+      if (!trains(model_.units[unit])) continue;
+      move(unit, Role::kOptim, rest, at);
+      plan_.steps.push_back({.op = Op::kUpdate, .units = {unit}});
+      if (!publish.empty())
+        plan_.steps.push_back({.op = Op::kPublish, .units = {unit}, .moves = publish});
+      move(unit, Role::kOptim, at, rest);
+    }
+  }
+
+  const Table table_;
+  const ModelDesc& model_;
+  const Mesh mesh_;
+  const Section section_;
+  std::vector<Placement> param_at_;
+  Plan plan_;
+};
+
+}  // namespace
+
+const char* section_name(Section section) {
+  static constexpr std::array<const char*, 6> kNames = {"forward",       "eval",   "backward",
+                                                        "backward_last", "update", "update_early"};
+  return kNames[static_cast<size_t>(section)];
+}
+
+Plan plan_section(const Table& table, const ModelDesc& model, const Mesh& mesh, Section section) {
+  return SectionWriter(table, model, mesh, section).write();
+}
+
+Plan plan_step(const Table& table, const ModelDesc& model, const Mesh& mesh, int num_micro) {
+  PENSTOCK_ASSERT(num_micro > 0, concat("a step of ", num_micro, " micro-batches"));
+  Plan plan;
+  const auto append = [&](Section section) {
+    Plan part = plan_section(table, model, mesh, section);
+    std::move(part.steps.begin(), part.steps.end(), std::back_inserter(plan.steps));
+  };
+  for (int micro = 0; micro < num_micro; ++micro) {
+    plan.steps.push_back({.op = Op::kMicro, .micro = micro});
+    append(Section::kForward);
+    append(micro + 1 < num_micro ? Section::kBackward : Section::kBackwardLast);
+  }
+  append(Section::kUpdate);
+  return plan;
+}
+
+}  // namespace penstock

@@ -1,0 +1,128 @@
+// Whole plans are in tests/plans/*.plan; here are the rules that a section follows.
+#include "src/plan/planner.h"
+
+#include <gtest/gtest.h>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+namespace {
+
+ModelDesc blocks(int num_units) {
+  ModelDesc model;
+  for (int unit = 0; unit < num_units; ++unit)
+    model.units.push_back({.name = "block", .flats = {{1024, Dtype::kBf16}}});
+  assume_order(model, false);
+  return model;
+}
+
+struct SectionCase {
+  const char* strategy;
+  TableOptions options;
+  Section section;
+  const char* text;  // of a model of one unit on two nodes of two ranks
+};
+
+constexpr TableOptions kBf16{.precision = Dtype::kBf16};
+constexpr TableOptions kSums{.precision = Dtype::kBf16, .accumulate = true};
+
+TEST(PlannerTest, SectionsOfOneUnit) {
+  const SectionCase cases[] = {
+      {"zero3", kBf16, Section::kForward,
+       "move u0 param all_gather(data)\nforward u0\ndrop u0 param\n"},
+      {"hpz", kBf16, Section::kForward,
+       "move u0 param all_gather(data)\nforward u0\nmove u0 param slice(local)\n"},
+      {"hpz", kBf16, Section::kEval, "move u0 param all_gather(data)\nforward u0\ndrop u0 param\n"},
+      {"zero2", kBf16, Section::kForward, "forward u0\n"},
+      {"hpz", kSums, Section::kBackward,
+       "move u0 param all_gather(local)\nbackward u0\n"
+       "move u0 grad reduce_scatter(data); cast(fp32)\nmove u0 param slice(local)\n"},
+      {"hpz", kSums, Section::kBackwardLast,
+       "move u0 param all_gather(local)\nbackward u0\n"
+       "move u0 grad reduce_scatter(data); cast(fp32)\ndrop u0 param\n"},
+      {"ddp", kSums, Section::kBackward, "backward u0\n"},
+      {"ddp", kSums, Section::kBackwardLast, "backward u0\nmove u0 grad all_reduce(data)\n"},
+      {"zero1", kSums, Section::kBackward, "backward u0\n"},
+      {"zero1", kSums, Section::kBackwardLast, "backward u0\nmove u0 grad reduce_scatter(data)\n"},
+      {"zero1", kSums, Section::kUpdateEarly,
+       "move u0 grad reduce_scatter(data)\nnorm\nupdate u0\n"
+       "publish u0 param cast(bf16); all_gather(data)\n"},
+      {"zero2", kSums, Section::kUpdateEarly,
+       "norm\nupdate u0\npublish u0 param cast(bf16); all_gather(data)\n"},
+      {"zero3", {}, Section::kUpdate, "norm\nupdate u0\n"},
+      {"ddp", {}, Section::kUpdate, "norm\nupdate u0\n"},
+      {"zero3",
+       {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk},
+       Section::kUpdate,
+       "norm\nmove u0 optim copy(disk,host)\nupdate u0\n"
+       "publish u0 param cast(bf16); copy(host,device)\nmove u0 optim copy(host,disk)\n"},
+  };
+  for (const SectionCase& c : cases)
+    EXPECT_EQ(plan_section(preset(c.strategy, c.options), blocks(1), {2, 2, 1}, c.section).text(),
+              c.text)
+        << c.strategy << " " << section_name(c.section);
+}
+
+TEST(PlannerTest, FrozenUnitsMoveParametersOnly) {
+  ModelDesc model = blocks(2);
+  model.units[1].flats[0].trainable = false;
+  const Plan plan = plan_step(preset("zero3", kBf16), model, {1, 2, 1}, 1);
+  int num_frozen_moves = 0;
+  for (const Step& step : plan.steps) {
+    if (step.units != std::vector<int>{1}) continue;
+    num_frozen_moves += step.op == Op::kMove ? 1 : 0;
+    EXPECT_NE(step.role, Role::kGrad);
+    EXPECT_NE(step.op, Op::kUpdate);
+    EXPECT_NE(step.op, Op::kPublish);
+  }
+  EXPECT_EQ(num_frozen_moves, 2);
+}
+
+TEST(PlannerTest, SplitUnitsSumActivations) {
+  ModelDesc model = blocks(2);
+  model.units[0].split = TensorSplit::kColumn;
+  model.units[1].split = TensorSplit::kRow;
+  const Table table = preset("ddp", {});
+  EXPECT_EQ(plan_section(table, model, {1, 1, 2}, Section::kForward).text(),
+            "forward u0\nforward u1\nmove u1 act all_reduce(tensor)\n");
+  EXPECT_EQ(plan_section(table, model, {1, 1, 2}, Section::kBackward).text(),
+            "backward u1\nbackward u0\nmove u0 act all_reduce(tensor)\n");
+  EXPECT_EQ(plan_section(table, model, {1, 2, 1}, Section::kForward).text(),
+            "forward u0\nforward u1\n");
+}
+
+TEST(PlannerTest, OneRankNeedsNoCollectives) {
+  for (const std::string& name : preset_names())
+    for (const Tier tier : {Tier::kDevice, Tier::kHost})
+      for (const Step& step :
+           plan_step(preset(name, {.accumulate = true, .optim_tier = tier}), blocks(3), {}, 2)
+               .steps)
+        for (const Move& move : step.moves)
+          EXPECT_FALSE(move.is_collective()) << name << ": " << step.text();
+}
+
+TEST(PlannerTest, AStepIsItsSections) {
+  const ModelDesc model = blocks(2);
+  const Table table = preset("zero3", kSums);
+  const Mesh mesh{1, 4, 1};
+  const auto text = [&](Section section) {
+    return plan_section(table, model, mesh, section).text();
+  };
+  EXPECT_EQ(plan_step(table, model, mesh, 2).text(),
+            concat("micro 0\n", text(Section::kForward), text(Section::kBackward), "micro 1\n",
+                   text(Section::kForward), text(Section::kBackwardLast), text(Section::kUpdate)));
+  EXPECT_THROW(plan_step(table, model, mesh, 0), Bug);
+}
+
+// A table of its own: gradients gathered in shards on the device and summed over the whole step
+// there, then updated on the host.
+TEST(PlannerTest, HoldAndUpdateMayDifferInTier) {
+  Table table = preset("zero2", {});
+  table.set(Role::kGrad, Phase::kUpdate, Placement::parse("SS@host:fp32"));
+  EXPECT_EQ(plan_section(table, blocks(1), {1, 2, 1}, Section::kBackwardLast).text(),
+            "backward u0\nmove u0 grad reduce_scatter(data)\nmove u0 grad copy(device,host)\n");
+}
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,319 @@
+#include "src/plan/simulator.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+
+namespace {
+
+enum class Use : uint8_t { kParam, kGrad, kOptim, kBuffers };
+inline constexpr int kNumUses = 4;
+
+struct Held {
+  Tier tier;
+  Use use;
+  int64_t bytes;
+};
+
+// Bytes in use now, and their peaks.
+class Meter {
+ public:
+  void add(const Held& held) {
+    int64_t& now = now_[static_cast<size_t>(held.tier)][static_cast<size_t>(held.use)];
+    now += held.bytes;
+    PENSTOCK_ASSERT(now >= 0, "more bytes freed than held");
+    MemoryPeak& peak = peaks[static_cast<size_t>(held.tier)];
+    int64_t* const by_use[kNumUses] = {&peak.param, &peak.grad, &peak.optim, &peak.buffers};
+    int64_t& own = *by_use[static_cast<size_t>(held.use)];
+    own = std::max(own, now);
+    int64_t total = 0;
+    for (const int64_t bytes : now_[static_cast<size_t>(held.tier)]) total += bytes;
+    peak.total = std::max(peak.total, total);
+  }
+  void free(const Held& held) { add({held.tier, held.use, -held.bytes}); }
+
+  std::array<MemoryPeak, kNumTiers> peaks{};
+
+ private:
+  std::array<std::array<int64_t, kNumUses>, kNumTiers> now_{};
+};
+
+// One rank's walk along the plan.
+class Walk {
+ public:
+  Walk(const Table& table, const ModelDesc& model, const Mesh& mesh, double optim_floats)
+      : table_(table.on(mesh)), model_(model), mesh_(mesh), optim_floats_(optim_floats) {
+    gathered_.resize(model.units.size());
+    grads_.resize(model.units.size());
+    for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
+      meter_.add(held(Role::kParam, unit, cell(Role::kParam, Phase::kRest)));
+      meter_.add(held(Role::kOptim, unit, cell(Role::kOptim, Phase::kRest)));
+    }
+  }
+
+  Ledger run(const Plan& plan) && {
+    for (size_t i = 0; i < plan.steps.size(); ++i) step(plan, i);
+    ledger_.tier = meter_.peaks;
+    return std::move(ledger_);
+  }
+
+ private:
+  const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
+
+  // Bytes of one unit's role under a placement; what is frozen has no gradient and no optimizer.
+  int64_t bytes(Role role, int unit, const Placement& place) const {
+    int64_t sum = 0;
+    for (const FlatDesc& flat : model_.units[unit].flats) {
+      if (role != Role::kParam && !flat.trainable) continue;
+      const int64_t owned = flat.numel / num_shards(place, mesh_);
+      if (role != Role::kOptim) {
+        sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
+      } else {
+        // In fp32 the parameter itself is the master copy.
+        const double floats = optim_floats_ + (flat.dtype == Dtype::kFp32 ? 0 : 1);
+        sum += static_cast<int64_t>(static_cast<double>(owned) * floats * 4);
+      }
+    }
+    return sum;
+  }
+
+  Held held(Role role, int unit, const Placement& place) const {
+    const Use use = role == Role::kParam  ? Use::kParam
+                    : role == Role::kGrad ? Use::kGrad
+                                          : Use::kOptim;
+    return {place.tier, use, bytes(role, unit, place)};
+  }
+
+  void step(const Plan& plan, size_t index) {
+    const Step& step = plan.steps[index];
+    switch (step.op) {
+      case Op::kMicro:
+      case Op::kForward:
+        phase_ = "forward";
+        break;
+      case Op::kBackward:
+        phase_ = "backward";
+        begin_grad(step.units[0]);
+        break;
+      case Op::kMove:
+        move(plan, index);
+        break;
+      case Op::kDrop:
+        for (const int unit : step.units) drop_param(unit);
+        break;
+      case Op::kNorm:
+        phase_ = "update";
+        drain_lane();
+        break;
+      case Op::kUpdate:
+        for (const int unit : step.units)
+          for (const Placement& place : std::exchange(grads_[unit], {}))
+            meter_.free(held(Role::kGrad, unit, place));
+        break;
+      case Op::kPublish:
+        // What is published is what trains.
+        for (const int unit : step.units)
+          send(step.moves, Role::kGrad, unit, cell(Role::kOptim, Phase::kUpdate), phase_);
+        break;
+    }
+  }
+
+  void begin_grad(int unit) {
+    const Placement& made = table_.grad_after_backward();
+    std::vector<Placement>& copies = grads_[unit];
+    if (std::find(copies.begin(), copies.end(), made) != copies.end()) return;
+    copies.insert(copies.begin(), made);
+    meter_.add(held(Role::kGrad, unit, made));
+  }
+
+  void drop_param(int unit) {
+    if (!gathered_[unit]) return;
+    meter_.free(held(Role::kParam, unit, *gathered_[unit]));
+    gathered_[unit].reset();
+  }
+
+  void drain_lane() {
+    for (const Held& held : std::exchange(lane_, {})) meter_.free(held);
+  }
+
+  void move(const Plan& plan, size_t index) {
+    const Step& step = plan.steps[index];
+    if (step.role == Role::kGrad) drain_lane();
+    for (const int unit : step.units) {
+      if (step.role == Role::kParam) move_param(plan, index, unit);
+      if (step.role == Role::kGrad) move_grad(step, unit);
+      if (step.role == Role::kOptim) move_optim(step, unit);
+    }
+  }
+
+  void move_param(const Plan& plan, size_t index, int unit) {
+    const std::vector<Move>& moves = plan.steps[index].moves;
+    std::vector<Placement> sources;
+    if (gathered_[unit]) sources.push_back(*gathered_[unit]);
+    sources.push_back(cell(Role::kParam, Phase::kRest));
+    const Placement from = source_of(sources, moves);
+    const Placement to = destination(from, moves);
+    send(moves, Role::kParam, unit, from, to.sharded() ? phase_ : phase_of_use(plan, index, unit));
+    meter_.add(held(Role::kParam, unit, to));
+    drop_param(unit);
+    gathered_[unit] = to;
+  }
+
+  void move_grad(const Step& step, int unit) {
+    std::vector<Placement>& copies = grads_[unit];
+    // A section that starts with gradients in hold.
+    if (copies.empty()) begin_grad_held(unit);
+    const Placement from = source_of(copies, step.moves);
+    const Placement to = destination(from, step.moves);
+    send(step.moves, Role::kGrad, unit, from, phase_);
+    const bool in_place = std::all_of(step.moves.begin(), step.moves.end(), [](const Move& move) {
+      return move.kind == MoveKind::kAllReduce;
+    });
+    const Held buffer{Tier::kDevice, Use::kBuffers, receive_bytes(step.moves, unit, from)};
+    meter_.add(buffer);
+    lane_.push_back(buffer);
+    const auto source = std::find(copies.begin(), copies.end(), from);
+    if (in_place) {
+      *source = to;
+      return;
+    }
+    copies.erase(source);
+    lane_.push_back(held(Role::kGrad, unit, from));
+    if (std::find(copies.begin(), copies.end(), to) != copies.end()) return;
+    copies.push_back(to);
+    meter_.add(held(Role::kGrad, unit, to));
+  }
+
+  void begin_grad_held(int unit) {
+    grads_[unit].push_back(cell(Role::kGrad, Phase::kHold));
+    meter_.add(held(Role::kGrad, unit, grads_[unit].back()));
+  }
+
+  void move_optim(const Step& step, int unit) {
+    const Placement& rest = cell(Role::kOptim, Phase::kRest);
+    const Placement& at = cell(Role::kOptim, Phase::kUpdate);
+    const Placement from = source_of({rest, at}, step.moves);
+    send(step.moves, Role::kOptim, unit, from, phase_);
+    if (from == rest) {
+      meter_.add(held(Role::kOptim, unit, at));
+    } else {
+      meter_.free(held(Role::kOptim, unit, at));
+    }
+  }
+
+  static bool fits(Placement place, const std::vector<Move>& moves) {
+    for (const Move& move : moves) {
+      if (!applies(place, move)) return false;
+      place = apply(place, move);
+    }
+    return true;
+  }
+
+  // The first of the copies that the moves can start from.
+  static Placement source_of(const std::vector<Placement>& copies, const std::vector<Move>& moves) {
+    const auto found = std::find_if(copies.begin(), copies.end(),
+                                    [&](const Placement& copy) { return fits(copy, moves); });
+    PENSTOCK_ASSERT(found != copies.end(),
+                    concat("no copy for ", moves.front().text(), " to start"));
+    return *found;
+  }
+
+  static Placement destination(Placement place, const std::vector<Move>& moves) {
+    for (const Move& move : moves) place = apply(place, move);
+    return place;
+  }
+
+  int group_size(const Move& move) const {
+    int size = 1;
+    for (const Axis axis : move.axes) size *= mesh_.size(axis);
+    return size;
+  }
+
+  // The largest of the moves' receive buffers: they follow one another.
+  int64_t receive_bytes(const std::vector<Move>& moves, int unit, Placement place) const {
+    int64_t most = 0;
+    for (const Move& move : moves) {
+      if (move.is_collective()) {
+        const int64_t full = bytes(Role::kGrad, unit, place);
+        most = std::max(most, full - full / group_size(move));
+      }
+      place = apply(place, move);
+    }
+    return most;
+  }
+
+  std::string phase_of_use(const Plan& plan, size_t index, int unit) const {
+    for (size_t i = index; i < plan.steps.size(); ++i)
+      if (plan.steps[i].is_compute() && plan.steps[i].units[0] == unit)
+        return plan.steps[i].op == Op::kForward ? "forward" : "backward";
+    return phase_;
+  }
+
+  void send(const std::vector<Move>& moves, Role role, int unit, Placement place,
+            const std::string& phase) {
+    for (const Move& move : moves) {
+      const int64_t here = bytes(role, unit, place);
+      if (move.is_collective()) {
+        send_collective(move, here, phase);
+      } else if (move.kind == MoveKind::kCopy) {
+        const bool disk = move.from == Tier::kDisk || move.to == Tier::kDisk;
+        ledger_.sent[phase][disk ? "host-disk" : "device-host"] += here;
+      }
+      place = apply(place, move);
+    }
+  }
+
+  void send_collective(const Move& move, int64_t here, const std::string& phase) {
+    const int64_t size = group_size(move);
+    if (size == 1) return;
+    int64_t sent = (size - 1) * here;
+    if (move.kind != MoveKind::kAllGather) sent /= size;
+    if (move.kind == MoveKind::kAllReduce) sent *= 2;
+    int64_t across = 0;  // of size - 1 peers
+    for (const Axis axis : move.axes)
+      if (axis == Axis::kNode) across = size - size / mesh_.node;
+    const int64_t node_bytes = sent * across / (size - 1);
+    if (node_bytes > 0) ledger_.sent[phase]["node"] += node_bytes;
+    if (sent > node_bytes) ledger_.sent[phase]["local"] += sent - node_bytes;
+  }
+
+  const Table table_;
+  const ModelDesc& model_;
+  const Mesh mesh_;
+  const double optim_floats_;
+  Meter meter_;
+  Ledger ledger_;
+  std::string phase_ = "update";
+  std::vector<std::optional<Placement>> gathered_;
+  std::vector<std::vector<Placement>> grads_;
+  std::vector<Held> lane_;  // what the last gradient move still reads and receives into
+};
+
+}  // namespace
+
+std::string Ledger::text() const {
+  std::string out;
+  for (int i = 0; i < kNumTiers; ++i) {
+    const MemoryPeak& peak = tier[static_cast<size_t>(i)];
+    out += concat(tier_name(static_cast<Tier>(i)), " total ", format_bytes(peak.total), " (param ",
+                  format_bytes(peak.param), ", grad ", format_bytes(peak.grad), ", optim ",
+                  format_bytes(peak.optim), ", buffers ", format_bytes(peak.buffers), ")\n");
+  }
+  for (const auto& [phase, links] : sent)
+    for (const auto& [link, bytes] : links)
+      out += concat("sent in ", phase, " over ", link, " ", format_bytes(bytes), "\n");
+  return out;
+}
+
+Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
+                double optim_floats_per_param) {
+  return Walk(table, model, mesh, optim_floats_per_param).run(step);
+}
+
+}  // namespace penstock

@@ -1,0 +1,106 @@
+#include "src/plan/table.h"
+
+#include <gtest/gtest.h>
+
+#include "penstock/error.h"
+#include "src/plan/model_desc.h"
+
+namespace penstock {
+namespace {
+
+struct PresetCase {
+  const char* name;
+  TableOptions options;
+  const char* text;
+};
+
+TEST(TableTest, PresetsHaveTheseCells) {
+  const PresetCase cases[] = {
+      {"ddp",
+       {},
+       "param rest=RR@device:fp32 forward=RR@device:fp32 hold=RR@device:fp32 "
+       "backward=RR@device:fp32 update=RR@device:fp32\n"
+       "grad backward=PP@device:fp32 hold=PP@device:fp32 update=RR@device:fp32\n"
+       "optim rest=RR@device:fp32 update=RR@device:fp32\n"},
+      {"zero1",
+       {.precision = Dtype::kBf16, .accumulate = true, .optim_tier = Tier::kHost},
+       "param rest=RR@device:bf16 forward=RR@device:bf16 hold=RR@device:bf16 "
+       "backward=RR@device:bf16 update=RR@device:bf16\n"
+       "grad backward=PP@device:bf16 hold=PP@device:fp32 update=SS@host:fp32\n"
+       "optim rest=SS@host:fp32 update=SS@host:fp32\n"},
+      {"zero3",
+       {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk, .param_tier = Tier::kHost},
+       "param rest=SS@host:bf16 forward=RR@device:bf16 hold=SS@host:bf16 "
+       "backward=RR@device:bf16 update=SS@host:bf16\n"
+       "grad backward=PP@device:bf16 hold=SS@host:bf16 update=SS@host:bf16\n"
+       "optim rest=SS@disk:fp32 update=SS@host:fp32\n"},
+      {"hpz",
+       {.precision = Dtype::kFp16},
+       "param rest=SS@device:fp16 forward=RR@device:fp16 hold=RS@device:fp16 "
+       "backward=RR@device:fp16 update=SS@device:fp16\n"
+       "grad backward=PP@device:fp16 hold=SS@device:fp16 update=SS@device:fp16\n"
+       "optim rest=SS@device:fp32 update=SS@device:fp32\n"},
+      {"mics",
+       {.accumulate = true},
+       "param rest=RS@device:fp32 forward=RR@device:fp32 hold=RS@device:fp32 "
+       "backward=RR@device:fp32 update=RS@device:fp32\n"
+       "grad backward=PP@device:fp32 hold=RS@device:fp32 update=RS@device:fp32\n"
+       "optim rest=RS@device:fp32 update=RS@device:fp32\n"},
+  };
+  for (const PresetCase& c : cases) EXPECT_EQ(preset(c.name, c.options).text(), c.text) << c.name;
+}
+
+TEST(TableTest, WrongNamesAndIneffectiveTiersAreErrors) {
+  try {
+    preset("zero4", {});
+    FAIL();
+  } catch (const ConfigError& error) {
+    EXPECT_NE(std::string(error.what()).find("did you mean 'zero"), std::string::npos);
+  }
+  for (const char* name : {"ddp", "zero1", "zero2"})
+    EXPECT_THROW(preset(name, {.param_tier = Tier::kHost}), ConfigError) << name;
+  for (const std::string& name : preset_names()) EXPECT_NO_THROW(preset(name, {})) << name;
+}
+
+TEST(TableTest, OneDataRankSeesNoShards) {
+  const Table table = preset("zero3", {.optim_tier = Tier::kHost});
+  const Table alone = table.on({1, 1, 2});
+  EXPECT_EQ(alone.at(Role::kGrad, Phase::kHold).text(), "RR@host:fp32");
+  EXPECT_EQ(alone.on({1, 1, 2}), alone);
+  EXPECT_EQ(table.on({1, 2, 1}), table);
+}
+
+TEST(TableTest, AFlatKeepsItsOwnDtypeWhereTheTableSaysPrecision) {
+  const Table table = preset("zero3", {.precision = Dtype::kBf16, .accumulate = true});
+  const Placement& rest = table.at(Role::kParam, Phase::kRest);
+  const Placement& sum = table.at(Role::kGrad, Phase::kHold);
+  EXPECT_EQ(table.dtype_in(rest, Dtype::kBf16), Dtype::kBf16);
+  EXPECT_EQ(table.dtype_in(rest, Dtype::kFp32), Dtype::kFp32);
+  EXPECT_EQ(table.dtype_in(sum, Dtype::kBf16), Dtype::kFp32);
+}
+
+TEST(TableTest, OnlyHeldPartialSumsNeedNoMove) {
+  EXPECT_TRUE(preset("ddp", {}).holds_grad_in_place());
+  EXPECT_TRUE(preset("zero1", {}).holds_grad_in_place());
+  const Table zero2 = preset("zero2", {.precision = Dtype::kBf16, .accumulate = true});
+  EXPECT_FALSE(zero2.holds_grad_in_place());
+  EXPECT_EQ(zero2.grad_after_backward().text(), "PP@device:bf16");
+  EXPECT_TRUE(zero2.on({}).holds_grad_in_place());
+  EXPECT_EQ(zero2.on({}).grad_after_backward().text(), "RR@device:fp32");
+}
+
+TEST(ModelDescTest, AssumedOrderEnclosesInTheRoot) {
+  ModelDesc model;
+  model.units.resize(3);
+  assume_order(model, true);
+  using Order = std::vector<Visit>;
+  const Visit begin{0, Mark::kBegin}, end{0, Mark::kEnd};
+  EXPECT_EQ(model.forward, (Order{begin, {1}, {2}, end}));
+  EXPECT_EQ(model.backward, (Order{begin, {2}, {1}, end}));
+  assume_order(model, false);
+  EXPECT_EQ(model.forward, (Order{{0}, {1}, {2}}));
+  EXPECT_EQ(model.backward, (Order{{2}, {1}, {0}}));
+}
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,225 @@
+#include "tests/plans/chain_model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+
+#include "penstock/error.h"
+
+namespace penstock::plans {
+
+namespace {
+
+size_t at(int row, int column, int columns) { return static_cast<size_t>(row * columns + column); }
+
+// a (rows x inner) times b (inner x columns).
+Matrix multiply(const Matrix& a, const Matrix& b, int inner) {
+  const int rows = static_cast<int>(a.size()) / inner;
+  const int columns = static_cast<int>(b.size()) / inner;
+  Matrix out(static_cast<size_t>(rows * columns));
+  for (int r = 0; r < rows; ++r)
+    for (int k = 0; k < inner; ++k)
+      for (int c = 0; c < columns; ++c)
+        out[at(r, c, columns)] += a[at(r, k, inner)] * b[at(k, c, columns)];
+  return out;
+}
+
+Matrix transpose(const Matrix& a, int columns) {
+  const int rows = static_cast<int>(a.size()) / columns;
+  Matrix out(a.size());
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < columns; ++c) out[at(c, r, rows)] = a[at(r, c, columns)];
+  return out;
+}
+
+void through_tanh(Matrix& grad, const Matrix& output) {
+  for (size_t i = 0; i < grad.size(); ++i) grad[i] *= 1 - output[i] * output[i];
+}
+
+Matrix loss_gradient(const Matrix& output, const Matrix& target) {
+  Matrix grad = output;
+  for (size_t i = 0; i < grad.size(); ++i) grad[i] = (output[i] - target[i]) / kBatchRows;
+  return grad;
+}
+
+// The columns of W on this tensor rank (column split); its rows else.
+Matrix cut(const Matrix& full, TensorSplit split, const Mesh& mesh, int tensor) {
+  if (mesh.tensor == 1) return full;
+  const int part = kWidth / mesh.tensor;
+  Matrix local;
+  for (int row = 0; row < kWidth; ++row)
+    for (int column = 0; column < kWidth; ++column)
+      if ((split == TensorSplit::kColumn ? column : row) / part == tensor)
+        local.push_back(full[at(row, column, kWidth)]);
+  return local;
+}
+
+size_t first_flat_numel(const Mesh& mesh) {
+  return static_cast<size_t>(kWidth * kWidth / mesh.tensor / 2 - 1);
+}
+
+}  // namespace
+
+const char* variant_name(Variant variant) {
+  return variant == Variant::kChain ? "chain" : variant == Variant::kTiedRoot ? "tied" : "frozen";
+}
+
+Problem Problem::make(Variant variant, int num_steps) {
+  std::mt19937_64 random(7);
+  std::normal_distribution<double> normal(0, 1);
+  const auto matrix = [&](int rows, double scale) {
+    Matrix values(static_cast<size_t>(rows * kWidth));
+    for (double& value : values) value = normal(random) * scale;
+    return values;
+  };
+  Problem problem{.variant = variant, .weights = {}, .steps = {}};
+  for (int unit = 0; unit < kNumUnits; ++unit) problem.weights.push_back(matrix(kWidth, 0.4));
+  for (int step = 0; step < num_steps; ++step)
+    problem.steps.push_back({matrix(kBatchRows, 1), matrix(kBatchRows, 1)});
+  return problem;
+}
+
+bool Problem::trainable(int unit, size_t element) const {
+  if (variant != Variant::kFrozen) return true;
+  return unit != 1 && (unit != 2 || element < first_flat_numel(Mesh{}));
+}
+
+void Adam::apply(int step, double grad, double& weight, double& mean, double& square) {
+  mean = kBeta1 * mean + (1 - kBeta1) * grad;
+  square = kBeta2 * square + (1 - kBeta2) * grad * grad;
+  const double unbiased_mean = mean / (1 - std::pow(kBeta1, step));
+  const double unbiased_square = square / (1 - std::pow(kBeta2, step));
+  weight -= kRate * unbiased_mean / (std::sqrt(unbiased_square) + kEps);
+}
+
+Trained train_reference(const Problem& problem) {
+  Trained out{.weights = problem.weights, .norms = {}, .input_grads = {}};
+  std::vector<Matrix>& w = out.weights;
+  std::vector<Matrix> mean(kNumUnits, Matrix(kWidth * kWidth));
+  std::vector<Matrix> square = mean;
+  const bool tied = problem.variant == Variant::kTiedRoot;
+  for (size_t step = 0; step < problem.steps.size(); ++step) {
+    std::vector<Matrix> hidden = {problem.steps[step].input};
+    for (int unit = 0; unit < kNumUnits; ++unit) {
+      hidden.push_back(multiply(hidden.back(), w[unit], kWidth));
+      for (double& value : hidden.back()) value = std::tanh(value);
+    }
+    const Matrix output =
+        tied ? multiply(hidden.back(), transpose(w[0], kWidth), kWidth) : hidden.back();
+    Matrix back = loss_gradient(output, problem.steps[step].target);
+    std::vector<Matrix> grads(kNumUnits, Matrix(kWidth * kWidth));
+    if (tied) {
+      grads[0] = multiply(transpose(back, kWidth), hidden.back(), kBatchRows);
+      back = multiply(back, w[0], kWidth);
+    }
+    for (int unit = kNumUnits - 1; unit >= 0; --unit) {
+      through_tanh(back, hidden[unit + 1]);
+      const Matrix grad = multiply(transpose(hidden[unit], kWidth), back, kBatchRows);
+      for (size_t i = 0; i < grad.size(); ++i) grads[unit][i] += grad[i];
+      back = multiply(back, transpose(w[unit], kWidth), kWidth);
+    }
+    double sum = 0;
+    for (int unit = 0; unit < kNumUnits; ++unit) {
+      for (size_t i = 0; i < grads[unit].size(); ++i) {
+        if (!problem.trainable(unit, i)) continue;
+        sum += grads[unit][i] * grads[unit][i];
+        Adam::apply(static_cast<int>(step) + 1, grads[unit][i], w[unit][i], mean[unit][i],
+                    square[unit][i]);
+      }
+    }
+    out.norms.push_back(std::sqrt(sum));
+    out.input_grads.push_back(back);
+  }
+  return out;
+}
+
+ModelDesc describe(Variant variant, const Mesh& mesh) {
+  ModelDesc model;
+  const int64_t first = static_cast<int64_t>(first_flat_numel(mesh));
+  const int64_t second = kWidth * kWidth / mesh.tensor - first;
+  const auto padded = [&](int64_t numel) {
+    return (numel + mesh.data() - 1) / mesh.data() * mesh.data();
+  };
+  for (int unit = 0; unit < kNumUnits; ++unit) {
+    const bool frozen = variant == Variant::kFrozen;
+    UnitDesc desc{.name = "block" + std::to_string(unit), .flats = {}};
+    desc.flats.push_back({padded(first), Dtype::kBf16, !(frozen && unit == 1)});
+    desc.flats.push_back({padded(second), Dtype::kFp32, !(frozen && (unit == 1 || unit == 2))});
+    if (mesh.tensor > 1) desc.split = unit % 2 ? TensorSplit::kRow : TensorSplit::kColumn;
+    model.units.push_back(desc);
+  }
+  assume_order(model, variant == Variant::kTiedRoot);
+  return model;
+}
+
+std::vector<Matrix> pad_flats(const ModelDesc& model, const Mesh& mesh, int unit,
+                              const Matrix& local) {
+  const auto middle = local.begin() + static_cast<std::ptrdiff_t>(first_flat_numel(mesh));
+  std::vector<Matrix> flats = {Matrix(local.begin(), middle), Matrix(middle, local.end())};
+  for (size_t flat = 0; flat < kNumFlats; ++flat)
+    flats[flat].resize(static_cast<size_t>(model.units[unit].flats[flat].numel));
+  return flats;
+}
+
+std::vector<Matrix> to_flats(const ModelDesc& model, const Mesh& mesh, int tensor, int unit,
+                             const Matrix& weights) {
+  return pad_flats(model, mesh, unit, cut(weights, model.units[unit].split, mesh, tensor));
+}
+
+Matrix from_flats(const std::vector<Matrix>& flats, const Mesh& mesh) {
+  const size_t first = first_flat_numel(mesh);
+  const size_t second = static_cast<size_t>(kWidth * kWidth / mesh.tensor) - first;
+  Matrix local(flats[0].begin(), flats[0].begin() + static_cast<std::ptrdiff_t>(first));
+  local.insert(local.end(), flats[1].begin(),
+               flats[1].begin() + static_cast<std::ptrdiff_t>(second));
+  return local;
+}
+
+void ChainModel::begin(Batch rows) {
+  batch_ = std::move(rows);
+  value_ = batch_.input;
+  grad_.reset();
+  unactivated_ = -1;
+  inputs_.assign(kNumUnits, {});
+  outputs_.assign(kNumUnits, {});
+}
+
+int ChainModel::rows() const { return static_cast<int>(batch_.input.size()) / kWidth; }
+
+const Matrix& ChainModel::activated() {
+  if (unactivated_ >= 0) {
+    for (double& value : value_) value = std::tanh(value);
+    outputs_[unactivated_] = value_;
+    unactivated_ = -1;
+  }
+  return value_;
+}
+
+void ChainModel::forward(int unit, Mark mark, const Matrix& weights) {
+  if (mark == Mark::kEnd) {
+    tied_input_ = activated();
+    value_ = multiply(tied_input_, transpose(weights, kWidth), kWidth);
+    return;
+  }
+  inputs_[unit] = activated();
+  value_ = multiply(inputs_[unit], weights, static_cast<int>(inputs_[unit].size()) / rows());
+  unactivated_ = unit;
+}
+
+Matrix ChainModel::backward(int unit, Mark mark, const Matrix& weights) {
+  if (!grad_) grad_ = loss_gradient(activated(), batch_.target);
+  if (mark == Mark::kBegin) {
+    const Matrix grad = multiply(transpose(*grad_, kWidth), tied_input_, rows());
+    grad_ = multiply(*grad_, weights, kWidth);
+    return grad;
+  }
+  PENSTOCK_ASSERT(grad_->size() == outputs_[unit].size(), "backward out of order");
+  through_tanh(*grad_, outputs_[unit]);
+  const Matrix& input = inputs_[unit];
+  const int columns = static_cast<int>(grad_->size()) / rows();
+  Matrix grad = multiply(transpose(input, static_cast<int>(input.size()) / rows()), *grad_, rows());
+  grad_ = multiply(*grad_, transpose(weights, columns), columns);
+  return grad;
+}
+
+}  // namespace penstock::plans

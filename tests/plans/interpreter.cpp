@@ -1,0 +1,422 @@
+#include "tests/plans/interpreter.h"
+
+#include <algorithm>
+#include <cmath>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "tests/plans/exchange.h"
+
+namespace penstock::plans {
+
+namespace {
+
+// One copy of a unit's role: a buffer for each flat (for the optimizer: the master weights of every
+// flat, then every mean, then every square). Buffers of frozen flats are empty where they have
+// none.
+struct Copy {
+  Placement place;
+  Buffers buffers;
+};
+
+struct UnitState {
+  std::optional<Copy> resting;   // absent between an update and its publish
+  std::optional<Copy> gathered;  // at most one, beside the resting copy
+  std::vector<Copy> grads;
+  std::vector<Copy> optims;
+};
+
+[[noreturn]] void fail(const std::string& why) { throw RuntimeFault("[plans::interpret] " + why); }
+
+bool fits(Placement place, const std::vector<Move>& moves) {
+  for (const Move& move : moves) {
+    if (!applies(place, move)) return false;
+    place = apply(place, move);
+  }
+  return true;
+}
+
+std::vector<double> part(const std::vector<double>& whole, size_t index, size_t num_parts) {
+  const size_t size = whole.size() / num_parts;
+  const auto begin = whole.begin() + static_cast<std::ptrdiff_t>(index * size);
+  return {begin, begin + static_cast<std::ptrdiff_t>(size)};
+}
+
+void add(std::vector<double>& into, const std::vector<double>& from) {
+  if (into.size() != from.size()) fail("sums of different sizes");
+  for (size_t i = 0; i < into.size(); ++i) into[i] += from[i];
+}
+
+// Unlike std::max, lets no NaN pass unseen.
+void raise_to(double& most, double value) {
+  if (!(value <= most)) most = value;
+}
+
+class RankRun {
+ public:
+  RankRun(const Training& run, const ModelDesc& model, int rank, Exchange& exchange)
+      : run_(run),
+        table_(run.table.on(run.mesh)),
+        mesh_(run.mesh),
+        model_(model),
+        rank_(rank),
+        exchange_(exchange),
+        chain_(model, run.mesh) {
+    for (int unit = 0; unit < num_units(); ++unit) {
+      UnitState& state = units_.emplace_back();
+      const Placement& rest = cell(Role::kParam, Phase::kRest);
+      state.resting = Copy{rest, shards(unit, run.problem.weights[unit], rest)};
+      const Placement& optim = cell(Role::kOptim, Phase::kRest);
+      Copy copy{optim, shards(unit, run.problem.weights[unit], optim)};
+      for (size_t flat = 0; flat < kNumFlats; ++flat)
+        if (!trains(unit, flat)) copy.buffers[flat].clear();
+      copy.buffers.resize(3 * kNumFlats);
+      for (size_t i = kNumFlats; i < copy.buffers.size(); ++i)
+        copy.buffers[i].assign(copy.buffers[i % kNumFlats].size(), 0);
+      state.optims = {std::move(copy)};
+    }
+  }
+
+  void train_step(const Plan& plan, const Batch& batch) {
+    batch_ = &batch;
+    ++step_;
+    for (const Step& step : plan.steps) {
+      now_ = step.text();
+      execute(step);
+    }
+    now_ = "end";
+    check_at_rest();
+  }
+
+  // Against the trained reference.
+  double deviation() const {
+    double most = input_deviation_;
+    for (size_t i = 0; i < norms_.size(); ++i)
+      raise_to(most, std::abs(norms_[i] - run_.expected.norms[i]));
+    for (int unit = 0; unit < num_units(); ++unit) {
+      const Copy& mine = *units_[unit].resting;
+      const Buffers wanted = shards(unit, run_.expected.weights[unit], mine.place);
+      for (size_t flat = 0; flat < kNumFlats; ++flat)
+        for (size_t i = 0; i < wanted[flat].size(); ++i)
+          raise_to(most, std::abs(mine.buffers[flat].at(i) - wanted[flat][i]));
+    }
+    return most;
+  }
+
+  std::string where() const { return concat("rank ", rank_, ", step '", now_, "': "); }
+
+ private:
+  int num_units() const { return static_cast<int>(model_.units.size()); }
+  const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
+  bool trains(int unit, size_t flat) const { return model_.units[unit].flats[flat].trainable; }
+  bool trains(int unit) const { return trains(unit, 0) || trains(unit, 1); }
+
+  Buffers shards(int unit, const Matrix& weights, const Placement& place) const {
+    Buffers flats = to_flats(model_, mesh_, mesh_.coordinate(rank_, Axis::kTensor), unit, weights);
+    for (auto& flat : flats)
+      flat = part(flat, static_cast<size_t>(shard_index(place, mesh_, rank_)),
+                  static_cast<size_t>(num_shards(place, mesh_)));
+    return flats;
+  }
+
+  void execute(const Step& step) {
+    switch (step.op) {
+      case Op::kMicro:
+        begin_micro(step.micro);
+        break;
+      case Op::kForward:
+        chain_.forward(step.units[0], step.mark, whole_param(step.units[0]));
+        break;
+      case Op::kBackward:
+        backward(step.units[0], step.mark);
+        break;
+      case Op::kDrop:
+        for (const int unit : step.units) units_[unit].gathered.reset();
+        break;
+      case Op::kNorm:
+        norm();
+        break;
+      case Op::kUpdate:
+        for (const int unit : step.units) update(unit);
+        break;
+      case Op::kPublish:
+        for (const int unit : step.units) publish(unit, step.moves);
+        break;
+      case Op::kMove:
+        move(step);
+        break;
+    }
+  }
+
+  // This rank's rows of the global batch, which is cut by micro-batch, then by data-parallel rank.
+  Matrix rows(const Matrix& global) const {
+    return part(global, static_cast<size_t>(micro_ * mesh_.data() + rank_ / mesh_.tensor),
+                static_cast<size_t>(run_.num_micro * mesh_.data()));
+  }
+
+  void begin_micro(int micro) {
+    if (micro > 0) check_input_grad();
+    micro_ = micro;
+    chain_.begin({rows(batch_->input), rows(batch_->target)});
+  }
+
+  // The gradient that would go on to what precedes the chain.
+  void check_input_grad() {
+    const Matrix expected = rows(run_.expected.input_grads[static_cast<size_t>(step_ - 1)]);
+    const Matrix& mine = chain_.in_flight();
+    if (mine.size() != expected.size()) fail("the gradient of the input has a wrong size");
+    for (size_t i = 0; i < mine.size(); ++i)
+      raise_to(input_deviation_, std::abs(mine[i] - expected[i]));
+  }
+
+  Matrix whole_param(int unit) const {
+    const UnitState& state = units_[unit];
+    for (const auto* copy : {&state.gathered, &state.resting})
+      if (*copy && (*copy)->place == cell(Role::kParam, Phase::kForward))
+        return from_flats((*copy)->buffers, mesh_);
+    fail(concat("the parameters of u", unit, " are not whole"));
+  }
+
+  void backward(int unit, Mark mark) {
+    const Matrix local = chain_.backward(unit, mark, whole_param(unit));
+    if (!trains(unit)) return;
+    Copy made{table_.grad_after_backward(), pad_flats(model_, mesh_, unit, local)};
+    for (size_t flat = 0; flat < kNumFlats; ++flat)
+      if (!trains(unit, flat)) made.buffers[flat].clear();
+    const bool unmoved = find(units_[unit].grads, made.place) != nullptr;
+    if (unmoved && mark != Mark::kEnd && !table_.holds_grad_in_place())
+      fail(concat("the last gradient of u", unit, " was never moved"));
+    add_grad(unit, std::move(made));
+  }
+
+  static Copy* find(std::vector<Copy>& copies, const Placement& place) {
+    const auto found = std::find_if(copies.begin(), copies.end(),
+                                    [&](const Copy& copy) { return copy.place == place; });
+    return found == copies.end() ? nullptr : &*found;
+  }
+
+  void add_grad(int unit, Copy made) {
+    Copy* held = find(units_[unit].grads, made.place);
+    if (held == nullptr) {
+      units_[unit].grads.insert(units_[unit].grads.begin(), std::move(made));
+      return;
+    }
+    for (size_t flat = 0; flat < kNumFlats; ++flat) add(held->buffers[flat], made.buffers[flat]);
+  }
+
+  void move(const Step& step) {
+    if (step.role == Role::kAct) {
+      for (const Move& move : step.moves) sum_activations(move);
+      return;
+    }
+    std::vector<Copy> copies;
+    for (const int unit : step.units) copies.push_back(take_source(unit, step));
+    walk(copies, step.moves);
+    for (size_t i = 0; i < copies.size(); ++i) settle(step.units[i], step, std::move(copies[i]));
+  }
+
+  void sum_activations(const Move& move) {
+    if (move.kind != MoveKind::kAllReduce) fail("activations only know all_reduce");
+    const auto all =
+        exchange_.all(rank_, mesh_.group(rank_, move.axes), now_, {chain_.in_flight()});
+    chain_.in_flight() = (*all)[0][0];
+    for (size_t i = 1; i < all->size(); ++i) add(chain_.in_flight(), (*all)[i][0]);
+  }
+
+  // The copy that the moves start from: the first that they can start from. A gradient leaves.
+  Copy take_source(int unit, const Step& step) {
+    UnitState& state = units_[unit];
+    if (step.role == Role::kParam) {
+      for (const auto* copy : {&state.gathered, &state.resting})
+        if (*copy && fits((*copy)->place, step.moves)) return **copy;
+    } else {
+      auto& copies = step.role == Role::kGrad ? state.grads : state.optims;
+      for (size_t i = 0; i < copies.size(); ++i) {
+        if (!fits(copies[i].place, step.moves)) continue;
+        Copy copy = copies[i];
+        if (step.role == Role::kGrad) copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
+        return copy;
+      }
+    }
+    fail(concat("u", unit, " has no ", role_name(step.role), " that this can start from"));
+  }
+
+  void settle(int unit, const Step& step, Copy copy) {
+    UnitState& state = units_[unit];
+    if (step.role == Role::kParam) {
+      if (state.gathered && state.gathered->place == copy.place) fail("it is there already");
+      state.gathered = std::move(copy);
+    } else if (step.role == Role::kGrad) {
+      if (copy.place != cell(Role::kGrad, Phase::kHold) &&
+          copy.place != cell(Role::kGrad, Phase::kUpdate))
+        fail(concat("no gradient belongs at ", copy.place.text()));
+      add_grad(unit, std::move(copy));
+    } else {
+      state.optims = {std::move(copy)};
+    }
+  }
+
+  // One exchange for all copies of a step.
+  void walk(std::vector<Copy>& copies, const std::vector<Move>& moves) {
+    for (const Move& move : moves) {
+      for (const Copy& copy : copies)
+        if (!applies(copy.place, move)) fail("the joined copies differ in placement");
+      if (!move.axes.empty()) relayout(copies, move);
+      for (Copy& copy : copies) copy.place = apply(copy.place, move);
+    }
+  }
+
+  void relayout(std::vector<Copy>& copies, const Move& move) {
+    const std::vector<int> group = mesh_.group(rank_, move.axes);
+    const auto position =
+        static_cast<size_t>(std::find(group.begin(), group.end(), rank_) - group.begin());
+    if (move.kind == MoveKind::kSlice) {
+      for (Copy& copy : copies)
+        for (auto& buffer : copy.buffers) buffer = part(buffer, position, group.size());
+      return;
+    }
+    Buffers mine;
+    for (Copy& copy : copies)
+      for (auto& buffer : copy.buffers) mine.push_back(std::move(buffer));
+    const auto all = exchange_.all(rank_, group, now_, std::move(mine));
+    size_t index = 0;
+    for (Copy& copy : copies)
+      for (auto& buffer : copy.buffers) buffer = combine(*all, index++, move.kind, position);
+  }
+
+  static std::vector<double> combine(const std::vector<Buffers>& all, size_t index, MoveKind kind,
+                                     size_t position) {
+    std::vector<double> out = all[0][index];
+    for (size_t i = 1; i < all.size(); ++i) {
+      if (kind == MoveKind::kAllGather) {
+        out.insert(out.end(), all[i][index].begin(), all[i][index].end());
+      } else {
+        add(out, all[i][index]);
+      }
+    }
+    return kind == MoveKind::kReduceScatter ? part(out, position, all.size()) : out;
+  }
+
+  void norm() {
+    check_input_grad();
+    const Placement& place = cell(Role::kGrad, Phase::kUpdate);
+    double sum = 0;
+    for (int unit = 0; unit < num_units(); ++unit) {
+      if (!trains(unit)) continue;
+      const Copy* grad = find(units_[unit].grads, place);
+      if (grad == nullptr || units_[unit].grads.size() != 1)
+        fail(concat("the gradient of u", unit, " is not where it is updated"));
+      const bool split = model_.units[unit].split != TensorSplit::kNone;
+      const int owners = num_shards(place, mesh_) * (split ? mesh_.tensor : 1);
+      for (const auto& buffer : grad->buffers)
+        for (const double value : buffer) sum += value * value * owners / mesh_.world();
+    }
+    std::vector<int> everyone(static_cast<size_t>(mesh_.world()));
+    for (int rank = 0; rank < mesh_.world(); ++rank) everyone[static_cast<size_t>(rank)] = rank;
+    const auto all = exchange_.all(rank_, everyone, now_, {{sum}});
+    double total = 0;
+    for (const Buffers& given : *all) total += given[0][0];
+    norms_.push_back(std::sqrt(total));
+  }
+
+  void update(int unit) {
+    UnitState& state = units_[unit];
+    Copy* optim = find(state.optims, cell(Role::kOptim, Phase::kUpdate));
+    const Copy* grad = find(state.grads, cell(Role::kGrad, Phase::kUpdate));
+    if (optim == nullptr) fail(concat("the optimizer of u", unit, " is not where it updates"));
+    if (grad == nullptr || grad->place.layout != optim->place.layout ||
+        grad->place.tier != optim->place.tier)
+      fail(concat("the gradient of u", unit, " is not where its optimizer is"));
+    for (size_t flat = 0; flat < kNumFlats; ++flat)
+      for (size_t i = 0; i < grad->buffers[flat].size(); ++i)
+        Adam::apply(step_, grad->buffers[flat][i], optim->buffers[flat].at(i),
+                    optim->buffers[flat + kNumFlats].at(i),
+                    optim->buffers[flat + 2 * kNumFlats].at(i));
+    state.grads.clear();
+    const Placement& rest = cell(Role::kParam, Phase::kRest);
+    if (rest == optim->place) {
+      adopt(unit, *optim);
+    } else {
+      unpublished_ = std::exchange(state.resting, std::nullopt);
+    }
+  }
+
+  // Master weights become the resting copy of what trains.
+  void adopt(int unit, const Copy& master) {
+    for (size_t flat = 0; flat < kNumFlats; ++flat)
+      if (trains(unit, flat)) units_[unit].resting->buffers[flat] = master.buffers[flat];
+  }
+
+  void publish(int unit, const std::vector<Move>& moves) {
+    const Copy* optim = find(units_[unit].optims, cell(Role::kOptim, Phase::kUpdate));
+    if (optim == nullptr || !unpublished_) fail(concat("u", unit, " has nothing to publish"));
+    std::vector<Copy> master = {{optim->place, {}}};
+    master[0].buffers.assign(optim->buffers.begin(), optim->buffers.begin() + kNumFlats);
+    walk(master, moves);
+    if (master[0].place != cell(Role::kParam, Phase::kRest))
+      fail(concat("no parameter rests at ", master[0].place.text()));
+    units_[unit].resting = std::exchange(unpublished_, std::nullopt);
+    adopt(unit, master[0]);
+  }
+
+  void check_at_rest() {
+    for (int unit = 0; unit < num_units(); ++unit) {
+      UnitState& state = units_[unit];
+      if (!state.resting) fail(concat("the new weights of u", unit, " were not published"));
+      if (state.gathered) fail(concat("the parameters of u", unit, " did not go back to rest"));
+      if (!state.grads.empty()) fail(concat("the gradient of u", unit, " was not used"));
+      if (find(state.optims, cell(Role::kOptim, Phase::kRest)) == nullptr)
+        fail(concat("the optimizer of u", unit, " did not go back to rest"));
+    }
+  }
+
+  const Training& run_;
+  const Table table_;
+  const Mesh mesh_;
+  const ModelDesc& model_;
+  const int rank_;
+  Exchange& exchange_;
+  ChainModel chain_;
+  std::vector<UnitState> units_;
+  std::optional<Copy> unpublished_;  // what rested before the update
+  const Batch* batch_ = nullptr;
+  std::vector<double> norms_;
+  double input_deviation_ = 0;
+  std::string now_;
+  int step_ = 0, micro_ = 0;
+};
+
+}  // namespace
+
+Outcome interpret(const Training& run, const std::vector<Plan>& plans) {
+  const ModelDesc model = describe(run.problem.variant, run.mesh);
+  Exchange exchange(run.timeout);
+  Outcome outcome;
+  std::mutex mutex;  // guards outcome
+  const auto run_rank = [&](int rank) {
+    RankRun runner(run, model, rank, exchange);
+    try {
+      const Plan& plan = plans[static_cast<size_t>(rank) % plans.size()];
+      for (const Batch& batch : run.problem.steps) runner.train_step(plan, batch);
+      const double deviation = runner.deviation();
+      const std::scoped_lock lock(mutex);
+      raise_to(outcome.deviation, deviation);
+    } catch (const std::exception& error) {
+      const std::string what = runner.where() + error.what();
+      const std::scoped_lock lock(mutex);
+      if (outcome.error.empty()) outcome.error = what;
+      exchange.abort(what);
+    }
+  };
+  std::vector<std::jthread> threads;
+  for (int rank = 1; rank < run.mesh.world(); ++rank) threads.emplace_back(run_rank, rank);
+  run_rank(0);
+  threads.clear();
+  return outcome;
+}
+
+}  // namespace penstock::plans

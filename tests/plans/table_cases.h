@@ -1,0 +1,70 @@
+#pragma once
+// The tables that the plan tests run: every preset, every tier, and some that no preset has.
+#include <string>
+#include <vector>
+
+#include "src/base/text.h"
+#include "src/plan/table.h"
+
+namespace penstock::plans {
+
+struct Cell {
+  Role role;
+  Phase phase;
+  const char* place;
+};
+
+struct TableCase {
+  std::string strategy;
+  Tier optim_tier = Tier::kDevice;
+  Tier param_tier = Tier::kDevice;
+  Dtype precision = Dtype::kBf16;
+  std::vector<Cell> cells{};  // that differ from the preset
+  int most_micro = 2;
+
+  Table table(bool accumulate) const {
+    Table table = preset(strategy, {.precision = precision,
+                                    .accumulate = accumulate,
+                                    .optim_tier = optim_tier,
+                                    .param_tier = param_tier});
+    for (const Cell& cell : cells) table.set(cell.role, cell.phase, Placement::parse(cell.place));
+    return table;
+  }
+  std::string text() const {
+    return concat(strategy, " optim=", tier_name(optim_tier), " param=", tier_name(param_tier), " ",
+                  dtype_name(precision), cells.empty() ? "" : " with other cells");
+  }
+};
+
+inline std::vector<TableCase> table_cases() {
+  std::vector<TableCase> cases;
+  for (const std::string& name : preset_names()) {
+    cases.push_back({.strategy = name});
+    cases.push_back({.strategy = name, .optim_tier = Tier::kHost});
+    cases.push_back({.strategy = name, .precision = Dtype::kFp32});
+  }
+  for (const char* name : {"zero1", "zero3"})
+    cases.push_back({.strategy = name, .optim_tier = Tier::kDisk});
+  for (const char* name : {"zero3", "hpz", "mics"})
+    for (const Tier tier : {Tier::kHost, Tier::kDisk}) {
+      cases.push_back({.strategy = name, .param_tier = tier});
+      cases.push_back({.strategy = name, .optim_tier = tier, .param_tier = tier});
+    }
+  // Parameters stay whole until the backward. (One micro-batch: a backward that is not the last
+  // returns to `hold`, and the forward after it, which starts from `rest`, would gather again.)
+  cases.push_back({.strategy = "zero3",
+                   .cells = {{Role::kParam, Phase::kHold, "RR@device:bf16"}},
+                   .most_micro = 1});
+  // Gradients add up in shards on the device and are updated on the host.
+  cases.push_back({.strategy = "zero2",
+                   .optim_tier = Tier::kHost,
+                   .cells = {{Role::kGrad, Phase::kHold, "SS@device:fp32"},
+                             {Role::kGrad, Phase::kUpdate, "SS@host:fp32"}}});
+  // Gradients add up inside the node and cross nodes once a step.
+  cases.push_back({.strategy = "mics",
+                   .cells = {{Role::kGrad, Phase::kHold, "PS@device:fp32"},
+                             {Role::kGrad, Phase::kUpdate, "RS@device:fp32"}}});
+  return cases;
+}
+
+}  // namespace penstock::plans
