@@ -14,8 +14,12 @@ message(STATUS "OpenMP runtime: ${TORCH_OPENMP}")
 add_library(penstock_openmp_runtime INTERFACE)
 target_link_libraries(penstock_openmp_runtime INTERFACE ${TORCH_OPENMP})
 
-function(penstock_openmp layer)
+function(penstock_openmp_sources)
   set_source_files_properties(${ARGN} PROPERTIES SKIP_PRECOMPILE_HEADERS ON
     COMPILE_OPTIONS "${OpenMP_CXX_FLAGS};-ffp-contract=off")
+endfunction()
+
+function(penstock_openmp layer)
+  penstock_openmp_sources(${ARGN})
   target_link_libraries(penstock_${layer} PRIVATE penstock_openmp_runtime)
 endfunction()

@@ -52,7 +52,7 @@ DEVICE = re.compile(r"^((c10|ATen)/(cuda|hip|xpu)/|cuda|hip/|nccl\.h)")
 # Other libraries, and where they may be used.
 LIBRARIES = {
     "nlohmann/": ("src/plan", "src/engine", "src/ckpt", "python/src"),
-    "hwy/": ("src/place", *FOURS),  # place: header-only conversions for kernels
+    "hwy/": ("src/place", *FOURS, "benchmarks"),  # place: header-only conversions
     "gtest/": (),
     "gmock/": (),
 }

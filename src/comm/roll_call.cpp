@@ -91,14 +91,13 @@ std::string RollCall::collect(const std::string& error) {
     }
   }
   if (failed.empty()) failed.push_back("every rank answers");
-  std::string verdict = join(failed, "; ");
-  if (!alive.empty()) verdict += "; " + join(alive, "; ");
+  failed.insert(failed.end(), alive.begin(), alive.end());
   std::string here;
   {
     const std::lock_guard lock(mutex_);
     here = position_;
   }
-  return concat(verdict, "; rank ", rank_, " failed at ", here, ": ", error);
+  return concat(join(failed, "; "), "; rank ", rank_, " failed at ", here, ": ", error);
 }
 
 std::string RollCall::call(const std::string& error) {

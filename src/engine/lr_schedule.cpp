@@ -1,4 +1,4 @@
-#include "src/engine/lr_schedule.h"
+#include "penstock/config.h"
 
 #include <cmath>
 #include <numbers>

@@ -30,6 +30,12 @@ void Driver::set_plan(Section section, const Plan& plan) {
   plans_[section] = prepare(plan);
 }
 
+Plan Driver::plan(Section section) const {
+  Plan plan;
+  for (const PlannedStep& planned : plans_.at(section)) plan.steps.push_back(planned.step);
+  return plan;
+}
+
 void Driver::begin(Section section) {
   if (running_) finish();
   steps_ = &plans_.at(section);

@@ -32,7 +32,7 @@ class Driver {
   // After an error in the user's code: forget the section, free what is gathered.
   void abandon();
 
-  bool running() const { return running_; }
+  Plan plan(Section section) const;
   int64_t off_plan_events() const { return off_plan_; }
 
  private:

@@ -33,6 +33,7 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Aren
       control_channel_(group, "control"),
       gather_lane_("penstock-gather"),
       reduce_lane_("penstock-reduce") {
+  set_step(1);
   for (UnitState& unit : units_) {
     unit.param_at = table_.at(Role::kParam, Phase::kRest);
     unit.attached = !unit.param_at.sharded();
@@ -44,11 +45,6 @@ comm::Members Executor::members(const std::vector<Axis>& axes) const {
   members.ranks = mesh_.group(group_.rank(), axes);
   while (members.ranks[members.index] != group_.rank()) ++members.index;
   return members;
-}
-
-// A flat built in another dtype than the strategy's keeps it where the cell says the strategy's.
-Dtype Executor::flat_dtype(const Flat& flat, const Placement& cell) const {
-  return cell.dtype == table_.at(Role::kParam, Phase::kForward).dtype ? flat.dtype : cell.dtype;
 }
 
 void Executor::run(const PlannedStep& planned) {
@@ -179,8 +175,8 @@ void Executor::drain() {
   reduce_lane_.submit([] {}).wait();
 }
 
+// Between steps, when the lanes are idle (the step is part of every collective's tag).
 void Executor::set_step(int64_t step) {
-  drain();
   gather_channel_.set_step(step);
   reduce_channel_.set_step(step);
   control_channel_.set_step(step);

@@ -101,10 +101,10 @@ class Executor {
   };
 
   comm::Members members(const std::vector<Axis>& axes) const;
-  Dtype flat_dtype(const Flat& flat, const Placement& cell) const;
   void move_param(const PlannedStep& planned);
   void gather(const PlannedStep& planned, const Move& move);
   void slice(int unit, const Move& move);
+  Dtype partial_dtype(const Flat& flat) const;
   void reduce(const PlannedStep& planned);
   void start_reduction(int unit, int flat, const PlannedStep& planned,
                        std::vector<std::function<void()>>& work);

@@ -72,6 +72,13 @@ void Flat::complete_partial() {
   std::memset(partial.data() + done * size, 0, (numel - done) * size);
 }
 
+void Flat::free() {
+  for (mem::Lease* lease : {&rest, &current, &retired, &partial, &reduced, &gradient32, &master,
+                            &exp_avg, &exp_avg_sq}) {
+    lease->reset();
+  }
+}
+
 bool UnitState::trainable() const {
   return std::any_of(flats.begin(), flats.end(), [](const Flat& flat) { return flat.trainable; });
 }

@@ -45,6 +45,8 @@ class Flat {
   // Zeroes what no contribution was written to, gaps and padding included.
   void complete_partial();
 
+  void free();  // gives all buffers back; the parameters must have no windows any more
+
   int64_t element_bytes() const { return dtype_bytes(dtype); }
 
   const Dtype dtype;

@@ -29,6 +29,12 @@ Dtype dtype_of(const at::Tensor& tensor) {
 
 }  // namespace
 
+// Held in place, partial sums have the dtype that sums over time are kept in.
+Dtype Executor::partial_dtype(const Flat& flat) const {
+  const Phase phase = table_.holds_grad_in_place() ? Phase::kHold : Phase::kBackward;
+  return table_.dtype_in(table_.at(Role::kGrad, phase), flat.dtype);
+}
+
 bool Executor::take_gradient(int unit, int flat_index, int slot_index, const at::Tensor& gradient) {
   Flat& flat = units_[unit].flats[flat_index];
   Slot& slot = flat.slots[slot_index];
@@ -37,11 +43,7 @@ bool Executor::take_gradient(int unit, int flat_index, int slot_index, const at:
                               "\" has a sparse gradient, which is not supported: build the "
                               "embedding with sparse=False"));
   }
-  const Placement& hold = table_.at(Role::kGrad, Phase::kHold);
-  const bool held = hold.on(Axis::kNode) == Layout::kPartial ||
-                    hold.on(Axis::kLocal) == Layout::kPartial || mesh_.data() == 1;
-  const Placement& cell = held ? hold : table_.at(Role::kGrad, Phase::kBackward);
-  const Dtype dtype = flat_dtype(flat, cell);
+  const Dtype dtype = partial_dtype(flat);
   if (!flat.partial) {
     flat.partial = arena_.take(flat.numel * dtype_bytes(dtype), mem::Account::kGrad);
   }
@@ -83,10 +85,7 @@ void Executor::reduce(const PlannedStep& planned) {
 void Executor::start_reduction(int unit, int flat_index, const PlannedStep& planned,
                                std::vector<std::function<void()>>& work) {
   Flat& flat = units_[unit].flats[flat_index];
-  const Placement& hold = table_.at(Role::kGrad, Phase::kHold);
-  const bool held = hold.on(Axis::kLocal) == Layout::kPartial;
-  const Dtype dtype =
-      flat_dtype(flat, held ? hold : table_.at(Role::kGrad, Phase::kBackward));
+  const Dtype dtype = partial_dtype(flat);
   if (!flat.partial) {  // nothing contributed here: the sum over the other ranks still counts
     flat.partial = arena_.take(flat.numel * dtype_bytes(dtype), mem::Account::kGrad);
   }
@@ -104,7 +103,7 @@ void Executor::start_reduction(int unit, int flat_index, const PlannedStep& plan
   for (const Move& move : planned.step.moves) {
     place = apply(place, move);
     if (move.is_collective()) collectives.push_back(move);
-    if (move.kind == MoveKind::kCast) result_dtype = flat_dtype(flat, place);
+    if (move.kind == MoveKind::kCast) result_dtype = table_.dtype_in(place, flat.dtype);
   }
   const int64_t result_numel = flat.numel / num_shards(place, mesh_);
   const bool accumulate = static_cast<bool>(flat.reduced);

@@ -40,7 +40,7 @@ void Executor::gather_whole(const Placement& place, float* full, int64_t numel,
 at::Tensor Executor::reduced_full(Flat& flat, const std::string& label) {
   at::Tensor full = zeros32(flat.numel);
   const Placement& place = table_.at(Role::kGrad, Phase::kUpdate);
-  const Dtype dtype = flat_dtype(flat, place);
+  const Dtype dtype = table_.dtype_in(place, flat.dtype);
   const int64_t numel = flat.reduced.bytes() / dtype_bytes(dtype);
   float* own = floats(full) + shard_index(place, mesh_, group_.rank()) * numel;
   optim::take(own, Dtype::kFp32, flat.reduced.data(), dtype, numel, false);
@@ -50,8 +50,7 @@ at::Tensor Executor::reduced_full(Flat& flat, const std::string& label) {
 
 at::Tensor Executor::partial_full(Flat& flat, const std::string& label) {
   at::Tensor full = zeros32(flat.numel), scratch = zeros32(flat.numel);
-  const Placement& hold = table_.at(Role::kGrad, Phase::kHold);
-  const Dtype dtype = flat_dtype(flat, hold);
+  const Dtype dtype = partial_dtype(flat);
   for (const Slot& slot : flat.slots) {
     if (!flat.partial || !slot.written) continue;
     optim::take(floats(full) + slot.offset, Dtype::kFp32,
@@ -74,8 +73,7 @@ at::Tensor Executor::full_flat(int index, int flat_index, Role role) {
     // Where gradients rest as partial sums every rank must take part, whoever has contributions.
     finish_reductions();
     at::Tensor full = flat.reduced ? reduced_full(flat, label) : zeros32(flat.numel);
-    const Placement& hold = table_.at(Role::kGrad, Phase::kHold);
-    if (hold.on(Axis::kLocal) == Layout::kPartial || flat.partial) {
+    if (table_.holds_grad_in_place() || flat.partial) {
       full.add_(partial_full(flat, label));
     }
     return full;

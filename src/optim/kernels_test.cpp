@@ -4,6 +4,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <gtest/gtest.h>
+#include <hwy/highway.h>
 
 #include <cmath>
 #include <cstring>
@@ -185,7 +186,7 @@ TEST(Adam, WritesEveryOutputDtype) {
 
 // Whatever the thread count, the cut into ranges and the alignment: the same bits. The large sizes
 // take the non-temporal path, pieces of them the plain one.
-TEST(Adam, BitsDoNotDependOnThreadsCutsOrAlignment) {
+void check_cuts() {
   struct Run {
     int threads;
     int64_t offset, piece;
@@ -215,6 +216,8 @@ TEST(Adam, BitsDoNotDependOnThreadsCutsOrAlignment) {
     EXPECT_TRUE(master.guard_intact() && out.guard_intact());
   }
 }
+
+TEST(Adam, BitsDoNotDependOnThreadsCutsOrAlignment) { check_cuts(); }
 
 // A weight nobody decays may be infinite (a mask); the unused weight decay must not make it NaN.
 TEST(Adam, InfiniteWeightWithoutGradientStays) {
@@ -347,7 +350,7 @@ TEST(FirstNonfinite, FindsTheFirst) {
   }
 }
 
-TEST(Take, MatchesScalarCastsForEveryPair) {
+void check_take_pairs() {
   for (const Dtype from : kDtypes) {
     for (const Dtype to : kDtypes) {
       for (const int64_t numel : kSizes) {
@@ -366,8 +369,10 @@ TEST(Take, MatchesScalarCastsForEveryPair) {
   }
 }
 
+TEST(Take, MatchesScalarCastsForEveryPair) { check_take_pairs(); }
+
 // Every 16-bit value and the fp32 values around each of them: ties, subnormals, overflow.
-TEST(Take, RoundsLikeTorchEverywhere) {
+void check_rounding() {
   for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp16}) {
     std::vector<float> source;
     for (uint32_t bits = 0; bits < 65536; ++bits) {
@@ -393,7 +398,9 @@ TEST(Take, RoundsLikeTorchEverywhere) {
   }
 }
 
-TEST(Take, WidensEveryBitPattern) {
+TEST(Take, RoundsLikeTorchEverywhere) { check_rounding(); }
+
+void check_widening() {
   for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp16}) {
     std::vector<uint16_t> source(65536);
     for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint16_t>(i);
@@ -410,7 +417,9 @@ TEST(Take, WidensEveryBitPattern) {
   }
 }
 
-TEST(Take, NanStaysNan) {
+TEST(Take, WidensEveryBitPattern) { check_widening(); }
+
+void check_nan() {
   std::vector<uint32_t> bits = {0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF, 0xFF800001};
   bits.resize(35, 0x7F800001);
   for (const Dtype dtype : kDtypes) {
@@ -419,6 +428,55 @@ TEST(Take, NanStaysNan) {
     for (int64_t i = 0; i < 35; ++i) EXPECT_TRUE(std::isnan(out[i])) << dtype_name(dtype) << i;
   }
 }
+
+TEST(Take, NanStaysNan) { check_nan(); }
+
+// The other tests run on the best instruction set of this machine; these on each that it has.
+class TargetTest : public testing::TestWithParam<int64_t> {
+ protected:
+  void SetUp() override { choose(GetParam()); }
+  void TearDown() override { choose(0); }  // 0 = back to what the machine has
+
+ private:
+  static void choose(int64_t targets) {
+    hwy::SetSupportedTargetsForTest(targets);
+    hwy::GetChosenTarget().DeInit();
+  }
+};
+
+TEST_P(TargetTest, CutsDoNotChangeBits) { check_cuts(); }
+
+TEST_P(TargetTest, CastsAreThoseOfTorch) {
+  check_take_pairs();
+  check_rounding();
+  check_widening();
+  check_nan();
+}
+
+TEST_P(TargetTest, AdamAndSumSquaresAgreeWithDouble) {
+  Values master(Dtype::kFp32, 1003), m(Dtype::kFp32, 1003), v(Dtype::kFp32, 1003);
+  Values grad(Dtype::kFp16, 1003);
+  master.randomize(1, -1, 1);
+  m.randomize(2, -1, 1);
+  v.randomize(3, 0, 1);
+  grad.randomize(4, -1, 1);
+  const AdamOptions options = adam_options(0.1F, true);
+  std::vector<AdamReference> reference;
+  double sum = 0;
+  for (int64_t i = 0; i < 1003; ++i) {
+    reference.push_back({master[i], m[i], v[i]});
+    reference.back().step(grad[i], options);
+    sum += double(grad[i]) * double(grad[i]);
+  }
+  adam({master.floats(), grad.data(), Dtype::kFp16, nullptr, Dtype::kBf16, 1003}, m.floats(),
+       v.floats(), options);
+  for (int64_t i = 0; i < 1003; ++i) EXPECT_NEAR(master[i], reference[i].p, 3e-7) << i;
+  EXPECT_NEAR(sum_squares(grad.data(), Dtype::kFp16, 1003), sum, 1e-12 * sum);
+}
+
+INSTANTIATE_TEST_SUITE_P(InstructionSets, TargetTest,
+                         testing::ValuesIn(hwy::SupportedAndGeneratedTargets()),
+                         [](const auto& info) { return hwy::TargetName(info.param); });
 
 }  // namespace
 }  // namespace penstock::optim

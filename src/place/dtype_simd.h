@@ -10,6 +10,7 @@
 #define PENSTOCK_PLACE_DTYPE_SIMD_H_
 #endif
 
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include <cstdint>
@@ -97,10 +98,11 @@ HWY_INLINE hn::Vec<Bits16<D>> round_to_fp16(D d, VecOf<D> value) {
 }
 
 // Writes Lanes(d) values. kStream: past the caches; `to` must then be aligned to the whole vector,
-// and FlushStream() must follow before another thread reads.
+// and FlushStream() must follow before another thread reads. Stream() would write past a vector
+// that is shorter than HWY_STREAM_MULTIPLE bytes.
 template <bool kStream, class D, class T>
 HWY_INLINE void store_lanes(D d, VecOf<D> value, T* to) {
-  if constexpr (kStream) {
+  if constexpr (kStream && hn::MaxLanes(D()) * sizeof(T) >= HWY_STREAM_MULTIPLE) {
     hn::Stream(value, d, to);
   } else {
     hn::StoreU(value, d, to);

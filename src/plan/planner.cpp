@@ -102,7 +102,7 @@ class SectionWriter {
       if (mark == Mark::kBegin) continue;
       sum_activations(unit, TensorSplit::kColumn);
       settle_grad(unit, last);
-      settle_param(unit, last ? Phase::kRest : Phase::kHold);
+      settle_param(unit, Phase::kRest);
     }
   }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -105,6 +106,18 @@ def test_second_node_needs_an_endpoint(launcher):
     done = launcher.run("", "--nnodes", "2")
     assert done.returncode == 2
     assert "--rdzv-endpoint" in done.stderr
+
+
+def test_two_nodes_meet_at_the_endpoint(launcher):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    script = "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))"
+    options = ("--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank")
+    nodes = [launcher.start(script, *options, str(node)) for node in range(2)]
+    outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert outputs == ["0 0 2\n", "1 0 2\n"]
 
 
 def test_first_failure_is_reported_last(launcher):

@@ -1,0 +1,174 @@
+// Trains a byte-level GPT on real text from a native program: no Python, ranks as threads.
+//
+//   train_gpt [--ranks 2] [--steps 100] [--width 128] [--layers 4] [--strategy zero3] [--data FILE]
+#include <penstock/engine.h>
+#include <penstock/error.h>
+#include <torch/nn.h>
+
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+struct Options {
+  int ranks = 2, steps = 100, layers = 4, rows = 8;
+  int64_t width = 128, context = 64;
+  std::string strategy = "zero3";
+  std::string data = __FILE__;  // real text that is always there: this program
+};
+
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(int64_t width) {
+    norm1 = register_module("norm1", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
+    norm2 = register_module("norm2", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
+    qkv = register_module("qkv", torch::nn::Linear(width, 3 * width));
+    out = register_module("out", torch::nn::Linear(width, width));
+    up = register_module("up", torch::nn::Linear(width, 4 * width));
+    down = register_module("down", torch::nn::Linear(4 * width, width));
+  }
+
+  torch::Tensor attend(const torch::Tensor& x) {
+    const int64_t rows = x.size(0), time = x.size(1), width = x.size(2), heads = 4;
+    const auto parts = qkv(x).view({rows, time, 3, heads, width / heads}).permute({2, 0, 3, 1, 4});
+    const auto y = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true);
+    return out(y.transpose(1, 2).reshape({rows, time, width}));
+  }
+
+  torch::Tensor forward(const torch::Tensor& x) {
+    return penstock::unit(*this, [&] {  // the parameters of a block move together
+      const auto y = x + attend(norm1(x));
+      return y + down(torch::gelu(up(norm2(y))));
+    });
+  }
+
+  torch::nn::LayerNorm norm1{nullptr}, norm2{nullptr};
+  torch::nn::Linear qkv{nullptr}, out{nullptr}, up{nullptr}, down{nullptr};
+};
+TORCH_MODULE(Block);
+
+struct GptImpl : torch::nn::Module {
+  explicit GptImpl(const Options& options) {
+    bytes = register_module("bytes", torch::nn::Embedding(256, options.width));
+    places = register_module("places", torch::nn::Embedding(options.context, options.width));
+    blocks = register_module("blocks", torch::nn::ModuleList());
+    for (int i = 0; i < options.layers; ++i) blocks->push_back(Block(options.width));
+    norm = register_module("norm",
+                           torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})));
+    torch::nn::init::normal_(bytes->weight, 0.0, 0.02);
+    torch::nn::init::normal_(places->weight, 0.0, 0.02);
+  }
+
+  // x, y: [rows, context] int64; mean cross-entropy in nats per byte.
+  torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& y) {
+    auto h = bytes(x) + places(torch::arange(x.size(1)));
+    for (const auto& block : *blocks) h = block->as<Block>()->forward(h);
+    const auto logits = norm(h).matmul(bytes->weight.t());  // tied
+    return torch::nn::functional::cross_entropy(logits.view({-1, 256}), y.reshape({-1}));
+  }
+
+  torch::nn::Embedding bytes{nullptr}, places{nullptr};
+  torch::nn::ModuleList blocks{nullptr};
+  torch::nn::LayerNorm norm{nullptr};
+};
+TORCH_MODULE(Gpt);
+
+Options parse(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string key = argv[i], value = argv[i + 1];
+    if (key == "--ranks") options.ranks = std::stoi(value);
+    else if (key == "--steps") options.steps = std::stoi(value);
+    else if (key == "--width") options.width = std::stoll(value);
+    else if (key == "--layers") options.layers = std::stoi(value);
+    else if (key == "--strategy") options.strategy = value;
+    else if (key == "--data") options.data = value;
+    else throw penstock::ConfigError("unknown option " + key);
+  }
+  return options;
+}
+
+torch::Tensor read_bytes(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw penstock::RuntimeFault("cannot read " + path);
+  std::stringstream text;
+  text << file.rdbuf();
+  const std::string all = text.str();
+  auto data = torch::empty({static_cast<int64_t>(all.size())}, torch::kByte);
+  std::memcpy(data.data_ptr(), all.data(), all.size());
+  return data.to(torch::kLong);
+}
+
+void train(const Options& options, int rank, const std::shared_ptr<penstock::Group>& group) {
+  const auto data = read_bytes(options.data);
+  const auto config = penstock::Config::parse(
+      R"({"strategy": ")" + options.strategy + R"(", "precision": "fp32", "clip": 1.0,
+          "optimizer": {"type": "AdamW", "lr": 0.003},
+          "schedule": {"type": "cosine", "warmup_steps": 5, "total_steps": )" +
+      std::to_string(std::max(6, options.steps)) + R"(}, "units": {"modules": ["Block"]}})");
+  Gpt model(options);
+  penstock::Engine engine(model.ptr(), config, group);
+  auto generator = at::detail::createCPUGenerator(100 + rank);
+  double first = 0.0, last = 0.0;
+  for (int step = 0; step < options.steps; ++step) {
+    const auto starts = torch::randint(data.size(0) - options.context - 1, {options.rows}, generator);
+    const auto index = starts.unsqueeze(1) + torch::arange(options.context + 1).unsqueeze(0);
+    const auto rows = data.index({index});
+    const auto x = rows.narrow(1, 0, options.context), y = rows.narrow(1, 1, options.context);
+    const auto loss = engine.run([&] { return model->forward(x, y); });
+    engine.backward(loss);
+    engine.step();
+    last = loss.item<double>();
+    if (step == 0) first = last;
+    if (rank == 0 && (step % 10 == 0 || step + 1 == options.steps)) {
+      std::printf("step %4d  loss %.4f  grad norm %.3f  lr %.5f\n", step + 1, last,
+                  engine.grad_norm(), engine.lr());
+    }
+  }
+  if (rank == 0) {
+    const auto ledger = engine.ledger();
+    std::printf("%s on %d ranks: predicted %.2f MiB per rank, measured %.2f MiB\n",
+                options.strategy.c_str(), options.ranks,
+                static_cast<double>(ledger.predicted.at(options.strategy).total) / 1048576.0,
+                static_cast<double>(ledger.measured.total) / 1048576.0);
+  }
+  engine.close();
+  if (last >= first) throw penstock::RuntimeFault("the loss did not fall");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const Options options = parse(argc, argv);
+    const auto groups = penstock::Group::threads(options.ranks);
+    std::vector<std::thread> threads;
+    std::vector<std::string> errors(options.ranks);
+    for (int rank = 0; rank < options.ranks; ++rank) {
+      threads.emplace_back([&, rank] {
+        try {
+          train(options, rank, groups[rank]);
+        } catch (const std::exception& error) {
+          errors[rank] = error.what();
+          groups[rank]->close();
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    int failed = 0;
+    for (int rank = 0; rank < options.ranks; ++rank) {
+      if (errors[rank].empty()) continue;
+      std::cerr << "rank " << rank << ": " << errors[rank] << "\n";
+      failed = 1;
+    }
+    return failed;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 2;
+  }
+}

@@ -1,0 +1,120 @@
+#pragma once
+// Core: the engine proper, driven by events. Both fronts (Python, C++) tell it when a unit begins
+// and ends; it needs no Python and no particular module class.
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/config.h"
+#include "penstock/export.h"
+#include "penstock/group.h"
+
+namespace penstock {
+
+// A model as both fronts describe it. Modules in pre-order, the root first.
+struct ModuleInfo {
+  std::string name;  // "" for the root
+  std::string type;
+  int parent = -1;
+  std::vector<int> params;  // indices of those it owns directly; shared ones appear in several
+};
+struct ParamInfo {
+  std::string name;
+  at::Tensor param;
+  int group = 0;  // optimizer parameter group
+};
+struct ModelTree {
+  std::vector<ModuleInfo> modules;
+  std::vector<ParamInfo> params;
+  std::vector<at::Tensor> buffers;  // made equal to rank 0's; never cast
+};
+
+// What one parameter group asks for at this step.
+struct GroupSettings {
+  std::string type = "AdamW";  // "AdamW" "Adam" "SGD"
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0;
+  double momentum = 0.0, dampening = 0.0;
+  bool nesterov = false;
+};
+
+// A piece of a parameter for an optimizer of the user's own: fp32, one dimension, maybe empty.
+struct Shard {
+  std::string name;
+  at::Tensor param;
+  at::Tensor master;
+};
+
+// Bytes on this rank: predicted per strategy, and what the running one took at most.
+struct LedgerEntry {
+  int64_t param = 0, grad = 0, optim = 0, buffers = 0, total = 0;
+};
+struct LedgerReport {
+  std::map<std::string, LedgerEntry> predicted;
+  LedgerEntry measured;
+  std::string strategy;
+};
+
+class Engine;
+
+// Owned by one front. All calls from the thread that runs the model, except that autograd's thread
+// calls the hooks. Methods marked [all ranks] are collective.
+class PENSTOCK_API Core {
+ public:
+  // [all ranks] Shards the model in place, rank 0's values everywhere. `external_optimizer` leaves
+  // the update to the front (step()'s callback). Throws ConfigError; RuntimeFault when ranks
+  // disagree on the model or the config (with the first difference).
+  Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> group,
+       bool external_optimizer = false);
+  ~Core();
+
+  // Module names by unit; unit 0 is the root.
+  const std::vector<std::string>& unit_modules() const;
+  // Whether units need begin/end events (their parameters move); the root always does.
+  bool needs_unit_events() const;
+
+  void unit_begin(int unit, bool grad_enabled);
+  void unit_end(int unit, const std::vector<at::Tensor>& outputs);
+  void forward_failed(const std::string& error);
+
+  void check_backward() const;  // throws RuntimeFault when there was no forward
+  // Whether a step would apply now: enough backwards were seen, or one and `force`.
+  bool window_complete(bool force) const;
+  // [all ranks] Updates; `groups` by parameter group, `external` the user's optimizer.
+  void step(const std::vector<GroupSettings>& groups, const std::function<void()>& external = {});
+  double grad_norm() const;
+  int64_t steps() const;
+
+  std::vector<Shard> shards();
+  std::vector<at::Tensor> shard_gradients();
+
+  // [all ranks] Full fp32 gradients / weights by parameter name.
+  std::vector<std::pair<std::string, at::Tensor>> full(const std::string& role);
+  // [all ranks] Parameters of these units (all when empty) are whole until release().
+  void gather(const std::vector<int>& units);
+  void release(const std::vector<int>& units, bool write);
+  std::vector<int> units_of(const std::vector<std::string>& params) const;
+
+  LedgerReport ledger() const;
+  std::string explain() const;
+  std::string plan_text(const std::string& section) const;
+  void set_plan_text(const std::string& section, const std::string& text);
+
+  // [all ranks] Parameters become ordinary full tensors again; all memory is returned.
+  void close();
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;  // shared with autograd hooks, which may outlive the engine
+};
+
+// Ledgers of every strategy for a model given as parameters per unit, without building it.
+PENSTOCK_API std::string plan_report(const Config& config, const std::vector<int64_t>& unit_numel,
+                                     int world_size);
+
+}  // namespace penstock

@@ -1,0 +1,68 @@
+#pragma once
+// Engine: the C++ front. Trains a torch::nn::Module without Python.
+//
+//   penstock::Engine engine(model, penstock::Config::parse(json_text), group);
+//   auto loss = engine.run([&] { return model->forward(x, y); });
+//   engine.backward(loss);
+//   engine.step();
+//
+// torch::nn modules have no forward hooks, so a module whose parameters should move as a unit of its
+// own says so in its forward (without it the whole model is one unit, and just as right):
+//
+//   at::Tensor forward(at::Tensor x) {
+//     return penstock::unit(*this, [&] { return x + mlp(norm(x)); });
+//   }
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "penstock/config.h"
+#include "penstock/core.h"
+#include "penstock/export.h"
+#include "penstock/group.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace penstock {
+
+// One per model and rank; all calls from the rank's thread. Methods marked [all ranks] are
+// collective. Errors as in penstock/error.h.
+class PENSTOCK_API Engine {
+ public:
+  // [all ranks] The optimizer and its schedule come from the config. Units are the modules whose
+  // class is named in `config.units.modules`, or repeated blocks.
+  Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& config,
+         std::shared_ptr<Group> group = Group::alone());
+  ~Engine();
+
+  // [all ranks] Runs a forward; returns what it returns.
+  at::Tensor run(const std::function<at::Tensor()>& forward);
+  // Any number of times before step(); gradients add up.
+  void backward(const at::Tensor& loss);
+  // [all ranks] True when the weights changed (see Config::batch.accumulate); `force` closes the
+  // window early.
+  bool step(bool force = false);
+
+  double grad_norm() const;  // of the last applied step, averaged gradient, before clipping
+  double lr() const;         // of the next step
+  LedgerReport ledger() const;
+  std::string explain() const;
+  // [all ranks] Full fp32 weights by name.
+  std::vector<std::pair<std::string, at::Tensor>> state();
+  // [all ranks] The model has ordinary full parameters again.
+  void close();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Runs `forward` as the unit that `module` is in the engine whose run() is on this thread's stack;
+// outside of one it just runs it.
+PENSTOCK_API at::Tensor unit(const torch::nn::Module& module,
+                             const std::function<at::Tensor()>& forward);
+
+}  // namespace penstock

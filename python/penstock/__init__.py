@@ -1,0 +1,21 @@
+"""Penstock: sharded training of PyTorch models, with a strategy as a table and a C++ engine.
+
+    engine = penstock.initialize(model, {"strategy": "zero3", "optimizer": {"lr": 1e-3}})
+    loss = engine(batch)
+    engine.backward(loss)
+    engine.step()
+"""
+
+from penstock._native import Bug, ConfigError, RuntimeFault
+from penstock.engine import Engine, initialize
+from penstock.ledger import format_ledger
+
+__version__ = "0.1.0"
+__all__ = [
+    "Bug",
+    "ConfigError",
+    "Engine",
+    "RuntimeFault",
+    "format_ledger",
+    "initialize",
+]

@@ -1,0 +1,30 @@
+"""The C++ module, with a check that it was built for the torch that is installed."""
+
+import importlib
+from typing import Any
+
+import torch
+
+
+def _load() -> Any:
+    found = ".".join(torch.__version__.split(".")[:2])
+    try:
+        module = importlib.import_module("penstock._penstock")
+    except ImportError as error:
+        raise ImportError(
+            f"penstock's C++ module does not load with torch {torch.__version__}; it is built for "
+            f"one torch minor version: reinstall penstock beside this torch "
+            f"(pip install --no-build-isolation penstock). Cause: {error}"
+        ) from error
+    if module.TORCH_MINOR != found:
+        raise ImportError(
+            f"penstock was built for torch {module.TORCH_MINOR} and torch {found} is installed: "
+            f"reinstall penstock (pip install --no-build-isolation penstock)"
+        )
+    return module
+
+
+_penstock: Any = _load()
+Bug = _penstock.Bug
+ConfigError = _penstock.ConfigError
+RuntimeFault = _penstock.RuntimeFault

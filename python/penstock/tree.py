@@ -1,0 +1,50 @@
+"""Describes an nn.Module to the engine: modules, parameters, buffers."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from penstock._native import _penstock
+
+
+def model_tree(model: torch.nn.Module, group_of: Mapping[torch.Tensor, int]) -> Any:
+    """The model as the C++ engine sees it: modules in pre-order, each parameter once."""
+    params: dict[torch.Tensor, int] = {}
+    infos = []
+    for name, param in model.named_parameters():
+        params[param] = len(infos)
+        infos.append(_penstock.ParamInfo(name, param, group_of.get(param, 0)))
+    indices: dict[str, int] = {}
+    modules = []
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        indices[name] = len(modules)
+        own = sorted({params[p] for p in module.parameters(recurse=False)})
+        modules.append(
+            _penstock.ModuleInfo(name, type(module).__name__, indices[parent] if name else -1, own)
+        )
+    return _penstock.ModelTree(modules, infos, list(model.buffers()))
+
+
+def names_of(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Every name of every parameter: tied parameters have several."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return names
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists, mappings and objects with fields."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+        for item in vars(value).values():
+            yield from tensors_in(item)

@@ -1,0 +1,27 @@
+#include "penstock/group.h"
+
+#include <pybind11/chrono.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "python/src/module.h"
+
+namespace py = pybind11;
+
+namespace penstock::python {
+
+void bind_group(py::module_& module) {
+  py::class_<Group, std::shared_ptr<Group>>(module, "Group")
+      .def_static(
+          "from_process_group",
+          [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, double timeout_s) {
+            const auto milliseconds = static_cast<int64_t>(timeout_s * 1000.0);
+            return Group::from_process_group(group, std::chrono::milliseconds(milliseconds));
+          },
+          py::arg("process_group"), py::arg("timeout_s"))
+      .def_static("alone", &Group::alone)
+      .def_property_readonly("rank", &Group::rank)
+      .def_property_readonly("size", &Group::size);
+}
+
+}  // namespace penstock::python

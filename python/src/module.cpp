@@ -1,0 +1,21 @@
+#include "python/src/module.h"
+
+#include "penstock/error.h"
+
+namespace penstock::python {
+
+void bind_errors(pybind11::module_& module) {
+  pybind11::register_exception<ConfigError>(module, "ConfigError", PyExc_ValueError);
+  pybind11::register_exception<RuntimeFault>(module, "RuntimeFault", PyExc_RuntimeError);
+  pybind11::register_exception<Bug>(module, "Bug", PyExc_AssertionError);
+}
+
+}  // namespace penstock::python
+
+PYBIND11_MODULE(_penstock, module) {
+  module.attr("TORCH_MINOR") = PENSTOCK_TORCH_MINOR;
+  penstock::python::bind_errors(module);
+  penstock::python::bind_config(module);
+  penstock::python::bind_group(module);
+  penstock::python::bind_core(module);
+}

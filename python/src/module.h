@@ -1,0 +1,14 @@
+#pragma once
+// One function per public header; module.cpp calls them.
+#include <torch/csrc/utils/pybind.h>
+
+namespace penstock::python {
+
+void bind_config(pybind11::module_& module);
+void bind_group(pybind11::module_& module);
+void bind_core(pybind11::module_& module);
+
+// C++ errors become penstock.ConfigError(ValueError), RuntimeFault(RuntimeError), Bug(AssertionError).
+void bind_errors(pybind11::module_& module);
+
+}  // namespace penstock::python

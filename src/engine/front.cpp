@@ -1,0 +1,143 @@
+// The C++ front: torch::nn modules in, Core events out.
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <map>
+#include <unordered_map>
+#include <utility>
+
+#include "penstock/engine.h"
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+
+struct Engine::State {
+  Config config;
+  std::optional<Core> core;
+  std::unordered_map<const torch::nn::Module*, int> unit_of;
+
+  GroupSettings settings() const {
+    const OptimizerConfig optimizer = config.optimizer.value_or(OptimizerConfig{});
+    GroupSettings group;
+    group.type = optimizer.type;
+    group.lr = optimizer.lr * lr_factor(config.schedule, core->steps() + 1);
+    group.beta1 = optimizer.beta1;
+    group.beta2 = optimizer.beta2;
+    group.eps = optimizer.eps;
+    group.weight_decay = optimizer.weight_decay;
+    group.momentum = optimizer.momentum;
+    group.dampening = optimizer.dampening;
+    group.nesterov = optimizer.nesterov;
+    return group;
+  }
+};
+
+namespace {
+
+// What `unit()` finds: the engine whose forward runs on this thread.
+struct Running {
+  Core* core = nullptr;
+  const std::unordered_map<const torch::nn::Module*, int>* unit_of = nullptr;
+};
+thread_local Running running;
+
+// "penstock::BlockImpl" -> "Block"
+std::string class_name(const torch::nn::Module& module) {
+  std::string name = module.name();
+  name = name.substr(name.rfind(':') + 1);
+  if (name.size() > 4 && name.ends_with("Impl")) name.resize(name.size() - 4);
+  return name;
+}
+
+ModelTree tree_of(const torch::nn::Module& model) {
+  ModelTree tree;
+  std::map<const at::TensorImpl*, int> index_of;
+  for (const auto& item : model.named_parameters()) {
+    const auto [at, added] = index_of.emplace(item.value().unsafeGetTensorImpl(),
+                                              static_cast<int>(tree.params.size()));
+    if (added) tree.params.push_back({item.key(), item.value(), 0});
+  }
+  std::map<std::string, int> module_of;
+  for (const auto& item : model.named_modules("", /*include_self=*/true)) {
+    const size_t dot = item.key().rfind('.');
+    ModuleInfo info;
+    info.name = item.key();
+    info.type = class_name(*item.value());
+    const bool root = tree.modules.empty();
+    info.parent = root ? -1 : module_of[dot == std::string::npos ? "" : item.key().substr(0, dot)];
+    for (const auto& param : item.value()->named_parameters(/*recurse=*/false)) {
+      info.params.push_back(index_of.at(param.value().unsafeGetTensorImpl()));
+    }
+    module_of[info.name] = static_cast<int>(tree.modules.size());
+    tree.modules.push_back(info);
+  }
+  for (const at::Tensor& buffer : model.buffers()) tree.buffers.push_back(buffer);
+  return tree;
+}
+
+}  // namespace
+
+Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& config,
+               std::shared_ptr<Group> group)
+    : state_(std::make_unique<State>()) {
+  state_->config = config;
+  state_->core.emplace(tree_of(*model), config, std::move(group));
+  const std::vector<std::string>& names = state_->core->unit_modules();
+  for (const auto& item : model->named_modules("", /*include_self=*/true)) {
+    for (size_t unit = 1; unit < names.size(); ++unit) {
+      if (names[unit] == item.key()) state_->unit_of[item.value().get()] = static_cast<int>(unit);
+    }
+  }
+}
+
+Engine::~Engine() = default;
+
+at::Tensor Engine::run(const std::function<at::Tensor()>& forward) {
+  Core& core = *state_->core;
+  core.unit_begin(0, at::GradMode::is_enabled());
+  const Running outer = std::exchange(running, {&core, &state_->unit_of});
+  at::Tensor output;
+  try {
+    output = forward();
+  } catch (const std::exception& error) {
+    running = outer;
+    core.forward_failed(error.what());
+    throw;
+  }
+  running = outer;
+  core.unit_end(0, {output});
+  return output;
+}
+
+at::Tensor unit(const torch::nn::Module& module, const std::function<at::Tensor()>& forward) {
+  if (running.core == nullptr) return forward();
+  const auto found = running.unit_of->find(&module);
+  if (found == running.unit_of->end()) return forward();
+  running.core->unit_begin(found->second, at::GradMode::is_enabled());
+  at::Tensor output = forward();
+  running.core->unit_end(found->second, {output});
+  return output;
+}
+
+void Engine::backward(const at::Tensor& loss) {
+  state_->core->check_backward();
+  loss.backward();
+}
+
+bool Engine::step(bool force) {
+  if (!state_->core->window_complete(force)) return false;
+  state_->core->step({state_->settings()});
+  return true;
+}
+
+double Engine::grad_norm() const { return state_->core->grad_norm(); }
+double Engine::lr() const { return state_->settings().lr; }
+LedgerReport Engine::ledger() const { return state_->core->ledger(); }
+std::string Engine::explain() const { return state_->core->explain(); }
+std::vector<std::pair<std::string, at::Tensor>> Engine::state() {
+  return state_->core->full("param");
+}
+void Engine::close() { state_->core->close(); }
+
+}  // namespace penstock

@@ -1,0 +1,114 @@
+#include "src/engine/hooks.h"
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <utility>
+
+namespace penstock::engine {
+
+namespace {
+
+using torch::autograd::variable_list;
+
+class BeforeBackward final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BeforeBackward(std::function<void()> before) : before_(std::move(before)) {}
+  variable_list operator()(const variable_list& gradients) override {
+    before_();
+    return gradients;
+  }
+
+ private:
+  std::function<void()> before_;
+};
+
+thread_local OutsideReads* watching = nullptr;  // dispatch is per thread, and so is the watch
+
+void look_at_all(const c10::IValue& value) {
+  if (value.isTensor()) {
+    watching->look_at(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) watching->look_at(tensor);
+  }
+}
+
+void look_then_run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::DeferredInit);
+  if (watching != nullptr) {
+    const size_t num_arguments = op.schema().arguments().size();
+    for (size_t i = stack->size() - num_arguments; i < stack->size(); ++i) look_at_all((*stack)[i]);
+  }
+  op.callBoxed(stack);
+}
+
+// Registered at the first use, so that a program without outside reads shares the key with whoever
+// else wants it.
+void register_fallback() {
+  static const auto library = [] {
+    auto lib = std::make_unique<torch::Library>(torch::Library::IMPL, "_",
+                                                c10::DispatchKey::DeferredInit, __FILE__, __LINE__);
+    lib->fallback(torch::CppFunction::makeFromBoxedFunction<&look_then_run>());
+    return lib;
+  }();
+}
+
+}  // namespace
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+void at_end_of_backward(std::function<void()> done) {
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(done));
+}
+
+void before_backward_of(const std::vector<at::Tensor>& outputs,
+                        const std::function<void()>& before) {
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.requires_grad() || !output.grad_fn()) continue;
+    output.grad_fn()->add_pre_hook(std::make_unique<BeforeBackward>(before));
+  }
+}
+
+GradientHook::GradientHook(const at::Tensor& leaf, std::function<void()> taken)
+    : accumulator_(torch::autograd::impl::grad_accumulator(leaf)) {
+  key_ = accumulator_->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+      [taken = std::move(taken)](const variable_list& outputs, const variable_list&) {
+        taken();
+        return outputs;
+      }));
+}
+
+GradientHook::~GradientHook() {
+  if (accumulator_) accumulator_->del_post_hook(key_);
+}
+
+OutsideReads::OutsideReads(std::unordered_map<const c10::StorageImpl*, int> unit_of_storage,
+                           std::function<void(int)> found)
+    : unit_of_storage_(std::move(unit_of_storage)), found_(std::move(found)), outer_(watching) {
+  register_fallback();
+  watching = this;
+  c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::DeferredInit, true);
+}
+
+OutsideReads::~OutsideReads() {
+  watching = outer_;
+  if (watching == nullptr) {
+    c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::DeferredInit, false);
+  }
+}
+
+void OutsideReads::look_at(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return;
+  c10::StorageImpl* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  if (storage->_mutable_data_ptr_no_checks().get() != nullptr) return;
+  const auto found = unit_of_storage_.find(storage);
+  if (found != unit_of_storage_.end()) found_(found->second);
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,74 @@
+#include "src/engine/order.h"
+
+#include <algorithm>
+
+#include "src/base/text.h"
+
+namespace penstock::engine {
+
+void OrderRecord::begin(int unit) {
+  const bool seen = std::any_of(events_.begin(), events_.end(),
+                                [unit](const Event& event) { return event.unit == unit; });
+  if (!seen) events_.push_back({unit, true});
+}
+
+void OrderRecord::end(int unit) {
+  begin(unit);
+  events_.erase(std::remove_if(events_.begin(), events_.end(),
+                               [unit](const Event& e) { return e.unit == unit && !e.begins; }),
+                events_.end());
+  events_.push_back({unit, false});
+}
+
+std::vector<Visit> OrderRecord::visits(int num_units) const {
+  std::vector<Visit> visits;
+  std::vector<bool> seen(num_units, false);
+  for (size_t i = 0; i < events_.size(); ++i) {
+    const auto [unit, begins] = events_[i];
+    seen[unit] = true;
+    const bool ends_next = i + 1 < events_.size() && events_[i + 1].unit == unit;
+    const bool never_ends = std::none_of(events_.begin(), events_.end(), [unit = unit](const Event& e) {
+      return e.unit == unit && !e.begins;
+    });
+    if (begins && (ends_next || never_ends)) {
+      visits.push_back({unit, Mark::kWhole});
+      if (ends_next) ++i;
+    } else {
+      visits.push_back({unit, begins ? Mark::kBegin : Mark::kEnd});
+    }
+  }
+  // The root encloses the rest, so what never ran goes before its end.
+  for (int unit = 0; unit < num_units; ++unit) {
+    if (seen[unit]) continue;
+    const bool root_ends = !visits.empty() && visits.back().mark == Mark::kEnd;
+    visits.insert(root_ends ? visits.end() - 1 : visits.end(), {unit, Mark::kWhole});
+  }
+  return visits;
+}
+
+std::string visits_text(const std::vector<Visit>& visits) {
+  std::vector<std::string> parts;
+  for (const Visit& visit : visits) {
+    const char* mark = visit.mark == Mark::kWhole   ? ""
+                       : visit.mark == Mark::kBegin ? " begin"
+                                                    : " end";
+    parts.push_back(concat("u", visit.unit, mark));
+  }
+  return join(parts, "\n");
+}
+
+std::string first_difference(const std::vector<std::string>& texts_by_rank) {
+  const std::vector<std::string> mine = split(texts_by_rank.front(), '\n');
+  for (size_t rank = 1; rank < texts_by_rank.size(); ++rank) {
+    if (texts_by_rank[rank] == texts_by_rank.front()) continue;
+    const std::vector<std::string> theirs = split(texts_by_rank[rank], '\n');
+    for (size_t i = 0; i < std::max(mine.size(), theirs.size()); ++i) {
+      const std::string a = i < mine.size() ? mine[i] : "nothing more";
+      const std::string b = i < theirs.size() ? theirs[i] : "nothing more";
+      if (a != b) return concat("rank 0 has `", a, "`, rank ", rank, " has `", b, "`");
+    }
+  }
+  return "";
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,34 @@
+#pragma once
+// The order in which units really ran in step one, and agreement of texts between ranks.
+#include <string>
+#include <vector>
+
+#include "src/plan/model_desc.h"
+
+namespace penstock::engine {
+
+// Events of one pass: a unit began (first time) or ended (last time counts).
+class OrderRecord {
+ public:
+  void begin(int unit);
+  void end(int unit);
+  void clear() { events_.clear(); }
+  bool empty() const { return events_.empty(); }
+  // A unit whose begin and end are neighbours is whole; the root and units with others in between
+  // have a begin and an end. Units that never ran come last, whole.
+  std::vector<Visit> visits(int num_units) const;
+
+ private:
+  struct Event {
+    int unit = 0;
+    bool begins = true;
+  };
+  std::vector<Event> events_;
+};
+
+std::string visits_text(const std::vector<Visit>& visits);  // "u0 begin u1 u2 u0 end"
+
+// The first line in which two texts differ, as "rank 0 has `a`, rank 1 has `b`"; empty when none.
+std::string first_difference(const std::vector<std::string>& texts_by_rank);
+
+}  // namespace penstock::engine

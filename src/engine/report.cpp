@@ -1,0 +1,103 @@
+// What the engine says about itself: ledger, plans, explain.
+#include <algorithm>
+
+#include "penstock/core.h"
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/engine/state.h"
+#include "src/engine/strategy.h"
+
+namespace penstock {
+
+namespace {
+
+LedgerEntry entry_of(const Ledger& ledger) {
+  LedgerEntry entry;
+  for (const MemoryPeak& tier : ledger.tier) {
+    entry.param += tier.param;
+    entry.grad += tier.grad;
+    entry.optim += tier.optim;
+    entry.buffers += tier.buffers;
+    entry.total += tier.total;
+  }
+  return entry;
+}
+
+}  // namespace
+
+LedgerReport Core::ledger() const {
+  LedgerReport report;
+  report.strategy = state_->config.strategy;
+  for (const std::string& name : preset_names()) {
+    Config config = state_->config;
+    config.strategy = name;
+    if (name != report.strategy) config.table.clear();
+    report.predicted[name] = entry_of(engine::predict(config, state_->model));
+  }
+  const mem::Usage usage = state_->arena.usage();
+  const auto peak = [&usage](mem::Account account) {
+    return usage.peak[static_cast<size_t>(account)];
+  };
+  report.measured = {peak(mem::Account::kParam), peak(mem::Account::kGrad),
+                     peak(mem::Account::kOptim), peak(mem::Account::kBuffers), usage.total_peak};
+  return report;
+}
+
+std::string Core::plan_text(const std::string& section) const {
+  return state_->driver->plan(engine::section_named(section)).text();
+}
+
+void Core::set_plan_text(const std::string& section, const std::string& text) {
+  state_->driver->set_plan(engine::section_named(section), parse_plan(text));
+}
+
+std::string Core::explain() const {
+  std::string out = concat("config ", state_->config.json(), "\nmesh ",
+                           state_->executor->mesh().text(), "\ntable\n",
+                           state_->executor->table().text(), "\nunits\n");
+  for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
+    out += concat("u", unit, " ", state_->unit_names[unit]);
+    for (const FlatDesc& flat : state_->model.units[unit].flats) {
+      out += concat(" ", flat.numel, " ", dtype_name(flat.dtype), flat.trainable ? "" : " frozen");
+    }
+    out += "\n";
+  }
+  out += concat("units read outside their module: ", state_->spanning.size(),
+                "\nevents off plan so far: ", state_->driver->off_plan_events(), "\n");
+  for (const Section section : engine::kSections) {
+    out += concat("plan ", section_name(section), "\n", state_->driver->plan(section).text());
+  }
+  return out;
+}
+
+std::string plan_report(const Config& config, const std::vector<int64_t>& unit_numel,
+                        int world_size) {
+  Config resolved = config;
+  resolved.resolve(world_size);
+  const Dtype dtype = parse_dtype(resolved.precision.value_or("fp32"));
+  ModelDesc model;
+  int64_t total = 0;
+  for (size_t unit = 0; unit < unit_numel.size(); ++unit) {
+    const int64_t ranks = resolved.mesh.data;
+    const int64_t padded = (unit_numel[unit] + ranks - 1) / ranks * ranks;
+    model.units.push_back({concat("unit ", unit), {{padded, dtype, true}}, TensorSplit::kNone});
+    total += unit_numel[unit];
+  }
+  assume_order(model, true);
+  std::string out = concat(total, " parameters on ", world_size, " ranks, ", dtype_name(dtype),
+                           ", bytes per rank at the peak (activations not counted):\n");
+  for (const std::string& name : preset_names()) {
+    Config one = resolved;
+    one.strategy = name;
+    const LedgerEntry entry = entry_of(engine::predict(one, model));
+    out += concat(name, std::string(8 - std::min<size_t>(7, name.size()), ' '),
+                  "total ", format_bytes(static_cast<double>(entry.total)), " = parameters ",
+                  format_bytes(static_cast<double>(entry.param)), ", gradients ",
+                  format_bytes(static_cast<double>(entry.grad)), ", optimizer ",
+                  format_bytes(static_cast<double>(entry.optim)), ", buffers ",
+                  format_bytes(static_cast<double>(entry.buffers)), "\n");
+  }
+  return out;
+}
+
+}  // namespace penstock

@@ -1,0 +1,300 @@
+#include "src/engine/state.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/engine/adopt.h"
+
+namespace penstock {
+
+std::string Core::State::where() const {
+  return concat("rank ", group->rank(), ", step ", steps + 1, ", micro-step ", seen);
+}
+
+std::vector<std::string> Core::State::share_text(const std::string& label,
+                                                 const std::string& text) {
+  std::string length = std::to_string(text.size());
+  length.resize(20, ' ');
+  size_t longest = 0;
+  for (const std::string& other : executor->share(label + " length", length)) {
+    longest = std::max<size_t>(longest, std::stoull(other));
+  }
+  std::string padded = text;
+  padded.resize(longest, '\0');
+  std::vector<std::string> texts = executor->share(label, padded);
+  for (std::string& other : texts) other = other.c_str();
+  return texts;
+}
+
+// ---- forward
+
+void Core::State::forward_begin(bool grad_enabled) {
+  if (closed) throw RuntimeFault("[engine::forward] the engine is closed");
+  if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
+  if (backward_armed) recover();
+  driver->begin(grad_enabled ? Section::kForward : Section::kEval);
+  if (grad_enabled) {
+    ++forwards;
+    if (!planned) watch_outside_reads();
+  }
+  unit_begin(0);
+  for (const int unit : spanning) driver->enter(Op::kForward, unit);
+}
+
+void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
+  if (!engine::in_backward()) {
+    outside_reads.reset();
+    for (const int unit : spanning) driver->leave(Op::kForward, unit);
+  }
+  unit_end(0, outputs);
+  if (!engine::in_backward()) driver->finish();
+}
+
+void Core::State::unit_begin(int unit) {
+  if (engine::in_backward()) return backward_enter(unit);
+  if (!planned) forward_order.begin(unit);
+  driver->enter(Op::kForward, unit);
+}
+
+void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
+  if (moves_params || unit == 0) {
+    engine::before_backward_of(outputs, [weak = weak_from_this(), unit] {
+      const auto self = weak.lock();
+      if (self && !self->closed) self->backward_enter(unit);
+    });
+  }
+  if (engine::in_backward()) return;  // what is recomputed stays until its gradients are there
+  if (!planned) forward_order.end(unit);
+  driver->leave(Op::kForward, unit);
+}
+
+void Core::State::forward_failed(const std::string& error) {
+  outside_reads.reset();
+  group->set_position(concat("step ", steps + 1, ", where its forward raised ", error));
+  driver->abandon();
+}
+
+void Core::State::watch_outside_reads() {
+  if (!moves_params || outside_reads) return;
+  std::unordered_map<const c10::StorageImpl*, int> unit_of_storage;
+  for (size_t unit = 1; unit < executor->units().size(); ++unit) {
+    for (const exec::Flat& flat : executor->units()[unit].flats) {
+      for (const exec::Slot& slot : flat.slots) {
+        unit_of_storage[slot.param.storage().unsafeGetStorageImpl()] = static_cast<int>(unit);
+      }
+    }
+  }
+  outside_reads.emplace(std::move(unit_of_storage), [this](int unit) { outside_read(unit); });
+}
+
+void Core::State::outside_read(int unit) {
+  spanning.push_back(unit);
+  driver->enter(Op::kForward, unit);
+}
+
+// ---- backward
+
+void Core::State::start_backward() {
+  if (backward_armed) return;
+  backward_armed = true;
+  driver->begin(seen + 1 >= config.batch.accumulate ? Section::kBackwardLast : Section::kBackward);
+  reduced_last = seen + 1 >= config.batch.accumulate;
+  for (size_t unit = 0; unit < waiting.size(); ++unit) {
+    waiting[unit] = 0;
+    for (const exec::Flat& flat : executor->units()[unit].flats) {
+      if (flat.trainable) waiting[unit] += static_cast<int>(flat.slots.size());
+    }
+  }
+  frozen_open.clear();
+  if (!planned) backward_order.clear();
+  engine::at_end_of_backward([weak = weak_from_this()] {
+    const auto self = weak.lock();
+    if (self && !self->closed) self->end_backward();
+  });
+  if (moves_params) {
+    backward_enter(0);
+    for (const int unit : spanning) backward_enter(unit);
+  }
+}
+
+void Core::State::backward_enter(int unit) {
+  start_backward();
+  if (!moves_params) return;
+  if (unit != 0) complete_frozen(unit);
+  if (!planned) backward_order.begin(unit);
+  driver->enter(Op::kBackward, unit);
+  const bool all_frozen = waiting[unit] == 0 && !executor->units()[unit].trainable();
+  if (all_frozen && unit != 0) frozen_open.push_back(unit);
+}
+
+// A frozen weight has no gradient to tell that it was used for the last time; by the order in which
+// autograd works (later forward nodes first), reaching another unit's output does.
+void Core::State::complete_frozen(int except) {
+  const std::vector<int> open = std::exchange(frozen_open, {});
+  for (const int unit : open) {
+    if (unit == except) {
+      frozen_open.push_back(unit);
+    } else {
+      unit_complete(unit);
+    }
+  }
+}
+
+void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
+  start_backward();
+  exec::Flat& flat = executor->units()[unit].flats[flat_index];
+  const exec::Slot& slot = flat.slots[slot_index];
+  at::Tensor& gradient = slot.param.mutable_grad();
+  if (gradient.defined()) {
+    if (!executor->take_gradient(unit, flat_index, slot_index, gradient) && bad.empty()) {
+      bad = concat("parameter \"", slot.name, "\", ", where());
+    }
+    gradient.reset();
+  }
+  if (--waiting[unit] != 0) return;
+  const std::vector<exec::Flat>& flats = executor->units()[unit].flats;
+  const bool has_frozen = std::any_of(flats.begin(), flats.end(),
+                                      [](const exec::Flat& one) { return !one.trainable; });
+  if (unit == 0 || std::find(spanning.begin(), spanning.end(), unit) != spanning.end()) return;
+  if (has_frozen && moves_params) {
+    frozen_open.push_back(unit);
+  } else {
+    unit_complete(unit);
+  }
+}
+
+void Core::State::unit_complete(int unit) {
+  if (!planned) backward_order.end(unit);
+  driver->leave(Op::kBackward, unit);
+}
+
+void Core::State::end_backward() {
+  complete_frozen(-1);
+  if (!planned) backward_order.end(0);
+  driver->finish();
+  backward_armed = false;
+  ++seen;
+  if (!planned) replan();
+}
+
+// The backward before this forward threw: nothing of its window can be trusted.
+void Core::State::recover() {
+  driver->abandon();
+  executor->discard_gradients();
+  backward_armed = false;
+  seen = 0;
+  bad.clear();
+}
+
+// Step one is over: from here on the plan follows the order that was seen, the same on every rank.
+void Core::State::replan() {
+  planned = true;
+  const int num_units = static_cast<int>(executor->units().size());
+  const auto merge = [&](const engine::OrderRecord& order, std::vector<Visit>& visits) {
+    if (order.empty()) return;
+    visits = order.visits(num_units);
+    for (const int unit : spanning) {
+      std::erase_if(visits, [unit](const Visit& visit) { return visit.unit == unit; });
+      visits.insert(visits.begin() + 1, {unit, Mark::kBegin});
+      visits.insert(visits.end() - 1, {unit, Mark::kEnd});
+    }
+  };
+  if (moves_params) merge(forward_order, model.forward);
+  merge(backward_order, model.backward);
+  const std::string mine =
+      engine::visits_text(model.forward) + "\n" + engine::visits_text(model.backward);
+  const std::string difference = engine::first_difference(share_text("order of step one", mine));
+  if (!difference.empty() && moves_params) {
+    throw RuntimeFault(concat("[engine::replan] in step one the ranks ran their units in different "
+                              "orders: ", difference));
+  }
+  if (!difference.empty()) {  // only reductions: any common order will do
+    ModelDesc assumed = model;
+    assume_order(assumed, true);
+    model.backward = assumed.backward;
+  }
+  make_plans();
+}
+
+// ---- step
+
+void Core::State::step(const std::vector<GroupSettings>& groups,
+                       const std::function<void()>& external) {
+  if (backward_armed) {
+    recover();
+    throw RuntimeFault("[engine::step] the last backward did not end: its window was dropped");
+  }
+  exec::Executor::Update update;
+  for (const GroupSettings& group_settings : groups) {
+    exec::GroupOptions options;
+    const std::string& type = group_settings.type;
+    options.kind = type == "SGD"    ? exec::GroupOptions::Kind::kSgd
+                   : type == "Adam" ? exec::GroupOptions::Kind::kAdam
+                                    : exec::GroupOptions::Kind::kAdamW;
+    options.lr = group_settings.lr;
+    options.beta1 = group_settings.beta1;
+    options.beta2 = group_settings.beta2;
+    options.eps = group_settings.eps;
+    options.weight_decay = group_settings.weight_decay;
+    options.momentum = group_settings.momentum;
+    options.dampening = group_settings.dampening;
+    options.nesterov = group_settings.nesterov;
+    update.groups.push_back(options);
+  }
+  update.clip = config.clip;
+  update.divisor = static_cast<double>(std::min(seen, config.batch.accumulate));
+  update.bad = std::exchange(bad, "");
+  update.external = external;
+  executor->begin_update(std::move(update));
+  const bool early = !reduced_last;
+  seen = 0;
+  forwards = 0;
+  driver->begin(early ? Section::kUpdateEarly : Section::kUpdate);
+  try {
+    driver->finish();
+  } catch (...) {  // thrown on, after the section is closed
+    driver->abandon();
+    throw;
+  }
+  for (size_t unit = 0; unit < executor->units().size(); ++unit) {
+    executor->units()[unit].param_ready.wait();
+  }
+  ++steps;
+  executor->set_step(steps + 1);
+}
+
+void Core::State::close(bool whole) {
+  if (closed) return;
+  closed = true;
+  outside_reads.reset();
+  hooks.clear();
+  if (whole) {
+    driver->abandon();
+    executor->discard_gradients();
+  } else {
+    driver.reset();
+  }
+  for (size_t index = 0; index < executor->units().size(); ++index) {
+    const int unit = static_cast<int>(index);
+    if (whole && !executor->full(unit)) executor->run(executor->move_to(unit, Phase::kForward));
+    if (whole) executor->require(unit);
+    exec::UnitState& state = executor->units()[unit];
+    for (exec::Flat& flat : state.flats) {
+      if (!state.attached) flat.detach();
+      for (exec::Slot& slot : flat.slots) {
+        if (state.attached) slot.param.set_data(slot.param.detach().clone());
+      }
+    }
+  }
+  executor->drain();
+  for (exec::UnitState& unit : executor->units()) {
+    for (exec::Flat& flat : unit.flats) flat.free();
+  }
+  arena.trim();
+  group->close();
+}
+
+}  // namespace penstock

@@ -1,0 +1,82 @@
+#pragma once
+// Core::State: what happens at each event of eager code. Reports and collective reads are in
+// report.cpp, the public calls in core.cpp.
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/core.h"
+#include "src/engine/hooks.h"
+#include "src/engine/order.h"
+#include "src/exec/driver.h"
+#include "src/exec/executor.h"
+#include "src/mem/arena.h"
+#include "src/plan/planner.h"
+
+namespace penstock {
+
+struct Core::State : std::enable_shared_from_this<Core::State> {
+  State(const ModelTree& tree, const Config& settings, std::shared_ptr<Group> ranks,
+        bool external_optimizer);
+  ~State();
+
+  // ---- set-up (setup.cpp)
+  void agree_at_start(const std::string& print);
+  void adopt_flat(exec::Flat& flat, const std::string& label, bool external_optimizer);
+  void install_hooks();
+  void make_plans();
+
+  // ---- events
+  void forward_begin(bool grad_enabled);
+  void forward_end(const std::vector<at::Tensor>& outputs);
+  void unit_begin(int unit);
+  void unit_end(int unit, const std::vector<at::Tensor>& outputs);
+  void forward_failed(const std::string& error);
+  void backward_enter(int unit);
+  void gradient_arrived(int unit, int flat, int slot);
+
+  // ---- what they lead to
+  void start_backward();
+  void end_backward();
+  void unit_complete(int unit);
+  void complete_frozen(int except);
+  void recover();
+  void watch_outside_reads();
+  void outside_read(int unit);
+  void replan();
+  void step(const std::vector<GroupSettings>& groups, const std::function<void()>& external);
+  // `whole`: a collective, after which every rank has full parameters. Else only what needs no peer.
+  void close(bool whole);
+
+  // Every rank's text, in rank order.
+  std::vector<std::string> share_text(const std::string& label, const std::string& text);
+  std::string where() const;  // "rank 1, step 7, micro-step 0"
+
+  Config config;
+  std::shared_ptr<Group> group;
+  mem::Arena arena;
+  std::vector<std::string> unit_names;
+  std::vector<std::string> unit_modules;
+  ModelDesc model;
+  std::optional<exec::Executor> executor;
+  std::optional<exec::Driver> driver;
+  std::vector<engine::GradientHook> hooks;
+  bool moves_params = false;  // resting parameters are sharded
+
+  int64_t steps = 0;
+  int64_t seen = 0;             // backwards in this window
+  bool reduced_last = false;    // the last backward left gradients in `update`
+  int64_t forwards = 0;         // training forwards since the last step
+  bool backward_armed = false;  // a backward began and did not end
+  std::vector<int> waiting;     // by unit: gradients still to come in this backward
+  std::vector<int> frozen_open;  // units whose frozen weights may still be read
+  std::string bad;              // first non-finite contribution
+  std::vector<int> spanning;    // units read outside their module: whole for entire passes
+  bool planned = false;         // the order of step one is agreed
+  bool closed = false;
+  engine::OrderRecord forward_order, backward_order;
+  std::optional<engine::OutsideReads> outside_reads;
+};
+
+}  // namespace penstock

@@ -1,0 +1,61 @@
+#include "src/engine/strategy.h"
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/plan/passes.h"
+
+namespace penstock::engine {
+
+Section section_named(const std::string& name) {
+  std::vector<std::string> names;
+  for (const Section section : kSections) {
+    if (name == section_name(section)) return section;
+    names.emplace_back(section_name(section));
+  }
+  throw ConfigError(concat("[engine::section_named] no section \"", name, "\": ", join(names, ", ")));
+}
+
+Mesh mesh_of(const Config& config) {
+  Mesh mesh;
+  mesh.node = config.mesh.node;
+  mesh.local = config.mesh.data / config.mesh.node;
+  mesh.tensor = config.mesh.tensor;
+  return mesh;
+}
+
+Table table_of(const Config& config) {
+  TableOptions options;
+  if (config.precision) options.precision = parse_dtype(*config.precision);
+  options.accumulate = config.batch.accumulate > 1;
+  Table table = preset(config.strategy, options);
+  for (const auto& [role_text, phases] : config.table) {
+    for (const auto& [phase_text, place] : phases) {
+      for (int r = 0; r < kNumRoles; ++r) {
+        for (int p = 0; p < kNumPhases; ++p) {
+          const auto role = static_cast<Role>(r);
+          const auto phase = static_cast<Phase>(p);
+          if (role_text != role_name(role) || phase_text != phase_name(phase)) continue;
+          table.set(role, phase, Placement::parse(place));
+        }
+      }
+    }
+  }
+  return table;
+}
+
+int num_moments(const Config& config) {
+  const OptimizerConfig optimizer = config.optimizer.value_or(OptimizerConfig{});
+  if (optimizer.type != "SGD") return 2;
+  return optimizer.momentum != 0.0 ? 1 : 0;
+}
+
+Ledger predict(const Config& config, const ModelDesc& model) {
+  const Mesh mesh = mesh_of(config);
+  const Table table = table_of(config).on(mesh);
+  const Plan plan = plan_step(table, model, mesh, static_cast<int>(config.batch.accumulate));
+  const Plan passed = fuse(prefetch(plan, model, config.prefetch_bytes), model,
+                           config.comm.bucket_bytes);
+  return simulate(passed, table, model, mesh, num_moments(config));
+}
+
+}  // namespace penstock::engine

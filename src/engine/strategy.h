@@ -1,0 +1,29 @@
+#pragma once
+// From a Config to the values the planner works with. Pure.
+#include <array>
+#include <optional>
+#include <string>
+
+#include "penstock/config.h"
+#include "src/plan/planner.h"
+#include "src/plan/simulator.h"
+#include "src/plan/table.h"
+
+namespace penstock::engine {
+
+inline constexpr std::array<Section, 6> kSections = {
+    Section::kForward,      Section::kEval,   Section::kBackward,
+    Section::kBackwardLast, Section::kUpdate, Section::kUpdateEarly};
+
+// "forward" "eval" "backward" "backward_last" "update" "update_early". Throws ConfigError.
+Section section_named(const std::string& name);
+
+Mesh mesh_of(const Config& config);  // after resolve()
+// The strategy's preset with the config's own cells.
+Table table_of(const Config& config);
+int num_moments(const Config& config);  // fp32 values the optimizer keeps per parameter
+
+// What one training step of this strategy takes.
+Ledger predict(const Config& config, const ModelDesc& model);
+
+}  // namespace penstock::engine

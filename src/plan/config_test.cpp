@@ -1,0 +1,276 @@
+#include "penstock/config.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <set>
+#include <string>
+#include <vector>
+#include <nlohmann/json.hpp>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+namespace {
+
+using nlohmann::json;
+
+std::string error_of(const std::string& text, int world_size = 0) {
+  try {
+    Config config = Config::parse(text);
+    if (world_size > 0) config.resolve(world_size);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Config, EmptyIsAllDefaults) {
+  EXPECT_EQ(Config::parse("{}").json(), Config().json());
+  EXPECT_EQ(Config::parse(Config().json()).json(), Config().json());
+}
+
+const char* const kEverything = R"({
+  "strategy": "hpz", "table": {"param": {"rest": "SS@device:bf16"}},
+  "mesh": {"data": 8, "tensor": 1, "node": 2}, "precision": "bf16",
+  "dtypes": {"z.*": "fp32", "a.*": "bf16"}, "offload": {"optimizer": "none"},
+  "optimizer": {"type": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
+  "schedule": {"type": "cosine", "warmup_steps": 10, "total_steps": 100, "min_ratio": 0.1},
+  "batch": {"micro": 2, "global": 64}, "clip": 1, "units": {"modules": ["Block"], "max_bytes": 1e6},
+  "prefetch_bytes": 5e8, "comm": {"backend": "gloo", "bucket_bytes": 0, "timeout_s": 30},
+  "checkpoint": {}, "monitor": null, "seed": 7})";
+
+TEST(Config, ReadsEveryKey) {
+  Config config = Config::parse(kEverything);
+  EXPECT_EQ(config.strategy, "hpz");
+  EXPECT_EQ(config.table["param"]["rest"], "SS@device:bf16");
+  EXPECT_EQ(config.mesh.data, 8);
+  EXPECT_EQ(config.mesh.node, 2);
+  EXPECT_EQ(config.precision, "bf16");
+  EXPECT_EQ(config.dtypes[0].first, "z.*");  // the order given, not sorted
+  EXPECT_EQ(config.optimizer->type, "AdamW");
+  EXPECT_EQ(config.optimizer->lr, 3e-4);
+  EXPECT_EQ(config.optimizer->beta2, 0.95);
+  EXPECT_EQ(config.optimizer->eps, 1e-6);
+  EXPECT_EQ(config.optimizer->weight_decay, 0.1);
+  EXPECT_EQ(config.schedule.warmup_steps, 10);
+  EXPECT_EQ(config.schedule.total_steps, 100);
+  EXPECT_EQ(config.schedule.min_ratio, 0.1);
+  EXPECT_EQ(config.clip, 1.0);
+  EXPECT_EQ(config.units.modules, std::vector<std::string>{"Block"});
+  EXPECT_EQ(config.units.max_bytes, 1000000);
+  EXPECT_EQ(config.prefetch_bytes, 500000000);
+  EXPECT_EQ(config.comm.backend, "gloo");
+  EXPECT_EQ(config.comm.bucket_bytes, 0);
+  EXPECT_EQ(config.comm.timeout_s, 30.0);
+  EXPECT_EQ(config.seed, 7);
+}
+
+TEST(Config, JsonReadsBackTheSame) {
+  for (const char* text :
+       {"{}", kEverything, R"({"optimizer": {"type": "SGD", "momentum": 0.9}})",
+        R"({"optimizer": {"type": "Adam"}})", R"({"batch": {"micro": 2, "global": 64}})",
+        R"({"schedule": {"type": "constant", "warmup_steps": 3}})"}) {
+    Config config = Config::parse(text);
+    EXPECT_EQ(Config::parse(config.json()).json(), config.json());
+    config.resolve(8);
+    EXPECT_EQ(Config::parse(config.json()).json(), config.json());
+  }
+}
+
+TEST(Config, JsonIsSortedAndCanonical) {
+  const Config a = Config::parse(R"({"clip": 1, "strategy": "ddp"})");
+  const Config b = Config::parse(R"({"strategy": "ddp", "clip": 1.0})");
+  EXPECT_EQ(a.json(), b.json());
+  EXPECT_LT(a.json().find("\"batch\""), a.json().find("\"clip\""));
+}
+
+TEST(Config, WeightDecayDefaultsAreThoseOfTorch) {
+  EXPECT_EQ(Config::parse(R"({"optimizer": {}})").optimizer->weight_decay, 0.01);
+  EXPECT_EQ(Config::parse(R"({"optimizer": {"type": "ADAMW"}})").optimizer->weight_decay, 0.01);
+  EXPECT_EQ(Config::parse(R"({"optimizer": {"type": "adam"}})").optimizer->weight_decay, 0.0);
+  EXPECT_EQ(Config::parse(R"({"optimizer": {"type": "sgd"}})").optimizer->weight_decay, 0.0);
+}
+
+struct Bad {
+  std::string text;
+  std::vector<std::string> says;  // all of these are in the message
+  int world_size = 0;             // resolve() when not 0
+};
+
+void PrintTo(const Bad& bad, std::ostream* out) { *out << bad.text; }
+
+class BadConfigTest : public testing::TestWithParam<Bad> {};
+
+TEST_P(BadConfigTest, MessageNamesKeyValueAndFix) {
+  const std::string message = error_of(GetParam().text, GetParam().world_size);
+  const std::string layer =
+      GetParam().world_size > 0 ? "[plan::Config::resolve] " : "[plan::Config::parse] ";
+  EXPECT_EQ(message.rfind(layer, 0), 0U) << GetParam().text << "\n" << message;
+  for (const std::string& part : GetParam().says)
+    EXPECT_NE(message.find(part), std::string::npos) << part << "\nis not in\n" << message;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    UnknownKeys, BadConfigTest,
+    testing::Values(
+        Bad{R"({"stratgy": "ddp"})",
+            {R"(unknown key "stratgy"; did you mean "strategy"? (valid keys: batch, checkpoint,)"}},
+        Bad{R"({"Clip": 1})", {R"(did you mean "clip"?)"}},
+        Bad{R"({"zzzzqqqqxxxx": 1})", {R"(unknown key "zzzzqqqqxxxx" (valid keys: )"}},
+        Bad{R"({"mesh": {"dta": 1}})", {R"("mesh.dta"; did you mean "mesh.data"?)"}},
+        Bad{R"({"optimizer": {"beta": 1}})", {R"(did you mean "optimizer.betas"?)"}},
+        Bad{R"({"schedule": {"warmup": 1}})", {R"(unknown key "schedule.warmup")"}},
+        Bad{R"({"batch": {"mikro": 1}})", {R"(did you mean "batch.micro"?)"}},
+        Bad{R"({"units": {"module": 1}})", {R"(did you mean "units.modules"?)"}},
+        Bad{R"({"comm": {"timeout": 1}})", {R"(unknown key "comm.timeout")"}},
+        Bad{R"({"offload": {"param": "none"}})", {R"(did you mean "offload.params"?)"}},
+        Bad{R"({"table": {"parm": {}}})", {R"(did you mean "table.param"?)"}},
+        Bad{R"({"table": {"grad": {"rest": "SS@device:bf16"}}})",
+            {R"(unknown key "table.grad.rest")", "backward, hold, update"}},
+        Bad{R"({"clip": 1, "clip": 2})", {R"(key "clip" is given twice)"}}));
+
+INSTANTIATE_TEST_SUITE_P(
+    Values, BadConfigTest,
+    testing::Values(
+        Bad{"{", {"not valid JSON"}}, Bad{"[]", {"\"config\" is []", "an object"}},
+        Bad{R"({"clip": 1e999})", {"not valid JSON"}},
+        Bad{R"({"strategy": "zero33"})", {R"("strategy" is "zero33")", R"(did you mean "zero3"?)"}},
+        Bad{R"({"strategy": 3})", {R"("strategy" is 3; allowed: "ddp", "zero1")"}},
+        Bad{R"({"precision": "fp8"})", {R"("precision" is "fp8")", R"("fp32", "bf16")"}},
+        Bad{R"({"clip": "x"})", {R"("clip" is "x"; allowed: a number >= 0)"}},
+        Bad{R"({"clip": -1})", {R"("clip" is -1)"}}, Bad{R"({"clip": true})", {"is true"}},
+        Bad{R"({"seed": -1})", {R"("seed" is -1)"}}, Bad{R"({"seed": 1.5})", {"a whole number"}},
+        Bad{R"({"prefetch_bytes": "64MB"})", {R"("prefetch_bytes" is "64MB")"}},
+        Bad{R"({"mesh": {"data": 0}})", {R"("mesh.data" is 0)", ">= 1"}},
+        Bad{R"({"mesh": 8})", {R"("mesh" is 8; allowed: an object)"}},
+        Bad{R"({"mesh": {"data": 4294967297}})", {R"("mesh.data" is 4294967297)"}},
+        Bad{R"({"dtypes": {"a": "int8"}})", {R"("dtypes.a" is "int8")"}},
+        Bad{R"({"dtypes": {"": "fp32"}})", {"empty name pattern"}},
+        Bad{R"({"table": {"param": {"rest": "XX@device:bf16"}}})",
+            {R"("table.param.rest" is "XX@device:bf16")", "R S P"}},
+        Bad{R"({"table": {"param": {"rest": "SS@device:bf61"}}})",
+            {"table.param.rest", "did you mean 'bf16'"}},
+        Bad{R"({"table": {"param": {"rest": 5}}})", {R"("table.param.rest" is 5; allowed: text)"}},
+        Bad{R"({"optimizer": {"type": "SDG"}})", {R"(did you mean "SGD"?)"}},
+        Bad{R"({"optimizer": {"betas": 0.9}})", {R"("optimizer.betas" is 0.9)", "[beta1, beta2]"}},
+        Bad{R"({"optimizer": {"betas": [0.9, 1.0]}})", {"[0.9,1.0]"}},
+        Bad{R"({"optimizer": {"lr": -1}})", {R"("optimizer.lr" is -1)"}},
+        Bad{R"({"optimizer": {"type": "SGD", "nesterov": 1}})", {"true or false"}},
+        Bad{R"({"schedule": {"type": "linear"}})", {R"("schedule.total_steps" is missing)"}},
+        Bad{R"({"schedule": {"type": "linear", "total_steps": 4, "warmup_steps": 5}})",
+            {R"("schedule.warmup_steps" is 5)", "which is 4"}},
+        Bad{R"({"schedule": {"type": "cosine", "total_steps": 4, "min_ratio": 2}})",
+            {"from 0 to 1"}},
+        Bad{R"({"units": {"modules": "Block"}})", {R"("units.modules" is "Block")", "a list"}},
+        Bad{R"({"comm": {"timeout_s": 0}})", {R"("comm.timeout_s" is 0)"}}));
+
+INSTANTIATE_TEST_SUITE_P(
+    NoEffect, BadConfigTest,
+    testing::Values(
+        Bad{R"({"optimizer": {"momentum": 0.9}})",
+            {R"("optimizer.momentum" is 0.9, which has no effect with optimizer.type "AdamW")"}},
+        Bad{R"({"optimizer": {"type": "SGD", "betas": [0.9, 0.9]}})", {"no effect", "SGD"}},
+        Bad{R"({"optimizer": {"type": "SGD", "dampening": 0.5}})", {"momentum is 0"}},
+        Bad{R"({"optimizer": {"type": "SGD", "nesterov": true}})", {"momentum > 0"}},
+        Bad{R"({"schedule": {"warmup_steps": 5}})", {"no effect", R"(schedule.type "none")"}},
+        Bad{R"({"schedule": {"type": "constant", "min_ratio": 0.5}})", {"no effect"}},
+        Bad{R"({"offload": {"path": "/tmp"}})", {R"("offload.path" is "/tmp")", "no effect"}}));
+
+INSTANTIATE_TEST_SUITE_P(
+    NotYet, BadConfigTest,
+    testing::Values(
+        Bad{R"({"mesh": {"tensor": 2}})", {R"("mesh.tensor" is 2)", "does not support tensor"}},
+        Bad{R"({"mesh": {"pipeline": 2}})", {"does not support pipeline"}},
+        Bad{R"({"mesh": {"sequence": 2}})", {"does not support sequence"}},
+        Bad{R"({"mesh": {"expert": 2}})", {"does not support expert"}},
+        Bad{R"({"precision": "fp16"})", {"does not support fp16"}},
+        Bad{R"({"dtypes": {"a": "fp16"}})", {"does not support fp16"}},
+        Bad{R"({"offload": {"optimizer": "host"}})", {R"("offload.optimizer" is "host")"}},
+        Bad{R"({"offload": {"params": "disk"}})", {"does not support offload"}},
+        Bad{R"({"offload": {"activations": "host"}})", {"does not support offload"}},
+        Bad{R"({"table": {"optim": {"rest": "SS@host:fp32"}}})", {"does not support offload"}},
+        Bad{R"({"table": {"act": {"hold": "RR@host:bf16"}}})", {"does not place activations"}},
+        Bad{R"({"comm": {"backend": "nccl"}})", {R"("comm.backend" is "nccl")", "gloo"}},
+        Bad{R"({"comm": {"codec": "int8"}})", {R"("comm.codec" is "int8")"}},
+        Bad{R"({"checkpoint": {"path": "x"}})", {"no checkpoint settings"}},
+        Bad{R"({"monitor": {"csv": true}})", {"does not support monitors"}}));
+
+INSTANTIATE_TEST_SUITE_P(
+    Worlds, BadConfigTest,
+    testing::Values(
+        Bad{R"({"mesh": {"data": 3}})", {R"("mesh.data" is 3, but 8 ranks)", "set it to 8"}, 8},
+        Bad{R"({"mesh": {"node": 3}})", {R"("mesh.node" is 3)", "8 data-parallel ranks"}, 8},
+        Bad{R"({"strategy": "hpz", "mesh": {"node": 4}})", {R"("mesh.node" is 4)"}, 6},
+        Bad{R"({"batch": {"micro": 3, "global": 64}})",
+            {R"("batch.global" is 64)", "batch.micro 3 x 8", "= 24", "multiple of 24"},
+            8},
+        Bad{R"({"batch": {"accumulate": 3, "global": 64}})", {"batch.accumulate 3 x 8"}, 8},
+        Bad{R"({"batch": {"micro": 2, "accumulate": 2, "global": 64}})",
+            {"batch.micro 2 x batch.accumulate 2 x 8 data-parallel ranks = 32"},
+            8}));
+
+struct BatchCase {
+  std::string text;
+  int world_size;
+  int64_t micro, accumulate, global;
+};
+
+class ResolveTest : public testing::TestWithParam<BatchCase> {};
+
+TEST_P(ResolveTest, AnyTwoGiveTheThird) {
+  const BatchCase& c = GetParam();
+  Config config = Config::parse(c.text);
+  for (int again = 0; again < 2; ++again) {
+    config.resolve(c.world_size);
+    EXPECT_EQ(config.mesh.data, c.world_size);
+    EXPECT_EQ(config.batch.micro, c.micro) << c.text;
+    EXPECT_EQ(config.batch.accumulate, c.accumulate) << c.text;
+    EXPECT_EQ(config.batch.global, c.global) << c.text;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Batches, ResolveTest,
+    testing::Values(BatchCase{"{}", 4, 0, 1, 0},
+                    BatchCase{R"({"batch": {"accumulate": 3}})", 4, 0, 3, 0},
+                    BatchCase{R"({"batch": {"micro": 2}})", 4, 2, 1, 8},
+                    BatchCase{R"({"batch": {"global": 8}})", 4, 2, 1, 8},
+                    BatchCase{R"({"batch": {"micro": 2, "accumulate": 3}})", 4, 2, 3, 24},
+                    BatchCase{R"({"batch": {"micro": 2, "global": 24}})", 4, 2, 3, 24},
+                    BatchCase{R"({"batch": {"accumulate": 3, "global": 24}})", 4, 2, 3, 24},
+                    BatchCase{R"({"batch": {"micro": 2, "accumulate": 3, "global": 6}})", 1, 2, 3,
+                              6}));
+
+TEST(Config, NodesDivideTheDataAxis) {
+  Config config = Config::parse(R"({"strategy": "mics", "mesh": {"node": 2}})");
+  config.resolve(6);
+  EXPECT_EQ(config.mesh.data, 6);
+}
+
+// docs/config.md: rows "| `key` | `default` | ...".
+TEST(Config, DocumentedKeysAndDefaultsAreTheRealOnes) {
+  std::ifstream file(std::string(PENSTOCK_SOURCE_DIR) + "/docs/config.md");
+  ASSERT_TRUE(file) << "docs/config.md";
+  json documented = json::object();
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("| `", 0) != 0) continue;
+    const std::vector<std::string> cells = split(line, '`');
+    std::string pointer = "/" + cells[1];
+    for (char& c : pointer) c = c == '.' ? '/' : c;
+    if (cells[1] == "optimizer") {
+      EXPECT_EQ(cells[3], "null");
+      continue;
+    }
+    documented[json::json_pointer(pointer)] = json::parse(cells[3]);
+  }
+  json adamw = json::parse(Config::parse(R"({"optimizer": {}})").json());
+  const json sgd = json::parse(Config::parse(R"({"optimizer": {"type": "SGD"}})").json());
+  for (const char* key : {"momentum", "dampening", "nesterov"})
+    adamw["optimizer"][key] = sgd["optimizer"][key];
+  EXPECT_EQ(documented, adamw) << json::diff(documented, adamw).dump(1);
+}
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,53 @@
+"""Options and fixtures shared by tests/python and tests/parity."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "parity"))
+# Ranks meet on this machine; a host name that resolves to nothing must not matter.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="every parity case and every fault")
+
+
+def shared_memory():
+    folder = pathlib.Path("/dev/shm")
+    return set(os.listdir(folder)) if folder.exists() else set()
+
+
+@pytest.fixture(scope="session")
+def pools():
+    """pools(world) is a pool of that many ranks. At the end none may be left, or have left
+    anything."""
+    import ranks  # noqa: PLC0415 - torch is not needed by the tests that do not use this
+
+    before = shared_memory()
+    pools = ranks.Pools()
+    yield pools
+    codes = pools.close()
+    assert all(code == 0 for exits in codes.values() for code in exits), (
+        f"ranks did not end by themselves with 0, by world size: {codes}"
+    )
+    left = {name for name in shared_memory() - before if name.startswith(("torch_", "penstock"))}
+    assert not left, f"left in /dev/shm: {left}"
+
+
+def pytest_configure(config):
+    config.parity_key = pytest.StashKey[dict[str, float]]()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    largest = config.stash.get(config.parity_key, None)
+    if not largest:
+        return
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
+    count = sum(report.when == "call" and "test_parity[" in report.nodeid for report in reports)
+    figures = ", ".join(f"{name} {value:.2g}" for name, value in sorted(largest.items()))
+    terminalreporter.write_line(f"parity: {count} cases, largest deviations: {figures}")

@@ -1,0 +1,223 @@
+"""Pools of rank processes.
+
+Importing torch takes seconds, so each process runs many functions. The parent hosts the rendezvous
+store: a rank that dies never takes it along. Every wait has a deadline, at which the pool kills its
+own children and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Failure:
+    """An exception that ended a function on one rank."""
+
+    kind: str  # "penstock.RuntimeFault"
+    bases: list[str]
+    text: str
+    trace: str
+
+
+class RankError(AssertionError):
+    """A function did not return on every rank."""
+
+
+class _Parent:
+    """The way from a rank to its pool; plain pickle, as multiprocessing would share tensors through
+    /dev/shm."""
+
+    connection: Connection | None = None
+
+    @classmethod
+    def send(cls, kind: str, value: Any) -> None:
+        assert cls.connection is not None
+        cls.connection.send_bytes(pickle.dumps((kind, value)))
+
+
+def note(value: Any) -> None:
+    """Called on a rank: tells the pool something before the function ends."""
+    _Parent.send("note", value)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        _Parent.send("value", function(*args))
+    except BaseException as error:
+        bases = [_name(base) for base in type(error).__mro__]
+        trace = traceback.format_exc()
+        _Parent.send("failure", Failure(_name(type(error)), bases, str(error), trace))
+
+
+def _serve(rank: int, world: int, port: int, connection: Connection) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        return  # the parent died before the line above
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's
+    _Parent.connection = connection
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    note("ready")
+    while True:
+        try:
+            request = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            break
+        if request is None:
+            break
+        _call(*request)
+    dist.destroy_process_group()
+
+
+class Pool:
+    """`world` ranks with a default gloo group. Used by one thread."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        context = multiprocessing.get_context("spawn")
+        self.connections: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world, self.store.port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+        self.notes("ready", timeout=90)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Begins function(*args), which must be importable, on every rank."""
+        for connection in self.connections:
+            connection.send_bytes(pickle.dumps((function, args)))
+
+    def _receive(self, ranks: set[int], kinds: tuple[str, ...], timeout: float) -> dict[int, Any]:
+        """One message of `kinds` from each rank in `ranks`; those that died or are late are left
+        out. Messages of other kinds are dropped."""
+        deadline = time.monotonic() + timeout
+        waiting = {self.connections[rank]: rank for rank in ranks}
+        got: dict[int, Any] = {}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return got
+            for connection in ready:
+                try:
+                    kind, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    del waiting[connection]
+                    continue
+                if kind in kinds:
+                    got[waiting.pop(connection)] = value
+        return got
+
+    def notes(self, expected: Any, timeout: float) -> None:
+        """Waits until every rank has sent this note."""
+        ranks = set(range(self.world))
+        got = self._receive(ranks, ("note", "failure"), timeout)
+        wrong = {rank: got.get(rank, "nothing") for rank in ranks if got.get(rank) != expected}
+        if wrong:
+            self.kill()
+            raise RankError(f"waited {timeout} s for {expected!r} from all ranks, got {wrong}")
+
+    def outcomes(self, ranks: set[int], timeout: float) -> dict[int, Any]:
+        """What the function returned, or a Failure, by rank; a rank that died or has not ended when
+        the time is up is missing."""
+        return self._receive(ranks, ("value", "failure"), timeout)
+
+    def attempt(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """Runs the function on all ranks; what it returned, or a Failure, by rank."""
+        self.start(function, *args)
+        got = self.outcomes(set(range(self.world)), timeout)
+        missing = set(range(self.world)) - set(got)
+        if missing:
+            failures = [f"rank {r}: {v.trace}" for r, v in got.items() if isinstance(v, Failure)]
+            exits = {rank: self.processes[rank].exitcode for rank in missing}
+            self.kill()
+            raise RankError(
+                f"no outcome within {timeout} s (rank: exit code) {exits}\n" + "\n".join(failures)
+            )
+        return [got[rank] for rank in range(self.world)]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """Runs the function on all ranks; what it returned, by rank. Raises with all traces if any
+        rank failed; the pool is then used up."""
+        outcomes = self.attempt(function, *args, timeout=timeout)
+        failures = [f"rank {r}: {v.trace}" for r, v in enumerate(outcomes) if is_failure(v)]
+        if failures:
+            self.kill()
+            raise RankError("\n".join(failures))
+        return outcomes
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self, timeout: float = 20) -> list[int | None]:
+        """Ends the ranks; their exit codes. A rank that is not gone in time is killed."""
+        for connection in self.connections:
+            try:
+                connection.send_bytes(pickle.dumps(None))
+            except OSError:
+                pass  # it is dead already
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        self.kill()
+        return codes
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for connection in self.connections:
+            connection.close()
+
+
+def is_failure(outcome: Any) -> bool:
+    return isinstance(outcome, Failure)
+
+
+class Pools:
+    """The pools of a test session, one for each world size, started on first use and again after a
+    failure."""
+
+    def __init__(self) -> None:
+        self.pools: dict[int, Pool] = {}
+
+    def __call__(self, world: int) -> Pool:
+        if world not in self.pools or not self.pools[world].alive:
+            self.pools[world] = Pool(world)
+        return self.pools[world]
+
+    def close(self) -> dict[int, list[int | None]]:
+        """Ends all pools that are in use; exit codes by world size."""
+        return {world: pool.close() for world, pool in self.pools.items() if pool.alive}

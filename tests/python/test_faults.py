@@ -1,0 +1,201 @@
+"""No hang: a rank that dies, stops, raises or diverges ends all ranks in time, naming it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+
+import models
+import psutil
+import pytest
+import torch.distributed as dist
+import training
+from ranks import Failure, Pool, note
+from training import Case
+
+WORLD, CULPRIT = 4, 2
+TIMEOUT_S = 20
+# For two shared cores to schedule the last of the ranks.
+SLACK_S = 2
+
+
+@pytest.fixture
+def pool():
+    """Four ranks of the test's own: none survives it."""
+    pool = Pool(WORLD)
+    pids = [process.pid for process in pool.processes]
+    yield pool
+    pool.kill()
+    left = [pid for pid in pids if psutil.pid_exists(pid)]
+    assert not left, f"ranks outlived their pool: {left}"
+
+
+def start(strategy, timeout_s):
+    import penstock  # noqa: PLC0415
+
+    config = Case(strategy, world=WORLD).config() | {"comm": {"timeout_s": timeout_s}}
+    return penstock.initialize(models.build("gpt"), config)
+
+
+def train_for_ever(strategy, timeout_s):
+    """Ends with an error only; closes the engine on the way."""
+    engine = start(strategy, timeout_s)
+    batch = models.batches("gpt", 1, WORLD * training.MICRO)[0]
+    step = 0
+    try:
+        while True:
+            training.backwards(engine, batch, 1)
+            engine.step()
+            step += 1
+            if step == 3:
+                note("training")
+    finally:
+        engine.close()
+
+
+def survivors_say(pool, timeout):
+    """Each survivor's RuntimeFault, by rank, with all of them in time."""
+    others = set(range(WORLD)) - {CULPRIT}
+    began = time.monotonic()
+    outcomes = pool.outcomes(others, timeout)
+    took = time.monotonic() - began
+    assert set(outcomes) == others, f"no word from {others - set(outcomes)} in {took:.0f} s"
+    for rank, outcome in outcomes.items():
+        assert isinstance(outcome, Failure), f"rank {rank} returned {outcome!r}"
+        assert outcome.kind == "penstock.RuntimeFault", f"rank {rank}: {outcome.trace}"
+    return {rank: outcome.text for rank, outcome in outcomes.items()}
+
+
+def assert_ends(pool):
+    """The survivors' processes end by themselves."""
+    codes = [code for rank, code in enumerate(pool.close(timeout=20)) if rank != CULPRIT]
+    assert codes == [0] * (WORLD - 1), f"exit codes of the survivors: {codes}"
+
+
+def strike(pool, strategy, signum, seed):
+    """Sends the signal to one rank in the middle of training; what the others say."""
+    pool.start(train_for_ever, strategy, TIMEOUT_S)
+    pool.notes("training", timeout=60)
+    time.sleep(random.Random(seed).uniform(0.0, 0.5))  # the moment is the test's parameter
+    os.kill(pool.processes[CULPRIT].pid, signum)
+    return survivors_say(pool, TIMEOUT_S + SLACK_S)
+
+
+def assert_names_culprit(texts, why):
+    for rank, text in texts.items():
+        assert re.search(rf"rank {CULPRIT}\b[^;]*{why}", text), f"rank {rank}: {text}"
+        assert re.search(r"step \d+", text), f"rank {rank} names no step: {text}"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+def test_killed_rank(strategy, seed, pool, request):
+    if seed > 1 and not request.config.getoption("full"):
+        pytest.skip("a second moment: with --full only")
+    texts = strike(pool, strategy, signal.SIGKILL, f"{strategy}{seed}")
+    assert_names_culprit(texts, "(dead|died|stopped|gone)")
+    assert_ends(pool)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+def test_stopped_rank(strategy, pool, request):
+    if strategy != "zero3" and not request.config.getoption("full"):
+        pytest.skip("20 s of waiting: with --full only")
+    texts = strike(pool, strategy, signal.SIGSTOP, strategy)
+    assert_names_culprit(texts, "(dead|died|stopped|gone)")
+    pool.processes[CULPRIT].kill()
+    assert_ends(pool)
+
+
+class Failing(models.Gpt):
+    calls = 0
+
+    def forward(self, tokens, targets):
+        self.calls += 1
+        if self.calls == 4 and dist.get_rank() == CULPRIT:
+            raise ValueError("this rank's data is bad")
+        return super().forward(tokens, targets)
+
+
+def raise_in_forward(strategy):
+    import penstock  # noqa: PLC0415
+
+    config = Case(strategy, world=WORLD).config() | {"comm": {"timeout_s": 6}}
+    engine = penstock.initialize(Failing(), config)
+    batch = models.batches("gpt", 1, WORLD * training.MICRO)[0]
+    try:
+        for _ in range(6):
+            training.backwards(engine, batch, 1)
+            engine.step()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_rank_that_raises_in_forward(strategy, pool):
+    """The user's error is that rank's; the others do not hang and say which step they were at."""
+    pool.start(raise_in_forward, strategy)
+    own = pool.outcomes({CULPRIT}, timeout=30)[CULPRIT]
+    assert own.kind == "builtins.ValueError", own.trace
+    for rank, text in survivors_say(pool, 6 + SLACK_S + 4).items():
+        assert re.search(rf"rank {CULPRIT}\b", text), f"rank {rank}: {text}"
+        assert "step 4" in text, f"rank {rank}: {text}"
+    assert_ends(pool)
+
+
+class Branching(models.Gpt):
+    """From the third call on, one rank runs its blocks in another order."""
+
+    calls = 0
+
+    def forward(self, tokens, targets):
+        self.calls += 1
+        blocks = list(self.blocks)
+        if self.calls >= self.first and dist.get_rank() == CULPRIT:
+            blocks.reverse()
+        self.order = blocks
+        return self.run(tokens, targets)
+
+    first = 3
+
+    def run(self, tokens, targets):
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.order:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return models.F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def diverge(first):
+    """Returns "trained" when the engine got along with it."""
+    import penstock  # noqa: PLC0415
+
+    model = Branching()
+    model.first = first
+    config = Case("zero3", world=WORLD).config() | {"comm": {"timeout_s": 6, "bucket_bytes": 0}}
+    engine = penstock.initialize(model, config)
+    batch = models.batches("gpt", 1, WORLD * training.MICRO)[0]
+    try:
+        for _ in range(4):
+            training.backwards(engine, batch, 1)
+            engine.step()
+        return "trained"
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_divergent_order_ends_with_an_error(first, pool):
+    """In step one, or after the plan was agreed."""
+    pool.start(diverge, first)
+    outcomes = pool.outcomes(set(range(WORLD)), timeout=30)
+    assert set(outcomes) == set(range(WORLD)), f"hangs: {set(range(WORLD)) - set(outcomes)}"
+    for rank, outcome in outcomes.items():
+        assert isinstance(outcome, Failure), f"rank {rank} {outcome}"
+        assert outcome.kind.startswith("penstock."), f"rank {rank}: {outcome.trace}"
+        assert "rank" in outcome.text and re.search(r"\bu\d|blocks\.\d", outcome.text)
+    codes = pool.close(timeout=20)
+    assert codes == [0] * WORLD, f"exit codes: {codes}"

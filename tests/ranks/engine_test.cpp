@@ -1,0 +1,157 @@
+// The C++ engine on ranks as threads against plain torch: every strategy, world sizes that do and do
+// not divide, both precisions, accumulation, a shared parameter, a frozen and an unused one.
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+#include <torch/optim.h>
+
+#include <thread>
+
+#include "penstock/engine.h"
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+namespace {
+
+constexpr int64_t kWidth = 13;  // odd, so that every shard border falls inside some parameter
+constexpr int64_t kRows = 2;    // per rank and micro-batch
+constexpr int kSteps = 4;
+
+struct BlockImpl : torch::nn::Module {
+  BlockImpl() {
+    inner = register_module("inner", torch::nn::Linear(kWidth, kWidth));
+    frozen = register_module("frozen", torch::nn::Linear(kWidth, kWidth));
+    for (auto& p : frozen->parameters()) p.requires_grad_(false);
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    return unit(*this, [&] { return x + torch::tanh(frozen(torch::tanh(inner(x)))); });
+  }
+  torch::nn::Linear inner{nullptr}, frozen{nullptr};
+};
+TORCH_MODULE(Block);
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    embed = register_parameter("embed", torch::randn({kWidth, kWidth}) * 0.3);
+    unused = register_parameter("unused", torch::randn({3}));
+    blocks = register_module("blocks", torch::nn::ModuleList());
+    for (int i = 0; i < 3; ++i) blocks->push_back(Block());
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    x = x.matmul(embed);
+    for (const int i : {0, 1, 2, 1}) x = blocks[i]->as<Block>()->forward(x);
+    return x.matmul(embed.t());  // tied
+  }
+  torch::Tensor embed, unused;
+  torch::nn::ModuleList blocks{nullptr};
+};
+
+std::shared_ptr<NetImpl> build() {
+  torch::manual_seed(1);
+  return std::make_shared<NetImpl>();
+}
+
+torch::Tensor rows_of(int step, int micro, int first, int count, int world, int64_t salt) {
+  torch::Generator generator = at::detail::createCPUGenerator(1000 * step + 10 * micro + salt);
+  return torch::randn({kRows * world, kWidth}, generator).narrow(0, first * kRows, count * kRows);
+}
+
+torch::Tensor loss_of(NetImpl& net, int step, int micro, int first, int count, int world) {
+  const auto x = rows_of(step, micro, first, count, world, 0);
+  const auto y = rows_of(step, micro, first, count, world, 5);
+  const auto dtype = net.embed.scalar_type();
+  return (net.forward(x.to(dtype)).to(torch::kFloat) - y).square().mean();
+}
+
+std::map<std::string, torch::Tensor> reference(int world, int accumulate, double clip) {
+  auto net = build();
+  std::vector<torch::Tensor> params;
+  for (auto& p : net->parameters()) {
+    if (p.requires_grad()) params.push_back(p);
+  }
+  torch::optim::AdamW optimizer(params, torch::optim::AdamWOptions(0.01).eps(1e-4).weight_decay(0.1));
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    for (int micro = 0; micro < accumulate; ++micro) {
+      (loss_of(*net, step, micro, 0, world, world) / accumulate).backward();
+    }
+    torch::nn::utils::clip_grad_norm_(params, clip);
+    optimizer.step();
+  }
+  std::map<std::string, torch::Tensor> state;
+  for (const auto& item : net->named_parameters()) state[item.key()] = item.value().detach();
+  return state;
+}
+
+struct Case {
+  const char* strategy;
+  int world;
+  int accumulate;
+  const char* precision;
+};
+
+class Engines : public testing::TestWithParam<Case> {};
+
+TEST_P(Engines, TrainLikePlainTorch) {
+  const Case c = GetParam();
+  const Config config = Config::parse(concat(
+      R"({"strategy": ")", c.strategy, R"(", "precision": ")", c.precision,
+      R"(", "clip": 0.5, "batch": {"accumulate": )", c.accumulate,
+      R"(}, "optimizer": {"type": "AdamW", "lr": 0.01, "eps": 1e-4, "weight_decay": 0.1},)",
+      R"( "units": {"modules": ["Block"]}, "comm": {"bucket_bytes": 1}, "mesh": {"node": )",
+      c.world % 2 == 0 ? 2 : 1, "}}"));
+  const auto expected = reference(c.world, c.accumulate, 0.5);
+  const double tolerance = std::string(c.precision) == "fp32" ? 1e-5 : 2e-2;
+  auto groups = Group::threads(c.world, std::chrono::seconds(60));
+  std::vector<std::shared_ptr<NetImpl>> nets;
+  for (int rank = 0; rank < c.world; ++rank) nets.push_back(build());
+  std::vector<std::string> errors(c.world);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < c.world; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        Engine engine(nets[rank], config, groups[rank]);
+        for (int step = 0; step < kSteps; ++step) {
+          for (int micro = 0; micro < c.accumulate; ++micro) {
+            const auto loss = engine.run(
+                [&] { return loss_of(*nets[rank], step, micro, rank, 1, c.world); });
+            engine.backward(loss);
+            EXPECT_EQ(engine.step(), micro + 1 == c.accumulate);
+          }
+        }
+        for (const auto& [name, value] : engine.state()) {
+          const double off = (value - expected.at(name)).abs().max().item<double>();
+          EXPECT_LT(off, tolerance) << name << " on rank " << rank;
+        }
+        engine.close();
+        EXPECT_LT((nets[rank]->embed.detach().to(torch::kFloat) - expected.at("embed"))
+                      .abs().max().item<double>(), tolerance);
+      } catch (const std::exception& error) {
+        errors[rank] = error.what();
+        groups[rank]->close();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hpz", "mics"}) {
+    for (const int world : {1, 2, 3, 4, 7}) {
+      for (const int accumulate : {1, 3}) {
+        all.push_back({strategy, world, accumulate, "fp32"});
+        if (world == 2) all.push_back({strategy, world, accumulate, "bf16"});
+      }
+    }
+  }
+  return all;
+}
+INSTANTIATE_TEST_SUITE_P(Matrix, Engines, testing::ValuesIn(cases()), [](const auto& info) {
+  const Case& c = info.param;
+  return concat(c.strategy, "_world", c.world, "_accumulate", c.accumulate, "_", c.precision);
+});
+
+}  // namespace
+}  // namespace penstock
