@@ -15,7 +15,7 @@ CPP = $$(find src include python/src tests examples benchmarks cmake -name '*.h'
 PY := python tests tools examples benchmarks
 
 # torch is not built with the sanitizers: containers that cross its border look overflown.
-export ASAN_OPTIONS ?= detect_container_overflow=0:detect_leaks=0
+export ASAN_OPTIONS ?= detect_container_overflow=0
 export UBSAN_OPTIONS ?= print_stacktrace=1:halt_on_error=1
 
 .PHONY: help setup build test demo lint format asan clean

@@ -16,6 +16,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -74,13 +75,14 @@ class WithCasts(Variant):
         make: Callable[[Tensors], torch.optim.Optimizer],
     ) -> None:
         super().__init__(weights, grads)
-        for master in self.master:
-            master.grad = torch.zeros_like(master)
+        self.grads_fp32 = [torch.zeros_like(master) for master in self.master]
+        for master, grad in zip(self.master, self.grads_fp32, strict=True):
+            master.grad = grad
         self.optimizer = make(self.master)
 
     def step(self) -> None:
-        for master, grad in zip(self.master, self.grads, strict=True):
-            master.grad.copy_(grad).mul_(CLIP)
+        for wide, grad in zip(self.grads_fp32, self.grads, strict=True):
+            wide.copy_(grad).mul_(CLIP)
         self.optimizer.step()
         for master, out in zip(self.master, self.out, strict=True):
             out.copy_(master)
@@ -94,7 +96,7 @@ def make_variants(weights: Tensors, grads: Tensors, library: ctypes.CDLL) -> dic
         "torch_foreach": WithCasts(weights, grads, lambda p: adamw(p, foreach=True)),
     }
     try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415 (optional peer)
     except ImportError:
         return variants
     variants["deepspeed"] = WithCasts(
@@ -103,8 +105,10 @@ def make_variants(weights: Tensors, grads: Tensors, library: ctypes.CDLL) -> dic
     return variants
 
 
-def stream(library: ctypes.CDLL, arrays: Tensors, non_temporal: int) -> None:
-    library.penstock_bench_stream(*(a.data_ptr() for a in arrays), arrays[0].numel(), non_temporal)
+def stream(library: ctypes.CDLL, arrays: list[Tensors], non_temporal: int) -> None:
+    for ranges in arrays:
+        pointers = [tensor.data_ptr() for tensor in ranges]
+        library.penstock_bench_stream(*pointers, ranges[0].numel(), non_temporal)
 
 
 def measure(
@@ -135,14 +139,27 @@ def weights_apart(variants: dict[str, Variant]) -> dict[str, float]:
     return apart
 
 
-def run_case(library: ctypes.CDLL, numel: int, threads: int, rounds: int) -> dict[str, object]:
+@dataclass
+class Result:
+    threads: int
+    numel: int
+    rounds: int
+    median_s: dict[str, float]
+    limit_gbps: float  # of the faster in-place loop
+    penstock_gbps: float
+    fraction_of_limit: float
+    time_over_penstock: dict[str, float]
+    weights_apart: dict[str, float]
+
+
+def run_case(library: ctypes.CDLL, numel: int, threads: int, rounds: int) -> Result:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     per_tensor = numel // NUM_TENSORS
     weights = [torch.randn(per_tensor) for _ in range(NUM_TENSORS)]
     grads = [torch.randn(per_tensor).bfloat16() for _ in range(NUM_TENSORS)]
     variants = make_variants(weights, grads, library)
-    arrays = [torch.zeros(numel) for _ in range(3)]
+    arrays = [[torch.zeros(per_tensor) for _ in range(3)] for _ in range(NUM_TENSORS)]
     actions: dict[str, Callable[[], None]] = {
         "stream_non_temporal": lambda: stream(library, arrays, 1),
         "stream_plain": lambda: stream(library, arrays, 0),
@@ -154,33 +171,38 @@ def run_case(library: ctypes.CDLL, numel: int, threads: int, rounds: int) -> dic
     for name, distance in apart.items():
         if distance > 1e-6:
             raise SystemExit(f"{name}: weights differ from torch_fused by {distance:.2e}")
-    limit = BYTES_STREAM * numel / min(median["stream_non_temporal"], median["stream_plain"])
-    bandwidth = BYTES_OURS * per_tensor * NUM_TENSORS / median["penstock"]
-    return {
-        "threads": threads,
-        "numel": numel,
-        "rounds": rounds,
-        "median_s": median,
-        "limit_gbps": limit / 1e9,
-        "penstock_gbps": bandwidth / 1e9,
-        "fraction_of_limit": bandwidth / limit,
-        "time_over_penstock": {n: median[n] / median["penstock"] for n in variants},
-        "weights_apart": apart,
-    }
-
-
-def show(case: dict[str, object]) -> None:
-    print(f"threads {case['threads']}, {case['numel']:,} parameters, median of {case['rounds']}")
-    print(f"  limit (in-place stream)  {case['limit_gbps']:6.1f} GB/s")
-    print(
-        f"  penstock                 {case['penstock_gbps']:6.1f} GB/s"
-        f" = {case['fraction_of_limit']:.2f} of the limit (28 B per parameter)"
+    limit = (
+        BYTES_STREAM
+        * per_tensor
+        * NUM_TENSORS
+        / min(median["stream_non_temporal"], median["stream_plain"])
     )
-    ratios, medians, apart = case["time_over_penstock"], case["median_s"], case["weights_apart"]
-    for name, seconds in medians.items():
+    bandwidth = BYTES_OURS * per_tensor * NUM_TENSORS / median["penstock"]
+    return Result(
+        threads=threads,
+        numel=numel,
+        rounds=rounds,
+        median_s=median,
+        limit_gbps=limit / 1e9,
+        penstock_gbps=bandwidth / 1e9,
+        fraction_of_limit=bandwidth / limit,
+        time_over_penstock={n: median[n] / median["penstock"] for n in variants},
+        weights_apart=apart,
+    )
+
+
+def show(result: Result) -> None:
+    print(f"threads {result.threads}, {result.numel:,} parameters, median of {result.rounds}")
+    print(f"  limit (in-place stream)  {result.limit_gbps:6.1f} GB/s")
+    print(
+        f"  penstock                 {result.penstock_gbps:6.1f} GB/s"
+        f" = {result.fraction_of_limit:.2f} of the limit (28 B per parameter)"
+    )
+    for name, seconds in result.median_s.items():
         line = f"  {name:22s} {seconds * 1e3:9.1f} ms"
-        if name in ratios:
-            line += f"  {ratios[name]:5.2f} x ours, weights apart {apart[name]:.1e}"
+        if name in result.time_over_penstock:
+            line += f"  {result.time_over_penstock[name]:5.2f} x ours"
+            line += f", weights apart {result.weights_apart[name]:.1e}"
         print(line)
 
 
@@ -200,7 +222,9 @@ def main() -> None:
         cases.append(run_case(library, arguments.numel, threads, arguments.rounds))
         show(cases[-1])
     if arguments.json:
-        pathlib.Path(arguments.json).write_text(json.dumps(cases, indent=1) + "\n")
+        pathlib.Path(arguments.json).write_text(
+            json.dumps([asdict(c) for c in cases], indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ target_include_directories(penstock_flags INTERFACE
   $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}> $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}/include>)
 # GCC 12 sees array bounds and overlaps in std::string where there are none (its bug 105329, 105651).
 target_compile_options(penstock_flags INTERFACE -Wall -Wextra -Werror
-  $<$<CXX_COMPILER_ID:GNU>:-Wno-array-bounds -Wno-restrict -Wno-stringop-overflow>)
+  $<$<CXX_COMPILER_ID:GNU>:-Wno-array-bounds>
+  $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>
+  $<$<CXX_COMPILER_ID:GNU>:-Wno-stringop-overflow>
+  $<$<CXX_COMPILER_ID:GNU>:-Wno-stringop-overread>)
 target_link_libraries(penstock_flags INTERFACE Threads::Threads)
 if(PENSTOCK_SANITIZE)
   add_compile_options(-fsanitize=${PENSTOCK_SANITIZE} -fno-omit-frame-pointer -g)

@@ -22,10 +22,10 @@ target_link_libraries(penstock_torch INTERFACE
 add_library(penstock_pch STATIC ${CMAKE_SOURCE_DIR}/cmake/pch.cpp)
 target_link_libraries(penstock_pch PUBLIC penstock_torch penstock_flags)
 target_precompile_headers(penstock_pch PRIVATE ${CMAKE_SOURCE_DIR}/cmake/pch.h)
-target_compile_options(penstock_pch PRIVATE -fpch-preprocess)
+target_compile_options(penstock_pch PRIVATE -fpch-preprocess -fPIC)
 
 function(penstock_use_torch target)
   target_link_libraries(${target} PUBLIC penstock_torch)
   target_precompile_headers(${target} REUSE_FROM penstock_pch)
-  target_compile_options(${target} PRIVATE -fpch-preprocess)
+  target_compile_options(${target} PRIVATE -fpch-preprocess -fPIC)
 endfunction()

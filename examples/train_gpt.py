@@ -49,7 +49,11 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--demo", action="store_true", help=f"short run, stops after {DEMO['minutes']:g} minutes")
     add("--strategy", default="zero3", help="ddp, zero1, zero2 or zero3 (default)")
-    add("--precision", default=default_precision(), help="fp32, bf16 or fp16")
+    add(
+        "--precision",
+        default=default_precision(),
+        help="fp32 or bf16 (default: what the processor is fast at)",
+    )
     add("--steps", type=int, default=1000)
     add("--minutes", type=float, help="stop training after this time")
     add("--batch", type=int, default=8, help="windows per rank")
@@ -58,7 +62,7 @@ def parse_options() -> argparse.Namespace:
     add("--width", type=int, default=512, help="a multiple of 64, the width of a head")
     add("--lr", type=float, default=1e-3, help="peak learning rate")
     add("--data", type=pathlib.Path, help="text: a file or a folder")
-    add("--config", help="Penstock config, JSON text or path; its keys go before the options")
+    add("--config", help="Penstock config, JSON text or path; its keys replace the options")
     add("--seed", type=int, default=0)
     add("--log-every", type=int, default=10, metavar="STEPS")
     known, _ = parser.parse_known_args()
@@ -181,7 +185,9 @@ class Log:
     def __init__(self, ranks: Ranks, options: argparse.Namespace):
         self._ranks, self._steps = ranks, options.steps
         self._bar = ranks.rank == 0 and sys.stdout.isatty()
-        ranks.say(f"{'step':>6}{'loss':>9}{'grad norm':>11}{'lr':>10}{'bytes/s':>9}{'RSS MiB':>9}")
+        ranks.say(
+            f"{'step':>6}{'loss':>9}{'grad norm':>11}{'lr':>10}{'tokens/s':>10}{'RSS MiB':>9}"
+        )
 
     def bar(self, step: int) -> None:
         if self._bar:
@@ -191,7 +197,7 @@ class Log:
     def line(self, step: int, loss: float, grad_norm: float, lr: float, speed: float) -> None:
         clear = "\r\033[K" if self._bar else ""
         self._ranks.say(
-            f"{clear}{step:>6}{loss:>9.4f}{grad_norm:>11.3f}{lr:>10.2e}{speed:>9.0f}"
+            f"{clear}{step:>6}{loss:>9.4f}{grad_norm:>11.3f}{lr:>10.2e}{speed:>10.0f}"
             f"{resident_mib():>9.0f}"
         )
         self.bar(step)
@@ -272,17 +278,18 @@ def sample(engine: penstock.Engine, prompt: bytes, options: argparse.Namespace) 
 
 
 def main() -> None:
-    options = parse_options()
     began = time.perf_counter()
-    ranks = Ranks()
+    options, ranks = parse_options(), Ranks()
+    config = make_config(options)
+    options.batch = config["batch"].get("micro", options.batch)
     train_text, validation_text = read_text(options.data)
     torch.manual_seed(options.seed)
     heads = max(1, options.width // 64)
     model = GPT(GPTConfig(options.layers, options.width, heads, context=options.seq))
     num_params = sum(param.numel() for param in model.parameters())
-    engine = penstock.initialize(model, make_config(options))
+    engine = penstock.initialize(model, config)
     ranks.say(
-        f"{num_params / 1e6:.2f} M parameters, {options.strategy}, {options.precision}, "
+        f"{num_params / 1e6:.2f} M parameters, {config['strategy']}, {config['precision']}, "
         f"{ranks.size} ranks x {torch.get_num_threads()} threads; {len(train_text) / 1e6:.2f} MB "
         f"of text for training, {len(validation_text) / 1e6:.2f} MB for validation\n"
     )

@@ -35,7 +35,7 @@ class Lease {
   ~Lease() { reset(); }
 
   void reset();
-  explicit operator bool() const { return data_.get() != nullptr; }
+  explicit operator bool() const { return arena_ != nullptr; }
   char* data() const { return static_cast<char*>(data_.get()); }
   int64_t bytes() const { return bytes_; }
 
