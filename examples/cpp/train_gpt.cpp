@@ -58,8 +58,8 @@ struct GptImpl : torch::nn::Module {
     places = register_module("places", torch::nn::Embedding(options.context, options.width));
     blocks = register_module("blocks", torch::nn::ModuleList());
     for (int i = 0; i < options.layers; ++i) blocks->push_back(Block(options.width));
-    norm = register_module("norm",
-                           torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})));
+    norm =
+        register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})));
     torch::nn::init::normal_(bytes->weight, 0.0, 0.02);
     torch::nn::init::normal_(places->weight, 0.0, 0.02);
   }
@@ -82,13 +82,20 @@ Options parse(int argc, char** argv) {
   Options options;
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string key = argv[i], value = argv[i + 1];
-    if (key == "--ranks") options.ranks = std::stoi(value);
-    else if (key == "--steps") options.steps = std::stoi(value);
-    else if (key == "--width") options.width = std::stoll(value);
-    else if (key == "--layers") options.layers = std::stoi(value);
-    else if (key == "--strategy") options.strategy = value;
-    else if (key == "--data") options.data = value;
-    else throw penstock::ConfigError("unknown option " + key);
+    if (key == "--ranks")
+      options.ranks = std::stoi(value);
+    else if (key == "--steps")
+      options.steps = std::stoi(value);
+    else if (key == "--width")
+      options.width = std::stoll(value);
+    else if (key == "--layers")
+      options.layers = std::stoi(value);
+    else if (key == "--strategy")
+      options.strategy = value;
+    else if (key == "--data")
+      options.data = value;
+    else
+      throw penstock::ConfigError("unknown option " + key);
   }
   return options;
 }
@@ -116,7 +123,8 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
   auto generator = at::detail::createCPUGenerator(100 + rank);
   double first = 0.0, last = 0.0;
   for (int step = 0; step < options.steps; ++step) {
-    const auto starts = torch::randint(data.size(0) - options.context - 1, {options.rows}, generator);
+    const auto starts =
+        torch::randint(data.size(0) - options.context - 1, {options.rows}, generator);
     const auto index = starts.unsqueeze(1) + torch::arange(options.context + 1).unsqueeze(0);
     const auto rows = data.index({index});
     const auto x = rows.narrow(1, 0, options.context), y = rows.narrow(1, 1, options.context);

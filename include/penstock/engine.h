@@ -6,8 +6,8 @@
 //   engine.backward(loss);
 //   engine.step();
 //
-// torch::nn modules have no forward hooks, so a module whose parameters should move as a unit of its
-// own says so in its forward (without it the whole model is one unit, and just as right):
+// torch::nn modules have no forward hooks, so a module whose parameters should move as a unit of
+// its own says so in its forward (without it the whole model is one unit, and just as right):
 //
 //   at::Tensor forward(at::Tensor x) {
 //     return penstock::unit(*this, [&] { return x + mlp(norm(x)); });

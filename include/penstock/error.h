@@ -26,11 +26,11 @@ class PENSTOCK_API Bug : public std::logic_error {
 };
 
 [[noreturn]] PENSTOCK_API void raise_bug(const char* file, int line, const char* condition,
-                            const std::string& message);
+                                         const std::string& message);
 
 }  // namespace penstock
 
-#define PENSTOCK_ASSERT(condition, message)                                     \
-  do {                                                                          \
+#define PENSTOCK_ASSERT(condition, message)                                             \
+  do {                                                                                  \
     if (!(condition)) ::penstock::raise_bug(__FILE__, __LINE__, #condition, (message)); \
   } while (false)

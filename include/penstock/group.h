@@ -46,7 +46,8 @@ class PENSTOCK_API Group {
   // `timeout` bounds every exchange. The process group must have a CPU backend (gloo) with
   // point-to-point operations and should serve Penstock alone.
   static std::shared_ptr<Group> from_process_group(
-      const c10::intrusive_ptr<c10d::ProcessGroup>& process_group, std::chrono::milliseconds timeout);
+      const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+      std::chrono::milliseconds timeout);
   // `size` ranks in one process, one thread each.
   static std::vector<std::shared_ptr<Group>> threads(
       int size, std::chrono::milliseconds timeout = std::chrono::minutes(10));

@@ -1,9 +1,9 @@
 """Penstock: sharded training of PyTorch models, with a strategy as a table and a C++ engine.
 
-    engine = penstock.initialize(model, {"strategy": "zero3", "optimizer": {"lr": 1e-3}})
-    loss = engine(batch)
-    engine.backward(loss)
-    engine.step()
+engine = penstock.initialize(model, {"strategy": "zero3", "optimizer": {"lr": 1e-3}})
+loss = engine(batch)
+engine.backward(loss)
+engine.step()
 """
 
 from penstock._native import Bug, ConfigError, RuntimeFault

@@ -72,7 +72,7 @@ class Engine:
         if given is not None:
             if "optimizer" in config:
                 raise ConfigError(
-                    '[front::initialize] an optimizer is given both as an argument and as the key '
+                    "[front::initialize] an optimizer is given both as an argument and as the key "
                     '"optimizer": keep one'
                 )
             if kind is not None:
@@ -120,7 +120,7 @@ class Engine:
         Keyword arguments go to `torch.Tensor.backward`. Raises RuntimeFault without a forward.
         """
         self._core.check_backward()
-        loss.backward(**kwargs)
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, force: bool = False) -> bool:
         """Updates the weights once `batch.accumulate` backwards were seen.

@@ -18,8 +18,11 @@ def from_config(model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.O
     """A torch optimizer that holds the parameter groups of the config's `optimizer` section."""
     kinds = {kind.__name__.lower(): kind for kind in _NATIVE}
     options = {**config}
-    kind = kinds[str(options.pop("type")).lower()]
-    return kind((p for p in model.parameters() if p.requires_grad), **options)
+    make: Any = kinds[str(options.pop("type")).lower()]
+    made: torch.optim.Optimizer = make(
+        (p for p in model.parameters() if p.requires_grad), **options
+    )
+    return made
 
 
 def native_type(optimizer: torch.optim.Optimizer) -> str | None:

@@ -11,12 +11,12 @@ from penstock._native import _penstock
 def model_tree(model: torch.nn.Module, group_of: Mapping[torch.Tensor, int]) -> Any:
     """The model as the C++ engine sees it: modules in pre-order, each parameter once."""
     params: dict[torch.Tensor, int] = {}
-    infos = []
+    infos: list[Any] = []
     for name, param in model.named_parameters():
         params[param] = len(infos)
         infos.append(_penstock.ParamInfo(name, param, group_of.get(param, 0)))
     indices: dict[str, int] = {}
-    modules = []
+    modules: list[Any] = []
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
         indices[name] = len(modules)

@@ -64,6 +64,16 @@ py::dict ledger_of(const Core& core) {
   return dict;
 }
 
+void step(Core& core, const std::vector<GroupSettings>& groups, const py::object& external) {
+  const bool native = external.is_none();
+  const py::gil_scoped_release release;
+  if (native) return core.step(groups);
+  core.step(groups, [&external] {
+    const py::gil_scoped_acquire acquire;
+    external();
+  });
+}
+
 }  // namespace
 
 void bind_core(py::module_& module) {
@@ -81,21 +91,7 @@ void bind_core(py::module_& module) {
       .def("forward_failed", &Core::forward_failed, NoGil())
       .def("check_backward", &Core::check_backward)
       .def("window_complete", &Core::window_complete)
-      .def(
-          "step",
-          [](Core& core, const std::vector<GroupSettings>& groups, const py::object& external) {
-            if (external.is_none()) {
-              const py::gil_scoped_release release;
-              core.step(groups);
-              return;
-            }
-            const py::gil_scoped_release release;
-            core.step(groups, [&external] {
-              const py::gil_scoped_acquire acquire;
-              external();
-            });
-          },
-          py::arg("groups"), py::arg("external") = py::none())
+      .def("step", &step, py::arg("groups"), py::arg("external") = py::none())
       .def("shards",
            [](Core& core) {
              std::vector<py::tuple> shards;

@@ -8,7 +8,8 @@ void bind_config(pybind11::module_& module);
 void bind_group(pybind11::module_& module);
 void bind_core(pybind11::module_& module);
 
-// C++ errors become penstock.ConfigError(ValueError), RuntimeFault(RuntimeError), Bug(AssertionError).
+// C++ errors become penstock.ConfigError(ValueError), RuntimeFault(RuntimeError),
+// Bug(AssertionError).
 void bind_errors(pybind11::module_& module);
 
 }  // namespace penstock::python

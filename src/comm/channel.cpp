@@ -13,8 +13,8 @@ Channel::Channel(Group& group, std::string name) : group_(group), name_(std::mov
 
 void Channel::exchange(const std::string& label, const std::vector<Piece>& sends,
                        const std::vector<Piece>& receives) {
-  // A broadcast sends on one side and receives on the other, hence the larger of both; the sizes are
-  // per peer, since the number of peers differs there too.
+  // A broadcast sends on one side and receives on the other, hence the larger of both; the sizes
+  // are per peer, since the number of peers differs there too.
   int64_t bytes = 0;
   for (const auto& pieces : {sends, receives}) {
     for (const Piece& piece : pieces) bytes = std::max(bytes, piece.bytes);
@@ -41,8 +41,8 @@ void Channel::all_gather(const std::string& label, const Members& members,
     char* full = static_cast<char*>(buffer.full);
     for (int i = 0; i < members.size(); ++i) {
       if (i == members.index) continue;
-      sends.push_back({members.ranks[i], full + members.index * buffer.shard_bytes,
-                       buffer.shard_bytes});
+      sends.push_back(
+          {members.ranks[i], full + members.index * buffer.shard_bytes, buffer.shard_bytes});
       receives.push_back({members.ranks[i], full + i * buffer.shard_bytes, buffer.shard_bytes});
     }
   }

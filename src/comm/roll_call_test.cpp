@@ -4,8 +4,8 @@
 
 #include <memory>
 #include <optional>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 namespace penstock::comm {
 namespace {

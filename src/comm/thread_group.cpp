@@ -17,7 +17,8 @@ namespace {
 struct Mailbox {
   std::mutex mutex;
   std::condition_variable changed;
-  std::map<std::tuple<int, int, uint32_t>, std::vector<std::vector<char>>> letters;  // from, to, tag
+  std::map<std::tuple<int, int, uint32_t>, std::vector<std::vector<char>>>
+      letters;  // from, to, tag
   std::vector<std::string> positions;
   std::vector<bool> closed;
   std::string verdict;
@@ -80,8 +81,8 @@ class ThreadGroup final : public Group {
     const bool in_time = mailbox_->changed.wait_until(lock, deadline, ready);
     const auto found = letters.find(key);
     if (found == letters.end()) {
-      throw std::runtime_error(concat(in_time ? "peer is gone: rank " : "timed out on rank ",
-                                      piece.peer));
+      throw std::runtime_error(
+          concat(in_time ? "peer is gone: rank " : "timed out on rank ", piece.peer));
     }
     auto& letter = found->second.front();
     if (static_cast<int64_t>(letter.size()) != piece.bytes) {

@@ -1,7 +1,7 @@
 #include "src/engine/adopt.h"
 
-#include <ATen/ops/empty.h>
 #include <fnmatch.h>
+#include <ATen/ops/empty.h>
 
 #include <utility>
 
@@ -89,9 +89,9 @@ std::string fingerprint(const std::vector<exec::UnitState>& units) {
 void own_storage(const at::Tensor& param, Dtype dtype) {
   const auto options = param.options().dtype(scalar_type(dtype)).requires_grad(false);
   const auto bytes = param.numel() * dtype_bytes(dtype);
-  auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, param.device()),
-      /*allocator=*/nullptr, /*resizable=*/false);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                       c10::DataPtr(nullptr, param.device()),
+                                                       /*allocator=*/nullptr, /*resizable=*/false);
   at::Tensor window = at::empty({0}, options);
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(storage)));
   window.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());

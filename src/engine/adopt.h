@@ -1,5 +1,6 @@
 #pragma once
-// Takes a model's parameters into flat buffers: from then on they are windows (see [Note: Windows]).
+// Takes a model's parameters into flat buffers: from then on they are windows (see [Note:
+// Windows]).
 #include <string>
 #include <vector>
 

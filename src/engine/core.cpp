@@ -75,8 +75,9 @@ std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& ro
   }
   const bool grad = role == "grad";
   if (grad && state_->seen == 0) {
-    throw RuntimeFault("[engine::full_grads] there are no gradients: call it after backward() and "
-                       "before step()");
+    throw RuntimeFault(
+        "[engine::full_grads] there are no gradients: call it after backward() and "
+        "before step()");
   }
   const double divisor =
       grad ? static_cast<double>(std::min(state_->seen, state_->config.batch.accumulate)) : 1.0;
@@ -89,8 +90,8 @@ std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& ro
                                                     grad ? Role::kGrad : Role::kParam);
       if (divisor != 1.0) full.div_(divisor);
       for (const exec::Slot& slot : flats[flat].slots) {
-        tensors.emplace_back(slot.name, full.narrow(0, slot.offset, slot.numel)
-                                            .view(slot.param.sizes()));
+        tensors.emplace_back(slot.name,
+                             full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes()));
       }
     }
   }

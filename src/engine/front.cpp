@@ -54,8 +54,8 @@ ModelTree tree_of(const torch::nn::Module& model) {
   ModelTree tree;
   std::map<const at::TensorImpl*, int> index_of;
   for (const auto& item : model.named_parameters()) {
-    const auto [at, added] = index_of.emplace(item.value().unsafeGetTensorImpl(),
-                                              static_cast<int>(tree.params.size()));
+    const auto [at, added] =
+        index_of.emplace(item.value().unsafeGetTensorImpl(), static_cast<int>(tree.params.size()));
     if (added) tree.params.push_back({item.key(), item.value(), 0});
   }
   std::map<std::string, int> module_of;

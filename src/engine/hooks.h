@@ -17,7 +17,8 @@ bool in_backward();
 void at_end_of_backward(std::function<void()> done);
 
 // Runs `before` when the backward reaches one of the tensors that need a gradient.
-void before_backward_of(const std::vector<at::Tensor>& outputs, const std::function<void()>& before);
+void before_backward_of(const std::vector<at::Tensor>& outputs,
+                        const std::function<void()>& before);
 
 // Runs `taken` each time autograd has finished accumulating into a leaf's .grad. Removed with the
 // object. Move-only.

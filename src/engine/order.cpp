@@ -27,9 +27,9 @@ std::vector<Visit> OrderRecord::visits(int num_units) const {
     const auto [unit, begins] = events_[i];
     seen[unit] = true;
     const bool ends_next = i + 1 < events_.size() && events_[i + 1].unit == unit;
-    const bool never_ends = std::none_of(events_.begin(), events_.end(), [unit = unit](const Event& e) {
-      return e.unit == unit && !e.begins;
-    });
+    const bool never_ends =
+        std::none_of(events_.begin(), events_.end(),
+                     [unit = unit](const Event& e) { return e.unit == unit && !e.begins; });
     if (begins && (ends_next || never_ends)) {
       visits.push_back({unit, Mark::kWhole});
       if (ends_next) ++i;

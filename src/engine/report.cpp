@@ -52,9 +52,9 @@ void Core::set_plan_text(const std::string& section, const std::string& text) {
 }
 
 std::string Core::explain() const {
-  std::string out = concat("config ", state_->config.json(), "\nmesh ",
-                           state_->executor->mesh().text(), "\ntable\n",
-                           state_->executor->table().text(), "\nunits\n");
+  std::string out =
+      concat("config ", state_->config.json(), "\nmesh ", state_->executor->mesh().text(),
+             "\ntable\n", state_->executor->table().text(), "\nunits\n");
   for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
     out += concat("u", unit, " ", state_->unit_names[unit]);
     for (const FlatDesc& flat : state_->model.units[unit].flats) {
@@ -90,8 +90,8 @@ std::string plan_report(const Config& config, const std::vector<int64_t>& unit_n
     Config one = resolved;
     one.strategy = name;
     const LedgerEntry entry = entry_of(engine::predict(one, model));
-    out += concat(name, std::string(8 - std::min<size_t>(7, name.size()), ' '),
-                  "total ", format_bytes(static_cast<double>(entry.total)), " = parameters ",
+    out += concat(name, std::string(8 - std::min<size_t>(7, name.size()), ' '), "total ",
+                  format_bytes(static_cast<double>(entry.total)), " = parameters ",
                   format_bytes(static_cast<double>(entry.param)), ", gradients ",
                   format_bytes(static_cast<double>(entry.grad)), ", optimizer ",
                   format_bytes(static_cast<double>(entry.optim)), ", buffers ",

@@ -75,8 +75,8 @@ void Core::State::agree_at_start(const std::string& print) {
   mine += "\n" + print;
   const std::string difference = engine::first_difference(share_text("model and config", mine));
   if (difference.empty()) return;
-  throw RuntimeFault(concat("[engine::initialize] the ranks have different models or configs: ",
-                            difference));
+  throw RuntimeFault(
+      concat("[engine::initialize] the ranks have different models or configs: ", difference));
 }
 
 // Rank 0's values become the resting copy, the master shard and the parameter's window.

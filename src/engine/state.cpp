@@ -156,8 +156,8 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   }
   if (--waiting[unit] != 0) return;
   const std::vector<exec::Flat>& flats = executor->units()[unit].flats;
-  const bool has_frozen = std::any_of(flats.begin(), flats.end(),
-                                      [](const exec::Flat& one) { return !one.trainable; });
+  const bool has_frozen =
+      std::any_of(flats.begin(), flats.end(), [](const exec::Flat& one) { return !one.trainable; });
   if (unit == 0 || std::find(spanning.begin(), spanning.end(), unit) != spanning.end()) return;
   if (has_frozen && moves_params) {
     frozen_open.push_back(unit);
@@ -208,8 +208,10 @@ void Core::State::replan() {
       engine::visits_text(model.forward) + "\n" + engine::visits_text(model.backward);
   const std::string difference = engine::first_difference(share_text("order of step one", mine));
   if (!difference.empty() && moves_params) {
-    throw RuntimeFault(concat("[engine::replan] in step one the ranks ran their units in different "
-                              "orders: ", difference));
+    throw RuntimeFault(
+        concat("[engine::replan] in step one the ranks ran their units in different "
+               "orders: ",
+               difference));
   }
   if (!difference.empty()) {  // only reductions: any common order will do
     ModelDesc assumed = model;

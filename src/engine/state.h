@@ -46,7 +46,8 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   void outside_read(int unit);
   void replan();
   void step(const std::vector<GroupSettings>& groups, const std::function<void()>& external);
-  // `whole`: a collective, after which every rank has full parameters. Else only what needs no peer.
+  // `whole`: a collective, after which every rank has full parameters. Else only what needs no
+  // peer.
   void close(bool whole);
 
   // Every rank's text, in rank order.
@@ -65,15 +66,15 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   bool moves_params = false;  // resting parameters are sharded
 
   int64_t steps = 0;
-  int64_t seen = 0;             // backwards in this window
-  bool reduced_last = false;    // the last backward left gradients in `update`
-  int64_t forwards = 0;         // training forwards since the last step
-  bool backward_armed = false;  // a backward began and did not end
-  std::vector<int> waiting;     // by unit: gradients still to come in this backward
+  int64_t seen = 0;              // backwards in this window
+  bool reduced_last = false;     // the last backward left gradients in `update`
+  int64_t forwards = 0;          // training forwards since the last step
+  bool backward_armed = false;   // a backward began and did not end
+  std::vector<int> waiting;      // by unit: gradients still to come in this backward
   std::vector<int> frozen_open;  // units whose frozen weights may still be read
-  std::string bad;              // first non-finite contribution
-  std::vector<int> spanning;    // units read outside their module: whole for entire passes
-  bool planned = false;         // the order of step one is agreed
+  std::string bad;               // first non-finite contribution
+  std::vector<int> spanning;     // units read outside their module: whole for entire passes
+  bool planned = false;          // the order of step one is agreed
   bool closed = false;
   engine::OrderRecord forward_order, backward_order;
   std::optional<engine::OutsideReads> outside_reads;

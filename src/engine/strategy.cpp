@@ -12,7 +12,8 @@ Section section_named(const std::string& name) {
     if (name == section_name(section)) return section;
     names.emplace_back(section_name(section));
   }
-  throw ConfigError(concat("[engine::section_named] no section \"", name, "\": ", join(names, ", ")));
+  throw ConfigError(
+      concat("[engine::section_named] no section \"", name, "\": ", join(names, ", ")));
 }
 
 Mesh mesh_of(const Config& config) {
@@ -53,8 +54,8 @@ Ledger predict(const Config& config, const ModelDesc& model) {
   const Mesh mesh = mesh_of(config);
   const Table table = table_of(config).on(mesh);
   const Plan plan = plan_step(table, model, mesh, static_cast<int>(config.batch.accumulate));
-  const Plan passed = fuse(prefetch(plan, model, config.prefetch_bytes), model,
-                           config.comm.bucket_bytes);
+  const Plan passed =
+      fuse(prefetch(plan, model, config.prefetch_bytes), model, config.comm.bucket_bytes);
   return simulate(passed, table, model, mesh, num_moments(config));
 }
 

@@ -11,9 +11,9 @@
 
 namespace penstock::engine {
 
-inline constexpr std::array<Section, 6> kSections = {
-    Section::kForward,      Section::kEval,   Section::kBackward,
-    Section::kBackwardLast, Section::kUpdate, Section::kUpdateEarly};
+inline constexpr std::array<Section, 6> kSections = {Section::kForward,  Section::kEval,
+                                                     Section::kBackward, Section::kBackwardLast,
+                                                     Section::kUpdate,   Section::kUpdateEarly};
 
 // "forward" "eval" "backward" "backward_last" "update" "update_early". Throws ConfigError.
 Section section_named(const std::string& name);

@@ -54,8 +54,10 @@ class Finder {
     for (const ModuleInfo& module : tree_.modules) types.push_back(module.type);
     for (const std::string& name : config_.modules) {
       if (found_.contains(name)) continue;
-      throw ConfigError(concat("[engine::find_units] units.modules: the model has no module of "
-                               "class \"", name, "\"; did you mean \"", nearest(name, types), "\"?"));
+      throw ConfigError(
+          concat("[engine::find_units] units.modules: the model has no module of "
+                 "class \"",
+                 name, "\"; did you mean \"", nearest(name, types), "\"?"));
     }
   }
 
@@ -103,7 +105,8 @@ class Finder {
 
 std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& config) {
   if (tree.params.empty()) {
-    throw ConfigError("[engine::find_units] the model has no parameters: there is nothing to train");
+    throw ConfigError(
+        "[engine::find_units] the model has no parameters: there is nothing to train");
   }
   const std::vector<int> modules = Finder(tree, config).units();
   std::vector<UnitSpec> specs{{"", tree.modules[0].type, {}}};

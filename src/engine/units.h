@@ -8,7 +8,7 @@
 namespace penstock::engine {
 
 struct UnitSpec {
-  std::string module;       // name; "" for the root, which is always unit 0
+  std::string module;  // name; "" for the root, which is always unit 0
   std::string type;
   std::vector<int> params;  // indices into ModelTree::params, in model order
 };

@@ -64,7 +64,8 @@ void Driver::enter(Op op, int unit) {
     ++off_plan_;
     unforeseen_[unit] = true;
     if (!executor_.full(unit)) {
-      executor_.run(executor_.move_to(unit, is_forward(section_) ? Phase::kForward : Phase::kBackward));
+      executor_.run(
+          executor_.move_to(unit, is_forward(section_) ? Phase::kForward : Phase::kBackward));
     }
   } else {
     pass(at);
@@ -114,9 +115,8 @@ void Driver::run(const PlannedStep& planned) {
     pump();
     return;
   }
-  const bool frees = step.op == Op::kDrop ||
-                     (step.op == Op::kMove && step.role == Role::kParam &&
-                      step.moves.front().kind == MoveKind::kSlice);
+  const bool frees = step.op == Op::kDrop || (step.op == Op::kMove && step.role == Role::kParam &&
+                                              step.moves.front().kind == MoveKind::kSlice);
   if (frees && !finishing_ && active_[step.units.front()] > 0) {
     drop_later_[step.units.front()] = true;
     return;
@@ -144,7 +144,8 @@ void Driver::finish() {
   pump();
   if (!is_forward(section_)) run_late_moves();
   for (size_t unit = 0; unit < active_.size(); ++unit) {
-    if (!is_forward(section_) || drop_later_[unit] || unforeseen_[unit]) release(static_cast<int>(unit));
+    if (!is_forward(section_) || drop_later_[unit] || unforeseen_[unit])
+      release(static_cast<int>(unit));
     active_[unit] = 0;
   }
   finishing_ = running_ = false;

@@ -1,12 +1,13 @@
 #pragma once
 // Driver: matches the events of eager code with the steps of the plan.
 //
-// [Note: Driving a plan] A section's steps are run up to the compute line that an event names. Lines
-// that this rank skips are run on the way, in plan order, so ranks that take different branches
-// still issue the same collectives. Gradient moves wait in a queue of their own until the unit's
-// gradients are complete, again in plan order; what is left runs when the section ends. An event
-// the plan does not foresee is served on demand (require / release), which is always right but not
-// early; if only some ranks do so, their collectives stop matching and the timeout names both.
+// [Note: Driving a plan] A section's steps are run up to the compute line that an event names.
+// Lines that this rank skips are run on the way, in plan order, so ranks that take different
+// branches still issue the same collectives. Gradient moves wait in a queue of their own until the
+// unit's gradients are complete, again in plan order; what is left runs when the section ends. An
+// event the plan does not foresee is served on demand (require / release), which is always right
+// but not early; if only some ranks do so, their collectives stop matching and the timeout names
+// both.
 #include <deque>
 #include <map>
 #include <vector>
@@ -53,10 +54,10 @@ class Driver {
   size_t next_ = 0;
   bool running_ = false;
   bool finishing_ = false;
-  std::vector<int> active_;       // by unit: how many times entered and not left
-  std::vector<bool> done_;        // by unit: gradients complete
-  std::vector<bool> drop_later_;  // by unit: the plan dropped it while it was active
-  std::vector<bool> unforeseen_;  // by unit: gathered on demand
+  std::vector<int> active_;              // by unit: how many times entered and not left
+  std::vector<bool> done_;               // by unit: gradients complete
+  std::vector<bool> drop_later_;         // by unit: the plan dropped it while it was active
+  std::vector<bool> unforeseen_;         // by unit: gathered on demand
   std::deque<const PlannedStep*> owed_;  // gradient moves that wait
   int64_t off_plan_ = 0;
 };

@@ -137,7 +137,8 @@ void Executor::require(int index) {
   for (Flat& flat : unit.flats) flat.retired.reset();
   if (unit.attached) return;
   PENSTOCK_ASSERT(full(index), concat("[exec::require] no step of the plan brought the parameters "
-                                      "of unit u", index, " (", unit.name, ")"));
+                                      "of unit u",
+                                      index, " (", unit.name, ")"));
   for (Flat& flat : unit.flats) flat.attach(flat.current.data());
   unit.attached = true;
 }

@@ -31,8 +31,8 @@ struct GroupOptions {
   bool nesterov = false;
 };
 
-// A step with its text (the label of its collectives) and, for an update, whether the plan's publish
-// asks for the low-precision parameter (one kernel pass writes it).
+// A step with its text (the label of its collectives) and, for an update, whether the plan's
+// publish asks for the low-precision parameter (one kernel pass writes it).
 struct PlannedStep {
   Step step;
   std::string text;

@@ -54,23 +54,23 @@ class Flat {
   int64_t numel = 0;  // padded, after seal()
   std::vector<Slot> slots;
 
-  mem::Lease rest;     // parameters at rest: full or this rank's shard
-  mem::Lease current;  // gathered or secondary copy, while there is one
-  mem::Lease retired;  // source of a gather in flight
-  mem::Lease partial;  // gradient before its reduction, full size
-  mem::Lease reduced;  // gradient after it
-  mem::Lease gradient32;  // scaled fp32 gradient, for an optimizer of the user's
-  mem::Lease master;   // fp32 shard; empty when the resting parameter itself is fp32
+  mem::Lease rest;                 // parameters at rest: full or this rank's shard
+  mem::Lease current;              // gathered or secondary copy, while there is one
+  mem::Lease retired;              // source of a gather in flight
+  mem::Lease partial;              // gradient before its reduction, full size
+  mem::Lease reduced;              // gradient after it
+  mem::Lease gradient32;           // scaled fp32 gradient, for an optimizer of the user's
+  mem::Lease master;               // fp32 shard; empty when the resting parameter itself is fp32
   mem::Lease exp_avg, exp_avg_sq;  // moments (exp_avg is the momentum buffer of SGD)
 };
 
 struct UnitState {
   std::string name;
   std::vector<Flat> flats;
-  Placement param_at;      // of `current`, or of `rest`
-  bool gathered = false;   // `current` is there (perhaps still on its way)
-  bool attached = false;   // the parameters have windows
-  Event param_ready;       // the last move of the parameters
+  Placement param_at;     // of `current`, or of `rest`
+  bool gathered = false;  // `current` is there (perhaps still on its way)
+  bool attached = false;  // the parameters have windows
+  Event param_ready;      // the last move of the parameters
 
   bool trainable() const;
 };

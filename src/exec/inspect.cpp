@@ -79,8 +79,8 @@ at::Tensor Executor::full_flat(int index, int flat_index, Role role) {
     return full;
   }
   at::Tensor full = zeros32(flat.numel);
-  const Placement& place =
-      flat.trainable ? table_.at(Role::kOptim, Phase::kUpdate) : table_.at(Role::kParam, Phase::kRest);
+  const Placement& place = flat.trainable ? table_.at(Role::kOptim, Phase::kUpdate)
+                                          : table_.at(Role::kParam, Phase::kRest);
   const int64_t numel = flat.numel / num_shards(place, mesh_);
   float* own = floats(full) + shard_index(place, mesh_, group_.rank()) * numel;
   if (flat.trainable) {

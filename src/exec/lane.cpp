@@ -65,7 +65,8 @@ void Lane::run() {
     task.event.set(error_);
     lock.lock();
   }
-  const auto closed = std::make_exception_ptr(RuntimeFault("[exec::Lane::run] the engine was closed"));
+  const auto closed =
+      std::make_exception_ptr(RuntimeFault("[exec::Lane::run] the engine was closed"));
   for (const Task& task : queue_) task.event.set(closed);
 }
 

@@ -1,5 +1,6 @@
 #pragma once
-// Lane: one thread with one queue. Event: what other threads wait for; the only order between lanes.
+// Lane: one thread with one queue. Event: what other threads wait for; the only order between
+// lanes.
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -30,8 +31,8 @@ class Event {
   std::shared_ptr<State> state_;
 };
 
-// The owner's thread calls submit(); after an error the lane runs nothing more and every later event
-// carries that first error. The destructor waits for the work in progress and drops the rest.
+// The owner's thread calls submit(); after an error the lane runs nothing more and every later
+// event carries that first error. The destructor waits for the work in progress and drops the rest.
 class Lane {
  public:
   explicit Lane(const std::string& name);

@@ -62,7 +62,8 @@ void Executor::norm(const std::string& text) {
   for (UnitState& unit : units_) {
     for (Flat& flat : unit.flats) {
       if (flat.partial && mesh_.data() == 1) flat.complete_partial();
-      if (flat.partial && mesh_.data() == 1 && !flat.reduced) flat.reduced = std::move(flat.partial);
+      if (flat.partial && mesh_.data() == 1 && !flat.reduced)
+        flat.reduced = std::move(flat.partial);
       for (Slot& slot : flat.slots) slots.push_back(&slot);
     }
   }
@@ -90,7 +91,8 @@ void Executor::norm(const std::string& text) {
     throw RuntimeFault(concat(
         "[exec::norm] the gradients are not finite; the weights are unchanged and the window was "
         "dropped. ",
-        bad.empty() ? "Every contribution was finite: their sum overflowed" : "First seen: " + bad));
+        bad.empty() ? "Every contribution was finite: their sum overflowed"
+                    : "First seen: " + bad));
   }
   grad_norm_ = std::sqrt(total) / update_.divisor;
   double scale = 1.0 / update_.divisor;

@@ -27,8 +27,8 @@ struct AdamOptions {
   float grad_scale = 1.0F;  // unscale, average and clip, in one factor
   int64_t step = 1;         // 1 for the first update (bias correction, arXiv:1412.6980)
 };
-// `exp_avg` and `exp_avg_sq`: fp32, range.numel values, updated in place. Same formula and operation
-// order as torch.optim.AdamW / Adam.
+// `exp_avg` and `exp_avg_sq`: fp32, range.numel values, updated in place. Same formula and
+// operation order as torch.optim.AdamW / Adam.
 void adam(const Range& range, float* exp_avg, float* exp_avg_sq, const AdamOptions& options);
 
 struct SgdOptions {

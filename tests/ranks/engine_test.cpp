@@ -1,5 +1,5 @@
-// The C++ engine on ranks as threads against plain torch: every strategy, world sizes that do and do
-// not divide, both precisions, accumulation, a shared parameter, a frozen and an unused one.
+// The C++ engine on ranks as threads against plain torch: every strategy, world sizes that do and
+// do not divide, both precisions, accumulation, a shared parameter, a frozen and an unused one.
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 #include <torch/optim.h>
@@ -69,7 +69,8 @@ std::map<std::string, torch::Tensor> reference(int world, int accumulate, double
   for (auto& p : net->parameters()) {
     if (p.requires_grad()) params.push_back(p);
   }
-  torch::optim::AdamW optimizer(params, torch::optim::AdamWOptions(0.01).eps(1e-4).weight_decay(0.1));
+  torch::optim::AdamW optimizer(params,
+                                torch::optim::AdamWOptions(0.01).eps(1e-4).weight_decay(0.1));
   for (int step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
     for (int micro = 0; micro < accumulate; ++micro) {
@@ -94,12 +95,12 @@ class Engines : public testing::TestWithParam<Case> {};
 
 TEST_P(Engines, TrainLikePlainTorch) {
   const Case c = GetParam();
-  const Config config = Config::parse(concat(
-      R"({"strategy": ")", c.strategy, R"(", "precision": ")", c.precision,
-      R"(", "clip": 0.5, "batch": {"accumulate": )", c.accumulate,
-      R"(}, "optimizer": {"type": "AdamW", "lr": 0.01, "eps": 1e-4, "weight_decay": 0.1},)",
-      R"( "units": {"modules": ["Block"]}, "comm": {"bucket_bytes": 1}, "mesh": {"node": )",
-      c.world % 2 == 0 ? 2 : 1, "}}"));
+  const Config config = Config::parse(
+      concat(R"({"strategy": ")", c.strategy, R"(", "precision": ")", c.precision,
+             R"(", "clip": 0.5, "batch": {"accumulate": )", c.accumulate,
+             R"(}, "optimizer": {"type": "AdamW", "lr": 0.01, "eps": 1e-4, "weight_decay": 0.1},)",
+             R"( "units": {"modules": ["Block"]}, "comm": {"bucket_bytes": 1}, "mesh": {"node": )",
+             c.world % 2 == 0 ? 2 : 1, "}}"));
   const auto expected = reference(c.world, c.accumulate, 0.5);
   const double tolerance = std::string(c.precision) == "fp32" ? 1e-5 : 2e-2;
   auto groups = Group::threads(c.world, std::chrono::seconds(60));
@@ -113,8 +114,8 @@ TEST_P(Engines, TrainLikePlainTorch) {
         Engine engine(nets[rank], config, groups[rank]);
         for (int step = 0; step < kSteps; ++step) {
           for (int micro = 0; micro < c.accumulate; ++micro) {
-            const auto loss = engine.run(
-                [&] { return loss_of(*nets[rank], step, micro, rank, 1, c.world); });
+            const auto loss =
+                engine.run([&] { return loss_of(*nets[rank], step, micro, rank, 1, c.world); });
             engine.backward(loss);
             EXPECT_EQ(engine.step(), micro + 1 == c.accumulate);
           }
@@ -125,7 +126,10 @@ TEST_P(Engines, TrainLikePlainTorch) {
         }
         engine.close();
         EXPECT_LT((nets[rank]->embed.detach().to(torch::kFloat) - expected.at("embed"))
-                      .abs().max().item<double>(), tolerance);
+                      .abs()
+                      .max()
+                      .item<double>(),
+                  tolerance);
       } catch (const std::exception& error) {
         errors[rank] = error.what();
         groups[rank]->close();
