@@ -58,8 +58,8 @@ def parse_options() -> argparse.Namespace:
     add("--minutes", type=float, help="stop training after this time")
     add("--batch", type=int, default=8, help="windows per rank")
     add("--seq", type=int, default=128, help="bytes per window")
-    add("--layers", type=int, default=3)
-    add("--width", type=int, default=512, help="a multiple of 64, the width of a head")
+    add("--layers", type=int, default=4)
+    add("--width", type=int, default=448, help="a multiple of 64, the width of a head")
     add("--lr", type=float, default=1e-3, help="peak learning rate")
     add("--data", type=pathlib.Path, help="text: a file or a folder")
     add("--config", help="Penstock config, JSON text or path; its keys replace the options")
@@ -89,6 +89,7 @@ def make_config(options: argparse.Namespace) -> dict:
         },
         "batch": {"micro": options.batch},
         "clip": 1.0,
+        "prefetch_bytes": 4 << 20,  # the default would hold all of this small model
         "seed": options.seed,
     }
     if options.config is None:

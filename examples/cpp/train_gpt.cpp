@@ -20,7 +20,7 @@ struct Options {
   int ranks = 2, steps = 100, layers = 4, rows = 8;
   int64_t width = 128, context = 64;
   std::string strategy = "zero3";
-  std::string data = __FILE__;  // real text that is always there: this program
+  std::string data = "/usr/include/stdlib.h";  // real text that every compiler brings
 };
 
 struct BlockImpl : torch::nn::Module {

@@ -93,6 +93,12 @@ class Engine:
         )
         self._external = None if kind is not None else optim.ShardStep(given, self._core)
         self._peak_lrs = [group["lr"] for group in given.param_groups]
+        self._scheduled = json.loads(self.config.json())["schedule"]["type"] != "none"
+        if lr_scheduler is not None and self._scheduled:
+            raise ConfigError(
+                '[front::initialize] a scheduler is given both as an argument and as the key '
+                '"schedule": keep one'
+            )
         if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
             lr_scheduler = lr_scheduler(given)
         self.lr_scheduler = lr_scheduler
@@ -245,10 +251,11 @@ class Engine:
     # ---- set-up
 
     def _schedule_lr(self) -> None:
+        if not self._scheduled:  # the user may change lr at any time
+            return
         factor = _penstock.lr_factor(self.config, self._core.steps + 1)
-        for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
-            if factor != 1.0 or group["lr"] != peak:
-                group["lr"] = peak * factor
+        for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=False):
+            group["lr"] = peak * factor
 
     def _install_hooks(self) -> None:
         if not self._core.needs_unit_events:

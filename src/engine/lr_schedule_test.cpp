@@ -7,6 +7,9 @@
 
 #include "penstock/error.h"
 
+// GCC 12 thinks that the strings of a braced Case may be destroyed unset (its bug 105562).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
 namespace penstock {
 namespace {
 

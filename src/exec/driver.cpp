@@ -43,6 +43,9 @@ void Driver::begin(Section section) {
   next_ = 0;
   running_ = true;
   std::fill(done_.begin(), done_.end(), false);
+  if (is_forward(section)) {  // a forward that no backward followed leaves copies in `hold`
+    for (size_t unit = 0; unit < active_.size(); ++unit) executor_.drop(static_cast<int>(unit));
+  }
   if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
 }
 
@@ -97,7 +100,11 @@ void Driver::pass(size_t line) {
 
 void Driver::release(int unit) {
   drop_later_[unit] = unforeseen_[unit] = false;
-  executor_.drop(unit);
+  if (section_ == Section::kForward && running_) {
+    executor_.run(executor_.move_to(unit, Phase::kHold));
+  } else {
+    executor_.drop(unit);
+  }
 }
 
 void Driver::run_to(size_t end) {

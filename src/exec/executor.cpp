@@ -154,6 +154,7 @@ PlannedStep Executor::move_to(int unit, Phase phase) const {
     step.op = Op::kDrop;
     step.moves.clear();
   }
+  if (units_[unit].param_at == table_.at(Role::kParam, phase)) step.units.clear();
   return {step, step.text() + " off plan", false};
 }
 

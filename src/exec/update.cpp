@@ -177,17 +177,14 @@ void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& 
   float* first = flat.exp_avg ? reinterpret_cast<float*>(flat.exp_avg.data()) + begin : nullptr;
   if (group.kind == GroupOptions::Kind::kSgd) {
     optim::sgd(range, first,
-               {static_cast<float>(group.lr), static_cast<float>(group.momentum),
-                static_cast<float>(group.dampening), static_cast<float>(group.weight_decay),
-                group.nesterov, grad_scale_, slot.updates == 0});
+               {group.lr, group.momentum, group.dampening, group.weight_decay, group.nesterov,
+                grad_scale_, slot.updates == 0});
     return;
   }
   float* second = reinterpret_cast<float*>(flat.exp_avg_sq.data()) + begin;
   optim::adam(range, first, second,
-              {static_cast<float>(group.lr), static_cast<float>(group.beta1),
-               static_cast<float>(group.beta2), static_cast<float>(group.eps),
-               static_cast<float>(group.weight_decay), group.kind == GroupOptions::Kind::kAdamW,
-               grad_scale_, slot.updates + 1});
+              {group.lr, group.beta1, group.beta2, group.eps, group.weight_decay,
+               group.kind == GroupOptions::Kind::kAdamW, grad_scale_, slot.updates + 1});
 }
 
 void Executor::publish(const PlannedStep& planned) {

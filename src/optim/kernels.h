@@ -22,7 +22,7 @@ struct Range {
 };
 
 struct AdamOptions {
-  float lr = 1e-3F, beta1 = 0.9F, beta2 = 0.999F, eps = 1e-8F, weight_decay = 0.0F;
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0;
   bool decoupled = true;    // AdamW (arXiv:1711.05101); false adds weight_decay * p to the gradient
   float grad_scale = 1.0F;  // unscale, average and clip, in one factor
   int64_t step = 1;         // 1 for the first update (bias correction, arXiv:1412.6980)
@@ -32,7 +32,7 @@ struct AdamOptions {
 void adam(const Range& range, float* exp_avg, float* exp_avg_sq, const AdamOptions& options);
 
 struct SgdOptions {
-  float lr = 1e-3F, momentum = 0.0F, dampening = 0.0F, weight_decay = 0.0F;
+  double lr = 1e-3, momentum = 0.0, dampening = 0.0, weight_decay = 0.0;
   bool nesterov = false;
   float grad_scale = 1.0F;
   bool first = false;  // the momentum buffer is set to the gradient, as torch.optim.SGD does

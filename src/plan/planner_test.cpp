@@ -37,7 +37,7 @@ TEST(PlannerTest, SectionsOfOneUnit) {
       {"zero2", kBf16, Section::kForward, "forward u0\n"},
       {"hpz", kSums, Section::kBackward,
        "move u0 param all_gather(local)\nbackward u0\n"
-       "move u0 grad reduce_scatter(data); cast(fp32)\nmove u0 param slice(local)\n"},
+       "move u0 grad reduce_scatter(data); cast(fp32)\ndrop u0 param\n"},
       {"hpz", kSums, Section::kBackwardLast,
        "move u0 param all_gather(local)\nbackward u0\n"
        "move u0 grad reduce_scatter(data); cast(fp32)\ndrop u0 param\n"},

@@ -158,11 +158,11 @@ class Pool:
         got = self.outcomes(set(range(self.world)), timeout)
         missing = set(range(self.world)) - set(got)
         if missing:
-            failures = [f"rank {r}: {v.trace}" for r, v in got.items() if isinstance(v, Failure)]
+            failures = {rank: v for rank, v in got.items() if isinstance(v, Failure)}
             exits = {rank: self.processes[rank].exitcode for rank in missing}
             self.kill()
             raise RankError(
-                f"no outcome within {timeout} s (rank: exit code) {exits}\n" + "\n".join(failures)
+                f"no outcome within {timeout} s (rank: exit code) {exits}\n{_told(failures)}"
             )
         return [got[rank] for rank in range(self.world)]
 
@@ -170,10 +170,10 @@ class Pool:
         """Runs the function on all ranks; what it returned, by rank. Raises with all traces if any
         rank failed; the pool is then used up."""
         outcomes = self.attempt(function, *args, timeout=timeout)
-        failures = [f"rank {r}: {v.trace}" for r, v in enumerate(outcomes) if is_failure(v)]
+        failures = {rank: v for rank, v in enumerate(outcomes) if isinstance(v, Failure)}
         if failures:
             self.kill()
-            raise RankError("\n".join(failures))
+            raise RankError(_told(failures))
         return outcomes
 
     @property
@@ -202,8 +202,10 @@ class Pool:
             connection.close()
 
 
-def is_failure(outcome: Any) -> bool:
-    return isinstance(outcome, Failure)
+def _told(failures: dict[int, Failure]) -> str:
+    """All texts, and the first rank's trace."""
+    lines = [f"rank {rank}: {failure.kind}: {failure.text}" for rank, failure in failures.items()]
+    return "\n".join(lines + [failure.trace for failure in list(failures.values())[:1]])
 
 
 class Pools:

@@ -269,7 +269,7 @@ def read_freed(way):
         elif way == "print":
             str(weight)
         else:
-            model.blocks[1](torch.ones(1, 4, models.WIDTH)) if way == "call" else weight.add_(1)
+            weight.data.add_(1)
     except Exception as error:  # the kind is torch's
         return str(error)
     finally:
