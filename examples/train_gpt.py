@@ -6,8 +6,8 @@
 
 The text is the Python standard library's own source unless --data names a file or a folder. A
 twentieth of it is kept for validation: of a folder some files, chosen by a hash of their names, of
-a single file the end. All windows of a step come from one random stream that the ranks divide, so
-runs with the same batch x ranks see the same data.
+a single file (or very few) the end. All windows of a step come from one random stream that the
+ranks divide, so runs with the same batch x ranks see the same data.
 """
 
 from __future__ import annotations
@@ -126,10 +126,8 @@ class Ranks:
 # ---- data
 
 
-def read_file(path: pathlib.Path) -> tuple[torch.Tensor, torch.Tensor]:
-    size = path.stat().st_size
-    text = torch.from_file(str(path), size=size, dtype=torch.uint8)  # mapped, not read
-    train = size - int(size * VALIDATION_SHARE)
+def cut(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    train = len(text) - int(len(text) * VALIDATION_SHARE)
     return text[:train], text[train:]
 
 
@@ -144,19 +142,21 @@ def read_folder(root: pathlib.Path, pattern: str) -> tuple[torch.Tensor, torch.T
         digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
         held_out = int.from_bytes(digest[:4], "big") < VALIDATION_SHARE * 2**32
         parts[held_out].append(text)
-    train, validation = (bytearray(b"\n".join(part)) for part in parts)
-    if not train or not validation:
-        raise SystemExit(f"{root}: too few files of text to keep some for validation")
-    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(
-        validation, dtype=torch.uint8
+    train, validation = (
+        torch.frombuffer(bytearray(b"\n".join(part) + b"\n"), dtype=torch.uint8) for part in parts
     )
+    return (train, validation) if len(validation) > 1 else cut(train)
 
 
 def read_text(data: pathlib.Path | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes for training and for validation, uint8."""
     if data is None:
         return read_folder(pathlib.Path(sysconfig.get_paths()["stdlib"]), "*.py")
-    return read_folder(data, "*") if data.is_dir() else read_file(data)
+    if data.is_dir():
+        return read_folder(data, "*")
+    if not data.is_file():
+        raise SystemExit(f"--data {data}: no such file or folder")
+    return cut(torch.from_file(str(data), size=data.stat().st_size, dtype=torch.uint8))  # mapped
 
 
 class Windows:
@@ -164,7 +164,7 @@ class Windows:
 
     def __init__(self, text: torch.Tensor, options: argparse.Namespace, ranks: Ranks, seed: int):
         if len(text) <= options.seq + 1:
-            raise SystemExit(f"{len(text)} bytes of text are too few for --seq {options.seq}")
+            raise SystemExit(f"a text of {len(text)} bytes is too short for --seq {options.seq}")
         self._text, self._ranks = text, ranks
         self._batch, self._seq = options.batch, options.seq
         self._random = torch.Generator().manual_seed(seed)
@@ -275,7 +275,8 @@ def sample(engine: penstock.Engine, prompt: bytes, options: argparse.Namespace) 
             chosen = torch.multinomial(chances, 1, generator=random)
             text = torch.cat([text, chosen.view(1, 1)], dim=1)
     engine.train()
-    return bytes(text[0].tolist()).decode("utf-8", errors="replace")
+    written = bytes(text[0].tolist()).decode("utf-8", errors="replace")
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in written)
 
 
 def main() -> None:

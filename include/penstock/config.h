@@ -79,6 +79,8 @@ struct PENSTOCK_API Config {
   static Config parse(const std::string& json_text);
   // Canonical JSON with every value, for `explain`, hashing and comparing ranks.
   std::string json() const;
+  // The same, one "config /optimizer/lr = 0.001" a line.
+  std::string lines() const;
   // Checks what depends on the number of ranks and fills in what follows from it (mesh.data,
   // batch). Throws ConfigError naming key, value and what would fit.
   void resolve(int world_size);

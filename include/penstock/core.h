@@ -82,7 +82,9 @@ class PENSTOCK_API Core {
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
 
-  void check_backward() const;  // throws RuntimeFault when there was no forward
+  // Throws RuntimeFault when there was no forward; after a backward that threw, what a hook of the
+  // engine threw in it.
+  void check_backward() const;
   // Whether a step would apply now: enough backwards were seen, or one and `force`.
   bool window_complete(bool force) const;
   // [all ranks] Updates; `groups` by parameter group, `external` the user's optimizer.

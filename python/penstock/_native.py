@@ -28,3 +28,5 @@ _penstock: Any = _load()
 Bug = _penstock.Bug
 ConfigError = _penstock.ConfigError
 RuntimeFault = _penstock.RuntimeFault
+for _kind in (Bug, ConfigError, RuntimeFault):
+    _kind.__module__ = "penstock"  # as users import it, and as tracebacks show it

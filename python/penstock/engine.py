@@ -18,7 +18,9 @@ from penstock import optimizer as optim
 from penstock import tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
 
-OptimizerLike = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
+OptimizerLike = (
+    torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | Mapping[str, Any] | None
+)
 
 
 def _config_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -43,14 +45,16 @@ def _config_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
     return parsed
 
 
-def _group(timeout_s: float) -> Any:
-    """The ranks, over a gloo group of the engine's own."""
+def _process_group(timeout_s: float) -> dist.ProcessGroup | None:
+    """A gloo group of the engine's own; None for a single rank."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return _penstock.Group.alone()
-    own = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    return _penstock.Group.from_process_group(own, timeout_s)
+        return None
+    own: dist.ProcessGroup = dist.new_group(
+        backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
+    )
+    return own
 
 
 class Engine:
@@ -66,8 +70,9 @@ class Engine:
         self._hooks: list[Any] = []
         self.module = model
         given = optimizer
-        if given is not None and not isinstance(given, torch.optim.Optimizer):
+        if callable(given) and not isinstance(given, torch.optim.Optimizer):
             given = given(model.parameters())
+        assert given is None or isinstance(given, torch.optim.Optimizer)
         kind = None if given is None else optim.native_type(given)
         if given is not None:
             if "optimizer" in config:
@@ -88,15 +93,19 @@ class Engine:
         self._kind = kind
         self._names = tree.names_of(model)
         described = tree.model_tree(model, optim.group_of(given, model))
-        self._core = _penstock.Core(
-            described, self.config, _group(self.config.timeout_s), kind is None
-        )
+        timeout_s = self.config.timeout_s
+        self._process_group = _process_group(timeout_s)
+        if self._process_group is None:
+            group = _penstock.Group.alone()
+        else:
+            group = _penstock.Group.from_process_group(self._process_group, timeout_s)
+        self._core = _penstock.Core(described, self.config, group, kind is None)
         self._external = None if kind is not None else optim.ShardStep(given, self._core)
         self._peak_lrs = [group["lr"] for group in given.param_groups]
         self._scheduled = json.loads(self.config.json())["schedule"]["type"] != "none"
         if lr_scheduler is not None and self._scheduled:
             raise ConfigError(
-                '[front::initialize] a scheduler is given both as an argument and as the key '
+                "[front::initialize] a scheduler is given both as an argument and as the key "
                 '"schedule": keep one'
             )
         if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
@@ -126,7 +135,11 @@ class Engine:
         Keyword arguments go to `torch.Tensor.backward`. Raises RuntimeFault without a forward.
         """
         self._core.check_backward()
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        try:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            self._core.check_backward()  # ours, as what it was before autograd passed it on
+            raise
 
     def step(self, force: bool = False) -> bool:
         """Updates the weights once `batch.accumulate` backwards were seen.
@@ -201,7 +214,11 @@ class Engine:
         return dict(self._core.full("grad"))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Full weights on rank 0 (fp32; buffers as they are), {} elsewhere. All ranks call it."""
+        """Full weights on rank 0, {} elsewhere. All ranks call it.
+
+        Trained parameters come from their fp32 masters; frozen ones have no master and carry the
+        precision they compute in. Buffers are as they are.
+        """
         full = dict(self._core.full("param"))
         if dist.is_initialized() and dist.get_rank() != 0:
             return {}
@@ -247,6 +264,9 @@ class Engine:
             hook.remove()
         self._hooks.clear()
         self._core.close()
+        if self._process_group is not None:
+            dist.destroy_process_group(self._process_group)
+            self._process_group = None
 
     # ---- set-up
 
@@ -298,7 +318,8 @@ def initialize(
         model: any nn.Module on the CPU. Rank 0's values are used on every rank.
         config: dict, JSON text or path; see docs/config.md.
         optimizer: torch optimizer over the model's parameters, or a callable that takes the
-            parameters and returns one; default: the config's `optimizer` section.
+            parameters and returns one, or a dict that replaces the config's `optimizer` section
+            (the default).
         lr_scheduler: torch scheduler of that optimizer, or a callable that takes the optimizer.
             Stepped after each applied step. Default: the config's `schedule`.
         overrides: top-level config keys that replace those of `config`.
@@ -316,6 +337,13 @@ def initialize(
             "[front::initialize] optimizer is a class: pass an object, or a callable such as "
             "lambda params: torch.optim.AdamW(params, lr=1e-3)"
         )
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ConfigError(
+            "[front::initialize] the model has no parameters that train: there is nothing to do"
+        )
+    if isinstance(optimizer, Mapping):  # the config key of that name
+        overrides["optimizer"] = dict(optimizer)
+        optimizer = None
     return Engine(model, {**_config_dict(config), **overrides}, optimizer, lr_scheduler)
 
 

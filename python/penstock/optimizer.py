@@ -86,7 +86,8 @@ class ShardStep:
     """Lets any elementwise torch optimizer work on this rank's fp32 shards."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, core: Any) -> None:
-        if optimizer.state:
+        # Some optimizers (Adagrad) make their state when they are built: step 0.
+        if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
             raise ConfigError(
                 "[front::initialize] the optimizer has taken steps already: pass a fresh one"
             )
@@ -95,6 +96,9 @@ class ShardStep:
         shards = {param: master for _, param, master in core.shards()}
         for group in optimizer.param_groups:
             group["params"] = [shards[p] for p in group["params"] if p in shards]
+        if optimizer.state:  # again, for the shards
+            remade: Any = type(optimizer)
+            optimizer.state = remade(optimizer.param_groups).state
         self._masters = list(shards.values())
 
     def __call__(self) -> None:

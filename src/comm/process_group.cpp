@@ -2,6 +2,7 @@
 // land in place (gloo's own all-gather copies twice, its reduce-scatter is a full all-reduce).
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -17,9 +18,11 @@ class ProcessGroupGroup final : public Group {
   ProcessGroupGroup(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                     std::chrono::milliseconds timeout)
       : process_group_(std::move(process_group)),
-        backend_(process_group_->getBackend(c10::DeviceType::CPU)),
-        timeout_(timeout) {
-    const auto grace = std::min<std::chrono::milliseconds>(std::chrono::seconds(5), timeout / 4);
+        backend_(process_group_->getBackend(c10::DeviceType::CPU)) {
+    // A failed exchange, the roll call and its repetition elsewhere together stay within `timeout`.
+    const auto grace = std::clamp<std::chrono::milliseconds>(timeout / 8, std::chrono::seconds(1),
+                                                             std::chrono::seconds(5));
+    timeout_ = std::max(timeout - 2 * grace, timeout / 2);
     roll_call_.emplace(process_group_->getStore(), process_group_->getGroupName(), rank(), size(),
                        grace);
   }
@@ -45,7 +48,11 @@ class ProcessGroupGroup final : public Group {
   void set_position(const std::string& text) override { roll_call_->set_position(text); }
   std::string roll_call(const std::string& error) override { return roll_call_->call(error); }
 
-  void close() override { roll_call_.reset(); }
+  void close() override {
+    roll_call_.reset();
+    backend_.reset();
+    process_group_.reset();
+  }
 
  private:
   static at::Tensor wrap(const Piece& piece) {
@@ -54,7 +61,7 @@ class ProcessGroupGroup final : public Group {
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   c10::intrusive_ptr<c10d::Backend> backend_;
-  std::chrono::milliseconds timeout_;
+  std::chrono::milliseconds timeout_{};
   std::optional<comm::RollCall> roll_call_;
 };
 

@@ -36,6 +36,7 @@ void Core::forward_failed(const std::string& error) { state_->forward_failed(err
 
 void Core::check_backward() const {
   if (state_->closed) throw RuntimeFault("[engine::backward] the engine is closed");
+  if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
   if (state_->forwards > 0) return;
   throw RuntimeFault(
       "[engine::backward] backward() without a forward since the last step: call the engine on a "

@@ -70,9 +70,7 @@ Core::State::~State() {
 }
 
 void Core::State::agree_at_start(const std::string& print) {
-  std::string mine = "config " + config.json();
-  std::replace(mine.begin(), mine.end(), ',', '\n');
-  mine += "\n" + print;
+  const std::string mine = config.lines() + print;
   const std::string difference = engine::first_difference(share_text("model and config", mine));
   if (difference.empty()) return;
   throw RuntimeFault(
@@ -128,7 +126,9 @@ void Core::State::install_hooks() {
         hooks.emplace_back(flats[f].slots[s].param, [weak, u, f, s] {
           const auto self = weak.lock();
           if (!self || self->closed) return;
-          self->gradient_arrived(static_cast<int>(u), static_cast<int>(f), static_cast<int>(s));
+          self->in_hook([&] {
+            self->gradient_arrived(static_cast<int>(u), static_cast<int>(f), static_cast<int>(s));
+          });
         });
       }
     }

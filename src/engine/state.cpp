@@ -35,6 +35,7 @@ void Core::State::forward_begin(bool grad_enabled) {
   if (closed) throw RuntimeFault("[engine::forward] the engine is closed");
   if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
   if (backward_armed) recover();
+  faulted = false;
   driver->begin(grad_enabled ? Section::kForward : Section::kEval);
   if (grad_enabled) {
     ++forwards;
@@ -63,7 +64,7 @@ void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
   if (moves_params || unit == 0) {
     engine::before_backward_of(outputs, [weak = weak_from_this(), unit] {
       const auto self = weak.lock();
-      if (self && !self->closed) self->backward_enter(unit);
+      if (self && !self->closed) self->in_hook([&] { self->backward_enter(unit); });
     });
   }
   if (engine::in_backward()) return;  // what is recomputed stays until its gradients are there
@@ -73,6 +74,7 @@ void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
 
 void Core::State::forward_failed(const std::string& error) {
   outside_reads.reset();
+  faulted = true;
   group->set_position(concat("step ", steps + 1, ", where its forward raised ", error));
   driver->abandon();
 }
@@ -104,7 +106,8 @@ void Core::State::start_backward() {
   reduced_last = seen + 1 >= config.batch.accumulate;
   for (size_t unit = 0; unit < waiting.size(); ++unit) {
     waiting[unit] = 0;
-    for (const exec::Flat& flat : executor->units()[unit].flats) {
+    for (exec::Flat& flat : executor->units()[unit].flats) {
+      for (exec::Slot& slot : flat.slots) slot.arrived = false;
       if (flat.trainable) waiting[unit] += static_cast<int>(flat.slots.size());
     }
   }
@@ -112,7 +115,7 @@ void Core::State::start_backward() {
   if (!planned) backward_order.clear();
   engine::at_end_of_backward([weak = weak_from_this()] {
     const auto self = weak.lock();
-    if (self && !self->closed) self->end_backward();
+    if (self && !self->closed) self->in_hook([&] { self->end_backward(); });
   });
   if (moves_params) {
     backward_enter(0);
@@ -146,7 +149,7 @@ void Core::State::complete_frozen(int except) {
 void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   start_backward();
   exec::Flat& flat = executor->units()[unit].flats[flat_index];
-  const exec::Slot& slot = flat.slots[slot_index];
+  exec::Slot& slot = flat.slots[slot_index];
   at::Tensor& gradient = slot.param.mutable_grad();
   if (gradient.defined()) {
     if (!executor->take_gradient(unit, flat_index, slot_index, gradient) && bad.empty()) {
@@ -154,7 +157,8 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
     }
     gradient.reset();
   }
-  if (--waiting[unit] != 0) return;
+  // Where each use of a module is recomputed in a backward of its own, gradients come once a use.
+  if (std::exchange(slot.arrived, true) || --waiting[unit] != 0) return;
   const std::vector<exec::Flat>& flats = executor->units()[unit].flats;
   const bool has_frozen =
       std::any_of(flats.begin(), flats.end(), [](const exec::Flat& one) { return !one.trainable; });
@@ -271,13 +275,17 @@ void Core::State::step(const std::vector<GroupSettings>& groups,
 void Core::State::close(bool whole) {
   if (closed) return;
   closed = true;
+  try {
+    executor->drain();
+  } catch (const RuntimeFault&) {  // thrown where it happened; what is left needs no peer
+    faulted = true;
+  }
+  whole = whole && !faulted;
   outside_reads.reset();
   hooks.clear();
   if (whole) {
     driver->abandon();
     executor->discard_gradients();
-  } else {
-    driver.reset();
   }
   for (size_t index = 0; index < executor->units().size(); ++index) {
     const int unit = static_cast<int>(index);
@@ -291,7 +299,6 @@ void Core::State::close(bool whole) {
       }
     }
   }
-  executor->drain();
   for (exec::UnitState& unit : executor->units()) {
     for (exec::Flat& flat : unit.flats) flat.free();
   }

@@ -1,6 +1,7 @@
 #pragma once
 // Core::State: what happens at each event of eager code. Reports and collective reads are in
 // report.cpp, the public calls in core.cpp.
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -35,6 +36,17 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   void forward_failed(const std::string& error);
   void backward_enter(int unit);
   void gradient_arrived(int unit, int flat, int slot);
+
+  // Runs a hook's work and keeps what it throws, for check_backward().
+  template <class Work>
+  void in_hook(const Work& work) {
+    try {
+      work();
+    } catch (...) {
+      fault = std::current_exception();
+      throw;
+    }
+  }
 
   // ---- what they lead to
   void start_backward();
@@ -73,8 +85,10 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   std::vector<int> waiting;      // by unit: gradients still to come in this backward
   std::vector<int> frozen_open;  // units whose frozen weights may still be read
   std::string bad;               // first non-finite contribution
+  std::exception_ptr fault;      // thrown by a hook: autograd passes on its text, not its class
   std::vector<int> spanning;     // units read outside their module: whole for entire passes
   bool planned = false;          // the order of step one is agreed
+  bool faulted = false;  // a forward raised and none came after it: the other ranks wait elsewhere
   bool closed = false;
   engine::OrderRecord forward_order, backward_order;
   std::optional<engine::OutsideReads> outside_reads;

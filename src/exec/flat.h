@@ -25,6 +25,7 @@ struct Slot {
   int64_t offset = 0, numel = 0;
   int group = 0;         // optimizer parameter group
   int64_t updates = 0;   // optimizer steps taken so far
+  bool arrived = false;  // its gradient came in this backward
   bool touched = false;  // got a gradient in this window; after the norm: on any rank
   bool written = false;  // `partial` holds its contribution
   std::string guard;     // what reading it while freed says

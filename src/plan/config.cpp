@@ -463,6 +463,15 @@ Config Config::parse(const std::string& json_text) {
   return config;
 }
 
+std::string Config::lines() const {
+  std::string text;
+  const nlohmann::json flat = nlohmann::json::parse(json()).flatten();  // outlives items()
+  for (const auto& [path, value] : flat.items()) {
+    text += concat("config ", path, " = ", value.dump(), "\n");
+  }
+  return text;
+}
+
 std::string Config::json() const {
   nlohmann::json out = {{"strategy", strategy},
                         {"table", table},

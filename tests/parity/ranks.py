@@ -30,10 +30,15 @@ PR_SET_PDEATHSIG = 1
 class Failure:
     """An exception that ended a function on one rank."""
 
-    kind: str  # "penstock.RuntimeFault"
+    kind: str  # "builtins.ValueError"
     bases: list[str]
     text: str
     trace: str
+
+    def is_a(self, *names: str) -> bool:
+        """Whether it is a penstock exception of one of these classes."""
+        ours = {base.rpartition(".")[2] for base in self.bases if base.startswith("penstock.")}
+        return not ours.isdisjoint(names)
 
 
 class RankError(AssertionError):

@@ -65,8 +65,13 @@ class Run:
     weights: Tensors = field(default_factory=dict)  # fp32
 
 
-def initial_weights(model: str) -> Tensors:
-    return {name: value.detach() for name, value in models.build(model).named_parameters()}
+def initial_weights(model: str, trained: bool) -> Tensors:
+    """By name, of the parameters that train, or of the frozen and the unused ones."""
+    return {
+        name: value.detach()
+        for name, value in models.build(model).named_parameters()
+        if trained == (value.requires_grad and "never" not in name)
+    }
 
 
 def _copy_bf16(master: nn.Module) -> nn.Module:

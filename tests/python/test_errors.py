@@ -28,8 +28,7 @@ def assert_fails(outcomes, kind, *words):
     """Every rank failed with this kind of error, and each text has all of the words."""
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, Failure), f"rank {rank} returned {outcome!r}"
-        names = [base.rsplit(".", 1)[-1] for base in outcome.bases]
-        assert kind in names, f"rank {rank}: {outcome.trace}"
+        assert outcome.is_a(kind), f"rank {rank}: {outcome.trace}"
         for word in words:
             assert word in outcome.text, f"rank {rank}: {word!r} is not in {outcome.text!r}"
 

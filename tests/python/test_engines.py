@@ -1,0 +1,86 @@
+"""Engines made and closed, several in one process, and one without any group."""
+
+from __future__ import annotations
+
+import gc
+
+import models
+import psutil
+import torch
+import torch.distributed as dist
+import training
+from test_api import assert_same, batches, every_strategy, initialize, plain_adamw, start
+from torch import nn
+from training import Case
+
+
+class Wide(nn.Module):
+    """24 MB of weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(1000, 1000), nn.Tanh()) for _ in range(6)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+def create_and_close(strategy):
+    process = psutil.Process()
+    used = []
+    for _ in range(5):
+        model = Wide()
+        engine = initialize(model, {"strategy": strategy, "precision": "bf16"})
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 1000, dtype=torch.bfloat16)))
+            engine.step()
+        engine.close()
+        del engine, model
+        gc.collect()
+        used.append((process.memory_info().rss >> 20, process.num_threads(), process.num_fds()))
+    return used
+
+
+@every_strategy
+def test_create_and_close_five_times(strategy, pools):
+    for used in pools(2).run(create_and_close, strategy):
+        (first_mb, first_threads, first_fds), (last_mb, last_threads, last_fds) = used[1], used[-1]
+        assert last_mb - first_mb < 24, f"resident MB, threads, files: {used}"
+        assert last_threads <= first_threads, f"resident MB, threads, files: {used}"
+        assert last_fds <= first_fds, f"resident MB, threads, files: {used}"
+
+
+def two_engines():
+    first, second = start("zero3"), start("zero1")
+    for batch in batches():
+        for engine in (first, second):
+            engine.backward(engine(*training.rank_part(batch, 0)))
+        for engine in (first, second):
+            engine.step()
+    weights = first.state_dict(), second.state_dict()
+    first.close()
+    second.close()
+    return weights
+
+
+def test_two_engines_in_one_process(pools):
+    zero3, zero1 = pools(2).run(two_engines)[0]
+    theirs = plain_adamw([[batch] for batch in batches()])
+    assert_same(zero3, theirs)
+    assert_same(zero1, theirs)
+
+
+def test_one_process_without_a_group():
+    model = models.build("gpt")
+    engine = initialize(model, Case("zero3").config())
+    for batch in batches():
+        engine.backward(engine(*batch))
+        engine.step()
+    weights = engine.state_dict()
+    engine.close()
+    assert not dist.is_initialized()
+    assert_same(weights, plain_adamw([[batch] for batch in batches()]))
