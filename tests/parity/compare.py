@@ -8,8 +8,8 @@ from training import Run, Tensors
 # tests/parity and docs/design.md, section 7: what must always hold.
 GRADIENT_LIMIT, WEIGHT_LIMIT, SCALAR_LIMIT = 1e-6, 1e-5, 1e-5
 BF16_RATIO = 1.5
-# bf16 on one rank does exactly what the reference does: room for the rounding of fp32 sums; and of
-# gradients to bf16 once more after ranks were added up, which norms show.
+# Where bf16 does exactly what the reference does: room for the rounding of fp32 sums; and in norms
+# for that of gradients, to bf16 once more after ranks were added up.
 BF16_SLACK = {"gradients": 1e-6, "weights": 1e-6, "losses": 1e-6, "norms": 2**-9}
 
 

@@ -82,36 +82,51 @@ def _copy_bf16(master: nn.Module) -> nn.Module:
     return model
 
 
+def _backward_bf16(master: nn.Module, batch: tuple[torch.Tensor, ...]) -> float:
+    """The mean loss by a bf16 copy; its gradients go to the fp32 masters. Micro-batches are those
+    of the ranks, since a gradient is rounded after each."""
+    model = _copy_bf16(master)
+    parts = len(batch[0]) // MICRO
+    total = 0.0
+    for part in zip(*(tensor.split(MICRO) for tensor in batch), strict=True):
+        loss = model(*part)
+        loss.backward()
+        total += loss.item() / parts
+        for parameter, kept in zip(model.parameters(), master.parameters(), strict=True):
+            if parameter.grad is not None:
+                share = parameter.grad.float() / parts
+                kept.grad = share if kept.grad is None else kept.grad + share
+                parameter.grad = None
+    return total
+
+
+def _backward(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> float:
+    loss = model(*batch)
+    loss.backward()
+    return loss.item()
+
+
 @functools.cache
 def reference(name: str, samples: int, clip: float, precision: str = "fp32") -> Run:
-    """Plain torch, one process, the whole batch. bf16 keeps fp32 masters by hand."""
-    master = models.build(name)
-    model = _copy_bf16(master) if precision == "bf16" else master
-    optimizer = torch.optim.AdamW(master.parameters(), **ADAMW)
+    """Plain torch, one process, the whole batch."""
+    model = models.build(name)
+    backward = _backward_bf16 if precision == "bf16" else _backward
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     run = Run()
     for batch in models.batches(name, STEPS, samples):
-        loss = model(*batch)
-        loss.backward()
-        for parameter, kept in zip(model.parameters(), master.parameters(), strict=True):
-            if model is not master:
-                kept.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
+        loss = backward(model, batch)
         if not run.losses:
             run.gradients = {
                 key: parameter.grad.clone()
-                for key, parameter in master.named_parameters()
+                for key, parameter in model.named_parameters()
                 if parameter.grad is not None
             }
         limit = clip if clip > 0 else float("inf")
-        run.norms.append(float(nn.utils.clip_grad_norm_(master.parameters(), limit)))
-        run.losses.append(loss.item())
+        run.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
+        run.losses.append(loss)
         optimizer.step()
         optimizer.zero_grad()
-        if model is not master:
-            with torch.no_grad():
-                for parameter, kept in zip(model.parameters(), master.parameters(), strict=True):
-                    parameter.copy_(kept)
-    run.weights = {key: value.detach() for key, value in master.state_dict().items()}
+    run.weights = {key: value.detach() for key, value in model.state_dict().items()}
     return run
 
 

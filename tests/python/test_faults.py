@@ -90,21 +90,24 @@ def assert_names_culprit(texts, why):
         assert re.search(r"step \d+", text), f"rank {rank} names no step: {text}"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+def pytest_generate_tests(metafunc):
+    """A pool and a timeout per test are slow: the daily run kills once, and stops under zero3."""
+    full = metafunc.config.getoption("full")
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", [1, 2, 3] if full else [1])
+    if "stopped" in metafunc.fixturenames:
+        metafunc.parametrize("stopped", ["zero3", "zero2", "ddp"] if full else ["zero3"])
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
-def test_killed_rank(strategy, seed, pool, request):
-    if seed > 1 and not request.config.getoption("full"):
-        pytest.skip("a second moment: with --full only")
+def test_killed_rank(strategy, seed, pool):
     texts = strike(pool, strategy, signal.SIGKILL, f"{strategy}{seed}")
     assert_names_culprit(texts, "(dead|died|stopped|gone)")
     assert_ends(pool)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
-def test_stopped_rank(strategy, pool, request):
-    if strategy != "zero3" and not request.config.getoption("full"):
-        pytest.skip("20 s of waiting: with --full only")
-    texts = strike(pool, strategy, signal.SIGSTOP, strategy)
+def test_stopped_rank(stopped, pool):
+    texts = strike(pool, stopped, signal.SIGSTOP, stopped)
     assert_names_culprit(texts, "(dead|died|stopped|gone)")
     pool.processes[CULPRIT].kill()
     assert_ends(pool)
