@@ -8,9 +8,9 @@ from training import Run, Tensors
 # tests/parity and docs/design.md, section 7: what must always hold.
 GRADIENT_LIMIT, WEIGHT_LIMIT, SCALAR_LIMIT = 1e-6, 1e-5, 1e-5
 BF16_RATIO = 1.5
-# Where bf16 does exactly what the reference does: room for the rounding of fp32 sums; and in norms
-# for that of gradients, to bf16 once more after ranks were added up.
-BF16_SLACK = {"gradients": 1e-6, "weights": 1e-6, "losses": 1e-6, "norms": 2**-9}
+# Gradients and weights average rounding over many elements, 20 losses or norms do not: two runs
+# that differ in the last fp32 bit part after ten steps. Fractions of a bf16 step (2^-8).
+BF16_SLACK = {"gradients": 1e-6, "weights": 1e-6, "losses": 2**-12, "norms": 2**-9}
 
 
 def norm(tensors: Tensors) -> float:
