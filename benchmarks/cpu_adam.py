@@ -2,7 +2,8 @@
 
 Every variant takes a bf16 gradient, multiplies it by a clip factor, updates fp32 master weights and
 moments, and leaves bf16 weights. All run interleaved in one process on the same gradients; an
-in-place streaming loop measured in the same rounds is the limit.
+in-place streaming loop measured in the same rounds is the limit. Ours and the loop work on memory
+as the engine allocates it (huge pages where the system grants them), the peers on torch's.
 
     python benchmarks/cpu_adam.py --library build/release/benchmarks/libpenstock_bench.so
 """
@@ -33,7 +34,19 @@ def load(path: str) -> ctypes.CDLL:
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
     library.penstock_bench_stream.argtypes = [pointer, pointer, pointer, int64, ctypes.c_int]
     library.penstock_bench_adam.argtypes = [pointer] * 5 + [int64, ctypes.c_float, int64]
+    library.penstock_bench_take.argtypes = [int64]
+    library.penstock_bench_take.restype = pointer
     return library
+
+
+def in_arena(library: ctypes.CDLL, tensors: Tensors) -> Tensors:
+    """Copies in the engine's own memory."""
+    copies = []
+    for tensor in tensors:
+        address = library.penstock_bench_take(tensor.nbytes)
+        memory = (ctypes.c_char * tensor.nbytes).from_address(address)
+        copies.append(torch.frombuffer(memory, dtype=tensor.dtype).copy_(tensor))
+    return copies
 
 
 class Variant:
@@ -50,10 +63,12 @@ class Variant:
 
 class Ours(Variant):
     def __init__(self, weights: Tensors, grads: Tensors, library: ctypes.CDLL) -> None:
-        super().__init__(weights, grads)
+        super().__init__(weights, in_arena(library, grads))
         self.library = library
-        self.exp_avg = [torch.zeros_like(w) for w in weights]
-        self.exp_avg_sq = [torch.zeros_like(w) for w in weights]
+        self.master = in_arena(library, weights)
+        self.out = in_arena(library, self.out)
+        zeros = [torch.zeros_like(w) for w in weights]
+        self.exp_avg, self.exp_avg_sq = in_arena(library, zeros), in_arena(library, zeros)
         self.steps = 0
 
     def step(self) -> None:
@@ -159,7 +174,8 @@ def run_case(library: ctypes.CDLL, numel: int, threads: int, rounds: int) -> Res
     weights = [torch.randn(per_tensor) for _ in range(NUM_TENSORS)]
     grads = [torch.randn(per_tensor).bfloat16() for _ in range(NUM_TENSORS)]
     variants = make_variants(weights, grads, library)
-    arrays = [[torch.zeros(per_tensor) for _ in range(3)] for _ in range(NUM_TENSORS)]
+    zeros = [torch.zeros(per_tensor)] * 3
+    arrays = [in_arena(library, zeros) for _ in range(NUM_TENSORS)]
     actions: dict[str, Callable[[], None]] = {
         "stream_non_temporal": lambda: stream(library, arrays, 1),
         "stream_plain": lambda: stream(library, arrays, 0),

@@ -9,8 +9,10 @@
 #include <hwy/highway.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "penstock/export.h"
+#include "src/mem/arena.h"
 #include "src/optim/kernels.h"
 #include "src/optim/split.h"
 
@@ -56,6 +58,14 @@ namespace penstock::bench {
 
 HWY_EXPORT(stream_part);
 HWY_EXPORT(plain_part);
+
+// Memory as the engine has it, until the process ends.
+extern "C" PENSTOCK_API void* penstock_bench_take(int64_t bytes) {
+  static mem::Arena arena{c10::Device(c10::DeviceType::CPU)};
+  static std::vector<mem::Lease> leases;
+  leases.push_back(arena.take(bytes, mem::Account::kOptim));
+  return leases.back().data();
+}
 
 // Arrays aligned to 64 bytes; non_temporal: 1 or 0.
 extern "C" PENSTOCK_API void penstock_bench_stream(float* x, float* y, float* z, int64_t numel,

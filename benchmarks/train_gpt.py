@@ -210,10 +210,14 @@ def main() -> None:
     shared += ["--clip", str(options.clip), "--rounds", str(options.rounds)]
     shared += ["--steps", str(options.steps)]
     figures = start([*shared, "--worker", "time", "--trainers", *names])
-    figures["peak_bytes"] = {
-        name: start([*shared, "--worker", "memory", "--trainers", name])["peak_bytes"]
-        for name in names
-    }
+    figures["peak_bytes"] = {}
+    for name in names:
+        try:
+            memory = start([*shared, "--worker", "memory", "--trainers", name])
+        except RuntimeError as error:  # a peer that does not get through is no figure
+            print(f"{name}: no memory figure\n{error}", file=sys.stderr)
+            memory = {"peak_bytes": float("nan")}
+        figures["peak_bytes"][name] = memory["peak_bytes"]
     report(figures, options)
     write_json(options.json, {"machine": machine(), "options": vars(options), **figures})
 

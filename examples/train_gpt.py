@@ -29,6 +29,7 @@ from gpt import GPT, GPTConfig
 import penstock
 
 DEMO = {"steps": 300, "minutes": 4.0}
+DISK_STEPS = 5
 VALIDATION_SHARE = 0.05
 VALIDATION_WINDOWS = 512  # over all ranks
 SAMPLE_BYTES = 200
@@ -48,11 +49,11 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--demo", action="store_true", help=f"short run, stops after {DEMO['minutes']:g} minutes")
-    add("--strategy", default="zero3", help="ddp, zero1, zero2 or zero3 (default)")
+    add("--strategy", default="zero3", help="ddp, zero1, zero2, zero3 (default), hpz or mics")
     add(
         "--precision",
         default=default_precision(),
-        help="fp32 or bf16 (default: what the processor is fast at)",
+        help="fp32, bf16 or fp16 (default: what the processor is fast at)",
     )
     add("--steps", type=int, default=1000)
     add("--minutes", type=float, help="stop training after this time")
@@ -279,6 +280,36 @@ def sample(engine: penstock.Engine, prompt: bytes, options: argparse.Namespace) 
     return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in written)
 
 
+def few_losses(config: dict, text: bytes, options: argparse.Namespace, ranks: Ranks) -> list[float]:
+    """Mean losses of the first steps of a new model; the ledger is printed."""
+    torch.manual_seed(options.seed)
+    heads = max(1, options.width // 64)
+    with penstock.init():
+        model = GPT(GPTConfig(options.layers, options.width, heads, context=options.seq))
+    engine = penstock.initialize(model, config)
+    windows = Windows(text, options, ranks, options.seed)
+    losses = []
+    for _ in range(DISK_STEPS):
+        loss = engine(*windows.next())
+        engine.backward(loss)
+        engine.step()
+        losses += ranks.mean(float(loss.detach()))
+    ranks.say(penstock.format_ledger(engine.ledger()) + "\n")
+    engine.close()
+    return losses
+
+
+def show_disk(config: dict, text: bytes, options: argparse.Namespace, ranks: Ranks) -> None:
+    """The same model in memory and with its parameters and optimizer on disk."""
+    ranks.say(f"\nthe first {DISK_STEPS} steps again, in memory:")
+    memory = few_losses(config, text, options, ranks)
+    ranks.say("and with parameters and optimizer state on disk:")
+    on_disk = {"optimizer": "disk", "params": "disk"}
+    disk = few_losses(config | {"offload": on_disk}, text, options, ranks)
+    for step, (a, b) in enumerate(zip(memory, disk, strict=True), 1):
+        ranks.say(f"step {step}: loss {a:.6f} in memory, {b:.6f} on disk, equal: {a == b}")
+
+
 def main() -> None:
     began = time.perf_counter()
     options, ranks = parse_options(), Ranks()
@@ -305,6 +336,8 @@ def main() -> None:
     ranks.say(f"\nsample after 'def ':\n{sample(engine, b'def ', options)}\n")
     ranks.say(penstock.format_ledger(engine.ledger()))
     engine.close()
+    if options.demo and config["strategy"] == "zero3":
+        show_disk(config, train_text, options, ranks)
     ranks.say(f"\ntraining took {seconds:.1f} s, all {time.perf_counter() - began:.1f} s")
 
 

@@ -15,6 +15,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="every parity case and every fault")
+    parser.addoption("--seeds", help='of tests/parity/fuzz, such as "7" or "0-500"')
 
 
 def shared_memory():
@@ -27,7 +28,9 @@ def pools():
     """pools(world) is a pool of that many ranks. At the end none may be left, or have left
     anything."""
     import ranks  # noqa: PLC0415 - torch is not needed by the tests that do not use this
+    import torch  # noqa: PLC0415
 
+    torch.set_num_threads(1)  # as on the ranks: the models are small
     before = shared_memory()
     pools = ranks.Pools()
     yield pools
@@ -39,6 +42,12 @@ def pools():
     assert not left, f"left in /dev/shm: {left}"
 
 
+@pytest.fixture(scope="session")
+def largest(request):
+    """The largest deviations of the session by name, printed at its end."""
+    return request.config.stash.setdefault(request.config.parity_key, {})
+
+
 def pytest_configure(config):
     config.parity_key = pytest.StashKey[dict[str, float]]()
 
@@ -48,6 +57,7 @@ def pytest_terminal_summary(terminalreporter, config):
     if not largest:
         return
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
-    count = sum(report.when == "call" and "test_parity[" in report.nodeid for report in reports)
+    matrix = ("test_parity[", "test_zoo[")
+    count = sum(r.when == "call" and any(name in r.nodeid for name in matrix) for r in reports)
     figures = ", ".join(f"{name} {value:.2g}" for name, value in sorted(largest.items()))
     terminalreporter.write_line(f"parity: {count} cases, largest deviations: {figures}")

@@ -14,13 +14,21 @@
 namespace penstock {
 
 struct OptimizerConfig {
-  std::string type = "AdamW";  // "AdamW" "Adam" "SGD"
-  double lr = 1e-3;
-  double beta1 = 0.9, beta2 = 0.999;  // key "betas": [beta1, beta2]
-  double eps = 1e-8;
-  double weight_decay = 0.0;  // default 0.01 for AdamW, as in torch
+  std::string type = "AdamW";         // "AdamW" "Adam" "SGD" "Adagrad" "Lion"
+  double lr = 1e-3;                   // default 1e-2 for Adagrad, 1e-4 for Lion
+  double beta1 = 0.9, beta2 = 0.999;  // key "betas": [beta1, beta2]; default 0.9, 0.99 for Lion
+  double eps = 1e-8;                  // default 1e-10 for Adagrad
+  double weight_decay = 0.0;          // default 0.01 for AdamW, as in torch
   double momentum = 0.0, dampening = 0.0;
+  double lr_decay = 0.0;  // Adagrad
   bool nesterov = false;
+};
+
+// Dynamic loss scaling, for parameters that compute in fp16 (arXiv:1710.03740).
+struct LossScaleConfig {
+  double initial = 65536.0;
+  int64_t window = 2000;  // good steps in a row after which it doubles; 0 = it never changes
+  double min = 1.0;       // overflow at this scale is an error
 };
 
 struct ScheduleConfig {
@@ -60,7 +68,7 @@ struct MeshConfig {
 };
 
 struct PENSTOCK_API Config {
-  std::string strategy = "zero3";  // "ddp" "zero1" "zero2" "zero3" "hpz" "mics"
+  std::string strategy = "zero3";                                   // a preset of src/plan/table.h
   std::map<std::string, std::map<std::string, std::string>> table;  // role -> phase -> placement
   MeshConfig mesh;
   std::optional<std::string> precision;  // "fp32" "bf16" "fp16"; absent = as the model was built
@@ -69,6 +77,7 @@ struct PENSTOCK_API Config {
   std::optional<OptimizerConfig> optimizer;
   ScheduleConfig schedule;
   BatchConfig batch;
+  LossScaleConfig loss_scale;
   double clip = 0.0;  // largest global gradient norm; 0 = off
   UnitsConfig units;
   int64_t prefetch_bytes = 64LL << 20;

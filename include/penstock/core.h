@@ -14,6 +14,7 @@
 #include "penstock/config.h"
 #include "penstock/export.h"
 #include "penstock/group.h"
+#include "penstock/init.h"
 
 namespace penstock {
 
@@ -32,15 +33,8 @@ struct ParamInfo {
 struct ModelTree {
   std::vector<ModuleInfo> modules;
   std::vector<ParamInfo> params;
-  std::vector<at::Tensor> buffers;  // made equal to rank 0's; never cast
-};
-
-// What one parameter group asks for at this step.
-struct GroupSettings {
-  std::string type = "AdamW";  // "AdamW" "Adam" "SGD"
-  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0;
-  double momentum = 0.0, dampening = 0.0;
-  bool nesterov = false;
+  std::vector<at::Tensor> buffers;    // made equal to rank 0's; never cast
+  std::shared_ptr<ShardedInit> init;  // where values of hollow parameters are; may be null
 };
 
 // A piece of a parameter for an optimizer of the user's own: fp32, one dimension, maybe empty.
@@ -50,9 +44,11 @@ struct Shard {
   at::Tensor master;
 };
 
-// Bytes on this rank: predicted per strategy, and what the running one took at most.
+// Bytes on this rank: predicted per strategy, and what the running one took at most. In memory
+// (device and host) by role, and in swap files.
 struct LedgerEntry {
   int64_t param = 0, grad = 0, optim = 0, buffers = 0, total = 0;
+  int64_t disk = 0;
 };
 struct LedgerReport {
   std::map<std::string, LedgerEntry> predicted;
@@ -82,21 +78,35 @@ class PENSTOCK_API Core {
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
 
-  // Throws RuntimeFault when there was no forward; after a backward that threw, what a hook of the
-  // engine threw in it.
-  void check_backward() const;
+  // To be called before backward(loss, gradient): the gradient to start from, `gradient` (default:
+  // ones) times the loss scale; undefined when torch's own default will do. Throws RuntimeFault
+  // when there was no forward.
+  at::Tensor start_backward(const at::Tensor& loss, const at::Tensor& gradient = {});
+  // After a backward that threw `error`: throws what a hook of the engine threw, if one did.
+  void backward_failed(const std::string& error);
   // Whether a step would apply now: enough backwards were seen, or one and `force`.
   bool window_complete(bool force) const;
-  // [all ranks] Updates; `groups` by parameter group, `external` the user's optimizer.
-  void step(const std::vector<GroupSettings>& groups, const std::function<void()>& external = {});
+  // [all ranks] Updates; `groups` by parameter group, `external` the user's optimizer. False when
+  // fp16 gradients overflowed: the weights are unchanged and the loss scale is smaller. Throws
+  // RuntimeFault naming the first parameter whose gradient is not finite when no scale helps.
+  bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {});
   double grad_norm() const;
   int64_t steps() const;
+  double loss_scale() const;      // of the next backward; 1 without fp16
+  int64_t skipped_steps() const;  // for overflow
+  std::string overflow() const;   // what the last skipped step says, or empty
+
+  // By parameter (as in ModelTree), when the optimizer's groups changed.
+  void set_groups(const std::vector<int>& group_of_param);
 
   std::vector<Shard> shards();
   std::vector<at::Tensor> shard_gradients();
 
   // [all ranks] Full fp32 gradients / weights by parameter name.
   std::vector<std::pair<std::string, at::Tensor>> full(const std::string& role);
+  // Replaces gradients of a complete window, by full fp32 values that are equal on every rank.
+  // Throws RuntimeFault in the middle of a window, ConfigError for a name or shape that is wrong.
+  void set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients);
   // [all ranks] Parameters of these units (all when empty) are whole until release().
   void gather(const std::vector<int>& units);
   void release(const std::vector<int>& units, bool write);

@@ -9,13 +9,17 @@ engine.step()
 from penstock._native import Bug, ConfigError, RuntimeFault
 from penstock.engine import Engine, initialize
 from penstock.ledger import format_ledger
+from penstock.optimizer import Lion
+from penstock.sharded_init import init
 
 __version__ = "0.1.0"
 __all__ = [
     "Bug",
     "ConfigError",
     "Engine",
+    "Lion",
     "RuntimeFault",
     "format_ledger",
+    "init",
     "initialize",
 ]

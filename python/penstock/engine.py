@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import datetime
 import inspect
 import json
 import os
@@ -12,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from penstock import optimizer as optim
-from penstock import tree
+from penstock import ranks, sharded_init, tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
 
 OptimizerLike = (
@@ -45,18 +43,6 @@ def _config_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
     return parsed
 
 
-def _process_group(timeout_s: float) -> dist.ProcessGroup | None:
-    """A gloo group of the engine's own; None for a single rank."""
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    own: dist.ProcessGroup = dist.new_group(
-        backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
-    )
-    return own
-
-
 class Engine:
     """Trains one model. Made by `initialize()`; use it like the model."""
 
@@ -69,38 +55,31 @@ class Engine:
     ) -> None:
         self._hooks: list[Any] = []
         self.module = model
-        given = optimizer
-        if callable(given) and not isinstance(given, torch.optim.Optimizer):
-            given = given(model.parameters())
-        assert given is None or isinstance(given, torch.optim.Optimizer)
-        kind = None if given is None else optim.native_type(given)
-        if given is not None:
-            if "optimizer" in config:
-                raise ConfigError(
-                    "[front::initialize] an optimizer is given both as an argument and as the key "
-                    '"optimizer": keep one'
-                )
-            if kind is not None:
-                config = {**config, "optimizer": optim.config_of(given, kind)}
-        else:
-            config = {"optimizer": {"type": "AdamW"}, **config}
+        given, kind, config = optim.prepare(optimizer, model, config)
         self.config = _penstock.Config.parse(json.dumps(config))
         if given is None:
-            effective = json.loads(self.config.json())
-            given = optim.from_config(model, effective["optimizer"])
+            given = optim.from_config(model, json.loads(self.config.json())["optimizer"])
             kind = type(given).__name__
         self.optimizer = given
         self._kind = kind
         self._names = tree.names_of(model)
-        described = tree.model_tree(model, optim.group_of(given, model))
-        timeout_s = self.config.timeout_s
-        self._process_group = _process_group(timeout_s)
-        if self._process_group is None:
-            group = _penstock.Group.alone()
-        else:
-            group = _penstock.Group.from_process_group(self._process_group, timeout_s)
-        self._core = _penstock.Core(described, self.config, group, kind is None)
-        self._external = None if kind is not None else optim.ShardStep(given, self._core)
+        described = tree.model_tree(model, optim.group_of(given, model), sharded_init.waiting())
+        self._ranks = ranks.Ranks(self.config.timeout_s)
+        self._core = _penstock.Core(described, self.config, self._ranks.group, kind is None)
+        sharded_init.let_go()
+        if self.config.seed >= 0:
+            torch.manual_seed(self.config.seed + ranks.rank())
+        try:
+            self._finish_setup(given, lr_scheduler)
+        except ConfigError:  # on every rank alike, so the model can be given back together
+            self.close()
+            raise
+        atexit.register(_forget, weakref.ref(self))
+
+    def _finish_setup(self, given: torch.optim.Optimizer, lr_scheduler: Any) -> None:
+        native = self._kind is not None
+        self._external = None if native else optim.ShardStep(given, self._core)
+        self._groups_seen = optim.group_members(given)
         self._peak_lrs = [group["lr"] for group in given.param_groups]
         self._scheduled = json.loads(self.config.json())["schedule"]["type"] != "none"
         if lr_scheduler is not None and self._scheduled:
@@ -114,7 +93,6 @@ class Engine:
         if lr_scheduler is None:
             self._schedule_lr()
         self._install_hooks()
-        atexit.register(_forget, weakref.ref(self))
 
     # ---- training
 
@@ -132,13 +110,30 @@ class Engine:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Gradients of `loss`; any number of times before `step()`, adding up as in torch.
 
-        Keyword arguments go to `torch.Tensor.backward`. Raises RuntimeFault without a forward.
+        Keyword arguments (`gradient`, `retain_graph`, `inputs`) go to `torch.Tensor.backward`; with
+        fp16 the loss is scaled on the way. For a gradient that is differentiated again (a gradient
+        penalty) use `torch.autograd.grad(..., create_graph=True)` before this call.
+
+        Raises:
+            ConfigError: `loss` is no tensor; `create_graph`.
+            RuntimeFault: no forward since the last step; a peer that is gone.
         """
-        self._core.check_backward()
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"[front::backward] the loss is a {type(loss).__name__}, not a tensor: pass the "
+                f"model's loss, such as engine.backward(output.loss)"
+            )
+        if kwargs.get("create_graph"):
+            raise ConfigError(
+                "[front::backward] create_graph is not supported: gradients are taken out of .grad "
+                "as they arrive. Use torch.autograd.grad(..., create_graph=True)"
+            )
+        gradient = self._core.start_backward(loss, kwargs.pop("gradient", None))
         try:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError:
-            self._core.check_backward()  # ours, as what it was before autograd passed it on
+            loss.backward(gradient=gradient, **kwargs)  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            # Throws ours, as what it was before autograd passed it on.
+            self._core.backward_failed(f"{type(error).__name__}: {error}")
             raise
 
     def step(self, force: bool = False) -> bool:
@@ -148,7 +143,9 @@ class Engine:
             force: update now, averaged over the backwards seen so far.
 
         Returns:
-            True when the weights changed.
+            True when the weights changed. False in the middle of a window, and when fp16 gradients
+            overflowed: then all ranks skip the step, `loss_scale` is smaller and `overflow` names
+            the first parameter.
 
         Raises:
             RuntimeFault: no backward since the last step; gradients that are not finite (names
@@ -156,8 +153,11 @@ class Engine:
         """
         if not self._core.window_complete(force):
             return False
+        if optim.group_members(self.optimizer) != self._groups_seen:
+            self._regroup()
         groups = [] if self._kind is None else optim.settings(self.optimizer, self._kind)
-        self._core.step(groups, self._external)
+        if not self._core.step(groups, self._external):
+            return False
         if self.lr_scheduler is not None:
             # torch's schedulers warn unless they see the optimizer step.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -168,13 +168,31 @@ class Engine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accepted for loops written for DDP: accumulation is `batch.accumulate`, and exact."""
+        """Accepted for loops written for DDP, and exact: backwards add up with or without it.
+
+        To reduce once per window set `batch.accumulate`.
+        """
         yield
 
     @property
     def grad_norm(self) -> float:
         """Global L2 norm of the last applied step's averaged gradient, before clipping."""
         return float(self._core.grad_norm)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next backward multiplies the loss by; 1 without fp16."""
+        return float(self._core.loss_scale)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped because fp16 gradients overflowed."""
+        return int(self._core.skipped_steps)
+
+    @property
+    def overflow(self) -> str:
+        """What the last skipped step found: the first parameter, rank and micro-step; or ""."""
+        return str(self._core.overflow)
 
     @property
     def lr(self) -> float:
@@ -198,20 +216,35 @@ class Engine:
             params: parameters of the model; their whole units are gathered.
             write: on exit rank 0's values go to every rank and become the weights.
         """
-        if params is None:
-            names = []
-        else:
-            names = [self._names[param][0] for param in params]
-        units = self._core.units_of(names)
+        chosen = list(self._names) if params is None else list(params)
+        if any(param not in self._names for param in chosen):
+            raise ConfigError("[front::gathered] a tensor is no parameter of the engine's model")
+        names = [self._names[param][0] for param in chosen]
+        units = self._core.units_of(names) if names else []
         self._core.gather(units)
         try:
             yield
-        finally:
-            self._core.release(units, write)
+        except BaseException:
+            self._core.release(units, False)
+            raise
+        self._core.release(units, write)
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Averaged full fp32 gradients by name, after backward and before step, on all ranks."""
         return dict(self._core.full("grad"))
+
+    def set_grads(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """Replaces gradients, after the window's last backward and before step.
+
+        Args:
+            grads: full averaged gradients by name, as `full_grads()` gives them (any subset); the
+                same values on every rank.
+
+        Raises:
+            RuntimeFault: in the middle of a window.
+            ConfigError: a name that does not train, or a shape that is not its parameter's.
+        """
+        self._core.set_gradients(list(grads.items()))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Full weights on rank 0, {} elsewhere. All ranks call it.
@@ -220,7 +253,7 @@ class Engine:
         precision they compute in. Buffers are as they are.
         """
         full = dict(self._core.full("param"))
-        if dist.is_initialized() and dist.get_rank() != 0:
+        if ranks.rank() != 0:
             return {}
         by_param = {id(param): full[names[0]] for param, names in self._names.items()}
         state: dict[str, torch.Tensor] = {}
@@ -232,7 +265,7 @@ class Engine:
         """Bytes per rank: predicted for each strategy, and measured for the one running.
 
         Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
-        peaks of "param", "grad", "optim", "buffers" and of their "total".
+        peaks of "param", "grad", "optim", "buffers" and of their "total", in memory, and "disk".
         """
         return dict(self._core.ledger())
 
@@ -264,11 +297,23 @@ class Engine:
             hook.remove()
         self._hooks.clear()
         self._core.close()
-        if self._process_group is not None:
-            dist.destroy_process_group(self._process_group)
-            self._process_group = None
+        self._ranks.close()
 
     # ---- set-up
+
+    def _regroup(self) -> None:
+        """The optimizer's parameter groups changed since they were last looked at."""
+        if self._external is not None:
+            raise ConfigError(
+                f"[front::step] the groups of {type(self.optimizer).__name__} changed: it steps on "
+                f"shards, so its groups stay as they were at initialize()"
+            )
+        group_of = optim.group_of(self.optimizer, self.module)
+        params = [param for _, param in self.module.named_parameters()]
+        self._core.set_groups([group_of.get(param, 0) for param in params])
+        for group in self.optimizer.param_groups[len(self._peak_lrs) :]:
+            self._peak_lrs.append(group["lr"])
+        self._groups_seen = optim.group_members(self.optimizer)
 
     def _schedule_lr(self) -> None:
         if not self._scheduled:  # the user may change lr at any time
@@ -289,12 +334,24 @@ class Engine:
             def end(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
                 core.unit_end(unit, list(tree.tensors_in(output)))
 
+            if tree.is_compiled_in_place(module):
+                self._hooks.append(tree.AroundCompiled(module, begin, end))
+                return
             self._hooks.append(module.register_forward_pre_hook(begin))
             self._hooks.append(module.register_forward_hook(end))
 
+        whole = type(self.module).__name__ == "OptimizedModule"  # of torch.compile()
+        if whole or tree.is_compiled_in_place(self.module):
+            strategy = json.loads(self.config.json())["strategy"]
+            raise ConfigError(
+                f'[front::initialize] the whole model is compiled and strategy "{strategy}" '
+                f"moves its parameters: compile its blocks instead (block.compile())"
+            )
         for unit, name in enumerate(core.unit_modules):
             if unit > 0:
-                hook_unit(self.module.get_submodule(name), unit)
+                # What torch.compile() returns holds the module: hooks go around both.
+                outer = name.removesuffix("._orig_mod")
+                hook_unit(self.module.get_submodule(outer), unit)
 
 
 def _forget(engine: "weakref.ref[Engine]") -> None:

@@ -147,6 +147,8 @@ def _pump(source: IO[bytes], prefix: bytes, tail: collections.deque[bytes] | Non
             chunk = os.read(source.fileno(), 1 << 16)
             pieces = (pending + chunk).splitlines(keepends=True)
             ended = not pieces or pieces[-1].endswith((b"\n", b"\r"))
+            if not ended and not chunk:  # it died in the middle of a line
+                pieces[-1] += b"\n"
             pending = b"" if ended or not chunk else pieces.pop()
             if tail is not None:
                 tail.extend(piece for piece in pieces if not piece.endswith(b"\r"))

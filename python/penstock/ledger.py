@@ -30,4 +30,8 @@ def format_ledger(ledger: dict[str, Any], measured: bool = True) -> str:
         lines.append(_row(f"{running} measured", ledger["measured"]))
         ratio = ledger["measured"]["total"] / max(1, ledger["predicted"][running]["total"])
         lines.append(f"measured / predicted   {ratio:.3f}")
+    if ledger["predicted"][running]["disk"] > 0:
+        entry = ledger["measured" if measured else "predicted"]
+        disk = entry["disk"] if measured else entry[running]["disk"]
+        lines.append(f"{running} on disk{'':<8}{disk / 2**20:>14.2f}")
     return "\n".join(lines)

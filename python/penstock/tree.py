@@ -1,5 +1,6 @@
 """Describes an nn.Module to the engine: modules, parameters, buffers."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,8 +9,13 @@ import torch
 from penstock._native import _penstock
 
 
-def model_tree(model: torch.nn.Module, group_of: Mapping[torch.Tensor, int]) -> Any:
-    """The model as the C++ engine sees it: modules in pre-order, each parameter once."""
+def model_tree(
+    model: torch.nn.Module, group_of: Mapping[torch.Tensor, int], init: Any = None
+) -> Any:
+    """The model as the C++ engine sees it: modules in pre-order, each parameter once.
+
+    `init` is where parameters built under `penstock.init()` are.
+    """
     params: dict[torch.Tensor, int] = {}
     infos: list[Any] = []
     for name, param in model.named_parameters():
@@ -24,7 +30,32 @@ def model_tree(model: torch.nn.Module, group_of: Mapping[torch.Tensor, int]) -> 
         modules.append(
             _penstock.ModuleInfo(name, type(module).__name__, indices[parent] if name else -1, own)
         )
-    return _penstock.ModelTree(modules, infos, list(model.buffers()))
+    return _penstock.ModelTree(modules, infos, list(model.buffers()), init)
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called: its hooks are part of the compiled code then."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+class AroundCompiled:
+    """Hooks around a module compiled in place, outside the compiled code: no graph break."""
+
+    def __init__(self, module: torch.nn.Module, begin: Any, end: Any) -> None:
+        compiled: Any = module._compiled_call_impl
+        self._module, self._compiled = module, compiled
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin()
+            output = compiled(*args, **kwargs)
+            end(module, args, output)
+            return output
+
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        """Gives the module its compiled call back."""
+        self._module._compiled_call_impl = self._compiled
 
 
 def names_of(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
@@ -45,6 +76,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):  # slots have no __dict__
+            yield from tensors_in(getattr(value, field.name, None))
     elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
         for item in vars(value).values():
             yield from tensors_in(item)

@@ -26,21 +26,23 @@ void bind_tree(py::module_& module) {
            py::arg("name"), py::arg("param"), py::arg("group"));
   py::class_<ModelTree>(module, "ModelTree")
       .def(py::init([](std::vector<ModuleInfo> modules, std::vector<ParamInfo> params,
-                       std::vector<at::Tensor> buffers) {
-             return ModelTree{std::move(modules), std::move(params), std::move(buffers)};
+                       std::vector<at::Tensor> buffers, std::shared_ptr<ShardedInit> init) {
+             return ModelTree{std::move(modules), std::move(params), std::move(buffers),
+                              std::move(init)};
            }),
-           py::arg("modules"), py::arg("params"), py::arg("buffers"));
-  py::class_<GroupSettings>(module, "GroupSettings")
+           py::arg("modules"), py::arg("params"), py::arg("buffers"), py::arg("init"));
+  py::class_<OptimizerConfig>(module, "OptimizerConfig")
       .def(py::init<>())
-      .def_readwrite("type", &GroupSettings::type)
-      .def_readwrite("lr", &GroupSettings::lr)
-      .def_readwrite("beta1", &GroupSettings::beta1)
-      .def_readwrite("beta2", &GroupSettings::beta2)
-      .def_readwrite("eps", &GroupSettings::eps)
-      .def_readwrite("weight_decay", &GroupSettings::weight_decay)
-      .def_readwrite("momentum", &GroupSettings::momentum)
-      .def_readwrite("dampening", &GroupSettings::dampening)
-      .def_readwrite("nesterov", &GroupSettings::nesterov);
+      .def_readwrite("type", &OptimizerConfig::type)
+      .def_readwrite("lr", &OptimizerConfig::lr)
+      .def_readwrite("beta1", &OptimizerConfig::beta1)
+      .def_readwrite("beta2", &OptimizerConfig::beta2)
+      .def_readwrite("eps", &OptimizerConfig::eps)
+      .def_readwrite("weight_decay", &OptimizerConfig::weight_decay)
+      .def_readwrite("momentum", &OptimizerConfig::momentum)
+      .def_readwrite("dampening", &OptimizerConfig::dampening)
+      .def_readwrite("nesterov", &OptimizerConfig::nesterov)
+      .def_readwrite("lr_decay", &OptimizerConfig::lr_decay);
 }
 
 py::dict dict_of(const LedgerEntry& entry) {
@@ -50,6 +52,7 @@ py::dict dict_of(const LedgerEntry& entry) {
   dict["optim"] = entry.optim;
   dict["buffers"] = entry.buffers;
   dict["total"] = entry.total;
+  dict["disk"] = entry.disk;
   return dict;
 }
 
@@ -64,11 +67,11 @@ py::dict ledger_of(const Core& core) {
   return dict;
 }
 
-void step(Core& core, const std::vector<GroupSettings>& groups, const py::object& external) {
+bool step(Core& core, const std::vector<OptimizerConfig>& groups, const py::object& external) {
   const bool native = external.is_none();
   const py::gil_scoped_release release;
   if (native) return core.step(groups);
-  core.step(groups, [&external] {
+  return core.step(groups, [&external] {
     const py::gil_scoped_acquire acquire;
     external();
   });
@@ -89,7 +92,17 @@ void bind_core(py::module_& module) {
       .def("unit_begin", &Core::unit_begin, NoGil())
       .def("unit_end", &Core::unit_end, NoGil())
       .def("forward_failed", &Core::forward_failed, NoGil())
-      .def("check_backward", &Core::check_backward)
+      .def("start_backward",
+           [](Core& core, const at::Tensor& loss, const std::optional<at::Tensor>& gradient) {
+             const at::Tensor start = core.start_backward(loss, gradient.value_or(at::Tensor()));
+             return start.defined() ? std::optional(start) : std::nullopt;
+           })
+      .def("backward_failed", &Core::backward_failed)
+      .def_property_readonly("loss_scale", &Core::loss_scale)
+      .def_property_readonly("skipped_steps", &Core::skipped_steps)
+      .def_property_readonly("overflow", &Core::overflow)
+      .def("set_groups", &Core::set_groups)
+      .def("set_gradients", &Core::set_gradients, NoGil())
       .def("window_complete", &Core::window_complete)
       .def("step", &step, py::arg("groups"), py::arg("external") = py::none())
       .def("shards",

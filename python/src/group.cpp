@@ -20,6 +20,7 @@ void bind_group(py::module_& module) {
           },
           py::arg("process_group"), py::arg("timeout_s"))
       .def_static("alone", &Group::alone)
+      .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("size", &Group::size);
 }

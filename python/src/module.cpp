@@ -17,5 +17,6 @@ PYBIND11_MODULE(_penstock, module) {
   penstock::python::bind_errors(module);
   penstock::python::bind_config(module);
   penstock::python::bind_group(module);
+  penstock::python::bind_init(module);
   penstock::python::bind_core(module);
 }

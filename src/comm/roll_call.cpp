@@ -35,6 +35,8 @@ RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, const std::stri
 
 RollCall::~RollCall() {
   try {
+    // Those that miss this rank later still read how it ended.
+    store_->set(key("here", rank_), bytes_of(position_ + ", and has closed its engine"));
     store_->set(key("wake", rank_), bytes_of(kClose));
   } catch (const std::exception&) {
     // The store's host is gone, and with it the connection that the watch sleeps on: it ends too.

@@ -51,7 +51,12 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
         if (one.dtype == dtype && one.trainable == trainable) flat = &one;
       }
       if (flat == nullptr) flat = &unit.flats.emplace_back(dtype, trainable);
-      flat->add(info.name, info.param, info.group, unit.name);
+      exec::Slot slot;
+      slot.name = info.name;
+      slot.param = info.param;
+      slot.index = index;
+      slot.group = info.group;
+      flat->add(slot, unit.name);
     }
     for (exec::Flat& flat : unit.flats) flat.seal(num_ranks);
     units.push_back(std::move(unit));

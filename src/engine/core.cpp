@@ -1,6 +1,9 @@
 #include "penstock/core.h"
 
+#include <ATen/ops/full_like.h>
+
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "penstock/error.h"
@@ -34,13 +37,23 @@ void Core::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
 
 void Core::forward_failed(const std::string& error) { state_->forward_failed(error); }
 
-void Core::check_backward() const {
+at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {
   if (state_->closed) throw RuntimeFault("[engine::backward] the engine is closed");
+  if (state_->forwards == 0) {
+    throw RuntimeFault(
+        "[engine::backward] backward() without a forward since the last step: call the engine on a "
+        "batch first, with gradients enabled");
+  }
+  state_->fault = nullptr;
+  state_->scaled = true;
+  const double scale = state_->loss_scale.value();
+  if (scale == 1.0 || (!gradient.defined() && loss.numel() != 1)) return gradient;
+  return gradient.defined() ? gradient.mul(scale) : at::full_like(loss, scale);
+}
+
+void Core::backward_failed(const std::string& error) {
+  state_->failed("backward", error);
   if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
-  if (state_->forwards > 0) return;
-  throw RuntimeFault(
-      "[engine::backward] backward() without a forward since the last step: call the engine on a "
-      "batch first, with gradients enabled");
 }
 
 bool Core::window_complete(bool force) const {
@@ -53,12 +66,23 @@ bool Core::window_complete(bool force) const {
   return force || state_->seen >= state_->config.batch.accumulate;
 }
 
-void Core::step(const std::vector<GroupSettings>& groups, const std::function<void()>& external) {
-  state_->step(groups, external);
+bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external) {
+  return state_->step(groups, external);
 }
 
 double Core::grad_norm() const { return state_->executor->grad_norm(); }
 int64_t Core::steps() const { return state_->steps; }
+double Core::loss_scale() const { return state_->loss_scale.value(); }
+int64_t Core::skipped_steps() const { return state_->skipped; }
+std::string Core::overflow() const { return state_->overflow; }
+
+void Core::set_groups(const std::vector<int>& group_of_param) {
+  for (exec::UnitState& unit : state_->executor->units()) {
+    for (exec::Flat& flat : unit.flats) {
+      for (exec::Slot& slot : flat.slots) slot.group = group_of_param.at(slot.index);
+    }
+  }
+}
 
 std::vector<Shard> Core::shards() {
   std::vector<Shard> shards;
@@ -80,8 +104,7 @@ std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& ro
         "[engine::full_grads] there are no gradients: call it after backward() and "
         "before step()");
   }
-  const double divisor =
-      grad ? static_cast<double>(std::min(state_->seen, state_->config.batch.accumulate)) : 1.0;
+  const double divisor = grad ? state_->divisor() : 1.0;
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
     const std::vector<exec::Flat>& flats = state_->executor->units()[unit].flats;
@@ -97,6 +120,44 @@ std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& ro
     }
   }
   return tensors;
+}
+
+void Core::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
+  if (state_->seen == 0 || state_->seen < state_->config.batch.accumulate) {
+    throw RuntimeFault(
+        "[engine::set_grads] gradients are complete only after the window's last backward() and "
+        "before step()");
+  }
+  const std::map<std::string, at::Tensor> by_name(gradients.begin(), gradients.end());
+  std::vector<exec::UnitState>& units = state_->executor->units();
+  const auto for_each = [&](const auto& action) {
+    for (size_t unit = 0; unit < units.size(); ++unit) {
+      for (size_t flat = 0; flat < units[unit].flats.size(); ++flat) {
+        const exec::Flat& one = units[unit].flats[flat];
+        for (size_t slot = 0; slot < one.slots.size() && one.trainable; ++slot) {
+          const auto given = by_name.find(one.slots[slot].name);
+          if (given != by_name.end()) action(unit, flat, slot, given->second);
+        }
+      }
+    }
+  };
+  // Everything is checked before anything is written.
+  size_t known = 0;
+  for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor& value) {
+    const exec::Slot& slot = units[unit].flats[flat].slots[index];
+    ++known;
+    if (value.sizes() == slot.param.sizes()) return;
+    throw ConfigError(concat("[engine::set_grads] \"", slot.name, "\" has shape ", value.sizes(),
+                             ", its parameter ", slot.param.sizes()));
+  });
+  if (known != by_name.size()) {
+    throw ConfigError("[engine::set_grads] a name is no parameter that trains");
+  }
+  for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor& value) {
+    state_->executor->set_gradient(static_cast<int>(unit), static_cast<int>(flat),
+                                   static_cast<int>(index), value.to(at::kFloat),
+                                   state_->divisor());
+  });
 }
 
 void Core::gather(const std::vector<int>& units) {

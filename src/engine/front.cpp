@@ -17,18 +17,9 @@ struct Engine::State {
   std::optional<Core> core;
   std::unordered_map<const torch::nn::Module*, int> unit_of;
 
-  GroupSettings settings() const {
-    const OptimizerConfig optimizer = config.optimizer.value_or(OptimizerConfig{});
-    GroupSettings group;
-    group.type = optimizer.type;
-    group.lr = optimizer.lr * lr_factor(config.schedule, core->steps() + 1);
-    group.beta1 = optimizer.beta1;
-    group.beta2 = optimizer.beta2;
-    group.eps = optimizer.eps;
-    group.weight_decay = optimizer.weight_decay;
-    group.momentum = optimizer.momentum;
-    group.dampening = optimizer.dampening;
-    group.nesterov = optimizer.nesterov;
+  OptimizerConfig settings() const {
+    OptimizerConfig group = config.optimizer.value_or(OptimizerConfig{});
+    group.lr *= lr_factor(config.schedule, core->steps() + 1);
     return group;
   }
 };
@@ -120,15 +111,11 @@ at::Tensor unit(const torch::nn::Module& module, const std::function<at::Tensor(
   return output;
 }
 
-void Engine::backward(const at::Tensor& loss) {
-  state_->core->check_backward();
-  loss.backward();
-}
+void Engine::backward(const at::Tensor& loss) { loss.backward(state_->core->start_backward(loss)); }
 
 bool Engine::step(bool force) {
   if (!state_->core->window_complete(force)) return false;
-  state_->core->step({state_->settings()});
-  return true;
+  return state_->core->step({state_->settings()});
 }
 
 double Engine::grad_norm() const { return state_->core->grad_norm(); }

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -62,6 +63,14 @@ void register_fallback() {
 }  // namespace
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+bool in_side_backward() {
+  if (!in_backward()) return false;
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  return wanted != nullptr && std::any_of(wanted->begin(), wanted->end(), [](const auto& node) {
+           return node.second.captures_ != nullptr;
+         });
+}
 
 void at_end_of_backward(std::function<void()> done) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(done));

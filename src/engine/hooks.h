@@ -13,6 +13,9 @@ namespace penstock::engine {
 // True inside a backward (also in what activation checkpointing recomputes there).
 bool in_backward();
 
+// True inside a torch.autograd.grad(): it returns gradients and accumulates none.
+bool in_side_backward();
+
 // Runs `done` when the outermost backward in progress ends without an error.
 void at_end_of_backward(std::function<void()> done);
 

@@ -11,9 +11,16 @@ namespace penstock {
 
 namespace {
 
+// What cannot rest away from the device stays there, for the comparison.
+bool can_offload_params(const std::string& strategy) {
+  return preset(strategy, {}).at(Role::kParam, Phase::kRest).sharded();
+}
+
 LedgerEntry entry_of(const Ledger& ledger) {
   LedgerEntry entry;
-  for (const MemoryPeak& tier : ledger.tier) {
+  entry.disk = ledger.tier[static_cast<size_t>(Tier::kDisk)].total;
+  for (const Tier in_memory : {Tier::kDevice, Tier::kHost}) {
+    const MemoryPeak& tier = ledger.tier[static_cast<size_t>(in_memory)];
     entry.param += tier.param;
     entry.grad += tier.grad;
     entry.optim += tier.optim;
@@ -32,14 +39,17 @@ LedgerReport Core::ledger() const {
     Config config = state_->config;
     config.strategy = name;
     if (name != report.strategy) config.table.clear();
+    if (!can_offload_params(name)) config.offload.params = "none";
     report.predicted[name] = entry_of(engine::predict(config, state_->model));
   }
-  const mem::Usage usage = state_->arena.usage();
-  const auto peak = [&usage](mem::Account account) {
-    return usage.peak[static_cast<size_t>(account)];
+  const mem::Usage device = state_->tiers.device.usage(), host = state_->tiers.host.usage();
+  const auto peak = [&](mem::Account account) {
+    return device.peak[static_cast<size_t>(account)] + host.peak[static_cast<size_t>(account)];
   };
-  report.measured = {peak(mem::Account::kParam), peak(mem::Account::kGrad),
-                     peak(mem::Account::kOptim), peak(mem::Account::kBuffers), usage.total_peak};
+  report.measured = {
+      peak(mem::Account::kParam),          peak(mem::Account::kGrad),
+      peak(mem::Account::kOptim),          peak(mem::Account::kBuffers),
+      device.total_peak + host.total_peak, state_->tiers.disk ? state_->tiers.disk->reserved() : 0};
   return report;
 }
 

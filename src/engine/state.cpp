@@ -37,12 +37,31 @@ void Core::State::forward_begin(bool grad_enabled) {
   if (backward_armed) recover();
   faulted = false;
   driver->begin(grad_enabled ? Section::kForward : Section::kEval);
+  recording = grad_enabled && !planned;
   if (grad_enabled) {
+    check_frozen();
     ++forwards;
-    if (!planned) watch_outside_reads();
+    forward_order.clear();  // the last forward before the backward counts
   }
+  if (!planned) watch_outside_reads();
   unit_begin(0);
   for (const int unit : spanning) driver->enter(Op::kForward, unit);
+}
+
+// A parameter that was frozen at initialize() has no master, no moments and no gradient hook.
+void Core::State::check_frozen() const {
+  for (const exec::UnitState& unit : executor->units()) {
+    for (const exec::Flat& flat : unit.flats) {
+      if (flat.trainable) continue;
+      for (const exec::Slot& slot : flat.slots) {
+        if (!slot.param.requires_grad()) continue;
+        throw RuntimeFault(concat(
+            "[engine::forward] parameter \"", slot.name,
+            "\" was frozen at initialize() and trains now: it has no optimizer state. Initialize "
+            "with it trainable and freeze it afterwards, or close() and initialize again"));
+      }
+    }
+  }
 }
 
 void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
@@ -56,7 +75,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
 
 void Core::State::unit_begin(int unit) {
   if (engine::in_backward()) return backward_enter(unit);
-  if (!planned) forward_order.begin(unit);
+  if (recording) forward_order.begin(unit);
   driver->enter(Op::kForward, unit);
 }
 
@@ -68,15 +87,20 @@ void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
     });
   }
   if (engine::in_backward()) return;  // what is recomputed stays until its gradients are there
-  if (!planned) forward_order.end(unit);
+  if (recording) forward_order.end(unit);
   driver->leave(Op::kForward, unit);
 }
 
 void Core::State::forward_failed(const std::string& error) {
   outside_reads.reset();
-  faulted = true;
-  group->set_position(concat("step ", steps + 1, ", where its forward raised ", error));
+  failed("forward", error);
   driver->abandon();
+}
+
+// For the other ranks, which will miss this one in their next collective.
+void Core::State::failed(const char* what, const std::string& error) {
+  faulted = true;
+  group->set_position(concat("step ", steps + 1, ", where its ", what, " raised ", error));
 }
 
 void Core::State::watch_outside_reads() {
@@ -101,6 +125,11 @@ void Core::State::outside_read(int unit) {
 
 void Core::State::start_backward() {
   if (backward_armed) return;
+  if (loss_scale.active() && !scaled) {
+    throw RuntimeFault(
+        "[engine::backward] loss.backward() with fp16: the loss is not scaled. Call "
+        "engine.backward(loss)");
+  }
   backward_armed = true;
   driver->begin(seen + 1 >= config.batch.accumulate ? Section::kBackwardLast : Section::kBackward);
   reduced_last = seen + 1 >= config.batch.accumulate;
@@ -124,6 +153,10 @@ void Core::State::start_backward() {
 }
 
 void Core::State::backward_enter(int unit) {
+  if (!backward_armed && engine::in_side_backward()) {
+    if (moves_params) driver->pin(unit);
+    return;
+  }
   start_backward();
   if (!moves_params) return;
   if (unit != 0) complete_frozen(unit);
@@ -179,7 +212,7 @@ void Core::State::end_backward() {
   complete_frozen(-1);
   if (!planned) backward_order.end(0);
   driver->finish();
-  backward_armed = false;
+  backward_armed = scaled = false;
   ++seen;
   if (!planned) replan();
 }
@@ -188,7 +221,7 @@ void Core::State::end_backward() {
 void Core::State::recover() {
   driver->abandon();
   executor->discard_gradients();
-  backward_armed = false;
+  backward_armed = scaled = false;
   seen = 0;
   bad.clear();
 }
@@ -211,47 +244,40 @@ void Core::State::replan() {
   const std::string mine =
       engine::visits_text(model.forward) + "\n" + engine::visits_text(model.backward);
   const std::string difference = engine::first_difference(share_text("order of step one", mine));
-  if (!difference.empty() && moves_params) {
-    throw RuntimeFault(
-        concat("[engine::replan] in step one the ranks ran their units in different "
-               "orders: ",
-               difference));
-  }
-  if (!difference.empty()) {  // only reductions: any common order will do
-    ModelDesc assumed = model;
-    assume_order(assumed, true);
-    model.backward = assumed.backward;
+  if (!difference.empty()) {
+    // The order assumed so far serves ranks that skip different units. Where parameters move it
+    // must have served them all; reductions alone can be made in any common order.
+    bool served = true;
+    const std::string off_plan = std::to_string(driver->off_plan_events());
+    for (const std::string& count : share_text("off plan in step one", off_plan)) {
+      served &= count == "0";
+    }
+    if (moves_params && !served) {
+      throw RuntimeFault(
+          concat("[engine::replan] in step one the ranks ran their units in different orders: ",
+                 difference));
+    }
+    assume_order(model, true);
   }
   make_plans();
 }
 
 // ---- step
 
-void Core::State::step(const std::vector<GroupSettings>& groups,
+double Core::State::divisor() const {
+  return static_cast<double>(std::min(seen, config.batch.accumulate)) * loss_scale.value();
+}
+
+bool Core::State::step(const std::vector<OptimizerConfig>& groups,
                        const std::function<void()>& external) {
   if (backward_armed) {
     recover();
     throw RuntimeFault("[engine::step] the last backward did not end: its window was dropped");
   }
   exec::Executor::Update update;
-  for (const GroupSettings& group_settings : groups) {
-    exec::GroupOptions options;
-    const std::string& type = group_settings.type;
-    options.kind = type == "SGD"    ? exec::GroupOptions::Kind::kSgd
-                   : type == "Adam" ? exec::GroupOptions::Kind::kAdam
-                                    : exec::GroupOptions::Kind::kAdamW;
-    options.lr = group_settings.lr;
-    options.beta1 = group_settings.beta1;
-    options.beta2 = group_settings.beta2;
-    options.eps = group_settings.eps;
-    options.weight_decay = group_settings.weight_decay;
-    options.momentum = group_settings.momentum;
-    options.dampening = group_settings.dampening;
-    options.nesterov = group_settings.nesterov;
-    update.groups.push_back(options);
-  }
+  update.groups = groups;
   update.clip = config.clip;
-  update.divisor = static_cast<double>(std::min(seen, config.batch.accumulate));
+  update.divisor = divisor();
   update.bad = std::exchange(bad, "");
   update.external = external;
   executor->begin_update(std::move(update));
@@ -261,15 +287,25 @@ void Core::State::step(const std::vector<GroupSettings>& groups,
   driver->begin(early ? Section::kUpdateEarly : Section::kUpdate);
   try {
     driver->finish();
-  } catch (...) {  // thrown on, after the section is closed
+  } catch (const exec::NonFinite& error) {
+    driver->abandon();
+    if (!loss_scale.overflow()) throw;
+    ++skipped;
+    overflow = error.what();
+    return false;
+  } catch (const std::exception& error) {  // thrown on, after the section is closed
+    failed("update", error.what());
+    executor->discard_gradients();
     driver->abandon();
     throw;
   }
+  loss_scale.good_step();
   for (size_t unit = 0; unit < executor->units().size(); ++unit) {
     executor->units()[unit].param_ready.wait();
   }
   ++steps;
   executor->set_step(steps + 1);
+  return true;
 }
 
 void Core::State::close(bool whole) {
@@ -287,6 +323,7 @@ void Core::State::close(bool whole) {
     driver->abandon();
     executor->discard_gradients();
   }
+  if (!whole) tiers.disk.reset();  // waits for what is still in flight into the copies below
   for (size_t index = 0; index < executor->units().size(); ++index) {
     const int unit = static_cast<int>(index);
     if (whole && !executor->full(unit)) executor->run(executor->move_to(unit, Phase::kForward));
@@ -297,12 +334,12 @@ void Core::State::close(bool whole) {
       for (exec::Slot& slot : flat.slots) {
         if (state.attached) slot.param.set_data(slot.param.detach().clone());
       }
+      flat.free();
     }
+    tiers.device.trim();
+    tiers.host.trim();
   }
-  for (exec::UnitState& unit : executor->units()) {
-    for (exec::Flat& flat : unit.flats) flat.free();
-  }
-  arena.trim();
+  tiers.disk.reset();
   group->close();
 }
 

@@ -9,10 +9,11 @@
 
 #include "penstock/core.h"
 #include "src/engine/hooks.h"
+#include "src/engine/loss_scale.h"
 #include "src/engine/order.h"
 #include "src/exec/driver.h"
 #include "src/exec/executor.h"
-#include "src/mem/arena.h"
+#include "src/mem/tiers.h"
 #include "src/plan/planner.h"
 
 namespace penstock {
@@ -24,7 +25,9 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
 
   // ---- set-up (setup.cpp)
   void agree_at_start(const std::string& print);
-  void adopt_flat(exec::Flat& flat, const std::string& label, bool external_optimizer);
+  void adopt(const ModelTree& tree, const std::string& print, bool external_optimizer);
+  void claim_copies(bool external_optimizer);
+  void adopt_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree);
   void install_hooks();
   void make_plans();
 
@@ -34,6 +37,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   void unit_begin(int unit);
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
+  void failed(const char* what, const std::string& error);
   void backward_enter(int unit);
   void gradient_arrived(int unit, int flat, int slot);
 
@@ -57,7 +61,10 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   void watch_outside_reads();
   void outside_read(int unit);
   void replan();
-  void step(const std::vector<GroupSettings>& groups, const std::function<void()>& external);
+  bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external);
+  // By how much what was accumulated exceeds the averaged gradient.
+  double divisor() const;
+  void check_frozen() const;
   // `whole`: a collective, after which every rank has full parameters. Else only what needs no
   // peer.
   void close(bool whole);
@@ -68,7 +75,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
 
   Config config;
   std::shared_ptr<Group> group;
-  mem::Arena arena;
+  mem::Tiers tiers;
   std::vector<std::string> unit_names;
   std::vector<std::string> unit_modules;
   ModelDesc model;
@@ -87,7 +94,12 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   std::string bad;               // first non-finite contribution
   std::exception_ptr fault;      // thrown by a hook: autograd passes on its text, not its class
   std::vector<int> spanning;     // units read outside their module: whole for entire passes
+  bool recording = false;        // this forward's order
   bool planned = false;          // the order of step one is agreed
+  bool scaled = false;           // the next backward's loss went through start_backward()
+  engine::LossScale loss_scale;
+  int64_t skipped = 0;   // steps, for overflow
+  std::string overflow;  // what the last of them says
   bool faulted = false;  // a forward raised and none came after it: the other ranks wait elsewhere
   bool closed = false;
   engine::OrderRecord forward_order, backward_order;

@@ -24,9 +24,18 @@ Mesh mesh_of(const Config& config) {
   return mesh;
 }
 
-Table table_of(const Config& config) {
+Table table_of(const Config& config, const ModelDesc& model) {
   TableOptions options;
-  if (config.precision) options.precision = parse_dtype(*config.precision);
+  for (const UnitDesc& unit : model.units) {
+    for (const FlatDesc& flat : unit.flats) {
+      if (flat.trainable && flat.dtype != Dtype::kFp32) options.precision = flat.dtype;
+    }
+  }
+  const auto tier_of = [](const std::string& name) {
+    return name == "none" ? Tier::kDevice : parse_tier(name);
+  };
+  options.optim_tier = tier_of(config.offload.optimizer);
+  options.param_tier = tier_of(config.offload.params);
   options.accumulate = config.batch.accumulate > 1;
   Table table = preset(config.strategy, options);
   for (const auto& [role_text, phases] : config.table) {
@@ -46,16 +55,16 @@ Table table_of(const Config& config) {
 
 int num_moments(const Config& config) {
   const OptimizerConfig optimizer = config.optimizer.value_or(OptimizerConfig{});
-  if (optimizer.type != "SGD") return 2;
-  return optimizer.momentum != 0.0 ? 1 : 0;
+  if (optimizer.type == "SGD") return optimizer.momentum != 0.0 ? 1 : 0;
+  return optimizer.type == "Lion" || optimizer.type == "Adagrad" ? 1 : 2;
 }
 
 Ledger predict(const Config& config, const ModelDesc& model) {
   const Mesh mesh = mesh_of(config);
-  const Table table = table_of(config).on(mesh);
+  const Table table = table_of(config, model).on(mesh);
   const Plan plan = plan_step(table, model, mesh, static_cast<int>(config.batch.accumulate));
-  const Plan passed =
-      fuse(prefetch(plan, model, config.prefetch_bytes), model, config.comm.bucket_bytes);
+  const Plan passed = fuse(prefetch(read_ahead(plan), model, config.prefetch_bytes), model,
+                           config.comm.bucket_bytes);
   return simulate(passed, table, model, mesh, num_moments(config));
 }
 

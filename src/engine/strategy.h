@@ -19,8 +19,9 @@ inline constexpr std::array<Section, 6> kSections = {Section::kForward,  Section
 Section section_named(const std::string& name);
 
 Mesh mesh_of(const Config& config);  // after resolve()
-// The strategy's preset with the config's own cells.
-Table table_of(const Config& config);
+// The strategy's preset with the config's own cells, at the precision of the narrowest parameters
+// that train (the others keep their dtype, see Table::dtype_in).
+Table table_of(const Config& config, const ModelDesc& model);
 int num_moments(const Config& config);  // fp32 values the optimizer keeps per parameter
 
 // What one training step of this strategy takes.

@@ -23,11 +23,12 @@ Driver::Driver(Executor& executor) : executor_(executor) {
   done_.assign(num_units, false);
   drop_later_.assign(num_units, false);
   unforeseen_.assign(num_units, false);
+  pinned_.assign(num_units, false);
 }
 
 void Driver::set_plan(Section section, const Plan& plan) {
   PENSTOCK_ASSERT(!running_, "[exec::Driver::set_plan] a section is running");
-  plans_[section] = prepare(plan);
+  plans_[section] = prepare(plan, executor_.units());
 }
 
 Plan Driver::plan(Section section) const {
@@ -44,7 +45,9 @@ void Driver::begin(Section section) {
   running_ = true;
   std::fill(done_.begin(), done_.end(), false);
   if (is_forward(section)) {  // a forward that no backward followed leaves copies in `hold`
-    for (size_t unit = 0; unit < active_.size(); ++unit) executor_.drop(static_cast<int>(unit));
+    for (size_t unit = 0; unit < active_.size(); ++unit) {
+      if (!pinned_[unit]) executor_.drop(static_cast<int>(unit));
+    }
   }
   if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
 }
@@ -92,6 +95,15 @@ void Driver::leave(Op op, int unit) {
   if (drop_later_[unit] || unforeseen_[unit]) release(unit);
 }
 
+void Driver::pin(int unit) {
+  if (!pinned_[unit]) {
+    pinned_[unit] = true;
+    ++off_plan_;
+    if (!executor_.full(unit)) executor_.run(executor_.move_to(unit, Phase::kBackward));
+  }
+  executor_.require(unit);
+}
+
 void Driver::pass(size_t line) {
   if (line == kNotFound) return;
   run_to(line);
@@ -99,6 +111,7 @@ void Driver::pass(size_t line) {
 }
 
 void Driver::release(int unit) {
+  if (pinned_[unit]) return;
   drop_later_[unit] = unforeseen_[unit] = false;
   if (section_ == Section::kForward && running_) {
     executor_.run(executor_.move_to(unit, Phase::kHold));
@@ -108,7 +121,16 @@ void Driver::release(int unit) {
 }
 
 void Driver::run_to(size_t end) {
-  while (next_ < end) run((*steps_)[next_++]);
+  while (next_ < end) {
+    const Step& step = (*steps_)[next_].step;
+    // Where every unit is entered before its gradients come, one whose line is passed without that
+    // was skipped on this rank: the others must not wait for its share of the reduction.
+    if (step.op == Op::kBackward && step.mark != Mark::kBegin && executor_.moves_params() &&
+        active_[step.units.front()] == 0) {
+      done_[step.units.front()] = true;
+    }
+    run((*steps_)[next_++]);
+  }
 }
 
 void Driver::run_moves() {
@@ -124,7 +146,10 @@ void Driver::run(const PlannedStep& planned) {
   }
   const bool frees = step.op == Op::kDrop || (step.op == Op::kMove && step.role == Role::kParam &&
                                               step.moves.front().kind == MoveKind::kSlice);
-  if (frees && !finishing_ && active_[step.units.front()] > 0) {
+  const auto in_use = [this](int unit) {
+    return pinned_[unit] || (!finishing_ && active_[unit] > 0);
+  };
+  if (frees && in_use(step.units.front())) {
     drop_later_[step.units.front()] = true;
     return;
   }
@@ -149,7 +174,10 @@ void Driver::finish() {
   finishing_ = true;
   run_to(steps_->size());
   pump();
-  if (!is_forward(section_)) run_late_moves();
+  if (!is_forward(section_)) {
+    run_late_moves();
+    std::fill(pinned_.begin(), pinned_.end(), false);
+  }
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     if (!is_forward(section_) || drop_later_[unit] || unforeseen_[unit])
       release(static_cast<int>(unit));
@@ -175,6 +203,7 @@ void Driver::run_late_moves() {
 void Driver::abandon() {
   owed_.clear();
   running_ = finishing_ = false;
+  std::fill(pinned_.begin(), pinned_.end(), false);
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     active_[unit] = 0;
     release(static_cast<int>(unit));

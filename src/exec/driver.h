@@ -28,6 +28,9 @@ class Driver {
   void enter(Op op, int unit);
   // It ended (forward), or its gradients are complete (backward).
   void leave(Op op, int unit);
+  // Whole from now to the end of the next backward section, on demand: torch.autograd.grad() went
+  // through the unit, and what it built may be differentiated again.
+  void pin(int unit);
   // Runs everything left of the section, in plan order.
   void finish();
   // After an error in the user's code: forget the section, free what is gathered.
@@ -58,6 +61,7 @@ class Driver {
   std::vector<bool> done_;               // by unit: gradients complete
   std::vector<bool> drop_later_;         // by unit: the plan dropped it while it was active
   std::vector<bool> unforeseen_;         // by unit: gathered on demand
+  std::vector<bool> pinned_;             // by unit: see pin()
   std::deque<const PlannedStep*> owed_;  // gradient moves that wait
   int64_t off_plan_ = 0;
 };

@@ -1,5 +1,6 @@
 #include "src/exec/executor.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -8,26 +9,32 @@
 
 namespace penstock::exec {
 
-std::vector<PlannedStep> prepare(const Plan& plan) {
+std::vector<PlannedStep> prepare(const Plan& plan, const std::vector<UnitState>& units) {
   std::vector<PlannedStep> prepared;
-  for (const Step& step : plan.steps) prepared.push_back({step, step.text(), false});
+  for (const Step& step : plan.steps) {
+    std::vector<std::string> names;
+    for (const int unit : step.units) names.push_back(units.at(unit).name);
+    prepared.push_back({step, concat(step.text(), " (", join(names, ", "), ")"), false});
+  }
   for (size_t i = 0; i + 1 < prepared.size(); ++i) {
     const Step& next = plan.steps[i + 1];
     if (plan.steps[i].op != Op::kUpdate || next.op != Op::kPublish) continue;
     for (const Move& move : next.moves) {
-      prepared[i].write_back |= move.kind == MoveKind::kCast && next.units == plan.steps[i].units;
+      const bool writes = move.kind == MoveKind::kCast || move.kind == MoveKind::kCopy;
+      prepared[i].write_back |= writes && next.units == plan.steps[i].units;
     }
   }
   return prepared;
 }
 
-Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Arena& arena,
+Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tiers& tiers,
                    std::vector<UnitState> units)
     : table_(table.on(mesh)),
       mesh_(mesh),
       group_(group),
-      arena_(arena),
+      tiers_(tiers),
       units_(std::move(units)),
+      traffic_(tiers),
       gather_channel_(group, "gather"),
       reduce_channel_(group, "reduce"),
       control_channel_(group, "control"),
@@ -36,7 +43,7 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Aren
   set_step(1);
   for (UnitState& unit : units_) {
     unit.param_at = table_.at(Role::kParam, Phase::kRest);
-    unit.attached = !unit.param_at.sharded();
+    unit.attached = !table_.moves_params();
   }
 }
 
@@ -51,6 +58,7 @@ void Executor::run(const PlannedStep& planned) {
   const Step& step = planned.step;
   switch (step.op) {
     case Op::kMove:
+      if (step.role == Role::kOptim) return move_optim(planned);
       return step.role == Role::kParam ? move_param(planned) : reduce(planned);
     case Op::kDrop:
       for (const int unit : step.units) drop(unit);
@@ -71,70 +79,128 @@ void Executor::run(const PlannedStep& planned) {
 
 // ---- parameters
 
+// Either up to the device and gathered there, or cut down to a smaller copy.
 void Executor::move_param(const PlannedStep& planned) {
-  PENSTOCK_ASSERT(planned.step.moves.size() == 1,
-                  concat("[exec::move_param] not executable here: ", planned.text));
-  const Move& move = planned.step.moves.front();
-  if (move.kind == MoveKind::kAllGather) return gather(planned, move);
-  PENSTOCK_ASSERT(move.kind == MoveKind::kSlice,
-                  concat("[exec::move_param] not executable here: ", planned.text));
-  for (const int unit : planned.step.units) slice(unit, move);
+  const std::vector<Move>& moves = planned.step.moves;
+  if (moves.front().kind != MoveKind::kSlice) return bring_from(planned);
+  for (const int unit : planned.step.units) slice(unit, moves);
 }
 
-void Executor::gather(const PlannedStep& planned, const Move& move) {
-  const comm::Members group = members(move.axes);
+// A plan starts from where one backward per forward leaves the parameters. Where they are elsewhere
+// (a second backward finds them at rest, not in `hold`), the whole way is made instead.
+void Executor::bring_from(const PlannedStep& planned) {
+  PlannedStep direct = planned;
+  direct.step.units.clear();
+  const Placement& wanted = table_.at(Role::kParam, Phase::kForward);
+  for (const int index : planned.step.units) {
+    Placement place = units_[index].param_at;
+    for (const Move& move : planned.step.moves) {
+      if (applies(place, move)) place = apply(place, move);
+    }
+    if (full(index) || place == wanted) {
+      direct.step.units.push_back(index);
+    } else {
+      run(move_to(index, Phase::kBackward));
+    }
+  }
+  if (!direct.step.units.empty()) bring(direct);
+}
+
+void Executor::bring(const PlannedStep& planned) {
+  comm::Members group;
+  for (const Move& move : planned.step.moves) {
+    PENSTOCK_ASSERT(move.kind == MoveKind::kAllGather || move.kind == MoveKind::kCopy,
+                    concat("[exec::bring] not executable here: ", planned.text));
+    if (move.kind == MoveKind::kAllGather) group = members(move.axes);
+  }
+  const int num_shards = std::max(1, group.size());
   std::vector<comm::GatherBuffer> buffers;
+  std::vector<const Stored*> fetched;
   std::vector<const char*> sources;
   for (const int index : planned.step.units) {
     UnitState& unit = units_[index];
     if (full(index)) continue;  // off-plan reads may have brought it already
     unit.param_ready.wait();
-    unit.param_at = apply(unit.param_at, move);
+    std::vector<mem::Lease> leases;  // all of them before anything changes: taking one may throw
     for (Flat& flat : unit.flats) {
-      mem::Lease& source = unit.gathered ? flat.current : flat.rest;
-      sources.push_back(source.data());
-      buffers.push_back({nullptr, source.bytes()});
-      if (unit.gathered) flat.retired = std::move(flat.current);
-      flat.current = arena_.take(buffers.back().shard_bytes * group.size(), mem::Account::kParam);
-      buffers.back().full = flat.current.data();
+      if (!unit.gathered) traffic_.fetch(flat.rest, mem::Account::kParam);
+      const int64_t bytes = unit.gathered ? flat.current.bytes() : flat.rest.bytes;
+      leases.push_back(tiers_.device.take(bytes * num_shards, mem::Account::kParam));
     }
+    for (size_t i = 0; i < unit.flats.size(); ++i) {
+      Flat& flat = unit.flats[i];
+      sources.push_back(unit.gathered ? flat.current.data() : flat.rest.data());
+      fetched.push_back(unit.gathered ? nullptr : &flat.rest);
+      buffers.push_back({leases[i].data(), leases[i].bytes() / num_shards});
+      if (unit.gathered) flat.retired = std::move(flat.current);
+      flat.current = std::move(leases[i]);
+    }
+    for (const Move& move : planned.step.moves) unit.param_at = apply(unit.param_at, move);
     unit.gathered = true;
   }
-  const Event ready = gather_lane_.submit([this, group, buffers, sources, label = planned.text] {
-    for (size_t i = 0; i < buffers.size(); ++i) {
-      std::memcpy(static_cast<char*>(buffers[i].full) + group.index * buffers[i].shard_bytes,
-                  sources[i], buffers[i].shard_bytes);
-    }
-    gather_channel_.all_gather(label, group, buffers);
-  });
+  const Event ready =
+      gather_lane_.submit([this, group, buffers, sources, fetched, label = planned.text] {
+        for (size_t i = 0; i < buffers.size(); ++i) {
+          if (fetched[i] != nullptr) traffic_.wait_read(*fetched[i]);
+          std::memcpy(static_cast<char*>(buffers[i].full) + group.index * buffers[i].shard_bytes,
+                      sources[i], buffers[i].shard_bytes);
+        }
+        if (group.size() > 1) gather_channel_.all_gather(label, group, buffers);
+      });
   for (const int index : planned.step.units) units_[index].param_ready = ready;
 }
 
-void Executor::slice(int index, const Move& move) {
-  const comm::Members group = members(move.axes);
+void Executor::slice(int index, const std::vector<Move>& moves) {
   UnitState& unit = units_[index];
   unit.param_ready.wait();
   if (unit.attached) {
     for (Flat& flat : unit.flats) flat.detach();
     unit.attached = false;
   }
-  for (Flat& flat : unit.flats) {
-    const mem::Lease& whole = unit.gathered ? flat.current : flat.rest;
-    const int64_t bytes = whole.bytes() / group.size();
-    mem::Lease piece = arena_.take(bytes, mem::Account::kParam);
-    std::memcpy(piece.data(), whole.data() + group.index * bytes, bytes);
-    flat.current = std::move(piece);
+  for (const Move& move : moves) {
+    unit.param_at = apply(unit.param_at, move);
+    if (move.kind != MoveKind::kSlice) continue;  // a copy is part of it
+    const comm::Members group = members(move.axes);
+    for (Flat& flat : unit.flats) {
+      const char* whole = unit.gathered ? flat.current.data() : flat.rest.data();
+      const int64_t bytes = (unit.gathered ? flat.current.bytes() : flat.rest.bytes) / group.size();
+      mem::Lease piece =
+          tiers_.arena(moves.back().kind == MoveKind::kCopy ? moves.back().to : Tier::kDevice)
+              .take(bytes, mem::Account::kParam);
+      std::memcpy(piece.data(), whole + group.index * bytes, bytes);
+      flat.current = std::move(piece);
+    }
+    unit.gathered = true;
   }
-  unit.gathered = true;
-  unit.param_at = apply(unit.param_at, move);
 }
 
-bool Executor::full(int unit) const { return !units_[unit].param_at.sharded(); }
+void Executor::move_optim(const PlannedStep& planned) {
+  const Move& move = planned.step.moves.front();
+  PENSTOCK_ASSERT(planned.step.moves.size() == 1 && move.kind == MoveKind::kCopy,
+                  concat("[exec::move_optim] not executable here: ", planned.text));
+  for (const int unit : planned.step.units) {
+    if (move.to == Tier::kDisk) traffic_.settle();
+    for (Flat& flat : units_[unit].flats) {
+      for (Stored* copy : flat.optimizer_state()) {
+        if (!copy->exists()) continue;
+        if (move.from == Tier::kDisk) traffic_.fetch(*copy, mem::Account::kOptim);
+        if (move.to == Tier::kDisk) traffic_.put_back(*copy);
+      }
+    }
+  }
+}
+
+bool Executor::full(int unit) const {
+  return units_[unit].param_at == table_.at(Role::kParam, Phase::kForward);
+}
 
 void Executor::require(int index) {
   UnitState& unit = units_[index];
   unit.param_ready.wait();
-  for (Flat& flat : unit.flats) flat.retired.reset();
+  for (Flat& flat : unit.flats) {
+    flat.retired.reset();
+    if (unit.gathered) traffic_.let_go(flat.rest);
+  }
   if (unit.attached) return;
   PENSTOCK_ASSERT(full(index), concat("[exec::require] no step of the plan brought the parameters "
                                       "of unit u",
@@ -154,8 +220,11 @@ PlannedStep Executor::move_to(int unit, Phase phase) const {
     step.op = Op::kDrop;
     step.moves.clear();
   }
-  if (units_[unit].param_at == table_.at(Role::kParam, phase)) step.units.clear();
-  return {step, step.text() + " off plan", false};
+  if (units_[unit].param_at == table_.at(Role::kParam, phase)) {  // nothing to do
+    step.op = Op::kDrop;
+    step.units.clear();
+  }
+  return {step, concat(step.text(), " (", units_[unit].name, ") off plan"), false};
 }
 
 void Executor::drop(int index) {
@@ -166,6 +235,7 @@ void Executor::drop(int index) {
     if (unit.attached) flat.detach();
     flat.current.reset();
     flat.retired.reset();
+    traffic_.let_go(flat.rest);
   }
   unit.attached = unit.gathered = false;
   unit.param_at = table_.at(Role::kParam, Phase::kRest);
@@ -175,6 +245,7 @@ void Executor::drain() {
   // The lanes are ordered, so an empty task at their end is done when all before it is.
   gather_lane_.submit([] {}).wait();
   reduce_lane_.submit([] {}).wait();
+  traffic_.settle();
 }
 
 // Between steps, when the lanes are idle (the step is part of every collective's tag).

@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/config.h"
+#include "penstock/error.h"
 #include "penstock/group.h"
 #include "src/comm/channel.h"
 #include "src/exec/flat.h"
@@ -22,23 +24,20 @@
 
 namespace penstock::exec {
 
-// What an optimizer parameter group asks for; read anew at every step.
-struct GroupOptions {
-  enum class Kind : uint8_t { kAdamW, kAdam, kSgd };
-  Kind kind = Kind::kAdamW;
-  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0;
-  double momentum = 0.0, dampening = 0.0;
-  bool nesterov = false;
-};
-
-// A step with its text (the label of its collectives) and, for an update, whether the plan's
-// publish asks for the low-precision parameter (one kernel pass writes it).
+// A step with its text and its units' modules (the label of its collectives) and, for an update,
+// whether the plan's publish asks for the low-precision parameter (one kernel pass writes it).
 struct PlannedStep {
   Step step;
   std::string text;
   bool write_back = false;
 };
-std::vector<PlannedStep> prepare(const Plan& plan);
+std::vector<PlannedStep> prepare(const Plan& plan, const std::vector<UnitState>& units);
+
+// Thrown on all ranks alike when gradients are not finite; the weights are unchanged.
+class NonFinite : public RuntimeFault {
+ public:
+  using RuntimeFault::RuntimeFault;
+};
 
 // A piece of a parameter that this rank updates, as the user's own optimizer sees it.
 struct ShardView {
@@ -50,7 +49,7 @@ struct ShardView {
 class Executor {
  public:
   // `units` have their resting parameters (adopt_parameters()) and are attached or freed.
-  Executor(const Table& table, const Mesh& mesh, Group& group, mem::Arena& arena,
+  Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tiers& tiers,
            std::vector<UnitState> units);
 
   void run(const PlannedStep& planned);
@@ -65,15 +64,17 @@ class Executor {
 
   // Adds one parameter's gradient to the unit's partial sum. False when it is not finite.
   bool take_gradient(int unit, int flat, int slot, const at::Tensor& gradient);
+  // Replaces what was accumulated by `full` (fp32, the same on every rank) times `factor`.
+  void set_gradient(int unit, int flat, int slot, const at::Tensor& full, double factor);
   // Throws away what was accumulated.
   void discard_gradients();
   void drain();  // waits for both lanes
 
   // Set before an update section runs.
   struct Update {
-    std::vector<GroupOptions> groups;
+    std::vector<OptimizerConfig> groups;  // by parameter group
     double clip = 0.0;
-    double divisor = 1.0;            // number of micro-batches averaged over
+    double divisor = 1.0;            // micro-batches averaged over, times the loss scale
     std::string bad;                 // first non-finite contribution on this rank, or empty
     std::function<void()> external;  // the user's optimizer; empty = our kernels
   };
@@ -88,26 +89,46 @@ class Executor {
   std::vector<std::string> share(const std::string& label, const std::string& payload);
   void broadcast(const std::string& label, void* data, int64_t bytes);
 
+  DiskTraffic& traffic() { return traffic_; }
   void set_step(int64_t step);
   std::vector<UnitState>& units() { return units_; }
+  const std::vector<UnitState>& units() const { return units_; }
   const Table& table() const { return table_; }
+  // Resting parameters are not what computes: units are brought and entered.
+  bool moves_params() const { return table_.moves_params(); }
   const Mesh& mesh() const { return mesh_; }
 
  private:
   struct Reduction {  // in flight on the reduce lane
     int unit = 0, flat = 0;
     mem::Lease partial, scratch;
+    mem::Lease between;     // fp32, between two collectives
     bool in_place = false;  // the reduced gradient is `partial` itself
+  };
+
+  // One flat's way through its collectives, on the reduce lane.
+  struct ReduceWork {
+    std::string label;
+    std::vector<Move> collectives;
+    char *partial = nullptr, *scratch = nullptr, *between = nullptr;
+    char* result = nullptr;  // null: the partial sum itself
+    Dtype dtype = Dtype::kFp32, result_dtype = Dtype::kFp32;
+    int64_t numel = 0;
+    bool accumulate = false;  // into the result
   };
 
   comm::Members members(const std::vector<Axis>& axes) const;
   void move_param(const PlannedStep& planned);
-  void gather(const PlannedStep& planned, const Move& move);
-  void slice(int unit, const Move& move);
+  void bring_from(const PlannedStep& planned);
+  void bring(const PlannedStep& planned);
+  void slice(int unit, const std::vector<Move>& moves);
+  void move_optim(const PlannedStep& planned);
   Dtype partial_dtype(const Flat& flat) const;
   void reduce(const PlannedStep& planned);
   void start_reduction(int unit, int flat, const PlannedStep& planned,
                        std::vector<std::function<void()>>& work);
+  void take_reduce_buffers(const ReduceWork& job, int64_t numel, Reduction& reduction);
+  void run_reduction(const ReduceWork& job);
   void finish_reductions();
   void norm(const std::string& text);
   double own_sum_squares() const;
@@ -118,17 +139,20 @@ class Executor {
   void update(int unit, bool write_back);
   void update_flat(Flat& flat, bool write_back);
   void publish(const PlannedStep& planned);
+  void publish_to_disk(int unit);
   void update_range(Flat& flat, int64_t begin, int64_t end, const Slot& slot, bool write_back);
   // The elements of a flat that this rank updates.
   std::pair<int64_t, int64_t> owned(const Flat& flat) const;
   float* master_of(Flat& flat);  // of the first owned element
-  bool shares_master(const Flat& flat) const;
+  bool shares_master(const Flat& flat) const { return !table_.has_master(flat.dtype); }
+  float* fetch_master(Flat& flat);  // as master_of, from wherever it rests
 
   const Table table_;
   const Mesh mesh_;
   Group& group_;
-  mem::Arena& arena_;
+  mem::Tiers& tiers_;
   std::vector<UnitState> units_;
+  DiskTraffic traffic_;
   comm::Channel gather_channel_, reduce_channel_, control_channel_;
   std::vector<Reduction> reductions_;
   Event reduced_;

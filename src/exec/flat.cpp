@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/exec/torch_compat.h"
 
@@ -21,18 +22,28 @@ int64_t round_up(int64_t value, int64_t multiple) {
 
 }  // namespace
 
-void Flat::add(const std::string& name, const at::Tensor& param, int group,
-               const std::string& unit) {
-  Slot slot;
-  slot.name = name;
-  slot.param = param;
-  slot.group = group;
-  slot.numel = param.numel();
+Dtype dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return Dtype::kFp32;
+    case at::kBFloat16:
+      return Dtype::kBf16;
+    case at::kHalf:
+      return Dtype::kFp16;
+    default:
+      throw RuntimeFault(concat("[exec::dtype_of] dtype ", at::toString(type),
+                                " is not supported: float32, bfloat16 and float16 are"));
+  }
+}
+
+void Flat::add(const Slot& described, const std::string& unit) {
+  Slot slot = described;
+  slot.numel = slot.param.numel();
   if (!slots.empty()) {
     slot.offset = round_up(slots.back().offset + slots.back().numel, kAlignBytes / element_bytes());
   }
   slot.guard = concat(
-      "[exec::guard] parameter \"", name, "\" is sharded and its unit \"", unit,
+      "[exec::guard] parameter \"", slot.name, "\" is sharded and its unit \"", unit,
       "\" is not running, so its values are not here. Read it inside the module that owns it, or "
       "inside `with engine.gathered():`.");
   slots.push_back(slot);
@@ -60,6 +71,18 @@ void Flat::detach() {
   }
 }
 
+void Flat::let_params_go() {
+  const char* begin = rest.data();
+  for (Slot& slot : slots) {
+    c10::StorageImpl* storage = slot.param.storage().unsafeGetStorageImpl();
+    const auto* data = static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get());
+    const bool window = data == nullptr || (data >= begin && data < begin + rest.bytes);
+    if (!window) continue;
+    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+    set_guard(*storage, slot.guard);
+  }
+}
+
 void Flat::complete_partial() {
   const int64_t size = partial.bytes() / numel;
   int64_t done = 0;
@@ -73,10 +96,8 @@ void Flat::complete_partial() {
 }
 
 void Flat::free() {
-  for (mem::Lease* lease : {&rest, &current, &retired, &partial, &reduced, &gradient32, &master,
-                            &exp_avg, &exp_avg_sq}) {
-    lease->reset();
-  }
+  for (mem::Lease* lease : {&current, &retired, &partial, &reduced, &gradient32}) lease->reset();
+  for (Stored* copy : {&rest, &master, &exp_avg, &exp_avg_sq}) copy->memory.reset();
 }
 
 bool UnitState::trainable() const {

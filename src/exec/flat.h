@@ -8,20 +8,26 @@
 // parameter raises an exception that names it. Setting windows is the compute thread's work alone.
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "src/exec/lane.h"
+#include "src/exec/stored.h"
 #include "src/mem/arena.h"
 #include "src/place/placement.h"
 
 namespace penstock::exec {
 
+// Throws RuntimeFault for any dtype but float32, bfloat16 and float16.
+Dtype dtype_of(at::ScalarType type);
+
 // One parameter's place in its flat, in elements.
 struct Slot {
   std::string name;
   at::Tensor param;
+  int index = 0;  // in the model
   int64_t offset = 0, numel = 0;
   int group = 0;         // optimizer parameter group
   int64_t updates = 0;   // optimizer steps taken so far
@@ -36,15 +42,20 @@ class Flat {
   Flat(Dtype dtype, bool trainable) : dtype(dtype), trainable(trainable) {}
 
   // Adds a parameter of this dtype; called before seal().
-  void add(const std::string& name, const at::Tensor& param, int group, const std::string& unit);
+  void add(const Slot& described, const std::string& unit);
   // Pads to `num_ranks` equal shards of a multiple of 512 bytes.
   void seal(int num_ranks);
 
   // Points the parameters into `base` (a full copy), or frees them.
   void attach(char* base);
   void detach();
+  // As detach(), where some parameters may still have storages of their own.
+  void let_params_go();
   // Zeroes what no contribution was written to, gaps and padding included.
   void complete_partial();
+
+  // What the optimizer keeps.
+  std::array<Stored*, 3> optimizer_state() { return {&master, &exp_avg, &exp_avg_sq}; }
 
   void free();  // gives all buffers back; the parameters must have no windows any more
 
@@ -55,14 +66,14 @@ class Flat {
   int64_t numel = 0;  // padded, after seal()
   std::vector<Slot> slots;
 
-  mem::Lease rest;                 // parameters at rest: full or this rank's shard
-  mem::Lease current;              // gathered or secondary copy, while there is one
-  mem::Lease retired;              // source of a gather in flight
-  mem::Lease partial;              // gradient before its reduction, full size
-  mem::Lease reduced;              // gradient after it
-  mem::Lease gradient32;           // scaled fp32 gradient, for an optimizer of the user's
-  mem::Lease master;               // fp32 shard; empty when the resting parameter itself is fp32
-  mem::Lease exp_avg, exp_avg_sq;  // moments (exp_avg is the momentum buffer of SGD)
+  Stored rest;                 // parameters at rest: full or this rank's shard
+  mem::Lease current;          // gathered or secondary copy, while there is one
+  mem::Lease retired;          // source of a gather in flight
+  mem::Lease partial;          // gradient before its reduction, full size
+  mem::Lease reduced;          // gradient after it
+  mem::Lease gradient32;       // scaled fp32 gradient, for an optimizer of the user's
+  Stored master;               // fp32 shard; none when the resting parameter is the master
+  Stored exp_avg, exp_avg_sq;  // moments (exp_avg is the momentum buffer of SGD)
 };
 
 struct UnitState {

@@ -11,13 +11,20 @@
 namespace penstock::exec {
 namespace {
 
+Slot slot_of(const std::string& name, const at::Tensor& param) {
+  Slot slot;
+  slot.name = name;
+  slot.param = param;
+  return slot;
+}
+
 TEST(Flat, ParametersAreWindowsAndReadingAFreedOneNamesIt) {
   mem::Arena arena(c10::Device(c10::DeviceType::CPU));
   at::Tensor a = at::arange(6, at::kFloat).view({2, 3}).clone();
   at::Tensor b = at::arange(5, at::kFloat).clone();
   Flat flat(Dtype::kFp32, true);
-  flat.add("block.a", a, 0, "block");
-  flat.add("block.b", b, 0, "block");
+  flat.add(slot_of("block.a", a), "block");
+  flat.add(slot_of("block.b", b), "block");
   flat.seal(3);
   EXPECT_EQ(flat.slots[1].offset, 16);  // 64-byte alignment
   EXPECT_EQ(flat.numel % (3 * 128), 0);
@@ -44,7 +51,7 @@ TEST(Flat, ParametersAreWindowsAndReadingAFreedOneNamesIt) {
 TEST(Flat, WhatNothingWasWrittenToIsZeroed) {
   mem::Arena arena(c10::Device(c10::DeviceType::CPU));
   Flat flat(Dtype::kFp32, true);
-  for (const int n : {3, 20, 4}) flat.add("p", at::arange(n, at::kFloat).clone(), 0, "u");
+  for (const int n : {3, 20, 4}) flat.add(slot_of("p", at::arange(n, at::kFloat).clone()), "u");
   flat.seal(1);
   flat.partial = arena.take(flat.numel * 4, mem::Account::kGrad);
   std::memset(flat.partial.data(), 1, flat.numel * 4);

@@ -84,9 +84,13 @@ at::Tensor Executor::full_flat(int index, int flat_index, Role role) {
   const int64_t numel = flat.numel / num_shards(place, mesh_);
   float* own = floats(full) + shard_index(place, mesh_, group_.rank()) * numel;
   if (flat.trainable) {
-    std::memcpy(own, master_of(flat), numel * 4);
+    std::memcpy(own, fetch_master(flat), numel * 4);
+    traffic_.let_go(flat.master);
   } else {
+    traffic_.fetch(flat.rest, mem::Account::kParam);
+    traffic_.wait_read(flat.rest);
     optim::take(own, Dtype::kFp32, flat.rest.data(), flat.dtype, numel, false);
+    traffic_.let_go(flat.rest);
   }
   gather_whole(place, floats(full), numel, label);
   return full;
@@ -101,14 +105,17 @@ void Executor::refresh(int index) {
                                full, bytes);
     if (unit.gathered) {
       const Placement& rest = table_.at(Role::kParam, Phase::kRest);
-      const int64_t shard = flat.rest.bytes();
+      const int64_t shard = flat.rest.bytes;
+      traffic_.make_room(flat.rest, mem::Account::kParam);
       std::memcpy(flat.rest.data(), full + shard_index(rest, mesh_, group_.rank()) * shard, shard);
+      traffic_.put_back(flat.rest);
+      traffic_.settle();
     }
-    if (!flat.trainable || !flat.master) continue;
+    if (!flat.trainable || !flat.master.exists()) continue;
     const auto [begin, end] = owned(flat);
     // Where the low-precision value did not change, the master keeps its lower bits.
     const char* source = full + begin * flat.element_bytes();
-    float* master = master_of(flat);
+    float* master = fetch_master(flat);
     std::vector<char> rounded((end - begin) * flat.element_bytes());
     optim::take(rounded.data(), flat.dtype, master, Dtype::kFp32, end - begin, false);
     for (int64_t i = 0; i < end - begin; ++i) {
@@ -116,6 +123,8 @@ void Executor::refresh(int index) {
       if (std::memcmp(&rounded[at], source + at, flat.element_bytes()) == 0) continue;
       optim::take(master + i, Dtype::kFp32, source + at, flat.dtype, 1, false);
     }
+    traffic_.put_back(flat.master);
+    traffic_.settle();
   }
 }
 

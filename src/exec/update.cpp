@@ -17,8 +17,6 @@ constexpr size_t kBadBytes = 256;  // of the text that names a non-finite contri
 
 }  // namespace
 
-bool Executor::shares_master(const Flat& flat) const { return flat.dtype == Dtype::kFp32; }
-
 std::pair<int64_t, int64_t> Executor::owned(const Flat& flat) const {
   const Placement& place = table_.at(Role::kOptim, Phase::kUpdate);
   const int64_t numel = flat.numel / num_shards(place, mesh_);
@@ -31,6 +29,13 @@ float* Executor::master_of(Flat& flat) {
   auto* rest = reinterpret_cast<float*>(flat.rest.data());
   const bool whole = !table_.at(Role::kParam, Phase::kRest).sharded();
   return whole ? rest + owned(flat).first : rest;
+}
+
+float* Executor::fetch_master(Flat& flat) {
+  Stored& copy = shares_master(flat) ? flat.rest : flat.master;
+  traffic_.fetch(copy, mem::Account::kOptim);
+  traffic_.wait_read(copy);
+  return master_of(flat);
 }
 
 // Over the part that only this rank counts: where gradients are replicated, each replica takes an
@@ -88,7 +93,7 @@ void Executor::norm(const std::string& text) {
   }
   if (!bad.empty() || !std::isfinite(total)) {
     discard_gradients();
-    throw RuntimeFault(concat(
+    throw NonFinite(concat(
         "[exec::norm] the gradients are not finite; the weights are unchanged and the window was "
         "dropped. ",
         bad.empty() ? "Every contribution was finite: their sum overflowed"
@@ -110,7 +115,7 @@ void Executor::prepare_external() {
       if (!flat.trainable || !flat.reduced) continue;
       const auto [begin, end] = owned(flat);
       const int64_t size = flat.reduced.bytes() / (end - begin);
-      flat.gradient32 = arena_.take((end - begin) * 4, mem::Account::kGrad);
+      flat.gradient32 = tiers_.host.take((end - begin) * 4, mem::Account::kGrad);
       auto* out = reinterpret_cast<float*>(flat.gradient32.data());
       optim::take(out, Dtype::kFp32, flat.reduced.data(), size == 4 ? Dtype::kFp32 : flat.dtype,
                   end - begin, false);
@@ -121,11 +126,19 @@ void Executor::prepare_external() {
 
 void Executor::update(int index, bool write_back) {
   for (Flat& flat : units_[index].flats) {
-    if (flat.trainable) update_flat(flat, write_back);
+    if (!flat.trainable) continue;
+    for (const Stored* copy : flat.optimizer_state()) traffic_.wait_read(*copy);
+    update_flat(flat, write_back);
   }
 }
 
 void Executor::update_flat(Flat& flat, bool write_back) {
+  const bool used = std::any_of(flat.slots.begin(), flat.slots.end(),
+                                [](const Slot& slot) { return slot.touched; });
+  if (!used) {  // on no rank in this window
+    flat.reduced.reset();
+    return;
+  }
   // An axis whose reduction the plan left out has no gradient at its update placement.
   PENSTOCK_ASSERT(flat.reduced && !flat.partial,
                   concat("[exec::update] no step of the plan brought the gradient of ",
@@ -164,7 +177,7 @@ void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& 
   range.numel = end - begin;
   const bool whole = !table_.at(Role::kParam, Phase::kRest).sharded();
   const int64_t in_rest = whole ? owned(flat).first + begin : begin;
-  if (write_back && !shares_master(flat)) {
+  if (write_back && !shares_master(flat) && !flat.rest.on_disk()) {
     range.param_out = flat.rest.data() + in_rest * flat.element_bytes();
   }
   if (update_.external) {
@@ -173,30 +186,56 @@ void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& 
     }
     return;
   }
-  const GroupOptions& group = update_.groups.at(slot.group);
-  float* first = flat.exp_avg ? reinterpret_cast<float*>(flat.exp_avg.data()) + begin : nullptr;
-  if (group.kind == GroupOptions::Kind::kSgd) {
+  const OptimizerConfig& group = update_.groups.at(slot.group);
+  float* first =
+      flat.exp_avg.exists() ? reinterpret_cast<float*>(flat.exp_avg.data()) + begin : nullptr;
+  if (group.type == "SGD") {
     optim::sgd(range, first,
                {group.lr, group.momentum, group.dampening, group.weight_decay, group.nesterov,
                 grad_scale_, slot.updates == 0});
-    return;
+  } else if (group.type == "Lion") {
+    optim::lion(range, first,
+                {group.lr, group.beta1, group.beta2, group.weight_decay, grad_scale_});
+  } else if (group.type == "Adagrad") {
+    optim::adagrad(
+        range, first,
+        {group.lr, group.lr_decay, group.eps, group.weight_decay, grad_scale_, slot.updates + 1});
+  } else {
+    float* second = reinterpret_cast<float*>(flat.exp_avg_sq.data()) + begin;
+    optim::adam(range, first, second,
+                {group.lr, group.beta1, group.beta2, group.eps, group.weight_decay,
+                 group.type == "AdamW", grad_scale_, slot.updates + 1});
   }
-  float* second = reinterpret_cast<float*>(flat.exp_avg_sq.data()) + begin;
-  optim::adam(range, first, second,
-              {group.lr, group.beta1, group.beta2, group.eps, group.weight_decay,
-               group.kind == GroupOptions::Kind::kAdamW, grad_scale_, slot.updates + 1});
+}
+
+// Parameters that rest on disk go there whole, with the parts that this step did not touch.
+void Executor::publish_to_disk(int unit) {
+  traffic_.settle();
+  for (Flat& flat : units_[unit].flats) {
+    if (!flat.trainable) continue;
+    traffic_.make_room(flat.rest, mem::Account::kParam);
+    optim::take(flat.rest.data(), flat.dtype, master_of(flat), Dtype::kFp32,
+                flat.rest.bytes / flat.element_bytes(), false);
+    traffic_.put_back(flat.rest);
+  }
 }
 
 void Executor::publish(const PlannedStep& planned) {
   for (const Move& move : planned.step.moves) {
     if (move.kind == MoveKind::kCast) continue;  // done in the update's own pass
+    if (move.kind == MoveKind::kCopy) {          // so is this, but for the way to disk
+      for (const int unit : planned.step.units) {
+        if (move.to == Tier::kDisk) publish_to_disk(unit);
+      }
+      continue;
+    }
     PENSTOCK_ASSERT(move.kind == MoveKind::kAllGather,
                     concat("[exec::publish] not executable here: ", planned.text));
     const comm::Members group = members(move.axes);
     std::vector<comm::GatherBuffer> buffers;
     for (const int unit : planned.step.units) {
       for (Flat& flat : units_[unit].flats) {
-        if (flat.trainable) buffers.push_back({flat.rest.data(), flat.rest.bytes() / group.size()});
+        if (flat.trainable) buffers.push_back({flat.rest.data(), flat.rest.bytes / group.size()});
       }
     }
     const Event ready = gather_lane_.submit([this, group, buffers, label = planned.text] {

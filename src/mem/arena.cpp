@@ -1,13 +1,71 @@
 #include "src/mem/arena.h"
 
+#include <malloc.h>
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <exception>
+#include <iterator>
+#include <memory>
+#include <new>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/mem/block_io.h"
 
 namespace penstock::mem {
+
+namespace {
+
+constexpr int64_t kHugePage = 2 << 20;
+
+// Large buffers come from the system itself and go back to it: no heap is left with holes. They ask
+// for huge pages (whole ones only; a wish, refused the pages are small): the optimizer's passes run
+// at the speed of memory, and a tenth of that goes to looking up small pages.
+struct Mapping {
+  void* base;
+  size_t bytes;
+};
+
+c10::DataPtr map_large(int64_t bytes) {
+  const auto size = static_cast<size_t>(block_padded(bytes));
+  void* base = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) throw std::bad_alloc();
+  const auto begin = (reinterpret_cast<uintptr_t>(base) + kHugePage - 1) / kHugePage * kHugePage;
+  auto* data = reinterpret_cast<void*>(begin);
+  madvise(data, static_cast<size_t>(bytes / kHugePage * kHugePage), MADV_HUGEPAGE);
+  const auto unmap = [](void* context) {
+    const std::unique_ptr<Mapping> mapping(static_cast<Mapping*>(context));
+    munmap(mapping->base, mapping->bytes);
+  };
+  return {data, new Mapping{base, size + kHugePage}, unmap, c10::Device(c10::DeviceType::CPU)};
+}
+
+// Host buffers are whole blocks, so that any of them can go to disk.
+c10::DataPtr allocate(c10::Device device, int64_t bytes) {
+  if (!device.is_cpu()) return c10::GetAllocator(device.type())->allocate(bytes);
+  if (bytes >= 2 * kHugePage) return map_large(bytes);
+  void* data = nullptr;
+  const int error = posix_memalign(&data, kBlockBytes, static_cast<size_t>(block_padded(bytes)));
+  if (error != 0) throw std::bad_alloc();
+  return {data, data, &std::free, device};
+}
+
+}  // namespace
+
+void trim_heap(int64_t bytes) {
+  constexpr int64_t kMuch = 16 << 20;
+  static std::atomic<int64_t> freed = 0;
+  if (freed.fetch_add(bytes) + bytes < kMuch) return;
+  freed = 0;
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
 
 Lease::Lease(Lease&& other) noexcept
     : arena_(std::exchange(other.arena_, nullptr)),
@@ -45,13 +103,16 @@ void Arena::count(Account account, int64_t bytes) {
 Lease Arena::take(int64_t bytes, Account account) {
   const std::lock_guard lock(mutex_);
   Lease lease;
-  auto& unused = unused_[bytes];
-  if (!unused.empty()) {
-    lease.data_ = std::move(unused.back());
-    unused.pop_back();
+  const auto unused = unused_.find(bytes);
+  if (unused != unused_.end()) {
+    lease.data_ = std::move(unused->second.back());
+    unused->second.pop_back();
+    unused_bytes_ -= bytes;
+    if (unused->second.empty()) unused_.erase(unused);
   } else {
+    evict(bytes);
     try {
-      lease.data_ = c10::GetAllocator(device_.type())->allocate(bytes);
+      lease.data_ = allocate(device_, bytes);
     } catch (const std::exception& error) {
       throw RuntimeFault(concat("[mem::Arena::take] no memory for ", format_bytes(bytes),
                                 " beside the ", format_bytes(usage_.total_now),
@@ -69,11 +130,25 @@ void Arena::give_back(Lease& lease) {
   const std::lock_guard lock(mutex_);
   count(lease.account_, -lease.bytes_);
   unused_[lease.bytes_].push_back(std::move(lease.data_));
+  unused_bytes_ += lease.bytes_;
+}
+
+void Arena::evict(int64_t room) {
+  const int64_t in_use = usage_.total_now + room;
+  const int64_t most = std::max(usage_.total_peak, in_use);
+  while (!unused_.empty() && in_use + unused_bytes_ > most) {
+    const auto largest = std::prev(unused_.end());
+    unused_bytes_ -= largest->first;
+    largest->second.pop_back();
+    if (largest->second.empty()) unused_.erase(largest);
+  }
 }
 
 Usage Arena::usage() const {
   const std::lock_guard lock(mutex_);
-  return usage_;
+  Usage usage = usage_;
+  usage.held = usage_.total_now + unused_bytes_;
+  return usage;
 }
 
 void Arena::reset_peak() {
@@ -85,6 +160,7 @@ void Arena::reset_peak() {
 void Arena::trim() {
   const std::lock_guard lock(mutex_);
   unused_.clear();
+  unused_bytes_ = 0;
 }
 
 }  // namespace penstock::mem

@@ -1,6 +1,8 @@
 #pragma once
-// Arena: the engine's memory. Buffers of equal size are reused, so there is no fragmentation and no
-// page fault after the first step; every byte is counted under the account it was taken for.
+// Arena: the engine's memory. Buffers of equal size are reused; unused ones of other sizes are
+// returned to the system before they would take the arena beyond the most that was ever in use. So
+// what it holds is never more than its peak. Every byte is counted under the account it was taken
+// for.
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
@@ -20,6 +22,7 @@ inline constexpr int kNumAccounts = 4;
 struct Usage {
   std::array<int64_t, kNumAccounts> now{}, peak{};
   int64_t total_now = 0, total_peak = 0;
+  int64_t held = 0;  // from the system: in use and unused
 };
 
 class Arena;
@@ -47,6 +50,10 @@ class Lease {
   Account account_ = Account::kParam;
 };
 
+// Gives the system back what malloc keeps of freed tensors, once `bytes` more of them add up to
+// much: large aligned buffers seldom fit the holes that others left. Any thread.
+void trim_heap(int64_t bytes);
+
 // Outlives its leases. Any thread.
 class Arena {
  public:
@@ -63,10 +70,12 @@ class Arena {
   friend class Lease;
   void give_back(Lease& lease);
   void count(Account account, int64_t bytes);
+  void evict(int64_t room);  // unused buffers, the largest first, until that much is free
 
   const c10::Device device_;
   mutable std::mutex mutex_;
-  std::map<int64_t, std::vector<c10::DataPtr>> unused_;  // by size
+  std::map<int64_t, std::vector<c10::DataPtr>> unused_;  // by size; no empty entries
+  int64_t unused_bytes_ = 0;
   Usage usage_;
 };
 

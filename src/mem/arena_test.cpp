@@ -27,5 +27,21 @@ TEST(Arena, ReusesBuffersOfEqualSizeAndCountsEveryByte) {
   EXPECT_EQ(arena.usage().total_peak, 0);
 }
 
+TEST(Arena, HoldsNoMoreThanItsPeak) {
+  Arena arena(c10::Device(c10::DeviceType::CPU));
+  {
+    const Lease a = arena.take(3000, Account::kParam);
+    const Lease b = arena.take(2000, Account::kParam);
+  }
+  EXPECT_EQ(arena.usage().held, 5000);
+  const Lease c = arena.take(2500, Account::kGrad);  // 3000 + 2000 unused are too much beside it
+  EXPECT_EQ(arena.usage().held, 4500);
+  const Lease d = arena.take(2000, Account::kGrad);
+  EXPECT_EQ(arena.usage().held, 4500);
+  EXPECT_EQ(arena.usage().total_peak, 5000);
+  arena.trim();
+  EXPECT_EQ(arena.usage().held, 4500);
+}
+
 }  // namespace
 }  // namespace penstock::mem

@@ -40,6 +40,21 @@ struct SgdOptions {
 // `momentum_buffer` may be null when momentum is 0.
 void sgd(const Range& range, float* momentum_buffer, const SgdOptions& options);
 
+struct LionOptions {
+  double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0.0;  // decoupled
+  float grad_scale = 1.0F;
+};
+// arXiv:2302.06675, algorithm 2. `exp_avg`: fp32, updated in place.
+void lion(const Range& range, float* exp_avg, const LionOptions& options);
+
+struct AdagradOptions {
+  double lr = 1e-2, lr_decay = 0.0, eps = 1e-10, weight_decay = 0.0;
+  float grad_scale = 1.0F;
+  int64_t step = 1;  // 1 for the first update
+};
+// As torch.optim.Adagrad with initial_accumulator_value 0. `sum`: of squares, updated in place.
+void adagrad(const Range& range, float* sum, const AdagradOptions& options);
+
 // Sum of squares in double, in a fixed order that does not depend on the number of threads.
 // Inf or NaN anywhere makes the result not finite.
 double sum_squares(const void* values, Dtype dtype, int64_t numel);

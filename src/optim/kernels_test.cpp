@@ -11,6 +11,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "penstock/error.h"
@@ -302,6 +303,68 @@ INSTANTIATE_TEST_SUITE_P(Options, SgdTest,
                                          SgdCase{"Dampened", sgd_options(0.9F, 0.2F, 0.1F, false)},
                                          SgdCase{"Nesterov", sgd_options(0.9F, 0, 0.1F, true)}),
                          [](const auto& info) { return info.param.name; });
+
+struct LionReference {
+  double p, m;
+  void step(double g, const LionOptions& o) {
+    g *= o.grad_scale;
+    const double mixed = o.beta1 * m + (1 - o.beta1) * g;
+    p = p * (1 - o.lr * o.weight_decay) - o.lr * (mixed > 0 ? 1 : mixed < 0 ? -1 : 0);
+    m = o.beta2 * m + (1 - o.beta2) * g;
+  }
+};
+
+struct AdagradReference {
+  double p, sum;
+  void step(double g, const AdagradOptions& o) {
+    g = g * o.grad_scale + o.weight_decay * p;
+    sum += g * g;
+    const double lr = o.lr / (1 + static_cast<double>(o.step - 1) * o.lr_decay);
+    p -= lr * g / (std::sqrt(sum) + o.eps);
+  }
+};
+
+// A kernel with one moment against its formula in double.
+template <class Reference, class Options, class Kernel>
+void check_one_moment(Options options, const Kernel& kernel) {
+  options.grad_scale = 0.5F;
+  for (const Dtype grad_dtype : kDtypes) {
+    for (const int64_t numel : kSizes) {
+      Values master(Dtype::kFp32, numel), moment(Dtype::kFp32, numel), out(Dtype::kBf16, numel);
+      Values grad(grad_dtype, numel);
+      master.randomize(1, -1, 1);
+      moment.randomize(2, 0, 0);
+      std::vector<Reference> reference;
+      for (int64_t i = 0; i < numel; ++i) reference.push_back({master[i], 0});
+      for (int step = 1; step <= 3; ++step) {
+        if constexpr (std::is_same_v<Options, AdagradOptions>) options.step = step;
+        grad.randomize(static_cast<uint32_t>(step), -2, 2);
+        if (numel > 5) write(grad.data(), grad_dtype, 5, 0.0F);
+        kernel({master.floats(), grad.data(), grad_dtype, out.data(), Dtype::kBf16, numel},
+               moment.floats(), options);
+        for (int64_t i = 0; i < numel; ++i) reference[i].step(grad[i], options);
+      }
+      for (int64_t i = 0; i < numel; i += 1 + numel / 999) {
+        EXPECT_NEAR(master[i], reference[i].p, 1e-6) << numel << " p " << i;
+        EXPECT_EQ(out[i], static_cast<float>(c10::BFloat16(master[i])));
+      }
+      EXPECT_TRUE(master.guard_intact() && moment.guard_intact());
+    }
+  }
+}
+
+TEST(Lion, MatchesDouble) {
+  for (const double decay : {0.0, 0.1}) {
+    check_one_moment<LionReference>(LionOptions{.lr = 0.01, .weight_decay = decay}, lion);
+  }
+}
+
+TEST(Adagrad, MatchesDouble) {
+  for (const double decay : {0.0, 0.1}) {
+    check_one_moment<AdagradReference>(
+        AdagradOptions{.lr = 0.05, .lr_decay = decay, .eps = 1e-4, .weight_decay = decay}, adagrad);
+  }
+}
 
 TEST(SumSquares, MatchesDoubleAndIgnoresThreads) {
   for (const Dtype dtype : kDtypes) {

@@ -1,5 +1,5 @@
-// adam() and sgd(): one pass over gradient, master weights and moments. This file is compiled once
-// per instruction set (foreach_target.h).
+// adam(), sgd(), lion() and adagrad(): one pass over gradient, master weights and moments. This
+// file is compiled once per instruction set (foreach_target.h).
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/optim/kernels_update.cpp"
 #include <hwy/foreach_target.h>
@@ -42,6 +42,14 @@ struct AdamScalars {
 struct SgdScalars {
   float grad_scale, weight_decay, lr, momentum, one_minus_dampening;
   bool first, nesterov;
+};
+
+struct LionScalars {
+  float grad_scale, decay, lr, beta1, one_minus_beta1, beta2, one_minus_beta2;
+};
+
+struct AdagradScalars {
+  float grad_scale, weight_decay, lr, eps;
 };
 
 }  // namespace penstock::optim
@@ -106,6 +114,35 @@ struct SgdKernel {
       g = hn::IfThenElse(nesterov, hn::MulAdd(buffer, momentum, g), buffer);
     }
     p = hn::NegMulAdd(hn::Set(d, s.lr), g, p);
+  }
+};
+
+struct LionKernel {
+  static constexpr int kMoments = 1;
+  LionScalars s;
+
+  HWY_INLINE void operator()(F32 d, Vec32 grad, Vec32& p, Vec32& m, Vec32&) const {
+    const auto g = hn::Mul(grad, hn::Set(d, s.grad_scale));
+    const auto mixed =
+        hn::MulAdd(m, hn::Set(d, s.beta1), hn::Mul(g, hn::Set(d, s.one_minus_beta1)));
+    const auto moves = hn::Ne(mixed, hn::Zero(d));
+    const auto step = hn::IfThenElseZero(moves, hn::CopySign(hn::Set(d, s.lr), mixed));
+    p = hn::Sub(hn::Mul(p, hn::Set(d, s.decay)), step);
+    m = hn::MulAdd(m, hn::Set(d, s.beta2), hn::Mul(g, hn::Set(d, s.one_minus_beta2)));
+  }
+};
+
+struct AdagradKernel {
+  static constexpr int kMoments = 1;
+  AdagradScalars s;
+
+  HWY_INLINE void operator()(F32 d, Vec32 grad, Vec32& p, Vec32& sum, Vec32&) const {
+    const auto decays = hn::Ne(hn::Set(d, s.weight_decay), hn::Zero(d));
+    auto g = hn::Mul(grad, hn::Set(d, s.grad_scale));
+    g = hn::MulAdd(hn::IfThenElseZero(decays, p), hn::Set(d, s.weight_decay), g);
+    sum = hn::MulAdd(g, g, sum);
+    const auto denom = hn::Add(hn::Sqrt(sum), hn::Set(d, s.eps));
+    p = hn::Sub(p, hn::Div(hn::Mul(g, hn::Set(d, s.lr)), denom));
   }
 };
 
@@ -233,6 +270,14 @@ void adam_part(const AdamScalars& scalars, const State& state, int64_t begin, in
   update(AdamKernel{scalars}, state, begin, end);
 }
 
+void lion_part(const LionScalars& scalars, const State& state, int64_t begin, int64_t end) {
+  update(LionKernel{scalars}, state, begin, end);
+}
+
+void adagrad_part(const AdagradScalars& scalars, const State& state, int64_t begin, int64_t end) {
+  update(AdagradKernel{scalars}, state, begin, end);
+}
+
 void sgd_part(const SgdScalars& scalars, const State& state, int64_t begin, int64_t end) {
   if (state.moment1 == nullptr) {
     update(SgdKernel<false>{scalars}, state, begin, end);
@@ -250,6 +295,8 @@ namespace {
 
 HWY_EXPORT(adam_part);
 HWY_EXPORT(sgd_part);
+HWY_EXPORT(lion_part);
+HWY_EXPORT(adagrad_part);
 
 // Non-temporal stores save the read for ownership of lines the caches will not keep anyway.
 constexpr int64_t kStreamAboveBytes = 8 << 20;
@@ -310,6 +357,31 @@ void sgd(const Range& range, float* momentum_buffer, const SgdOptions& options) 
                     should_stream(range, momentum ? 1 : 0)};
   for_each_part(range.numel, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(sgd_part)(scalars, state, begin, end);
+  });
+}
+
+void lion(const Range& range, float* exp_avg, const LionOptions& options) {
+  const LionScalars scalars{options.grad_scale,
+                            static_cast<float>(1.0 - options.lr * options.weight_decay),
+                            static_cast<float>(options.lr),
+                            static_cast<float>(options.beta1),
+                            static_cast<float>(1.0 - options.beta1),
+                            static_cast<float>(options.beta2),
+                            static_cast<float>(1.0 - options.beta2)};
+  const State state{range, exp_avg, nullptr, should_stream(range, 1)};
+  for_each_part(range.numel, [&](int64_t begin, int64_t end) {
+    HWY_DYNAMIC_DISPATCH(lion_part)(scalars, state, begin, end);
+  });
+}
+
+void adagrad(const Range& range, float* sum, const AdagradOptions& options) {
+  PENSTOCK_ASSERT(options.step >= 1, concat("step ", options.step, " of adagrad(); 1 is first"));
+  const double lr = options.lr / (1.0 + static_cast<double>(options.step - 1) * options.lr_decay);
+  const AdagradScalars scalars{options.grad_scale, static_cast<float>(options.weight_decay),
+                               static_cast<float>(lr), static_cast<float>(options.eps)};
+  const State state{range, sum, nullptr, should_stream(range, 1)};
+  for_each_part(range.numel, [&](int64_t begin, int64_t end) {
+    HWY_DYNAMIC_DISPATCH(adagrad_part)(scalars, state, begin, end);
   });
 }
 

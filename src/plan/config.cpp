@@ -175,8 +175,6 @@ std::string parse_placement(const std::string& path, const std::string& text) {
   } catch (const ConfigError& error) {
     fail(concat("\"", path, "\" is \"", text, "\": ", error.what()));
   }
-  if (place.tier != Tier::kDevice)
-    fail_unsupported(path, text, "this version does not support offload yet");
   return place.text();
 }
 
@@ -220,15 +218,12 @@ void parse_mesh(const Json& value, MeshConfig* mesh) {
 }
 
 std::string parse_compute_dtype(const std::string& path, const Json& value) {
-  const std::string name = Section::choice_of(path, value, {"fp32", "bf16", "fp16"});
-  if (name == "fp16")
-    fail_unsupported(path, value, "this version does not support fp16 (loss scaling) yet");
-  return name;
+  return Section::choice_of(path, value, {"fp32", "bf16", "fp16"});
 }
 
 void parse_dtypes(const Json& value, Config* config) {
   if (!value.is_object())
-    fail_value("dtypes", value, "an object {name pattern: \"fp32\" or \"bf16\"}");
+    fail_value("dtypes", value, "an object {name pattern: \"fp32\", \"bf16\" or \"fp16\"}");
   for (const auto& [pattern, dtype] : value.items()) {
     if (pattern.empty()) fail("\"dtypes\" has an empty name pattern; \"*\" matches every name");
     config->dtypes.emplace_back(pattern, parse_compute_dtype("dtypes." + pattern, dtype));
@@ -243,11 +238,13 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
        {"activations", &offload->activations}}};
   for (const auto& [role, tier] : roles) {
     *tier = section.choice(role, *tier, {"none", "host", "disk"});
-    if (*tier != "none")
-      fail_unsupported(section.path(role), *tier, "this version does not support offload yet");
   }
+  if (offload->activations != "none")
+    fail_unsupported(section.path("activations"), offload->activations,
+                     "this version does not offload activations yet");
   section.read_text("path", &offload->path);
-  section.refuse_without_effect({"path"}, "while nothing is offloaded to disk");
+  if (offload->optimizer != "disk" && offload->params != "disk")
+    section.refuse_without_effect({"path"}, "while nothing is offloaded to disk");
 }
 
 void parse_betas(const Section& section, OptimizerConfig* optimizer) {
@@ -264,7 +261,7 @@ void parse_betas(const Section& section, OptimizerConfig* optimizer) {
 }
 
 std::string parse_optimizer_type(const Section& section) {
-  static const std::vector<std::string> kTypes = {"AdamW", "Adam", "SGD"};
+  static const std::vector<std::string> kTypes = {"AdamW", "Adam", "SGD", "Adagrad", "Lion"};
   const Json* value = section.find("type");
   if (value == nullptr) return kTypes.front();
   if (value->is_string()) {
@@ -274,19 +271,38 @@ std::string parse_optimizer_type(const Section& section) {
   return Section::choice_of(section.path("type"), *value, kTypes);  // throws
 }
 
-OptimizerConfig parse_optimizer(const Json& value) {
-  const Section section(
-      value, "optimizer",
-      {"type", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"});
+// Defaults as in torch.optim, Lion's as in its paper (arXiv:2302.06675).
+OptimizerConfig optimizer_defaults(const std::string& type) {
   OptimizerConfig optimizer;
-  optimizer.type = parse_optimizer_type(section);
+  optimizer.type = type;
+  if (type == "AdamW") optimizer.weight_decay = 0.01;
+  if (type == "Adagrad") optimizer.lr = 1e-2, optimizer.eps = 1e-10;
+  if (type == "Lion") optimizer.lr = 1e-4, optimizer.beta2 = 0.99;
+  return optimizer;
+}
+
+// The keys that each type takes besides type, lr and weight_decay.
+const std::map<std::string, std::vector<std::string>>& optimizer_keys() {
+  static const std::map<std::string, std::vector<std::string>> kKeys = {
+      {"AdamW", {"betas", "eps"}},
+      {"Adam", {"betas", "eps"}},
+      {"SGD", {"momentum", "dampening", "nesterov"}},
+      {"Adagrad", {"eps", "lr_decay"}},
+      {"Lion", {"betas"}}};
+  return kKeys;
+}
+
+OptimizerConfig parse_optimizer(const Json& value) {
+  const Section section(value, "optimizer",
+                        {"type", "lr", "betas", "eps", "weight_decay", "momentum", "dampening",
+                         "nesterov", "lr_decay"});
+  OptimizerConfig optimizer = optimizer_defaults(parse_optimizer_type(section));
   const std::string with = concat("with optimizer.type \"", optimizer.type, "\"");
-  if (optimizer.type == "SGD") {
-    section.refuse_without_effect({"betas", "eps"}, with);
-  } else {
-    section.refuse_without_effect({"momentum", "dampening", "nesterov"}, with);
+  const std::vector<std::string>& own = optimizer_keys().at(optimizer.type);
+  for (const char* key : {"betas", "eps", "momentum", "dampening", "nesterov", "lr_decay"}) {
+    if (std::find(own.begin(), own.end(), key) == own.end())
+      section.refuse_without_effect({key}, with);
   }
-  if (optimizer.type == "AdamW") optimizer.weight_decay = 0.01;
   const std::string positive = "a number >= 0";
   section.read("lr", &optimizer.lr, 0.0, HUGE_VAL, positive);
   parse_betas(section, &optimizer);
@@ -295,6 +311,7 @@ OptimizerConfig parse_optimizer(const Json& value) {
   section.read("momentum", &optimizer.momentum, 0.0, HUGE_VAL, positive);
   section.read("dampening", &optimizer.dampening, -HUGE_VAL, HUGE_VAL, "a number");
   section.read("nesterov", &optimizer.nesterov);
+  section.read("lr_decay", &optimizer.lr_decay, 0.0, HUGE_VAL, positive);
   if (optimizer.momentum == 0.0 && optimizer.dampening != 0.0)
     section.refuse_without_effect({"dampening"}, "while optimizer.momentum is 0");
   if (optimizer.nesterov && (optimizer.momentum == 0.0 || optimizer.dampening != 0.0))
@@ -321,6 +338,25 @@ void parse_schedule(const Json& value, ScheduleConfig* schedule) {
   if (schedule->warmup_steps > schedule->total_steps)
     fail(concat("\"schedule.warmup_steps\" is ", schedule->warmup_steps,
                 "; allowed: at most schedule.total_steps, which is ", schedule->total_steps));
+}
+
+void parse_loss_scale(const Section& top, Config* config) {
+  const Json* value = top.find("loss_scale");
+  if (value == nullptr) return;
+  const Section section(*value, "loss_scale", {"initial", "window", "min"});
+  LossScaleConfig& scale = config->loss_scale;
+  section.read("initial", &scale.initial, 1.0, 0x1p40, "a number from 1 to 2^40");
+  section.read_int("window", &scale.window, 0, "a whole number >= 0 (0 = a fixed scale)");
+  section.read("min", &scale.min, 1.0, scale.initial, "a number from 1 to loss_scale.initial");
+  const auto is_fp16 = [](const auto& rule) { return rule.second == "fp16"; };
+  const bool fp16 = config->precision.value_or("fp16") == "fp16" ||
+                    std::any_of(config->dtypes.begin(), config->dtypes.end(), is_fp16);
+  const LossScaleConfig none;
+  const bool set =
+      scale.initial != none.initial || scale.window != none.window || scale.min != none.min;
+  if (!fp16 && set)
+    fail(concat("\"loss_scale\" has no effect with \"precision\" \"", *config->precision,
+                "\", whose range needs no scaling; leave it out"));
 }
 
 void parse_batch(const Json& value, BatchConfig* batch) {
@@ -378,6 +414,7 @@ void parse_nested(const Section& top, Config* config) {
   if (const Json* value = top.find("batch")) parse_batch(*value, &config->batch);
   if (const Json* value = top.find("units")) parse_units(*value, &config->units);
   if (const Json* value = top.find("comm")) parse_comm(*value, &config->comm);
+  parse_loss_scale(top, config);
   refuse_section(top, "checkpoint",
                  "this version has no checkpoint settings yet (engine.save takes a path)");
   refuse_section(top, "monitor", "this version does not support monitors yet");
@@ -390,14 +427,13 @@ Json or_null(int64_t value, int64_t not_set) {
 nlohmann::json optimizer_json(const OptimizerConfig& optimizer) {
   nlohmann::json out = {
       {"type", optimizer.type}, {"lr", optimizer.lr}, {"weight_decay", optimizer.weight_decay}};
-  if (optimizer.type == "SGD") {
-    out["momentum"] = optimizer.momentum;
-    out["dampening"] = optimizer.dampening;
-    out["nesterov"] = optimizer.nesterov;
-  } else {
-    out["betas"] = {optimizer.beta1, optimizer.beta2};
-    out["eps"] = optimizer.eps;
-  }
+  const nlohmann::json others = {{"betas", {optimizer.beta1, optimizer.beta2}},
+                                 {"eps", optimizer.eps},
+                                 {"momentum", optimizer.momentum},
+                                 {"dampening", optimizer.dampening},
+                                 {"nesterov", optimizer.nesterov},
+                                 {"lr_decay", optimizer.lr_decay}};
+  for (const std::string& key : optimizer_keys().at(optimizer.type)) out[key] = others.at(key);
   return out;
 }
 
@@ -448,10 +484,10 @@ void resolve_batch(int64_t data, BatchConfig* batch) {
 
 Config Config::parse(const std::string& json_text) {
   const Json json = parse_json(json_text);
-  const Section top(
-      json, "",
-      {"strategy", "table", "mesh", "precision", "dtypes", "offload", "optimizer", "schedule",
-       "batch", "clip", "units", "prefetch_bytes", "comm", "checkpoint", "monitor", "seed"});
+  const Section top(json, "",
+                    {"strategy", "table", "mesh", "precision", "dtypes", "offload", "optimizer",
+                     "schedule", "batch", "loss_scale", "clip", "units", "prefetch_bytes", "comm",
+                     "checkpoint", "monitor", "seed"});
   Config config;
   config.strategy = top.choice("strategy", config.strategy, preset_names());
   if (const Json* value = top.find("precision"))
@@ -494,6 +530,8 @@ std::string Config::json() const {
                     {"params", offload.params},
                     {"activations", offload.activations},
                     {"path", offload.path}};
+  out["loss_scale"] = {
+      {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
   out["batch"] = {{"micro", or_null(batch.micro, 0)},
                   {"accumulate", or_null(batch.accumulate, 0)},
                   {"global", or_null(batch.global, 0)}};

@@ -160,4 +160,24 @@ Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes) {
   return fused;
 }
 
+Plan read_ahead(const Plan& plan) {
+  Plan ahead;
+  std::vector<Step>& steps = ahead.steps;
+  for (const Step& step : plan.steps) {
+    const bool reads = is_move(step, Role::kOptim) && step.moves.front().from == Tier::kDisk;
+    auto at = steps.end();
+    while (reads && at != steps.begin()) {
+      const Step& above = *(at - 1);
+      if (above.op != Op::kUpdate && above.op != Op::kPublish && above.op != Op::kNorm &&
+          !is_move(above, Role::kOptim)) {
+        break;
+      }
+      --at;
+      if (above.op == Op::kUpdate) break;
+    }
+    steps.insert(at, step);
+  }
+  return ahead;
+}
+
 }  // namespace penstock

@@ -119,7 +119,11 @@ class SectionWriter {
     plan_.steps.push_back({.op = Op::kNorm});
     const Placement& rest = cell(Role::kOptim, Phase::kRest);
     const Placement& at = cell(Role::kOptim, Phase::kUpdate);
-    const std::vector<Move> publish = hops(at, cell(Role::kParam, Phase::kRest));
+    const Placement& param = cell(Role::kParam, Phase::kRest);
+    std::vector<Move> publish = hops(at, param);
+    // The master is a copy of its own in the same place (it rests on disk, the parameter does not).
+    if (publish.empty() && table_.has_master(param.dtype))
+      publish = {{.kind = MoveKind::kCast, .dtype = param.dtype}};
     for (int unit = 0; unit < num_units(); ++unit) {
       if (!trains(model_.units[unit])) continue;
       move(unit, Role::kOptim, rest, at);

@@ -51,6 +51,7 @@ class Walk {
       : table_(table.on(mesh)), model_(model), mesh_(mesh), optim_floats_(optim_floats) {
     gathered_.resize(model.units.size());
     grads_.resize(model.units.size());
+    staged_.resize(model.units.size());
     for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
       meter_.add(held(Role::kParam, unit, cell(Role::kParam, Phase::kRest)));
       meter_.add(held(Role::kOptim, unit, cell(Role::kOptim, Phase::kRest)));
@@ -75,8 +76,7 @@ class Walk {
       if (role != Role::kOptim) {
         sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
       } else {
-        // In fp32 the parameter itself is the master copy.
-        const double floats = optim_floats_ + (flat.dtype == Dtype::kFp32 ? 0 : 1);
+        const double floats = optim_floats_ + (table_.has_master(flat.dtype) ? 1 : 0);
         sum += static_cast<int64_t>(static_cast<double>(owned) * floats * 4);
       }
     }
@@ -94,11 +94,15 @@ class Walk {
     const Step& step = plan.steps[index];
     switch (step.op) {
       case Op::kMicro:
+        phase_ = "forward";
+        break;
       case Op::kForward:
         phase_ = "forward";
+        free_all(staged_[step.units[0]]);
         break;
       case Op::kBackward:
         phase_ = "backward";
+        free_all(staged_[step.units[0]]);
         begin_grad(step.units[0]);
         break;
       case Op::kMove:
@@ -118,8 +122,13 @@ class Walk {
         break;
       case Op::kPublish:
         // What is published is what trains.
-        for (const int unit : step.units)
+        for (const int unit : step.units) {
           send(step.moves, Role::kGrad, unit, cell(Role::kOptim, Phase::kUpdate), phase_);
+          if (cell(Role::kParam, Phase::kRest).tier == Tier::kDisk) {
+            write({Tier::kHost, Use::kParam,
+                   bytes(Role::kParam, unit, cell(Role::kParam, Phase::kRest))});
+          }
+        }
         break;
     }
   }
@@ -138,8 +147,17 @@ class Walk {
     gathered_[unit].reset();
   }
 
-  void drain_lane() {
-    for (const Held& held : std::exchange(lane_, {})) meter_.free(held);
+  void drain_lane() { free_all(lane_); }
+
+  void free_all(std::vector<Held>& list) {
+    for (const Held& held : std::exchange(list, {})) meter_.free(held);
+  }
+
+  // Memory that is let go when the next write to disk begins.
+  void write(const Held& held) {
+    free_all(writing_);
+    meter_.add(held);
+    writing_.push_back(held);
   }
 
   void move(const Plan& plan, size_t index) {
@@ -160,6 +178,11 @@ class Walk {
     const Placement from = source_of(sources, moves);
     const Placement to = destination(from, moves);
     send(moves, Role::kParam, unit, from, to.sharded() ? phase_ : phase_of_use(plan, index, unit));
+    if (from.tier == Tier::kDisk) {
+      const Held staging{Tier::kHost, Use::kParam, bytes(Role::kParam, unit, from)};
+      meter_.add(staging);
+      staged_[unit].push_back(staging);
+    }
     meter_.add(held(Role::kParam, unit, to));
     drop_param(unit);
     gathered_[unit] = to;
@@ -202,8 +225,9 @@ class Walk {
     send(step.moves, Role::kOptim, unit, from, phase_);
     if (from == rest) {
       meter_.add(held(Role::kOptim, unit, at));
-    } else {
+    } else {  // its memory is let go once it is written
       meter_.free(held(Role::kOptim, unit, at));
+      write(held(Role::kOptim, unit, at));
     }
   }
 
@@ -235,17 +259,27 @@ class Walk {
     return size;
   }
 
-  // The largest of the moves' receive buffers: they follow one another.
-  int64_t receive_bytes(const std::vector<Move>& moves, int unit, Placement place) const {
-    int64_t most = 0;
-    for (const Move& move : moves) {
-      if (move.is_collective()) {
-        const int64_t full = bytes(Role::kGrad, unit, place);
-        most = std::max(most, full - full / group_size(move));
+  // The largest of the moves' receive buffers, as they follow one another; and the fp32 sums that
+  // stand between two collectives.
+  int64_t receive_bytes(const std::vector<Move>& moves, int unit, const Placement& place) const {
+    const auto collectives = std::count_if(moves.begin(), moves.end(),
+                                           [](const Move& move) { return move.is_collective(); });
+    int64_t sum = 0;
+    for (const FlatDesc& flat : model_.units[unit].flats) {
+      if (!flat.trainable) continue;
+      const Dtype dtype = table_.dtype_in(place, flat.dtype);
+      const bool widens = collectives > 1 && dtype != Dtype::kFp32;
+      int64_t stage = flat.numel * dtype_bytes(dtype), most = 0, between = 0;
+      for (const Move& move : moves) {
+        if (!move.is_collective()) continue;
+        const int64_t size = group_size(move);
+        most = std::max(most, stage / size * (size - 1));
+        if (move.kind == MoveKind::kReduceScatter) stage /= size;
+        if (widens && between == 0) stage = between = flat.numel / size * 4;
       }
-      place = apply(place, move);
+      sum += most + between;
     }
-    return most;
+    return sum;
   }
 
   std::string phase_of_use(const Plan& plan, size_t index, int unit) const {
@@ -292,6 +326,8 @@ class Walk {
   std::string phase_ = "update";
   std::vector<std::optional<Placement>> gathered_;
   std::vector<std::vector<Placement>> grads_;
+  std::vector<std::vector<Held>> staged_;  // by unit: read from disk, not copied yet
+  std::vector<Held> writing_;              // on its way to disk
   std::vector<Held> lane_;  // what the last gradient move still reads and receives into
 };
 

@@ -78,6 +78,16 @@ Dtype Table::dtype_in(const Placement& cell, Dtype own) const {
   return cell.dtype == at(Role::kParam, Phase::kForward).dtype ? own : cell.dtype;
 }
 
+bool Table::has_master(Dtype dtype) const {
+  const Tier rest = at(Role::kParam, Phase::kRest).tier;
+  return dtype != Dtype::kFp32 || rest != at(Role::kOptim, Phase::kRest).tier ||
+         rest != at(Role::kOptim, Phase::kUpdate).tier;
+}
+
+bool Table::moves_params() const {
+  return !(at(Role::kParam, Phase::kRest) == at(Role::kParam, Phase::kForward));
+}
+
 bool Table::holds_grad_in_place() const {
   const Placement& made = at(Role::kGrad, Phase::kBackward);
   const Placement& held = at(Role::kGrad, Phase::kHold);

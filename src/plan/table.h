@@ -26,6 +26,11 @@ class Table {
   // The dtype that a flat range of dtype `own` has in a param or grad cell: its own wherever the
   // cell says the table's precision (an fp32 router in a bf16 model), else the cell's.
   Dtype dtype_in(const Placement& cell, Dtype own) const;
+  // The optimizer keeps an fp32 master beside a parameter of this dtype. Without one the resting
+  // parameter is the master: it is fp32 and rests where the optimizer works.
+  bool has_master(Dtype dtype) const;
+  // Resting parameters are not what computes: units have to be fetched.
+  bool moves_params() const;
   // Gradients are held where a backward leaves them: added up locally, without a move.
   bool holds_grad_in_place() const;
   // The cell in which a unit's gradient is when its backward has ended.

@@ -1,16 +1,29 @@
-"""How far apart two runs are."""
+"""How far apart two runs are, and how far they may be."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from training import Run, Tensors
+import training
+import zoo
+from training import Case, Run, Tensors
 
 # tests/parity and docs/design.md, section 7: what must always hold.
 GRADIENT_LIMIT, WEIGHT_LIMIT, SCALAR_LIMIT = 1e-6, 1e-5, 1e-5
+FP32_LIMITS = {
+    "gradients": GRADIENT_LIMIT,
+    "weights": WEIGHT_LIMIT,
+    "losses": SCALAR_LIMIT,
+    "norms": SCALAR_LIMIT,
+}
 BF16_RATIO = 1.5
 # Gradients and weights average rounding over many elements, 20 losses or norms do not: two runs
 # that differ in the last fp32 bit part after ten steps. Fractions of a bf16 step (2^-8).
 BF16_SLACK = {"gradients": 1e-6, "weights": 1e-6, "losses": 2**-12, "norms": 2**-9}
+# The average over ranks is rounded to fp16 once more than the reference's fp32 sum is: on models of
+# a few dozen parameters that one rounding (2^-11 at most) shows.
+FP16_SLACK = BF16_SLACK | {"gradients": 2**-12}
 
 
 def norm(tensors: Tensors) -> float:
@@ -69,10 +82,68 @@ def fp32_deviations(ours: Run, plain: Run) -> dict[str, float]:
 
 
 def bf16_deviations(run: Run, plain: Run, start: Tensors) -> dict[str, float]:
-    """Of a bf16 run from the fp32 one."""
+    """Of a bf16 (or fp16) run from the fp32 one."""
     return {
         "gradients": gradient_deviation(run.gradients, plain.gradients),
         "weights": change_deviation(run.weights, plain.weights, start),
         "losses": rms(run.losses, plain.losses),
         "norms": rms(run.norms, plain.norms),
     }
+
+
+def check(
+    largest: dict[str, float], key: str, limits: dict[str, float], deviations: dict[str, float]
+) -> None:
+    for name, deviation in deviations.items():
+        largest[f"{key} {name}"] = max(largest.get(f"{key} {name}", 0.0), deviation)
+    beyond = {n: (d, limits[n]) for n, d in deviations.items() if not d <= limits[n]}
+    assert not beyond, f"(deviation, limit): {beyond}; all: {deviations}"
+
+
+def check_untrained(case: Case, ours: Run) -> None:
+    """Frozen and unused parameters keep their values; frozen ones have no fp32 master."""
+    for name, tensor in training.initial_weights(case.model, trained=False).items():
+        low = tensor.to(training.DTYPES.get(case.precision, tensor.dtype)).float()
+        assert ours.weights[name].equal(tensor.float()) or ours.weights[name].equal(low), name
+
+
+def check_buffers(case: Case, runs: list[Run], plain: Run) -> None:
+    """Each rank's buffers: never cast; what was counted is equal."""
+    for rank, run in enumerate(runs):
+        for name, theirs in plain.buffers[rank % len(plain.buffers)].items():
+            ours = run.buffers[0][name]
+            assert ours.dtype == theirs.dtype, name
+            if case.precision == "fp32" or not theirs.is_floating_point():
+                apart = float((ours.double() - theirs.double()).abs().max())
+                assert apart <= WEIGHT_LIMIT, f"{name} on rank {rank} is {apart} off"
+
+
+def assert_parity(case: Case, pools: Any, largest: dict[str, float]) -> None:
+    """Trains `case` on a pool's ranks and by plain torch, and compares all they leave."""
+    clip = training.CLIP[case.model] if case.clip else 0.0
+    ranks = case.world if zoo.ENTRIES[case.model].by_rank else 1
+    plain = training.reference(case.model, case.samples, clip, "fp32", ranks)
+    assert not case.clip or min(plain.norms[:5]) > clip, "the case does not clip"
+    outcomes = pools(case.world).run(training.train, case)
+    runs = [run for run, _ in outcomes]
+    assert len({digest for _, digest in outcomes}) == 1, "ranks hold different models after close()"
+    assert all(run.norms == runs[0].norms for run in runs), "ranks differ in grad_norm"
+    assert all(not run.weights for run in runs[1:]), "state_dict() is not empty elsewhere"
+    ours = runs[0]
+    by_step = zip(*(run.losses for run in runs), strict=True)
+    ours.losses = [sum(losses) / case.world for losses in by_step]
+    check_untrained(case, ours)
+    check_buffers(case, runs, plain)
+    if case.precision == "fp32":
+        check(largest, "fp32", FP32_LIMITS, fp32_deviations(ours, plain))
+        return
+    theirs = training.reference(case.model, case.samples, clip, case.precision, ranks)
+    start = training.initial_weights(case.model, trained=True)
+    own = bf16_deviations(theirs, plain, start)
+    slack = FP16_SLACK if case.precision == "fp16" else BF16_SLACK
+    limits = {n: BF16_RATIO * d + slack[n] for n, d in own.items()}
+    deviations = bf16_deviations(ours, plain, start)
+    for name in ("gradients", "weights"):
+        ratio = f"{case.precision}/reference {name}"
+        largest[ratio] = max(largest.get(ratio, 0.0), deviations[name] / own[name])
+    check(largest, case.precision, limits, deviations)

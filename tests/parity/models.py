@@ -38,16 +38,17 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT with tied embeddings and a frozen last LayerNorm."""
+    """A GPT with tied embeddings (or not) and a frozen last LayerNorm."""
 
-    def __init__(self, recompute: str = "off", blocks: int = 3):
+    def __init__(self, recompute: str = "off", blocks: int = 3, tied: bool = True):
         super().__init__()
         self.recompute = recompute
         self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQ, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH, 4) for _ in range(blocks))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.head.weight = self.tokens.weight
+        if tied:
+            self.head.weight = self.tokens.weight
         self.norm.requires_grad_(False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -102,8 +103,11 @@ MODELS = {"gpt": Gpt, "awkward": Awkward}
 
 
 def build(name: str, recompute: str = "off", seed: int = 7) -> nn.Module:
+    return fill(MODELS[name](recompute), seed)
+
+
+def fill(model: nn.Module, seed: int = 7) -> nn.Module:
     """The same weights for the same seed, on every rank and in the reference."""
-    model = MODELS[name](recompute)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

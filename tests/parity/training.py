@@ -1,25 +1,31 @@
-"""Training the models of models.py: plainly in one process, and by Penstock on a pool's ranks."""
+"""Training the models of models.py and zoo.py: plainly in one process, and by Penstock on a pool's
+ranks."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import models
 import torch
 import torch.distributed as dist
+import zoo
 from torch import nn
+from zoo import Part, Place
 
 Tensors = dict[str, torch.Tensor]
+Loss = Callable[[Any, Part], torch.Tensor]  # of a model or an engine, on some samples
 
 STEPS = 20
 MICRO = 2  # samples per rank and backward
 ADAMW = {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}
 # Below every gradient norm of the first steps of that model.
 CLIP = {"gpt": 0.25, "awkward": 1.0}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOSS_SCALE = 1024.0  # of fp16: far from overflow, and as good as what a dynamic scale ends at
 
 
 @dataclass(frozen=True)
@@ -37,13 +43,18 @@ class Case:
         return self.world * self.accumulate * MICRO
 
     def config(self) -> dict[str, Any]:
-        return {
+        # In the zoo, two and four ranks move each unit by itself and in time, others early and
+        # together.
+        alone = self.model in zoo.ZOO and self.world % 2 == 0
+        return ({"prefetch_bytes": 0} if alone else {}) | {
             "strategy": self.strategy,
-            "precision": self.precision,
+            "precision": None if self.precision == "own" else self.precision,
             "optimizer": {"type": "AdamW"} | ADAMW,
             "batch": {"micro": MICRO, "accumulate": self.accumulate},
             "clip": CLIP[self.model] if self.clip else 0.0,
-            "comm": {"timeout_s": 60},
+            "comm": {"timeout_s": 60} | ({"bucket_bytes": 0} if alone else {}),
+            "units": {"modules": zoo.ENTRIES[self.model].units},
+            "loss_scale": {"initial": LOSS_SCALE} if self.precision == "fp16" else {},
             "mesh": {"node": 2} if self.strategy in ("hpz", "mics") else {},
         }
 
@@ -63,58 +74,71 @@ class Run:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)  # fp32
+    buffers: list[Tensors] = field(default_factory=list)  # by rank
 
 
 def initial_weights(model: str, trained: bool) -> Tensors:
     """By name, of the parameters that train, or of the frozen and the unused ones."""
     return {
         name: value.detach()
-        for name, value in models.build(model).named_parameters()
+        for name, value in zoo.build(model).named_parameters()
         if trained == (value.requires_grad and "never" not in name)
     }
 
 
-def _copy_bf16(master: nn.Module) -> nn.Module:
-    """The model as bf16 training computes it: parameters cast, buffers kept."""
-    model = copy.deepcopy(master)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    return model
+def compute_dtypes(model: nn.Module, precision: str) -> list[torch.dtype]:
+    """Of each parameter; "own" is as the model was built."""
+    return [DTYPES.get(precision, parameter.dtype) for parameter in model.parameters()]
 
 
-def _backward_bf16(master: nn.Module, batch: tuple[torch.Tensor, ...]) -> float:
-    """The mean loss by a bf16 copy; its gradients go to the fp32 masters. Micro-batches are those
-    of the ranks, since a gradient is rounded after each."""
-    model = _copy_bf16(master)
-    parts = len(batch[0]) // MICRO
-    total = 0.0
-    for part in zip(*(tensor.split(MICRO) for tensor in batch), strict=True):
-        loss = model(*part)
-        loss.backward()
-        total += loss.item() / parts
-        for parameter, kept in zip(model.parameters(), master.parameters(), strict=True):
-            if parameter.grad is not None:
-                share = parameter.grad.float() / parts
-                kept.grad = share if kept.grad is None else kept.grad + share
-                parameter.grad = None
-    return total
+class Reference:
+    """fp32 weights, and a copy of the model for each rank that computes with them in other dtypes.
+    Copies keep their buffers: these are never cast, and each rank's live by themselves."""
 
+    def __init__(self, model: nn.Module, precision: str, ranks: int):
+        self.dtypes = compute_dtypes(model, precision)
+        self.scale = LOSS_SCALE if torch.float16 in self.dtypes else 1.0
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+        self.master = model
+        self.copies = [copy.deepcopy(model) for _ in range(ranks)]
 
-def _backward(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> float:
-    loss = model(*batch)
-    loss.backward()
-    return loss.item()
+    def backward(self, entry: zoo.Entry, parts: list[Part], step: int) -> float:
+        """The mean loss over the parts, which belong to the ranks in turn; its gradients go to the
+        fp32 weights. A gradient is rounded after each part."""
+        total = 0.0
+        for index, part in enumerate(parts):
+            rank = index % len(self.copies)
+            model = self.copies[rank]
+            pairs = list(zip(model.parameters(), self.master.parameters(), strict=True))
+            for (own, kept), dtype in zip(pairs, self.dtypes, strict=True):
+                own.data = kept.data.to(dtype)
+            loss = entry.loss(model, part, Place(step, rank))
+            (loss * self.scale).backward()
+            total += loss.item() / len(parts)
+            for own, kept in pairs:
+                if own.grad is not None:
+                    share = own.grad.float() / (self.scale * len(parts))
+                    kept.grad = share if kept.grad is None else kept.grad + share
+                    own.grad = None
+        return total
 
 
 @functools.cache
-def reference(name: str, samples: int, clip: float, precision: str = "fp32") -> Run:
-    """Plain torch, one process, the whole batch."""
-    model = models.build(name)
-    backward = _backward_bf16 if precision == "bf16" else _backward
+def reference(
+    name: str, samples: int, clip: float = 0.0, precision: str = "fp32", world: int = 1
+) -> Run:
+    """Plain torch, one process, the whole batch; or one micro-batch after the other in low
+    precision, since a gradient is rounded after each, and where the model makes it differ."""
+    entry = zoo.ENTRIES[name]
+    plain = Reference(zoo.build(name), precision, world)
+    model = plain.master
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     run = Run()
-    for batch in models.batches(name, STEPS, samples):
-        loss = backward(model, batch)
+    for step, batch in enumerate(zoo.batches(name, samples)):
+        by_parts = entry.by_rank or precision != "fp32"
+        parts = split(batch) if by_parts else [batch]
+        loss = plain.backward(entry, parts, step)
         if not run.losses:
             run.gradients = {
                 key: parameter.grad.clone()
@@ -126,14 +150,20 @@ def reference(name: str, samples: int, clip: float, precision: str = "fp32") -> 
         run.losses.append(loss)
         optimizer.step()
         optimizer.zero_grad()
+    run.buffers = [dict(one.named_buffers()) for one in plain.copies]
     run.weights = {key: value.detach() for key, value in model.state_dict().items()}
+    run.weights |= run.buffers[0]
     return run
 
 
-def rank_part(batch: tuple[torch.Tensor, ...], micro: int) -> tuple[torch.Tensor, ...]:
+def split(batch: Part) -> list[Part]:
+    """A batch's micro-batches."""
+    return list(zip(*(tensor.split(MICRO) for tensor in batch), strict=True))
+
+
+def rank_part(batch: Part, micro: int) -> Part:
     """This rank's samples of a micro-batch of the whole batch."""
-    first = (micro * dist.get_world_size() + dist.get_rank()) * MICRO
-    return tuple(part[first : first + MICRO] for part in batch)
+    return split(batch)[micro * dist.get_world_size() + dist.get_rank()]
 
 
 def digest(model: nn.Module) -> str:
@@ -144,11 +174,15 @@ def digest(model: nn.Module) -> str:
     return total.hexdigest()
 
 
-def backwards(engine: Any, batch: tuple[torch.Tensor, ...], accumulate: int) -> float:
+def output(engine: Any, part: Part) -> torch.Tensor:
+    return engine(*part)
+
+
+def backwards(engine: Any, batch: Part, accumulate: int, loss_of: Loss = output) -> float:
     """One window's forwards and backwards; this rank's mean loss."""
     losses = []
     for micro in range(accumulate):
-        loss = engine(*rank_part(batch, micro))
+        loss = loss_of(engine, rank_part(batch, micro))
         engine.backward(loss)
         losses.append(loss.item())
         if micro + 1 < accumulate:
@@ -156,22 +190,30 @@ def backwards(engine: Any, batch: tuple[torch.Tensor, ...], accumulate: int) -> 
     return sum(losses) / accumulate
 
 
-def train(case: Case) -> tuple[Run, str]:
-    """On a rank: `case` by Penstock; the run (tensors on rank 0 only) and the digest of the model
-    that close() leaves."""
+def train(case: Case, **overrides: Any) -> tuple[Run, str]:
+    """On a rank: `case`, with `overrides` of its config, by Penstock; the run (gradients and
+    weights on rank 0 only) and the digest of the model that close() leaves."""
     import penstock  # noqa: PLC0415 - the reference does without
 
-    model = models.build(case.model, case.recompute)
-    engine = penstock.initialize(model, case.config())
+    model = zoo.build(case.model, case.recompute)
+    dtypes = compute_dtypes(model, case.precision)
+    entry, rank = zoo.ENTRIES[case.model], dist.get_rank()
+    for buffer in model.buffers():
+        buffer.add_(rank)  # rank 0's count
+    engine = penstock.initialize(model, case.config(), **overrides)
+    assert [p.dtype for p in model.parameters()] == dtypes, "initialize() changed dtypes"
     run = Run()
-    for batch in models.batches(case.model, STEPS, case.samples):
-        run.losses.append(backwards(engine, batch, case.accumulate))
+    for step, batch in enumerate(zoo.batches(case.model, case.samples)):
+        place = Place(step, rank)
+        loss_of = functools.partial(entry.loss, place=place)
+        run.losses.append(backwards(engine, batch, case.accumulate, loss_of))
         if len(run.losses) == 1:
             gradients = engine.full_grads()
             assert all(g.dtype == torch.float32 for g in gradients.values())
-            run.gradients = gradients if dist.get_rank() == 0 else {}
+            run.gradients = gradients if rank == 0 else {}
         assert engine.step() is True, "step() at the end of a window changed nothing"
         run.norms.append(engine.grad_norm)
     run.weights = engine.state_dict()
+    run.buffers = [dict(model.named_buffers())]
     engine.close()
     return run, digest(model)

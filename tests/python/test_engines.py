@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import pathlib
 
 import models
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 import training
@@ -86,3 +89,86 @@ def test_one_process_without_a_group():
     engine.close()
     assert not dist.is_initialized()
     assert_same(weights, plain_adamw([[batch] for batch in batches()]))
+
+
+def give_back(how):
+    import penstock  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    wrong = {
+        "two schedules": {"schedule": {"type": "constant"}},
+        "no such folder": {"offload": {"optimizer": "disk", "path": "/nowhere/at/all"}},
+    }[how]
+    with pytest.raises(penstock.ConfigError):
+        penstock.initialize(model, wrong, optimizer=optimizer, lr_scheduler=schedule)
+    for name, value in model.state_dict().items():
+        assert value.equal(before[name]), name
+
+
+@pytest.mark.parametrize("how", ["two schedules", "no such folder"])
+def test_a_refused_model_is_whole_again(how, pools):
+    pools(2).run(give_back, how)
+
+
+class Raises(torch.optim.SGD):
+    """Raises when it is told to."""
+
+    armed = False
+
+    def step(self, closure=None):
+        if type(self).armed:
+            raise ValueError("no step today")
+        return super().step(closure)
+
+
+def step_after_an_error(strategy):
+    import penstock  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    engine = penstock.initialize(
+        model, {"strategy": strategy}, optimizer=lambda params: Raises(params, lr=0.0)
+    )
+    norms = []
+    for step in range(3):
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        Raises.armed = step == 1
+        if Raises.armed:
+            with pytest.raises(ValueError, match="no step today"):
+                engine.step()
+        else:
+            engine.step()
+            norms.append(engine.grad_norm)
+    assert norms[0] == norms[1], "the failed step's gradients were added"
+    engine.close()
+
+
+@every_strategy
+def test_an_optimizer_that_raises_leaves_no_gradients(strategy, pools):
+    pools(2).run(step_after_an_error, strategy)
+
+
+def swap_files():
+    descriptors = pathlib.Path("/proc/self/fd")
+    return [d for d in descriptors.iterdir() if "penstock-swap" in str(os.path.realpath(d))]
+
+
+def open_and_close_disk():
+    import penstock  # noqa: PLC0415
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    config = {"strategy": "zero3", "offload": {"optimizer": "disk", "params": "disk"}}
+    engine = penstock.initialize(model, config)
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    engine.step()
+    assert swap_files()
+    engine.close()
+    assert not swap_files(), "close() keeps the swap file open"
+
+
+def test_close_gives_the_disk_back(pools):
+    pools(2).run(open_and_close_disk)

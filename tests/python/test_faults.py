@@ -2,205 +2,255 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
+import cases
 import models
 import psutil
-import pytest
+import torch
 import torch.distributed as dist
 import training
 from ranks import Failure, Pool, note
+from torch import nn
 from training import Case
 
 WORLD, CULPRIT = 4, 2
-TIMEOUT_S, SHORT_S = 20, 6
+TIMEOUT_S = 6
 # For two shared cores to schedule the last of the ranks.
-SLACK_S = 2
+SLACK_S = 4
+FIRST, LAST = 4, 6  # step of the fault, and of the run if nothing comes of it
+EVERY = frozenset([*cases.STRATEGIES, *cases.NODE_STRATEGIES])
+FREES_PARAMS = frozenset(["zero3", "hpz", "mics"])
 
 
-@pytest.fixture
-def pool():
-    """Four ranks of the test's own: none survives it."""
-    pool = Pool(WORLD)
-    pids = [process.pid for process in pool.processes]
-    yield pool
-    pool.kill()
-    left = [pid for pid in pids if psutil.pid_exists(pid)]
-    assert not left, f"ranks outlived their pool: {left}"
+def nothing(engine, model):
+    pass
 
 
-def start(strategy, timeout_s):
+def fail(*_):
+    raise ValueError("this rank's data is bad")
+
+
+def raise_in_forward(engine, model):
+    model.blocks[1].register_forward_pre_hook(fail)
+
+
+def raise_in_backward(engine, model):
+    def watch(_module, _inputs, output):
+        output.register_hook(fail)
+
+    model.blocks[1].register_forward_hook(watch)
+
+
+def raise_in_step(engine, model):
+    engine.optimizer.step = fail
+
+
+def skip_a_unit(engine, model):
+    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
+
+
+def reverse_units(engine, model):
+    model.blocks = nn.ModuleList(reversed(model.blocks))
+
+
+def read_state(engine, model):
+    engine.state_dict()
+
+
+def read_params(engine, model):
+    with engine.gathered():
+        pass
+
+
+def read_gradients(engine, model):
+    engine.full_grads()
+
+
+def leave(engine, model):
+    return "left"
+
+
+def leave_process(engine, model):
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one rank does in a step, and what comes of it."""
+
+    # Called on that rank before the step's forward, and after its backward; "left" ends its loop.
+    before: Callable[..., Any] = nothing
+    after: Callable[..., Any] = nothing
+    first: int = FIRST  # 0: in initialize()
+    model: Callable[[], nn.Module] = models.Gpt
+    config: dict[str, Any] = field(default_factory=dict)
+    signum: int = 0  # sent by the parent, at some moment in training
+    culprit: int = CULPRIT
+    own: str = "RuntimeFault"  # how that rank ends: the kind of its error, or "dead"
+    # What the errors of the others say.
+    says: str = rf"rank {CULPRIT}\b"
+    step: str = rf"step {FIRST}\b"
+    roll_call: bool = True  # where each rank was
+    harmless: frozenset[str] = frozenset()  # strategies that go on as if nothing had happened
+
+    @property
+    def deadly(self) -> bool:
+        return self.own == "dead"
+
+
+DEAD = rf"rank {CULPRIT} is dead or stopped"
+# A rank that has closed its engine does not answer any more.
+RAISES = {"own": "ValueError", "says": rf"rank {CULPRIT} is at step {FIRST}\b|{DEAD}"}
+AT_SOME_STEP = {"says": DEAD, "step": r"step \d+", "own": "dead"}
+UNLIKE = {"first": 0, "roll_call": False, "step": r"initialize"}
+ALONE = {"culprit": 0, "says": r"rank 0 (is|failed) at [^;]*(`read |off plan`)"}
+KEEP_PARAMS = EVERY - FREES_PARAMS
+FAULTS = {
+    "raises in forward": Fault(before=raise_in_forward, **RAISES),
+    "raises in backward": Fault(before=raise_in_backward, **RAISES),
+    # The others may wait for it in the next step only.
+    "raises in step": Fault(before=raise_in_step, step=rf"step ({FIRST}|{FIRST + 1})\b", **RAISES),
+    "killed": Fault(signum=signal.SIGKILL, **AT_SOME_STEP),
+    "stopped": Fault(signum=signal.SIGSTOP, **AT_SOME_STEP),
+    "skips a unit": Fault(before=skip_a_unit, harmless=EVERY),
+    "skips a unit at once": Fault(before=skip_a_unit, first=1, harmless=EVERY),
+    "reverses its units": Fault(before=reverse_units, harmless=KEEP_PARAMS),
+    "reverses its units at once": Fault(
+        before=reverse_units, first=1, step=r"step 1\b", harmless=KEEP_PARAMS
+    ),
+    "state_dict on one rank": Fault(before=read_state, harmless=frozenset(["ddp"]), **ALONE),
+    "gathered on one rank": Fault(before=read_params, harmless=KEEP_PARAMS, **ALONE),
+    "full_grads on one rank": Fault(after=read_gradients, harmless=frozenset(["ddp"]), **ALONE),
+    "leaves its loop and closes": Fault(before=leave),
+    "leaves its process": Fault(before=leave_process, own="dead", says=DEAD),
+    "other model": Fault(model=lambda: models.Gpt(blocks=2), **UNLIKE),
+    "other config": Fault(config={"clip": 0.5}, **UNLIKE),
+}
+
+
+def suffer(name, strategy):
+    """On a rank: trains until the fault ends it; "trained" if nothing came of it."""
     import penstock  # noqa: PLC0415
 
-    config = Case(strategy, world=WORLD).config() | {"comm": {"timeout_s": timeout_s}}
-    return penstock.initialize(models.build("gpt"), config)
-
-
-def train_for_ever(strategy, timeout_s):
-    """Ends with an error only; closes the engine on the way."""
-    engine = start(strategy, timeout_s)
+    note("ready")
+    fault = FAULTS[name]
+    mine = dist.get_rank() == fault.culprit
+    model = fault.model() if mine else models.Gpt()
+    config = Case(strategy, world=WORLD).config() | {"comm": {"timeout_s": TIMEOUT_S}}
+    optimizer = None
+    if fault.before is raise_in_step:  # no optimizer of the engine's own calls step()
+        optimizer = torch.optim.RMSprop
+        del config["optimizer"]
+    engine = penstock.initialize(
+        model,
+        config | (fault.config if mine else {}),
+        optimizer=None if optimizer is None else lambda params: optimizer(params),
+    )
     batch = models.batches("gpt", 1, WORLD * training.MICRO)[0]
-    step = 0
     try:
-        while True:
+        step = 1
+        while fault.signum or step <= LAST:
+            if step == FIRST:
+                note("training")
+            strikes = mine and step == fault.first
+            if strikes and fault.before(engine, model) == "left":
+                return "left"
             training.backwards(engine, batch, 1)
+            if strikes:
+                fault.after(engine, model)
             engine.step()
             step += 1
-            if step == 3:
-                note("training")
-    finally:
-        engine.close()
-
-
-def survivors_say(pool, timeout):
-    """Each survivor's RuntimeFault, by rank, with all of them in time."""
-    others = set(range(WORLD)) - {CULPRIT}
-    began = time.monotonic()
-    outcomes = pool.outcomes(others, timeout)
-    took = time.monotonic() - began
-    assert set(outcomes) == others, f"no word from {others - set(outcomes)} in {took:.0f} s"
-    for rank, outcome in outcomes.items():
-        assert isinstance(outcome, Failure), f"rank {rank} returned {outcome!r}"
-        assert outcome.is_a("RuntimeFault"), f"rank {rank}: {outcome.trace}"
-    return {rank: outcome.text for rank, outcome in outcomes.items()}
-
-
-def assert_ends(pool):
-    """The survivors' processes end by themselves."""
-    codes = [code for rank, code in enumerate(pool.close(timeout=20)) if rank != CULPRIT]
-    assert codes == [0] * (WORLD - 1), f"exit codes of the survivors: {codes}"
-
-
-def strike(pool, strategy, signum, seed):
-    """Sends the signal to one rank in the middle of training; what the others say."""
-    pool.start(train_for_ever, strategy, TIMEOUT_S)
-    pool.notes("training", timeout=60)
-    time.sleep(random.Random(seed).uniform(0.0, 0.5))  # the moment is the test's parameter
-    os.kill(pool.processes[CULPRIT].pid, signum)
-    return survivors_say(pool, TIMEOUT_S + SLACK_S)
-
-
-def assert_names_culprit(texts, why):
-    for rank, text in texts.items():
-        assert re.search(rf"rank {CULPRIT}\b[^;]*{why}", text), f"rank {rank}: {text}"
-        assert re.search(r"step \d+", text), f"rank {rank} names no step: {text}"
-
-
-def pytest_generate_tests(metafunc):
-    """A pool and a timeout per test are slow: the daily run kills once, and stops under zero3."""
-    full = metafunc.config.getoption("full")
-    if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", [1, 2, 3] if full else [1])
-    if "stopped" in metafunc.fixturenames:
-        metafunc.parametrize("stopped", ["zero3", "zero2", "ddp"] if full else ["zero3"])
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
-def test_killed_rank(strategy, seed, pool):
-    texts = strike(pool, strategy, signal.SIGKILL, f"{strategy}{seed}")
-    assert_names_culprit(texts, "(dead|died|stopped|gone)")
-    assert_ends(pool)
-
-
-def test_stopped_rank(stopped, pool):
-    texts = strike(pool, stopped, signal.SIGSTOP, stopped)
-    assert_names_culprit(texts, "(dead|died|stopped|gone)")
-    pool.processes[CULPRIT].kill()
-    assert_ends(pool)
-
-
-class Failing(models.Gpt):
-    calls = 0
-
-    def forward(self, tokens, targets):
-        self.calls += 1
-        if self.calls == 4 and dist.get_rank() == CULPRIT:
-            raise ValueError("this rank's data is bad")
-        return super().forward(tokens, targets)
-
-
-def raise_in_forward(strategy):
-    import penstock  # noqa: PLC0415
-
-    config = Case(strategy, world=WORLD).config() | {"comm": {"timeout_s": SHORT_S}}
-    engine = penstock.initialize(Failing(), config)
-    batch = models.batches("gpt", 1, WORLD * training.MICRO)[0]
-    try:
-        for _ in range(6):
-            training.backwards(engine, batch, 1)
-            engine.step()
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-def test_rank_that_raises_in_forward(strategy, pool):
-    """That rank ends with the user's error, at once although it closes its engine; the others end
-    in time, naming it and the step."""
-    pool.start(raise_in_forward, strategy)
-    own = pool.outcomes({CULPRIT}, timeout=30)[CULPRIT]
-    assert own.kind == "builtins.ValueError", own.trace
-    for rank, text in survivors_say(pool, SHORT_S + SLACK_S).items():
-        assert re.search(rf"rank {CULPRIT}\b", text), f"rank {rank}: {text}"
-        assert "step 4" in text, f"rank {rank}: {text}"
-    assert_ends(pool)
-
-
-class Branching(models.Gpt):
-    """From the third call on, one rank runs its blocks in another order."""
-
-    calls = 0
-
-    def forward(self, tokens, targets):
-        self.calls += 1
-        blocks = list(self.blocks)
-        if self.calls >= self.first and dist.get_rank() == CULPRIT:
-            blocks.reverse()
-        self.order = blocks
-        return self.run(tokens, targets)
-
-    first = 3
-
-    def run(self, tokens, targets):
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        for block in self.order:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return models.F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def diverge(first):
-    """Returns "trained" when the engine got along with it."""
-    import penstock  # noqa: PLC0415
-
-    model = Branching()
-    model.first = first
-    comm = {"timeout_s": SHORT_S, "bucket_bytes": 0}
-    config = Case("zero3", world=WORLD).config() | {"comm": comm}
-    engine = penstock.initialize(model, config)
-    batch = models.batches("gpt", 1, WORLD * training.MICRO)[0]
-    try:
-        for _ in range(4):
-            training.backwards(engine, batch, 1)
-            engine.step()
         return "trained"
     finally:
         engine.close()
 
 
-@pytest.mark.parametrize("first", [1, 3])
-def test_divergent_order_ends_with_an_error(first, pool):
-    """In step one, or after the plan was agreed."""
-    pool.start(diverge, first)
-    outcomes = pool.outcomes(set(range(WORLD)), timeout=30)
-    assert set(outcomes) == set(range(WORLD)), f"hangs: {set(range(WORLD)) - set(outcomes)}"
-    for rank, outcome in outcomes.items():
-        assert isinstance(outcome, Failure), f"rank {rank} {outcome}"
-        assert outcome.is_a("RuntimeFault", "Bug"), f"rank {rank}: {outcome.trace}"
-        assert "rank" in outcome.text and re.search(r"\bu\d|blocks\.\d", outcome.text)
-    codes = pool.close(timeout=20)
-    assert codes == [0] * WORLD, f"exit codes: {codes}"
+@contextlib.contextmanager
+def ranks_for(fault, pools):
+    """Four ranks, that no other test gets if one of them is to die; that one outlives nothing."""
+    if not fault.deadly:
+        pool = pools(WORLD)
+        try:
+            yield pool
+        except BaseException:
+            pool.kill()
+            raise
+        return
+    pool = Pool(WORLD)
+    pids = [process.pid for process in pool.processes]
+    try:
+        yield pool
+        pool.processes[fault.culprit].kill()  # it may be stopped
+        codes = [code for rank, code in enumerate(pool.close()) if rank != fault.culprit]
+        assert codes == [0] * (WORLD - 1), f"exit codes of the survivors: {codes}"
+    finally:
+        pool.kill()
+        left = [pid for pid in pids if psutil.pid_exists(pid)]
+        assert not left, f"ranks outlived their pool: {left}"
+
+
+def outcomes_of(pool, name, strategy, seed):
+    """Of each rank that lives, with all of them in time."""
+    fault = FAULTS[name]
+    pool.start(suffer, name, strategy)
+    pool.notes("ready", timeout=60)
+    if fault.first == FIRST:
+        pool.notes("training", timeout=60)
+    if fault.signum:
+        # The moment is the test's parameter.
+        time.sleep(random.Random(f"{name}{strategy}{seed}").uniform(0.0, 0.5))
+        os.kill(pool.processes[fault.culprit].pid, fault.signum)
+    living = set(range(WORLD)) - ({fault.culprit} if fault.deadly else set())
+    outcomes = pool.outcomes(living, TIMEOUT_S + SLACK_S)
+    assert set(outcomes) == living, f"hangs: {living - set(outcomes)}; the others: {outcomes}"
+    return outcomes
+
+
+def assert_names(fault, rank, text):
+    """A survivor's error names culprit and step, and says where each rank was."""
+    assert re.search(fault.says, text), f"rank {rank}: {text}"
+    assert re.search(fault.step, text), f"rank {rank} names no step: {text}"
+    others = set(range(WORLD)) - {fault.culprit} if fault.roll_call else set()
+    for other in others:
+        assert re.search(rf"rank {other} (is|failed) at ", text), f"rank {rank}: {text}"
+
+
+def pytest_generate_tests(metafunc):
+    """Waiting is slow: the daily run has all faults under zero3, and some under others."""
+    if "name" not in metafunc.fixturenames:
+        return
+    if metafunc.config.getoption("full"):
+        chosen = [(n, s, seed) for n in FAULTS for s in sorted(EVERY) for seed in (1, 2, 3)]
+        chosen = [one for one in chosen if FAULTS[one[0]].signum or one[2] == 1]
+    else:
+        chosen = [(name, "zero3", 1) for name in FAULTS]
+        chosen += [(name, "ddp", 1) for name in FAULTS if "raises" in name or "leaves" in name]
+        chosen += [("killed", "ddp", 1), ("killed", "zero2", 1)]
+    metafunc.parametrize(("name", "strategy", "seed"), chosen)
+
+
+def test_fault(name, strategy, seed, pools):
+    fault = FAULTS[name]
+    with ranks_for(fault, pools) as pool:
+        outcomes = outcomes_of(pool, name, strategy, seed)
+        if strategy in fault.harmless:
+            assert outcomes == dict.fromkeys(range(WORLD), "trained")
+            return
+        for rank, outcome in outcomes.items():
+            if rank == fault.culprit and outcome == "left":
+                continue  # nothing was left to wait for
+            assert isinstance(outcome, Failure), f"rank {rank} {outcome}"
+            if rank == fault.culprit and fault.own != "RuntimeFault":
+                assert outcome.kind == f"builtins.{fault.own}", outcome.trace
+            else:
+                assert outcome.is_a("RuntimeFault"), f"rank {rank}: {outcome.trace}"
+                assert_names(fault, rank, outcome.text)

@@ -1,0 +1,22 @@
+#include "penstock/init.h"
+
+#include "python/src/module.h"
+
+namespace py = pybind11;
+
+namespace penstock::python {
+
+void bind_init(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<ShardedInit, std::shared_ptr<ShardedInit>>(module, "ShardedInit")
+      .def(py::init<std::shared_ptr<Group>>(), py::arg("group"))
+      .def("hollow", &ShardedInit::hollow)
+      .def("holds", &ShardedInit::holds)
+      .def("whole", &ShardedInit::whole, NoGil())
+      .def("scratch", &ShardedInit::scratch)
+      .def("keep", &ShardedInit::keep)
+      .def("broadcast", &ShardedInit::broadcast, NoGil())
+      .def_property_readonly("empty", &ShardedInit::empty);
+}
+
+}  // namespace penstock::python

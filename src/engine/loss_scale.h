@@ -1,0 +1,37 @@
+#pragma once
+// Dynamic loss scaling (arXiv:1710.03740): the scale halves when gradients overflow and doubles
+// after a window of good steps.
+#include "penstock/config.h"
+
+namespace penstock::engine {
+
+class LossScale {
+ public:
+  // Without fp16 the scale is 1 and stays.
+  LossScale(const LossScaleConfig& config, bool active)
+      : config_(config), active_(active), value_(active ? config.initial : 1.0) {}
+
+  bool active() const { return active_; }
+  double value() const { return value_; }
+
+  void good_step() {
+    if (!active_ || config_.window == 0 || ++good_steps_ < config_.window) return;
+    good_steps_ = 0;
+    value_ *= 2.0;
+  }
+  // False when there is nothing left to halve.
+  bool overflow() {
+    if (!active_ || config_.window == 0 || value_ <= config_.min) return false;
+    good_steps_ = 0;
+    value_ = value_ / 2.0 < config_.min ? config_.min : value_ / 2.0;
+    return true;
+  }
+
+ private:
+  LossScaleConfig config_;
+  bool active_;
+  double value_;
+  int64_t good_steps_ = 0;
+};
+
+}  // namespace penstock::engine

@@ -1,0 +1,44 @@
+#include "src/exec/stored.h"
+
+namespace penstock::exec {
+
+void DiskTraffic::make_room(Stored& copy, mem::Account account) {
+  while (copy.writing) finish_oldest();
+  if (!copy.memory) copy.memory = tiers_.arena(copy.tier).take(copy.bytes, account);
+  copy.moving = {};
+}
+
+void DiskTraffic::fetch(Stored& copy, mem::Account account) {
+  if (!copy.on_disk() || (copy.memory && !copy.writing)) return;
+  make_room(copy, account);
+  copy.moving = tiers_.disk->read(copy.offset, copy.data(), copy.bytes);
+}
+
+void DiskTraffic::wait_read(const Stored& copy) const {
+  if (copy.on_disk()) tiers_.disk->wait(copy.moving);
+}
+
+void DiskTraffic::put_back(Stored& copy) {
+  if (!copy.on_disk()) return;
+  copy.moving = tiers_.disk->write(copy.offset, copy.data(), copy.bytes);
+  copy.writing = true;
+  writing_.push_back(&copy);
+}
+
+void DiskTraffic::let_go(Stored& copy) {
+  if (copy.on_disk() && !copy.writing) copy.memory.reset();
+}
+
+void DiskTraffic::finish_oldest() {
+  Stored& oldest = *writing_.front();
+  tiers_.disk->wait(oldest.moving);
+  writing_.pop_front();
+  oldest.writing = false;
+  oldest.memory.reset();
+}
+
+void DiskTraffic::settle() {
+  while (!writing_.empty()) finish_oldest();
+}
+
+}  // namespace penstock::exec

@@ -1,0 +1,49 @@
+#pragma once
+// Stored: a copy that rests in memory or on disk. DiskTraffic: moves those of disk, read ahead and
+// written behind.
+#include <cstdint>
+#include <deque>
+
+#include "src/mem/tiers.h"
+
+namespace penstock::exec {
+
+struct Stored {
+  mem::Lease memory;  // where it rests, or a window while it is away from disk
+  int64_t bytes = 0;  // 0: there is no such copy
+  Tier tier = Tier::kDevice;
+  int64_t offset = -1;     // of its extent on disk
+  mem::DiskTicket moving;  // the read into `memory` or the write from it
+  bool writing = false;    // `memory` is let go when the write is done
+
+  bool exists() const { return bytes > 0; }
+  bool on_disk() const { return tier == Tier::kDisk; }
+  char* data() const { return memory.data(); }
+};
+
+// Compute thread only, but for wait_read(). Copies keep their addresses.
+class DiskTraffic {
+ public:
+  explicit DiskTraffic(mem::Tiers& tiers) : tiers_(tiers) {}
+
+  // Starts the read, unless the bytes are in memory.
+  void fetch(Stored& copy, mem::Account account);
+  // Memory for the bytes, which are about to be written whole.
+  void make_room(Stored& copy, mem::Account account);
+  // Any thread: the bytes are in memory when this returns.
+  void wait_read(const Stored& copy) const;
+  // Starts the write; the memory is let go when it is done. To be called for a unit's copies after
+  // settle(): one unit at most is on its way.
+  void put_back(Stored& copy);
+  // What was fetched and not changed.
+  void let_go(Stored& copy);
+  void settle();  // every write is done
+
+ private:
+  void finish_oldest();
+
+  mem::Tiers& tiers_;
+  std::deque<Stored*> writing_;
+};
+
+}  // namespace penstock::exec

@@ -1,0 +1,173 @@
+#include "src/mem/block_io.h"
+
+#include <liburing.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace penstock::mem {
+
+namespace {
+
+class ThreadIo final : public BlockIo {
+ public:
+  explicit ThreadIo(int num_threads) {
+    for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { run(); });
+  }
+  ~ThreadIo() override {
+    {
+      const std::lock_guard lock(mutex_);
+      closing_ = true;
+    }
+    changed_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  void submit(BlockRequest request) override {
+    {
+      const std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(request));
+    }
+    changed_.notify_one();
+  }
+  const char* name() const override { return "threads"; }
+
+ private:
+  void run() {
+    while (true) {
+      BlockRequest request;
+      {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+        if (queue_.empty()) return;
+        request = std::move(queue_.front());
+        queue_.pop_front();
+      }
+      const auto bytes = static_cast<size_t>(request.bytes);
+      const ssize_t moved = request.write
+                                ? pwrite(request.file, request.data, bytes, request.offset)
+                                : pread(request.file, request.data, bytes, request.offset);
+      request.done(moved < 0 ? -errno : moved);
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<BlockRequest> queue_;  // guarded by mutex_
+  bool closing_ = false;            // guarded by mutex_
+  std::vector<std::thread> threads_;
+};
+
+// One ring; one thread takes completions. At most `depth` requests are in the ring, the others wait
+// in a queue, so that the completion queue cannot overflow.
+class UringIo final : public BlockIo {
+ public:
+  static std::unique_ptr<BlockIo> make(int depth) {
+    auto io = std::unique_ptr<UringIo>(new UringIo(depth));
+    if (io_uring_queue_init(static_cast<unsigned>(depth), &io->ring_, 0) != 0) return nullptr;
+    io->thread_ = std::thread([raw = io.get()] { raw->run(); });
+    return io;
+  }
+  ~UringIo() override {
+    if (!thread_.joinable()) return;
+    {
+      const std::lock_guard lock(mutex_);
+      closing_ = true;
+      push_nothing();
+    }
+    thread_.join();
+    io_uring_queue_exit(&ring_);
+  }
+  void submit(BlockRequest request) override {
+    const std::lock_guard lock(mutex_);
+    queue_.push_back(std::move(request));
+    fill();
+  }
+  const char* name() const override { return "io_uring"; }
+
+ private:
+  explicit UringIo(int depth) : depth_(depth) {}
+
+  void fill() {  // with mutex_
+    while (!queue_.empty() && in_ring_ < depth_) {
+      io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+      if (entry == nullptr) break;
+      auto* request = new BlockRequest(std::move(queue_.front()));  // run() takes it back
+      queue_.pop_front();
+      const auto bytes = static_cast<unsigned>(request->bytes);
+      const auto offset = static_cast<uint64_t>(request->offset);
+      if (request->write) {
+        io_uring_prep_write(entry, request->file, request->data, bytes, offset);
+      } else {
+        io_uring_prep_read(entry, request->file, request->data, bytes, offset);
+      }
+      io_uring_sqe_set_data(entry, request);
+      ++in_ring_;
+    }
+    push();
+  }
+
+  void push() {  // with mutex_; the kernel may be short of memory for a moment
+    while (io_uring_submit(&ring_) < 0) std::this_thread::yield();
+  }
+
+  void push_nothing() {  // with mutex_; wakes run()
+    io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+    if (entry == nullptr) return;  // the ring is full, so run() wakes anyway
+    io_uring_prep_nop(entry);
+    io_uring_sqe_set_data(entry, nullptr);
+    push();
+  }
+
+  void run() {
+    while (true) {
+      io_uring_cqe* entry = nullptr;
+      if (io_uring_wait_cqe(&ring_, &entry) != 0) continue;  // interrupted
+      const std::unique_ptr<BlockRequest> request(
+          static_cast<BlockRequest*>(io_uring_cqe_get_data(entry)));
+      const int64_t result = entry->res;
+      io_uring_cqe_seen(&ring_, entry);
+      bool last = false;
+      {
+        const std::lock_guard lock(mutex_);
+        if (request) {
+          --in_ring_;
+          fill();
+        }
+        last = closing_ && in_ring_ == 0 && queue_.empty();
+      }
+      // After the lock, by which submit() handed the request over.
+      if (request) request->done(result);
+      if (last) return;
+    }
+  }
+
+  const int depth_;
+  io_uring ring_{};
+  std::mutex mutex_;
+  std::deque<BlockRequest> queue_;  // guarded by mutex_
+  int in_ring_ = 0;                 // guarded by mutex_
+  bool closing_ = false;            // guarded by mutex_
+  std::thread thread_;
+};
+
+}  // namespace
+
+std::unique_ptr<BlockIo> BlockIo::uring(int depth) { return UringIo::make(depth); }
+
+std::unique_ptr<BlockIo> BlockIo::threads(int num_threads) {
+  return std::make_unique<ThreadIo>(num_threads);
+}
+
+std::unique_ptr<BlockIo> BlockIo::best(int depth) {
+  constexpr int kThreads = 4;
+  std::unique_ptr<BlockIo> io = uring(depth);
+  return io ? std::move(io) : threads(kThreads);
+}
+
+}  // namespace penstock::mem

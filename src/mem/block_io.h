@@ -1,0 +1,36 @@
+#pragma once
+// BlockIo: asynchronous reads and writes of aligned blocks, on io_uring or on threads.
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace penstock::mem {
+
+inline constexpr int64_t kBlockBytes = 4096;  // offsets, lengths and addresses are multiples of it
+constexpr int64_t block_padded(int64_t bytes) {
+  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+}
+
+struct BlockRequest {
+  int file = -1;  // descriptor
+  bool write = false;
+  char* data = nullptr;
+  int64_t offset = 0, bytes = 0;
+  // Called once, from a thread of the BlockIo: bytes moved, or -errno.
+  std::function<void(int64_t)> done;
+};
+
+// Any thread may submit. The destructor waits for what was submitted.
+class BlockIo {
+ public:
+  virtual ~BlockIo() = default;
+  virtual void submit(BlockRequest request) = 0;
+  virtual const char* name() const = 0;
+
+  // io_uring where the kernel lets us (containers often do not), else threads.
+  static std::unique_ptr<BlockIo> best(int depth);
+  static std::unique_ptr<BlockIo> uring(int depth);  // null where it is not available
+  static std::unique_ptr<BlockIo> threads(int num_threads);
+};
+
+}  // namespace penstock::mem

@@ -1,0 +1,123 @@
+"""Writes docs/compatibility.md, the compatibility matrix, from test results.
+
+A row is a model, loop, optimizer or feature, a column a strategy; a cell is "works", "refused: "
+and the error, or empty where nothing was tested. After a failed test nothing is written.
+
+A test counts when its id names a strategy. It is a refusal when it recorded one:
+`record_property("refused", "ConfigError: text of the error")`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Iterator
+
+ROOT = pathlib.Path(__file__).parents[1]
+COLUMNS = ["ddp", "zero1", "zero2", "zero3", "hpz", "mics"]
+SECTIONS = {
+    "test_zoo": "Models",
+    "test_loops": "Loops",
+    "test_optimizers": "Optimizers",
+    "test_tiers": "Tiers",
+    "test_compile": "torch.compile",
+    "test_known_bugs": "Bugs known from elsewhere",
+}
+# Parts of an id that every row has in several values: a cell is of all of them together.
+SETTING = re.compile(r"fp32|bf16|fp16|own|off|clip|world\d+|accumulate\d+")
+HEAD = """# Compatibility
+
+Made from test results by `tools/compatibility.py`; do not edit. A cell says what the tests of that
+row and strategy saw at all precisions, world sizes and accumulations they ran: results agreed with
+plain torch or with the run in memory (works), or every rank ended with this error (refused).
+Nothing: it was not tested.
+"""
+
+Matrix = dict[str, dict[str, dict[str, str]]]  # section, row, column -> cell
+
+
+class Problem(Exception):
+    """Results that no matrix can be made of."""
+
+
+def place_of(classname: str, name: str) -> tuple[str, str, str] | None:
+    """Section, row and column of a test; None when its id names no strategy, or several."""
+    module = classname.rpartition(".")[2]
+    function, _, parts = name.rstrip("]").partition("[")
+    tokens = parts.split("-")
+    columns = [token for token in tokens if token in COLUMNS]
+    if module not in SECTIONS or len(columns) != 1:
+        return None
+    kept = [t for t in tokens if t != columns[0] and not SETTING.fullmatch(t)]
+    words = [] if function == module else [function.removeprefix("test_")]
+    row = ": ".join(text.replace("_", " ") for text in [*words, ", ".join(kept)] if text)
+    return SECTIONS[module], row, columns[0]
+
+
+def cell_of(case: ElementTree.Element) -> str:
+    recorded = [p.get("value", "") for p in case.iter("property") if p.get("name") == "refused"]
+    if not recorded:
+        return "works"
+    kind, _, text = recorded[0].partition(": ")
+    sentence = re.split(r"\.\s|\.$|\n", re.sub(r"^\[[\w:]+\] ", "", text))[0].replace("|", "\\|")
+    return f"refused: {kind.rpartition('.')[2]}: {sentence}"
+
+
+def matrix_of(cases: Iterable[ElementTree.Element]) -> Matrix:
+    matrix: Matrix = {title: {} for title in SECTIONS.values()}
+    for case in cases:
+        classname, name = case.get("classname", ""), case.get("name", "")
+        place = place_of(classname, name)
+        if place is None or case.find("skipped") is not None:
+            continue
+        if case.find("failure") is not None or case.find("error") is not None:
+            raise Problem(f"{classname}::{name} failed")
+        section, row, column = place
+        cell = cell_of(case)
+        seen = matrix[section].setdefault(row, {}).setdefault(column, cell)
+        if seen != cell:
+            raise Problem(f"{name}: the cell is both `{seen}` and `{cell}`")
+    if not any(matrix.values()):
+        raise Problem("no test of the results names a strategy")
+    return matrix
+
+
+def lines_of(matrix: Matrix) -> Iterator[str]:
+    yield HEAD.rstrip()
+    for title, rows in matrix.items():
+        if rows:
+            yield f"\n## {title}\n\n| | {' | '.join(COLUMNS)} |"
+            yield "|---" * (len(COLUMNS) + 1) + "|"
+        for row, cells in rows.items():
+            yield f"| {' | '.join([row, *(cells.get(column, '') for column in COLUMNS)])} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--junit", type=pathlib.Path, help="results instead of running the tests")
+    parser.add_argument("--output", type=pathlib.Path, default=ROOT / "docs/compatibility.md")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, such as -- --full")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = options.junit or pathlib.Path(folder) / "results.xml"
+        if options.junit is None:
+            files = [str(next(ROOT.glob(f"tests/*/{name}.py"))) for name in SECTIONS]
+            command = [sys.executable, "-m", "pytest", "-q", "-ojunit_family=xunit1"]
+            command += [f"--junitxml={results}", *files]
+            subprocess.run([*command, *options.pytest], cwd=ROOT, check=False)
+        try:
+            matrix = matrix_of(ElementTree.parse(results).iter("testcase"))
+        except (Problem, OSError, ElementTree.ParseError) as problem:
+            print(f"compatibility: {problem}", file=sys.stderr)
+            return 1
+    options.output.write_text("\n".join(lines_of(matrix)) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
