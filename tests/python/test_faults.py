@@ -137,10 +137,21 @@ FAULTS = {
 }
 
 
+def warm_up():
+    """One step without haste: on a busy machine a rank's first imports outlast the timeout."""
+    import penstock  # noqa: PLC0415
+
+    engine = penstock.initialize(models.Gpt(), Case("zero3", world=WORLD).config())
+    training.backwards(engine, models.batches("gpt", 1, WORLD * training.MICRO)[0], 1)
+    engine.step()
+    engine.close()
+
+
 def suffer(name, strategy):
     """On a rank: trains until the fault ends it; "trained" if nothing came of it."""
     import penstock  # noqa: PLC0415
 
+    warm_up()
     note("ready")
     fault = FAULTS[name]
     mine = dist.get_rank() == fault.culprit
