@@ -50,6 +50,12 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   for (const exec::UnitState& unit : units) unit_names.push_back(unit.name);
   model = engine::describe(units);
   const Table table = engine::table_of(config, model);
+  if (config.offload.late_update && !table.moves_params()) {
+    throw ConfigError(
+        concat("[engine::initialize] offload.late_update needs parameters that rest sharded, which "
+               "strategy \"",
+               config.strategy, "\" has not: allowed with zero3, hpz, mics"));
+  }
   const std::string print = engine::fingerprint(units);
   executor.emplace(table, mesh, *group, tiers, std::move(units));
   driver.emplace(*executor);

@@ -287,6 +287,8 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   driver->begin(early ? Section::kUpdateEarly : Section::kUpdate);
   try {
     driver->finish();
+    // Parameters that do not move are the model's own: the user may read them at once.
+    if (!config.offload.late_update || !moves_params) executor->finish_updates();
   } catch (const exec::NonFinite& error) {
     driver->abandon();
     if (!loss_scale.overflow()) throw;

@@ -39,7 +39,8 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tier
       reduce_channel_(group, "reduce"),
       control_channel_(group, "control"),
       gather_lane_("penstock-gather"),
-      reduce_lane_("penstock-reduce") {
+      reduce_lane_("penstock-reduce"),
+      update_lane_("penstock-update") {
   set_step(1);
   for (UnitState& unit : units_) {
     unit.param_at = table_.at(Role::kParam, Phase::kRest);
@@ -66,8 +67,9 @@ void Executor::run(const PlannedStep& planned) {
     case Op::kNorm:
       return norm(planned.text);
     case Op::kUpdate:
-      for (const int unit : step.units) update(unit, planned.write_back);
-      return;
+      return on_update_lane(step.units, [this, units = step.units, back = planned.write_back] {
+        for (const int unit : units) update(unit, back);
+      });
     case Op::kPublish:
       return publish(planned);
     case Op::kMicro:
@@ -117,10 +119,13 @@ void Executor::bring(const PlannedStep& planned) {
   std::vector<comm::GatherBuffer> buffers;
   std::vector<const Stored*> fetched;
   std::vector<const char*> sources;
+  std::vector<Event> updated;
   for (const int index : planned.step.units) {
     UnitState& unit = units_[index];
     if (full(index)) continue;  // off-plan reads may have brought it already
     unit.param_ready.wait();
+    if (unit.flats.front().rest.on_disk()) unit.updated.wait();  // the read starts here
+    updated.push_back(unit.updated);
     std::vector<mem::Lease> leases;  // all of them before anything changes: taking one may throw
     for (Flat& flat : unit.flats) {
       if (!unit.gathered) traffic_.fetch(flat.rest, mem::Account::kParam);
@@ -139,7 +144,8 @@ void Executor::bring(const PlannedStep& planned) {
     unit.gathered = true;
   }
   const Event ready =
-      gather_lane_.submit([this, group, buffers, sources, fetched, label = planned.text] {
+      gather_lane_.submit([this, group, buffers, sources, fetched, updated, label = planned.text] {
+        for (const Event& update : updated) update.wait();
         for (size_t i = 0; i < buffers.size(); ++i) {
           if (fetched[i] != nullptr) traffic_.wait_read(*fetched[i]);
           std::memcpy(static_cast<char*>(buffers[i].full) + group.index * buffers[i].shard_bytes,
@@ -153,6 +159,7 @@ void Executor::bring(const PlannedStep& planned) {
 void Executor::slice(int index, const std::vector<Move>& moves) {
   UnitState& unit = units_[index];
   unit.param_ready.wait();
+  unit.updated.wait();
   if (unit.attached) {
     for (Flat& flat : unit.flats) flat.detach();
     unit.attached = false;
@@ -178,14 +185,18 @@ void Executor::move_optim(const PlannedStep& planned) {
   const Move& move = planned.step.moves.front();
   PENSTOCK_ASSERT(planned.step.moves.size() == 1 && move.kind == MoveKind::kCopy,
                   concat("[exec::move_optim] not executable here: ", planned.text));
-  for (const int unit : planned.step.units) {
-    if (move.to == Tier::kDisk) traffic_.settle();
-    for (Flat& flat : units_[unit].flats) {
-      for (Stored* copy : flat.optimizer_state()) {
-        if (!copy->exists()) continue;
-        if (move.from == Tier::kDisk) traffic_.fetch(*copy, mem::Account::kOptim);
-        if (move.to == Tier::kDisk) traffic_.put_back(*copy);
-      }
+  on_update_lane(planned.step.units, [this, units = planned.step.units, move] {
+    for (const int unit : units) move_optim_of(unit, move);
+  });
+}
+
+void Executor::move_optim_of(int unit, const Move& move) {
+  if (move.to == Tier::kDisk) traffic_.settle();
+  for (Flat& flat : units_[unit].flats) {
+    for (Stored* copy : flat.optimizer_state()) {
+      if (!copy->exists()) continue;
+      if (move.from == Tier::kDisk) traffic_.fetch(*copy, mem::Account::kOptim);
+      if (move.to == Tier::kDisk) traffic_.put_back(*copy);
     }
   }
 }
@@ -196,6 +207,7 @@ bool Executor::full(int unit) const {
 
 void Executor::require(int index) {
   UnitState& unit = units_[index];
+  unit.updated.wait();
   unit.param_ready.wait();
   for (Flat& flat : unit.flats) {
     flat.retired.reset();
@@ -245,6 +257,7 @@ void Executor::drain() {
   // The lanes are ordered, so an empty task at their end is done when all before it is.
   gather_lane_.submit([] {}).wait();
   reduce_lane_.submit([] {}).wait();
+  update_lane_.submit([] {}).wait();
   traffic_.settle();
 }
 

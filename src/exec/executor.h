@@ -3,7 +3,9 @@
 // call site for each kind of move. It knows placements, not strategies.
 //
 // Compute thread only (autograd's thread while a backward runs); it hands moves to two ordered
-// lanes, gather and reduce, and waits for their events.
+// lanes, gather and reduce, and waits for their events. Updates on the host have a lane of their
+// own: what a unit's update reads and writes is that lane's until the unit's event, so step() may
+// return before and the optimizer works while the device does.
 #include <ATen/core/Tensor.h>
 
 #include <functional>
@@ -68,7 +70,7 @@ class Executor {
   void set_gradient(int unit, int flat, int slot, const at::Tensor& full, double factor);
   // Throws away what was accumulated.
   void discard_gradients();
-  void drain();  // waits for both lanes
+  void drain();  // waits for all lanes
 
   // Set before an update section runs.
   struct Update {
@@ -78,7 +80,8 @@ class Executor {
     std::string bad;                 // first non-finite contribution on this rank, or empty
     std::function<void()> external;  // the user's optimizer; empty = our kernels
   };
-  void begin_update(Update update) { update_ = std::move(update); }
+  void begin_update(Update update);
+  void finish_updates();  // every unit has its new weights
   double grad_norm() const { return grad_norm_; }
 
   // Collective reads and writes; every rank calls them in the same order.
@@ -123,6 +126,7 @@ class Executor {
   void bring(const PlannedStep& planned);
   void slice(int unit, const std::vector<Move>& moves);
   void move_optim(const PlannedStep& planned);
+  void move_optim_of(int unit, const Move& move);
   Dtype partial_dtype(const Flat& flat) const;
   void reduce(const PlannedStep& planned);
   void start_reduction(int unit, int flat, const PlannedStep& planned,
@@ -136,6 +140,7 @@ class Executor {
   at::Tensor partial_full(Flat& flat, const std::string& label);
   void gather_whole(const Placement& place, float* full, int64_t numel, const std::string& label);
   void prepare_external();
+  void on_update_lane(const std::vector<int>& units, std::function<void()> work);
   void update(int unit, bool write_back);
   void update_flat(Flat& flat, bool write_back);
   void publish(const PlannedStep& planned);
@@ -160,7 +165,7 @@ class Executor {
   double grad_norm_ = 0.0;
   float grad_scale_ = 1.0F;
   // Last, so that the lanes end first.
-  Lane gather_lane_, reduce_lane_;
+  Lane gather_lane_, reduce_lane_, update_lane_;
 };
 
 }  // namespace penstock::exec

@@ -83,6 +83,7 @@ struct UnitState {
   bool gathered = false;  // `current` is there (perhaps still on its way)
   bool attached = false;  // the parameters have windows
   Event param_ready;      // the last move of the parameters
+  Event updated;          // the last update, publishing included
 
   bool trainable() const;
 };

@@ -30,6 +30,7 @@ bool Executor::take_gradient(int unit, int flat_index, int slot_index, const at:
   if (!flat.partial) {
     flat.partial = tiers_.device.take(flat.numel * dtype_bytes(dtype), mem::Account::kGrad);
   }
+  units_[unit].updated.wait();
   const at::Tensor dense = gradient.contiguous();
   char* at = flat.partial.data() + slot.offset * dtype_bytes(dtype);
   const Dtype from = dtype_of(dense.scalar_type());
@@ -39,6 +40,7 @@ bool Executor::take_gradient(int unit, int flat_index, int slot_index, const at:
 }
 
 void Executor::discard_gradients() {
+  for (const UnitState& unit : units_) unit.updated.settle();
   finish_reductions();
   for (UnitState& unit : units_) {
     for (Flat& flat : unit.flats) {
@@ -52,6 +54,7 @@ void Executor::discard_gradients() {
 
 void Executor::set_gradient(int unit, int flat_index, int slot_index, const at::Tensor& full,
                             double factor) {
+  finish_updates();
   finish_reductions();
   Flat& flat = units_[unit].flats[flat_index];
   Slot& slot = flat.slots[slot_index];
@@ -81,6 +84,7 @@ void Executor::reduce(const PlannedStep& planned) {
   finish_reductions();  // the lane is one reduction deep, which bounds the buffers in flight
   std::vector<std::function<void()>> work;
   for (const int unit : planned.step.units) {
+    units_[unit].updated.wait();
     for (size_t flat = 0; flat < units_[unit].flats.size(); ++flat) {
       if (!units_[unit].flats[flat].trainable) continue;
       start_reduction(unit, static_cast<int>(flat), planned, work);

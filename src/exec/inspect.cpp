@@ -67,6 +67,7 @@ at::Tensor Executor::partial_full(Flat& flat, const std::string& label) {
 }
 
 at::Tensor Executor::full_flat(int index, int flat_index, Role role) {
+  finish_updates();
   Flat& flat = units_[index].flats[flat_index];
   const std::string label = concat("read u", index, ".", flat_index, " ", role_name(role));
   if (role == Role::kGrad) {
@@ -97,6 +98,7 @@ at::Tensor Executor::full_flat(int index, int flat_index, Role role) {
 }
 
 void Executor::refresh(int index) {
+  finish_updates();
   UnitState& unit = units_[index];
   for (Flat& flat : unit.flats) {
     char* full = unit.gathered ? flat.current.data() : flat.rest.data();
@@ -129,6 +131,7 @@ void Executor::refresh(int index) {
 }
 
 std::vector<ShardView> Executor::shard_views() {
+  finish_updates();
   std::vector<ShardView> views;
   for (UnitState& unit : units_) {
     for (Flat& flat : unit.flats) {

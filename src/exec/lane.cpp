@@ -15,6 +15,12 @@ void Event::wait() const {
   if (state_->error) std::rethrow_exception(state_->error);
 }
 
+void Event::settle() const {
+  if (!state_) return;
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait(lock, [this] { return state_->done; });
+}
+
 void Event::set(const std::exception_ptr& error) const {
   const std::lock_guard lock(state_->mutex);
   state_->done = true;

@@ -18,6 +18,8 @@ class Event {
  public:
   // Blocks until done; throws the error the work ended with.
   void wait() const;
+  // As wait(), whatever the work ended with.
+  void settle() const;
 
  private:
   friend class Lane;

@@ -3,14 +3,20 @@
 namespace penstock::exec {
 
 void DiskTraffic::make_room(Stored& copy, mem::Account account) {
+  const std::lock_guard lock(mutex_);
+  room_for(copy, account);
+}
+
+void DiskTraffic::room_for(Stored& copy, mem::Account account) {
   while (copy.writing) finish_oldest();
   if (!copy.memory) copy.memory = tiers_.arena(copy.tier).take(copy.bytes, account);
   copy.moving = {};
 }
 
 void DiskTraffic::fetch(Stored& copy, mem::Account account) {
+  const std::lock_guard lock(mutex_);
   if (!copy.on_disk() || (copy.memory && !copy.writing)) return;
-  make_room(copy, account);
+  room_for(copy, account);
   copy.moving = tiers_.disk->read(copy.offset, copy.data(), copy.bytes);
 }
 
@@ -20,12 +26,14 @@ void DiskTraffic::wait_read(const Stored& copy) const {
 
 void DiskTraffic::put_back(Stored& copy) {
   if (!copy.on_disk()) return;
+  const std::lock_guard lock(mutex_);
   copy.moving = tiers_.disk->write(copy.offset, copy.data(), copy.bytes);
   copy.writing = true;
   writing_.push_back(&copy);
 }
 
 void DiskTraffic::let_go(Stored& copy) {
+  const std::lock_guard lock(mutex_);
   if (copy.on_disk() && !copy.writing) copy.memory.reset();
 }
 
@@ -38,6 +46,7 @@ void DiskTraffic::finish_oldest() {
 }
 
 void DiskTraffic::settle() {
+  const std::lock_guard lock(mutex_);
   while (!writing_.empty()) finish_oldest();
 }
 

@@ -3,6 +3,7 @@
 // written behind.
 #include <cstdint>
 #include <deque>
+#include <mutex>
 
 #include "src/mem/tiers.h"
 
@@ -21,7 +22,7 @@ struct Stored {
   char* data() const { return memory.data(); }
 };
 
-// Compute thread only, but for wait_read(). Copies keep their addresses.
+// Any thread, but one at a time for each copy. Copies keep their addresses.
 class DiskTraffic {
  public:
   explicit DiskTraffic(mem::Tiers& tiers) : tiers_(tiers) {}
@@ -30,7 +31,7 @@ class DiskTraffic {
   void fetch(Stored& copy, mem::Account account);
   // Memory for the bytes, which are about to be written whole.
   void make_room(Stored& copy, mem::Account account);
-  // Any thread: the bytes are in memory when this returns.
+  // The bytes are in memory when this returns.
   void wait_read(const Stored& copy) const;
   // Starts the write; the memory is let go when it is done. To be called for a unit's copies after
   // settle(): one unit at most is on its way.
@@ -40,10 +41,12 @@ class DiskTraffic {
   void settle();  // every write is done
 
  private:
+  void room_for(Stored& copy, mem::Account account);
   void finish_oldest();
 
   mem::Tiers& tiers_;
-  std::deque<Stored*> writing_;
+  std::mutex mutex_;
+  std::deque<Stored*> writing_;  // guarded by mutex_, and so is what each of them is
 };
 
 }  // namespace penstock::exec

@@ -17,6 +17,22 @@ constexpr size_t kBadBytes = 256;  // of the text that names a non-finite contri
 
 }  // namespace
 
+void Executor::begin_update(Update update) {
+  finish_updates();
+  update_ = std::move(update);
+}
+
+void Executor::finish_updates() {
+  for (const UnitState& unit : units_) unit.updated.wait();
+}
+
+// The optimizer works where its `update` cell is.
+void Executor::on_update_lane(const std::vector<int>& units, std::function<void()> work) {
+  if (table_.at(Role::kOptim, Phase::kUpdate).tier == Tier::kDevice) return work();
+  const Event done = update_lane_.submit(std::move(work));
+  for (const int unit : units) units_[unit].updated = done;
+}
+
 std::pair<int64_t, int64_t> Executor::owned(const Flat& flat) const {
   const Placement& place = table_.at(Role::kOptim, Phase::kUpdate);
   const int64_t numel = flat.numel / num_shards(place, mesh_);
@@ -224,21 +240,25 @@ void Executor::publish(const PlannedStep& planned) {
   for (const Move& move : planned.step.moves) {
     if (move.kind == MoveKind::kCast) continue;  // done in the update's own pass
     if (move.kind == MoveKind::kCopy) {          // so is this, but for the way to disk
-      for (const int unit : planned.step.units) {
-        if (move.to == Tier::kDisk) publish_to_disk(unit);
-      }
+      if (move.to != Tier::kDisk) continue;
+      on_update_lane(planned.step.units, [this, units = planned.step.units] {
+        for (const int unit : units) publish_to_disk(unit);
+      });
       continue;
     }
     PENSTOCK_ASSERT(move.kind == MoveKind::kAllGather,
                     concat("[exec::publish] not executable here: ", planned.text));
     const comm::Members group = members(move.axes);
     std::vector<comm::GatherBuffer> buffers;
+    std::vector<Event> updated;
     for (const int unit : planned.step.units) {
+      updated.push_back(units_[unit].updated);
       for (Flat& flat : units_[unit].flats) {
         if (flat.trainable) buffers.push_back({flat.rest.data(), flat.rest.bytes / group.size()});
       }
     }
-    const Event ready = gather_lane_.submit([this, group, buffers, label = planned.text] {
+    const Event ready = gather_lane_.submit([this, group, buffers, updated, label = planned.text] {
+      for (const Event& update : updated) update.wait();
       gather_channel_.all_gather(label, group, buffers);
     });
     for (const int unit : planned.step.units) units_[unit].param_ready = ready;

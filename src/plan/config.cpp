@@ -231,7 +231,8 @@ void parse_dtypes(const Json& value, Config* config) {
 }
 
 void parse_offload(const Json& value, OffloadConfig* offload) {
-  const Section section(value, "offload", {"optimizer", "params", "activations", "path"});
+  const Section section(value, "offload",
+                        {"optimizer", "params", "activations", "path", "late_update"});
   const std::array<std::pair<const char*, std::string*>, 3> roles = {
       {{"optimizer", &offload->optimizer},
        {"params", &offload->params},
@@ -245,6 +246,9 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
   section.read_text("path", &offload->path);
   if (offload->optimizer != "disk" && offload->params != "disk")
     section.refuse_without_effect({"path"}, "while nothing is offloaded to disk");
+  section.read("late_update", &offload->late_update);
+  if (offload->optimizer == "none")
+    section.refuse_without_effect({"late_update"}, "while offload.optimizer is \"none\"");
 }
 
 void parse_betas(const Section& section, OptimizerConfig* optimizer) {
@@ -529,7 +533,8 @@ std::string Config::json() const {
   out["offload"] = {{"optimizer", offload.optimizer},
                     {"params", offload.params},
                     {"activations", offload.activations},
-                    {"path", offload.path}};
+                    {"path", offload.path},
+                    {"late_update", offload.late_update}};
   out["loss_scale"] = {
       {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
   out["batch"] = {{"micro", or_null(batch.micro, 0)},

@@ -183,7 +183,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"loss_scale": {"initial": 8, "min": 9}})", {R"("loss_scale.min" is 9)"}},
         Bad{R"({"schedule": {"warmup_steps": 5}})", {"no effect", R"(schedule.type "none")"}},
         Bad{R"({"schedule": {"type": "constant", "min_ratio": 0.5}})", {"no effect"}},
-        Bad{R"({"offload": {"path": "/tmp"}})", {R"("offload.path" is "/tmp")", "no effect"}}));
+        Bad{R"({"offload": {"path": "/tmp"}})", {R"("offload.path" is "/tmp")", "no effect"}},
+        Bad{R"({"offload": {"late_update": true}})", {R"("offload.late_update")", "no effect"}}));
 
 INSTANTIATE_TEST_SUITE_P(
     NotYet, BadConfigTest,

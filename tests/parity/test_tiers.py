@@ -11,6 +11,7 @@ import training
 from training import Case
 
 HOST, DISK = "host", "disk"
+LATE = {"late_update": True}
 # Strategy, precision, accumulate, world, offload.
 CASES = [
     ("ddp", "bf16", 1, 2, {"optimizer": HOST}),
@@ -27,6 +28,13 @@ CASES = [
     ("zero3", "fp16", 1, 2, {"optimizer": DISK, "params": DISK}),
     ("mics", "fp32", 1, 4, {"optimizer": DISK, "params": DISK}),
     ("hpz", "bf16", 1, 4, {"optimizer": DISK, "params": HOST}),
+    ("zero3", "fp32", 1, 1, LATE | {"optimizer": HOST}),
+    ("zero3", "fp32", 1, 2, LATE | {"optimizer": HOST}),
+    ("zero3", "bf16", 3, 2, LATE | {"optimizer": HOST, "params": HOST}),
+    ("zero3", "bf16", 1, 3, LATE | {"optimizer": DISK, "params": DISK}),
+    ("zero3", "fp16", 1, 2, LATE | {"optimizer": DISK, "params": HOST}),
+    ("hpz", "bf16", 1, 4, LATE | {"optimizer": HOST}),
+    ("mics", "fp32", 3, 4, LATE | {"optimizer": DISK, "params": DISK}),
 ]
 
 
@@ -52,7 +60,9 @@ def run_offloaded(case: Case, offload: dict[str, str], folder: str):
 
 def name_of(chosen):
     strategy, precision, accumulate, world, offload = chosen
-    where = ", ".join(f"{role} on {tier}" for role, tier in offload.items())
+    where = ", ".join(
+        "late" if tier is True else f"{role} on {tier}" for role, tier in offload.items()
+    )
     return f"{strategy}-{precision}-accumulate{accumulate}-world{world}-{where}"
 
 
