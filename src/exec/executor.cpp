@@ -124,10 +124,10 @@ void Executor::bring(const PlannedStep& planned) {
     UnitState& unit = units_[index];
     if (full(index)) continue;  // off-plan reads may have brought it already
     unit.param_ready.wait();
-    if (unit.flats.front().rest.on_disk()) unit.updated.wait();  // the read starts here
     updated.push_back(unit.updated);
     std::vector<mem::Lease> leases;  // all of them before anything changes: taking one may throw
     for (Flat& flat : unit.flats) {
+      if (flat.rest.on_disk()) unit.updated.wait();  // the read starts here
       if (!unit.gathered) traffic_.fetch(flat.rest, mem::Account::kParam);
       const int64_t bytes = unit.gathered ? flat.current.bytes() : flat.rest.bytes;
       leases.push_back(tiers_.device.take(bytes * num_shards, mem::Account::kParam));

@@ -1,13 +1,16 @@
-"""Where state rests changes no bit: offloaded runs against the same run in memory."""
+"""Where state rests changes no bit: offloaded runs against the same run in memory.
+
+`pytest tests/parity/test_tiers.py --full` takes every model of the zoo through every combination.
+"""
 
 from __future__ import annotations
 
 import pathlib
 
-import models
 import pytest
 import torch.distributed as dist
 import training
+import zoo
 from training import Case
 
 HOST, DISK = "host", "disk"
@@ -36,49 +39,47 @@ CASES = [
     ("hpz", "bf16", 1, 4, LATE | {"optimizer": HOST}),
     ("mics", "fp32", 3, 4, LATE | {"optimizer": DISK, "params": DISK}),
 ]
+DAILY = ["gpt", "awkward"]
 
 
-def run_offloaded(case: Case, offload: dict[str, str], folder: str):
-    import penstock  # noqa: PLC0415
-
+def run_offloaded(case: Case, offload: dict[str, object], folder: str):
+    """Gradients and weights on rank 0 only."""
     if DISK in offload.values():
         offload = offload | {"path": folder}
-    config = case.config() | {"offload": offload}
-    model = models.build(case.model)
-    engine = penstock.initialize(model, config)
-    losses, norms = [], []
-    for batch in models.batches(case.model, 6, case.samples):
-        losses.append(training.backwards(engine, batch, case.accumulate))
-        engine.step()
-        norms.append(engine.grad_norm)
-    state = engine.state_dict()
-    entry = engine.ledger()["measured"]
+    run, digest = training.train(case, offload=offload)
     assert not list(pathlib.Path(folder).iterdir()), "a swap file has a name"
-    engine.close()
-    return losses, norms, state, training.digest(model), entry if dist.get_rank() == 0 else None
+    return run, digest, dist.get_rank()
 
 
 def name_of(chosen):
     strategy, precision, accumulate, world, offload = chosen
-    where = ", ".join(
-        "late" if tier is True else f"{role} on {tier}" for role, tier in offload.items()
-    )
+    where = ", ".join(f"{key} {value}" for key, value in offload.items())
     return f"{strategy}-{precision}-accumulate{accumulate}-world{world}-{where}"
 
 
-@pytest.mark.parametrize("model", ["gpt", "awkward"])
-@pytest.mark.parametrize("chosen", CASES, ids=name_of)
+def pytest_generate_tests(metafunc):
+    full = metafunc.config.getoption("full")
+    models = [name for name in zoo.ENTRIES if "order_by_rank" not in name] if full else DAILY
+    pairs = [
+        pytest.param(chosen, model, id=f"{name_of(chosen)}-{model}")
+        for chosen in CASES
+        for model in models
+        if chosen[1] in zoo.ENTRIES[model].precisions
+    ]
+    metafunc.parametrize(("chosen", "model"), pairs)
+
+
 def test_bits_are_those_of_memory(chosen, model, pools, tmp_path):
     *axes, offload = chosen
-    case = Case(*axes, model=model, clip=True)
+    case = Case(*axes, model=model, clip=model in training.CLIP)
     memory = pools(case.world).run(run_offloaded, case, {}, str(tmp_path))
     ours = pools(case.world).run(run_offloaded, case, offload, str(tmp_path))
-    for (losses, norms, state, digest, _), theirs in zip(ours, memory, strict=True):
-        assert losses == theirs[0]
-        assert norms == theirs[1]
-        assert digest == theirs[3]
-        assert state.keys() == theirs[2].keys()
-        for name, value in state.items():
-            assert value.equal(theirs[2][name]), name
-    entry = ours[0][4]
-    assert (entry["disk"] > 0) == (DISK in offload.values())
+    for (run, digest, rank), (expected, theirs, _) in zip(ours, memory, strict=True):
+        assert run.losses == expected.losses
+        assert run.norms == expected.norms
+        assert digest == theirs
+        for kind in ("gradients", "weights"):
+            got, wanted = getattr(run, kind), getattr(expected, kind)
+            assert got.keys() == wanted.keys() and (wanted or rank > 0)
+            for name, value in got.items():
+                assert value.equal(wanted[name]), f"{kind} of {name}"

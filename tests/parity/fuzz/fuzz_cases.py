@@ -111,10 +111,11 @@ def make(seed: int) -> Case:
     shape = _shape(rng)
     accumulate = rng.choice([1, 1, 2, 3, 4])
     schedule = rng.choice(SCHEDULES) if rng.random() < 0.3 else {}
+    strategy = rng.choice(strategies)
     return Case(
         seed=seed,
         world=world,
-        strategy=rng.choice(strategies),
+        strategy=strategy,
         precision=precision,
         accumulate=accumulate,
         clip=rng.choice([0.0, 0.3]),
@@ -124,7 +125,7 @@ def make(seed: int) -> Case:
         given=given,
         groups=1 if given == "config" else rng.choice([1, 2]),
         schedule=tuple(schedule.items()),
-        settings=_settings(rng, shape),
+        settings=_settings(rng, shape, strategy, native=optimizer != "RMSprop"),
         steps=_steps(rng, shape, accumulate, changes_lr=not schedule),
     )
 
@@ -151,7 +152,19 @@ def _shape(rng: random.Random) -> Shape:
     )
 
 
-def _settings(rng: random.Random, shape: Shape) -> tuple[tuple[str, Any], ...]:
+def _offload(rng: random.Random, shards: bool, native: bool) -> dict[str, Any]:
+    offload: dict[str, Any] = {
+        "optimizer": rng.choice(["none", "host", "disk" if native else "host"])
+    }
+    if shards:
+        offload["params"] = rng.choice(["none", "host", "disk"])
+        offload["late_update"] = offload["optimizer"] != "none" and rng.random() < 0.5
+    return offload
+
+
+def _settings(
+    rng: random.Random, shape: Shape, strategy: str, native: bool
+) -> tuple[tuple[str, Any], ...]:
     settings: dict[str, Any] = {}
     units = rng.choice(["found", "found", "named", "small"])
     if units == "named":
@@ -162,6 +175,8 @@ def _settings(rng: random.Random, shape: Shape) -> tuple[tuple[str, Any], ...]:
         settings["prefetch_bytes"] = rng.choice([0, 500, 5000])
     if rng.random() < 0.6:
         settings["comm"] = {"bucket_bytes": rng.choice([0, 1000, 20000])}
+    if rng.random() < 0.5:
+        settings["offload"] = _offload(rng, strategy in ("zero3", "hpz", "mics"), native)
     return tuple(settings.items())
 
 
