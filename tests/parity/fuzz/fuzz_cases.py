@@ -152,12 +152,12 @@ def _shape(rng: random.Random) -> Shape:
     )
 
 
-def _offload(rng: random.Random, shards: bool, native: bool) -> dict[str, Any]:
+def _offload(rng: random.Random, strategy: str, native: bool) -> dict[str, Any]:
     offload: dict[str, Any] = {
         "optimizer": rng.choice(["none", "host", "disk" if native else "host"])
     }
-    if shards:
-        offload["params"] = rng.choice(["none", "host", "disk"])
+    if strategy in ("zero3", "hpz", "mics"):
+        offload["params"] = rng.choice(["none", "host", "host" if strategy == "hpz" else "disk"])
         offload["late_update"] = offload["optimizer"] != "none" and rng.random() < 0.5
     return offload
 
@@ -176,7 +176,7 @@ def _settings(
     if rng.random() < 0.6:
         settings["comm"] = {"bucket_bytes": rng.choice([0, 1000, 20000])}
     if rng.random() < 0.5:
-        settings["offload"] = _offload(rng, strategy in ("zero3", "hpz", "mics"), native)
+        settings["offload"] = _offload(rng, strategy, native)
     return tuple(settings.items())
 
 
