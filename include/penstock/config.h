@@ -58,6 +58,7 @@ struct UnitsConfig {
 
 struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
+  std::string gradients = "none";  // "none" (where the optimizer works) "disk"
   std::string path;
   bool late_update = false;  // step() returns once the norm is known; updates end before each use
 };

@@ -113,7 +113,9 @@ void Core::State::claim_copies(bool external_optimizer) {
   const Mesh& mesh = executor->mesh();
   const Placement& rest = table.at(Role::kParam, Phase::kRest);
   const Placement& optim = table.at(Role::kOptim, Phase::kRest);
-  const bool on_disk = rest.tier == Tier::kDisk || optim.tier == Tier::kDisk;
+  const Placement& held = table.at(Role::kGrad, Phase::kHold);
+  const bool on_disk =
+      rest.tier == Tier::kDisk || optim.tier == Tier::kDisk || held.tier == Tier::kDisk;
   if (external_optimizer && optim.tier == Tier::kDisk) {
     throw ConfigError(
         "[engine::initialize] offload.optimizer \"disk\" needs one of the engine's optimizers: an "
@@ -143,6 +145,10 @@ void Core::State::claim_copies(bool external_optimizer) {
       if (!flat.trainable) continue;
       const int64_t bytes = flat.numel / num_shards(optim, mesh) * 4;
       if (table.has_master(flat.dtype)) claim(flat.master, optim, bytes);
+      if (held.tier == Tier::kDisk) {
+        claim(flat.reduced, held,
+              flat.numel / num_shards(held, mesh) * dtype_bytes(table.dtype_in(held, flat.dtype)));
+      }
       if (num_moments > 0) claim(flat.exp_avg, optim, bytes);
       if (num_moments > 1) claim(flat.exp_avg_sq, optim, bytes);
     }

@@ -36,6 +36,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
   };
   options.optim_tier = tier_of(config.offload.optimizer);
   options.param_tier = tier_of(config.offload.params);
+  options.grads_on_disk = config.offload.gradients == "disk";
   options.accumulate = config.batch.accumulate > 1;
   Table table = preset(config.strategy, options);
   for (const auto& [role_text, phases] : config.table) {

@@ -59,7 +59,10 @@ void Executor::run(const PlannedStep& planned) {
   const Step& step = planned.step;
   switch (step.op) {
     case Op::kMove:
-      if (step.role == Role::kOptim) return move_optim(planned);
+      if (step.role == Role::kOptim) return move_stored(planned);
+      if (step.role == Role::kGrad && step.moves.front().from == Tier::kDisk) {
+        return move_stored(planned);
+      }
       return step.role == Role::kParam ? move_param(planned) : reduce(planned);
     case Op::kDrop:
       for (const int unit : step.units) drop(unit);
@@ -181,23 +184,29 @@ void Executor::slice(int index, const std::vector<Move>& moves) {
   }
 }
 
-void Executor::move_optim(const PlannedStep& planned) {
+// What an update needs, from disk and back.
+void Executor::move_stored(const PlannedStep& planned) {
   const Move& move = planned.step.moves.front();
   PENSTOCK_ASSERT(planned.step.moves.size() == 1 && move.kind == MoveKind::kCopy,
-                  concat("[exec::move_optim] not executable here: ", planned.text));
-  on_update_lane(planned.step.units, [this, units = planned.step.units, move] {
-    for (const int unit : units) move_optim_of(unit, move);
+                  concat("[exec::move_stored] not executable here: ", planned.text));
+  const Role role = planned.step.role;
+  on_update_lane(planned.step.units, [this, units = planned.step.units, role, move] {
+    for (const int unit : units) {
+      if (move.to == Tier::kDisk) traffic_.settle();
+      for (Flat& flat : units_[unit].flats) move_stored_of(flat, role, move);
+    }
   });
 }
 
-void Executor::move_optim_of(int unit, const Move& move) {
-  if (move.to == Tier::kDisk) traffic_.settle();
-  for (Flat& flat : units_[unit].flats) {
-    for (Stored* copy : flat.optimizer_state()) {
-      if (!copy->exists()) continue;
-      if (move.from == Tier::kDisk) traffic_.fetch(*copy, mem::Account::kOptim);
-      if (move.to == Tier::kDisk) traffic_.put_back(*copy);
-    }
+void Executor::move_stored_of(Flat& flat, Role role, const Move& move) {
+  if (role == Role::kGrad) {
+    if (flat.summed) traffic_.fetch(flat.reduced, mem::Account::kGrad);
+    return;
+  }
+  for (Stored* copy : flat.optimizer_state()) {
+    if (!copy->exists()) continue;
+    if (move.from == Tier::kDisk) traffic_.fetch(*copy, mem::Account::kOptim);
+    if (move.to == Tier::kDisk) traffic_.put_back(*copy);
   }
 }
 

@@ -125,8 +125,8 @@ class Executor {
   void bring_from(const PlannedStep& planned);
   void bring(const PlannedStep& planned);
   void slice(int unit, const std::vector<Move>& moves);
-  void move_optim(const PlannedStep& planned);
-  void move_optim_of(int unit, const Move& move);
+  void move_stored(const PlannedStep& planned);
+  void move_stored_of(Flat& flat, Role role, const Move& move);
   Dtype partial_dtype(const Flat& flat) const;
   void reduce(const PlannedStep& planned);
   void start_reduction(int unit, int flat, const PlannedStep& planned,
@@ -135,7 +135,10 @@ class Executor {
   void run_reduction(const ReduceWork& job);
   void finish_reductions();
   void norm(const std::string& text);
+  double own_squares(const Flat& flat) const;
   double own_sum_squares() const;
+  void put_sum_back(Flat& flat);
+  void drop_sum(Flat& flat);
   at::Tensor reduced_full(Flat& flat, const std::string& label);
   at::Tensor partial_full(Flat& flat, const std::string& label);
   void gather_whole(const Placement& place, float* full, int64_t numel, const std::string& label);

@@ -96,7 +96,9 @@ void Flat::complete_partial() {
 }
 
 void Flat::free() {
-  for (mem::Lease* lease : {&current, &retired, &partial, &reduced, &gradient32}) lease->reset();
+  for (mem::Lease* lease : {&current, &retired, &partial, &reduced.memory, &gradient32}) {
+    lease->reset();
+  }
   for (Stored* copy : {&rest, &master, &exp_avg, &exp_avg_sq}) copy->memory.reset();
 }
 

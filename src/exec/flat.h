@@ -70,7 +70,9 @@ class Flat {
   mem::Lease current;          // gathered or secondary copy, while there is one
   mem::Lease retired;          // source of a gather in flight
   mem::Lease partial;          // gradient before its reduction, full size
-  mem::Lease reduced;          // gradient after it
+  Stored reduced;              // gradient after it
+  bool summed = false;         // `reduced` holds one
+  double squares = 0.0;        // of a gradient on disk: the sum of its own part's squares
   mem::Lease gradient32;       // scaled fp32 gradient, for an optimizer of the user's
   Stored master;               // fp32 shard; none when the resting parameter is the master
   Stored exp_avg, exp_avg_sq;  // moments (exp_avg is the momentum buffer of SGD)

@@ -45,7 +45,7 @@ void Executor::discard_gradients() {
   for (UnitState& unit : units_) {
     for (Flat& flat : unit.flats) {
       flat.partial.reset();
-      flat.reduced.reset();
+      drop_sum(flat);
       flat.gradient32.reset();
       for (Slot& slot : flat.slots) slot.written = slot.touched = false;
     }
@@ -59,12 +59,16 @@ void Executor::set_gradient(int unit, int flat_index, int slot_index, const at::
   Flat& flat = units_[unit].flats[flat_index];
   Slot& slot = flat.slots[slot_index];
   slot.touched = true;
-  if (!flat.partial && !flat.reduced) {  // one rank, where nothing contributed to this unit
+  if (!flat.partial && !flat.summed) {  // one rank, where nothing contributed to this unit
     flat.partial =
         tiers_.device.take(flat.numel * dtype_bytes(partial_dtype(flat)), mem::Account::kGrad);
   }
-  mem::Lease& at = flat.partial ? flat.partial : flat.reduced;
   const bool whole = static_cast<bool>(flat.partial);
+  if (!whole) {
+    traffic_.fetch(flat.reduced, mem::Account::kGrad);
+    traffic_.wait_read(flat.reduced);
+  }
+  const mem::Lease& at = whole ? flat.partial : flat.reduced.memory;
   slot.written |= whole;
   const Placement& place = table_.at(Role::kGrad, Phase::kUpdate);
   const int64_t shard = whole ? flat.numel : flat.numel / num_shards(place, mesh_);
@@ -76,6 +80,21 @@ void Executor::set_gradient(int unit, int flat_index, int slot_index, const at::
   const int64_t size = at.bytes() / shard;
   optim::take(at.data() + (from - begin) * size, size == 4 ? Dtype::kFp32 : flat.dtype,
               part.const_data_ptr(), Dtype::kFp32, to - from, false);
+  if (!whole) put_sum_back(flat);
+}
+
+// Of a gradient on disk only the sum of its squares stays in memory.
+void Executor::put_sum_back(Flat& flat) {
+  if (!flat.reduced.on_disk()) return;
+  flat.squares = own_squares(flat);
+  traffic_.put_back(flat.reduced);
+}
+
+void Executor::drop_sum(Flat& flat) {
+  if (flat.reduced.writing) traffic_.settle();
+  if (flat.reduced.memory) traffic_.wait_read(flat.reduced);
+  flat.reduced.memory.reset();
+  flat.summed = false;
 }
 
 void Executor::reduce(const PlannedStep& planned) {
@@ -116,12 +135,17 @@ void Executor::start_reduction(int unit, int flat_index, const PlannedStep& plan
   reduction.partial = std::move(flat.partial);
   take_reduce_buffers(job, flat.numel, reduction);
   const int64_t result_numel = flat.numel / num_shards(place, mesh_);
-  job.accumulate = static_cast<bool>(flat.reduced);
+  job.accumulate = flat.summed;
+  if (job.accumulate) {
+    traffic_.fetch(flat.reduced, mem::Account::kGrad);
+    traffic_.wait_read(flat.reduced);
+  }
   reduction.in_place = result_numel == flat.numel && job.result_dtype == job.dtype &&
                        !job.accumulate && !reduction.between && place.tier == Tier::kDevice;
   if (!reduction.in_place && !job.accumulate) {
-    flat.reduced = tiers_.arena(place.tier)
-                       .take(result_numel * dtype_bytes(job.result_dtype), mem::Account::kGrad);
+    flat.reduced.memory =
+        tiers_.arena(place.tier)
+            .take(result_numel * dtype_bytes(job.result_dtype), mem::Account::kGrad);
   }
   job.label = concat(planned.text, " ", unit, ".", flat_index);
   job.partial = reduction.partial.data();
@@ -183,9 +207,12 @@ void Executor::run_reduction(const ReduceWork& job) {
 void Executor::finish_reductions() {
   if (reductions_.empty()) return;
   reduced_.wait();
+  if (table_.at(Role::kGrad, Phase::kHold).tier == Tier::kDisk) traffic_.settle();
   for (Reduction& reduction : reductions_) {
     Flat& flat = units_[reduction.unit].flats[reduction.flat];
-    if (reduction.in_place) flat.reduced = std::move(reduction.partial);
+    if (reduction.in_place) flat.reduced.memory = std::move(reduction.partial);
+    flat.summed = true;
+    put_sum_back(flat);
   }
   reductions_.clear();
 }

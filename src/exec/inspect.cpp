@@ -41,9 +41,12 @@ at::Tensor Executor::reduced_full(Flat& flat, const std::string& label) {
   at::Tensor full = zeros32(flat.numel);
   const Placement& place = table_.at(Role::kGrad, Phase::kUpdate);
   const Dtype dtype = table_.dtype_in(place, flat.dtype);
-  const int64_t numel = flat.reduced.bytes() / dtype_bytes(dtype);
+  const int64_t numel = flat.numel / num_shards(place, mesh_);
+  traffic_.fetch(flat.reduced, mem::Account::kGrad);
+  traffic_.wait_read(flat.reduced);
   float* own = floats(full) + shard_index(place, mesh_, group_.rank()) * numel;
   optim::take(own, Dtype::kFp32, flat.reduced.data(), dtype, numel, false);
+  traffic_.let_go(flat.reduced);
   gather_whole(place, floats(full), numel, label);
   return full;
 }
@@ -73,7 +76,7 @@ at::Tensor Executor::full_flat(int index, int flat_index, Role role) {
   if (role == Role::kGrad) {
     // Where gradients rest as partial sums every rank must take part, whoever has contributions.
     finish_reductions();
-    at::Tensor full = flat.reduced ? reduced_full(flat, label) : zeros32(flat.numel);
+    at::Tensor full = flat.summed ? reduced_full(flat, label) : zeros32(flat.numel);
     if (table_.holds_grad_in_place() || flat.partial) {
       full.add_(partial_full(flat, label));
     }

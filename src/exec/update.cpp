@@ -56,22 +56,27 @@ float* Executor::fetch_master(Flat& flat) {
 
 // Over the part that only this rank counts: where gradients are replicated, each replica takes an
 // equal piece, so every layout adds up the same pieces in the same order.
-double Executor::own_sum_squares() const {
+double Executor::own_squares(const Flat& flat) const {
+  const mem::Lease& gradient = flat.summed ? flat.reduced.memory : flat.partial;
+  if (!flat.trainable || !gradient) return 0.0;
   const Placement& place = table_.at(Role::kGrad, Phase::kUpdate);
+  int64_t numel = flat.numel / num_shards(place, mesh_);
+  const int64_t size = gradient.bytes() / numel;
+  const char* at = gradient.data();
+  for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
+    if (place.on(axis) != Layout::kReplicated) continue;
+    numel /= mesh_.size(axis);
+    at += mesh_.coordinate(group_.rank(), axis) * numel * size;
+  }
+  return optim::sum_squares(at, size == 4 ? Dtype::kFp32 : flat.dtype, numel);
+}
+
+double Executor::own_sum_squares() const {
   double sum = 0.0;
   for (const UnitState& unit : units_) {
     for (const Flat& flat : unit.flats) {
-      const mem::Lease& gradient = flat.reduced ? flat.reduced : flat.partial;
-      if (!flat.trainable || !gradient) continue;
-      int64_t numel = flat.numel / num_shards(place, mesh_);
-      const int64_t size = gradient.bytes() / numel;
-      const char* at = gradient.data();
-      for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
-        if (place.on(axis) != Layout::kReplicated) continue;
-        numel /= mesh_.size(axis);
-        at += mesh_.coordinate(group_.rank(), axis) * numel * size;
-      }
-      sum += optim::sum_squares(at, size == 4 ? Dtype::kFp32 : flat.dtype, numel);
+      const bool stored = flat.summed && flat.reduced.on_disk();
+      sum += stored ? flat.squares : own_squares(flat);
     }
   }
   return sum;
@@ -83,8 +88,10 @@ void Executor::norm(const std::string& text) {
   for (UnitState& unit : units_) {
     for (Flat& flat : unit.flats) {
       if (flat.partial && mesh_.data() == 1) flat.complete_partial();
-      if (flat.partial && mesh_.data() == 1 && !flat.reduced)
-        flat.reduced = std::move(flat.partial);
+      if (flat.partial && mesh_.data() == 1 && !flat.summed) {
+        flat.reduced.memory = std::move(flat.partial);
+        flat.summed = true;
+      }
       for (Slot& slot : flat.slots) slots.push_back(&slot);
     }
   }
@@ -128,9 +135,9 @@ void Executor::norm(const std::string& text) {
 void Executor::prepare_external() {
   for (UnitState& unit : units_) {
     for (Flat& flat : unit.flats) {
-      if (!flat.trainable || !flat.reduced) continue;
+      if (!flat.trainable || !flat.summed) continue;
       const auto [begin, end] = owned(flat);
-      const int64_t size = flat.reduced.bytes() / (end - begin);
+      const int64_t size = flat.reduced.memory.bytes() / (end - begin);
       flat.gradient32 = tiers_.host.take((end - begin) * 4, mem::Account::kGrad);
       auto* out = reinterpret_cast<float*>(flat.gradient32.data());
       optim::take(out, Dtype::kFp32, flat.reduced.data(), size == 4 ? Dtype::kFp32 : flat.dtype,
@@ -144,6 +151,7 @@ void Executor::update(int index, bool write_back) {
   for (Flat& flat : units_[index].flats) {
     if (!flat.trainable) continue;
     for (const Stored* copy : flat.optimizer_state()) traffic_.wait_read(*copy);
+    traffic_.wait_read(flat.reduced);
     update_flat(flat, write_back);
   }
 }
@@ -152,11 +160,11 @@ void Executor::update_flat(Flat& flat, bool write_back) {
   const bool used = std::any_of(flat.slots.begin(), flat.slots.end(),
                                 [](const Slot& slot) { return slot.touched; });
   if (!used) {  // on no rank in this window
-    flat.reduced.reset();
+    drop_sum(flat);
     return;
   }
   // An axis whose reduction the plan left out has no gradient at its update placement.
-  PENSTOCK_ASSERT(flat.reduced && !flat.partial,
+  PENSTOCK_ASSERT(flat.summed && flat.reduced.memory && !flat.partial,
                   concat("[exec::update] no step of the plan brought the gradient of ",
                          flat.slots.front().name, " to where the optimizer runs"));
   const auto [begin, end] = owned(flat);
@@ -178,13 +186,13 @@ void Executor::update_flat(Flat& flat, bool write_back) {
     slot.updates += slot.touched ? 1 : 0;
     slot.touched = false;
   }
-  flat.reduced.reset();
+  drop_sum(flat);
   flat.gradient32.reset();
 }
 
 void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& slot,
                             bool write_back) {
-  const int64_t numel = flat.reduced.bytes() / (owned(flat).second - owned(flat).first);
+  const int64_t numel = flat.reduced.memory.bytes() / (owned(flat).second - owned(flat).first);
   optim::Range range;
   range.master = master_of(flat) + begin;
   range.grad_dtype = numel == 4 ? Dtype::kFp32 : flat.dtype;

@@ -232,7 +232,7 @@ void parse_dtypes(const Json& value, Config* config) {
 
 void parse_offload(const Json& value, OffloadConfig* offload) {
   const Section section(value, "offload",
-                        {"optimizer", "params", "activations", "path", "late_update"});
+                        {"optimizer", "params", "activations", "gradients", "path", "late_update"});
   const std::array<std::pair<const char*, std::string*>, 3> roles = {
       {{"optimizer", &offload->optimizer},
        {"params", &offload->params},
@@ -244,11 +244,15 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
     fail_unsupported(section.path("activations"), offload->activations,
                      "this version does not offload activations yet");
   section.read_text("path", &offload->path);
-  if (offload->optimizer != "disk" && offload->params != "disk")
-    section.refuse_without_effect({"path"}, "while nothing is offloaded to disk");
   section.read("late_update", &offload->late_update);
-  if (offload->optimizer == "none")
+  offload->gradients = section.choice("gradients", offload->gradients, {"none", "disk"});
+  if (offload->optimizer == "none") {
     section.refuse_without_effect({"late_update"}, "while offload.optimizer is \"none\"");
+    if (offload->gradients != "none")
+      fail("\"offload.gradients\" is \"disk\", which needs offload.optimizer \"host\" or \"disk\"");
+  }
+  if (offload->optimizer != "disk" && offload->params != "disk" && offload->gradients != "disk")
+    section.refuse_without_effect({"path"}, "while nothing is offloaded to disk");
 }
 
 void parse_betas(const Section& section, OptimizerConfig* optimizer) {
@@ -533,6 +537,7 @@ std::string Config::json() const {
   out["offload"] = {{"optimizer", offload.optimizer},
                     {"params", offload.params},
                     {"activations", offload.activations},
+                    {"gradients", offload.gradients},
                     {"path", offload.path},
                     {"late_update", offload.late_update}};
   out["loss_scale"] = {

@@ -184,6 +184,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"schedule": {"warmup_steps": 5}})", {"no effect", R"(schedule.type "none")"}},
         Bad{R"({"schedule": {"type": "constant", "min_ratio": 0.5}})", {"no effect"}},
         Bad{R"({"offload": {"path": "/tmp"}})", {R"("offload.path" is "/tmp")", "no effect"}},
+        Bad{R"({"offload": {"gradients": "disk"}})", {R"("offload.gradients")", "needs"}},
         Bad{R"({"offload": {"late_update": true}})", {R"("offload.late_update")", "no effect"}}));
 
 INSTANTIATE_TEST_SUITE_P(

@@ -34,6 +34,12 @@ bool is_gather(const Step& step) {
          });
 }
 
+// Brings an update's state from disk.
+bool is_read(const Step& step) {
+  return (is_move(step, Role::kOptim) || is_move(step, Role::kGrad)) &&
+         step.moves.front().kind == MoveKind::kCopy && step.moves.front().from == Tier::kDisk;
+}
+
 // Steps that nothing passes: they end what may overlap.
 bool is_wall(const Step& step) {
   return step.op == Op::kMicro || step.op == Op::kNorm || step.op == Op::kUpdate ||
@@ -164,12 +170,14 @@ Plan read_ahead(const Plan& plan) {
   Plan ahead;
   std::vector<Step>& steps = ahead.steps;
   for (const Step& step : plan.steps) {
-    const bool reads = is_move(step, Role::kOptim) && step.moves.front().from == Tier::kDisk;
+    const bool reads = is_read(step);
     auto at = steps.end();
     while (reads && at != steps.begin()) {
       const Step& above = *(at - 1);
+      // The last gradients are being written until the norm.
+      if (above.op == Op::kNorm && step.role == Role::kGrad) break;
       if (above.op != Op::kUpdate && above.op != Op::kPublish && above.op != Op::kNorm &&
-          !is_move(above, Role::kOptim)) {
+          !is_move(above, Role::kOptim) && !is_read(above)) {
         break;
       }
       --at;

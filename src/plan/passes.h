@@ -15,8 +15,8 @@ Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes);
 // smaller than `bucket_bytes`: parameter moves join the earlier one, gradient moves the later one.
 Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
 
-// Optimizer state is read from disk while the unit before is updated: each read starts before the
-// update of the unit before it, the first one before the norm.
+// What an update needs is read from disk while the unit before is updated: each read starts before
+// that update, and the first read of optimizer state even before the norm.
 Plan read_ahead(const Plan& plan);
 
 }  // namespace penstock

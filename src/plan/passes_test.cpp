@@ -143,5 +143,18 @@ TEST(PassesTest, StepsAreOnlyReordered) {
   EXPECT_EQ(fuse(plan, model, 0), plan);
 }
 
+TEST(ReadAheadTest, StartsBeforeTheUpdateOfTheUnitBefore) {
+  const Plan plan = parse_plan(
+      "backward u0 end\nnorm\n"
+      "move u0 optim copy(disk,host)\nmove u0 grad copy(disk,host)\nupdate u0\n"
+      "move u0 optim copy(host,disk)\n"
+      "move u1 optim copy(disk,host)\nmove u1 grad copy(disk,host)\nupdate u1\n"
+      "move u1 optim copy(host,disk)\n");
+  EXPECT_EQ(read_ahead(plan).text(),
+            "backward u0 end\nmove u0 optim copy(disk,host)\nnorm\nmove u0 grad copy(disk,host)\n"
+            "move u1 optim copy(disk,host)\nmove u1 grad copy(disk,host)\nupdate u0\n"
+            "move u0 optim copy(host,disk)\nupdate u1\nmove u1 optim copy(host,disk)\n");
+}
+
 }  // namespace
 }  // namespace penstock

@@ -36,7 +36,7 @@ class SectionWriter {
         backward();
         break;
       case Section::kUpdateEarly:
-        for (int unit = num_units() - 1; unit >= 0; --unit)
+        for (int unit = num_units() - 1; unit >= 0 && !waits_on_disk(); --unit)
           move_grad(unit, Phase::kHold, Phase::kUpdate);
         [[fallthrough]];
       case Section::kUpdate:
@@ -112,8 +112,11 @@ class SectionWriter {
     const bool in_place = table_.holds_grad_in_place();
     const bool goes_straight = cell(Role::kGrad, Phase::kHold) == cell(Role::kGrad, Phase::kUpdate);
     if (!in_place) move_grad(unit, Phase::kBackward, Phase::kHold);
-    if (last && !goes_straight) move_grad(unit, Phase::kHold, Phase::kUpdate);
+    if (last && !goes_straight && !waits_on_disk()) move_grad(unit, Phase::kHold, Phase::kUpdate);
   }
+
+  // Gradients held on disk stay there until their unit is updated.
+  bool waits_on_disk() const { return cell(Role::kGrad, Phase::kHold).tier == Tier::kDisk; }
 
   void update() {
     plan_.steps.push_back({.op = Op::kNorm});
@@ -127,6 +130,7 @@ class SectionWriter {
     for (int unit = 0; unit < num_units(); ++unit) {
       if (!trains(model_.units[unit])) continue;
       move(unit, Role::kOptim, rest, at);
+      if (waits_on_disk()) move_grad(unit, Phase::kHold, Phase::kUpdate);
       plan_.steps.push_back({.op = Op::kUpdate, .units = {unit}});
       if (!publish.empty())
         plan_.steps.push_back({.op = Op::kPublish, .units = {unit}, .moves = publish});

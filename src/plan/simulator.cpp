@@ -147,7 +147,12 @@ class Walk {
     gathered_[unit].reset();
   }
 
-  void drain_lane() { free_all(lane_); }
+  void drain_lane() {
+    free_all(lane_);
+    if (made_.empty()) return;
+    free_all(writing_);
+    writing_ = std::exchange(made_, {});
+  }
 
   void free_all(std::vector<Held>& list) {
     for (const Held& held : std::exchange(list, {})) meter_.free(held);
@@ -211,6 +216,9 @@ class Walk {
     if (std::find(copies.begin(), copies.end(), to) != copies.end()) return;
     copies.push_back(to);
     meter_.add(held(Role::kGrad, unit, to));
+    if (to.tier != Tier::kDisk) return;
+    made_.push_back({Tier::kHost, Use::kGrad, bytes(Role::kGrad, unit, to)});
+    meter_.add(made_.back());
   }
 
   void begin_grad_held(int unit) {
@@ -328,6 +336,7 @@ class Walk {
   std::vector<std::vector<Placement>> grads_;
   std::vector<std::vector<Held>> staged_;  // by unit: read from disk, not copied yet
   std::vector<Held> writing_;              // on its way to disk
+  std::vector<Held> made_;                 // reduced by the lane, to be written
   std::vector<Held> lane_;  // what the last gradient move still reads and receives into
 };
 

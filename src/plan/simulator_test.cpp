@@ -111,6 +111,17 @@ const LedgerCase kCases[] = {
      "param 0 grad 0 optim 9216 buffers 0 total 9216",
      "backward device-host 1536; backward local 3072; backward node 6144; forward local 1536; "
      "forward node 3072; update device-host 1536; update host-disk 18432; "},
+    // Of the gradients one is made on the host while the one before it is written, and one is read.
+    {"zero3_grad_disk",
+     "zero3",
+     {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk, .grads_on_disk = true},
+     1,
+     "param 5632 grad 6144 optim 0 buffers 3072 total 12800",
+     "param 0 grad 1536 optim 9216 buffers 0 total 10240",
+     "param 0 grad 1536 optim 9216 buffers 0 total 10752",
+     "backward device-host 1536; backward host-disk 1536; backward local 3072; "
+     "backward node 6144; forward local 1536; forward node 3072; update device-host 1536; "
+     "update host-disk 19968; "},
     {"zero3_param_host",
      "zero3",
      {.precision = Dtype::kBf16, .param_tier = Tier::kHost},

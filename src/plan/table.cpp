@@ -134,6 +134,12 @@ Table preset(const std::string& name, const TableOptions& options) {
     throw ConfigError(concat("[plan::preset] offload.params '", tier_name(options.param_tier),
                              "' needs parameters that rest sharded, which strategy '", name,
                              "' has not: allowed with zero3, hpz, mics"));
+  const Placement held = place_on(Tier::kDisk, cells.grad_hold, precision);
+  if (options.grads_on_disk && held.tier != Tier::kDisk)
+    throw ConfigError(
+        concat("[plan::preset] offload.gradients 'disk' needs gradients that are "
+               "held sharded, which strategy '",
+               name, "' has not: allowed with zero2, zero3, hpz, mics"));
   const bool offloads = options.optim_tier != Tier::kDevice;
   const Tier update_tier = offloads ? Tier::kHost : Tier::kDevice;
   const Dtype sum = options.accumulate ? Dtype::kFp32 : precision;
@@ -145,7 +151,8 @@ Table preset(const std::string& name, const TableOptions& options) {
   table.set(Role::kParam, Phase::kBackward, place("RR", precision));
   table.set(Role::kParam, Phase::kUpdate, rest);
   table.set(Role::kGrad, Phase::kBackward, place("PP", precision));
-  table.set(Role::kGrad, Phase::kHold, place_on(update_tier, cells.grad_hold, sum));
+  table.set(Role::kGrad, Phase::kHold,
+            place_on(options.grads_on_disk ? Tier::kDisk : update_tier, cells.grad_hold, sum));
   table.set(Role::kGrad, Phase::kUpdate, place(cells.grad_update, sum, update_tier));
   table.set(Role::kOptim, Phase::kRest, place(cells.optim, Dtype::kFp32, options.optim_tier));
   table.set(Role::kOptim, Phase::kUpdate, place(cells.optim, Dtype::kFp32, update_tier));

@@ -47,6 +47,7 @@ struct TableOptions {
   bool accumulate = false;  // more than one backward per step: sums over time are kept in fp32
   Tier optim_tier = Tier::kDevice;
   Tier param_tier = Tier::kDevice;
+  bool grads_on_disk = false;  // until their unit is updated
 };
 
 // The presets: "ddp" "zero1" "zero2" "zero3" "hpz" "mics". Throws ConfigError with the nearest

@@ -15,6 +15,7 @@ from training import Case
 
 HOST, DISK = "host", "disk"
 LATE = {"late_update": True}
+ALL_ON_DISK = {"optimizer": DISK, "params": DISK, "gradients": DISK}
 # Strategy, precision, accumulate, world, offload.
 CASES = [
     ("ddp", "bf16", 1, 2, {"optimizer": HOST}),
@@ -31,6 +32,11 @@ CASES = [
     ("zero3", "fp16", 1, 2, {"optimizer": DISK, "params": DISK}),
     ("mics", "fp32", 1, 4, {"optimizer": DISK, "params": DISK}),
     ("hpz", "bf16", 1, 4, {"optimizer": DISK, "params": HOST}),
+    ("zero2", "bf16", 3, 2, {"optimizer": HOST, "gradients": DISK}),
+    ("zero3", "fp32", 1, 2, ALL_ON_DISK),
+    ("zero3", "bf16", 3, 3, ALL_ON_DISK),
+    ("zero3", "fp16", 1, 1, LATE | ALL_ON_DISK),
+    ("mics", "fp32", 3, 4, LATE | ALL_ON_DISK),
     ("zero3", "fp32", 1, 1, LATE | {"optimizer": HOST}),
     ("zero3", "fp32", 1, 2, LATE | {"optimizer": HOST}),
     ("zero3", "bf16", 3, 2, LATE | {"optimizer": HOST, "params": HOST}),

@@ -21,10 +21,10 @@ using Config = std::map<std::string, std::string>;
 
 // "# key = value" lines over these defaults.
 Config read_config(const std::string& text) {
-  Config config = {{"strategy", ""},       {"precision", "bf16"}, {"optim", "device"},
-                   {"param", "device"},    {"node", "2"},         {"local", "4"},
-                   {"tensor", "1"},        {"micro", "1"},        {"section", ""},
-                   {"prefetch_bytes", ""}, {"bucket_bytes", ""}};
+  Config config = {{"strategy", ""},    {"precision", "bf16"},  {"optim", "device"},
+                   {"param", "device"}, {"node", "2"},          {"local", "4"},
+                   {"grad", "device"},  {"tensor", "1"},        {"micro", "1"},
+                   {"section", ""},     {"prefetch_bytes", ""}, {"bucket_bytes", ""}};
   for (const std::string& line : split(text, '\n')) {
     const size_t equals = line.find('=');
     if (!line.starts_with('#') || equals == std::string::npos) continue;
@@ -62,7 +62,8 @@ Plan make_plan(const Config& config) {
       preset(config.at("strategy"), {.precision = parse_dtype(config.at("precision")),
                                      .accumulate = number("micro") > 1,
                                      .optim_tier = parse_tier(config.at("optim")),
-                                     .param_tier = parse_tier(config.at("param"))});
+                                     .param_tier = parse_tier(config.at("param")),
+                                     .grads_on_disk = config.at("grad") == "disk"});
   const ModelDesc model = small_model(mesh);
   Plan plan = config.at("section").empty()
                   ? plan_step(table, model, mesh, number("micro"))

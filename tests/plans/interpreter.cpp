@@ -303,7 +303,9 @@ class RankRun {
 
   void norm() {
     check_input_grad();
-    const Placement& place = cell(Role::kGrad, Phase::kUpdate);
+    // What is held on disk comes later: its squares are added up as it is written.
+    const Placement& held = cell(Role::kGrad, Phase::kHold);
+    const Placement& place = held.tier == Tier::kDisk ? held : cell(Role::kGrad, Phase::kUpdate);
     double sum = 0;
     for (int unit = 0; unit < num_units(); ++unit) {
       if (!trains(unit)) continue;

@@ -21,18 +21,21 @@ struct TableCase {
   Dtype precision = Dtype::kBf16;
   std::vector<Cell> cells{};  // that differ from the preset
   int most_micro = 2;
+  bool grads_on_disk = false;
 
   Table table(bool accumulate) const {
     Table table = preset(strategy, {.precision = precision,
                                     .accumulate = accumulate,
                                     .optim_tier = optim_tier,
-                                    .param_tier = param_tier});
+                                    .param_tier = param_tier,
+                                    .grads_on_disk = grads_on_disk});
     for (const Cell& cell : cells) table.set(cell.role, cell.phase, Placement::parse(cell.place));
     return table;
   }
   std::string text() const {
     return concat(strategy, " optim=", tier_name(optim_tier), " param=", tier_name(param_tier), " ",
-                  dtype_name(precision), cells.empty() ? "" : " with other cells");
+                  dtype_name(precision), grads_on_disk ? " gradients on disk" : "",
+                  cells.empty() ? "" : " with other cells");
   }
 };
 
@@ -50,6 +53,8 @@ inline std::vector<TableCase> table_cases() {
       cases.push_back({.strategy = name, .param_tier = tier});
       cases.push_back({.strategy = name, .optim_tier = tier, .param_tier = tier});
     }
+  for (const char* name : {"zero2", "zero3", "hpz", "mics"})
+    cases.push_back({.strategy = name, .optim_tier = Tier::kDisk, .grads_on_disk = true});
   // Parameters stay whole until the backward. (One micro-batch: a backward that is not the last
   // returns to `hold`, and the forward after it, which starts from `rest`, would gather again.)
   cases.push_back({.strategy = "zero3",

@@ -158,6 +158,8 @@ def _offload(rng: random.Random, strategy: str, native: bool) -> dict[str, Any]:
     }
     if strategy in ("zero3", "hpz", "mics"):
         offload["params"] = rng.choice(["none", "host", "host" if strategy == "hpz" else "disk"])
+        if offload["optimizer"] != "none":
+            offload["gradients"] = rng.choice(["none", "disk"])
         offload["late_update"] = offload["optimizer"] != "none" and rng.random() < 0.5
     return offload
 
