@@ -14,13 +14,28 @@ namespace penstock {
 
 namespace {
 
-// On this mesh, in every cell and with every tier.
+// The layouts that matter on this mesh: an axis of one rank has none.
+std::vector<Placement> cells_on(const Mesh& mesh, const std::string& strategy) {
+  std::vector<Placement> cells;
+  const Table table = preset(strategy, {});
+  for (int role = 0; role < kNumRoles; ++role) {
+    for (int phase = 0; phase < kNumPhases; ++phase) {
+      Placement cell = table.at(static_cast<Role>(role), static_cast<Phase>(phase));
+      for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
+        if (mesh.size(axis) == 1) cell.layout[static_cast<size_t>(axis)] = Layout::kReplicated;
+      }
+      cells.push_back(cell);
+    }
+  }
+  return cells;
+}
+
+// Also in which tiers they may use.
 bool equal_on(const Mesh& mesh, const std::string& a, const std::string& b) {
-  const auto table = [&](const std::string& name) { return preset(name, {}); };
-  const auto shards = [&](const std::string& name) {
-    return table(name).at(Role::kParam, Phase::kRest).sharded();
+  const auto offloads = [&](const std::string& name) {
+    return preset(name, {}).at(Role::kParam, Phase::kRest).sharded();
   };
-  return table(a).on(mesh) == table(b).on(mesh) && shards(a) == shards(b);
+  return cells_on(mesh, a) == cells_on(mesh, b) && offloads(a) == offloads(b);
 }
 
 }  // namespace
