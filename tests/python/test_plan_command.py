@@ -49,7 +49,8 @@ GOLDEN = {
     # 1536 of gradients leave under the collectives; 768 parameters on the CPU take 10 s, 1.536 to
     # bring them back are hidden.
     ("zero3", "host", "none"): (12800, None, 0, 3.072 + 6.144 + 10),
-    # 18432 bytes are read and written, 3072 of them read under the backward; both units' state, 9216, is there with 1536 of gradients.
+    # 18432 bytes are read and written, 3072 of them read under the backward; both units' state,
+    # 9216, is there with 1536 of gradients.
     ("zero3", "disk", "none"): (12800, 10752, 9216, 3.072 + 6.144 + 15.360),
     ("zero3", "none", "host"): (21504, 1536, 0, 3.072 + 6.144 + 1.536),
 }
