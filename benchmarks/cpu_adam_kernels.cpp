@@ -61,7 +61,8 @@ HWY_EXPORT(plain_part);
 
 // Memory as the engine has it, until the process ends.
 extern "C" PENSTOCK_API void* penstock_bench_take(int64_t bytes) {
-  static mem::Arena arena{c10::Device(c10::DeviceType::CPU)};
+  static mem::Pool pool{c10::Device(c10::DeviceType::CPU)};
+  static mem::Arena arena{pool};
   static std::vector<mem::Lease> leases;
   leases.push_back(arena.take(bytes, mem::Account::kOptim));
   return leases.back().data();

@@ -37,7 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 # How far left a public header may be included; those not named here: from engine rightwards.
 POSITION = {"src/base": 1, "src/place": 2, "src/plan": 3, "src/exec": 5} | dict.fromkeys(FOURS, 4)
-PUBLIC_FROM = {"error.h": 1, "export.h": 1, "config.h": 3, "group.h": 4}
+PUBLIC_FROM = {"error.h": 1, "export.h": 1, "config.h": 3, "plan.h": 3, "group.h": 4}
 ENGINE = 6
 
 NO_TORCH = (*PURE, "examples/skeleton")

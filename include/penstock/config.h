@@ -58,9 +58,16 @@ struct UnitsConfig {
 
 struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
+  // optimizer and params also "auto", until the engine has chosen (src/engine/choice.h)
   std::string gradients = "none";  // "none" (where the optimizer works) "disk"
   std::string path;
   bool late_update = false;  // step() returns once the norm is known; updates end before each use
+};
+
+// Budgets in bytes per rank; -1 = what is found. On the CPU the device is host memory that is
+// counted on its own; without a budget of its own it shares the host's.
+struct MemoryConfig {
+  int64_t device_bytes = -1, host_bytes = -1;
 };
 
 struct MeshConfig {
@@ -76,6 +83,7 @@ struct PENSTOCK_API Config {
   std::optional<std::string> precision;  // "fp32" "bf16" "fp16"; absent = as the model was built
   std::vector<std::pair<std::string, std::string>> dtypes;  // name pattern (glob) -> dtype
   OffloadConfig offload;
+  MemoryConfig memory;
   std::optional<OptimizerConfig> optimizer;
   ScheduleConfig schedule;
   BatchConfig batch;

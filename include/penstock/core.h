@@ -49,6 +49,7 @@ struct Shard {
 struct LedgerEntry {
   int64_t param = 0, grad = 0, optim = 0, buffers = 0, total = 0;
   int64_t disk = 0;
+  int64_t device = 0, host = 0;  // the peaks of `total`, by tier
 };
 struct LedgerReport {
   std::map<std::string, LedgerEntry> predicted;
@@ -124,9 +125,5 @@ class PENSTOCK_API Core {
   struct State;
   std::shared_ptr<State> state_;  // shared with autograd hooks, which may outlive the engine
 };
-
-// Ledgers of every strategy for a model given as parameters per unit, without building it.
-PENSTOCK_API std::string plan_report(const Config& config, const std::vector<int64_t>& unit_numel,
-                                     int world_size);
 
 }  // namespace penstock

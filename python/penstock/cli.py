@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed
 
+from penstock import plan_command
 from penstock._native import _penstock
 from penstock.launch import LaunchOptions, launch
 
@@ -30,17 +31,6 @@ def _run(args: argparse.Namespace) -> int:
         grace_s=args.grace_s,
     )
     return launch(options)
-
-
-def _plan(args: argparse.Namespace) -> int:
-    total = int(args.params)
-    if total < 1 or args.units < 1 or args.world < 1:
-        raise ValueError("[plan] --params, --units and --world must be at least 1")
-    share, rest = divmod(total, args.units)
-    numel = [share + (1 if unit < rest else 0) for unit in range(args.units)]
-    config = {"precision": args.precision, "mesh": {"node": args.nodes}}
-    print(_penstock.plan_report(json.dumps(config), numel, args.world).rstrip())
-    return 0
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -101,13 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
 
-    plan = commands.add_parser("plan", help="will it fit: memory of each strategy")
-    plan.add_argument("--params", type=float, required=True, metavar="P", help="e.g. 7e9")
-    plan.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
-    plan.add_argument("--precision", default="bf16", choices=("fp32", "bf16", "fp16"))
-    plan.add_argument("--units", type=int, default=32, metavar="N", help="blocks of the model")
-    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="the ranks are spread over")
-    plan.set_defaults(command=_plan)
+    plan_command.add_to(commands)
 
     explain = commands.add_parser("explain", help="print every effective value of a config")
     explain.add_argument("--config", required=True, metavar="FILE", help="JSON, native dialect")

@@ -21,7 +21,7 @@ OptimizerLike = (
 )
 
 
-def _config_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+def config_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -265,13 +265,16 @@ class Engine:
         """Bytes per rank: predicted for each strategy, and measured for the one running.
 
         Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
-        peaks of "param", "grad", "optim", "buffers" and of their "total", in memory, and "disk".
+        peaks of "param", "grad", "optim", "buffers" and of their "total", in memory; "device" and
+        "host", the total by tier; and "disk".
         """
         return dict(self._core.ledger())
 
     def explain(self) -> str:
         """Every effective setting, the table, the units and the plan of each section."""
-        return str(self._core.explain())
+        kind = type(self.optimizer)
+        given = "" if self._kind else f"optimizer {kind.__module__}.{kind.__qualname__}, as given\n"
+        return given + str(self._core.explain())
 
     # ---- the model's own
 
@@ -401,7 +404,7 @@ def initialize(
     if isinstance(optimizer, Mapping):  # the config key of that name
         overrides["optimizer"] = dict(optimizer)
         optimizer = None
-    return Engine(model, {**_config_dict(config), **overrides}, optimizer, lr_scheduler)
+    return Engine(model, {**config_dict(config), **overrides}, optimizer, lr_scheduler)
 
 
 __all__ = ["Engine", "RuntimeFault", "initialize"]

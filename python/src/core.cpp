@@ -53,6 +53,8 @@ py::dict dict_of(const LedgerEntry& entry) {
   dict["buffers"] = entry.buffers;
   dict["total"] = entry.total;
   dict["disk"] = entry.disk;
+  dict["device"] = entry.device;
+  dict["host"] = entry.host;
   return dict;
 }
 
@@ -131,12 +133,6 @@ void bind_core(py::module_& module) {
       .def("plan_text", &Core::plan_text)
       .def("set_plan_text", &Core::set_plan_text)
       .def("close", &Core::close, NoGil());
-  module.def(
-      "plan_report",
-      [](const std::string& json_text, const std::vector<int64_t>& unit_numel, int world_size) {
-        return plan_report(Config::parse(json_text), unit_numel, world_size);
-      },
-      py::arg("config_json"), py::arg("numel_per_unit"), py::arg("world_size"));
 }
 
 }  // namespace penstock::python

@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <map>
 #include <numeric>
 
 namespace penstock {
@@ -89,6 +92,20 @@ std::string format_bytes(double bytes) {
   std::snprintf(buffer.data(), buffer.size(), unit == 0 ? "%.0f %s" : "%.2f %s", bytes,
                 kUnits[unit]);
   return buffer.data();
+}
+
+std::optional<int64_t> parse_bytes(std::string_view text) {
+  static const std::map<std::string_view, double> kUnits = {
+      {"", 1.0},       {"B", 1.0},  {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30},
+      {"TiB", 0x1p40}, {"KB", 1e3}, {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12}};
+  const std::string digits(trim(text));
+  char* end = nullptr;
+  const double number = std::strtod(digits.c_str(), &end);
+  const auto unit = kUnits.find(trim(end));
+  if (end == digits.c_str() || unit == kUnits.end()) return std::nullopt;
+  const double bytes = number * unit->second;
+  if (!(bytes >= 0.0 && bytes <= 0x1p53) || bytes != std::floor(bytes)) return std::nullopt;
+  return static_cast<int64_t>(bytes);
 }
 
 }  // namespace penstock

@@ -1,6 +1,7 @@
 #pragma once
 // Small text tools: everything a message, a plan line or a config key needs.
 #include <cstdint>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -28,5 +29,8 @@ uint64_t hash_text(std::string_view text, uint64_t seed = 0xcbf29ce484222325ULL)
 
 // "1.50 GiB"
 std::string format_bytes(double bytes);
+
+// "4GiB", "1.5 TiB", "80GB" (10^9), "512": whole bytes >= 0, else nothing.
+std::optional<int64_t> parse_bytes(std::string_view text);
 
 }  // namespace penstock

@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
+#include <utility>
+#include <vector>
+
 #include "penstock/error.h"
 
 namespace penstock {
@@ -40,6 +44,25 @@ TEST(TextTest, BytesReadWell) {
   EXPECT_EQ(format_bytes(1023), "1023 B");
   EXPECT_EQ(format_bytes(1536.0 * 1024 * 1024), "1.50 GiB");
   EXPECT_EQ(format_bytes(5.0 * 1024 * 1024 * 1024 * 1024 * 1024), "5120.00 TiB");
+}
+
+TEST(TextTest, BytesAreReadWithTheirUnits) {
+  const std::vector<std::pair<const char*, std::optional<int64_t>>> kCases = {
+      {"0", 0},
+      {"512", 512},
+      {"4GiB", 4LL << 30},
+      {" 1.5 TiB ", 3LL << 39},
+      {"80GB", 80'000'000'000},
+      {"1e3 KiB", 1000 << 10},
+      {"64 b", std::nullopt},
+      {"", std::nullopt},
+      {"GiB", std::nullopt},
+      {"-1", std::nullopt},
+      {"0.3B", std::nullopt},
+      {"1e30", std::nullopt},
+      {"nan", std::nullopt},
+  };
+  for (const auto& [text, bytes] : kCases) EXPECT_EQ(parse_bytes(text), bytes) << text;
 }
 
 TEST(ErrorTest, AnAssertionNamesItsConditionAndMessage) {

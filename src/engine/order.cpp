@@ -57,6 +57,21 @@ std::string visits_text(const std::vector<Visit>& visits) {
   return join(parts, "\n");
 }
 
+std::vector<std::string> share_text(const std::string& label, const std::string& text,
+                                    const Share& share) {
+  std::string length = std::to_string(text.size());
+  length.resize(20, ' ');
+  size_t longest = 0;
+  for (const std::string& other : share(label + " length", length)) {
+    longest = std::max<size_t>(longest, std::stoull(other));
+  }
+  std::string padded = text;
+  padded.resize(longest, '\0');
+  std::vector<std::string> texts = share(label, padded);
+  for (std::string& other : texts) other = other.c_str();
+  return texts;
+}
+
 std::string first_difference(const std::vector<std::string>& texts_by_rank) {
   const std::vector<std::string> mine = split(texts_by_rank.front(), '\n');
   for (size_t rank = 1; rank < texts_by_rank.size(); ++rank) {

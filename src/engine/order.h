@@ -1,5 +1,6 @@
 #pragma once
 // The order in which units really ran in step one, and agreement of texts between ranks.
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,12 @@ class OrderRecord {
 };
 
 std::string visits_text(const std::vector<Visit>& visits);  // "u0 begin u1 u2 u0 end"
+
+// Every rank's text, in rank order. `share` is a collective of equally long payloads.
+using Share =
+    std::function<std::vector<std::string>(const std::string& label, const std::string& payload)>;
+std::vector<std::string> share_text(const std::string& label, const std::string& text,
+                                    const Share& share);
 
 // The first line in which two texts differ, as "rank 0 has `a`, rank 1 has `b`"; empty when none.
 std::string first_difference(const std::vector<std::string>& texts_by_rank);

@@ -19,6 +19,8 @@ bool can_offload_params(const std::string& strategy) {
 LedgerEntry entry_of(const Ledger& ledger) {
   LedgerEntry entry;
   entry.disk = ledger.tier[static_cast<size_t>(Tier::kDisk)].total;
+  entry.device = ledger.tier[static_cast<size_t>(Tier::kDevice)].total;
+  entry.host = ledger.tier[static_cast<size_t>(Tier::kHost)].total;
   for (const Tier in_memory : {Tier::kDevice, Tier::kHost}) {
     const MemoryPeak& tier = ledger.tier[static_cast<size_t>(in_memory)];
     entry.param += tier.param;
@@ -46,10 +48,14 @@ LedgerReport Core::ledger() const {
   const auto peak = [&](mem::Account account) {
     return device.peak[static_cast<size_t>(account)] + host.peak[static_cast<size_t>(account)];
   };
-  report.measured = {
-      peak(mem::Account::kParam),          peak(mem::Account::kGrad),
-      peak(mem::Account::kOptim),          peak(mem::Account::kBuffers),
-      device.total_peak + host.total_peak, state_->tiers.disk ? state_->tiers.disk->reserved() : 0};
+  report.measured = {peak(mem::Account::kParam),
+                     peak(mem::Account::kGrad),
+                     peak(mem::Account::kOptim),
+                     peak(mem::Account::kBuffers),
+                     device.total_peak + host.total_peak,
+                     state_->tiers.disk ? state_->tiers.disk->reserved() : 0,
+                     device.total_peak,
+                     host.total_peak};
   return report;
 }
 
@@ -62,9 +68,9 @@ void Core::set_plan_text(const std::string& section, const std::string& text) {
 }
 
 std::string Core::explain() const {
-  std::string out =
-      concat("config ", state_->config.json(), "\nmesh ", state_->executor->mesh().text(),
-             "\ntable\n", state_->executor->table().text(), "\nunits\n");
+  std::string out = concat("config ", state_->config.json(), "\n", state_->choice, "mesh ",
+                           state_->executor->mesh().text(), "\ntable\n",
+                           state_->executor->table().text(), "\nunits\n");
   for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
     out += concat("u", unit, " ", state_->unit_names[unit]);
     for (const FlatDesc& flat : state_->model.units[unit].flats) {
@@ -76,36 +82,6 @@ std::string Core::explain() const {
                 "\nevents off plan so far: ", state_->driver->off_plan_events(), "\n");
   for (const Section section : engine::kSections) {
     out += concat("plan ", section_name(section), "\n", state_->driver->plan(section).text());
-  }
-  return out;
-}
-
-std::string plan_report(const Config& config, const std::vector<int64_t>& unit_numel,
-                        int world_size) {
-  Config resolved = config;
-  resolved.resolve(world_size);
-  const Dtype dtype = parse_dtype(resolved.precision.value_or("fp32"));
-  ModelDesc model;
-  int64_t total = 0;
-  for (size_t unit = 0; unit < unit_numel.size(); ++unit) {
-    const int64_t ranks = resolved.mesh.data;
-    const int64_t padded = (unit_numel[unit] + ranks - 1) / ranks * ranks;
-    model.units.push_back({concat("unit ", unit), {{padded, dtype, true}}, TensorSplit::kNone});
-    total += unit_numel[unit];
-  }
-  assume_order(model, true);
-  std::string out = concat(total, " parameters on ", world_size, " ranks, ", dtype_name(dtype),
-                           ", bytes per rank at the peak (activations not counted):\n");
-  for (const std::string& name : preset_names()) {
-    Config one = resolved;
-    one.strategy = name;
-    const LedgerEntry entry = entry_of(engine::predict(one, model));
-    out += concat(name, std::string(8 - std::min<size_t>(7, name.size()), ' '), "total ",
-                  format_bytes(static_cast<double>(entry.total)), " = parameters ",
-                  format_bytes(static_cast<double>(entry.param)), ", gradients ",
-                  format_bytes(static_cast<double>(entry.grad)), ", optimizer ",
-                  format_bytes(static_cast<double>(entry.optim)), ", buffers ",
-                  format_bytes(static_cast<double>(entry.buffers)), "\n");
   }
   return out;
 }

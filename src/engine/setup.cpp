@@ -2,13 +2,15 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
-#include <filesystem>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/engine/adopt.h"
+#include "src/engine/choice.h"
+#include "src/engine/room.h"
 #include "src/engine/state.h"
 #include "src/engine/strategy.h"
 #include "src/engine/units.h"
@@ -39,7 +41,6 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                    bool external_optimizer)
     : config(settings),
       group(std::move(ranks)),
-      tiers(c10::Device(c10::DeviceType::CPU)),
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
   config.resolve(group->size());
   check_devices(tree);
@@ -49,6 +50,9 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   for (const engine::UnitSpec& spec : specs) unit_modules.push_back(spec.module);
   for (const exec::UnitState& unit : units) unit_names.push_back(unit.name);
   model = engine::describe(units);
+  const Room room = agree_at_start(tree, engine::fingerprint(units));
+  choose_tiers(room, external_optimizer);
+  set_budgets(room, external_optimizer);
   const Table table = engine::table_of(config, model);
   if (config.offload.late_update && !table.moves_params()) {
     throw ConfigError(
@@ -56,12 +60,11 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                "strategy \"",
                config.strategy, "\" has not: allowed with zero3, hpz, mics"));
   }
-  const std::string print = engine::fingerprint(units);
   executor.emplace(table, mesh, *group, tiers, std::move(units));
   driver.emplace(*executor);
   moves_params = executor->moves_params();
   try {
-    adopt(tree, print, external_optimizer);
+    adopt(tree, external_optimizer);
   } catch (...) {  // the parameters must not keep windows into memory that goes
     for (exec::UnitState& unit : executor->units()) {
       for (exec::Flat& flat : unit.flats) flat.let_params_go();
@@ -73,8 +76,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   make_plans();
 }
 
-void Core::State::adopt(const ModelTree& tree, const std::string& print, bool external_optimizer) {
-  agree_at_start(print);
+void Core::State::adopt(const ModelTree& tree, bool external_optimizer) {
   claim_copies(external_optimizer);
   for (size_t unit = 0; unit < executor->units().size(); ++unit) {
     std::vector<exec::Flat>& flats = executor->units()[unit].flats;
@@ -99,12 +101,73 @@ Core::State::~State() {
   }
 }
 
-void Core::State::agree_at_start(const std::string& print) {
-  const std::string mine = config.lines() + print;
-  const std::string difference = engine::first_difference(share_text("model and config", mine));
-  if (difference.empty()) return;
+// The ranks compare models and configs, and tell each other what memory they found.
+Room Core::State::agree_at_start(const ModelTree& tree, const std::string& print) {
+  comm::Channel channel(*group, "start");
+  comm::Members all{{}, group->rank()};
+  for (int rank = 0; rank < group->size(); ++rank) all.ranks.push_back(rank);
+  const engine::Found mine = engine::find_room(config, tree, group->size());
+  std::vector<std::string> texts =
+      engine::share_text("model and config", concat(mine.text(), "\n", config.lines(), print),
+                         [&](const std::string& label, const std::string& payload) {
+                           return channel.share(label, all, payload);
+                         });
+  std::vector<engine::Found> by_rank;
+  for (std::string& text : texts) {
+    const size_t line = text.find('\n');
+    by_rank.push_back(engine::Found::parse(text.substr(0, line)));
+    text.erase(0, line + 1);
+  }
+  const std::string difference = engine::first_difference(texts);
+  if (difference.empty()) return engine::room_of(config.memory, by_rank);
   throw RuntimeFault(
       concat("[engine::initialize] the ranks have different models or configs: ", difference));
+}
+
+// Where the config leaves tiers open, takes the best; what cannot fit is refused before anything
+// is taken. All ranks alike: they agree on all that counts.
+void Core::State::choose_tiers(const Room& room, bool external_optimizer) {
+  const bool open = config.offload.optimizer == "auto" || config.offload.params == "auto";
+  engine::Question question{
+      {config, group->size(), 0, Machine::cpu(), room}, {config.strategy}, external_optimizer};
+  // A disk that is too full is found when its space is claimed, with its path.
+  if (!open) question.asked.room.disk = Room::kNoLimit;
+  const std::vector<Alternative> tried = engine::alternatives(question, model);
+  if (tried.empty()) {
+    throw ConfigError("[engine::initialize] " + engine::refusal(question, model));
+  }
+  const Alternative& best = tried.front();
+  if (!best.fits) {
+    question.asked.config.offload.optimizer = question.asked.config.offload.params = "auto";
+    std::vector<Alternative> others = engine::alternatives(question, model);
+    question.strategies = preset_names();
+    for (const Alternative& other : engine::alternatives(question, model)) others.push_back(other);
+    engine::refuse(best, others, question.asked.room);
+  }
+  if (!open) return;
+  config = engine::with(config, best);
+  choice = concat("offload chosen: optimizer \"", best.optimizer, "\", params \"", best.params,
+                  "\"; each rank has ", room.text(), "\n", engine::choice_text(tried));
+  if (group->rank() == 0) std::fputs(choice.c_str(), stderr);
+}
+
+void Core::State::set_budgets(const Room& room, bool external_optimizer) {
+  engine::Question question{
+      {config, group->size(), 0, Machine::cpu(), room}, {config.strategy}, external_optimizer};
+  question.asked.config.offload.optimizer = question.asked.config.offload.params = "auto";
+  const auto budget = [&](const char* name, int64_t limit, int64_t Alternative::* bytes) {
+    const auto advice = [question, bytes, desc = model, now = config.offload] {
+      return engine::advice(question, desc, now, bytes);
+    };
+    return mem::Budget{limit, name, advice};
+  };
+  tiers.device.set_budget(
+      budget("device memory (memory.device_bytes)", room.device, &Alternative::device));
+  tiers.host.set_budget(budget("host memory (memory.host_bytes)", room.host, &Alternative::host));
+  tiers.memory.set_budget(budget(config.memory.host_bytes < 0
+                                     ? "memory found free (memory.host_bytes says otherwise)"
+                                     : "device and host memory (memory.host_bytes)",
+                                 room.memory, &Alternative::memory));
 }
 
 // Says where each copy rests, and finds a disk that is too full before anything is moved.
@@ -116,21 +179,9 @@ void Core::State::claim_copies(bool external_optimizer) {
   const Placement& held = table.at(Role::kGrad, Phase::kHold);
   const bool on_disk =
       rest.tier == Tier::kDisk || optim.tier == Tier::kDisk || held.tier == Tier::kDisk;
-  if (external_optimizer && optim.tier == Tier::kDisk) {
-    throw ConfigError(
-        "[engine::initialize] offload.optimizer \"disk\" needs one of the engine's optimizers: an "
-        "optimizer of your own steps on state in memory, so set it to \"host\"");
-  }
-  if (table.at(Role::kParam, Phase::kHold).tier == Tier::kDisk &&
-      !(table.at(Role::kParam, Phase::kHold) == rest)) {
-    throw ConfigError(
-        "[engine::initialize] offload.params \"disk\" keeps no second copy there: use strategy "
-        "\"zero3\" or \"mics\", or offload.params \"host\"");
-  }
   if (on_disk) {
     mem::DiskOptions options;
-    options.paths = split(config.offload.path, ':');
-    if (config.offload.path.empty()) options.paths = {std::filesystem::temp_directory_path()};
+    options.paths = engine::swap_folders(config.offload);
     tiers.disk.emplace(options);
   }
   const int num_moments = external_optimizer ? 0 : engine::num_moments(config);

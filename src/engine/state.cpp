@@ -16,17 +16,9 @@ std::string Core::State::where() const {
 
 std::vector<std::string> Core::State::share_text(const std::string& label,
                                                  const std::string& text) {
-  std::string length = std::to_string(text.size());
-  length.resize(20, ' ');
-  size_t longest = 0;
-  for (const std::string& other : executor->share(label + " length", length)) {
-    longest = std::max<size_t>(longest, std::stoull(other));
-  }
-  std::string padded = text;
-  padded.resize(longest, '\0');
-  std::vector<std::string> texts = executor->share(label, padded);
-  for (std::string& other : texts) other = other.c_str();
-  return texts;
+  return engine::share_text(label, text, [&](const std::string& name, const std::string& payload) {
+    return executor->share(name, payload);
+  });
 }
 
 // ---- forward

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "penstock/core.h"
+#include "penstock/plan.h"
 #include "src/engine/hooks.h"
 #include "src/engine/loss_scale.h"
 #include "src/engine/order.h"
@@ -24,8 +25,10 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   ~State();
 
   // ---- set-up (setup.cpp)
-  void agree_at_start(const std::string& print);
-  void adopt(const ModelTree& tree, const std::string& print, bool external_optimizer);
+  Room agree_at_start(const ModelTree& tree, const std::string& print);
+  void choose_tiers(const Room& room, bool external_optimizer);
+  void set_budgets(const Room& room, bool external_optimizer);
+  void adopt(const ModelTree& tree, bool external_optimizer);
   void claim_copies(bool external_optimizer);
   void adopt_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree);
   void install_hooks();
@@ -79,6 +82,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   std::vector<std::string> unit_names;
   std::vector<std::string> unit_modules;
   ModelDesc model;
+  std::string choice;  // what `offload: "auto"` chose from, and why; else empty
   std::optional<exec::Executor> executor;
   std::optional<exec::Driver> driver;
   std::vector<engine::GradientHook> hooks;

@@ -19,7 +19,8 @@ Slot slot_of(const std::string& name, const at::Tensor& param) {
 }
 
 TEST(Flat, ParametersAreWindowsAndReadingAFreedOneNamesIt) {
-  mem::Arena arena(c10::Device(c10::DeviceType::CPU));
+  mem::Pool pool{c10::Device(c10::DeviceType::CPU)};
+  mem::Arena arena(pool);
   at::Tensor a = at::arange(6, at::kFloat).view({2, 3}).clone();
   at::Tensor b = at::arange(5, at::kFloat).clone();
   Flat flat(Dtype::kFp32, true);
@@ -49,7 +50,8 @@ TEST(Flat, ParametersAreWindowsAndReadingAFreedOneNamesIt) {
 }
 
 TEST(Flat, WhatNothingWasWrittenToIsZeroed) {
-  mem::Arena arena(c10::Device(c10::DeviceType::CPU));
+  mem::Pool pool{c10::Device(c10::DeviceType::CPU)};
+  mem::Arena arena(pool);
   Flat flat(Dtype::kFp32, true);
   for (const int n : {3, 20, 4}) flat.add(slot_of("p", at::arange(n, at::kFloat).clone()), "u");
   flat.seal(1);

@@ -55,6 +55,14 @@ c10::DataPtr allocate(c10::Device device, int64_t bytes) {
   return {data, data, &std::free, device};
 }
 
+void check_budget(const Budget& budget, int64_t bytes, int64_t in_use) {
+  if (bytes <= budget.bytes - in_use) return;
+  throw RuntimeFault(concat("[mem::Arena::take] ", budget.name, ": ", format_bytes(bytes),
+                            " more beside the ", format_bytes(in_use),
+                            " in use on this rank is over the ", format_bytes(budget.bytes),
+                            " allowed", budget.advice ? "; " + budget.advice() : ""));
+}
+
 }  // namespace
 
 void trim_heap(int64_t bytes) {
@@ -90,7 +98,74 @@ void Lease::reset() {
   bytes_ = 0;
 }
 
-Arena::Arena(c10::Device device) : device_(device) {}
+void Pool::set_budget(Budget budget) {
+  const std::lock_guard lock(mutex_);
+  budget_ = std::move(budget);
+}
+
+c10::DataPtr Pool::take(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  check_budget(budget_, bytes, in_use_);
+  c10::DataPtr data;
+  const auto unused = unused_.find(bytes);
+  if (unused != unused_.end()) {
+    data = std::move(unused->second.back());
+    unused->second.pop_back();
+    unused_bytes_ -= bytes;
+    if (unused->second.empty()) unused_.erase(unused);
+  } else {
+    evict(bytes);
+    try {
+      data = allocate(device_, bytes);
+    } catch (const std::exception& error) {
+      throw RuntimeFault(concat("[mem::Arena::take] no memory for ", format_bytes(bytes),
+                                " beside the ", format_bytes(in_use_),
+                                " in use on this rank: ", error.what()));
+    }
+  }
+  in_use_ += bytes;
+  most_in_use_ = std::max(most_in_use_, in_use_);
+  return data;
+}
+
+void Pool::give_back(c10::DataPtr data, int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  in_use_ -= bytes;
+  unused_[bytes].push_back(std::move(data));
+  unused_bytes_ += bytes;
+}
+
+void Pool::evict(int64_t room) {
+  const int64_t in_use = in_use_ + room;
+  const int64_t most = std::max(most_in_use_, in_use);
+  while (!unused_.empty() && in_use + unused_bytes_ > most) {
+    const auto largest = std::prev(unused_.end());
+    unused_bytes_ -= largest->first;
+    largest->second.pop_back();
+    if (largest->second.empty()) unused_.erase(largest);
+  }
+}
+
+int64_t Pool::held() const {
+  const std::lock_guard lock(mutex_);
+  return in_use_ + unused_bytes_;
+}
+
+void Pool::reset_peak() {
+  const std::lock_guard lock(mutex_);
+  most_in_use_ = in_use_;
+}
+
+void Pool::trim() {
+  const std::lock_guard lock(mutex_);
+  unused_.clear();
+  unused_bytes_ = 0;
+}
+
+void Arena::set_budget(Budget budget) {
+  const std::lock_guard lock(mutex_);
+  budget_ = std::move(budget);
+}
 
 void Arena::count(Account account, int64_t bytes) {
   const auto i = static_cast<size_t>(account);
@@ -102,23 +177,9 @@ void Arena::count(Account account, int64_t bytes) {
 
 Lease Arena::take(int64_t bytes, Account account) {
   const std::lock_guard lock(mutex_);
+  check_budget(budget_, bytes, usage_.total_now);
   Lease lease;
-  const auto unused = unused_.find(bytes);
-  if (unused != unused_.end()) {
-    lease.data_ = std::move(unused->second.back());
-    unused->second.pop_back();
-    unused_bytes_ -= bytes;
-    if (unused->second.empty()) unused_.erase(unused);
-  } else {
-    evict(bytes);
-    try {
-      lease.data_ = allocate(device_, bytes);
-    } catch (const std::exception& error) {
-      throw RuntimeFault(concat("[mem::Arena::take] no memory for ", format_bytes(bytes),
-                                " beside the ", format_bytes(usage_.total_now),
-                                " in use on this rank: ", error.what()));
-    }
-  }
+  lease.data_ = pool_.take(bytes);
   lease.arena_ = this;
   lease.bytes_ = bytes;
   lease.account_ = account;
@@ -129,25 +190,13 @@ Lease Arena::take(int64_t bytes, Account account) {
 void Arena::give_back(Lease& lease) {
   const std::lock_guard lock(mutex_);
   count(lease.account_, -lease.bytes_);
-  unused_[lease.bytes_].push_back(std::move(lease.data_));
-  unused_bytes_ += lease.bytes_;
-}
-
-void Arena::evict(int64_t room) {
-  const int64_t in_use = usage_.total_now + room;
-  const int64_t most = std::max(usage_.total_peak, in_use);
-  while (!unused_.empty() && in_use + unused_bytes_ > most) {
-    const auto largest = std::prev(unused_.end());
-    unused_bytes_ -= largest->first;
-    largest->second.pop_back();
-    if (largest->second.empty()) unused_.erase(largest);
-  }
+  pool_.give_back(std::move(lease.data_), lease.bytes_);
 }
 
 Usage Arena::usage() const {
   const std::lock_guard lock(mutex_);
   Usage usage = usage_;
-  usage.held = usage_.total_now + unused_bytes_;
+  usage.held = pool_.held();
   return usage;
 }
 
@@ -155,12 +204,7 @@ void Arena::reset_peak() {
   const std::lock_guard lock(mutex_);
   usage_.peak = usage_.now;
   usage_.total_peak = usage_.total_now;
-}
-
-void Arena::trim() {
-  const std::lock_guard lock(mutex_);
-  unused_.clear();
-  unused_bytes_ = 0;
+  pool_.reset_peak();
 }
 
 }  // namespace penstock::mem

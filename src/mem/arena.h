@@ -1,16 +1,19 @@
 #pragma once
-// Arena: the engine's memory. Buffers of equal size are reused; unused ones of other sizes are
-// returned to the system before they would take the arena beyond the most that was ever in use. So
-// what it holds is never more than its peak. Every byte is counted under the account it was taken
-// for.
+// Arena: the engine's memory. Every byte is counted under the account it was taken for, and no more
+// is taken than its budget. Arenas of one kind of memory share a Pool: buffers of equal size are
+// reused; unused ones of other sizes are returned to the system before they would take the pool
+// beyond the most that was ever in use. So what it holds is never more than its peak.
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace penstock::mem {
@@ -22,7 +25,38 @@ inline constexpr int kNumAccounts = 4;
 struct Usage {
   std::array<int64_t, kNumAccounts> now{}, peak{};
   int64_t total_now = 0, total_peak = 0;
-  int64_t held = 0;  // from the system: in use and unused
+  int64_t held = 0;  // by the pool from the system: in use and unused
+};
+
+// The most that may be in use. `name` is what the error calls the memory and says of the limit
+// ("device memory (memory.device_bytes)"); `advice`, asked for then, what would fit.
+struct Budget {
+  int64_t bytes = std::numeric_limits<int64_t>::max();
+  std::string name;
+  std::function<std::string()> advice;
+};
+
+// Buffers of one kind of memory. Any thread; arenas call it.
+class Pool {
+ public:
+  explicit Pool(c10::Device device) : device_(device) {}
+
+  void set_budget(Budget budget);
+  // Contents are undefined. Throws RuntimeFault with the bytes asked for, in use and allowed.
+  c10::DataPtr take(int64_t bytes);
+  void give_back(c10::DataPtr data, int64_t bytes);
+  int64_t held() const;
+  void reset_peak();
+  void trim();  // returns unused buffers to the system
+
+ private:
+  void evict(int64_t room);  // unused buffers, the largest first, until that much is free
+
+  const c10::Device device_;
+  mutable std::mutex mutex_;
+  Budget budget_;
+  std::map<int64_t, std::vector<c10::DataPtr>> unused_;  // by size; no empty entries
+  int64_t unused_bytes_ = 0, in_use_ = 0, most_in_use_ = 0;
 };
 
 class Arena;
@@ -57,25 +91,23 @@ void trim_heap(int64_t bytes);
 // Outlives its leases. Any thread.
 class Arena {
  public:
-  explicit Arena(c10::Device device);
+  explicit Arena(Pool& pool) : pool_(pool) {}
 
-  // Contents are undefined. Throws RuntimeFault with the bytes asked for and in use.
+  void set_budget(Budget budget);
+  // Contents are undefined. Throws RuntimeFault with the bytes asked for, in use and allowed.
   Lease take(int64_t bytes, Account account);
   Usage usage() const;
   void reset_peak();
-  // Returns unused buffers to the system.
-  void trim();
+  void trim() { pool_.trim(); }
 
  private:
   friend class Lease;
   void give_back(Lease& lease);
   void count(Account account, int64_t bytes);
-  void evict(int64_t room);  // unused buffers, the largest first, until that much is free
 
-  const c10::Device device_;
+  Pool& pool_;
   mutable std::mutex mutex_;
-  std::map<int64_t, std::vector<c10::DataPtr>> unused_;  // by size; no empty entries
-  int64_t unused_bytes_ = 0;
+  Budget budget_;
   Usage usage_;
 };
 

@@ -2,13 +2,28 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
 #include <utility>
+
+#include "penstock/error.h"
 
 namespace penstock::mem {
 namespace {
 
+const c10::Device kCpu(c10::DeviceType::CPU);
+
+std::string refusal(Arena& arena, int64_t bytes) {
+  try {
+    arena.take(bytes, Account::kParam);
+  } catch (const RuntimeFault& fault) {
+    return fault.what();
+  }
+  return "";
+}
+
 TEST(Arena, ReusesBuffersOfEqualSizeAndCountsEveryByte) {
-  Arena arena(c10::Device(c10::DeviceType::CPU));
+  Pool pool{kCpu};
+  Arena arena(pool);
   char* first = nullptr;
   {
     Lease a = arena.take(4096, Account::kParam);
@@ -28,7 +43,8 @@ TEST(Arena, ReusesBuffersOfEqualSizeAndCountsEveryByte) {
 }
 
 TEST(Arena, HoldsNoMoreThanItsPeak) {
-  Arena arena(c10::Device(c10::DeviceType::CPU));
+  Pool pool{kCpu};
+  Arena arena(pool);
   {
     const Lease a = arena.take(3000, Account::kParam);
     const Lease b = arena.take(2000, Account::kParam);
@@ -41,6 +57,40 @@ TEST(Arena, HoldsNoMoreThanItsPeak) {
   EXPECT_EQ(arena.usage().total_peak, 5000);
   arena.trim();
   EXPECT_EQ(arena.usage().held, 4500);
+}
+
+TEST(Arena, RefusesWhatIsOverItsBudget) {
+  Pool pool{kCpu};
+  Arena arena(pool);
+  arena.set_budget({4096, "device memory (memory.device_bytes)", [] { return "offload more"; }});
+  Lease held = arena.take(3072, Account::kParam);
+  EXPECT_EQ(refusal(arena, 1024), "");  // taken and given back
+  EXPECT_EQ(refusal(arena, 1025),
+            "[mem::Arena::take] device memory (memory.device_bytes): 1.00 KiB more beside the "
+            "3.00 KiB in use on this rank is over the 4.00 KiB allowed; offload more");
+  EXPECT_EQ(arena.usage().total_now, 3072);
+  held.reset();
+  EXPECT_EQ(refusal(arena, 4096), "");
+}
+
+TEST(Arena, ArenasOfOnePoolShareItsBudgetAndItsBuffers) {
+  Pool pool{kCpu};
+  Arena device(pool), host(pool);
+  pool.set_budget({5000, "memory", {}});
+  const char* first = nullptr;
+  {
+    const Lease a = device.take(3000, Account::kParam);
+    first = a.data();
+    const Lease b = host.take(2000, Account::kOptim);
+    EXPECT_NE(refusal(host, 1), "");
+    EXPECT_NE(refusal(device, 1), "");
+  }
+  const Lease c = host.take(3000, Account::kOptim);
+  EXPECT_EQ(c.data(), first);
+  const Lease d = host.take(1500, Account::kOptim);
+  EXPECT_EQ(host.usage().held, 4500);  // not 6500: the 2000 unused went back to the system
+  EXPECT_EQ(device.usage().total_now, 0);
+  EXPECT_EQ(host.usage().total_now, 4500);
 }
 
 }  // namespace

@@ -9,11 +9,13 @@
 namespace penstock::mem {
 
 struct Tiers {
-  explicit Tiers(c10::Device compute) : device(compute), host(c10::DeviceType::CPU) {}
+  // This version computes on the CPU: both tiers share its memory.
+  Tiers() : device(memory), host(memory) {}
 
   // What is on its way to or from disk is in host memory.
   Arena& arena(Tier tier) { return tier == Tier::kDevice ? device : host; }
 
+  Pool memory{c10::Device(c10::DeviceType::CPU)};
   Arena device, host;
   std::optional<Disk> disk;  // where the table has cells there
 };

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <limits>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -102,6 +103,17 @@ class Section {
     if (!(number >= static_cast<double>(low) && number <= limit) || number != std::floor(number))
       fail_value(path(key), *value, allowed);
     *out = static_cast<Int>(number);
+  }
+
+  // Bytes, as a number or as text with a unit.
+  void read_bytes(const std::string& key, int64_t* out) const {
+    const std::string allowed = "a whole number of bytes >= 1, or text such as \"4GiB\"";
+    const Json* value = find(key);
+    if (value == nullptr) return;
+    if (!value->is_string()) return read_int(key, out, 1, allowed);
+    const std::optional<int64_t> bytes = parse_bytes(value->get<std::string>());
+    if (bytes.value_or(0) < 1) fail_value(path(key), *value, allowed);
+    *out = *bytes;
   }
 
   void read(const std::string& key, bool* out) const {
@@ -231,6 +243,11 @@ void parse_dtypes(const Json& value, Config* config) {
 }
 
 void parse_offload(const Json& value, OffloadConfig* offload) {
+  if (value == "auto") {
+    offload->optimizer = offload->params = "auto";
+    return;
+  }
+  if (value.is_string()) fail_value("offload", value, "\"auto\" or an object {key: value}");
   const Section section(value, "offload",
                         {"optimizer", "params", "activations", "gradients", "path", "late_update"});
   const std::array<std::pair<const char*, std::string*>, 3> roles = {
@@ -238,7 +255,9 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
        {"params", &offload->params},
        {"activations", &offload->activations}}};
   for (const auto& [role, tier] : roles) {
-    *tier = section.choice(role, *tier, {"none", "host", "disk"});
+    std::vector<std::string> tiers = {"none", "host", "disk"};
+    if (tier != &offload->activations) tiers.emplace_back("auto");
+    *tier = section.choice(role, *tier, tiers);
   }
   if (offload->activations != "none")
     fail_unsupported(section.path("activations"), offload->activations,
@@ -251,7 +270,9 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
     if (offload->gradients != "none")
       fail("\"offload.gradients\" is \"disk\", which needs offload.optimizer \"host\" or \"disk\"");
   }
-  if (offload->optimizer != "disk" && offload->params != "disk" && offload->gradients != "disk")
+  const auto may_be_disk = [](const std::string& tier) { return tier == "disk" || tier == "auto"; };
+  if (!may_be_disk(offload->optimizer) && !may_be_disk(offload->params) &&
+      offload->gradients != "disk")
     section.refuse_without_effect({"path"}, "while nothing is offloaded to disk");
 }
 
@@ -417,6 +438,11 @@ void parse_nested(const Section& top, Config* config) {
   if (const Json* value = top.find("mesh")) parse_mesh(*value, &config->mesh);
   if (const Json* value = top.find("dtypes")) parse_dtypes(*value, config);
   if (const Json* value = top.find("offload")) parse_offload(*value, &config->offload);
+  if (const Json* value = top.find("memory")) {
+    const Section memory(*value, "memory", {"device_bytes", "host_bytes"});
+    memory.read_bytes("device_bytes", &config->memory.device_bytes);
+    memory.read_bytes("host_bytes", &config->memory.host_bytes);
+  }
   if (const Json* value = top.find("optimizer")) config->optimizer = parse_optimizer(*value);
   if (const Json* value = top.find("schedule")) parse_schedule(*value, &config->schedule);
   if (const Json* value = top.find("batch")) parse_batch(*value, &config->batch);
@@ -493,9 +519,9 @@ void resolve_batch(int64_t data, BatchConfig* batch) {
 Config Config::parse(const std::string& json_text) {
   const Json json = parse_json(json_text);
   const Section top(json, "",
-                    {"strategy", "table", "mesh", "precision", "dtypes", "offload", "optimizer",
-                     "schedule", "batch", "loss_scale", "clip", "units", "prefetch_bytes", "comm",
-                     "checkpoint", "monitor", "seed"});
+                    {"strategy", "table", "mesh", "precision", "dtypes", "offload", "memory",
+                     "optimizer", "schedule", "batch", "loss_scale", "clip", "units",
+                     "prefetch_bytes", "comm", "checkpoint", "monitor", "seed"});
   Config config;
   config.strategy = top.choice("strategy", config.strategy, preset_names());
   if (const Json* value = top.find("precision"))
@@ -540,6 +566,8 @@ std::string Config::json() const {
                     {"gradients", offload.gradients},
                     {"path", offload.path},
                     {"late_update", offload.late_update}};
+  out["memory"] = {{"device_bytes", or_null(memory.device_bytes, -1)},
+                    {"host_bytes", or_null(memory.host_bytes, -1)}};
   out["loss_scale"] = {
       {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
   out["batch"] = {{"micro", or_null(batch.micro, 0)},

@@ -35,6 +35,7 @@ const char* const kEverything = R"({
   "strategy": "hpz", "table": {"param": {"rest": "SS@device:bf16"}},
   "mesh": {"data": 8, "tensor": 1, "node": 2}, "precision": "bf16",
   "dtypes": {"z.*": "fp32", "a.*": "bf16"}, "offload": {"optimizer": "none"},
+  "memory": {"device_bytes": "1.5GiB", "host_bytes": 2e9},
   "optimizer": {"type": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
   "schedule": {"type": "cosine", "warmup_steps": 10, "total_steps": 100, "min_ratio": 0.1},
   "batch": {"micro": 2, "global": 64}, "clip": 1, "units": {"modules": ["Block"], "max_bytes": 1e6},
@@ -65,12 +66,23 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.comm.bucket_bytes, 0);
   EXPECT_EQ(config.comm.timeout_s, 30.0);
   EXPECT_EQ(config.seed, 7);
+  EXPECT_EQ(config.memory.device_bytes, 3LL << 29);
+  EXPECT_EQ(config.memory.host_bytes, 2000000000);
+}
+
+TEST(Config, AutoIsOneWordOrOnePerRole) {
+  const OffloadConfig both = Config::parse(R"({"offload": "auto"})").offload;
+  EXPECT_EQ(both.optimizer + both.params + both.activations, "autoautonone");
+  const OffloadConfig one =
+      Config::parse(R"({"offload": {"params": "auto", "path": "/tmp"}})").offload;
+  EXPECT_EQ(one.optimizer + one.params + one.path, "noneauto/tmp");
 }
 
 TEST(Config, JsonReadsBackTheSame) {
   for (const char* text :
-       {"{}", kEverything, R"({"optimizer": {"type": "SGD", "momentum": 0.9}})",
-        R"({"optimizer": {"type": "Adam"}})", R"({"optimizer": {"type": "Lion"}})",
+       {"{}", kEverything, R"({"offload": "auto"})",
+        R"({"optimizer": {"type": "SGD", "momentum": 0.9}})", R"({"optimizer": {"type": "Adam"}})",
+        R"({"optimizer": {"type": "Lion"}})",
         R"({"optimizer": {"type": "adagrad", "lr_decay": 0.1}})", R"({"precision": "fp16"})",
         R"({"precision": "fp16", "loss_scale": {"initial": 16, "window": 0, "min": 2}})",
         R"({"batch": {"micro": 2, "global": 64}})",
@@ -155,6 +167,12 @@ INSTANTIATE_TEST_SUITE_P(
             {R"("table.param.rest" is "XX@device:bf16")", "R S P"}},
         Bad{R"({"table": {"param": {"rest": "SS@device:bf61"}}})",
             {"table.param.rest", "did you mean 'bf16'"}},
+        Bad{R"({"offload": "atuo"})", {R"("offload" is "atuo"; allowed: "auto" or an object)"}},
+        Bad{R"({"offload": {"params": "dsk"}})", {R"(did you mean "disk"?)"}},
+        Bad{R"({"memory": {"device_bytes": "4 gigs"}})",
+            {R"("memory.device_bytes" is "4 gigs")", R"(such as "4GiB")"}},
+        Bad{R"({"memory": {"host_bytes": 0}})", {R"("memory.host_bytes" is 0)", ">= 1"}},
+        Bad{R"({"memory": {"host": 1}})", {R"(unknown key "memory.host")"}},
         Bad{R"({"table": {"param": {"rest": 5}}})", {R"("table.param.rest" is 5; allowed: text)"}},
         Bad{R"({"optimizer": {"type": "SDG"}})", {R"(did you mean "SGD"?)"}},
         Bad{R"({"optimizer": {"betas": 0.9}})", {R"("optimizer.betas" is 0.9)", "[beta1, beta2]"}},

@@ -35,13 +35,18 @@ class Meter {
     int64_t total = 0;
     for (const int64_t bytes : now_[static_cast<size_t>(held.tier)]) total += bytes;
     peak.total = std::max(peak.total, total);
+    if (held.tier == Tier::kDisk) return;
+    in_memory_now_ += held.bytes;
+    in_memory = std::max(in_memory, in_memory_now_);
   }
   void free(const Held& held) { add({held.tier, held.use, -held.bytes}); }
 
   std::array<MemoryPeak, kNumTiers> peaks{};
+  int64_t in_memory = 0;  // peak of device and host together
 
  private:
   std::array<std::array<int64_t, kNumUses>, kNumTiers> now_{};
+  int64_t in_memory_now_ = 0;
 };
 
 // One rank's walk along the plan.
@@ -61,6 +66,7 @@ class Walk {
   Ledger run(const Plan& plan) && {
     for (size_t i = 0; i < plan.steps.size(); ++i) step(plan, i);
     ledger_.tier = meter_.peaks;
+    ledger_.in_memory = meter_.in_memory;
     return std::move(ledger_);
   }
 

@@ -20,6 +20,7 @@ struct MemoryPeak {
 
 struct Ledger {
   std::array<MemoryPeak, kNumTiers> tier;  // by Tier
+  int64_t in_memory = 0;                   // peak of device and host together
   // Bytes this rank sends in one training step: phase ("forward" "backward" "update") -> link
   // ("node" crosses nodes, "local" inside one, "device-host", "host-disk") -> bytes.
   std::map<std::string, std::map<std::string, int64_t>> sent;

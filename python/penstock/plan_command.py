@@ -1,0 +1,126 @@
+"""penstock plan: every strategy and offload choice for a model, with bytes and seconds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from torch import nn
+
+from penstock import model_spec, tree
+from penstock._native import _penstock
+from penstock.engine import config_dict
+
+_HELP = "will it fit, how fast: every strategy and offload choice for a model"
+_TOKENS = 4096
+# Field of the machine -> option, what it is.
+_MACHINE = {
+    "flops": ("--flops", "FLOP/s of forward and backward"),
+    "local": ("--local-link", "bytes/s sent to ranks of the same node"),
+    "node": ("--node-link", "bytes/s sent to other nodes"),
+    "device_host": ("--device-host-link", "bytes/s copied between device and host memory"),
+    "host_disk": ("--host-disk-link", "bytes/s read from and written to disk"),
+    "host_memory": ("--host-memory", "bytes/s of host memory, for an optimizer on the CPU"),
+    "device_memory": ("--device-memory", "bytes/s of device memory, for one on the device"),
+}
+
+
+def _model_of(args: argparse.Namespace) -> nn.Module:
+    if args.model is not None:
+        return model_spec.build(args.model)
+    total = model_spec.whole(str(args.params), "--params")
+    count = model_spec.whole(str(args.units), "--units")
+    share, rest = divmod(total, count)
+    sizes = [str(share + (1 if unit < rest else 0)) for unit in range(count)]
+    return model_spec.build(",".join(sizes))
+
+
+def _config_of(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
+    config = config_dict(args.config)
+    if args.precision is not None or args.config is None:
+        config["precision"] = args.precision or "bf16"
+    if args.node is not None:
+        config["mesh"] = {**config.get("mesh", {}), "node": args.node}
+    if args.budget is not None:
+        budgets = model_spec.pairs(args.budget, ("device", "host"), "--budget")
+        limits = {f"{tier}_bytes": size for tier, size in budgets.items()}
+        config["memory"] = {**config.get("memory", {}), **limits}
+    if isinstance(model, model_spec.Blocks):
+        config["units"] = {"modules": ["Block"]}
+    return config
+
+
+def _plan(args: argparse.Namespace) -> int:
+    model = _model_of(args)
+    config = _penstock.Config.parse(json.dumps(_config_of(args, model)))
+    machine = _penstock.Machine()
+    for field in _MACHINE:
+        setattr(machine, field, getattr(args, f"machine_{field}"))
+    tokens = args.tokens
+    if tokens is None:
+        tokens = model.seq if isinstance(model, model_spec.PlainGpt) else _TOKENS
+    described = tree.model_tree(model, {})
+    report = _penstock.plan_report(described, config, args.world, tokens, machine)
+    if args.json:
+        print(json.dumps({key: report[key] for key in ("alternatives", "same")}, indent=2))
+    else:
+        print(report["text"].rstrip())
+    return 0
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to the command line."""
+    plan = commands.add_parser(
+        "plan",
+        help=_HELP,
+        description=_HELP + ". Bytes are peaks on one rank as the engine counts them, without "
+        "activations; seconds are those of a step whose links and compute overlap in each phase.",
+        epilog="example: penstock plan --model gpt:layers=48,hidden=1600 --world 8 "
+        "--budget device=80GiB,host=200GiB",
+    )
+    which = plan.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", metavar="SPEC", help=model_spec.SPECS)
+    which.add_argument("--params", metavar="P", help="all parameters, such as 7e9, in equal blocks")
+    plan.add_argument("--units", default="32", metavar="N", help="blocks for --params (default 32)")
+    plan.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    plan.add_argument(
+        "--node", "--nodes", type=int, metavar="M", help="nodes that the ranks are spread over"
+    )
+    plan.add_argument(
+        "--budget",
+        metavar="TIER=BYTES,...",
+        help="most for a rank, such as device=80GiB,host=64GiB; without it everything fits",
+    )
+    plan.add_argument("--config", metavar="JSON", help="text or path: precision, optimizer, ...")
+    plan.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="default: that of --config; without one bf16",
+    )
+    plan.add_argument(
+        "--tokens",
+        type=_positive,
+        metavar="T",
+        help=f"per rank and step; default one sequence of a gpt, else {_TOKENS}",
+    )
+    plan.add_argument("--json", action="store_true", help="for other programs")
+    defaults = _penstock.Machine()
+    machine = plan.add_argument_group("the machine, by rank: what it reaches")
+    for field, (option, meaning) in _MACHINE.items():
+        machine.add_argument(
+            option,
+            dest=f"machine_{field}",
+            type=_positive,
+            metavar="F",
+            default=getattr(defaults, field),
+            help=f"{meaning} (default %(default)g)",
+        )
+    plan.set_defaults(command=_plan)

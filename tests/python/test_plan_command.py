@@ -1,0 +1,176 @@
+"""penstock plan: what it prints, for every way to name a model, and what it says of wrong words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+# 1024 and 2048 parameters in bf16 on four ranks of two nodes, nothing early and nothing fused: the
+# bytes are those worked out in src/plan/simulator_test.cpp.
+LEAN = '{"precision": "bf16", "prefetch_bytes": 0, "comm": {"bucket_bytes": 0}}'
+BLOCKS = ["--model", "1024,2048", "--world", "4", "--node", "2", "--config", LEAN]
+# Seconds are then thousands of bytes of the longest link; 28 x 768 bytes of an optimizer are one.
+SLOW = ["--tokens", "1", "--flops", "1e12", "--local-link", "1e3", "--node-link", "1e3"]
+SLOW += ["--device-host-link", "1e3", "--host-disk-link", "1e3"]
+SLOW += ["--device-memory", "21504", "--host-memory", "2150.4"]
+
+
+def plan(capsys, *args):
+    from penstock import cli  # noqa: PLC0415
+
+    code = cli.main(["plan", *args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def alternatives(capsys, *args):
+    code, out, err = plan(capsys, *args, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    rows = {
+        (one["strategy"], one["optimizer"], one["params"]): one for one in report["alternatives"]
+    }
+    assert len(rows) == len(report["alternatives"])
+    return rows, report
+
+
+# (strategy, optimizer, params): device, host, disk, seconds.
+GOLDEN = {
+    # Backward all-reduces 2 x 3/4 of 6144 bytes, 2/3 of it across; 3072 parameters are updated.
+    ("ddp", "none", "none"): (52224, 0, 0, 6.144 + 4),
+    # Reduce-scatter, and all-gather in the update, 3072 bytes across each, above the update.
+    ("zero1", "none", "none"): (None, 0, 0, 3.072 + 3.072),
+    # Parameters once more, in forward.
+    ("zero3", "none", "none"): (23040, 0, 0, 3.072 + 6.144 + 1),
+    # Half of the traffic is inside the node, and gradients across once.
+    ("mics", "none", "none"): (37888, 0, 0, 3.072 + 6.144 + 2),
+    ("hpz", "none", "none"): (24064, 0, 0, 3.072 + 4.608 + 1),
+    # 1536 of gradients leave under the collectives; 768 parameters on the CPU take 10 s, 1.536 to
+    # bring them back are hidden.
+    ("zero3", "host", "none"): (12800, None, 0, 3.072 + 6.144 + 10),
+    # 18432 bytes are read and written, 3072 of them read under the backward; both units' state,
+    # 9216, is there with 1536 of gradients.
+    ("zero3", "disk", "none"): (12800, 10752, 9216, 3.072 + 6.144 + 15.360),
+    ("zero3", "none", "host"): (21504, 1536, 0, 3.072 + 6.144 + 1.536),
+}
+
+
+def test_golden_numbers(capsys):
+    rows, report = alternatives(capsys, *BLOCKS, *SLOW)
+    assert report["same"] == {}
+    for key, (device, host, disk, seconds) in GOLDEN.items():
+        one = rows[key]
+        assert device is None or one["device"] == device, key
+        assert host is None or one["host"] == host, key
+        assert one["disk"] == disk, key
+        assert one["seconds"] == pytest.approx(seconds, rel=1e-3), key
+    # Whatever rests whole stays on the device: three optimizer tiers; else nine, but hpz keeps no
+    # second copy on disk.
+    assert len(rows) == 3 * 3 + 2 * 9 + 6
+
+
+def test_best_first_and_why(capsys):
+    blocks = [*BLOCKS[:4], *BLOCKS[6:]]  # on one node
+    budget = ["--budget", "device=21504,host=10751B"]
+    _, out, _ = plan(capsys, *blocks, *SLOW, *budget)
+    lines = out.splitlines()
+    assert lines[0].startswith("3072 parameters in 3 units, 4 ranks, 1 tokens per rank and step;")
+    assert "device 21.00 KiB, host 10.50 KiB" in lines[0]
+    assert lines[1].split()[:8] == [
+        "strategy", "optimizer", "params", "device", "host", "disk", "s/step", "fits"
+    ]  # fmt: skip
+    assert lines[2].split()[:3] == ["zero3", "none", "host"]
+    assert lines[2].endswith("fastest that fits; longest: backward, local link")
+    fits = [line.split("KiB")[-1].split() for line in lines[2:]]
+    verdicts = ["yes" if "yes" in words else "no" for words in fits]
+    assert verdicts == sorted(verdicts, reverse=True) and "no" in verdicts
+    rows, _ = alternatives(capsys, *blocks, *SLOW, *budget)
+    assert rows["zero3", "none", "none"]["over"] == "device 1.50 KiB over"
+    assert rows["zero3", "disk", "none"]["over"] == "host 1 B over"
+    assert [one["fits"] for one in rows.values()] == sorted(
+        (one["fits"] for one in rows.values()), reverse=True
+    )
+
+
+def test_what_is_equal_on_a_mesh_is_shown_once(capsys):
+    rows, report = alternatives(capsys, "--params", "1e6", "--units", "4", "--world", "2")
+    assert report["same"] == {"hpz": "zero3", "mics": "zero3"}
+    assert {key[0] for key in rows} == {"ddp", "zero1", "zero2", "zero3"}
+    rows, report = alternatives(capsys, "--params", "1e6", "--world", "1")
+    assert report["same"]["zero1"] == "ddp" and "zero3" not in report["same"]
+
+
+# ---- ways to name a model
+
+FILE = """
+import torch
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(10, 100), torch.nn.Linear(100, 1))
+number = 3
+def seven():
+    return 7
+"""
+
+
+def test_models(capsys, tmp_path, monkeypatch):
+    (tmp_path / "nets.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    cases = {
+        f"{tmp_path}/nets.py:build": 1201,
+        "nets:build": 1201,
+        # 12 h^2 + 13 h a block; tokens, places, the last norm.
+        "gpt:layers=2,hidden=8,vocab=16,seq=4": 2 * (12 * 64 + 13 * 8) + 16 * 8 + 4 * 8 + 2 * 8,
+        "gpt": 124439808,  # GPT-2
+        "10,20,30": 60,
+        "1e3": 1000,
+    }
+    for spec, numel in cases.items():
+        code, out, err = plan(capsys, "--model", spec, "--world", "2")
+        assert code == 0, err
+        assert out.startswith(f"{numel} parameters in "), spec
+
+
+def test_a_hugging_face_config(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=1, vocab_size=16, n_positions=4)
+    config.save_pretrained(tmp_path)
+    code, out, err = plan(capsys, "--model", str(tmp_path / "config.json"), "--world", "2")
+    assert code == 0, err
+    assert out.startswith(f"{2 * (12 * 64 + 13 * 8) + 16 * 8 + 4 * 8 + 2 * 8} parameters")
+
+
+WRONG = {
+    "gpt key": (["--model", "gpt:layer=3"], 'a gpt has no "layer": did you mean "layers"?'),
+    "gpt value": (["--model", "gpt:layers=x"], 'layers of the gpt is "x", not a whole number'),
+    "kind": (["--model", "gtp:layers=3"], 'did you mean "gpt:layers=3"?'),
+    "no such file": (["--model", "no/such.py:f"], 'there is no file "no/such.py"'),
+    "no such callable": (["--model", "nets.py:bild"], 'has no "bild": did you mean "build"?'),
+    "no module": (["--model", "nets.py:seven"], "nets.py:seven gave a int, no nn.Module"),
+    "nothing known": (["--model", "bert"], '--model "bert" is none of: module:callable'),
+    "tier": (["--params", "1e6", "--budget", "devise=1GiB"], 'did you mean "device"?'),
+    "bytes": (["--params", "1e6", "--budget", "device=1gig"], '"memory.device_bytes" is "1gig"'),
+    "no value": (["--params", "1e6", "--budget", "device"], "should read device=value"),
+    "params": (["--params", "many"], '--params is "many", not a whole number >= 1'),
+    "nodes": (["--params", "1e6", "--node", "3"], '"mesh.node" is 3'),
+    "config": (["--params", "1e6", "--config", '{"stratgy": 1}'], 'did you mean "strategy"?'),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_words_are_one_sentence(name, capsys, tmp_path, monkeypatch):
+    (tmp_path / "nets.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    args, says = WRONG[name]
+    code, out, err = plan(capsys, *args, "--world", "4")
+    assert (code, out) == (2, "")
+    assert err.startswith("penstock: ") and err.count("\n") == 1, err
+    assert says in err, err
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit):
+        plan(capsys, "--help")
+    text = capsys.readouterr().out
+    for word in ("--model", "--budget", "--flops", "--node-link", "gpt:layers=12", "4e+14"):
+        assert word in text
