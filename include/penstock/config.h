@@ -59,6 +59,8 @@ struct UnitsConfig {
 struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
   std::string path;
+  bool checksums = false;   // what is read from disk is compared with what was written
+  double timeout_s = 60.0;  // every wait for the disk, while no request ends
 };
 
 struct MeshConfig {

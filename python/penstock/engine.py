@@ -266,6 +266,7 @@ class Engine:
 
         Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
         peaks of "param", "grad", "optim", "buffers" and of their "total", in memory, and "disk".
+        "measured" also counts the bytes moved so far: "disk_read" and "disk_written".
         """
         return dict(self._core.ledger())
 

@@ -50,6 +50,10 @@ LedgerReport Core::ledger() const {
       peak(mem::Account::kParam),          peak(mem::Account::kGrad),
       peak(mem::Account::kOptim),          peak(mem::Account::kBuffers),
       device.total_peak + host.total_peak, state_->tiers.disk ? state_->tiers.disk->reserved() : 0};
+  if (state_->tiers.disk) {
+    report.disk_read = state_->tiers.disk->bytes_read();
+    report.disk_written = state_->tiers.disk->bytes_written();
+  }
   return report;
 }
 

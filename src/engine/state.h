@@ -26,6 +26,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   // ---- set-up (setup.cpp)
   void agree_at_start(const std::string& print);
   void adopt(const ModelTree& tree, const std::string& print, bool external_optimizer);
+  void claim_on_all_ranks(bool external_optimizer);
   void claim_copies(bool external_optimizer);
   void adopt_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree);
   void install_hooks();

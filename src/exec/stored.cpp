@@ -4,6 +4,7 @@ namespace penstock::exec {
 
 void DiskTraffic::make_room(Stored& copy, mem::Account account) {
   while (copy.writing) finish_oldest();
+  if (copy.on_disk()) tiers_.disk->wait(copy.moving);  // a read that nobody waited for
   if (!copy.memory) copy.memory = tiers_.arena(copy.tier).take(copy.bytes, account);
   copy.moving = {};
 }
@@ -26,7 +27,8 @@ void DiskTraffic::put_back(Stored& copy) {
 }
 
 void DiskTraffic::let_go(Stored& copy) {
-  if (copy.on_disk() && !copy.writing) copy.memory.reset();
+  if (!copy.on_disk() || copy.writing) return;
+  if (tiers_.disk->done(copy.moving)) copy.memory.reset();  // else close() does
 }
 
 void DiskTraffic::finish_oldest() {

@@ -15,6 +15,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/mem/block_io.h"
+#include "src/mem/kept.h"
 
 namespace penstock::mem {
 
@@ -129,6 +130,12 @@ Lease Arena::take(int64_t bytes, Account account) {
 void Arena::give_back(Lease& lease) {
   const std::lock_guard lock(mutex_);
   count(lease.account_, -lease.bytes_);
+  const char* data = lease.data();
+  if (std::any_of(kept_.begin(), kept_.end(), [&](const char* address) {
+        return address >= data && address < data + lease.bytes_;
+      })) {
+    return keep_for_good(std::move(lease.data_));
+  }
   unused_[lease.bytes_].push_back(std::move(lease.data_));
   unused_bytes_ += lease.bytes_;
 }
@@ -155,6 +162,11 @@ void Arena::reset_peak() {
   const std::lock_guard lock(mutex_);
   usage_.peak = usage_.now;
   usage_.total_peak = usage_.total_now;
+}
+
+void Arena::keep(const char* address) {
+  const std::lock_guard lock(mutex_);
+  kept_.push_back(address);
 }
 
 void Arena::trim() {

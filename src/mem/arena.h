@@ -63,6 +63,8 @@ class Arena {
   Lease take(int64_t bytes, Account account);
   Usage usage() const;
   void reset_peak();
+  // The buffer with this address is never reused and never freed: the system may yet write to it.
+  void keep(const char* address);
   // Returns unused buffers to the system.
   void trim();
 
@@ -77,6 +79,7 @@ class Arena {
   std::map<int64_t, std::vector<c10::DataPtr>> unused_;  // by size; no empty entries
   int64_t unused_bytes_ = 0;
   Usage usage_;
+  std::vector<const char*> kept_;  // addresses
 };
 
 }  // namespace penstock::mem

@@ -231,7 +231,8 @@ void parse_dtypes(const Json& value, Config* config) {
 }
 
 void parse_offload(const Json& value, OffloadConfig* offload) {
-  const Section section(value, "offload", {"optimizer", "params", "activations", "path"});
+  const Section section(value, "offload", {"optimizer", "params", "activations", "path", "checksums",
+                                           "timeout_s"});
   const std::array<std::pair<const char*, std::string*>, 3> roles = {
       {{"optimizer", &offload->optimizer},
        {"params", &offload->params},
@@ -243,8 +244,13 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
     fail_unsupported(section.path("activations"), offload->activations,
                      "this version does not offload activations yet");
   section.read_text("path", &offload->path);
-  if (offload->optimizer != "disk" && offload->params != "disk")
-    section.refuse_without_effect({"path"}, "while nothing is offloaded to disk");
+  section.read("checksums", &offload->checksums);
+  section.read("timeout_s", &offload->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
+  const OffloadConfig none;
+  if (offload->optimizer == "disk" || offload->params == "disk") return;
+  const std::string nothing = "while nothing is offloaded to disk";
+  section.refuse_without_effect({"path", "checksums"}, nothing);
+  if (offload->timeout_s != none.timeout_s) section.refuse_without_effect({"timeout_s"}, nothing);
 }
 
 void parse_betas(const Section& section, OptimizerConfig* optimizer) {
@@ -529,7 +535,9 @@ std::string Config::json() const {
   out["offload"] = {{"optimizer", offload.optimizer},
                     {"params", offload.params},
                     {"activations", offload.activations},
-                    {"path", offload.path}};
+                    {"path", offload.path},
+                    {"checksums", offload.checksums},
+                    {"timeout_s", offload.timeout_s}};
   out["loss_scale"] = {
       {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
   out["batch"] = {{"micro", or_null(batch.micro, 0)},
