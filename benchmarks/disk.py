@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import pathlib
 import shutil
 import statistics
@@ -72,7 +73,8 @@ class Ours:
 
 
 class Fio:
-    """fio on a file that is laid out before the first figure."""
+    """fio on a file that is laid out before the first figure, with memory like the engine's: in huge
+    pages. Without them it is two to three times slower (a request is cut into many pieces)."""
 
     def __init__(self, folder: str, text: str, options: argparse.Namespace) -> None:
         self._command = [
@@ -84,7 +86,8 @@ class Fio:
 
     def bandwidth(self, mode: str) -> float:
         command = [*self._command, f"--rw={MODES[mode][0]}"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
         moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
         return float(moved / (max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3))

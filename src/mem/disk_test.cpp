@@ -272,6 +272,18 @@ TEST_F(DiskTest, EveryFaultIsAnErrorThatNamesTheRequest) {
   }
 }
 
+TEST_F(DiskTest, WhatWasReadMayChangeOnceItIsThere) {
+  Disk disk(options());
+  Block block(40 * kBlockBytes);
+  disk.reserve(40 * kBlockBytes);
+  disk.allocate();
+  disk.wait(disk.write(0, block.data(), 40 * kBlockBytes));
+  const DiskTicket read = disk.read(0, block.data(), 40 * kBlockBytes);
+  disk.wait(read);
+  block.data()[7] ^= 1;
+  EXPECT_NO_THROW(disk.wait(read)) << "it is compared when it is read";
+}
+
 TEST_F(DiskTest, ChecksumsAreOnlyTakenWhenAskedFor) {
   DiskOptions plain = options();
   plain.checksums = false;
