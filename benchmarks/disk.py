@@ -73,8 +73,9 @@ class Ours:
 
 
 class Fio:
-    """fio on a file that is laid out before the first figure, with memory like the engine's: in huge
-    pages. Without them it is two to three times slower (a request is cut into many pieces)."""
+    """fio on a file that is laid out before the first figure, with memory as the engine's is, in huge
+    pages: in small ones each request is cut into many pieces, and it is up to three times slower.
+    """
 
     def __init__(self, folder: str, text: str, options: argparse.Namespace) -> None:
         self._command = [

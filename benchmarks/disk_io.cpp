@@ -1,4 +1,5 @@
-// The C functions that disk.py measures: the disk tier as the engine uses it, but for what is on it.
+// The C functions that disk.py measures: the disk tier as the engine uses it, but for what is on
+// it.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -30,7 +31,8 @@ struct Bench {
 
 }  // namespace
 
-// A disk with one extent of `bytes`, a multiple of 2 x depth x request_bytes. Throws what mem throws.
+// A disk with one extent of `bytes`, a multiple of 2 x depth x request_bytes. Throws what mem
+// throws.
 extern "C" PENSTOCK_API Bench* penstock_bench_disk_open(const char* folder, int64_t bytes,
                                                         int64_t request_bytes, int depth) {
   auto bench = std::make_unique<Bench>();
@@ -59,8 +61,8 @@ extern "C" PENSTOCK_API const char* penstock_bench_disk_text(const Bench* bench)
   return bench->text.c_str();
 }
 
-// Moves as many bytes as the extent has, in order, so that the ring is full until the end. `mode`: 'r'
-// read, 'w' write, 'm' both in turn. Returns seconds.
+// Moves as many bytes as the extent has, in order, so that the ring is full until the end. `mode`:
+// 'r' read, 'w' write, 'm' both in turn. Returns seconds.
 extern "C" PENSTOCK_API double penstock_bench_disk_run(Bench* bench, char mode) {
   mem::Disk& disk = *bench->disk;
   const int64_t window = bench->depth / 2 * bench->request_bytes;

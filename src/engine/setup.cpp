@@ -115,8 +115,7 @@ void Core::State::claim_on_all_ranks(bool external_optimizer) {
   if (error) std::rethrow_exception(error);
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     if (texts[rank].empty()) continue;
-    throw RuntimeFault(
-        concat("[engine::initialize] rank ", rank, " failed with: ", texts[rank]));
+    throw RuntimeFault(concat("[engine::initialize] rank ", rank, " failed with: ", texts[rank]));
   }
 }
 

@@ -25,9 +25,11 @@ class Waiting {
   }
   bool empty() const { return queues_[0].empty() && queues_[1].empty(); }
   BlockRequest take() {  // not when empty
-    size_t kind = num_taken_[0] <= num_taken_[1] ? 0 : 1;
+    size_t kind = 1 - last_;
+    if (num_taken_[kind] > num_taken_[last_]) kind = last_;
     if (queues_[kind].empty()) kind = 1 - kind;
     ++num_taken_[kind];
+    last_ = kind;
     BlockRequest request = std::move(queues_[kind].front());
     queues_[kind].pop_front();
     return request;
@@ -38,6 +40,7 @@ class Waiting {
  private:
   std::array<std::deque<BlockRequest>, 2> queues_;  // reads, writes
   std::array<int, 2> num_taken_{};                  // and not ended
+  size_t last_ = 1;                                 // kind taken
 };
 
 class ThreadIo final : public BlockIo {

@@ -16,8 +16,8 @@ struct BlockRequest {
   bool write = false;
   char* data = nullptr;
   int64_t offset = 0, bytes = 0;
-  // Called once, from a thread of the BlockIo: bytes moved, perhaps fewer than asked for, or -errno.
-  // It may submit.
+  // Called once, from a thread of the BlockIo: bytes moved, perhaps fewer than asked for, or
+  // -errno. It may submit.
   std::function<void(int64_t)> done;
 };
 

@@ -66,12 +66,12 @@ struct Disk::Impl {
   int64_t reserved = 0;
   std::mutex mutex;
   std::condition_variable changed;
-  std::list<Request> in_flight;                 // guarded by mutex
-  int64_t progress = 0;                         // guarded by mutex; counts results
-  bool stalled = false;                         // guarded by mutex; since the last progress
-  int64_t bytes_read = 0, bytes_written = 0;    // guarded by mutex
+  std::list<Request> in_flight;               // guarded by mutex
+  int64_t progress = 0;                       // guarded by mutex; counts results
+  bool stalled = false;                       // guarded by mutex; since the last progress
+  int64_t bytes_read = 0, bytes_written = 0;  // guarded by mutex
   std::map<std::pair<int64_t, int64_t>, uint64_t> sums;  // guarded by mutex; by offset and bytes
-  std::unique_ptr<BlockIo> io;                  // last: its threads end first
+  std::unique_ptr<BlockIo> io;                           // last: its threads end first
 };
 
 Disk::Impl::Impl(const DiskOptions& options)
@@ -109,8 +109,12 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
       request.self = std::prev(in_flight.end());
       request.ticket = ticket.state_;
       request.file = &files[index % num_files];
-      request.whole = {request.file->descriptor(), write, data + (at - offset),
-                       index / num_files * stripe + at % stripe, size, {}};
+      request.whole = {request.file->descriptor(),
+                       write,
+                       data + (at - offset),
+                       index / num_files * stripe + at % stripe,
+                       size,
+                       {}};
       request.since = Clock::now();
       ++ticket.state_->left;
       started.push_back(&request);
@@ -149,7 +153,8 @@ void Disk::Impl::ended(Request& request, int64_t result) {
     lock.unlock();  // the last one, so that nobody else looks at it
     const bool same = hash_text(ticket.check) == ticket.sum;
     lock.lock();
-    if (error.empty() && !same) error = request.text() + " gave other bytes than were written there";
+    if (error.empty() && !same)
+      error = request.text() + " gave other bytes than were written there";
     changed.notify_all();
   }
   if (ticket.error.empty()) ticket.error = error;
@@ -177,8 +182,7 @@ bool Disk::Impl::wait(std::unique_lock<std::mutex>& lock, const std::function<bo
   int quiet = stalled ? kSlices - 1 : 0;
   while (!done() && quiet < kSlices) {
     const int64_t before = progress;
-    const bool moved =
-        changed.wait_for(lock, slice, [&] { return done() || progress != before; });
+    const bool moved = changed.wait_for(lock, slice, [&] { return done() || progress != before; });
     quiet = moved ? 0 : quiet + 1;
   }
   stalled |= quiet == kSlices;

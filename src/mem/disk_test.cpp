@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <future>
 #include <iterator>
 #include <mutex>
 #include <string>
@@ -146,9 +147,7 @@ class FaultyIo final : public BlockIo {
     ++num_submitted;
     const BlockRequest copy = request;
     if (before_) before_(request);
-    request.done = [this, copy](int64_t moved) {
-      copy.done(after_ ? after_(copy, moved) : moved);
-    };
+    request.done = [this, copy](int64_t moved) { copy.done(after_ ? after_(copy, moved) : moved); };
     real_->submit(std::move(request));
   }
   const char* name() const override { return "faulty"; }
@@ -177,7 +176,9 @@ TEST_F(DiskTest, ARequestThatIsCutShortGoesOnWithItsRest) {
     };
   };
   const Case cases[] = {{"short by blocks", at_most(2 * kBlockBytes), {}},
-                        {"short within a block", {}, [](const BlockRequest& r, int64_t moved) {
+                        {"short within a block",
+                         {},
+                         [](const BlockRequest& r, int64_t moved) {
                            return r.bytes > kBlockBytes ? kBlockBytes + 512 : moved;
                          }},
                         {"interrupted", {}, often(EINTR)},
@@ -225,6 +226,29 @@ TEST_F(DiskTest, TheLastRestIsMadeBeforeTheIoEnds) {
     }
     EXPECT_EQ(num_results, 20);
   }
+}
+
+TEST_F(DiskTest, ReadsAndWritesTakeTurns) {
+  const SwapFile file = SwapFile::open(folder_);
+  file.claim(kBlockBytes);
+  Block block(kBlockBytes);
+  std::promise<void> started, all_wait;
+  std::string order;
+  std::unique_ptr<BlockIo> io = BlockIo::threads(1);
+  const auto submit = [&](bool write, const std::function<void(int64_t)>& done) {
+    io->submit({file.descriptor(), write, block.data(), 0, kBlockBytes, done});
+  };
+  submit(true, [&](int64_t) {
+    started.set_value();
+    all_wait.get_future().wait();
+  });
+  started.get_future().wait();
+  for (const char kind : std::string("wwwwwrrr")) {
+    submit(kind == 'w', [&order, kind](int64_t) { order += kind; });
+  }
+  all_wait.set_value();
+  io.reset();
+  EXPECT_EQ(order, "rwrwrwww");
 }
 
 TEST_F(DiskTest, EveryFaultIsAnErrorThatNamesTheRequest) {
@@ -348,9 +372,9 @@ TEST_F(DiskTest, AStallNamesTheRequestAndItsMemoryIsNeverFreed) {
     for (const auto& waits : {std::function<void()>([&] { tiers.disk->wait(ticket); }),
                               std::function<void()>([&] { tiers.disk->wait_for_all(); })}) {
       const std::string error = error_of(waits);
-      const std::string names = concat("no progress for 0.2 s (offload.timeout_s): the write of ",
-                                       bytes, " bytes at offset 0 of the swap file in \"", folder_,
-                                       "\" was started ");
+      const std::string names =
+          concat("no progress for 0.2 s (offload.timeout_s): the write of ", bytes,
+                 " bytes at offset 0 of the swap file in \"", folder_, "\" was started ");
       EXPECT_NE(error.find(names), std::string::npos) << error;
       EXPECT_FALSE(tiers.disk->done(ticket));
     }
@@ -365,23 +389,23 @@ TEST_F(DiskTest, AStallNamesTheRequestAndItsMemoryIsNeverFreed) {
 
 TEST_F(DiskTest, ASlowDiskIsNoStall) {
   DiskOptions slow = options();
-  slow.stall_s = 0.4;
+  slow.stall_s = 0.8;
   slow.stripe_bytes = kBlockBytes;
   slow.make_io = [] {
     return std::make_unique<FaultyIo>(nullptr, [](const BlockRequest&, int64_t moved) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(60));  // what is tested
+      std::this_thread::sleep_for(std::chrono::milliseconds(75));  // what is tested
       return moved;
     });
   };
   Disk disk(slow);
-  Block block(10 * kBlockBytes);
-  disk.reserve(10 * kBlockBytes);
+  Block block(12 * kBlockBytes);
+  disk.reserve(12 * kBlockBytes);
   disk.allocate();
   std::vector<DiskTicket> tickets;
-  for (int64_t i = 0; i < 10; ++i) {
+  for (int64_t i = 0; i < 12; ++i) {
     tickets.push_back(disk.write(i * kBlockBytes, block.data() + i * kBlockBytes, kBlockBytes));
   }
-  EXPECT_NO_THROW(disk.wait(tickets.back()));  // after 0.6 s, all of them with progress
+  EXPECT_NO_THROW(disk.wait(tickets.back()));  // after 0.9 s, all of them with progress
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 #include "src/mem/swap_file.h"
 
-#include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <gtest/gtest.h>
 
 #include <csignal>
 #include <cstdlib>

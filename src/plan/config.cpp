@@ -231,8 +231,8 @@ void parse_dtypes(const Json& value, Config* config) {
 }
 
 void parse_offload(const Json& value, OffloadConfig* offload) {
-  const Section section(value, "offload", {"optimizer", "params", "activations", "path", "checksums",
-                                           "timeout_s"});
+  const Section section(value, "offload",
+                        {"optimizer", "params", "activations", "path", "checksums", "timeout_s"});
   const std::array<std::pair<const char*, std::string*>, 3> roles = {
       {{"optimizer", &offload->optimizer},
        {"params", &offload->params},
@@ -532,12 +532,9 @@ std::string Config::json() const {
   out["mesh"] = {{"data", or_null(mesh.data, 0)}, {"tensor", mesh.tensor},
                  {"pipeline", mesh.pipeline},     {"sequence", mesh.sequence},
                  {"expert", mesh.expert},         {"node", mesh.node}};
-  out["offload"] = {{"optimizer", offload.optimizer},
-                    {"params", offload.params},
-                    {"activations", offload.activations},
-                    {"path", offload.path},
-                    {"checksums", offload.checksums},
-                    {"timeout_s", offload.timeout_s}};
+  out["offload"] = {{"optimizer", offload.optimizer},     {"params", offload.params},
+                    {"activations", offload.activations}, {"path", offload.path},
+                    {"checksums", offload.checksums},     {"timeout_s", offload.timeout_s}};
   out["loss_scale"] = {
       {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
   out["batch"] = {{"micro", or_null(batch.micro, 0)},

@@ -188,7 +188,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"schedule": {"warmup_steps": 5}})", {"no effect", R"(schedule.type "none")"}},
         Bad{R"({"schedule": {"type": "constant", "min_ratio": 0.5}})", {"no effect"}},
         Bad{R"({"offload": {"path": "/tmp"}})", {R"("offload.path" is "/tmp")", "no effect"}},
-        Bad{R"({"offload": {"params": "host", "checksums": true}})", {"offload.checksums", "no effect"}},
+        Bad{R"({"offload": {"params": "host", "checksums": true}})",
+            {"offload.checksums", "no effect"}},
         Bad{R"({"offload": {"timeout_s": 5}})", {R"("offload.timeout_s" is 5)", "no effect"}}));
 
 INSTANTIATE_TEST_SUITE_P(
