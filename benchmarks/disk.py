@@ -73,8 +73,8 @@ class Ours:
 
 
 class Fio:
-    """fio on a file that is laid out before the first figure, with memory as the engine's is, in huge
-    pages: in small ones each request is cut into many pieces, and it is up to three times slower.
+    """fio on a file that is laid out before the first figure, with memory in huge pages as the
+    engine's is: in small ones each request is cut into many pieces, at up to three times the cost.
     """
 
     def __init__(self, folder: str, text: str, options: argparse.Namespace) -> None:
