@@ -62,6 +62,8 @@ struct OffloadConfig {
   std::string gradients = "none";  // "none" (where the optimizer works) "disk"
   std::string path;
   bool late_update = false;  // step() returns once the norm is known; updates end before each use
+  bool checksums = false;    // what is read from disk is compared with what was written
+  double timeout_s = 60.0;   // every wait for the disk, while no request ends
 };
 
 // Budgets in bytes per rank; -1 = what is found. On the CPU the device is host memory that is

@@ -54,6 +54,7 @@ struct LedgerEntry {
 struct LedgerReport {
   std::map<std::string, LedgerEntry> predicted;
   LedgerEntry measured;
+  int64_t disk_read = 0, disk_written = 0;  // so far
   std::string strategy;
 };
 

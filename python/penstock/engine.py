@@ -266,7 +266,8 @@ class Engine:
 
         Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
         peaks of "param", "grad", "optim", "buffers" and of their "total", in memory; "device" and
-        "host", the total by tier; and "disk".
+        "host", the total by tier; and "disk". "measured" also counts the bytes moved so far:
+        "disk_read" and "disk_written".
         """
         return dict(self._core.ledger())
 

@@ -64,7 +64,10 @@ py::dict ledger_of(const Core& core) {
   for (const auto& [name, entry] : report.predicted) predicted[name.c_str()] = dict_of(entry);
   py::dict dict;
   dict["predicted"] = predicted;
-  dict["measured"] = dict_of(report.measured);
+  py::dict measured = dict_of(report.measured);
+  measured["disk_read"] = report.disk_read;
+  measured["disk_written"] = report.disk_written;
+  dict["measured"] = measured;
   dict["strategy"] = report.strategy;
   return dict;
 }

@@ -102,10 +102,6 @@ std::vector<std::string> tiers(const std::string& configured) {
   return {"none", "host", "disk"};
 }
 
-bool can_rest_away(const std::string& strategy) {
-  return preset(strategy, {}).at(Role::kParam, Phase::kRest).sharded();
-}
-
 // What a table asks of tiers that cannot be; empty when it can be run.
 std::string refusal_of(const Table& table, bool external_optimizer) {
   const Placement& rest = table.at(Role::kParam, Phase::kRest);
@@ -124,10 +120,7 @@ std::string refusal_of(const Table& table, bool external_optimizer) {
 }  // namespace
 
 Config with(const Config& config, const Alternative& chosen) {
-  Config one = config;
-  if (one.strategy != chosen.strategy) one.table.clear();  // cells of another preset
-  one.strategy = chosen.strategy;
-  one.offload.optimizer = chosen.optimizer;
+  Config one = adapted(config, chosen.strategy, chosen.optimizer);
   one.offload.params = chosen.params;
   return one;
 }

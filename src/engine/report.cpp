@@ -12,10 +12,6 @@ namespace penstock {
 namespace {
 
 // What cannot rest away from the device stays there, for the comparison.
-bool can_offload_params(const std::string& strategy) {
-  return preset(strategy, {}).at(Role::kParam, Phase::kRest).sharded();
-}
-
 LedgerEntry entry_of(const Ledger& ledger) {
   LedgerEntry entry;
   entry.disk = ledger.tier[static_cast<size_t>(Tier::kDisk)].total;
@@ -38,10 +34,7 @@ LedgerReport Core::ledger() const {
   LedgerReport report;
   report.strategy = state_->config.strategy;
   for (const std::string& name : preset_names()) {
-    Config config = state_->config;
-    config.strategy = name;
-    if (name != report.strategy) config.table.clear();
-    if (!can_offload_params(name)) config.offload.params = "none";
+    const Config config = engine::adapted(state_->config, name, state_->config.offload.optimizer);
     report.predicted[name] = entry_of(engine::predict(config, state_->model));
   }
   const mem::Usage device = state_->tiers.device.usage(), host = state_->tiers.host.usage();
@@ -56,6 +49,10 @@ LedgerReport Core::ledger() const {
                      state_->tiers.disk ? state_->tiers.disk->reserved() : 0,
                      device.total_peak,
                      host.total_peak};
+  if (state_->tiers.disk) {
+    report.disk_read = state_->tiers.disk->bytes_read();
+    report.disk_written = state_->tiers.disk->bytes_written();
+  }
   return report;
 }
 

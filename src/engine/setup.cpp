@@ -69,7 +69,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
     for (exec::UnitState& unit : executor->units()) {
       for (exec::Flat& flat : unit.flats) flat.let_params_go();
     }
-    tiers.disk.reset();
+    tiers.close_disk();
     throw;
   }
   waiting.assign(executor->units().size(), 0);
@@ -77,7 +77,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
 }
 
 void Core::State::adopt(const ModelTree& tree, bool external_optimizer) {
-  claim_copies(external_optimizer);
+  claim_on_all_ranks(external_optimizer);
   for (size_t unit = 0; unit < executor->units().size(); ++unit) {
     std::vector<exec::Flat>& flats = executor->units()[unit].flats;
     for (size_t flat = 0; flat < flats.size(); ++flat) {
@@ -170,6 +170,24 @@ void Core::State::set_budgets(const Room& room, bool external_optimizer) {
                                  room.memory, &Alternative::memory));
 }
 
+// A rank without room ends all of them here.
+void Core::State::claim_on_all_ranks(bool external_optimizer) {
+  std::exception_ptr error;
+  std::string mine;
+  try {
+    claim_copies(external_optimizer);
+  } catch (const std::exception& problem) {
+    error = std::current_exception();
+    mine = problem.what();
+  }
+  const std::vector<std::string> texts = share_text("room for what rests", mine);
+  if (error) std::rethrow_exception(error);
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank].empty()) continue;
+    throw RuntimeFault(concat("[engine::initialize] rank ", rank, " failed with: ", texts[rank]));
+  }
+}
+
 // Says where each copy rests, and finds a disk that is too full before anything is moved.
 void Core::State::claim_copies(bool external_optimizer) {
   const Table& table = executor->table();
@@ -182,6 +200,8 @@ void Core::State::claim_copies(bool external_optimizer) {
   if (on_disk) {
     mem::DiskOptions options;
     options.paths = engine::swap_folders(config.offload);
+    options.checksums = config.offload.checksums;
+    options.stall_s = config.offload.timeout_s;
     tiers.disk.emplace(options);
   }
   const int num_moments = external_optimizer ? 0 : engine::num_moments(config);

@@ -307,6 +307,7 @@ void Core::State::close(bool whole) {
   closed = true;
   try {
     executor->drain();
+    if (tiers.disk) tiers.disk->wait_for_all();  // reads of an update that did not come
   } catch (const RuntimeFault&) {  // thrown where it happened; what is left needs no peer
     faulted = true;
   }
@@ -317,7 +318,7 @@ void Core::State::close(bool whole) {
     driver->abandon();
     executor->discard_gradients();
   }
-  if (!whole) tiers.disk.reset();  // waits for what is still in flight into the copies below
+  if (!whole) tiers.close_disk();  // waits for what is still in flight into the copies below
   for (size_t index = 0; index < executor->units().size(); ++index) {
     const int unit = static_cast<int>(index);
     if (whole && !executor->full(unit)) executor->run(executor->move_to(unit, Phase::kForward));
@@ -333,7 +334,7 @@ void Core::State::close(bool whole) {
     tiers.device.trim();
     tiers.host.trim();
   }
-  tiers.disk.reset();
+  tiers.close_disk();
   group->close();
 }
 

@@ -29,6 +29,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   void choose_tiers(const Room& room, bool external_optimizer);
   void set_budgets(const Room& room, bool external_optimizer);
   void adopt(const ModelTree& tree, bool external_optimizer);
+  void claim_on_all_ranks(bool external_optimizer);
   void claim_copies(bool external_optimizer);
   void adopt_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree);
   void install_hooks();

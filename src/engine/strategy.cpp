@@ -54,6 +54,22 @@ Table table_of(const Config& config, const ModelDesc& model) {
   return table;
 }
 
+bool can_rest_away(const std::string& strategy) {
+  return preset(strategy, {}).at(Role::kParam, Phase::kRest).sharded();
+}
+
+Config adapted(Config config, const std::string& strategy, const std::string& optimizer) {
+  if (strategy != config.strategy) config.table.clear();  // cells of another preset
+  config.strategy = strategy;
+  config.offload.optimizer = optimizer;
+  const bool shards = can_rest_away(strategy), offloads = optimizer != "none";
+  if (!shards) config.offload.params = "none";
+  if (!offloads || !preset(strategy, {}).at(Role::kGrad, Phase::kHold).sharded())
+    config.offload.gradients = "none";
+  config.offload.late_update &= shards && offloads;
+  return config;
+}
+
 int num_moments(const Config& config) {
   const OptimizerConfig optimizer = config.optimizer.value_or(OptimizerConfig{});
   if (optimizer.type == "SGD") return optimizer.momentum != 0.0 ? 1 : 0;

@@ -22,6 +22,11 @@ Mesh mesh_of(const Config& config);  // after resolve()
 // The strategy's preset with the config's own cells, at the precision of the narrowest parameters
 // that train (the others keep their dtype, see Table::dtype_in).
 Table table_of(const Config& config, const ModelDesc& model);
+// Whether the strategy's resting parameters are sharded, so that they can be elsewhere.
+bool can_rest_away(const std::string& strategy);
+// The same settings for another strategy and another tier of the optimizer, without those that mean
+// nothing there.
+Config adapted(Config config, const std::string& strategy, const std::string& optimizer);
 int num_moments(const Config& config);  // fp32 values the optimizer keeps per parameter
 
 // What one training step of this strategy takes.

@@ -1,6 +1,7 @@
 #include "src/exec/executor.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -264,9 +265,10 @@ void Executor::drop(int index) {
 
 void Executor::drain() {
   // The lanes are ordered, so an empty task at their end is done when all before it is.
-  gather_lane_.submit([] {}).wait();
-  reduce_lane_.submit([] {}).wait();
-  update_lane_.submit([] {}).wait();
+  const std::array<Event, 3> ends = {gather_lane_.submit([] {}), reduce_lane_.submit([] {}),
+                                     update_lane_.submit([] {})};
+  for (const Event& end : ends) end.settle();  // all of them before one throws
+  for (const Event& end : ends) end.wait();
   traffic_.settle();
 }
 

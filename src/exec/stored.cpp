@@ -9,6 +9,7 @@ void DiskTraffic::make_room(Stored& copy, mem::Account account) {
 
 void DiskTraffic::room_for(Stored& copy, mem::Account account) {
   while (copy.writing) finish_oldest();
+  if (copy.on_disk()) tiers_.disk->wait(copy.moving);  // a read that nobody waited for
   if (!copy.memory) copy.memory = tiers_.arena(copy.tier).take(copy.bytes, account);
   copy.moving = {};
 }
@@ -33,8 +34,9 @@ void DiskTraffic::put_back(Stored& copy) {
 }
 
 void DiskTraffic::let_go(Stored& copy) {
+  if (!copy.on_disk()) return;
   const std::lock_guard lock(mutex_);
-  if (copy.on_disk() && !copy.writing) copy.memory.reset();
+  if (!copy.writing && tiers_.disk->done(copy.moving)) copy.memory.reset();  // else close() does
 }
 
 void DiskTraffic::finish_oldest() {

@@ -84,6 +84,7 @@ double Executor::own_sum_squares() const {
 
 void Executor::norm(const std::string& text) {
   finish_reductions();
+  traffic_.settle();  // the last unit's write of the step before, long since done
   std::vector<Slot*> slots;
   for (UnitState& unit : units_) {
     for (Flat& flat : unit.flats) {

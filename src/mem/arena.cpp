@@ -15,6 +15,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/mem/block_io.h"
+#include "src/mem/kept.h"
 
 namespace penstock::mem {
 
@@ -190,6 +191,12 @@ Lease Arena::take(int64_t bytes, Account account) {
 void Arena::give_back(Lease& lease) {
   const std::lock_guard lock(mutex_);
   count(lease.account_, -lease.bytes_);
+  const char* data = lease.data();
+  if (std::any_of(kept_.begin(), kept_.end(), [&](const char* address) {
+        return address >= data && address < data + lease.bytes_;
+      })) {
+    return keep_for_good(std::move(lease.data_));
+  }
   pool_.give_back(std::move(lease.data_), lease.bytes_);
 }
 
@@ -205,6 +212,11 @@ void Arena::reset_peak() {
   usage_.peak = usage_.now;
   usage_.total_peak = usage_.total_now;
   pool_.reset_peak();
+}
+
+void Arena::keep(const char* address) {
+  const std::lock_guard lock(mutex_);
+  kept_.push_back(address);
 }
 
 }  // namespace penstock::mem

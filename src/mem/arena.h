@@ -98,6 +98,9 @@ class Arena {
   Lease take(int64_t bytes, Account account);
   Usage usage() const;
   void reset_peak();
+  // The buffer with this address is never reused and never freed: the system may yet write to it.
+  void keep(const char* address);
+  // Returns unused buffers to the system.
   void trim() { pool_.trim(); }
 
  private:
@@ -109,6 +112,7 @@ class Arena {
   mutable std::mutex mutex_;
   Budget budget_;
   Usage usage_;
+  std::vector<const char*> kept_;  // addresses
 };
 
 }  // namespace penstock::mem

@@ -3,6 +3,7 @@
 #include <liburing.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <condition_variable>
 #include <deque>
@@ -14,6 +15,33 @@
 namespace penstock::mem {
 
 namespace {
+
+// Requests that wait for their turn. While both kinds wait as many reads as writes are with the
+// system: a disk can do both at once, and should.
+class Waiting {
+ public:
+  void push(BlockRequest request) {
+    queues_[static_cast<size_t>(request.write)].push_back(std::move(request));
+  }
+  bool empty() const { return queues_[0].empty() && queues_[1].empty(); }
+  BlockRequest take() {  // not when empty
+    size_t kind = 1 - last_;
+    if (num_taken_[kind] > num_taken_[last_]) kind = last_;
+    if (queues_[kind].empty()) kind = 1 - kind;
+    ++num_taken_[kind];
+    last_ = kind;
+    BlockRequest request = std::move(queues_[kind].front());
+    queues_[kind].pop_front();
+    return request;
+  }
+  void ended(const BlockRequest& request) { --num_taken_[static_cast<size_t>(request.write)]; }
+  int num_taken() const { return num_taken_[0] + num_taken_[1]; }
+
+ private:
+  std::array<std::deque<BlockRequest>, 2> queues_;  // reads, writes
+  std::array<int, 2> num_taken_{};                  // and not ended
+  size_t last_ = 1;                                 // kind taken
+};
 
 class ThreadIo final : public BlockIo {
  public:
@@ -31,7 +59,7 @@ class ThreadIo final : public BlockIo {
   void submit(BlockRequest request) override {
     {
       const std::lock_guard lock(mutex_);
-      queue_.push_back(std::move(request));
+      waiting_.push(std::move(request));
     }
     changed_.notify_one();
   }
@@ -43,23 +71,27 @@ class ThreadIo final : public BlockIo {
       BlockRequest request;
       {
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });
-        if (queue_.empty()) return;
-        request = std::move(queue_.front());
-        queue_.pop_front();
+        changed_.wait(lock, [this] { return closing_ || !waiting_.empty(); });
+        if (waiting_.empty()) return;
+        request = waiting_.take();
       }
       const auto bytes = static_cast<size_t>(request.bytes);
       const ssize_t moved = request.write
                                 ? pwrite(request.file, request.data, bytes, request.offset)
                                 : pread(request.file, request.data, bytes, request.offset);
-      request.done(moved < 0 ? -errno : moved);
+      const int64_t result = moved < 0 ? -errno : moved;
+      {
+        const std::lock_guard lock(mutex_);
+        waiting_.ended(request);
+      }
+      request.done(result);
     }
   }
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<BlockRequest> queue_;  // guarded by mutex_
-  bool closing_ = false;            // guarded by mutex_
+  Waiting waiting_;       // guarded by mutex_
+  bool closing_ = false;  // guarded by mutex_
   std::vector<std::thread> threads_;
 };
 
@@ -85,7 +117,7 @@ class UringIo final : public BlockIo {
   }
   void submit(BlockRequest request) override {
     const std::lock_guard lock(mutex_);
-    queue_.push_back(std::move(request));
+    waiting_.push(std::move(request));
     fill();
   }
   const char* name() const override { return "io_uring"; }
@@ -94,11 +126,10 @@ class UringIo final : public BlockIo {
   explicit UringIo(int depth) : depth_(depth) {}
 
   void fill() {  // with mutex_
-    while (!queue_.empty() && in_ring_ < depth_) {
+    while (!waiting_.empty() && waiting_.num_taken() < depth_) {
       io_uring_sqe* entry = io_uring_get_sqe(&ring_);
       if (entry == nullptr) break;
-      auto* request = new BlockRequest(std::move(queue_.front()));  // run() takes it back
-      queue_.pop_front();
+      auto* request = new BlockRequest(waiting_.take());  // run() takes it back
       const auto bytes = static_cast<unsigned>(request->bytes);
       const auto offset = static_cast<uint64_t>(request->offset);
       if (request->write) {
@@ -107,13 +138,14 @@ class UringIo final : public BlockIo {
         io_uring_prep_read(entry, request->file, request->data, bytes, offset);
       }
       io_uring_sqe_set_data(entry, request);
-      ++in_ring_;
     }
     push();
   }
 
-  void push() {  // with mutex_; the kernel may be short of memory for a moment
-    while (io_uring_submit(&ring_) < 0) std::this_thread::yield();
+  void push() {  // with mutex_; the kernel may be short of memory for a moment, or take a part
+    while (io_uring_sq_ready(&ring_) > 0) {
+      if (io_uring_submit(&ring_) < 0) std::this_thread::yield();
+    }
   }
 
   void push_nothing() {  // with mutex_; wakes run()
@@ -132,27 +164,25 @@ class UringIo final : public BlockIo {
           static_cast<BlockRequest*>(io_uring_cqe_get_data(entry)));
       const int64_t result = entry->res;
       io_uring_cqe_seen(&ring_, entry);
-      bool last = false;
       {
         const std::lock_guard lock(mutex_);
         if (request) {
-          --in_ring_;
+          waiting_.ended(*request);
           fill();
         }
-        last = closing_ && in_ring_ == 0 && queue_.empty();
       }
-      // After the lock, by which submit() handed the request over.
+      // After the lock, by which submit() handed the request over. It may submit the rest.
       if (request) request->done(result);
-      if (last) return;
+      const std::lock_guard lock(mutex_);
+      if (closing_ && waiting_.num_taken() == 0 && waiting_.empty()) return;
     }
   }
 
   const int depth_;
   io_uring ring_{};
   std::mutex mutex_;
-  std::deque<BlockRequest> queue_;  // guarded by mutex_
-  int in_ring_ = 0;                 // guarded by mutex_
-  bool closing_ = false;            // guarded by mutex_
+  Waiting waiting_;       // guarded by mutex_
+  bool closing_ = false;  // guarded by mutex_
   std::thread thread_;
 };
 

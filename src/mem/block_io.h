@@ -16,11 +16,12 @@ struct BlockRequest {
   bool write = false;
   char* data = nullptr;
   int64_t offset = 0, bytes = 0;
-  // Called once, from a thread of the BlockIo: bytes moved, or -errno.
+  // Called once, from a thread of the BlockIo: bytes moved, perhaps fewer than asked for, or
+  // -errno. It may submit.
   std::function<void(int64_t)> done;
 };
 
-// Any thread may submit. The destructor waits for what was submitted.
+// Any thread may submit. The destructor waits for what was submitted, however long it takes.
 class BlockIo {
  public:
   virtual ~BlockIo() = default;

@@ -1,195 +1,277 @@
 #include "src/mem/disk.h"
 
-#include <fcntl.h>
-#include <sys/statvfs.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <list>
+#include <map>
+#include <mutex>
 #include <string_view>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/mem/kept.h"
+#include "src/mem/swap_file.h"
 
 namespace penstock::mem {
 
 namespace {
 
 constexpr int kDepth = 64;  // requests in the ring
+// A wait is cut in so many, and stalls when all of them were quiet: the time for which the whole
+// process was stopped counts as one.
+constexpr int kSlices = 8;
+constexpr int kTries = 100;  // of a request that the system takes and moves nothing of
 
-std::string system_text(int error) { return std::strerror(error); }
+using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
-struct DiskTicket::State {
-  std::mutex mutex;
-  std::condition_variable changed;
-  int left = 0;            // requests; guarded by mutex
-  int64_t progress = 0;    // requests done; guarded by mutex
-  std::string error;       // the first; guarded by mutex
-  std::string last_text;   // of the request that was started last
-  std::string_view check;  // what was read, where its checksum is known
+struct DiskTicket::State {  // guarded by the disk's mutex
+  int left = 0;             // requests
+  std::string error;        // the first
+  std::string_view check;   // what is read, where its checksum is known
   uint64_t sum = 0;
 };
 
-Disk::Disk(const DiskOptions& options)
-    : options_(options), io_(options.make_io ? options.make_io() : BlockIo::best(kDepth)) {
+struct Disk::Impl {
+  struct Request {  // at most one stripe
+    std::shared_ptr<DiskTicket::State> ticket;
+    const SwapFile* file = nullptr;
+    BlockRequest whole;
+    int64_t moved = 0;
+    int tries = 0;
+    Clock::time_point since;
+    std::list<Request>::iterator self;
+
+    std::string text() const {
+      return concat(whole.write ? "write" : "read", " of ", whole.bytes, " bytes at offset ",
+                    whole.offset, " of the swap file in \"", file->folder(), "\"");
+    }
+  };
+
+  explicit Impl(const DiskOptions& options);
+  DiskTicket start(bool write, int64_t offset, char* data, int64_t bytes);
+  void submit(Request& request);
+  void ended(Request& request, int64_t result);
+  std::string problem(Request& request, int64_t result) const;
+  bool wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done);
+  std::string stall_text(const DiskTicket::State* ticket) const;
+
+  const DiskOptions options;
+  std::vector<SwapFile> files;
+  int64_t reserved = 0;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::list<Request> in_flight;               // guarded by mutex
+  int64_t progress = 0;                       // guarded by mutex; counts results
+  bool stalled = false;                       // guarded by mutex; since the last progress
+  int64_t bytes_read = 0, bytes_written = 0;  // guarded by mutex
+  std::map<std::pair<int64_t, int64_t>, uint64_t> sums;  // guarded by mutex; by offset and bytes
+  std::unique_ptr<BlockIo> io;                           // last: its threads end first
+};
+
+Disk::Impl::Impl(const DiskOptions& options)
+    : options(options), io(options.make_io ? options.make_io() : BlockIo::best(kDepth)) {
   PENSTOCK_ASSERT(!options.paths.empty() && options.stripe_bytes % kBlockBytes == 0,
                   "[mem::Disk] no path, or stripes that are not whole blocks");
-  for (const std::string& folder : options.paths) open(folder);
+  for (const std::string& folder : options.paths) files.push_back(SwapFile::open(folder));
 }
 
-Disk::~Disk() {
-  io_.reset();
-  for (const File& file : files_) close(file.descriptor);
-}
-
-void Disk::open(const std::string& folder) {
-  std::string name = folder + "/penstock-swap-XXXXXX";
-  const int created = mkstemp(name.data());
-  if (created < 0) {
-    throw ConfigError(concat("[mem::Disk] cannot make a swap file in \"", folder,
-                             "\" (offload.path): ", system_text(errno)));
-  }
-  File file{folder, ::open(name.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC), true};
-  if (file.descriptor < 0) {  // this file system has no direct I/O
-    file.descriptor = ::open(name.c_str(), O_RDWR | O_CLOEXEC);
-    file.direct = false;
-  }
-  const int error = errno;
-  unlink(name.c_str());
-  close(created);
-  if (file.descriptor < 0) {
-    throw RuntimeFault(concat("[mem::Disk] cannot open \"", name, "\": ", system_text(error)));
-  }
-  files_.push_back(file);
-}
-
-int64_t Disk::reserve(int64_t bytes) {
-  return std::exchange(reserved_, reserved_ + block_padded(bytes));
-}
-
-void Disk::allocate() {
-  const auto num_files = static_cast<int64_t>(files_.size());
-  const int64_t round = options_.stripe_bytes * num_files;
-  const int64_t bytes = (reserved_ + round - 1) / round * options_.stripe_bytes;
-  for (const File& file : files_) {
-    int error = 0;
-    do {
-      error = bytes == 0 || fallocate(file.descriptor, 0, 0, bytes) == 0 ? 0 : errno;
-    } while (error == EINTR);
-    struct statvfs system{};
-    fstatvfs(file.descriptor, &system);
-    const auto free = static_cast<int64_t>(system.f_bavail * system.f_frsize);
-    if (error == EOPNOTSUPP || error == ENOSYS) error = free < bytes ? ENOSPC : 0;
-    if (error == 0) continue;
-    throw RuntimeFault(concat("[mem::Disk] \"", file.path, "\" cannot hold a swap file of ",
-                              format_bytes(static_cast<double>(bytes)), " (",
-                              format_bytes(static_cast<double>(free)),
-                              " free): ", system_text(error)));
-  }
-}
-
-std::string Disk::request_text(bool write, const File& file, int64_t offset, int64_t bytes) const {
-  return concat(write ? "write" : "read", " of ", bytes, " bytes at offset ", offset,
-                " of the swap file in \"", file.path, "\"");
-}
-
-DiskTicket Disk::start(bool write, int64_t offset, char* data, int64_t bytes) {
-  bytes = block_padded(bytes);
-  PENSTOCK_ASSERT(offset % kBlockBytes == 0 && offset + bytes <= reserved_ &&
+DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t bytes) {
+  PENSTOCK_ASSERT(offset % kBlockBytes == 0 && offset + bytes <= reserved &&
                       reinterpret_cast<uintptr_t>(data) % kBlockBytes == 0,
                   "[mem::Disk] a request outside its extent or off its alignment");
-  const auto num_files = static_cast<int64_t>(files_.size());
-  const int64_t stripe = options_.stripe_bytes;
   DiskTicket ticket;
   ticket.state_ = std::make_shared<DiskTicket::State>();
-  const std::shared_ptr<DiskTicket::State> state = ticket.state_;
-  std::vector<BlockRequest> requests;
-  for (int64_t at = offset; at < offset + bytes;) {
-    const int64_t index = at / stripe;
-    const int64_t size = std::min(offset + bytes, (index + 1) * stripe) - at;
-    const File& file = files_[index % num_files];
-    const int64_t in_file = index / num_files * stripe + at % stripe;
-    BlockRequest request{file.descriptor, write, data + (at - offset), in_file, size, {}};
-    const std::string text = request_text(write, file, in_file, size);
-    request.done = [state, size, text](int64_t moved) {
-      const std::lock_guard lock(state->mutex);
-      if (moved < 0 && state->error.empty()) {
-        state->error = concat(text, " failed: ", system_text(static_cast<int>(-moved)));
-      } else if (moved != size && state->error.empty()) {
-        state->error = concat(text, " moved only ", moved);
-      }
-      ++state->progress;
-      --state->left;
-      state->changed.notify_all();
-    };
-    state->last_text = text;
-    requests.push_back(std::move(request));
-    at += size;
-  }
-  state->left = static_cast<int>(requests.size());
+  const auto num_files = static_cast<int64_t>(files.size());
+  const int64_t stripe = options.stripe_bytes;
+  const std::string_view content(data, static_cast<size_t>(bytes));
+  const uint64_t sum = options.checksums && write ? hash_text(content) : 0;
+  std::vector<Request*> started;
   {
-    const std::lock_guard lock(mutex_);
-    (write ? bytes_written_ : bytes_read_) += bytes;
-    const std::string_view content(data, static_cast<size_t>(bytes));
-    const auto known = sums_.find(offset);
-    if (options_.checksums && write) sums_[offset] = hash_text(content);
-    if (!write && known != sums_.end()) {
-      state->check = content;
-      state->sum = known->second;
+    const std::lock_guard lock(mutex);
+    const auto known = sums.find({offset, bytes});
+    if (options.checksums && write) {
+      sums[{offset, bytes}] = sum;
+    } else if (known != sums.end()) {
+      ticket.state_->check = content;
+      ticket.state_->sum = known->second;
+    }
+    for (int64_t at = offset; at < offset + bytes;) {
+      const int64_t index = at / stripe;
+      const int64_t size = std::min(offset + bytes, (index + 1) * stripe) - at;
+      in_flight.emplace_back();
+      Request& request = in_flight.back();
+      request.self = std::prev(in_flight.end());
+      request.ticket = ticket.state_;
+      request.file = &files[index % num_files];
+      request.whole = {request.file->descriptor(),
+                       write,
+                       data + (at - offset),
+                       index / num_files * stripe + at % stripe,
+                       size,
+                       {}};
+      request.since = Clock::now();
+      ++ticket.state_->left;
+      started.push_back(&request);
+      at += size;
     }
   }
-  for (BlockRequest& request : requests) io_->submit(std::move(request));
+  for (Request* request : started) submit(*request);
   return ticket;
 }
 
+// Without the mutex: the request may end before this returns.
+void Disk::Impl::submit(Request& request) {
+  const BlockRequest& whole = request.whole;
+  const int64_t moved = request.moved;
+  io->submit({whole.file, whole.write, whole.data + moved, whole.offset + moved,
+              whole.bytes - moved, [this, &request](int64_t result) { ended(request, result); }});
+}
+
+void Disk::Impl::ended(Request& request, int64_t result) {
+  std::unique_lock lock(mutex);
+  ++progress;
+  stalled = false;
+  changed.notify_all();
+  const int64_t left = request.whole.bytes - request.moved;
+  // The rest begins at a whole block again.
+  const int64_t whole = result < left ? result / kBlockBytes * kBlockBytes : left;
+  if (whole > 0) request.moved += whole;
+  request.tries = whole > 0 ? 0 : request.tries + 1;
+  std::string error = problem(request, result);
+  if (error.empty() && whole < left) {
+    lock.unlock();
+    return submit(request);
+  }
+  DiskTicket::State& ticket = *request.ticket;
+  if (ticket.check.data() != nullptr && ticket.left == 1 && ticket.error.empty()) {
+    lock.unlock();  // the last one, so that nobody else looks at it
+    const bool same = hash_text(ticket.check) == ticket.sum;
+    lock.lock();
+    if (error.empty() && !same)
+      error = request.text() + " gave other bytes than were written there";
+    changed.notify_all();
+  }
+  if (ticket.error.empty()) ticket.error = error;
+  --ticket.left;
+  (request.whole.write ? bytes_written : bytes_read) += request.moved;
+  in_flight.erase(request.self);
+}
+
+std::string Disk::Impl::problem(Request& request, int64_t result) const {
+  const std::string after = concat(" after ", request.moved, " of them");
+  if (result < 0 && result != -EINTR && result != -EAGAIN) {
+    return concat(request.text(), " failed", request.moved > 0 ? after : "", ": ",
+                  std::strerror(static_cast<int>(-result)));
+  }
+  if (result == 0 && !request.whole.write) {
+    return concat(request.text(), " met the end of the file", after);
+  }
+  if (request.tries < kTries) return "";
+  return concat(request.text(), " gets no further", after, ", in ", kTries, " tries");
+}
+
+// True when it is done, false when the disk stalls.
+bool Disk::Impl::wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done) {
+  const std::chrono::duration<double> slice(options.stall_s / kSlices);
+  int quiet = stalled ? kSlices - 1 : 0;
+  while (!done() && quiet < kSlices) {
+    const int64_t before = progress;
+    const bool moved = changed.wait_for(lock, slice, [&] { return done() || progress != before; });
+    quiet = moved ? 0 : quiet + 1;
+  }
+  stalled |= quiet == kSlices;
+  return done();
+}
+
+// Of the oldest request of this ticket, or of all.
+std::string Disk::Impl::stall_text(const DiskTicket::State* ticket) const {
+  const auto oldest = std::find_if(in_flight.begin(), in_flight.end(), [&](const Request& request) {
+    return ticket == nullptr || request.ticket.get() == ticket;
+  });
+  const std::chrono::duration<double> age = Clock::now() - oldest->since;
+  return concat("[mem::Disk] no progress for ", options.stall_s, " s (offload.timeout_s): the ",
+                oldest->text(), " was started ", age.count(), " s ago and has not ended");
+}
+
+Disk::Disk(const DiskOptions& options) : impl_(std::make_unique<Impl>(options)) {}
+
+Disk::~Disk() {
+  // Its threads and files go on being there for what hangs: a join would hang too.
+  if (!end().empty()) keep_for_good(std::move(impl_));
+}
+
+int64_t Disk::reserve(int64_t bytes) {
+  return std::exchange(impl_->reserved, impl_->reserved + block_padded(bytes));
+}
+
+void Disk::allocate() {
+  const int64_t stripe = impl_->options.stripe_bytes;
+  const int64_t round = stripe * static_cast<int64_t>(impl_->files.size());
+  for (const SwapFile& file : impl_->files) file.claim((reserved() + round - 1) / round * stripe);
+}
+
 DiskTicket Disk::read(int64_t offset, char* data, int64_t bytes) {
-  return start(false, offset, data, bytes);
+  return impl_->start(false, offset, data, block_padded(bytes));
 }
 
 DiskTicket Disk::write(int64_t offset, const char* data, int64_t bytes) {
-  return start(true, offset, const_cast<char*>(data), bytes);
+  return impl_->start(true, offset, const_cast<char*>(data), block_padded(bytes));
 }
 
 void Disk::wait(const DiskTicket& ticket) const {
   if (!ticket.state_) return;
-  DiskTicket::State& state = *ticket.state_;
-  std::unique_lock lock(state.mutex);
-  while (state.left > 0) {
-    const int64_t before = state.progress;
-    const bool moved =
-        state.changed.wait_for(lock, std::chrono::duration<double>(options_.stall_s),
-                               [&] { return state.left == 0 || state.progress != before; });
-    if (moved) continue;
-    throw RuntimeFault(concat("[mem::Disk] no progress for ", options_.stall_s, " s: the ",
-                              state.last_text, " did not end"));
+  const DiskTicket::State& state = *ticket.state_;
+  std::unique_lock lock(impl_->mutex);
+  if (!impl_->wait(lock, [&] { return state.left == 0; })) {
+    throw RuntimeFault(impl_->stall_text(&state));
   }
+  lock.unlock();  // nothing changes any more
   if (!state.error.empty()) throw RuntimeFault(concat("[mem::Disk] the ", state.error));
-  if (state.check.data() != nullptr && hash_text(state.check) != state.sum) {
-    throw RuntimeFault(
-        concat("[mem::Disk] the ", state.last_text, " gave other bytes than were written there"));
-  }
 }
 
+bool Disk::done(const DiskTicket& ticket) const {
+  if (!ticket.state_) return true;
+  const std::lock_guard lock(impl_->mutex);
+  return ticket.state_->left == 0;
+}
+
+void Disk::wait_for_all() const {
+  std::unique_lock lock(impl_->mutex);
+  if (impl_->wait(lock, [&] { return impl_->in_flight.empty(); })) return;
+  throw RuntimeFault(impl_->stall_text(nullptr));
+}
+
+std::vector<const char*> Disk::end() const {
+  std::unique_lock lock(impl_->mutex);
+  impl_->wait(lock, [&] { return impl_->in_flight.empty(); });
+  std::vector<const char*> addresses;
+  for (const Impl::Request& request : impl_->in_flight) addresses.push_back(request.whole.data);
+  return addresses;
+}
+
+int64_t Disk::reserved() const { return impl_->reserved; }
+
 int64_t Disk::bytes_read() const {
-  const std::lock_guard lock(mutex_);
-  return bytes_read_;
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->bytes_read;
 }
 
 int64_t Disk::bytes_written() const {
-  const std::lock_guard lock(mutex_);
-  return bytes_written_;
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->bytes_written;
 }
 
 std::string Disk::describe() const {
+  const std::vector<SwapFile>& files = impl_->files;
   const bool direct =
-      std::all_of(files_.begin(), files_.end(), [](const File& file) { return file.direct; });
-  return concat(files_.size(), files_.size() == 1 ? " file, " : " files, ", io_->name(),
+      std::all_of(files.begin(), files.end(), [](const SwapFile& file) { return file.direct(); });
+  return concat(files.size(), files.size() == 1 ? " file, " : " files, ", impl_->io->name(),
                 direct ? ", O_DIRECT" : ", through the page cache");
 }
 

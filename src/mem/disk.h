@@ -1,12 +1,10 @@
 #pragma once
-// Disk: the tier below memory. One swap file per path and rank, unlinked when it is opened, so that
-// nothing is left whatever ends the process. Space is claimed before the first byte is written: a
-// full disk is found before step one.
+// Disk: the tier below memory. One swap file per path and rank, without a name, so that nothing is
+// left whatever ends the process. Space is claimed before the first byte is written: a full disk is
+// found before step one.
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -17,8 +15,8 @@ namespace penstock::mem {
 struct DiskOptions {
   std::vector<std::string> paths;    // folders; stripes go round them
   int64_t stripe_bytes = 4LL << 20;  // also the size of one request at most
-  double stall_s = 60.0;             // a request without progress for so long is an error
-  bool checksums = false;            // a read of what one write wrote is checked (debugging)
+  double stall_s = 60.0;             // a wait in which no request ends for so long is an error
+  bool checksums = false;            // a read of what one write wrote is checked
   std::function<std::unique_ptr<BlockIo>()> make_io;  // for tests; default BlockIo::best()
 };
 
@@ -33,10 +31,12 @@ class DiskTicket {
   std::shared_ptr<State> state_;
 };
 
-// Any thread. Errors are RuntimeFaults that name path, offset and bytes; they are thrown by wait().
+// Any thread. A request that the system cuts short or interrupts goes on with its rest. Errors are
+// RuntimeFaults that name path, offset and bytes; they are thrown by wait().
 class Disk {
  public:
   explicit Disk(const DiskOptions& options);
+  // Waits for what is in flight, as end() does; what hangs is left to itself, not torn down.
   ~Disk();
 
   // An extent's offset. All reserve() come before allocate(), all I/O after it.
@@ -44,33 +44,25 @@ class Disk {
   // Throws RuntimeFault with path, bytes needed and bytes free when a disk is too full.
   void allocate();
 
-  // `data` is kBlockBytes-aligned and has room for block_padded(bytes).
+  // `data` is kBlockBytes-aligned and has room for block_padded(bytes). It stays until done().
   DiskTicket read(int64_t offset, char* data, int64_t bytes);
   DiskTicket write(int64_t offset, const char* data, int64_t bytes);
   void wait(const DiskTicket& ticket) const;
+  bool done(const DiskTicket& ticket) const;  // well or not
+  // Every request is done; their errors are wait()'s. Throws when the disk stalls.
+  void wait_for_all() const;
+  // The same at the end of the disk's life, without a throw: addresses that the system may still
+  // read or write because the disk stalled. That memory must never be freed.
+  std::vector<const char*> end() const;
 
-  int64_t reserved() const { return reserved_; }
-  int64_t bytes_read() const;
+  int64_t reserved() const;
+  int64_t bytes_read() const;  // by requests that are done
   int64_t bytes_written() const;
   std::string describe() const;  // "2 files, io_uring, O_DIRECT"
 
  private:
-  struct File {
-    std::string path;
-    int descriptor = -1;
-    bool direct = true;
-  };
-  DiskTicket start(bool write, int64_t offset, char* data, int64_t bytes);
-  void open(const std::string& folder);
-  std::string request_text(bool write, const File& file, int64_t offset, int64_t bytes) const;
-
-  const DiskOptions options_;
-  std::vector<File> files_;
-  int64_t reserved_ = 0;
-  mutable std::mutex mutex_;
-  int64_t bytes_read_ = 0, bytes_written_ = 0;  // guarded by mutex_
-  std::map<int64_t, uint64_t> sums_;            // guarded by mutex_; of what is at an offset
-  std::unique_ptr<BlockIo> io_;                 // last: its threads end first
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace penstock::mem

@@ -2,15 +2,25 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <future>
+#include <iterator>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 
 #include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/mem/swap_file.h"
+#include "src/mem/tiers.h"
 
 namespace penstock::mem {
 namespace {
@@ -112,50 +122,167 @@ TEST_F(DiskTest, AFolderThatIsNotThereIsNamed) {
   }
 }
 
-// Does what the request says, and then says something else.
+// Number of descriptors that this process has.
+auto num_descriptors() {
+  namespace fs = std::filesystem;
+  return std::distance(fs::directory_iterator("/proc/self/fd"), fs::directory_iterator());
+}
+
+TEST_F(DiskTest, AFolderThatCannotBeUsedKeepsNothingOfTheOthers) {
+  DiskOptions wrong = options(2);
+  wrong.paths.push_back(folder_ + "/nowhere");
+  const auto before = num_descriptors();
+  EXPECT_THROW(const Disk disk(wrong), ConfigError);
+  EXPECT_EQ(num_descriptors(), before);
+}
+
+// Threads whose requests are changed before they are made, and whose results after it.
 class FaultyIo final : public BlockIo {
  public:
-  explicit FaultyIo(std::function<int64_t(const BlockRequest&, int64_t)> twist)
-      : twist_(std::move(twist)), real_(BlockIo::threads(1)) {}
+  using Before = std::function<void(BlockRequest&)>;
+  using After = std::function<int64_t(const BlockRequest&, int64_t)>;
+  FaultyIo(Before before, After after)
+      : before_(std::move(before)), after_(std::move(after)), real_(BlockIo::threads(1)) {}
   void submit(BlockRequest request) override {
+    ++num_submitted;
     const BlockRequest copy = request;
-    request.done = [this, copy](int64_t moved) { copy.done(twist_(copy, moved)); };
+    if (before_) before_(request);
+    request.done = [this, copy](int64_t moved) { copy.done(after_ ? after_(copy, moved) : moved); };
     real_->submit(std::move(request));
   }
   const char* name() const override { return "faulty"; }
 
+  std::atomic<int> num_submitted = 0;
+
  private:
-  std::function<int64_t(const BlockRequest&, int64_t)> twist_;
+  Before before_;
+  After after_;
   std::unique_ptr<BlockIo> real_;
 };
+
+TEST_F(DiskTest, ARequestThatIsCutShortGoesOnWithItsRest) {
+  struct Case {
+    const char* name;
+    FaultyIo::Before before;
+    FaultyIo::After after;
+  };
+  const auto at_most = [](int64_t bytes) {
+    return [bytes](BlockRequest& request) { request.bytes = std::min(request.bytes, bytes); };
+  };
+  int num_calls = 0;
+  const auto often = [&num_calls](int error) {
+    return [&num_calls, error](const BlockRequest&, int64_t moved) -> int64_t {
+      return num_calls++ % 3 == 2 ? moved : -error;
+    };
+  };
+  const Case cases[] = {{"short by blocks", at_most(2 * kBlockBytes), {}},
+                        {"short within a block",
+                         {},
+                         [](const BlockRequest& r, int64_t moved) {
+                           return r.bytes > kBlockBytes ? kBlockBytes + 512 : moved;
+                         }},
+                        {"interrupted", {}, often(EINTR)},
+                        {"again", {}, often(EAGAIN)},
+                        {"short and interrupted", at_most(kBlockBytes), often(EINTR)}};
+  for (const Case& c : cases) {
+    DiskOptions opened = options(2);
+    FaultyIo* io = nullptr;
+    opened.make_io = [&] {
+      auto made = std::make_unique<FaultyIo>(c.before, c.after);
+      io = made.get();
+      return made;
+    };
+    Disk disk(opened);
+    const int64_t bytes = 40 * kBlockBytes;  // 3 stripes
+    const int64_t offset = disk.reserve(bytes);
+    disk.allocate();
+    Block written(bytes, 3), read(bytes, 99);
+    disk.wait(disk.write(offset, written.data(), bytes));
+    disk.wait(disk.read(offset, read.data(), bytes));
+    EXPECT_TRUE(read.equals(written)) << c.name;
+    EXPECT_EQ(disk.bytes_read(), bytes) << c.name;
+    EXPECT_EQ(disk.bytes_written(), bytes) << c.name;
+    EXPECT_GT(io->num_submitted, 6) << c.name;
+  }
+}
+
+TEST_F(DiskTest, TheLastRestIsMadeBeforeTheIoEnds) {
+  for (const bool uring : {true, false}) {
+    std::atomic<int> num_results = 0;
+    const SwapFile file = SwapFile::open(folder_);
+    file.claim(8 * kBlockBytes);
+    Block block(8 * kBlockBytes);
+    {
+      std::unique_ptr<BlockIo> io = uring ? BlockIo::uring(8) : BlockIo::threads(1);
+      if (!io) continue;  // the kernel forbids it
+      BlockIo* const raw = io.get();
+      std::function<void(int64_t)> more = [&](int64_t) {
+        if (++num_results < 20) {
+          raw->submit({file.descriptor(), true, block.data(), 0, kBlockBytes, more});
+        }
+      };
+      raw->submit({file.descriptor(), true, block.data(), 0, kBlockBytes, more});
+      io.reset();  // while a request is in flight that submits another
+    }
+    EXPECT_EQ(num_results, 20);
+  }
+}
+
+TEST_F(DiskTest, ReadsAndWritesTakeTurns) {
+  const SwapFile file = SwapFile::open(folder_);
+  file.claim(kBlockBytes);
+  Block block(kBlockBytes);
+  std::promise<void> started, all_wait;
+  std::string order;
+  std::unique_ptr<BlockIo> io = BlockIo::threads(1);
+  const auto submit = [&](bool write, const std::function<void(int64_t)>& done) {
+    io->submit({file.descriptor(), write, block.data(), 0, kBlockBytes, done});
+  };
+  submit(true, [&](int64_t) {
+    started.set_value();
+    all_wait.get_future().wait();
+  });
+  started.get_future().wait();
+  for (const char kind : std::string("wwwwwrrr")) {
+    submit(kind == 'w', [&order, kind](int64_t) { order += kind; });
+  }
+  all_wait.set_value();
+  io.reset();
+  EXPECT_EQ(order, "rwrwrwww");
+}
 
 TEST_F(DiskTest, EveryFaultIsAnErrorThatNamesTheRequest) {
   struct Fault {
     const char* says;
-    std::function<int64_t(const BlockRequest&, int64_t)> twist;
+    FaultyIo::After after;
+    FaultyIo::Before before;
   };
+  const auto on_reads = [](int64_t result) {
+    return [result](const BlockRequest& r, int64_t moved) { return r.write ? moved : result; };
+  };
+  const auto first_block = [](BlockRequest& request) { request.bytes = kBlockBytes; };
   const Fault faults[] = {
-      {"Input/output error",
-       [](const BlockRequest& r, int64_t moved) { return r.write ? moved : -EIO; }},
-      {"No space left",
-       [](const BlockRequest& r, int64_t moved) { return r.write ? -ENOSPC : moved; }},
-      {"moved only 512", [](const BlockRequest& r, int64_t m) { return r.write ? m : 512; }},
+      {"failed: Input/output error", on_reads(-EIO), {}},
+      {"failed: No space left",
+       [](const BlockRequest& r, int64_t moved) { return r.write ? -ENOSPC : moved; },
+       {}},
+      {"failed after 4096 of them: Input/output error",
+       [](const BlockRequest& r, int64_t moved) { return r.offset > 0 ? -EIO : moved; },
+       first_block},
+      {"met the end of the file after 0 of them", on_reads(0), {}},
+      {"gets no further after 0 of them, in 100 tries", on_reads(512), {}},
+      {"gets no further after 0 of them, in 100 tries", on_reads(-EINTR), {}},
       {"other bytes",
        [](const BlockRequest& r, int64_t moved) {
          if (!r.write) r.data[5] ^= 1;
          return moved;
-       }},
-      {"no progress for 0.2 s",
-       [](const BlockRequest&, int64_t moved) {
-         std::this_thread::sleep_for(std::chrono::milliseconds(600));
-         return moved;
-       }},
+       },
+       {}},
   };
   for (const Fault& fault : faults) {
     Block block(9000);
     DiskOptions faulty = options();
-    faulty.stall_s = 0.2;
-    faulty.make_io = [&fault] { return std::make_unique<FaultyIo>(fault.twist); };
+    faulty.make_io = [&] { return std::make_unique<FaultyIo>(fault.before, fault.after); };
     Disk disk(faulty);
     const int64_t offset = disk.reserve(9000);
     disk.allocate();
@@ -164,9 +291,121 @@ TEST_F(DiskTest, EveryFaultIsAnErrorThatNamesTheRequest) {
       disk.wait(disk.read(offset, block.data(), 9000));
     });
     EXPECT_NE(error.find(fault.says), std::string::npos) << fault.says << ": " << error;
-    EXPECT_NE(error.find("bytes at offset"), std::string::npos) << error;
+    EXPECT_NE(error.find("of 12288 bytes at offset 0"), std::string::npos) << error;
     EXPECT_NE(error.find(folder_), std::string::npos) << error;
   }
+}
+
+TEST_F(DiskTest, WhatWasReadMayChangeOnceItIsThere) {
+  Disk disk(options());
+  Block block(40 * kBlockBytes);
+  disk.reserve(40 * kBlockBytes);
+  disk.allocate();
+  disk.wait(disk.write(0, block.data(), 40 * kBlockBytes));
+  const DiskTicket read = disk.read(0, block.data(), 40 * kBlockBytes);
+  disk.wait(read);
+  block.data()[7] ^= 1;
+  EXPECT_NO_THROW(disk.wait(read)) << "it is compared when it is read";
+}
+
+TEST_F(DiskTest, ChecksumsAreOnlyTakenWhenAskedFor) {
+  DiskOptions plain = options();
+  plain.checksums = false;
+  plain.make_io = [] {
+    return std::make_unique<FaultyIo>(nullptr, [](const BlockRequest& r, int64_t moved) {
+      if (!r.write) r.data[5] ^= 1;
+      return moved;
+    });
+  };
+  Disk disk(plain);
+  Block block(9000);
+  disk.reserve(9000);
+  disk.allocate();
+  disk.wait(disk.write(0, block.data(), 9000));
+  EXPECT_NO_THROW(disk.wait(disk.read(0, block.data(), 9000)));
+}
+
+// A disk that hangs: every request waits until the gate opens, and then writes to its memory.
+class Gate {
+ public:
+  int64_t pass(const BlockRequest& request, int64_t moved) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return open_; });
+    std::memset(request.data, 1, static_cast<size_t>(request.bytes));
+    passed_ = true;
+    changed_.notify_all();
+    return moved;
+  }
+  void open() {
+    const std::lock_guard lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+  void wait_passed() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return passed_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = false, passed_ = false;  // guarded by mutex_
+};
+
+TEST_F(DiskTest, AStallNamesTheRequestAndItsMemoryIsNeverFreed) {
+  const int64_t sizes[] = {8 * kBlockBytes, 8 << 20};  // of the heap, and a mapping of its own
+  for (const int64_t bytes : sizes) {
+    const auto gate = std::make_shared<Gate>();  // the io outlives this test
+    DiskOptions hangs = options();
+    hangs.stall_s = 0.2;
+    hangs.stripe_bytes = 16 << 20;
+    hangs.make_io = [gate] {
+      return std::make_unique<FaultyIo>(
+          nullptr, [gate](const BlockRequest& r, int64_t moved) { return gate->pass(r, moved); });
+    };
+    Tiers tiers(c10::Device(c10::DeviceType::CPU));
+    tiers.disk.emplace(hangs);
+    tiers.disk->reserve(bytes);
+    tiers.disk->allocate();
+    Lease lease = tiers.host.take(bytes, Account::kOptim);
+    const DiskTicket ticket = tiers.disk->write(0, lease.data(), bytes);
+    for (const auto& waits : {std::function<void()>([&] { tiers.disk->wait(ticket); }),
+                              std::function<void()>([&] { tiers.disk->wait_for_all(); })}) {
+      const std::string error = error_of(waits);
+      const std::string names =
+          concat("no progress for 0.2 s (offload.timeout_s): the write of ", bytes,
+                 " bytes at offset 0 of the swap file in \"", folder_, "\" was started ");
+      EXPECT_NE(error.find(names), std::string::npos) << error;
+      EXPECT_FALSE(tiers.disk->done(ticket));
+    }
+    tiers.close_disk();
+    lease.reset();
+    tiers.host.trim();
+    EXPECT_EQ(tiers.host.usage().held, 0);
+    gate->open();
+    gate->wait_passed();  // it wrote to memory that is still there
+  }
+}
+
+TEST_F(DiskTest, ASlowDiskIsNoStall) {
+  DiskOptions slow = options();
+  slow.stall_s = 0.8;
+  slow.stripe_bytes = kBlockBytes;
+  slow.make_io = [] {
+    return std::make_unique<FaultyIo>(nullptr, [](const BlockRequest&, int64_t moved) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(75));  // what is tested
+      return moved;
+    });
+  };
+  Disk disk(slow);
+  Block block(12 * kBlockBytes);
+  disk.reserve(12 * kBlockBytes);
+  disk.allocate();
+  std::vector<DiskTicket> tickets;
+  for (int64_t i = 0; i < 12; ++i) {
+    tickets.push_back(disk.write(i * kBlockBytes, block.data() + i * kBlockBytes, kBlockBytes));
+  }
+  EXPECT_NO_THROW(disk.wait(tickets.back()));  // after 0.9 s, all of them with progress
 }
 
 }  // namespace

@@ -14,6 +14,9 @@ struct Tiers {
 
   // What is on its way to or from disk is in host memory.
   Arena& arena(Tier tier) { return tier == Tier::kDevice ? device : host; }
+  // Ends the disk while the buffers of its requests are still taken. Those of a disk that hangs
+  // stay allocated when they are given back.
+  void close_disk();
 
   Pool memory{c10::Device(c10::DeviceType::CPU)};
   Arena device, host;

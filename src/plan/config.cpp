@@ -249,7 +249,8 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
   }
   if (value.is_string()) fail_value("offload", value, "\"auto\" or an object {key: value}");
   const Section section(value, "offload",
-                        {"optimizer", "params", "activations", "gradients", "path", "late_update"});
+                        {"optimizer", "params", "activations", "gradients", "path", "late_update",
+                         "checksums", "timeout_s"});
   const std::array<std::pair<const char*, std::string*>, 3> roles = {
       {{"optimizer", &offload->optimizer},
        {"params", &offload->params},
@@ -270,10 +271,16 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
     if (offload->gradients != "none")
       fail("\"offload.gradients\" is \"disk\", which needs offload.optimizer \"host\" or \"disk\"");
   }
+  section.read("checksums", &offload->checksums);
+  section.read("timeout_s", &offload->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
   const auto may_be_disk = [](const std::string& tier) { return tier == "disk" || tier == "auto"; };
-  if (!may_be_disk(offload->optimizer) && !may_be_disk(offload->params) &&
-      offload->gradients != "disk")
-    section.refuse_without_effect({"path"}, "while nothing is offloaded to disk");
+  for (const std::string& tier : {offload->optimizer, offload->params, offload->gradients}) {
+    if (may_be_disk(tier)) return;
+  }
+  const std::string nothing = "while nothing is offloaded to disk";
+  section.refuse_without_effect({"path", "checksums"}, nothing);
+  if (offload->timeout_s != OffloadConfig{}.timeout_s)
+    section.refuse_without_effect({"timeout_s"}, nothing);
 }
 
 void parse_betas(const Section& section, OptimizerConfig* optimizer) {
@@ -565,9 +572,11 @@ std::string Config::json() const {
                     {"activations", offload.activations},
                     {"gradients", offload.gradients},
                     {"path", offload.path},
-                    {"late_update", offload.late_update}};
+                    {"late_update", offload.late_update},
+                    {"checksums", offload.checksums},
+                    {"timeout_s", offload.timeout_s}};
   out["memory"] = {{"device_bytes", or_null(memory.device_bytes, -1)},
-                    {"host_bytes", or_null(memory.host_bytes, -1)}};
+                   {"host_bytes", or_null(memory.host_bytes, -1)}};
   out["loss_scale"] = {
       {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
   out["batch"] = {{"micro", or_null(batch.micro, 0)},

@@ -86,6 +86,7 @@ TEST(Config, JsonReadsBackTheSame) {
         R"({"optimizer": {"type": "adagrad", "lr_decay": 0.1}})", R"({"precision": "fp16"})",
         R"({"precision": "fp16", "loss_scale": {"initial": 16, "window": 0, "min": 2}})",
         R"({"batch": {"micro": 2, "global": 64}})",
+        R"({"offload": {"params": "disk", "path": "/a:/b", "checksums": true, "timeout_s": 5}})",
         R"({"schedule": {"type": "constant", "warmup_steps": 3}})"}) {
     Config config = Config::parse(text);
     EXPECT_EQ(Config::parse(config.json()).json(), config.json());
@@ -185,7 +186,10 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"schedule": {"type": "cosine", "total_steps": 4, "min_ratio": 2}})",
             {"from 0 to 1"}},
         Bad{R"({"units": {"modules": "Block"}})", {R"("units.modules" is "Block")", "a list"}},
-        Bad{R"({"comm": {"timeout_s": 0}})", {R"("comm.timeout_s" is 0)"}}));
+        Bad{R"({"comm": {"timeout_s": 0}})", {R"("comm.timeout_s" is 0)"}},
+        Bad{R"({"offload": {"params": "disk", "timeout_s": 0}})", {R"("offload.timeout_s" is 0)"}},
+        Bad{R"({"offload": {"params": "disk", "checksums": 1}})",
+            {R"("offload.checksums" is 1)", "true or false"}}));
 
 INSTANTIATE_TEST_SUITE_P(
     NoEffect, BadConfigTest,
@@ -203,7 +207,10 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"schedule": {"type": "constant", "min_ratio": 0.5}})", {"no effect"}},
         Bad{R"({"offload": {"path": "/tmp"}})", {R"("offload.path" is "/tmp")", "no effect"}},
         Bad{R"({"offload": {"gradients": "disk"}})", {R"("offload.gradients")", "needs"}},
-        Bad{R"({"offload": {"late_update": true}})", {R"("offload.late_update")", "no effect"}}));
+        Bad{R"({"offload": {"late_update": true}})", {R"("offload.late_update")", "no effect"}},
+        Bad{R"({"offload": {"params": "host", "checksums": true}})",
+            {"offload.checksums", "no effect"}},
+        Bad{R"({"offload": {"timeout_s": 5}})", {R"("offload.timeout_s" is 5)", "no effect"}}));
 
 INSTANTIATE_TEST_SUITE_P(
     NotYet, BadConfigTest,

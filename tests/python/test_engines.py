@@ -152,23 +152,23 @@ def test_an_optimizer_that_raises_leaves_no_gradients(strategy, pools):
     pools(2).run(step_after_an_error, strategy)
 
 
-def swap_files():
+def swap_files(folder):
     descriptors = pathlib.Path("/proc/self/fd")
-    return [d for d in descriptors.iterdir() if "penstock-swap" in str(os.path.realpath(d))]
+    return [d for d in descriptors.iterdir() if os.path.realpath(d).startswith(folder)]
 
 
-def open_and_close_disk():
+def open_and_close_disk(folder):
     import penstock  # noqa: PLC0415
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    config = {"strategy": "zero3", "offload": {"optimizer": "disk", "params": "disk"}}
-    engine = penstock.initialize(model, config)
+    offload = {"optimizer": "disk", "params": "disk", "path": folder, "checksums": True}
+    engine = penstock.initialize(model, {"strategy": "zero3", "offload": offload})
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     engine.step()
-    assert swap_files()
+    assert swap_files(folder)
     engine.close()
-    assert not swap_files(), "close() keeps the swap file open"
+    assert not swap_files(folder), "close() keeps the swap file open"
 
 
-def test_close_gives_the_disk_back(pools):
-    pools(2).run(open_and_close_disk)
+def test_close_gives_the_disk_back(pools, tmp_path):
+    pools(2).run(open_and_close_disk, str(tmp_path))
