@@ -363,7 +363,7 @@ TEST_F(DiskTest, AStallNamesTheRequestAndItsMemoryIsNeverFreed) {
       return std::make_unique<FaultyIo>(
           nullptr, [gate](const BlockRequest& r, int64_t moved) { return gate->pass(r, moved); });
     };
-    Tiers tiers(c10::Device(c10::DeviceType::CPU));
+    Tiers tiers;
     tiers.disk.emplace(hangs);
     tiers.disk->reserve(bytes);
     tiers.disk->allocate();
