@@ -234,13 +234,15 @@ class ShardStep:
         _check_fresh(optimizer)
         self._optimizer = optimizer
         self._core = core
-        shards = {param: master for _, param, master in core.shards()}
+        shards: dict[torch.Tensor, list[torch.Tensor]] = defaultdict(list)  # in tiles: several
+        for _, param, master in core.shards():
+            shards[param].append(master)
         for group in optimizer.param_groups:
-            group["params"] = [shards[p] for p in group["params"] if p in shards]
-        fresh = {master: _fresh_state(optimizer, master) for master in shards.values()}
+            group["params"] = [piece for p in group["params"] for piece in shards.get(p, ())]
+        self._masters = [master for _, _, master in core.shards()]
+        fresh = {master: _fresh_state(optimizer, master) for master in self._masters}
         optimizer.state.clear()
         optimizer.state.update({master: state for master, state in fresh.items() if state})
-        self._masters = list(shards.values())
 
     def __call__(self) -> None:
         for master, gradient in zip(self._masters, self._core.shard_gradients(), strict=True):

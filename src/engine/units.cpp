@@ -14,7 +14,8 @@ namespace {
 class Finder {
  public:
   Finder(const ModelTree& tree, const UnitsConfig& config) : tree_(tree), config_(config) {
-    const size_t num_modules = tree.modules.size();
+    size_t num_modules = tree.modules.size();
+    while (num_modules > 1 && is_tile(tree, num_modules - 1)) --num_modules;
     children_.resize(num_modules);
     bytes_.assign(num_modules, 0);
     for (size_t m = 1; m < num_modules; ++m) children_[tree.modules[m].parent].push_back(m);
@@ -33,6 +34,11 @@ class Finder {
       if (units_.empty()) by_size(0);
     }
     return units_;
+  }
+
+  static bool is_tile(const ModelTree& tree, size_t module) {
+    const std::vector<int>& params = tree.modules[module].params;
+    return params.size() == 1 && tree.params[params.front()].whole >= 0;
   }
 
  private:
@@ -108,7 +114,13 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
     throw ConfigError(
         "[engine::find_units] the model has no parameters: there is nothing to train");
   }
-  const std::vector<int> modules = Finder(tree, config).units();
+  std::vector<int> modules = Finder(tree, config).units();
+  const auto place = [&tree](int m) { return Finder::is_tile(tree, m) ? tree.modules[m].parent : m; };
+  for (size_t m = 1; m < tree.modules.size(); ++m) {
+    if (Finder::is_tile(tree, m)) modules.push_back(static_cast<int>(m));
+  }
+  std::stable_sort(modules.begin(), modules.end(),
+                   [&](int a, int b) { return place(a) < place(b); });
   std::vector<UnitSpec> specs{{"", tree.modules[0].type, {}}};
   std::vector<int> unit_of_module(tree.modules.size(), 0);
   for (const int module : modules) {
@@ -121,6 +133,8 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
   }
   constexpr int kUnseen = -1;
   std::vector<int> unit_of_param(tree.params.size(), kUnseen);
+  std::set<int> wholes;
+  for (const ParamInfo& info : tree.params) wholes.insert(info.whole);
   for (size_t m = 0; m < tree.modules.size(); ++m) {
     for (const int p : tree.modules[m].params) {
       const int unit = unit_of_module[m];
@@ -128,6 +142,7 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
     }
   }
   for (size_t p = 0; p < tree.params.size(); ++p) {
+    if (wholes.contains(static_cast<int>(p))) continue;  // its tiles stand for it
     specs[std::max(0, unit_of_param[p])].params.push_back(static_cast<int>(p));
   }
   // A unit that gave all its parameters to the root moves nothing.
