@@ -51,6 +51,8 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   for (const engine::UnitSpec& spec : specs) unit_modules.push_back(spec.module);
   for (const exec::UnitState& unit : units) unit_names.push_back(unit.name);
   model = engine::describe(units);
+  engine::assume_order(model, split.tree, specs);
+  assumed = model;
   const Table table = engine::table_of(config, model);
   const std::string print = engine::fingerprint(units);
   executor.emplace(table, mesh, *group, tiers, std::move(units));

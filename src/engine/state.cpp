@@ -271,7 +271,7 @@ void Core::State::replan() {
           concat("[engine::replan] in step one the ranks ran their units in different orders: ",
                  difference));
     }
-    assume_order(model, true);
+    model = assumed;
   }
   make_plans();
 }

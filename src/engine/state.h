@@ -109,6 +109,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   std::vector<std::string> unit_names;
   std::vector<std::string> unit_modules;
   ModelDesc model;
+  ModelDesc assumed;  // before step one
   std::optional<exec::Executor> executor;
   std::optional<exec::Driver> driver;
   std::vector<engine::GradientHook> hooks;

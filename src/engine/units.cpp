@@ -107,7 +107,78 @@ class Finder {
   std::set<std::string> found_;
 };
 
+// Walks the modules in order; a unit is open while its descendants come.
+class OrderWriter {
+ public:
+  OrderWriter(const ModelTree& tree, const std::vector<UnitSpec>& specs) : tree_(tree) {
+    for (size_t unit = 0; unit < specs.size(); ++unit) {
+      unit_named_[specs[unit].module] = static_cast<int>(unit);
+    }
+    for (const ParamInfo& info : tree.params) {
+      if (info.whole >= 0) tiles_[info.whole].push_back(unit_named_.at(info.name));
+    }
+  }
+
+  void write(ModelDesc& model) {
+    forward_.push_back({0, Mark::kBegin});
+    backward_.push_back({0, Mark::kEnd});
+    for (size_t m = 1; m < tree_.modules.size(); ++m) {
+      if (Finder::is_tile(tree_, m)) break;
+      const ModuleInfo& module = tree_.modules[m];
+      if (open_ > 0 && !inside(static_cast<int>(m), open_module_)) close();
+      const auto unit = unit_named_.find(module.name);
+      if (unit != unit_named_.end()) open(unit->second, static_cast<int>(m));
+      const auto tiles = tiles_.find(module.rows);
+      if (tiles == tiles_.end()) continue;
+      const bool looks_up = module.type == "Embedding";  // needs no weight in backward
+      for (const int tile : tiles->second) {
+        forward_.push_back({tile, Mark::kWhole});
+        backward_.push_back({tile, looks_up ? Mark::kGradient : Mark::kWhole});
+      }
+    }
+    if (open_ > 0) close();
+    forward_.push_back({0, Mark::kEnd});
+    backward_.push_back({0, Mark::kBegin});
+    std::reverse(backward_.begin(), backward_.end());
+    model.forward = std::move(forward_);
+    model.backward = std::move(backward_);
+  }
+
+ private:
+  bool inside(int module, int outer) const {
+    while (module > outer) module = tree_.modules[module].parent;
+    return module == outer;
+  }
+
+  void open(int unit, int module) {
+    open_ = unit;
+    open_module_ = module;
+    forward_.push_back({unit, Mark::kBegin});
+    backward_.push_back({unit, Mark::kEnd});
+  }
+
+  void close() {
+    if (forward_.back().unit == open_) {
+      forward_.back().mark = backward_.back().mark = Mark::kWhole;
+    } else {
+      forward_.push_back({open_, Mark::kEnd});
+      backward_.push_back({open_, Mark::kBegin});
+    }
+    open_ = 0;
+  }
+
+  const ModelTree& tree_;
+  std::map<std::string, int> unit_named_;
+  std::map<int, std::vector<int>> tiles_;  // units, by parameter
+  std::vector<Visit> forward_, backward_;
+  int open_ = 0, open_module_ = 0;
+};
+
 }  // namespace
+
+void assume_order(ModelDesc& model, const ModelTree& tree, const std::vector<UnitSpec>& specs) {
+  OrderWriter(tree, specs).write(model);
+}
 
 std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& config) {
   if (tree.params.empty()) {

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "penstock/core.h"
+#include "src/plan/model_desc.h"
 
 namespace penstock::engine {
 
@@ -18,5 +19,8 @@ struct UnitSpec {
 // modules of at most `config.max_bytes`. Each tile is a unit. A parameter that several units use belongs to the root.
 // Throws ConfigError when the model has no parameters or a class is not found (nearest name).
 std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& config);
+
+// The order assumed before step one: modules in model order, each tile wherever it is used.
+void assume_order(ModelDesc& model, const ModelTree& tree, const std::vector<UnitSpec>& specs);
 
 }  // namespace penstock::engine
