@@ -38,8 +38,8 @@ class PENSTOCK_API Tiles {
   // product gives as far as the BLAS library does; the input's gradient is summed over tiles in
   // fp32.
   at::Tensor linear(const at::Tensor& input, const Bias& bias) const;
-  // ids [...] (integers) -> [..., columns]; bit for bit that of the whole weight. `padding_idx` < 0:
-  // none.
+  // ids [...] (integers) -> [..., columns]; bit for bit that of the whole weight. `padding_idx` <
+  // 0: none.
   at::Tensor embedding(const at::Tensor& ids, int64_t padding_idx, bool scale_grad_by_freq) const;
   // The loss of logits linear(input, bias) that never exist whole: `loss_tokens` rows and one tile
   // at a time, as a running log-sum-exp (arXiv:1805.02867); backward computes them again. input

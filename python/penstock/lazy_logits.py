@@ -7,6 +7,7 @@ any other op gets the real logits, computed for it.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ class LazyLogits(torch.Tensor):
         step: int | None = None,
     ) -> "LazyLogits":
         """The head's output on `hidden`, as `dtype` (default: what the head computes in)."""
-        made: LazyLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: LazyLogits = torch.Tensor._make_wrapper_subclass(
             LazyLogits,
             (*hidden.shape[:-1], head.num_classes),
             dtype=dtype or hidden.dtype,
@@ -95,13 +96,11 @@ class LazyLogits(torch.Tensor):
             result = handler(args[0], *args[1:], **kwargs)
             if result is not None:
                 return result
-        real_args, real_kwargs = _pytree.tree_map_only(
-            LazyLogits, LazyLogits.whole, (args, kwargs)
-        )
+        real_args, real_kwargs = _pytree.tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs))
         return func(*real_args, **real_kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Raises RuntimeFault: autograd has passed already, so what came out had no gradient."""
@@ -109,6 +108,11 @@ class LazyLogits(torch.Tensor):
             f"[front::LazyLogits] {func} was called past __torch_function__ on logits that are not "
             f"computed (tiling.loss_tokens): call it on logits.whole()"
         )
+
+
+def with_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or, of lazy logits, the one that their gradient arrives at."""
+    return tensor.hidden if isinstance(tensor, LazyLogits) else tensor
 
 
 _Lazy = LazyLogits | None  # None: not without the logits themselves
@@ -167,18 +171,16 @@ def _dims(item: Any) -> int:
     return item.ndim if mask else 1
 
 
-def _cross_entropy(  # noqa: PLR0913 - torch's signature
-    logits: LazyLogits,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> torch.Tensor | None:
-    plain = weight is None and size_average is None and reduce is None
-    known = reduction in ("mean", "sum", "none") and 0.0 <= label_smoothing <= 1.0
+_SIGNATURE = inspect.signature(functional.cross_entropy)
+
+
+def _cross_entropy(logits: LazyLogits, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    bound = _SIGNATURE.bind(logits, *args, **kwargs)
+    bound.apply_defaults()
+    options = bound.arguments
+    target, reduction = options["target"], options["reduction"]
+    plain = all(options[name] is None for name in ("weight", "size_average", "reduce"))
+    known = reduction in ("mean", "sum", "none") and 0.0 <= options["label_smoothing"] <= 1.0
     indices = isinstance(target, torch.Tensor) and target.dtype == torch.int64
     if not (plain and known and indices) or logits.ndim > 2 or target.shape != logits.shape[:-1]:
         return None
@@ -190,9 +192,9 @@ def _cross_entropy(  # noqa: PLR0913 - torch's signature
         head.bias_values,
         target.reshape(-1),
         {
-            "ignore_index": ignore_index,
+            "ignore_index": options["ignore_index"],
             "reduction": reduction,
-            "label_smoothing": label_smoothing,
+            "label_smoothing": options["label_smoothing"],
             "dtype": logits.dtype,
         },
     )
@@ -219,7 +221,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 _AS_IT_IS = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
     torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
     torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]

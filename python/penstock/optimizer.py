@@ -235,11 +235,12 @@ class ShardStep:
         self._optimizer = optimizer
         self._core = core
         shards: dict[torch.Tensor, list[torch.Tensor]] = defaultdict(list)  # in tiles: several
+        self._masters: list[torch.Tensor] = []
         for _, param, master in core.shards():
             shards[param].append(master)
+            self._masters.append(master)
         for group in optimizer.param_groups:
             group["params"] = [piece for p in group["params"] for piece in shards.get(p, ())]
-        self._masters = [master for _, _, master in core.shards()]
         fresh = {master: _fresh_state(optimizer, master) for master in self._masters}
         optimizer.state.clear()
         optimizer.state.update({master: state for master, state in fresh.items() if state})

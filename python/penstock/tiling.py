@@ -25,7 +25,7 @@ def with_head(model: torch.nn.Module, config: dict[str, Any]) -> Any:
 
 
 def _find_head(model: torch.nn.Module) -> str:
-    names = {module: name for name, module in model.named_modules()}
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
     told = getattr(model, "get_output_embeddings", lambda: None)()
     linear = [module for module in names if isinstance(module, torch.nn.Linear)]
     if told in names:
@@ -41,7 +41,7 @@ def _find_head(model: torch.nn.Module) -> str:
 def install(model: torch.nn.Module, core: Any, config: Any) -> list[torch.nn.Module]:
     """Replaces the forward of every module whose weight is in tiles; those modules."""
     section = json.loads(config.json())["tiling"]
-    tiles = {name: _penstock.Tiles(core, name) for name in core.tiled}
+    tiles = {name: _penstock.Tiles(core, name) for name in _penstock.Tiles.names(core)}
     of_param = {p: tiles[n] for n, p in model.named_parameters() if n in tiles}
     changed = []
     for name, module in model.named_modules():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from penstock._native import _penstock
-from penstock.lazy_logits import LazyLogits
+from penstock.lazy_logits import with_history
 
 
 def model_tree(
@@ -77,10 +77,8 @@ def names_of(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested tuples, lists, mappings and objects with fields."""
-    if isinstance(value, LazyLogits):
-        yield value.hidden  # where its backward arrives first
-    elif isinstance(value, torch.Tensor):
-        yield value
+    if isinstance(value, torch.Tensor):
+        yield with_history(value)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)

@@ -89,7 +89,6 @@ void bind_core(py::module_& module) {
            NoGil())
       .def_property_readonly("unit_modules", &Core::unit_modules)
       .def_property_readonly("needs_unit_events", &Core::needs_unit_events)
-      .def_property_readonly("tiled", &Core::tiled)
       .def("is_tile", &Core::is_tile)
       .def_property_readonly("grad_norm", &Core::grad_norm)
       .def_property_readonly("steps", &Core::steps)

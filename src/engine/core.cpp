@@ -120,8 +120,7 @@ std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& ro
                                                     grad ? Role::kGrad : Role::kParam);
       if (divisor != 1.0) full.div_(divisor);
       for (const exec::Slot& slot : flats[flat].slots) {
-        const at::Tensor value =
-            full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes());
+        const at::Tensor value = full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes());
         if (state_->is_tile[unit]) {
           rows_of.at(static_cast<int>(unit)).copy_(value);
         } else {

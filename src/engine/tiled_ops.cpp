@@ -125,7 +125,8 @@ void Core::State::check_tile_backward(bool trains) {
   if (backward_armed || !engine::in_side_backward()) return start_backward();
   if (!trains) return;
   throw RuntimeFault(
-      "[engine::tiling] torch.autograd.grad() of a parameter in tiles: its gradient is never whole. "
+      "[engine::tiling] torch.autograd.grad() of a parameter in tiles: its gradient is never "
+      "whole. "
       "Use engine.backward() and engine.full_grads(), or keep it out of \"tiling.modules\"");
 }
 
@@ -369,9 +370,7 @@ Tiles::Tiles(const Core& core, const std::string& param) : state_(core.state_) {
   index_ = found - state_->tiled.begin();
 }
 
-int64_t Tiles::count() const {
-  return static_cast<int64_t>(state_->tiled[index_].units.size());
-}
+int64_t Tiles::count() const { return static_cast<int64_t>(state_->tiled[index_].units.size()); }
 
 c10::intrusive_ptr<Core::State::TileOp> Core::State::tile_op(size_t index, const Bias& bias) {
   auto op = c10::make_intrusive<TileOp>();
@@ -395,15 +394,14 @@ at::Tensor Tiles::embedding(const at::Tensor& ids, int64_t padding_idx,
   return Core::State::EmbeddingFunction::apply(op, ids, state_->tiled[index_].whole);
 }
 
-at::Tensor Tiles::cross_entropy(const at::Tensor& input, const Bias& bias,
-                                const at::Tensor& target, const CrossEntropyOptions& options,
-                                at::ScalarType out) const {
+at::Tensor Tiles::cross_entropy(const at::Tensor& input, const Bias& bias, const at::Tensor& target,
+                                const CrossEntropyOptions& options, at::ScalarType out) const {
   const auto op = state_->tile_op(index_, bias);
   op->loss = options;
   op->out = out;
   op->tokens = std::max<int64_t>(1, state_->config.tiling.loss_tokens);
-  return Core::State::CrossEntropyFunction::apply(op, input, state_->tiled[index_].whole,
-                                                  target, edge(bias));
+  return Core::State::CrossEntropyFunction::apply(op, input, state_->tiled[index_].whole, target,
+                                                  edge(bias));
 }
 
 }  // namespace penstock

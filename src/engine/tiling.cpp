@@ -59,9 +59,9 @@ class Splitter {
       };
       if (std::any_of(names.begin(), names.end(), matches)) continue;
       const std::string near = nearest(pattern, names);
-      throw ConfigError(concat(
-          "[engine::split_large] tiling: no plain nn.Linear or nn.Embedding is named \"", pattern,
-          "\"", near.empty() ? "" : concat("; did you mean \"", near, "\"?")));
+      throw ConfigError(
+          concat("[engine::split_large] tiling: no plain nn.Linear or nn.Embedding is named \"",
+                 pattern, "\"", near.empty() ? "" : concat("; did you mean \"", near, "\"?")));
     }
   }
 

@@ -186,7 +186,9 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
         "[engine::find_units] the model has no parameters: there is nothing to train");
   }
   std::vector<int> modules = Finder(tree, config).units();
-  const auto place = [&tree](int m) { return Finder::is_tile(tree, m) ? tree.modules[m].parent : m; };
+  const auto place = [&tree](int m) {
+    return Finder::is_tile(tree, m) ? tree.modules[m].parent : m;
+  };
   for (size_t m = 1; m < tree.modules.size(); ++m) {
     if (Finder::is_tile(tree, m)) modules.push_back(static_cast<int>(m));
   }
