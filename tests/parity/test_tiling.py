@@ -166,3 +166,27 @@ def test_one_tile_is_gathered_at_a_time(tied, pools):
     assert tiles["param"] <= 1.1 * (shards + tile)
     assert tiles["total"] <= 1.1 * predicted["total"]
     assert predicted["total"] <= 1.1 * tiles["total"]
+
+
+def built_in_pieces(tiling: dict) -> tuple[training.Tensors, list[float]]:
+    import penstock  # noqa: PLC0415
+
+    torch.manual_seed(5)
+    with penstock.init():
+        model = models.Gpt()
+    engine = penstock.initialize(model, {"tiling": tiling, "optimizer": {"eps": 1e-4}})
+    start, losses = engine.state_dict(), []
+    for batch in models.batches("gpt", 3, 4):
+        losses.append(training.backwards(engine, batch, 1))
+        engine.step()
+    engine.close()
+    return start, losses
+
+
+def test_parameters_built_in_pieces(pools):
+    for ours, theirs in zip(
+        pools(2).run(built_in_pieces, BOTH), pools(2).run(built_in_pieces, {}), strict=True
+    ):
+        assert ours[0].keys() == theirs[0].keys()
+        assert all(value.equal(theirs[0][name]) for name, value in ours[0].items())
+        assert compare.relative(ours[1], theirs[1]) <= compare.SCALAR_LIMIT
