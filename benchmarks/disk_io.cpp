@@ -24,7 +24,8 @@ struct Bench {
   int64_t bytes = 0, request_bytes = 0;
   int depth = 0;
   std::string text;
-  mem::Arena arena{c10::Device(c10::DeviceType::CPU)};
+  mem::Pool pool{c10::Device(c10::DeviceType::CPU)};
+  mem::Arena arena{pool};
   std::deque<mem::Lease> windows;
   std::optional<mem::Disk> disk;  // last: it ends before the memory does
 };

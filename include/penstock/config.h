@@ -56,6 +56,16 @@ struct UnitsConfig {
   int64_t max_bytes = 256LL << 20;   // for modules without repeated blocks
 };
 
+// Large Linear and Embedding weights in tiles of rows, each a unit of its own.
+struct TilingConfig {
+  int64_t max_bytes = 0;             // of a tile, in the dtype it computes in; 0 = nothing is split
+  std::vector<std::string> modules;  // names or patterns of those that may be; empty = all
+  int64_t loss_tokens = 0;           // cross-entropy over so many tokens at once; 0 = off
+  std::string head;                  // module whose output is the logits; empty = found by itself
+
+  bool any() const { return max_bytes > 0 || loss_tokens > 0; }
+};
+
 struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
   // optimizer and params also "auto", until the engine has chosen (src/engine/choice.h)
@@ -92,6 +102,7 @@ struct PENSTOCK_API Config {
   LossScaleConfig loss_scale;
   double clip = 0.0;  // largest global gradient norm; 0 = off
   UnitsConfig units;
+  TilingConfig tiling;
   int64_t prefetch_bytes = 64LL << 20;
   CommConfig comm;
   int64_t seed = -1;

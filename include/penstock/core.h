@@ -24,11 +24,13 @@ struct ModuleInfo {
   std::string type;
   int parent = -1;
   std::vector<int> params;  // indices of those it owns directly; shared ones appear in several
+  int rows = -1;            // of them, the one used row by row (Linear, Embedding): it may be tiled
 };
 struct ParamInfo {
   std::string name;
   at::Tensor param;
-  int group = 0;  // optimizer parameter group
+  int group = 0;   // optimizer parameter group
+  int whole = -1;  // of a tile: the parameter it is rows of
 };
 struct ModelTree {
   std::vector<ModuleInfo> modules;
@@ -75,6 +77,10 @@ class PENSTOCK_API Core {
   const std::vector<std::string>& unit_modules() const;
   // Whether units need begin/end events (their parameters move); the root always does.
   bool needs_unit_events() const;
+
+  // Names of the parameters that are in tiles (penstock/tiling.h); whether a unit is one of those.
+  std::vector<std::string> tiled() const;
+  bool is_tile(int unit) const;
 
   void unit_begin(int unit, bool grad_enabled);
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
@@ -123,6 +129,7 @@ class PENSTOCK_API Core {
   void close();
 
  private:
+  friend class Tiles;
   struct State;
   std::shared_ptr<State> state_;  // shared with autograd hooks, which may outlive the engine
 };

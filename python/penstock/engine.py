@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock import optimizer as optim
-from penstock import ranks, sharded_init, tree
+from penstock import ranks, sharded_init, tiling, tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
 
 OptimizerLike = (
@@ -56,7 +56,7 @@ class Engine:
         self._hooks: list[Any] = []
         self.module = model
         given, kind, config = optim.prepare(optimizer, model, config)
-        self.config = _penstock.Config.parse(json.dumps(config))
+        self.config = tiling.with_head(model, config)
         if given is None:
             given = optim.from_config(model, json.loads(self.config.json())["optimizer"])
             kind = type(given).__name__
@@ -69,6 +69,7 @@ class Engine:
         sharded_init.let_go()
         if self.config.seed >= 0:
             torch.manual_seed(self.config.seed + ranks.rank())
+        self._tiled = tiling.install(model, self._core, self.config)
         try:
             self._finish_setup(given, lr_scheduler)
         except ConfigError:  # on every rank alike, so the model can be given back together
@@ -300,6 +301,7 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        tiling.remove(self._tiled)
         self._core.close()
         self._ranks.close()
 
@@ -352,7 +354,7 @@ class Engine:
                 f"moves its parameters: compile its blocks instead (block.compile())"
             )
         for unit, name in enumerate(core.unit_modules):
-            if unit > 0:
+            if unit > 0 and not core.is_tile(unit):
                 # What torch.compile() returns holds the module: hooks go around both.
                 outer = name.removesuffix("._orig_mod")
                 hook_unit(self.module.get_submodule(outer), unit)

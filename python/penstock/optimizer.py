@@ -234,13 +234,16 @@ class ShardStep:
         _check_fresh(optimizer)
         self._optimizer = optimizer
         self._core = core
-        shards = {param: master for _, param, master in core.shards()}
+        shards: dict[torch.Tensor, list[torch.Tensor]] = defaultdict(list)  # in tiles: several
+        self._masters: list[torch.Tensor] = []
+        for _, param, master in core.shards():
+            shards[param].append(master)
+            self._masters.append(master)
         for group in optimizer.param_groups:
-            group["params"] = [shards[p] for p in group["params"] if p in shards]
-        fresh = {master: _fresh_state(optimizer, master) for master in shards.values()}
+            group["params"] = [piece for p in group["params"] for piece in shards.get(p, ())]
+        fresh = {master: _fresh_state(optimizer, master) for master in self._masters}
         optimizer.state.clear()
         optimizer.state.update({master: state for master, state in fresh.items() if state})
-        self._masters = list(shards.values())
 
     def __call__(self) -> None:
         for master, gradient in zip(self._masters, self._core.shard_gradients(), strict=True):

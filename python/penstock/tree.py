@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from penstock._native import _penstock
+from penstock.lazy_logits import with_history
 
 
 def model_tree(
@@ -27,10 +28,18 @@ def model_tree(
         parent = name.rpartition(".")[0]
         indices[name] = len(modules)
         own = sorted({params[p] for p in module.parameters(recurse=False)})
-        modules.append(
-            _penstock.ModuleInfo(name, type(module).__name__, indices[parent] if name else -1, own)
-        )
+        rows = params[module.weight] if has_rows(module) else -1
+        kind = type(module).__name__
+        modules.append(_penstock.ModuleInfo(name, kind, indices[parent] if name else -1, own, rows))
     return _penstock.ModelTree(modules, infos, list(model.buffers()), init)
+
+
+def has_rows(module: torch.nn.Module) -> bool:
+    """Whether the module is nothing but torch's Linear or Embedding: its weight can be tiled."""
+    plain = type(module) in (torch.nn.Linear, torch.nn.Embedding)
+    own = "forward" not in vars(module) and not is_compiled_in_place(module)
+    renorms = getattr(module, "max_norm", None) is not None
+    return plain and own and not renorms and "weight" in module._parameters
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
@@ -69,7 +78,7 @@ def names_of(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested tuples, lists, mappings and objects with fields."""
     if isinstance(value, torch.Tensor):
-        yield value
+        yield with_history(value)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)

@@ -15,10 +15,12 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 void bind_tree(py::module_& module) {
   py::class_<ModuleInfo>(module, "ModuleInfo")
-      .def(py::init([](std::string name, std::string type, int parent, std::vector<int> params) {
-             return ModuleInfo{std::move(name), std::move(type), parent, std::move(params)};
+      .def(py::init([](std::string name, std::string type, int parent, std::vector<int> params,
+                       int rows) {
+             return ModuleInfo{std::move(name), std::move(type), parent, std::move(params), rows};
            }),
-           py::arg("name"), py::arg("type"), py::arg("parent"), py::arg("params"));
+           py::arg("name"), py::arg("type"), py::arg("parent"), py::arg("params"),
+           py::arg("rows") = -1);
   py::class_<ParamInfo>(module, "ParamInfo")
       .def(py::init([](std::string name, at::Tensor param, int group) {
              return ParamInfo{std::move(name), std::move(param), group};
@@ -92,6 +94,7 @@ void bind_core(py::module_& module) {
            NoGil())
       .def_property_readonly("unit_modules", &Core::unit_modules)
       .def_property_readonly("needs_unit_events", &Core::needs_unit_events)
+      .def("is_tile", &Core::is_tile)
       .def_property_readonly("grad_norm", &Core::grad_norm)
       .def_property_readonly("steps", &Core::steps)
       .def("unit_begin", &Core::unit_begin, NoGil())

@@ -20,4 +20,5 @@ PYBIND11_MODULE(_penstock, module) {
   penstock::python::bind_init(module);
   penstock::python::bind_core(module);
   penstock::python::bind_plan(module);
+  penstock::python::bind_tiling(module);
 }

@@ -9,6 +9,7 @@ void bind_group(pybind11::module_& module);
 void bind_init(pybind11::module_& module);
 void bind_core(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
+void bind_tiling(pybind11::module_& module);
 
 // C++ errors become penstock.ConfigError(ValueError), RuntimeFault(RuntimeError),
 // Bug(AssertionError).

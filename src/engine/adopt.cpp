@@ -44,7 +44,8 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
     unit.name = spec.module.empty() ? "the root" : spec.module;
     for (const int index : spec.params) {
       const ParamInfo& info = tree.params[index];
-      const Dtype dtype = compute_dtype(config, info);
+      const int named = info.whole >= 0 ? info.whole : index;
+      const Dtype dtype = compute_dtype(config, tree.params[named]);
       const bool trainable = info.param.requires_grad();
       exec::Flat* flat = nullptr;
       for (exec::Flat& one : unit.flats) {
@@ -54,7 +55,7 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
       exec::Slot slot;
       slot.name = info.name;
       slot.param = info.param;
-      slot.index = index;
+      slot.index = named;
       slot.group = info.group;
       flat->add(slot, unit.name);
     }

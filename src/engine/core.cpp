@@ -88,6 +88,11 @@ std::vector<Shard> Core::shards() {
   std::vector<Shard> shards;
   for (auto& [name, param, master] : state_->executor->shard_views()) {
     shards.push_back({name, param, master});
+    for (const engine::Tiled& one : state_->tiled) {
+      for (const int unit : one.units) {
+        if (state_->unit_names[unit] == name) shards.back().param = one.whole;
+      }
+    }
   }
   return shards;
 }
@@ -106,6 +111,7 @@ std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& ro
   }
   const double divisor = grad ? state_->divisor() : 1.0;
   std::vector<std::pair<std::string, at::Tensor>> tensors;
+  std::map<int, at::Tensor> rows_of = state_->whole_values(grad, &tensors);
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
     const std::vector<exec::Flat>& flats = state_->executor->units()[unit].flats;
     for (size_t flat = 0; flat < flats.size(); ++flat) {
@@ -114,8 +120,12 @@ std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& ro
                                                     grad ? Role::kGrad : Role::kParam);
       if (divisor != 1.0) full.div_(divisor);
       for (const exec::Slot& slot : flats[flat].slots) {
-        tensors.emplace_back(slot.name,
-                             full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes()));
+        const at::Tensor value = full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes());
+        if (state_->is_tile[unit]) {
+          rows_of.at(static_cast<int>(unit)).copy_(value);
+        } else {
+          tensors.emplace_back(slot.name, value);
+        }
       }
     }
   }
@@ -128,7 +138,8 @@ void Core::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& 
         "[engine::set_grads] gradients are complete only after the window's last backward() and "
         "before step()");
   }
-  const std::map<std::string, at::Tensor> by_name(gradients.begin(), gradients.end());
+  std::map<std::string, at::Tensor> by_name(gradients.begin(), gradients.end());
+  state_->split_rows(by_name);
   std::vector<exec::UnitState>& units = state_->executor->units();
   const auto for_each = [&](const auto& action) {
     for (size_t unit = 0; unit < units.size(); ++unit) {
@@ -160,6 +171,14 @@ void Core::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& 
   });
 }
 
+std::vector<std::string> Core::tiled() const {
+  std::vector<std::string> names;
+  for (const engine::Tiled& one : state_->tiled) names.push_back(one.name);
+  return names;
+}
+
+bool Core::is_tile(int unit) const { return state_->is_tile.at(unit); }
+
 void Core::gather(const std::vector<int>& units) {
   for (const int unit : units) {
     if (!state_->executor->full(unit)) {
@@ -167,9 +186,11 @@ void Core::gather(const std::vector<int>& units) {
     }
     state_->executor->require(unit);
   }
+  state_->gather_wholes(units);
 }
 
 void Core::release(const std::vector<int>& units, bool write) {
+  state_->release_wholes(units, write);
   for (const int unit : units) {
     if (write) state_->executor->refresh(unit);
     state_->executor->drop(unit);
@@ -178,6 +199,11 @@ void Core::release(const std::vector<int>& units, bool write) {
 
 std::vector<int> Core::units_of(const std::vector<std::string>& params) const {
   std::vector<int> units;
+  for (const engine::Tiled& one : state_->tiled) {
+    if (std::find(params.begin(), params.end(), one.name) != params.end()) {
+      units.insert(units.end(), one.units.begin(), one.units.end());
+    }
+  }
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
     bool wanted = params.empty();
     for (const exec::Flat& flat : state_->executor->units()[unit].flats) {

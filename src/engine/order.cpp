@@ -3,13 +3,17 @@
 #include <algorithm>
 
 #include "src/base/text.h"
+#include "src/plan/plan.h"
 
 namespace penstock::engine {
 
+bool OrderRecord::has(int unit) const {
+  return std::any_of(events_.begin(), events_.end(),
+                     [unit](const Event& event) { return event.unit == unit; });
+}
+
 void OrderRecord::begin(int unit) {
-  const bool seen = std::any_of(events_.begin(), events_.end(),
-                                [unit](const Event& event) { return event.unit == unit; });
-  if (!seen) events_.push_back({unit, true});
+  if (!has(unit)) events_.push_back({unit, true, {}});
 }
 
 void OrderRecord::end(int unit) {
@@ -17,15 +21,19 @@ void OrderRecord::end(int unit) {
   events_.erase(std::remove_if(events_.begin(), events_.end(),
                                [unit](const Event& e) { return e.unit == unit && !e.begins; }),
                 events_.end());
-  events_.push_back({unit, false});
+  events_.push_back({unit, false, {}});
 }
 
 std::vector<Visit> OrderRecord::visits(int num_units) const {
   std::vector<Visit> visits;
   std::vector<bool> seen(num_units, false);
   for (size_t i = 0; i < events_.size(); ++i) {
-    const auto [unit, begins] = events_[i];
+    const auto [unit, begins, visit] = events_[i];
     seen[unit] = true;
+    if (visit) {
+      visits.push_back({unit, *visit});
+      continue;
+    }
     const bool ends_next = i + 1 < events_.size() && events_[i + 1].unit == unit;
     const bool never_ends =
         std::none_of(events_.begin(), events_.end(),
@@ -49,10 +57,7 @@ std::vector<Visit> OrderRecord::visits(int num_units) const {
 std::string visits_text(const std::vector<Visit>& visits) {
   std::vector<std::string> parts;
   for (const Visit& visit : visits) {
-    const char* mark = visit.mark == Mark::kWhole   ? ""
-                       : visit.mark == Mark::kBegin ? " begin"
-                                                    : " end";
-    parts.push_back(concat("u", visit.unit, mark));
+    parts.push_back(concat("u", visit.unit, mark_text(visit.mark)));
   }
   return join(parts, "\n");
 }

@@ -1,6 +1,7 @@
 #pragma once
 // The order in which units really ran in step one, and agreement of texts between ranks.
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,9 @@ class OrderRecord {
  public:
   void begin(int unit);
   void end(int unit);
+  // A tile's visit, short and with nothing in it; there may be several.
+  void add(const Visit& visit) { events_.push_back({visit.unit, true, visit.mark}); }
+  bool has(int unit) const;
   void clear() { events_.clear(); }
   bool empty() const { return events_.empty(); }
   // A unit whose begin and end are neighbours is whole; the root and units with others in between
@@ -23,6 +27,7 @@ class OrderRecord {
   struct Event {
     int unit = 0;
     bool begins = true;
+    std::optional<Mark> visit;  // of a tile
   };
   std::vector<Event> events_;
 };

@@ -44,12 +44,16 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
   config.resolve(group->size());
   check_devices(tree);
+  engine::Split split = engine::split_large(tree, config);
+  tiled = std::move(split.tiled);
   const Mesh mesh = engine::mesh_of(config);
-  const std::vector<engine::UnitSpec> specs = engine::find_units(tree, config.units);
-  std::vector<exec::UnitState> units = engine::lay_out(tree, specs, config, mesh.data());
+  const std::vector<engine::UnitSpec> specs = engine::find_units(split.tree, config.units);
+  std::vector<exec::UnitState> units = engine::lay_out(split.tree, specs, config, mesh.data());
   for (const engine::UnitSpec& spec : specs) unit_modules.push_back(spec.module);
   for (const exec::UnitState& unit : units) unit_names.push_back(unit.name);
   model = engine::describe(units);
+  engine::assume_order(model, split.tree, specs);
+  assumed = model;
   const Room room = agree_at_start(tree, engine::fingerprint(units));
   choose_tiers(room, external_optimizer);
   set_budgets(room, external_optimizer);
@@ -63,8 +67,9 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   executor.emplace(table, mesh, *group, tiers, std::move(units));
   driver.emplace(*executor);
   moves_params = executor->moves_params();
+  find_tiles();
   try {
-    adopt(tree, external_optimizer);
+    adopt(split.tree, external_optimizer);
   } catch (...) {  // the parameters must not keep windows into memory that goes
     for (exec::UnitState& unit : executor->units()) {
       for (exec::Flat& flat : unit.flats) flat.let_params_go();
@@ -91,6 +96,35 @@ void Core::State::adopt(const ModelTree& tree, bool external_optimizer) {
                         static_cast<int64_t>(buffer.nbytes()));
     if (!tree.buffers[i].is_contiguous()) tree.buffers[i].copy_(buffer);
   }
+  for (const engine::Tiled& one : tiled) {
+    if (tree.init && tree.init->holds(one.whole)) tree.init->take(one.whole);
+  }
+  let_wholes_go();
+}
+
+void Core::State::find_tiles() {
+  is_tile.assign(unit_names.size(), false);
+  for (engine::Tiled& one : tiled) {
+    for (size_t tile = 0; tile + 1 < one.first.size(); ++tile) {
+      const std::string name =
+          concat(one.name, "[", one.first[tile], ":", one.first[tile + 1], "]");
+      const auto found = std::find(unit_names.begin(), unit_names.end(), name);
+      PENSTOCK_ASSERT(found != unit_names.end(), concat("[engine::find_tiles] no unit ", name));
+      one.units.push_back(static_cast<int>(found - unit_names.begin()));
+      is_tile[one.units.back()] = true;
+    }
+  }
+}
+
+at::Tensor Core::State::initial_values(const exec::Slot& slot, const ModelTree& tree) {
+  if (!tree.init || !tree.init->holds(slot.param)) return slot.param.detach();
+  if (tree.params[slot.index].param.unsafeGetTensorImpl() == slot.param.unsafeGetTensorImpl()) {
+    return tree.init->take(slot.param);
+  }
+  // A tile: the parameter is taken when all its tiles have their values.
+  return tree.init->whole(slot.param)
+      .narrow(0, slot.param.storage_offset(), slot.param.numel())
+      .clone();
 }
 
 Core::State::~State() {
@@ -234,8 +268,7 @@ void Core::State::adopt_flat(exec::Flat& flat, const std::string& label, const M
   at::Tensor full = at::zeros({flat.numel}, at::TensorOptions(at::kFloat));
   auto* values = static_cast<float*>(full.data_ptr());
   for (exec::Slot& slot : flat.slots) {
-    const bool hollow = tree.init && tree.init->holds(slot.param);
-    const at::Tensor initial = hollow ? tree.init->take(slot.param) : slot.param.detach();
+    const at::Tensor initial = initial_values(slot, tree);
     full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
     engine::own_storage(slot.param, flat.dtype);
   }
@@ -272,7 +305,7 @@ void Core::State::install_hooks() {
   for (size_t u = 0; u < executor->units().size(); ++u) {
     const std::vector<exec::Flat>& flats = executor->units()[u].flats;
     for (size_t f = 0; f < flats.size(); ++f) {
-      if (!flats[f].trainable) continue;
+      if (!flats[f].trainable || is_tile[u]) continue;  // tiles' operators hand theirs over
       for (size_t s = 0; s < flats[f].slots.size(); ++s) {
         hooks.emplace_back(flats[f].slots[s].param, [weak, u, f, s] {
           const auto self = weak.lock();

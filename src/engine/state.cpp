@@ -41,7 +41,12 @@ void Core::State::forward_begin(bool grad_enabled) {
 }
 
 // A parameter that was frozen at initialize() has no master, no moments and no gradient hook.
-void Core::State::check_frozen() const {
+void Core::State::check_frozen() {
+  for (const engine::Tiled& one : tiled) {
+    for (size_t tile = 0; tile < one.units.size(); ++tile) {
+      tile_flat(one, tile).slots.front().param.set_requires_grad(one.whole.requires_grad());
+    }
+  }
   for (const exec::UnitState& unit : executor->units()) {
     for (const exec::Flat& flat : unit.flats) {
       if (flat.trainable) continue;
@@ -62,7 +67,9 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
     for (const int unit : spanning) driver->leave(Op::kForward, unit);
   }
   unit_end(0, outputs);
-  if (!engine::in_backward()) driver->finish();
+  if (engine::in_backward()) return;
+  driver->finish();
+  recording = false;
 }
 
 void Core::State::unit_begin(int unit) {
@@ -173,13 +180,10 @@ void Core::State::complete_frozen(int except) {
 
 void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   start_backward();
-  exec::Flat& flat = executor->units()[unit].flats[flat_index];
-  exec::Slot& slot = flat.slots[slot_index];
+  exec::Slot& slot = executor->units()[unit].flats[flat_index].slots[slot_index];
   at::Tensor& gradient = slot.param.mutable_grad();
   if (gradient.defined()) {
-    if (!executor->take_gradient(unit, flat_index, slot_index, gradient) && bad.empty()) {
-      bad = concat("parameter \"", slot.name, "\", ", where());
-    }
+    take_gradient(unit, flat_index, slot_index, gradient);
     gradient.reset();
   }
   // Where each use of a module is recomputed in a backward of its own, gradients come once a use.
@@ -193,6 +197,12 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   } else {
     unit_complete(unit);
   }
+}
+
+void Core::State::take_gradient(int unit, int flat, int slot, const at::Tensor& gradient) {
+  if (executor->take_gradient(unit, flat, slot, gradient) || !bad.empty()) return;
+  const std::string& name = executor->units()[unit].flats[flat].slots[slot].name;
+  bad = concat("parameter \"", name, "\", ", where());
 }
 
 void Core::State::unit_complete(int unit) {
@@ -225,6 +235,10 @@ void Core::State::replan() {
   const auto merge = [&](const engine::OrderRecord& order, std::vector<Visit>& visits) {
     if (order.empty()) return;
     visits = order.visits(num_units);
+    // A tile that is used outside of the forward only is brought there.
+    std::erase_if(visits, [&](const Visit& visit) {
+      return &order == &forward_order && is_tile[visit.unit] && !order.has(visit.unit);
+    });
     for (const int unit : spanning) {
       std::erase_if(visits, [unit](const Visit& visit) { return visit.unit == unit; });
       visits.insert(visits.begin() + 1, {unit, Mark::kBegin});
@@ -249,7 +263,7 @@ void Core::State::replan() {
           concat("[engine::replan] in step one the ranks ran their units in different orders: ",
                  difference));
     }
-    assume_order(model, true);
+    model = assumed;
   }
   make_plans();
 }
@@ -318,6 +332,7 @@ void Core::State::close(bool whole) {
     driver->abandon();
     executor->discard_gradients();
   }
+  for (engine::Tiled& one : tiled) detach_whole(one);
   if (!whole) tiers.close_disk();  // waits for what is still in flight into the copies below
   for (size_t index = 0; index < executor->units().size(); ++index) {
     const int unit = static_cast<int>(index);
@@ -325,9 +340,10 @@ void Core::State::close(bool whole) {
     if (whole) executor->require(unit);
     exec::UnitState& state = executor->units()[unit];
     for (exec::Flat& flat : state.flats) {
-      if (!state.attached) flat.detach();
+      if (is_tile[index] && state.attached) return_rows(unit);
+      if (!state.attached || is_tile[index]) flat.detach();
       for (exec::Slot& slot : flat.slots) {
-        if (state.attached) slot.param.set_data(slot.param.detach().clone());
+        if (state.attached && !is_tile[index]) slot.param.set_data(slot.param.detach().clone());
       }
       flat.free();
     }

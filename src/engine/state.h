@@ -2,16 +2,20 @@
 // Core::State: what happens at each event of eager code. Reports and collective reads are in
 // report.cpp, the public calls in core.cpp.
 #include <exception>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/core.h"
 #include "penstock/plan.h"
+#include "penstock/tiling.h"
 #include "src/engine/hooks.h"
 #include "src/engine/loss_scale.h"
 #include "src/engine/order.h"
+#include "src/engine/tiling.h"
 #include "src/exec/driver.h"
 #include "src/exec/executor.h"
 #include "src/mem/tiers.h"
@@ -32,6 +36,8 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   void claim_on_all_ranks(bool external_optimizer);
   void claim_copies(bool external_optimizer);
   void adopt_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree);
+  at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree);
+  void find_tiles();
   void install_hooks();
   void make_plans();
 
@@ -44,6 +50,30 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   void failed(const char* what, const std::string& error);
   void backward_enter(int unit);
   void gradient_arrived(int unit, int flat, int slot);
+
+  // ---- tiles (see [Note: Tiles]; tiling.cpp, tiled_ops.cpp)
+  struct TileOp;
+  struct LinearFunction;
+  struct EmbeddingFunction;
+  struct CrossEntropyFunction;
+  c10::intrusive_ptr<TileOp> tile_op(size_t index, const Bias& bias);
+  void tile_enter(int unit);
+  void tile_leave(int unit, Mark in_backward);
+  void check_tile_backward(bool trains);
+  void take_gradient(int unit, int flat, int slot, const at::Tensor& gradient);
+  void let_wholes_go();
+  void detach_whole(engine::Tiled& one);
+  void gather_wholes(const std::vector<int>& units);
+  void release_wholes(const std::vector<int>& units, bool write);
+  // fp32 tensors for the tiled parameters, among `tensors` by name; where each tile's unit writes.
+  std::map<int, at::Tensor> whole_values(bool only_trainable,
+                                         std::vector<std::pair<std::string, at::Tensor>>* tensors);
+  // Replaces values of tiled parameters by those of their tiles.
+  void split_rows(std::map<std::string, at::Tensor>& by_name);
+  void copy_rows(const engine::Tiled& one, char* whole, bool to_tiles);
+  void return_rows(int unit);  // of a tile, to the user's parameter; at the end
+  bool any_in(const engine::Tiled& one, const std::vector<int>& units) const;
+  exec::Flat& tile_flat(const engine::Tiled& one, size_t tile);
 
   // Runs a hook's work and keeps what it throws, for check_backward().
   template <class Work>
@@ -68,7 +98,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external);
   // By how much what was accumulated exceeds the averaged gradient.
   double divisor() const;
-  void check_frozen() const;
+  void check_frozen();
   // `whole`: a collective, after which every rank has full parameters. Else only what needs no
   // peer.
   void close(bool whole);
@@ -84,6 +114,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   std::vector<std::string> unit_modules;
   ModelDesc model;
   std::string choice;  // what `offload: "auto"` chose from, and why; else empty
+  ModelDesc assumed;   // before step one
   std::optional<exec::Executor> executor;
   std::optional<exec::Driver> driver;
   std::vector<engine::GradientHook> hooks;
@@ -108,6 +139,8 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   bool faulted = false;  // a forward raised and none came after it: the other ranks wait elsewhere
   bool closed = false;
   engine::OrderRecord forward_order, backward_order;
+  std::vector<engine::Tiled> tiled;
+  std::vector<bool> is_tile;  // by unit
   std::optional<engine::OutsideReads> outside_reads;
 };
 

@@ -14,7 +14,8 @@ namespace {
 class Finder {
  public:
   Finder(const ModelTree& tree, const UnitsConfig& config) : tree_(tree), config_(config) {
-    const size_t num_modules = tree.modules.size();
+    size_t num_modules = tree.modules.size();
+    while (num_modules > 1 && is_tile(tree, num_modules - 1)) --num_modules;
     children_.resize(num_modules);
     bytes_.assign(num_modules, 0);
     for (size_t m = 1; m < num_modules; ++m) children_[tree.modules[m].parent].push_back(m);
@@ -33,6 +34,11 @@ class Finder {
       if (units_.empty()) by_size(0);
     }
     return units_;
+  }
+
+  static bool is_tile(const ModelTree& tree, size_t module) {
+    const std::vector<int>& params = tree.modules[module].params;
+    return params.size() == 1 && tree.params[params.front()].whole >= 0;
   }
 
  private:
@@ -101,14 +107,93 @@ class Finder {
   std::set<std::string> found_;
 };
 
+// Walks the modules in order; a unit is open while its descendants come.
+class OrderWriter {
+ public:
+  OrderWriter(const ModelTree& tree, const std::vector<UnitSpec>& specs) : tree_(tree) {
+    for (size_t unit = 0; unit < specs.size(); ++unit) {
+      unit_named_[specs[unit].module] = static_cast<int>(unit);
+    }
+    for (const ParamInfo& info : tree.params) {
+      if (info.whole >= 0) tiles_[info.whole].push_back(unit_named_.at(info.name));
+    }
+  }
+
+  void write(ModelDesc& model) {
+    forward_.push_back({0, Mark::kBegin});
+    backward_.push_back({0, Mark::kEnd});
+    for (size_t m = 1; m < tree_.modules.size(); ++m) {
+      if (Finder::is_tile(tree_, m)) break;
+      const ModuleInfo& module = tree_.modules[m];
+      if (open_ > 0 && !inside(static_cast<int>(m), open_module_)) close();
+      const auto unit = unit_named_.find(module.name);
+      if (unit != unit_named_.end()) open(unit->second, static_cast<int>(m));
+      const auto tiles = tiles_.find(module.rows);
+      if (tiles == tiles_.end()) continue;
+      const bool looks_up = module.type == "Embedding";  // needs no weight in backward
+      for (const int tile : tiles->second) {
+        forward_.push_back({tile, Mark::kWhole});
+        backward_.push_back({tile, looks_up ? Mark::kGradient : Mark::kWhole});
+      }
+    }
+    if (open_ > 0) close();
+    forward_.push_back({0, Mark::kEnd});
+    backward_.push_back({0, Mark::kBegin});
+    std::reverse(backward_.begin(), backward_.end());
+    model.forward = std::move(forward_);
+    model.backward = std::move(backward_);
+  }
+
+ private:
+  bool inside(int module, int outer) const {
+    while (module > outer) module = tree_.modules[module].parent;
+    return module == outer;
+  }
+
+  void open(int unit, int module) {
+    open_ = unit;
+    open_module_ = module;
+    forward_.push_back({unit, Mark::kBegin});
+    backward_.push_back({unit, Mark::kEnd});
+  }
+
+  void close() {
+    if (forward_.back().unit == open_) {
+      forward_.back().mark = backward_.back().mark = Mark::kWhole;
+    } else {
+      forward_.push_back({open_, Mark::kEnd});
+      backward_.push_back({open_, Mark::kBegin});
+    }
+    open_ = 0;
+  }
+
+  const ModelTree& tree_;
+  std::map<std::string, int> unit_named_;
+  std::map<int, std::vector<int>> tiles_;  // units, by parameter
+  std::vector<Visit> forward_, backward_;
+  int open_ = 0, open_module_ = 0;
+};
+
 }  // namespace
+
+void assume_order(ModelDesc& model, const ModelTree& tree, const std::vector<UnitSpec>& specs) {
+  OrderWriter(tree, specs).write(model);
+}
 
 std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& config) {
   if (tree.params.empty()) {
     throw ConfigError(
         "[engine::find_units] the model has no parameters: there is nothing to train");
   }
-  const std::vector<int> modules = Finder(tree, config).units();
+  std::vector<int> modules = Finder(tree, config).units();
+  const auto place = [&tree](int m) {
+    return Finder::is_tile(tree, m) ? tree.modules[m].parent : m;
+  };
+  for (size_t m = 1; m < tree.modules.size(); ++m) {
+    if (Finder::is_tile(tree, m)) modules.push_back(static_cast<int>(m));
+  }
+  std::stable_sort(modules.begin(), modules.end(),
+                   [&](int a, int b) { return place(a) < place(b); });
   std::vector<UnitSpec> specs{{"", tree.modules[0].type, {}}};
   std::vector<int> unit_of_module(tree.modules.size(), 0);
   for (const int module : modules) {
@@ -121,6 +206,8 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
   }
   constexpr int kUnseen = -1;
   std::vector<int> unit_of_param(tree.params.size(), kUnseen);
+  std::set<int> wholes;
+  for (const ParamInfo& info : tree.params) wholes.insert(info.whole);
   for (size_t m = 0; m < tree.modules.size(); ++m) {
     for (const int p : tree.modules[m].params) {
       const int unit = unit_of_module[m];
@@ -128,6 +215,7 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
     }
   }
   for (size_t p = 0; p < tree.params.size(); ++p) {
+    if (wholes.contains(static_cast<int>(p))) continue;  // its tiles stand for it
     specs[std::max(0, unit_of_param[p])].params.push_back(static_cast<int>(p));
   }
   // A unit that gave all its parameters to the root moves nothing.

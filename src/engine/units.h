@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "penstock/core.h"
+#include "src/plan/model_desc.h"
 
 namespace penstock::engine {
 
@@ -15,8 +16,12 @@ struct UnitSpec {
 
 // Outermost modules of the classes in `config.modules`; else repeated blocks (two or more children
 // of one class that have children themselves, under one parent); else, without any, the largest
-// modules of at most `config.max_bytes`. A parameter that several units use belongs to the root.
-// Throws ConfigError when the model has no parameters or a class is not found (nearest name).
+// modules of at most `config.max_bytes`. Each tile is a unit. A parameter that several units use
+// belongs to the root. Throws ConfigError when the model has no parameters or a class is not found
+// (nearest name).
 std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& config);
+
+// The order assumed before step one: modules in model order, each tile wherever it is used.
+void assume_order(ModelDesc& model, const ModelTree& tree, const std::vector<UnitSpec>& specs);
 
 }  // namespace penstock::engine

@@ -95,6 +95,12 @@ void Driver::leave(Op op, int unit) {
   if (drop_later_[unit] || unforeseen_[unit]) release(unit);
 }
 
+void Driver::pause(int unit) {
+  active_[unit] = 0;
+  if (running_) run_moves();
+  if (drop_later_[unit] || unforeseen_[unit]) release(unit);
+}
+
 void Driver::pin(int unit) {
   if (!pinned_[unit]) {
     pinned_[unit] = true;
@@ -125,8 +131,8 @@ void Driver::run_to(size_t end) {
     const Step& step = (*steps_)[next_].step;
     // Where every unit is entered before its gradients come, one whose line is passed without that
     // was skipped on this rank: the others must not wait for its share of the reduction.
-    if (step.op == Op::kBackward && step.mark != Mark::kBegin && executor_.moves_params() &&
-        active_[step.units.front()] == 0) {
+    if (step.op == Op::kBackward && step.mark != Mark::kBegin && step.mark != Mark::kUse &&
+        executor_.moves_params() && active_[step.units.front()] == 0) {
       done_[step.units.front()] = true;
     }
     run((*steps_)[next_++]);

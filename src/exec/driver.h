@@ -28,6 +28,8 @@ class Driver {
   void enter(Op op, int unit);
   // It ended (forward), or its gradients are complete (backward).
   void leave(Op op, int unit);
+  // It ended (backward) and is entered again before its gradients come: a tile that is recomputed.
+  void pause(int unit);
   // Whole from now to the end of the next backward section, on demand: torch.autograd.grad() went
   // through the unit, and what it built may be differentiated again.
   void pin(int unit);

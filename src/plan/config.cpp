@@ -405,18 +405,37 @@ void parse_batch(const Json& value, BatchConfig* batch) {
   if (batch->micro > 0 && batch->global > 0 && !section.has("accumulate")) batch->accumulate = 0;
 }
 
+void parse_names(const Section& section, const std::string& key, const std::string& allowed,
+                 std::vector<std::string>* out) {
+  const Json* names = section.find(key);
+  if (names == nullptr) return;
+  if (!names->is_array()) fail_value(section.path(key), *names, allowed);
+  for (const Json& name : *names) {
+    if (!name.is_string() || name.get<std::string>().empty())
+      fail_value(section.path(key), *names, allowed);
+    out->push_back(name.get<std::string>());
+  }
+}
+
 void parse_units(const Json& value, UnitsConfig* units) {
   const Section section(value, "units", {"modules", "max_bytes"});
   section.read_int("max_bytes", &units->max_bytes, 1, "a whole number of bytes >= 1");
-  const Json* modules = section.find("modules");
-  if (modules == nullptr) return;
-  const std::string allowed = "a list of class names, such as [\"LlamaDecoderLayer\"]";
-  if (!modules->is_array()) fail_value("units.modules", *modules, allowed);
-  for (const Json& name : *modules) {
-    if (!name.is_string() || name.get<std::string>().empty())
-      fail_value("units.modules", *modules, allowed);
-    units->modules.push_back(name.get<std::string>());
-  }
+  parse_names(section, "modules", "a list of class names, such as [\"LlamaDecoderLayer\"]",
+              &units->modules);
+}
+
+void parse_tiling(const Json& value, TilingConfig* tiling) {
+  const Section section(value, "tiling", {"max_bytes", "modules", "loss_tokens", "head"});
+  section.read_int("max_bytes", &tiling->max_bytes, 0, "a whole number of bytes >= 0 (0 = off)");
+  parse_names(section, "modules", "a list of module names, such as [\"lm_head\", \"*.mlp.up\"]",
+              &tiling->modules);
+  section.read_int("loss_tokens", &tiling->loss_tokens, 0,
+                   "a whole number of tokens >= 0 (0 = off)");
+  section.read_text("head", &tiling->head);
+  if (tiling->max_bytes == 0 && !tiling->modules.empty())
+    section.refuse_without_effect({"modules"}, "while tiling.max_bytes is 0");
+  if (tiling->loss_tokens == 0)
+    section.refuse_without_effect({"head"}, "while tiling.loss_tokens is 0");
 }
 
 void parse_comm(const Json& value, CommConfig* comm) {
@@ -454,6 +473,7 @@ void parse_nested(const Section& top, Config* config) {
   if (const Json* value = top.find("schedule")) parse_schedule(*value, &config->schedule);
   if (const Json* value = top.find("batch")) parse_batch(*value, &config->batch);
   if (const Json* value = top.find("units")) parse_units(*value, &config->units);
+  if (const Json* value = top.find("tiling")) parse_tiling(*value, &config->tiling);
   if (const Json* value = top.find("comm")) parse_comm(*value, &config->comm);
   parse_loss_scale(top, config);
   refuse_section(top, "checkpoint",
@@ -527,7 +547,7 @@ Config Config::parse(const std::string& json_text) {
   const Json json = parse_json(json_text);
   const Section top(json, "",
                     {"strategy", "table", "mesh", "precision", "dtypes", "offload", "memory",
-                     "optimizer", "schedule", "batch", "loss_scale", "clip", "units",
+                     "optimizer", "schedule", "batch", "loss_scale", "clip", "units", "tiling",
                      "prefetch_bytes", "comm", "checkpoint", "monitor", "seed"});
   Config config;
   config.strategy = top.choice("strategy", config.strategy, preset_names());
@@ -583,6 +603,10 @@ std::string Config::json() const {
                   {"accumulate", or_null(batch.accumulate, 0)},
                   {"global", or_null(batch.global, 0)}};
   out["units"] = {{"modules", units.modules}, {"max_bytes", units.max_bytes}};
+  out["tiling"] = {{"max_bytes", tiling.max_bytes},
+                   {"modules", tiling.modules},
+                   {"loss_tokens", tiling.loss_tokens},
+                   {"head", tiling.head}};
   out["comm"] = {{"backend", comm.backend},
                  {"codec", comm.codec},
                  {"bucket_bytes", comm.bucket_bytes},

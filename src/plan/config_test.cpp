@@ -39,6 +39,7 @@ const char* const kEverything = R"({
   "optimizer": {"type": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
   "schedule": {"type": "cosine", "warmup_steps": 10, "total_steps": 100, "min_ratio": 0.1},
   "batch": {"micro": 2, "global": 64}, "clip": 1, "units": {"modules": ["Block"], "max_bytes": 1e6},
+  "tiling": {"max_bytes": 1e8, "modules": ["*.up"], "loss_tokens": 512, "head": "lm_head"},
   "prefetch_bytes": 5e8, "comm": {"backend": "gloo", "bucket_bytes": 0, "timeout_s": 30},
   "checkpoint": {}, "monitor": null, "seed": 7})";
 
@@ -61,6 +62,10 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.clip, 1.0);
   EXPECT_EQ(config.units.modules, std::vector<std::string>{"Block"});
   EXPECT_EQ(config.units.max_bytes, 1000000);
+  EXPECT_EQ(config.tiling.max_bytes, 100000000);
+  EXPECT_EQ(config.tiling.modules, std::vector<std::string>{"*.up"});
+  EXPECT_EQ(config.tiling.loss_tokens, 512);
+  EXPECT_EQ(config.tiling.head, "lm_head");
   EXPECT_EQ(config.prefetch_bytes, 500000000);
   EXPECT_EQ(config.comm.backend, "gloo");
   EXPECT_EQ(config.comm.bucket_bytes, 0);
@@ -185,6 +190,8 @@ INSTANTIATE_TEST_SUITE_P(
             {R"("schedule.warmup_steps" is 5)", "which is 4"}},
         Bad{R"({"schedule": {"type": "cosine", "total_steps": 4, "min_ratio": 2}})",
             {"from 0 to 1"}},
+        Bad{R"({"tiling": {"max_bytes": -1}})", {R"("tiling.max_bytes" is -1)"}},
+        Bad{R"({"tiling": {"modules": [""]}})", {R"("tiling.modules" is [""])", "module names"}},
         Bad{R"({"units": {"modules": "Block"}})", {R"("units.modules" is "Block")", "a list"}},
         Bad{R"({"comm": {"timeout_s": 0}})", {R"("comm.timeout_s" is 0)"}},
         Bad{R"({"offload": {"params": "disk", "timeout_s": 0}})", {R"("offload.timeout_s" is 0)"}},
@@ -205,6 +212,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"loss_scale": {"initial": 8, "min": 9}})", {R"("loss_scale.min" is 9)"}},
         Bad{R"({"schedule": {"warmup_steps": 5}})", {"no effect", R"(schedule.type "none")"}},
         Bad{R"({"schedule": {"type": "constant", "min_ratio": 0.5}})", {"no effect"}},
+        Bad{R"({"tiling": {"modules": ["head"]}})", {"no effect while tiling.max_bytes is 0"}},
+        Bad{R"({"tiling": {"head": "x"}})", {"no effect while tiling.loss_tokens is 0"}},
         Bad{R"({"offload": {"path": "/tmp"}})", {R"("offload.path" is "/tmp")", "no effect"}},
         Bad{R"({"offload": {"gradients": "disk"}})", {R"("offload.gradients")", "needs"}},
         Bad{R"({"offload": {"late_update": true}})", {R"("offload.late_update")", "no effect"}},

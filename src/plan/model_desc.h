@@ -28,7 +28,9 @@ struct UnitDesc {
   bool operator==(const UnitDesc&) const = default;
 };
 
-enum class Mark : uint8_t { kWhole, kBegin, kEnd };
+// `kUse` (of a backward): the unit computes and leaves no gradient yet, as what is recomputed does.
+// `kGradient`: it leaves a gradient and needs no parameters.
+enum class Mark : uint8_t { kWhole, kBegin, kEnd, kUse, kGradient };
 
 // One entry of the order of a pass. Units that contain others (the root) or that stay in use until
 // later have a begin and an end; the rest are whole.

@@ -14,6 +14,7 @@ namespace {
 
 constexpr std::array<const char*, 8> kOpNames = {"micro", "move", "forward", "backward",
                                                  "drop",  "norm", "update",  "publish"};
+constexpr std::array<const char*, 5> kMarkNames = {"", "begin", "end", "use", "gradient"};
 
 bool has_role(Op op) { return op == Op::kMove || op == Op::kDrop || op == Op::kPublish; }
 bool has_moves(Op op) { return op == Op::kMove || op == Op::kPublish; }
@@ -91,8 +92,9 @@ class StepReader {
 
   Mark mark() {
     const std::string_view name = word();
-    if (name != "begin" && name != "end") fail(concat("'", name, "' is no mark"));
-    return name == "begin" ? Mark::kBegin : Mark::kEnd;
+    const auto found = std::find(kMarkNames.begin(), kMarkNames.end(), name);
+    if (name.empty() || found == kMarkNames.end()) fail(concat("'", name, "' is no mark"));
+    return static_cast<Mark>(found - kMarkNames.begin());
   }
 
   Move move(std::string_view text) const {
@@ -108,13 +110,17 @@ class StepReader {
 
 }  // namespace
 
+std::string mark_text(Mark mark) {
+  return mark == Mark::kWhole ? "" : concat(" ", kMarkNames[static_cast<size_t>(mark)]);
+}
+
 std::string Step::text() const {
   std::string out = kOpNames[static_cast<size_t>(op)];
   if (op == Op::kMicro) out += concat(" ", micro);
   if (has_units(op)) out += concat(" ", units_text(units));
   if (has_role(op)) out += concat(" ", role_name(role));
   if (has_moves(op)) out += concat(" ", moves_text(moves));
-  if (is_compute() && mark != Mark::kWhole) out += mark == Mark::kBegin ? " begin" : " end";
+  if (is_compute()) out += mark_text(mark);
   return out;
 }
 

@@ -32,6 +32,8 @@ enum class Op : uint8_t {
   kPublish,   // the updated master weights become the parameter's resting copy, through `moves`
 };
 
+std::string mark_text(Mark mark);  // " begin"; empty for whole
+
 struct Step {
   Op op = Op::kMove;
   std::vector<int> units{};  // one; several where `fuse` joined moves

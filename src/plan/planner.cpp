@@ -96,12 +96,17 @@ class SectionWriter {
   void backward() {
     const bool last = section_ == Section::kBackwardLast;
     param_at_.assign(model_.units.size(), cell(Role::kParam, Phase::kHold));
-    for (const auto& [unit, mark] : model_.backward) {
-      settle_param(unit, Phase::kBackward);
+    std::vector<size_t> last_visit(model_.units.size(), 0);
+    for (size_t i = 0; i < model_.backward.size(); ++i) last_visit[model_.backward[i].unit] = i;
+    for (size_t i = 0; i < model_.backward.size(); ++i) {
+      const auto& [unit, mark] = model_.backward[i];
+      if (mark != Mark::kGradient) settle_param(unit, Phase::kBackward);
       plan_.steps.push_back({.op = Op::kBackward, .units = {unit}, .mark = mark});
       if (mark == Mark::kBegin) continue;
       sum_activations(unit, TensorSplit::kColumn);
-      settle_grad(unit, last);
+      // What is visited again adds up first where that takes no more memory.
+      const bool moves_now = mark != Mark::kUse && !table_.holds_grad_in_place();
+      if (moves_now || i == last_visit[unit]) settle_grad(unit, last);
       settle_param(unit, Phase::kRest);
     }
   }

@@ -109,7 +109,7 @@ class Walk {
       case Op::kBackward:
         phase_ = "backward";
         free_all(staged_[step.units[0]]);
-        begin_grad(step.units[0]);
+        if (step.mark != Mark::kUse) begin_grad(step.units[0]);
         break;
       case Op::kMove:
         move(plan, index);

@@ -1,0 +1,235 @@
+"""Logits that are not computed until someone asks, and never as a whole for a cross-entropy.
+
+The head returns one of these while `tiling.loss_tokens` is set. It has the shape and dtype of the
+logits and holds what they are computed from. Ops that only rearrange tokens, or widen the dtype,
+are done on that; `torch.nn.functional.cross_entropy` on class indices is computed chunk by chunk;
+any other op gets the real logits, computed for it.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils import _pytree
+
+from penstock._native import RuntimeFault
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Head:
+    """What turns hidden states into logits."""
+
+    tiles: Any
+    bias: torch.Tensor | None
+    bias_values: torch.Tensor | None  # kept: the parameter may be sharded when they are needed
+    num_classes: int
+    core: Any
+
+
+class LazyLogits(torch.Tensor):
+    """A tensor [..., classes] that stands for the head's output on `hidden` [..., features]."""
+
+    head: Head
+    hidden: torch.Tensor
+    step: int  # of the engine, when the head ran
+
+    @staticmethod
+    def of(
+        head: Head,
+        hidden: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        step: int | None = None,
+    ) -> "LazyLogits":
+        """The head's output on `hidden`, as `dtype` (default: what the head computes in)."""
+        made: LazyLogits = torch.Tensor._make_wrapper_subclass(
+            LazyLogits,
+            (*hidden.shape[:-1], head.num_classes),
+            dtype=dtype or hidden.dtype,
+            device=hidden.device,
+            requires_grad=torch.is_grad_enabled(),
+        )
+        made.head, made.hidden = head, hidden
+        made.step = head.core.steps if step is None else step
+        return made
+
+    def like(self, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> "LazyLogits":
+        """The same logits for other (rearranged) tokens."""
+        return LazyLogits.of(self.head, hidden, dtype or self.dtype, self.step)
+
+    def whole(self) -> torch.Tensor:
+        """The logits themselves. Where parameters are sharded all ranks call it.
+
+        Raises:
+            RuntimeFault: the weights have changed since.
+        """
+        self.check()
+        logits: torch.Tensor = self.head.tiles.linear(
+            self.hidden, self.head.bias, self.head.bias_values
+        )
+        return logits.to(self.dtype)
+
+    def check(self) -> None:
+        """Raises RuntimeFault when the weights have changed since the head ran."""
+        if self.head.core.steps != self.step:
+            raise RuntimeFault(
+                "[front::LazyLogits] with tiling.loss_tokens logits are computed when they are "
+                "used, and engine.step() has changed the weights since: use them before it"
+            )
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Keeps what only rearranges tokens lazy, and computes a cross-entropy in chunks."""
+        kwargs = kwargs or {}
+        if func in _AS_IT_IS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None and args and isinstance(args[0], LazyLogits):
+            result = handler(args[0], *args[1:], **kwargs)
+            if result is not None:
+                return result
+        real_args, real_kwargs = _pytree.tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs))
+        return func(*real_args, **real_kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Raises RuntimeFault: autograd has passed already, so what came out had no gradient."""
+        raise RuntimeFault(
+            f"[front::LazyLogits] {func} was called past __torch_function__ on logits that are not "
+            f"computed (tiling.loss_tokens): call it on logits.whole()"
+        )
+
+
+def with_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or, of lazy logits, the one that their gradient arrives at."""
+    return tensor.hidden if isinstance(tensor, LazyLogits) else tensor
+
+
+_Lazy = LazyLogits | None  # None: not without the logits themselves
+
+
+def _rearranged(func: Any) -> Callable[..., _Lazy]:
+    """Ops that keep the order of elements: rows stay rows wherever the last dimension stays."""
+
+    def handle(logits: LazyLogits, *args: Any, **kwargs: Any) -> _Lazy:
+        classes = logits.head.num_classes
+        if classes == 1 or any(isinstance(arg, torch.dtype) for arg in args):
+            return None
+        shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+        if len(shape) == 0 or shape[-1] != classes:
+            return None
+        return logits.like(logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1]))
+
+    return handle
+
+
+def _float(logits: LazyLogits) -> _Lazy:
+    return logits.like(logits.hidden, torch.float32)
+
+
+def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> _Lazy:
+    if kwargs or args not in ((torch.float32,), (logits.dtype,)):
+        return None
+    return logits.like(logits.hidden, args[0])
+
+
+def _same(logits: LazyLogits) -> _Lazy:
+    return logits
+
+
+def _getitem(logits: LazyLogits, index: Any) -> _Lazy:
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(item is None or isinstance(item, bool | list) for item in items):
+        return None
+    covers = [_dims(item) for item in items]
+    for place, item in enumerate(items):
+        if item is Ellipsis:
+            items[place : place + 1] = [slice(None)] * (logits.ndim - sum(covers))
+            break
+    if sum(_dims(item) for item in items) == logits.ndim:
+        if not (isinstance(items[-1], slice) and items[-1] == slice(None)):
+            return None
+        items.pop()
+    return logits.like(logits.hidden[tuple(items)])
+
+
+def _dims(item: Any) -> int:
+    """How many dimensions an index covers."""
+    if item is Ellipsis:
+        return 0
+    mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+    return item.ndim if mask else 1
+
+
+_SIGNATURE = inspect.signature(functional.cross_entropy)
+
+
+def _cross_entropy(logits: LazyLogits, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    bound = _SIGNATURE.bind(logits, *args, **kwargs)
+    bound.apply_defaults()
+    options = bound.arguments
+    target, reduction = options["target"], options["reduction"]
+    plain = all(options[name] is None for name in ("weight", "size_average", "reduce"))
+    known = reduction in ("mean", "sum", "none") and 0.0 <= options["label_smoothing"] <= 1.0
+    indices = isinstance(target, torch.Tensor) and target.dtype == torch.int64
+    if not (plain and known and indices) or logits.ndim > 2 or target.shape != logits.shape[:-1]:
+        return None
+    logits.check()
+    head = logits.head
+    loss: torch.Tensor = head.tiles.cross_entropy(
+        logits.hidden.reshape(-1, logits.hidden.shape[-1]),
+        head.bias,
+        head.bias_values,
+        target.reshape(-1),
+        {
+            "ignore_index": options["ignore_index"],
+            "reduction": reduction,
+            "label_smoothing": options["label_smoothing"],
+            "dtype": logits.dtype,
+        },
+    )
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+_ORDER_KEEPING = (
+    torch.Tensor.view,
+    torch.Tensor.reshape,
+    torch.reshape,
+    torch.Tensor.flatten,
+    torch.flatten,
+    torch.Tensor.unsqueeze,
+    torch.Tensor.squeeze,
+)
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{func: _rearranged(func) for func in _ORDER_KEEPING},
+    torch.Tensor.float: _float,
+    torch.Tensor.to: _to,
+    torch.Tensor.contiguous: _same,
+    torch.Tensor.__getitem__: _getitem,
+    functional.cross_entropy: _cross_entropy,
+}
+_AS_IT_IS = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.__len__,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_contiguous,
+}

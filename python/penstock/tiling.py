@@ -1,0 +1,77 @@
+"""Large layers in tiles: which modules, and what their forward calls instead.
+
+Modules and parameters stay the user's objects: only `forward` of the modules concerned is replaced
+while the engine is on. What is computed is in C++ (src/engine/tiled_ops.cpp).
+"""
+
+import json
+from typing import Any
+
+import torch
+
+from penstock import tree
+from penstock._native import ConfigError, _penstock
+from penstock.lazy_logits import Head, LazyLogits
+
+
+def with_head(model: torch.nn.Module, config: dict[str, Any]) -> Any:
+    """The parsed config, with `tiling.head` filled in where it is needed and not given."""
+    parsed = _penstock.Config.parse(json.dumps(config))
+    section = json.loads(parsed.json())["tiling"]
+    if section["loss_tokens"] == 0 or section["head"]:
+        return parsed
+    section["head"] = _find_head(model)
+    return _penstock.Config.parse(json.dumps({**config, "tiling": section}))
+
+
+def _find_head(model: torch.nn.Module) -> str:
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    told = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = [module for module in names if isinstance(module, torch.nn.Linear)]
+    if told in names:
+        return names[told]
+    if linear:
+        return names[linear[-1]]
+    raise ConfigError(
+        '[front::initialize] "tiling.loss_tokens" is set and the model has no nn.Linear whose '
+        "output could be the logits; leave it out"
+    )
+
+
+def install(model: torch.nn.Module, core: Any, config: Any) -> list[torch.nn.Module]:
+    """Replaces the forward of every module whose weight is in tiles; those modules."""
+    section = json.loads(config.json())["tiling"]
+    tiles = {name: _penstock.Tiles(core, name) for name in _penstock.Tiles.names(core)}
+    of_param = {p: tiles[n] for n, p in model.named_parameters() if n in tiles}
+    changed = []
+    for name, module in model.named_modules():
+        if not tree.has_rows(module) or module.weight not in of_param:
+            continue
+        is_head = section["loss_tokens"] > 0 and name == section["head"]
+        module.forward = _forward(module, of_param[module.weight], core if is_head else None)
+        changed.append(module)
+    return changed
+
+
+def remove(changed: list[torch.nn.Module]) -> None:
+    """Gives the modules their own forward back."""
+    for module in changed:
+        del module.forward
+    changed.clear()
+
+
+def _forward(module: Any, tiles: Any, lazy_in: Any) -> Any:
+    def embedding(ids: torch.Tensor) -> Any:
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        return tiles.embedding(ids, padding, module.scale_grad_by_freq)
+
+    def linear(input: torch.Tensor) -> Any:  # noqa: A002 - torch's name
+        return tiles.linear(input, module.bias)
+
+    def head(input: torch.Tensor) -> Any:  # noqa: A002
+        values = None if module.bias is None else module.bias.detach().clone()
+        return LazyLogits.of(Head(tiles, module.bias, values, module.out_features, lazy_in), input)
+
+    if isinstance(module, torch.nn.Embedding):
+        return embedding
+    return linear if lazy_in is None else head
