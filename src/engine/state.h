@@ -27,6 +27,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   void agree_at_start(const std::string& print);
   void adopt(const ModelTree& tree, const std::string& print, bool external_optimizer);
   void claim_copies(bool external_optimizer);
+  void check_moments(bool external_optimizer) const;
   void adopt_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree);
   void install_hooks();
   void make_plans();

@@ -22,7 +22,7 @@ Mesh mesh_of(const Config& config);  // after resolve()
 // The strategy's preset with the config's own cells, at the precision of the narrowest parameters
 // that train (the others keep their dtype, see Table::dtype_in).
 Table table_of(const Config& config, const ModelDesc& model);
-int num_moments(const Config& config);  // fp32 values the optimizer keeps per parameter
+int num_moments(const Config& config);  // per parameter, beside the master
 
 // What one training step of this strategy takes.
 Ledger predict(const Config& config, const ModelDesc& model);

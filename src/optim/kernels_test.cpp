@@ -8,10 +8,12 @@
 
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <random>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "penstock/error.h"
@@ -59,6 +61,7 @@ class Values {
   }
   void* data() { return bytes_.data() + offset_ * dtype_bytes(dtype_); }
   const void* data() const { return bytes_.data() + offset_ * dtype_bytes(dtype_); }
+  void* at(int64_t i) { return static_cast<char*>(data()) + i * dtype_bytes(dtype_); }
   float* floats() { return static_cast<float*>(data()); }
   float operator[](int64_t i) const { return read(data(), dtype_, i); }
   void set(int64_t i, float value) { write(data(), dtype_, i, value); }
@@ -187,7 +190,7 @@ TEST(Adam, WritesEveryOutputDtype) {
 
 // Whatever the thread count, the cut into ranges and the alignment: the same bits. The large sizes
 // take the non-temporal path, pieces of them the plain one.
-void check_cuts() {
+void check_cuts(Dtype moments) {
   struct Run {
     int threads;
     int64_t offset, piece;
@@ -197,8 +200,8 @@ void check_cuts() {
   for (const Run run : {Run{1, 0, numel}, Run{2, 0, numel}, Run{3, 1, numel}, Run{2, 16, 100003},
                         Run{1, 5, 40961}, Run{1, 0, 7777}}) {
     const Threads threads(run.threads);
-    Values master(Dtype::kFp32, numel, run.offset), m(Dtype::kFp32, numel, run.offset);
-    Values v(Dtype::kFp32, numel, run.offset), grad(Dtype::kBf16, numel, run.offset);
+    Values master(Dtype::kFp32, numel, run.offset), m(moments, numel, run.offset);
+    Values v(moments, numel, run.offset), grad(Dtype::kBf16, numel, run.offset);
     Values out(Dtype::kBf16, numel, run.offset);
     master.randomize(1, -1, 1);
     m.randomize(2, -1, 1);
@@ -207,8 +210,9 @@ void check_cuts() {
     const AdamOptions options = adam_options(0.1F, true);
     for (int64_t at = 0; at < numel; at += run.piece) {
       adam({master.floats() + at, static_cast<uint16_t*>(grad.data()) + at, Dtype::kBf16,
-            static_cast<uint16_t*>(out.data()) + at, Dtype::kBf16, std::min(run.piece, numel - at)},
-           m.floats() + at, v.floats() + at, options);
+            static_cast<uint16_t*>(out.data()) + at, Dtype::kBf16, std::min(run.piece, numel - at),
+            moments},
+           m.at(at), v.at(at), options);
     }
     masters.push_back(master);
     outs.push_back(out);
@@ -218,7 +222,10 @@ void check_cuts() {
   }
 }
 
-TEST(Adam, BitsDoNotDependOnThreadsCutsOrAlignment) { check_cuts(); }
+TEST(Adam, BitsDoNotDependOnThreadsCutsOrAlignment) {
+  check_cuts(Dtype::kFp32);
+  check_cuts(Dtype::kBf16);
+}
 
 // A weight nobody decays may be infinite (a mask); the unused weight decay must not make it NaN.
 TEST(Adam, InfiniteWeightWithoutGradientStays) {
@@ -366,6 +373,69 @@ TEST(Adagrad, MatchesDouble) {
   }
 }
 
+// bf16 moments against the same kernel on fp32 moments, which c10's cast rounds after each step: the
+// same bits in all that is written.
+void check_bf16_moments(int64_t numel) {
+  using Kernel = std::function<void(const Range&, Values&, Values&, int)>;
+  const std::pair<const char*, Kernel> kernels[] = {
+      {"AdamW",
+       [](const Range& range, Values& m, Values& v, int step) {
+         AdamOptions options = adam_options(0.1F, true);
+         options.step = step;
+         adam(range, m.data(), v.data(), options);
+       }},
+      {"SGD",
+       [](const Range& range, Values& m, Values&, int step) {
+         SgdOptions options = sgd_options(0.9F, 0, 0.1F, true);
+         options.first = step == 1;
+         sgd(range, m.data(), options);
+       }},
+      {"Lion", [](const Range& range, Values& m, Values&, int) { lion(range, m.data(), {}); }}};
+  for (const auto& [name, kernel] : kernels) {
+    for (const Dtype grad_dtype : kDtypes) {
+      Values grad(grad_dtype, numel), out(Dtype::kBf16, numel), wide_out(Dtype::kBf16, numel);
+      Values master(Dtype::kFp32, numel), m(Dtype::kBf16, numel), v(Dtype::kBf16, numel);
+      Values wide_m(Dtype::kFp32, numel), wide_v(Dtype::kFp32, numel);
+      master.randomize(1, -1, 1);
+      for (Values* moment : {&m, &v, &wide_m, &wide_v}) moment->randomize(0, 0, 0);
+      Values wide_master = master;
+      for (int step = 1; step <= 3; ++step) {
+        grad.randomize(static_cast<uint32_t>(step), -2, 2);
+        kernel({master.floats(), grad.data(), grad_dtype, out.data(), Dtype::kBf16, numel,
+                Dtype::kBf16},
+               m, v, step);
+        kernel({wide_master.floats(), grad.data(), grad_dtype, wide_out.data(), Dtype::kBf16,
+                numel},
+               wide_m, wide_v, step);
+        for (int64_t i = 0; i < numel; ++i) {
+          wide_m.set(i, c10::BFloat16(wide_m[i]));
+          wide_v.set(i, c10::BFloat16(wide_v[i]));
+        }
+      }
+      EXPECT_TRUE(master.same_bits(wide_master)) << name << dtype_name(grad_dtype);
+      EXPECT_TRUE(out.same_bits(wide_out)) << name << dtype_name(grad_dtype);
+      for (int64_t i = 0; i < numel; ++i) {
+        ASSERT_EQ(m[i], wide_m[i]) << name << " " << i;
+        ASSERT_EQ(v[i], wide_v[i]) << name << " " << i;
+      }
+      EXPECT_TRUE(master.guard_intact() && m.guard_intact() && v.guard_intact() &&
+                  out.guard_intact());
+    }
+  }
+}
+
+TEST(Bf16Moments, AreRoundedFp32Moments) {
+  for (const int64_t numel : kSizes) check_bf16_moments(numel);
+}
+
+TEST(Bf16Moments, NotWithEveryKernel) {
+  float value = 1;
+  Range range{&value, &value, Dtype::kFp32, nullptr, Dtype::kBf16, 1, Dtype::kBf16};
+  EXPECT_THROW(adagrad(range, &value, {}), Bug);
+  range.moment_dtype = Dtype::kFp16;
+  EXPECT_THROW(lion(range, &value, {}), Bug);
+}
+
 TEST(SumSquares, MatchesDoubleAndIgnoresThreads) {
   for (const Dtype dtype : kDtypes) {
     for (const int64_t numel : {0L, 1L, 7L, 33L, 1000L, 100003L, 500000L}) {
@@ -507,7 +577,12 @@ class TargetTest : public testing::TestWithParam<int64_t> {
   }
 };
 
-TEST_P(TargetTest, CutsDoNotChangeBits) { check_cuts(); }
+TEST_P(TargetTest, CutsDoNotChangeBits) {
+  check_cuts(Dtype::kFp32);
+  check_cuts(Dtype::kBf16);
+}
+
+TEST_P(TargetTest, Bf16MomentsAreRoundedFp32Moments) { check_bf16_moments(1003); }
 
 TEST_P(TargetTest, CastsAreThoseOfTorch) {
   check_take_pairs();
