@@ -27,7 +27,10 @@ import measure
 import torch
 
 CLIP = 0.5  # exact in every dtype, so that all contestants see the same gradient
-BYTES = {torch.float32: 28, torch.bfloat16: 20}  # by moment dtype; 2 + 4 + moments read, and written
+BYTES = {
+    torch.float32: 28,
+    torch.bfloat16: 20,
+}  # by moment dtype; 2 + 4 + moments read, and written
 BYTES_LOOP = 24  # 3 x fp32 read and written
 LOOPS = ["three arrays at once", "non-temporal stores", "a KiB of each in turn"]
 TENSOR_NUMEL = 10_000_000
@@ -39,7 +42,12 @@ def load(path: str) -> ctypes.CDLL:
     library = ctypes.CDLL(path)
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
     library.penstock_bench_loop.argtypes = [pointer, pointer, pointer, int64, ctypes.c_int]
-    library.penstock_bench_adam.argtypes = [pointer] * 5 + [int64, ctypes.c_int, ctypes.c_float, int64]
+    library.penstock_bench_adam.argtypes = [pointer] * 5 + [
+        int64,
+        ctypes.c_int,
+        ctypes.c_float,
+        int64,
+    ]
     library.penstock_bench_take.argtypes = [int64]
     library.penstock_bench_take.restype = pointer
     return library
@@ -249,7 +257,9 @@ def run_case(all_of: Field, threads: int, arguments: argparse.Namespace) -> Resu
 
 def show(result: Result) -> None:
     memory = "one memory" if result.shared else "own memory"
-    print(f"\n{result.params:,} parameters, {result.threads} threads, {memory}, {result.clock} time")
+    print(
+        f"\n{result.params:,} parameters, {result.threads} threads, {memory}, {result.clock} time"
+    )
     print(f"load average {result.load_average:.1f}")
     for name, gbps in result.limit_gbps.items():
         print(f"  in place, {name:26s} {gbps:6.1f} GB/s")

@@ -84,8 +84,7 @@ extern "C" PENSTOCK_API void penstock_bench_loop(float* x, float* y, float* z, i
 // out.
 extern "C" PENSTOCK_API void penstock_bench_adam(float* master, const void* grad, void* exp_avg,
                                                  void* exp_avg_sq, void* out, int64_t numel,
-                                                 int bf16_moments, float grad_scale,
-                                                 int64_t step) {
+                                                 int bf16_moments, float grad_scale, int64_t step) {
   optim::AdamOptions options;
   options.weight_decay = 0.01F;
   options.grad_scale = grad_scale;

@@ -113,11 +113,12 @@ void Core::State::check_moments(bool external_optimizer) const {
   }
   const bool adagrad = config.optimizer && config.optimizer->type == "Adagrad";
   if (!external_optimizer && !adagrad) return;
-  throw ConfigError(concat("[engine::initialize] bf16 moments (optimizer.moments_dtype) need one of "
-                           "the engine's optimizers AdamW, Adam, SGD and Lion: ",
-                           adagrad ? "Adagrad's sum only grows and would soon stand still in bf16"
-                                   : "an optimizer of your own keeps its state itself",
-                           ", so leave it at \"fp32\""));
+  throw ConfigError(
+      concat("[engine::initialize] bf16 moments (optimizer.moments_dtype) need one of "
+             "the engine's optimizers AdamW, Adam, SGD and Lion: ",
+             adagrad ? "Adagrad's sum only grows and would soon stand still in bf16"
+                     : "an optimizer of your own keeps its state itself",
+             ", so leave it at \"fp32\""));
 }
 
 // Says where each copy rests, and finds a disk that is too full before anything is moved.

@@ -213,8 +213,8 @@ constexpr int64_t kLineBytes = 64;
 template <class Out>
 constexpr int64_t kLineValues = kLineBytes / (std::is_same_v<Out, NoOutput> ? 2 : sizeof(Out));
 
-// To the second-level cache, and no further ahead: on huge pages the hardware's own prefetching is as
-// good, and 2048 bytes or the first level cost a tenth (Zen 4).
+// To the second-level cache, and no further ahead: on huge pages the hardware's own prefetching is
+// as good, and 2048 bytes or the first level cost a tenth (Zen 4).
 constexpr int64_t kPrefetchBytes = 1024;
 
 template <int64_t kValues, class T>

@@ -71,7 +71,8 @@ TEST(Config, ReadsEveryKey) {
 
 TEST(Config, JsonReadsBackTheSame) {
   for (const char* text :
-       {"{}", kEverything, R"({"optimizer": {"type": "SGD", "momentum": 0.9, "moments_dtype": "bf16"}})",
+       {"{}", kEverything,
+        R"({"optimizer": {"type": "SGD", "momentum": 0.9, "moments_dtype": "bf16"}})",
         R"({"optimizer": {"type": "Adam"}})", R"({"optimizer": {"type": "Lion"}})",
         R"({"optimizer": {"type": "adagrad", "lr_decay": 0.1}})", R"({"precision": "fp16"})",
         R"({"precision": "fp16", "loss_scale": {"initial": 16, "window": 0, "min": 2}})",
