@@ -199,7 +199,7 @@ void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& 
                 {group.lr, group.beta1, group.beta2, group.weight_decay, grad_scale_});
   } else if (group.type == "Adagrad") {
     optim::adagrad(
-        range, first,
+        range, static_cast<float*>(first),
         {group.lr, group.lr_decay, group.eps, group.weight_decay, grad_scale_, slot.updates + 1});
   } else {
     optim::adam(range, first, flat.exp_avg_sq.data() + in_moments,
