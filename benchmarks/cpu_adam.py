@@ -1,9 +1,13 @@
-"""CPU Adam: one pass of ours against torch and DeepSpeed with the casts they need.
+"""CPU Adam: one pass of ours against torch and DeepSpeed with the passes they need.
 
-Every variant takes a bf16 gradient, multiplies it by a clip factor, updates fp32 master weights and
-moments, and leaves bf16 weights. All run interleaved in one process on the same gradients; an
-in-place streaming loop measured in the same rounds is the limit. Ours and the loop work on memory
-as the engine allocates it (huge pages where the system grants them), the peers on torch's.
+Every contestant takes a bf16 gradient, multiplies it by a clip factor, updates fp32 master weights
+and moments, and leaves bf16 weights; `deepspeed kernel` alone is handed an fp32 gradient and leaves
+no bf16 weights. All step the same tensors in turn, a tensor each, so that a sample lasts
+milliseconds and a busy machine spoils few. The limit is the fastest of several in-place loops over
+the same tensors. With one thread times are processor time, else wall time.
+
+By default ours and the loops work on memory as the engine allocates it (huge pages where the system
+grants them), the peers on torch's; --shared puts all on the engine's (16 bytes per parameter).
 
     python benchmarks/cpu_adam.py --library build/release/benchmarks/libpenstock_bench.so
 """
@@ -12,19 +16,24 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import pathlib
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+import measure
 import torch
 
-CLIP = 0.5  # exact in every dtype, so that all variants see the same gradient
-BYTES_OURS = 28  # bf16 gradient, 3 x fp32 read and written, bf16 weight
-BYTES_STREAM = 24  # 3 x fp32 read and written
-NUM_TENSORS = 10
+CLIP = 0.5  # exact in every dtype, so that all contestants see the same gradient
+BYTES = {
+    torch.float32: 28,
+    torch.bfloat16: 20,
+}  # by moment dtype; 2 + 4 + moments read, and written
+BYTES_LOOP = 24  # 3 x fp32 read and written
+LOOPS = ["three arrays at once", "non-temporal stores", "a KiB of each in turn"]
+TENSOR_NUMEL = 10_000_000
 Tensors = list[torch.Tensor]
 
 
@@ -32,193 +41,233 @@ def load(path: str) -> ctypes.CDLL:
     """The library of CMake target penstock_bench; torch must be imported first."""
     library = ctypes.CDLL(path)
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
-    library.penstock_bench_stream.argtypes = [pointer, pointer, pointer, int64, ctypes.c_int]
-    library.penstock_bench_adam.argtypes = [pointer] * 5 + [int64, ctypes.c_float, int64]
+    library.penstock_bench_loop.argtypes = [pointer, pointer, pointer, int64, ctypes.c_int]
+    library.penstock_bench_adam.argtypes = [pointer] * 5 + [
+        int64,
+        ctypes.c_int,
+        ctypes.c_float,
+        int64,
+    ]
     library.penstock_bench_take.argtypes = [int64]
     library.penstock_bench_take.restype = pointer
     return library
 
 
-def in_arena(library: ctypes.CDLL, tensors: Tensors) -> Tensors:
-    """Copies in the engine's own memory."""
-    copies = []
-    for tensor in tensors:
-        address = library.penstock_bench_take(tensor.nbytes)
-        memory = (ctypes.c_char * tensor.nbytes).from_address(address)
-        copies.append(torch.frombuffer(memory, dtype=tensor.dtype).copy_(tensor))
-    return copies
+class Memory:
+    """What all contestants work on, tensor by tensor; in the engine's memory or in torch's."""
 
-
-class Variant:
-    """One optimizer with its own copy of the weights."""
-
-    def __init__(self, weights: Tensors, grads: Tensors) -> None:
-        self.master = [w.clone() for w in weights]
-        self.out = [w.bfloat16() for w in weights]
-        self.grads = grads
-
-    def step(self) -> None:
-        raise NotImplementedError
-
-
-class Ours(Variant):
-    def __init__(self, weights: Tensors, grads: Tensors, library: ctypes.CDLL) -> None:
-        super().__init__(weights, in_arena(library, grads))
+    def __init__(self, params: int, library: ctypes.CDLL | None) -> None:
         self.library = library
-        self.master = in_arena(library, weights)
-        self.out = in_arena(library, self.out)
-        zeros = [torch.zeros_like(w) for w in weights]
-        self.exp_avg, self.exp_avg_sq = in_arena(library, zeros), in_arena(library, zeros)
-        self.steps = 0
+        numel = min(params, TENSOR_NUMEL)
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randn(numel, generator=generator)
+        grads = torch.randn(numel, generator=generator).bfloat16()
+        zeros = torch.zeros(numel)
+        self.count = params // numel
+        self.master = self.copies(weights)
+        self.exp_avg, self.exp_avg_sq = self.copies(zeros), self.copies(zeros)
+        self.grad = self.copies(grads)
+        self.out = self.copies(weights.bfloat16())
+        self.grad_fp32 = self.copy(zeros)  # of one tensor at a time
 
-    def step(self) -> None:
-        self.steps += 1
-        for ranges in zip(
-            self.master, self.grads, self.exp_avg, self.exp_avg_sq, self.out, strict=True
-        ):
-            pointers = [tensor.data_ptr() for tensor in ranges]
-            self.library.penstock_bench_adam(*pointers, ranges[0].numel(), CLIP, self.steps)
+    def copies(self, tensor: torch.Tensor) -> Tensors:
+        return [self.copy(tensor) for _ in range(self.count)]
 
-
-class WithCasts(Variant):
-    """A torch-like optimizer between a cast and scale of the gradient and a cast of the weights."""
-
-    def __init__(
-        self,
-        weights: Tensors,
-        grads: Tensors,
-        make: Callable[[Tensors], torch.optim.Optimizer],
-    ) -> None:
-        super().__init__(weights, grads)
-        self.grads_fp32 = [torch.zeros_like(master) for master in self.master]
-        for master, grad in zip(self.master, self.grads_fp32, strict=True):
-            master.grad = grad
-        self.optimizer = make(self.master)
-
-    def step(self) -> None:
-        for wide, grad in zip(self.grads_fp32, self.grads, strict=True):
-            wide.copy_(grad).mul_(CLIP)
-        self.optimizer.step()
-        for master, out in zip(self.master, self.out, strict=True):
-            out.copy_(master)
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.library is None:
+            return tensor.clone()
+        address = self.library.penstock_bench_take(tensor.nbytes)
+        memory = (ctypes.c_char * tensor.nbytes).from_address(address)
+        return torch.frombuffer(memory, dtype=tensor.dtype).copy_(tensor)
 
 
-def make_variants(weights: Tensors, grads: Tensors, library: ctypes.CDLL) -> dict[str, Variant]:
+Step = Callable[[int], None]  # of one tensor
+
+
+def ours(memory: Memory, library: ctypes.CDLL, dtype: torch.dtype = torch.float32) -> Step:
+    exp_avg, exp_avg_sq = memory.exp_avg, memory.exp_avg_sq
+    if dtype == torch.bfloat16:
+        exp_avg = memory.copies(exp_avg[0].to(dtype))
+        exp_avg_sq = memory.copies(exp_avg_sq[0].to(dtype))
+    steps = [0] * memory.count
+
+    def step(i: int) -> None:
+        steps[i] += 1
+        lists = (memory.master, memory.grad, exp_avg, exp_avg_sq, memory.out)
+        pointers = [tensors[i].data_ptr() for tensors in lists]
+        bf16 = int(dtype == torch.bfloat16)
+        library.penstock_bench_adam(*pointers, memory.master[i].numel(), bf16, CLIP, steps[i])
+
+    return step
+
+
+def loop(memory: Memory, library: ctypes.CDLL, kind: int) -> Step:
+    def step(i: int) -> None:
+        lists = (memory.master, memory.exp_avg, memory.exp_avg_sq)
+        pointers = [tensors[i].data_ptr() for tensors in lists]
+        library.penstock_bench_loop(*pointers, memory.master[i].numel(), kind)
+
+    return step
+
+
+def peer(memory: Memory, make: Callable[[Tensors], Any], first: Any, bare: bool = False) -> Step:
+    """A torch-like optimizer between a cast and scale of the gradient and a cast of the weights;
+    alone if bare. `first` is its step count before the first step."""
+    optimizer = make(memory.master)
+    moments = zip(memory.master, memory.exp_avg, memory.exp_avg_sq, strict=True)
+    for master, exp_avg, exp_avg_sq in moments:
+        step_count = first.clone() if isinstance(first, torch.Tensor) else first
+        optimizer.state[master] = {
+            "step": step_count,
+            "exp_avg": exp_avg,
+            "exp_avg_sq": exp_avg_sq,
+        }
+
+    def step(i: int) -> None:
+        master = memory.master[i]
+        if not bare:
+            memory.grad_fp32.copy_(memory.grad[i]).mul_(CLIP)
+        master.grad = memory.grad_fp32
+        optimizer.step()
+        master.grad = None  # what has no gradient is not stepped
+        if not bare:
+            memory.out[i].copy_(master)
+
+    return step
+
+
+def peers(memory: Memory) -> dict[str, Step]:
     adamw = torch.optim.AdamW
-    variants: dict[str, Variant] = {
-        "penstock": Ours(weights, grads, library),
-        "torch_fused": WithCasts(weights, grads, lambda p: adamw(p, fused=True)),
-        "torch_foreach": WithCasts(weights, grads, lambda p: adamw(p, foreach=True)),
+    zero = torch.tensor(0.0)
+    steps = {
+        "torch fused": peer(memory, lambda p: adamw(p, fused=True), zero),
+        "torch foreach": peer(memory, lambda p: adamw(p, foreach=True), zero),
     }
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415 (optional peer)
     except ImportError:
-        return variants
-    variants["deepspeed"] = WithCasts(
-        weights, grads, lambda p: DeepSpeedCPUAdam(p, weight_decay=0.01)
-    )
-    return variants
+        return steps
+
+    def deepspeed(params: Tensors) -> Any:
+        return DeepSpeedCPUAdam(params, weight_decay=0.01)
+
+    steps["deepspeed"] = peer(memory, deepspeed, 0)
+    steps["deepspeed kernel"] = peer(memory, deepspeed, 0, bare=True)
+    return steps
 
 
-def stream(library: ctypes.CDLL, arrays: list[Tensors], non_temporal: int) -> None:
-    for ranges in arrays:
-        pointers = [tensor.data_ptr() for tensor in ranges]
-        library.penstock_bench_stream(*pointers, ranges[0].numel(), non_temporal)
-
-
-def measure(
-    actions: dict[str, Callable[[], None]], rounds: int, warmup: int
-) -> dict[str, list[float]]:
-    """Seconds of every action in every round after warm-up, the actions in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    for i in range(warmup + rounds):
-        for name, action in actions.items():
-            begin = time.perf_counter()
-            action()
-            if i >= warmup:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
-
-
-def weights_apart(variants: dict[str, Variant]) -> dict[str, float]:
-    """Relative L2 distance of the master weights to those of torch_fused."""
-    base = variants["torch_fused"].master
-
-    def square(tensors: Tensors) -> float:
-        return sum(float(t.double().square().sum()) for t in tensors)
-
-    apart = {}
-    for name, variant in variants.items():
-        delta = [a - b for a, b in zip(variant.master, base, strict=True)]
-        apart[name] = (square(delta) / square(base)) ** 0.5
+def check_weights(library: ctypes.CDLL) -> dict[str, float]:
+    """Relative L2 distance of the weights to those of torch fused, after three steps on 2 x 10M
+    values. Ends the program where it is large."""
+    found: dict[str, torch.Tensor] = {}
+    for name in ["torch fused", "penstock", "torch foreach", "deepspeed"]:
+        memory = Memory(2 * TENSOR_NUMEL, None)
+        step = ours(memory, library) if name == "penstock" else peers(memory).get(name)
+        if step is None:
+            continue
+        for i in [0, 1, 0, 1, 0, 1]:
+            step(i)
+        assert memory.out[1].equal(memory.master[1].bfloat16()), f"{name}: bf16 weights"
+        found[name] = memory.master[1].double()
+    base = found.pop("torch fused")
+    apart = {n: float((w - base).norm() / base.norm()) for n, w in found.items()}
+    for name, distance in apart.items():
+        if distance > 1e-6:
+            raise SystemExit(f"{name}: weights differ from torch fused by {distance:.2e}")
     return apart
+
+
+def samples(
+    actions: dict[str, Step], count: int, rounds: int, threads: int
+) -> dict[str, list[float]]:
+    """Seconds of every action on every tensor in every round; the order of actions turns."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    names = list(actions)
+    for number in range(-count, rounds * count):  # one round of warm-up
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            begin = clock()
+            actions[name](number % count)
+            if number >= 0:
+                seconds[name].append(clock() - begin)
+    return seconds
 
 
 @dataclass
 class Result:
+    params: int
     threads: int
-    numel: int
-    rounds: int
-    median_s: dict[str, float]
-    limit_gbps: float  # of the faster in-place loop
-    penstock_gbps: float
-    fraction_of_limit: float
-    time_over_penstock: dict[str, float]
-    weights_apart: dict[str, float]
+    shared: bool
+    clock: str
+    load_average: float
+    limit_gbps: dict[str, float] = field(default_factory=dict)  # by loop
+    # By contestant: the median, and median and quartiles of its time over ours.
+    mparams_per_s: dict[str, float] = field(default_factory=dict)
+    over_ours: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    # By ours: part of the fastest loop's bandwidth, median and quartiles.
+    of_limit: dict[str, tuple[float, float, float]] = field(default_factory=dict)
 
 
-def run_case(library: ctypes.CDLL, numel: int, threads: int, rounds: int) -> Result:
+@dataclass
+class Field:
+    """The memory and what works on it."""
+
+    memory: Memory
+    own: dict[str, tuple[Step, torch.dtype]]
+    loops: dict[str, Step]
+    others: dict[str, Step]
+
+
+def line_up(library: ctypes.CDLL, params: int, shared: bool) -> Field:
+    memory = Memory(params, library)
+    own = {"penstock": (ours(memory, library), torch.float32)}
+    theirs = memory
+    others: dict[str, Step] = {}
+    if not shared:
+        bf16 = torch.bfloat16
+        own["penstock, bf16 moments"] = (ours(memory, library, bf16), bf16)
+        theirs = Memory(params, None)
+        others["penstock in torch's memory"] = ours(theirs, library)
+    loops = {name: loop(memory, library, kind) for kind, name in enumerate(LOOPS)}
+    return Field(memory, own, loops, others | peers(theirs))
+
+
+def run_case(all_of: Field, threads: int, arguments: argparse.Namespace) -> Result:
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    per_tensor = numel // NUM_TENSORS
-    weights = [torch.randn(per_tensor) for _ in range(NUM_TENSORS)]
-    grads = [torch.randn(per_tensor).bfloat16() for _ in range(NUM_TENSORS)]
-    variants = make_variants(weights, grads, library)
-    zeros = [torch.zeros(per_tensor)] * 3
-    arrays = [in_arena(library, zeros) for _ in range(NUM_TENSORS)]
-    actions: dict[str, Callable[[], None]] = {
-        "stream_non_temporal": lambda: stream(library, arrays, 1),
-        "stream_plain": lambda: stream(library, arrays, 0),
-        **{name: variant.step for name, variant in variants.items()},
-    }
-    seconds = measure(actions, rounds, warmup=2)
+    own = {name: step for name, (step, _) in all_of.own.items()}
+    actions = own | all_of.loops | all_of.others
+    seconds = samples(actions, all_of.memory.count, arguments.rounds, threads)
+    numel = all_of.memory.master[0].numel()
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    apart = weights_apart(variants)
-    for name, distance in apart.items():
-        if distance > 1e-6:
-            raise SystemExit(f"{name}: weights differ from torch_fused by {distance:.2e}")
-    limit = (
-        BYTES_STREAM
-        * per_tensor
-        * NUM_TENSORS
-        / min(median["stream_non_temporal"], median["stream_plain"])
-    )
-    bandwidth = BYTES_OURS * per_tensor * NUM_TENSORS / median["penstock"]
-    return Result(
-        threads=threads,
-        numel=numel,
-        rounds=rounds,
-        median_s=median,
-        limit_gbps=limit / 1e9,
-        penstock_gbps=bandwidth / 1e9,
-        fraction_of_limit=bandwidth / limit,
-        time_over_penstock={n: median[n] / median["penstock"] for n in variants},
-        weights_apart=apart,
-    )
+    clock = "processor" if threads == 1 else "wall"
+    load = measure.machine()["load_average"]
+    result = Result(arguments.params, threads, arguments.shared, clock, load)
+    result.limit_gbps = {name: BYTES_LOOP * numel / median[name] / 1e9 for name in LOOPS}
+    fastest = min(LOOPS, key=lambda name: median[name])
+    for name in [*own, *all_of.others]:
+        result.mparams_per_s[name] = numel / median[name] / 1e6
+        result.over_ours[name] = measure.ratio(seconds[name], seconds["penstock"])
+    for name, (_, dtype) in all_of.own.items():
+        more_bytes = BYTES[dtype] / BYTES_LOOP
+        ratios = measure.ratio(seconds[fastest], seconds[name])
+        result.of_limit[name] = tuple(more_bytes * r for r in ratios)  # type: ignore[assignment]
+    return result
 
 
 def show(result: Result) -> None:
-    print(f"threads {result.threads}, {result.numel:,} parameters, median of {result.rounds}")
-    print(f"  limit (in-place stream)  {result.limit_gbps:6.1f} GB/s")
+    memory = "one memory" if result.shared else "own memory"
     print(
-        f"  penstock                 {result.penstock_gbps:6.1f} GB/s"
-        f" = {result.fraction_of_limit:.2f} of the limit (28 B per parameter)"
+        f"\n{result.params:,} parameters, {result.threads} threads, {memory}, {result.clock} time"
     )
-    for name, seconds in result.median_s.items():
-        line = f"  {name:22s} {seconds * 1e3:9.1f} ms"
-        if name in result.time_over_penstock:
-            line += f"  {result.time_over_penstock[name]:5.2f} x ours"
-            line += f", weights apart {result.weights_apart[name]:.1e}"
+    print(f"load average {result.load_average:.1f}")
+    for name, gbps in result.limit_gbps.items():
+        print(f"  in place, {name:26s} {gbps:6.1f} GB/s")
+    for name, rate in result.mparams_per_s.items():
+        over, low, high = result.over_ours[name]
+        line = f"  {name:36s} {rate:6.0f} M/s   {over:5.2f} ({low:.2f}-{high:.2f}) x our time"
+        if name in result.of_limit:
+            line += "   {:.2f} ({:.2f}-{:.2f}) of the limit".format(*result.of_limit[name])
         print(line)
 
 
@@ -227,20 +276,25 @@ def main() -> None:
     root = pathlib.Path(__file__).resolve().parent.parent
     default = root / "build" / "release" / "benchmarks" / "libpenstock_bench.so"
     parser.add_argument("--library", default=str(default), help="libpenstock_bench.so")
-    parser.add_argument("--numel", type=int, default=100_000_000)
+    parser.add_argument("--params", type=float, default=1e8, help="a multiple of 1e7")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--shared", action="store_true", help="all in the engine's memory")
     parser.add_argument("--json", help="write the results to this file")
     arguments = parser.parse_args()
+    arguments.params = int(arguments.params)
     library = load(arguments.library)
+    apart = check_weights(library)
+    print("weights apart from torch fused:", {name: f"{d:.0e}" for name, d in apart.items()})
+    all_of = line_up(library, arguments.params, arguments.shared)
     cases = []
     for threads in arguments.threads:
-        cases.append(run_case(library, arguments.numel, threads, arguments.rounds))
+        cases.append(run_case(all_of, threads, arguments))
         show(cases[-1])
-    if arguments.json:
-        pathlib.Path(arguments.json).write_text(
-            json.dumps([asdict(c) for c in cases], indent=1) + "\n"
-        )
+    figures = [asdict(case) for case in cases]
+    measure.write_json(
+        arguments.json, {"machine": measure.machine(), "apart": apart, "cases": figures}
+    )
 
 
 if __name__ == "__main__":

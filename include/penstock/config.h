@@ -22,6 +22,7 @@ struct OptimizerConfig {
   double momentum = 0.0, dampening = 0.0;
   double lr_decay = 0.0;  // Adagrad
   bool nesterov = false;
+  std::string moments_dtype = "fp32";  // "fp32" "bf16"; what they are stored in, not for Adagrad
 };
 
 // Dynamic loss scaling, for parameters that compute in fp16 (arXiv:1710.03740).

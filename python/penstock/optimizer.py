@@ -65,16 +65,18 @@ def prepare(
             f"[front::initialize] the optimizer callable returned a {type(given).__name__}, not a "
             f"torch.optim.Optimizer"
         )
-    if "optimizer" in config:
+    section = config.get("optimizer")
+    only_dtype = isinstance(section, dict) and list(section) == ["moments_dtype"]
+    if "optimizer" in config and not only_dtype:
         raise ConfigError(
             "[front::initialize] an optimizer is given both as an argument and as the key "
-            '"optimizer": keep one'
+            '"optimizer": keep one (only optimizer.moments_dtype goes with an argument)'
         )
     kind = native_type(given)
     if kind is None:
         check_elementwise(given)
     else:
-        config = {**config, "optimizer": config_of(given, kind)}
+        config = {**config, "optimizer": config_of(given, kind) | (section or {})}
     return given, kind, config
 
 
@@ -83,6 +85,7 @@ def from_config(model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.O
     kinds = {kind.__name__.lower(): kind for kind in _NATIVE}
     options = {**config}
     make: Any = kinds[str(options.pop("type")).lower()]
+    options.pop("moments_dtype", None)  # the engine's own
     # Some classes allocate state for what they are built with.
     made: torch.optim.Optimizer = make([torch.nn.Parameter(torch.zeros(1))], **options)
     made.state.clear()

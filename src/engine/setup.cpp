@@ -222,6 +222,26 @@ void Core::State::claim_on_all_ranks(bool external_optimizer) {
   }
 }
 
+void Core::State::check_moments(bool external_optimizer) const {
+  const Placement& rest = executor->table().at(Role::kOptim, Phase::kRest);
+  const Placement& at = executor->table().at(Role::kOptim, Phase::kUpdate);
+  if (rest.dtype == Dtype::kFp32 && at.dtype == Dtype::kFp32) return;
+  if (rest.dtype != at.dtype || rest.dtype != Dtype::kBf16) {
+    throw ConfigError(concat("[engine::initialize] table.optim.rest is ", rest.text(),
+                             " and table.optim.update ", at.text(),
+                             ": both have the moments' dtype, fp32 or bf16 (set by "
+                             "optimizer.moments_dtype); masters are fp32 in any case"));
+  }
+  const bool adagrad = config.optimizer && config.optimizer->type == "Adagrad";
+  if (!external_optimizer && !adagrad) return;
+  throw ConfigError(
+      concat("[engine::initialize] bf16 moments (optimizer.moments_dtype) need one of "
+             "the engine's optimizers AdamW, Adam, SGD and Lion: ",
+             adagrad ? "Adagrad's sum only grows and would soon stand still in bf16"
+                     : "an optimizer of your own keeps its state itself",
+             ", so leave it at \"fp32\""));
+}
+
 // Says where each copy rests, and finds a disk that is too full before anything is moved.
 void Core::State::claim_copies(bool external_optimizer) {
   const Table& table = executor->table();
@@ -238,6 +258,7 @@ void Core::State::claim_copies(bool external_optimizer) {
     options.stall_s = config.offload.timeout_s;
     tiers.disk.emplace(options);
   }
+  check_moments(external_optimizer);
   const int num_moments = external_optimizer ? 0 : engine::num_moments(config);
   const auto claim = [&](exec::Stored& copy, const Placement& place, int64_t bytes) {
     copy.bytes = bytes;
@@ -248,8 +269,9 @@ void Core::State::claim_copies(bool external_optimizer) {
     for (exec::Flat& flat : unit.flats) {
       claim(flat.rest, rest, flat.numel / num_shards(rest, mesh) * flat.element_bytes());
       if (!flat.trainable) continue;
-      const int64_t bytes = flat.numel / num_shards(optim, mesh) * 4;
-      if (table.has_master(flat.dtype)) claim(flat.master, optim, bytes);
+      const int64_t numel = flat.numel / num_shards(optim, mesh);
+      const int64_t bytes = numel * dtype_bytes(optim.dtype);
+      if (table.has_master(flat.dtype)) claim(flat.master, optim, numel * 4);
       if (held.tier == Tier::kDisk) {
         claim(flat.reduced, held,
               flat.numel / num_shards(held, mesh) * dtype_bytes(table.dtype_in(held, flat.dtype)));

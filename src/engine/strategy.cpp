@@ -38,6 +38,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
   options.param_tier = tier_of(config.offload.params);
   options.grads_on_disk = config.offload.gradients == "disk";
   options.accumulate = config.batch.accumulate > 1;
+  if (config.optimizer) options.moments = parse_dtype(config.optimizer->moments_dtype);
   Table table = preset(config.strategy, options);
   for (const auto& [role_text, phases] : config.table) {
     for (const auto& [phase_text, place] : phases) {

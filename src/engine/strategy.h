@@ -27,7 +27,7 @@ bool can_rest_away(const std::string& strategy);
 // The same settings for another strategy and another tier of the optimizer, without those that mean
 // nothing there.
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer);
-int num_moments(const Config& config);  // fp32 values the optimizer keeps per parameter
+int num_moments(const Config& config);  // per parameter, beside the master
 
 // What one training step of this strategy takes.
 Ledger predict(const Config& config, const ModelDesc& model);

@@ -200,6 +200,7 @@ void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& 
   range.grad = flat.reduced.data() + begin * numel;
   range.param_dtype = flat.dtype;
   range.numel = end - begin;
+  range.moment_dtype = table_.at(Role::kOptim, Phase::kUpdate).dtype;
   const bool whole = !table_.at(Role::kParam, Phase::kRest).sharded();
   const int64_t in_rest = whole ? owned(flat).first + begin : begin;
   if (write_back && !shares_master(flat) && !flat.rest.on_disk()) {
@@ -212,8 +213,8 @@ void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& 
     return;
   }
   const OptimizerConfig& group = update_.groups.at(slot.group);
-  float* first =
-      flat.exp_avg.exists() ? reinterpret_cast<float*>(flat.exp_avg.data()) + begin : nullptr;
+  const int64_t in_moments = begin * dtype_bytes(range.moment_dtype);
+  void* first = flat.exp_avg.exists() ? flat.exp_avg.data() + in_moments : nullptr;
   if (group.type == "SGD") {
     optim::sgd(range, first,
                {group.lr, group.momentum, group.dampening, group.weight_decay, group.nesterov,
@@ -223,11 +224,10 @@ void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& 
                 {group.lr, group.beta1, group.beta2, group.weight_decay, grad_scale_});
   } else if (group.type == "Adagrad") {
     optim::adagrad(
-        range, first,
+        range, static_cast<float*>(first),
         {group.lr, group.lr_decay, group.eps, group.weight_decay, grad_scale_, slot.updates + 1});
   } else {
-    float* second = reinterpret_cast<float*>(flat.exp_avg_sq.data()) + begin;
-    optim::adam(range, first, second,
+    optim::adam(range, first, flat.exp_avg_sq.data() + in_moments,
                 {group.lr, group.beta1, group.beta2, group.eps, group.weight_decay,
                  group.type == "AdamW", grad_scale_, slot.updates + 1});
   }

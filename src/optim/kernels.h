@@ -11,7 +11,9 @@ namespace penstock::optim {
 
 // A contiguous range of one flat buffer. `master` is fp32 and updated in place. `param_out`, where
 // not null, receives the updated value rounded to `param_dtype` (round to nearest even, the same
-// bits as torch's cast). `grad` holds `grad_dtype` values and is not written.
+// bits as torch's cast). `grad` holds `grad_dtype` values and is not written. Moments are
+// range.numel values of `moment_dtype`, updated in place: fp32, or bf16, where the step works with
+// the new moments before they are rounded (to nearest even).
 struct Range {
   float* master = nullptr;
   const void* grad = nullptr;
@@ -19,6 +21,7 @@ struct Range {
   void* param_out = nullptr;
   Dtype param_dtype = Dtype::kBf16;
   int64_t numel = 0;
+  Dtype moment_dtype = Dtype::kFp32;
 };
 
 struct AdamOptions {
@@ -27,9 +30,8 @@ struct AdamOptions {
   float grad_scale = 1.0F;  // unscale, average and clip, in one factor
   int64_t step = 1;         // 1 for the first update (bias correction, arXiv:1412.6980)
 };
-// `exp_avg` and `exp_avg_sq`: fp32, range.numel values, updated in place. Same formula and
-// operation order as torch.optim.AdamW / Adam.
-void adam(const Range& range, float* exp_avg, float* exp_avg_sq, const AdamOptions& options);
+// Same formula and operation order as torch.optim.AdamW / Adam.
+void adam(const Range& range, void* exp_avg, void* exp_avg_sq, const AdamOptions& options);
 
 struct SgdOptions {
   double lr = 1e-3, momentum = 0.0, dampening = 0.0, weight_decay = 0.0;
@@ -38,21 +40,22 @@ struct SgdOptions {
   bool first = false;  // the momentum buffer is set to the gradient, as torch.optim.SGD does
 };
 // `momentum_buffer` may be null when momentum is 0.
-void sgd(const Range& range, float* momentum_buffer, const SgdOptions& options);
+void sgd(const Range& range, void* momentum_buffer, const SgdOptions& options);
 
 struct LionOptions {
   double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0.0;  // decoupled
   float grad_scale = 1.0F;
 };
-// arXiv:2302.06675, algorithm 2. `exp_avg`: fp32, updated in place.
-void lion(const Range& range, float* exp_avg, const LionOptions& options);
+// arXiv:2302.06675, algorithm 2.
+void lion(const Range& range, void* exp_avg, const LionOptions& options);
 
 struct AdagradOptions {
   double lr = 1e-2, lr_decay = 0.0, eps = 1e-10, weight_decay = 0.0;
   float grad_scale = 1.0F;
   int64_t step = 1;  // 1 for the first update
 };
-// As torch.optim.Adagrad with initial_accumulator_value 0. `sum`: of squares, updated in place.
+// As torch.optim.Adagrad with initial_accumulator_value 0. `sum`: of squares, fp32 (in bf16 a sum
+// that only grows would soon stand still).
 void adagrad(const Range& range, float* sum, const AdagradOptions& options);
 
 // Sum of squares in double, in a fixed order that does not depend on the number of threads.

@@ -59,6 +59,7 @@ class Values {
   }
   void* data() { return bytes_.data() + offset_ * dtype_bytes(dtype_); }
   const void* data() const { return bytes_.data() + offset_ * dtype_bytes(dtype_); }
+  void* at(int64_t i) { return static_cast<char*>(data()) + i * dtype_bytes(dtype_); }
   float* floats() { return static_cast<float*>(data()); }
   float operator[](int64_t i) const { return read(data(), dtype_, i); }
   void set(int64_t i, float value) { write(data(), dtype_, i, value); }
@@ -187,7 +188,7 @@ TEST(Adam, WritesEveryOutputDtype) {
 
 // Whatever the thread count, the cut into ranges and the alignment: the same bits. The large sizes
 // take the non-temporal path, pieces of them the plain one.
-void check_cuts() {
+void check_cuts(Dtype moments) {
   struct Run {
     int threads;
     int64_t offset, piece;
@@ -197,8 +198,8 @@ void check_cuts() {
   for (const Run run : {Run{1, 0, numel}, Run{2, 0, numel}, Run{3, 1, numel}, Run{2, 16, 100003},
                         Run{1, 5, 40961}, Run{1, 0, 7777}}) {
     const Threads threads(run.threads);
-    Values master(Dtype::kFp32, numel, run.offset), m(Dtype::kFp32, numel, run.offset);
-    Values v(Dtype::kFp32, numel, run.offset), grad(Dtype::kBf16, numel, run.offset);
+    Values master(Dtype::kFp32, numel, run.offset), m(moments, numel, run.offset);
+    Values v(moments, numel, run.offset), grad(Dtype::kBf16, numel, run.offset);
     Values out(Dtype::kBf16, numel, run.offset);
     master.randomize(1, -1, 1);
     m.randomize(2, -1, 1);
@@ -207,8 +208,9 @@ void check_cuts() {
     const AdamOptions options = adam_options(0.1F, true);
     for (int64_t at = 0; at < numel; at += run.piece) {
       adam({master.floats() + at, static_cast<uint16_t*>(grad.data()) + at, Dtype::kBf16,
-            static_cast<uint16_t*>(out.data()) + at, Dtype::kBf16, std::min(run.piece, numel - at)},
-           m.floats() + at, v.floats() + at, options);
+            static_cast<uint16_t*>(out.data()) + at, Dtype::kBf16, std::min(run.piece, numel - at),
+            moments},
+           m.at(at), v.at(at), options);
     }
     masters.push_back(master);
     outs.push_back(out);
@@ -218,7 +220,8 @@ void check_cuts() {
   }
 }
 
-TEST(Adam, BitsDoNotDependOnThreadsCutsOrAlignment) { check_cuts(); }
+TEST(Adam, BitsDoNotDependOnThreadsCutsOrAlignment) { check_cuts(Dtype::kFp32); }
+TEST(Adam, NorWithBf16Moments) { check_cuts(Dtype::kBf16); }
 
 // A weight nobody decays may be infinite (a mask); the unused weight decay must not make it NaN.
 TEST(Adam, InfiniteWeightWithoutGradientStays) {
@@ -366,6 +369,56 @@ TEST(Adagrad, MatchesDouble) {
   }
 }
 
+// What a kernel writes, zeros but for the master weights.
+struct Written {
+  Written(int64_t numel, Dtype moments)
+      : moments(moments), master(Dtype::kFp32, numel), m(moments, numel), v(moments, numel) {
+    master.randomize(1, -1, 1);
+    m.randomize(0, 0, 0);
+    v.randomize(0, 0, 0);
+  }
+  void step(int kernel, const Values& grad, Dtype dtype, int64_t numel, int step) {
+    const Range range{master.floats(), grad.data(), dtype, nullptr, dtype, numel, moments};
+    AdamOptions options = adam_options(0.1F, true);
+    options.step = step;
+    if (kernel == 0) adam(range, m.data(), v.data(), options);
+    if (kernel == 1) sgd(range, m.data(), {.momentum = 0.9, .nesterov = true, .first = step == 1});
+    if (kernel == 2) lion(range, m.data(), {});
+  }
+  Dtype moments;
+  Values master, m, v;
+};
+
+// bf16 moments against the same kernel on fp32 moments, which c10's cast rounds after each step.
+void check_bf16_moments(int64_t numel) {
+  for (const int kernel : {0, 1, 2}) {
+    for (const Dtype dtype : kDtypes) {
+      Written ours(numel, Dtype::kBf16), wide(numel, Dtype::kFp32);
+      for (int step = 1; step <= 3; ++step) {
+        const Values grad = Values(dtype, numel).randomize(static_cast<uint32_t>(step), -2, 2);
+        ours.step(kernel, grad, dtype, numel, step);
+        wide.step(kernel, grad, dtype, numel, step);
+        for (int64_t i = 0; i < numel; ++i) {
+          wide.m.set(i, c10::BFloat16(wide.m[i]));
+          wide.v.set(i, c10::BFloat16(wide.v[i]));
+          ASSERT_TRUE(ours.m[i] == wide.m[i] && ours.v[i] == wide.v[i]) << kernel << " " << i;
+        }
+      }
+      EXPECT_TRUE(ours.master.same_bits(wide.master) && ours.m.guard_intact()) << kernel;
+    }
+  }
+}
+
+TEST(Bf16Moments, AreRoundedFp32Moments) {
+  for (const int64_t n : kSizes) check_bf16_moments(n);
+}
+
+TEST(Bf16Moments, NotWithAdagrad) {
+  float value = 1;
+  const Range range{&value, &value, Dtype::kFp32, nullptr, Dtype::kBf16, 1, Dtype::kBf16};
+  EXPECT_THROW(adagrad(range, &value, {}), Bug);
+}
+
 TEST(SumSquares, MatchesDoubleAndIgnoresThreads) {
   for (const Dtype dtype : kDtypes) {
     for (const int64_t numel : {0L, 1L, 7L, 33L, 1000L, 100003L, 500000L}) {
@@ -507,7 +560,9 @@ class TargetTest : public testing::TestWithParam<int64_t> {
   }
 };
 
-TEST_P(TargetTest, CutsDoNotChangeBits) { check_cuts(); }
+TEST_P(TargetTest, CutsDoNotChangeBits) { check_cuts(Dtype::kFp32); }
+TEST_P(TargetTest, NorWithBf16Moments) { check_cuts(Dtype::kBf16); }
+TEST_P(TargetTest, Bf16MomentsAreRoundedFp32Moments) { check_bf16_moments(1003); }
 
 TEST_P(TargetTest, CastsAreThoseOfTorch) {
   check_take_pairs();

@@ -27,9 +27,9 @@ namespace penstock::optim {
 // What the vector code needs of one call, whatever the instruction set.
 struct State {
   Range range;
-  float* moment1;  // exp_avg, momentum buffer
-  float* moment2;  // exp_avg_sq
-  bool stream;     // write param_out past the caches where alignment allows
+  void* moment1;  // exp_avg, momentum buffer
+  void* moment2;  // exp_avg_sq
+  bool stream;    // write param_out past the caches where alignment allows
 };
 
 struct AdamScalars {
@@ -66,11 +66,14 @@ using Vec32 = hn::Vec<F32>;
 struct NoOutput {};
 
 // Pointers to the first value of a stretch; moments are null where the kernel has none.
-template <class Grad, class Out>
+template <class GradType, class MomentType, class OutType>
 struct Stretch {
+  using Grad = GradType;
+  using Moment = MomentType;
+  using Out = OutType;
   float* master;
-  float* moment1;
-  float* moment2;
+  Moment* moment1;
+  Moment* moment2;
   const Grad* grad;
   Out* out;
 };
@@ -147,49 +150,59 @@ struct AdagradKernel {
 };
 
 // One vector at offset `i`. The state was just read, so its lines are in the cache and a plain
-// store is the cheapest; only the output, which is not read, gains from a non-temporal one.
-template <bool kStream, class Kernel, class Grad, class Out>
-HWY_INLINE void update_vector(const Kernel& kernel, const Stretch<Grad, Out>& at, int64_t i) {
+// store is the cheapest (a non-temporal one halved the speed); only the output, which is not read,
+// gains from it.
+template <bool kStream, class Kernel, class At>
+HWY_INLINE void update_vector(const Kernel& kernel, const At& at, int64_t i) {
   const F32 d;
   const auto grad = simd::load_fp32(d, at.grad + i);
   auto p = hn::LoadU(d, at.master + i);
   auto moment1 = hn::Zero(d);
   auto moment2 = hn::Zero(d);
-  if constexpr (Kernel::kMoments > 0) moment1 = hn::LoadU(d, at.moment1 + i);
-  if constexpr (Kernel::kMoments > 1) moment2 = hn::LoadU(d, at.moment2 + i);
+  if constexpr (Kernel::kMoments > 0) moment1 = simd::load_fp32(d, at.moment1 + i);
+  if constexpr (Kernel::kMoments > 1) moment2 = simd::load_fp32(d, at.moment2 + i);
   kernel(d, grad, p, moment1, moment2);
   hn::StoreU(p, d, at.master + i);
-  if constexpr (Kernel::kMoments > 0) hn::StoreU(moment1, d, at.moment1 + i);
-  if constexpr (Kernel::kMoments > 1) hn::StoreU(moment2, d, at.moment2 + i);
-  if constexpr (!std::is_same_v<Out, NoOutput>) simd::store_fp32<kStream>(d, p, at.out + i);
+  if constexpr (Kernel::kMoments > 0) simd::store_fp32<false>(d, moment1, at.moment1 + i);
+  if constexpr (Kernel::kMoments > 1) simd::store_fp32<false>(d, moment2, at.moment2 + i);
+  if constexpr (!std::is_same_v<typename At::Out, NoOutput>) {
+    simd::store_fp32<kStream>(d, p, at.out + i);
+  }
 }
 
 // Fewer values than a vector: the same vector code on a copy, so the result does not depend on
 // where a range is cut.
-template <class Kernel, class Grad, class Out>
-HWY_NOINLINE void update_partial(const Kernel& kernel, const Stretch<Grad, Out>& at, int64_t begin,
-                                 int64_t count) {
+template <class Kernel, class At>
+HWY_NOINLINE void update_partial(const Kernel& kernel, const At& at, int64_t begin, int64_t count) {
+  using Grad = typename At::Grad;
+  using Moment = typename At::Moment;
+  using Out = typename At::Out;
   constexpr size_t kLanes = hn::MaxLanes(F32());
-  HWY_ALIGN float master[kLanes] = {}, moment1[kLanes] = {}, moment2[kLanes] = {};
+  HWY_ALIGN float master[kLanes] = {};
+  HWY_ALIGN Moment moment1[kLanes] = {}, moment2[kLanes] = {};
   HWY_ALIGN Grad grad[kLanes] = {};
   HWY_ALIGN Out out[kLanes] = {};
-  const size_t floats = static_cast<size_t>(count) * sizeof(float);
-  std::memcpy(grad, at.grad + begin, static_cast<size_t>(count) * sizeof(Grad));
-  std::memcpy(master, at.master + begin, floats);
-  if constexpr (Kernel::kMoments > 0) std::memcpy(moment1, at.moment1 + begin, floats);
-  if constexpr (Kernel::kMoments > 1) std::memcpy(moment2, at.moment2 + begin, floats);
-  update_vector<false>(kernel, Stretch<Grad, Out>{master, moment1, moment2, grad, out}, 0);
-  std::memcpy(at.master + begin, master, floats);
-  if constexpr (Kernel::kMoments > 0) std::memcpy(at.moment1 + begin, moment1, floats);
-  if constexpr (Kernel::kMoments > 1) std::memcpy(at.moment2 + begin, moment2, floats);
+  const auto values = static_cast<size_t>(count);
+  std::memcpy(grad, at.grad + begin, values * sizeof(Grad));
+  std::memcpy(master, at.master + begin, values * sizeof(float));
+  if constexpr (Kernel::kMoments > 0)
+    std::memcpy(moment1, at.moment1 + begin, values * sizeof(Moment));
+  if constexpr (Kernel::kMoments > 1)
+    std::memcpy(moment2, at.moment2 + begin, values * sizeof(Moment));
+  update_vector<false>(kernel, At{master, moment1, moment2, grad, out}, 0);
+  std::memcpy(at.master + begin, master, values * sizeof(float));
+  if constexpr (Kernel::kMoments > 0)
+    std::memcpy(at.moment1 + begin, moment1, values * sizeof(Moment));
+  if constexpr (Kernel::kMoments > 1)
+    std::memcpy(at.moment2 + begin, moment2, values * sizeof(Moment));
   if constexpr (!std::is_same_v<Out, NoOutput>) {
-    std::memcpy(at.out + begin, out, static_cast<size_t>(count) * sizeof(Out));
+    std::memcpy(at.out + begin, out, values * sizeof(Out));
   }
 }
 
 // Whole vectors, then what is left.
-template <class Kernel, class Grad, class Out>
-void update_edge(const Kernel& kernel, const Stretch<Grad, Out>& at, int64_t begin, int64_t end) {
+template <class Kernel, class At>
+void update_edge(const Kernel& kernel, const At& at, int64_t begin, int64_t end) {
   const auto lanes = static_cast<int64_t>(hn::Lanes(F32()));
   for (; begin + lanes <= end; begin += lanes) update_vector<false>(kernel, at, begin);
   if (begin < end) update_partial(kernel, at, begin, end - begin);
@@ -200,23 +213,22 @@ constexpr int64_t kLineBytes = 64;
 template <class Out>
 constexpr int64_t kLineValues = kLineBytes / (std::is_same_v<Out, NoOutput> ? 2 : sizeof(Out));
 
-// The hardware follows fewer streams than Adam reads; this far ahead was fastest (768 to 4096 bytes
-// were alike, none cost 10%).
-constexpr int64_t kPrefetchBytes = 2048;
+// To the second-level cache, and no further ahead: on huge pages the hardware's own prefetching is
+// as good, and 2048 bytes or the first level cost a tenth (Zen 4).
+constexpr int64_t kPrefetchBytes = 1024;
 
 template <int64_t kValues, class T>
 HWY_INLINE void prefetch_values(const T* from) {
   constexpr auto kBytes = kValues * static_cast<int64_t>(sizeof(T));
   for (int64_t at = 0; at < kBytes; at += kLineBytes) {
-    hwy::Prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes + at);
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes + at, 0, 2);
   }
 }
 
 // Returns where it stopped: less than a line before `end`.
-template <bool kStream, class Kernel, class Grad, class Out>
-HWY_NOINLINE int64_t update_lines(const Kernel kernel, const Stretch<Grad, Out> at, int64_t begin,
-                                  int64_t end) {
-  constexpr int64_t kValues = kLineValues<Out>;
+template <bool kStream, class Kernel, class At>
+HWY_NOINLINE int64_t update_lines(const Kernel kernel, const At at, int64_t begin, int64_t end) {
+  constexpr int64_t kValues = kLineValues<typename At::Out>;
   const auto lanes = static_cast<int64_t>(hn::Lanes(F32()));
   int64_t line = begin;
   for (; line + kValues <= end; line += kValues) {
@@ -230,11 +242,10 @@ HWY_NOINLINE int64_t update_lines(const Kernel kernel, const Stretch<Grad, Out> 
   return line;
 }
 
-template <class Kernel, class Grad, class Out>
-void update_part(const Kernel& kernel, const Stretch<Grad, Out>& at, bool stream, int64_t begin,
-                 int64_t end) {
+template <class Kernel, class At>
+void update_part(const Kernel& kernel, const At& at, bool stream, int64_t begin, int64_t end) {
   const auto out = reinterpret_cast<intptr_t>(at.out + begin);
-  constexpr auto kSize = static_cast<int64_t>(sizeof(Out));
+  constexpr auto kSize = static_cast<int64_t>(sizeof(typename At::Out));
   if (stream && out % kSize == 0) {
     const int64_t head =
         std::min((kLineBytes - out % kLineBytes) % kLineBytes / kSize, end - begin);
@@ -246,16 +257,16 @@ void update_part(const Kernel& kernel, const Stretch<Grad, Out>& at, bool stream
   update_edge(kernel, at, begin, end);
 }
 
-template <class Kernel>
+template <class Moment, class Kernel>
 void update(const Kernel& kernel, const State& state, int64_t begin, int64_t end) {
   const Range& range = state.range;
   simd::visit_dtype(range.grad_dtype, [&](auto grad_type) {
     using Grad = typename decltype(grad_type)::type;
     const auto run = [&](auto out_type) {
       using Out = typename decltype(out_type)::type;
-      const Stretch<Grad, Out> at{range.master, state.moment1, state.moment2,
-                                  static_cast<const Grad*>(range.grad),
-                                  static_cast<Out*>(range.param_out)};
+      const Stretch<Grad, Moment, Out> at{
+          range.master, static_cast<Moment*>(state.moment1), static_cast<Moment*>(state.moment2),
+          static_cast<const Grad*>(range.grad), static_cast<Out*>(range.param_out)};
       update_part(kernel, at, state.stream, begin, end);
     };
     if (range.param_out == nullptr) {
@@ -266,23 +277,32 @@ void update(const Kernel& kernel, const State& state, int64_t begin, int64_t end
   });
 }
 
+template <class Kernel>
+void update_moments(const Kernel& kernel, const State& state, int64_t begin, int64_t end) {
+  if (state.range.moment_dtype == Dtype::kBf16) {
+    update<simd::Bf16>(kernel, state, begin, end);
+  } else {
+    update<float>(kernel, state, begin, end);
+  }
+}
+
 void adam_part(const AdamScalars& scalars, const State& state, int64_t begin, int64_t end) {
-  update(AdamKernel{scalars}, state, begin, end);
+  update_moments(AdamKernel{scalars}, state, begin, end);
 }
 
 void lion_part(const LionScalars& scalars, const State& state, int64_t begin, int64_t end) {
-  update(LionKernel{scalars}, state, begin, end);
+  update_moments(LionKernel{scalars}, state, begin, end);
 }
 
 void adagrad_part(const AdagradScalars& scalars, const State& state, int64_t begin, int64_t end) {
-  update(AdagradKernel{scalars}, state, begin, end);
+  update<float>(AdagradKernel{scalars}, state, begin, end);
 }
 
 void sgd_part(const SgdScalars& scalars, const State& state, int64_t begin, int64_t end) {
   if (state.moment1 == nullptr) {
-    update(SgdKernel<false>{scalars}, state, begin, end);
+    update<float>(SgdKernel<false>{scalars}, state, begin, end);
   } else {
-    update(SgdKernel<true>{scalars}, state, begin, end);
+    update_moments(SgdKernel<true>{scalars}, state, begin, end);
   }
 }
 
@@ -304,8 +324,12 @@ constexpr int64_t kStreamAboveBytes = 8 << 20;
 bool should_stream(const Range& range, int num_moments) {
   if (range.param_out == nullptr) return false;
   const int64_t bytes = dtype_bytes(range.grad_dtype) + dtype_bytes(range.param_dtype) +
-                        (1 + num_moments) * int64_t{sizeof(float)};
+                        int64_t{sizeof(float)} + num_moments * dtype_bytes(range.moment_dtype);
   return range.numel > kStreamAboveBytes / bytes;
+}
+
+void check_moments(const Range& range) {
+  PENSTOCK_ASSERT(range.moment_dtype != Dtype::kFp16, "no kernel has fp16 moments");
 }
 
 // Bias corrections and differences from one in double, as torch's Python does.
@@ -333,7 +357,8 @@ AdamScalars adam_scalars(const AdamOptions& options) {
 
 }  // namespace
 
-void adam(const Range& range, float* exp_avg, float* exp_avg_sq, const AdamOptions& options) {
+void adam(const Range& range, void* exp_avg, void* exp_avg_sq, const AdamOptions& options) {
+  check_moments(range);
   PENSTOCK_ASSERT(options.step >= 1, concat("step ", options.step, " of adam(); the first is 1"));
   const AdamScalars scalars = adam_scalars(options);
   const State state{range, exp_avg, exp_avg_sq, should_stream(range, 2)};
@@ -342,7 +367,8 @@ void adam(const Range& range, float* exp_avg, float* exp_avg_sq, const AdamOptio
   });
 }
 
-void sgd(const Range& range, float* momentum_buffer, const SgdOptions& options) {
+void sgd(const Range& range, void* momentum_buffer, const SgdOptions& options) {
+  check_moments(range);
   PENSTOCK_ASSERT(options.momentum == 0 || momentum_buffer != nullptr,
                   "momentum without a momentum buffer");
   const SgdScalars scalars{static_cast<float>(options.grad_scale),
@@ -360,7 +386,8 @@ void sgd(const Range& range, float* momentum_buffer, const SgdOptions& options) 
   });
 }
 
-void lion(const Range& range, float* exp_avg, const LionOptions& options) {
+void lion(const Range& range, void* exp_avg, const LionOptions& options) {
+  check_moments(range);
   const LionScalars scalars{options.grad_scale,
                             static_cast<float>(1.0 - options.lr * options.weight_decay),
                             static_cast<float>(options.lr),
@@ -376,6 +403,7 @@ void lion(const Range& range, float* exp_avg, const LionOptions& options) {
 
 void adagrad(const Range& range, float* sum, const AdagradOptions& options) {
   PENSTOCK_ASSERT(options.step >= 1, concat("step ", options.step, " of adagrad(); 1 is first"));
+  PENSTOCK_ASSERT(range.moment_dtype == Dtype::kFp32, "adagrad() has an fp32 sum");
   const double lr = options.lr / (1.0 + static_cast<double>(options.step - 1) * options.lr_decay);
   const AdagradScalars scalars{options.grad_scale, static_cast<float>(options.weight_decay),
                                static_cast<float>(lr), static_cast<float>(options.eps)};

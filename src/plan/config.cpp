@@ -320,22 +320,23 @@ OptimizerConfig optimizer_defaults(const std::string& type) {
 // The keys that each type takes besides type, lr and weight_decay.
 const std::map<std::string, std::vector<std::string>>& optimizer_keys() {
   static const std::map<std::string, std::vector<std::string>> kKeys = {
-      {"AdamW", {"betas", "eps"}},
-      {"Adam", {"betas", "eps"}},
-      {"SGD", {"momentum", "dampening", "nesterov"}},
+      {"AdamW", {"betas", "eps", "moments_dtype"}},
+      {"Adam", {"betas", "eps", "moments_dtype"}},
+      {"SGD", {"momentum", "dampening", "nesterov", "moments_dtype"}},
       {"Adagrad", {"eps", "lr_decay"}},
-      {"Lion", {"betas"}}};
+      {"Lion", {"betas", "moments_dtype"}}};
   return kKeys;
 }
 
 OptimizerConfig parse_optimizer(const Json& value) {
   const Section section(value, "optimizer",
                         {"type", "lr", "betas", "eps", "weight_decay", "momentum", "dampening",
-                         "nesterov", "lr_decay"});
+                         "nesterov", "lr_decay", "moments_dtype"});
   OptimizerConfig optimizer = optimizer_defaults(parse_optimizer_type(section));
   const std::string with = concat("with optimizer.type \"", optimizer.type, "\"");
   const std::vector<std::string>& own = optimizer_keys().at(optimizer.type);
-  for (const char* key : {"betas", "eps", "momentum", "dampening", "nesterov", "lr_decay"}) {
+  for (const char* key :
+       {"betas", "eps", "momentum", "dampening", "nesterov", "lr_decay", "moments_dtype"}) {
     if (std::find(own.begin(), own.end(), key) == own.end())
       section.refuse_without_effect({key}, with);
   }
@@ -348,6 +349,10 @@ OptimizerConfig parse_optimizer(const Json& value) {
   section.read("dampening", &optimizer.dampening, -HUGE_VAL, HUGE_VAL, "a number");
   section.read("nesterov", &optimizer.nesterov);
   section.read("lr_decay", &optimizer.lr_decay, 0.0, HUGE_VAL, positive);
+  optimizer.moments_dtype =
+      section.choice("moments_dtype", optimizer.moments_dtype, {"fp32", "bf16"});
+  if (optimizer.type == "SGD" && optimizer.momentum == 0.0 && optimizer.moments_dtype != "fp32")
+    section.refuse_without_effect({"moments_dtype"}, "while optimizer.momentum is 0");
   if (optimizer.momentum == 0.0 && optimizer.dampening != 0.0)
     section.refuse_without_effect({"dampening"}, "while optimizer.momentum is 0");
   if (optimizer.nesterov && (optimizer.momentum == 0.0 || optimizer.dampening != 0.0))
@@ -493,7 +498,8 @@ nlohmann::json optimizer_json(const OptimizerConfig& optimizer) {
                                  {"momentum", optimizer.momentum},
                                  {"dampening", optimizer.dampening},
                                  {"nesterov", optimizer.nesterov},
-                                 {"lr_decay", optimizer.lr_decay}};
+                                 {"lr_decay", optimizer.lr_decay},
+                                 {"moments_dtype", optimizer.moments_dtype}};
   for (const std::string& key : optimizer_keys().at(optimizer.type)) out[key] = others.at(key);
   return out;
 }

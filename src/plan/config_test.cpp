@@ -36,7 +36,8 @@ const char* const kEverything = R"({
   "mesh": {"data": 8, "tensor": 1, "node": 2}, "precision": "bf16",
   "dtypes": {"z.*": "fp32", "a.*": "bf16"}, "offload": {"optimizer": "none"},
   "memory": {"device_bytes": "1.5GiB", "host_bytes": 2e9},
-  "optimizer": {"type": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
+  "optimizer": {"type": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1,
+                "moments_dtype": "bf16"},
   "schedule": {"type": "cosine", "warmup_steps": 10, "total_steps": 100, "min_ratio": 0.1},
   "batch": {"micro": 2, "global": 64}, "clip": 1, "units": {"modules": ["Block"], "max_bytes": 1e6},
   "tiling": {"max_bytes": 1e8, "modules": ["*.up"], "loss_tokens": 512, "head": "lm_head"},
@@ -55,6 +56,7 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.optimizer->lr, 3e-4);
   EXPECT_EQ(config.optimizer->beta2, 0.95);
   EXPECT_EQ(config.optimizer->eps, 1e-6);
+  EXPECT_EQ(config.optimizer->moments_dtype, "bf16");
   EXPECT_EQ(config.optimizer->weight_decay, 0.1);
   EXPECT_EQ(config.schedule.warmup_steps, 10);
   EXPECT_EQ(config.schedule.total_steps, 100);
@@ -86,8 +88,8 @@ TEST(Config, AutoIsOneWordOrOnePerRole) {
 TEST(Config, JsonReadsBackTheSame) {
   for (const char* text :
        {"{}", kEverything, R"({"offload": "auto"})",
-        R"({"optimizer": {"type": "SGD", "momentum": 0.9}})", R"({"optimizer": {"type": "Adam"}})",
-        R"({"optimizer": {"type": "Lion"}})",
+        R"({"optimizer": {"type": "SGD", "momentum": 0.9, "moments_dtype": "bf16"}})",
+        R"({"optimizer": {"type": "Adam"}})", R"({"optimizer": {"type": "Lion"}})",
         R"({"optimizer": {"type": "adagrad", "lr_decay": 0.1}})", R"({"precision": "fp16"})",
         R"({"precision": "fp16", "loss_scale": {"initial": 16, "window": 0, "min": 2}})",
         R"({"batch": {"micro": 2, "global": 64}})",
@@ -183,6 +185,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"optimizer": {"type": "SDG"}})", {R"(did you mean "SGD"?)"}},
         Bad{R"({"optimizer": {"betas": 0.9}})", {R"("optimizer.betas" is 0.9)", "[beta1, beta2]"}},
         Bad{R"({"optimizer": {"betas": [0.9, 1.0]}})", {"[0.9,1.0]"}},
+        Bad{R"({"optimizer": {"moments_dtype": "fp16"}})",
+            {R"("optimizer.moments_dtype" is "fp16"; allowed: "fp32", "bf16")"}},
         Bad{R"({"optimizer": {"lr": -1}})", {R"("optimizer.lr" is -1)"}},
         Bad{R"({"optimizer": {"type": "SGD", "nesterov": 1}})", {"true or false"}},
         Bad{R"({"schedule": {"type": "linear"}})", {R"("schedule.total_steps" is missing)"}},
@@ -208,6 +212,9 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"optimizer": {"type": "SGD", "nesterov": true}})", {"momentum > 0"}},
         Bad{R"({"optimizer": {"type": "Lion", "eps": 1e-8}})", {"no effect", "Lion"}},
         Bad{R"({"optimizer": {"type": "Adagrad", "betas": [0.9, 0.9]}})", {"no effect", "Adagrad"}},
+        Bad{R"({"optimizer": {"type": "Adagrad", "moments_dtype": "bf16"}})",
+            {"no effect", "Adagrad"}},
+        Bad{R"({"optimizer": {"type": "SGD", "moments_dtype": "bf16"}})", {"momentum is 0"}},
         Bad{R"({"precision": "bf16", "loss_scale": {"initial": 8}})", {"no effect", "bf16"}},
         Bad{R"({"loss_scale": {"initial": 8, "min": 9}})", {R"("loss_scale.min" is 9)"}},
         Bad{R"({"schedule": {"warmup_steps": 5}})", {"no effect", R"(schedule.type "none")"}},

@@ -128,7 +128,7 @@ class SectionWriter {
     const Placement& rest = cell(Role::kOptim, Phase::kRest);
     const Placement& at = cell(Role::kOptim, Phase::kUpdate);
     const Placement& param = cell(Role::kParam, Phase::kRest);
-    std::vector<Move> publish = hops(at, param);
+    std::vector<Move> publish = hops(table_.master(), param);
     // The master is a copy of its own in the same place (it rests on disk, the parameter does not).
     if (publish.empty() && table_.has_master(param.dtype))
       publish = {{.kind = MoveKind::kCast, .dtype = param.dtype}};

@@ -115,6 +115,18 @@ TEST(PlannerTest, AStepIsItsSections) {
   EXPECT_THROW(plan_step(table, model, mesh, 0), Bug);
 }
 
+// Masters are fp32 whatever the moments are, so what is moved and published is the same.
+TEST(PlannerTest, TheMomentsDtypeChangesNoStep) {
+  for (const std::string& name : preset_names())
+    for (const Dtype precision : {Dtype::kFp32, Dtype::kBf16})
+      for (const Tier tier : {Tier::kDevice, Tier::kHost, Tier::kDisk}) {
+        TableOptions options{.precision = precision, .optim_tier = tier};
+        const Plan plan = plan_step(preset(name, options), blocks(2), {1, 2, 1}, 1);
+        options.moments = Dtype::kBf16;
+        EXPECT_EQ(plan_step(preset(name, options), blocks(2), {1, 2, 1}, 1).text(), plan.text());
+      }
+}
+
 // A table of its own: gradients gathered in shards on the device and summed over the whole step
 // there, then updated on the host.
 TEST(PlannerTest, HoldAndUpdateMayDifferInTier) {

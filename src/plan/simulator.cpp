@@ -52,8 +52,8 @@ class Meter {
 // One rank's walk along the plan.
 class Walk {
  public:
-  Walk(const Table& table, const ModelDesc& model, const Mesh& mesh, double optim_floats)
-      : table_(table.on(mesh)), model_(model), mesh_(mesh), optim_floats_(optim_floats) {
+  Walk(const Table& table, const ModelDesc& model, const Mesh& mesh, double num_moments)
+      : table_(table.on(mesh)), model_(model), mesh_(mesh), num_moments_(num_moments) {
     gathered_.resize(model.units.size());
     grads_.resize(model.units.size());
     staged_.resize(model.units.size());
@@ -82,8 +82,8 @@ class Walk {
       if (role != Role::kOptim) {
         sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
       } else {
-        const double floats = optim_floats_ + (table_.has_master(flat.dtype) ? 1 : 0);
-        sum += static_cast<int64_t>(static_cast<double>(owned) * floats * 4);
+        const auto moments = static_cast<double>(owned * dtype_bytes(place.dtype)) * num_moments_;
+        sum += static_cast<int64_t>(moments) + (table_.has_master(flat.dtype) ? owned * 4 : 0);
       }
     }
     return sum;
@@ -129,7 +129,7 @@ class Walk {
       case Op::kPublish:
         // What is published is what trains.
         for (const int unit : step.units) {
-          send(step.moves, Role::kGrad, unit, cell(Role::kOptim, Phase::kUpdate), phase_);
+          send(step.moves, Role::kGrad, unit, table_.master(), phase_);
           if (cell(Role::kParam, Phase::kRest).tier == Tier::kDisk) {
             write({Tier::kHost, Use::kParam,
                    bytes(Role::kParam, unit, cell(Role::kParam, Phase::kRest))});
@@ -334,7 +334,7 @@ class Walk {
   const Table table_;
   const ModelDesc& model_;
   const Mesh mesh_;
-  const double optim_floats_;
+  const double num_moments_;
   Meter meter_;
   Ledger ledger_;
   std::string phase_ = "update";
@@ -363,8 +363,8 @@ std::string Ledger::text() const {
 }
 
 Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
-                double optim_floats_per_param) {
-  return Walk(table, model, mesh, optim_floats_per_param).run(step);
+                double moments_per_param) {
+  return Walk(table, model, mesh, moments_per_param).run(step);
 }
 
 }  // namespace penstock

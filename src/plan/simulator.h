@@ -28,6 +28,6 @@ struct Ledger {
 };
 
 Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
-                double optim_floats_per_param = 2.0);
+                double moments_per_param = 2.0);
 
 }  // namespace penstock

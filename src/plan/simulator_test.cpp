@@ -122,6 +122,16 @@ const LedgerCase kCases[] = {
      "backward device-host 1536; backward host-disk 1536; backward local 3072; "
      "backward node 6144; forward local 1536; forward node 3072; update device-host 1536; "
      "update host-disk 19968; "},
+    // Two bf16 moments: 8 bytes of state per parameter for 12.
+    {"zero3_optim_disk_bf16_moments",
+     "zero3",
+     {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk, .moments = Dtype::kBf16},
+     1,
+     "param 5632 grad 6144 optim 0 buffers 3072 total 12800",
+     "param 0 grad 1536 optim 6144 buffers 0 total 7168",
+     "param 0 grad 0 optim 6144 buffers 0 total 6144",
+     "backward device-host 1536; backward local 3072; backward node 6144; forward local 1536; "
+     "forward node 3072; update device-host 1536; update host-disk 12288; "},
     {"zero3_param_host",
      "zero3",
      {.precision = Dtype::kBf16, .param_tier = Tier::kHost},

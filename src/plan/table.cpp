@@ -84,6 +84,12 @@ bool Table::has_master(Dtype dtype) const {
          rest != at(Role::kOptim, Phase::kUpdate).tier;
 }
 
+Placement Table::master() const {
+  Placement place = at(Role::kOptim, Phase::kUpdate);
+  place.dtype = Dtype::kFp32;
+  return place;
+}
+
 bool Table::moves_params() const {
   return !(at(Role::kParam, Phase::kRest) == at(Role::kParam, Phase::kForward));
 }
@@ -154,8 +160,8 @@ Table preset(const std::string& name, const TableOptions& options) {
   table.set(Role::kGrad, Phase::kHold,
             place_on(options.grads_on_disk ? Tier::kDisk : update_tier, cells.grad_hold, sum));
   table.set(Role::kGrad, Phase::kUpdate, place(cells.grad_update, sum, update_tier));
-  table.set(Role::kOptim, Phase::kRest, place(cells.optim, Dtype::kFp32, options.optim_tier));
-  table.set(Role::kOptim, Phase::kUpdate, place(cells.optim, Dtype::kFp32, update_tier));
+  table.set(Role::kOptim, Phase::kRest, place(cells.optim, options.moments, options.optim_tier));
+  table.set(Role::kOptim, Phase::kUpdate, place(cells.optim, options.moments, update_tier));
   return table;
 }
 

@@ -29,6 +29,8 @@ class Table {
   // The optimizer keeps an fp32 master beside a parameter of this dtype. Without one the resting
   // parameter is the master: it is fp32 and rests where the optimizer works.
   bool has_master(Dtype dtype) const;
+  // Where masters are updated. The dtype of an optim cell is that of the moments; masters are fp32.
+  Placement master() const;
   // Resting parameters are not what computes: units have to be fetched.
   bool moves_params() const;
   // Gradients are held where a backward leaves them: added up locally, without a move.
@@ -48,6 +50,7 @@ struct TableOptions {
   Tier optim_tier = Tier::kDevice;
   Tier param_tier = Tier::kDevice;
   bool grads_on_disk = false;  // until their unit is updated
+  Dtype moments = Dtype::kFp32;
 };
 
 // The presets: "ddp" "zero1" "zero2" "zero3" "hpz" "mics". Throws ConfigError with the nearest

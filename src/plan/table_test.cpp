@@ -46,6 +46,12 @@ TEST(TableTest, PresetsHaveTheseCells) {
        "backward=RR@device:fp32 update=RS@device:fp32\n"
        "grad backward=PP@device:fp32 hold=RS@device:fp32 update=RS@device:fp32\n"
        "optim rest=RS@device:fp32 update=RS@device:fp32\n"},
+      {"ddp",
+       {.optim_tier = Tier::kDisk, .moments = Dtype::kBf16},
+       "param rest=RR@device:fp32 forward=RR@device:fp32 hold=RR@device:fp32 "
+       "backward=RR@device:fp32 update=RR@device:fp32\n"
+       "grad backward=PP@device:fp32 hold=PP@device:fp32 update=RR@host:fp32\n"
+       "optim rest=RR@disk:bf16 update=RR@host:bf16\n"},
   };
   for (const PresetCase& c : cases) EXPECT_EQ(preset(c.name, c.options).text(), c.text) << c.name;
 }

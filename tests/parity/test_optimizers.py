@@ -81,6 +81,23 @@ OPTIMIZERS: dict[str, Make] = {
 # What each is held against, where that is not the class itself.
 PLAIN: dict[str, Make] = {"Lion": functools.partial(PlainLion, betas=(0.8, 0.95))}
 
+
+def rounded(make: Make) -> Make:
+    """The same optimizer; its moments are rounded to bf16 after each step."""
+
+    def round_moments(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for state in optimizer.state.values():
+            for key in {"exp_avg", "exp_avg_sq", "momentum_buffer", "momentum"} & state.keys():
+                state[key].copy_(state[key].bfloat16())
+
+    def build(params: Any) -> torch.optim.Optimizer:
+        optimizer = make(params)
+        optimizer.register_step_post_hook(round_moments)
+        return optimizer
+
+    return build
+
+
 # The section "optimizer" of a config, and the same in torch.
 CONFIGS: dict[str, tuple[dict[str, Any], Make]] = {
     "AdamW": ({"lr": 3e-3, "eps": 1e-4}, functools.partial(OPTIM.AdamW, lr=3e-3, eps=1e-4)),
@@ -99,6 +116,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], Make]] = {
         {"type": "Adagrad", "lr": 3e-2, "lr_decay": 0.2, "weight_decay": 0.1, "eps": 1e-4},
         functools.partial(OPTIM.Adagrad, lr=3e-2, lr_decay=0.2, weight_decay=0.1, eps=1e-4),
     ),
+}
+WITH_BF16_MOMENTS = ("AdamW", "Adam", "SGD", "Lion with options")
+BF16 = {"moments_dtype": "bf16"}
+CONFIGS |= {
+    f"{name}, bf16 moments": ({"type": name} | CONFIGS[name][0] | BF16, rounded(CONFIGS[name][1]))
+    for name in WITH_BF16_MOMENTS
 }
 
 
@@ -184,7 +207,50 @@ def test_config(name, strategy, pools):
     assert compare.weight_deviation(ours, theirs) <= compare.WEIGHT_LIMIT
 
 
+@pytest.mark.parametrize("name", WITH_BF16_MOMENTS)
+def test_rounding_moments_shows(name):
+    """Else the cases above would pass on fp32 moments."""
+    weights = []
+    for case in (name, f"{name}, bf16 moments"):
+        model = models.build("awkward")
+        weights.append(plain_weights(model, CONFIGS[case][1](model.parameters())))
+    assert compare.weight_deviation(*weights) > 3 * compare.WEIGHT_LIMIT
+
+
+def groups_with_bf16_moments(strategy: str) -> Tensors:
+    model = models.build("awkward")
+    config = base_config(strategy) | {"optimizer": BF16}
+    return trained(model, config, OPTIMIZERS["AdamW"](two_groups(model)))
+
+
+@every_strategy
+def test_bf16_moments_beside_an_optimizer(strategy, pools):
+    ours, _ = pools(WORLD).run(groups_with_bf16_moments, strategy)
+    model = models.build("awkward")
+    theirs = plain_weights(model, rounded(OPTIMIZERS["AdamW"])(two_groups(model)))
+    assert compare.weight_deviation(ours, theirs) <= compare.WEIGHT_LIMIT
+
+
 # ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "says"),
+    [
+        ({"optimizer": BF16}, "RMSprop", "optimizer.moments_dtype.*of your own"),
+        ({"optimizer": BF16}, "Adagrad", "optimizer.moments_dtype.*Adagrad"),
+        ({"optimizer": BF16 | {"lr": 1e-3}}, "AdamW", "keep one"),
+        ({"optimizer": BF16 | {"type": "SGD"}}, None, "momentum is 0"),
+        ({"table": {"optim": {"rest": "SS@device:bf16"}}}, None, "optimizer.moments_dtype"),
+    ],
+)
+def test_bf16_moments_refused(config, name, says):
+    import penstock  # noqa: PLC0415
+
+    model = models.build("awkward")
+    given = None if name is None else OPTIMIZERS[name](two_groups(model))
+    with pytest.raises(penstock.ConfigError, match=says):
+        penstock.initialize(model, config, optimizer=given)
 
 
 class Lamb(torch.optim.Optimizer):

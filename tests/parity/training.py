@@ -75,6 +75,7 @@ class Run:
     norms: list[float] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)  # fp32
     buffers: list[Tensors] = field(default_factory=list)  # by rank
+    ledger: dict[str, Any] = field(default_factory=dict)
 
 
 def initial_weights(model: str, trained: bool) -> Tensors:
@@ -200,7 +201,7 @@ def train(case: Case, **overrides: Any) -> tuple[Run, str]:
     entry, rank = zoo.ENTRIES[case.model], dist.get_rank()
     for buffer in model.buffers():
         buffer.add_(rank)  # rank 0's count
-    engine = penstock.initialize(model, case.config(), **overrides)
+    engine = penstock.initialize(model, case.config() | overrides)
     assert [p.dtype for p in model.parameters()] == dtypes, "initialize() changed dtypes"
     run = Run()
     for step, batch in enumerate(zoo.batches(case.model, case.samples)):
@@ -214,6 +215,7 @@ def train(case: Case, **overrides: Any) -> tuple[Run, str]:
         assert engine.step() is True, "step() at the end of a window changed nothing"
         run.norms.append(engine.grad_norm)
     run.weights = engine.state_dict()
+    run.ledger = engine.ledger()
     run.buffers = [dict(model.named_buffers())]
     engine.close()
     return run, digest(model)
