@@ -61,6 +61,10 @@ struct OffloadConfig {
   std::string path;
 };
 
+struct ActivationsConfig {
+  int64_t checkpoint = 0;  // every so many-th unit is computed again in backward; 0 = none
+};
+
 struct MeshConfig {
   int data = 0;  // 0 = what the world leaves
   int tensor = 1, pipeline = 1, sequence = 1, expert = 1;
@@ -74,6 +78,7 @@ struct PENSTOCK_API Config {
   std::optional<std::string> precision;  // "fp32" "bf16" "fp16"; absent = as the model was built
   std::vector<std::pair<std::string, std::string>> dtypes;  // name pattern (glob) -> dtype
   OffloadConfig offload;
+  ActivationsConfig activations;
   std::optional<OptimizerConfig> optimizer;
   ScheduleConfig schedule;
   BatchConfig batch;

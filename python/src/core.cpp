@@ -53,6 +53,7 @@ py::dict dict_of(const LedgerEntry& entry) {
   dict["buffers"] = entry.buffers;
   dict["total"] = entry.total;
   dict["disk"] = entry.disk;
+  dict["act"] = entry.act;
   return dict;
 }
 
@@ -89,6 +90,14 @@ void bind_core(py::module_& module) {
       .def_property_readonly("needs_unit_events", &Core::needs_unit_events)
       .def_property_readonly("grad_norm", &Core::grad_norm)
       .def_property_readonly("steps", &Core::steps)
+      .def_property_readonly("recomputed_units", &Core::recomputed_units)
+      .def_property_readonly("moves_activations", &Core::moves_activations)
+      .def_property_readonly("saved_bytes", &Core::saved_bytes)
+      .def("unit_again", &Core::unit_again, NoGil())
+      .def("save_input",
+           [](Core& core, int unit, const at::Tensor& input) {
+             return py::cpp_function(core.save_input(unit, input), NoGil());
+           })
       .def("unit_begin", &Core::unit_begin, NoGil())
       .def("unit_end", &Core::unit_end, NoGil())
       .def("forward_failed", &Core::forward_failed, NoGil())

@@ -50,6 +50,9 @@ LedgerReport Core::ledger() const {
       peak(mem::Account::kParam),          peak(mem::Account::kGrad),
       peak(mem::Account::kOptim),          peak(mem::Account::kBuffers),
       device.total_peak + host.total_peak, state_->tiers.disk ? state_->tiers.disk->reserved() : 0};
+  const exec::Activations& activations = state_->executor->activations();
+  report.measured.act = activations.peak_bytes();
+  report.measured.disk += activations.disk_bytes();
   return report;
 }
 

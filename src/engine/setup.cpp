@@ -49,11 +49,13 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   for (const engine::UnitSpec& spec : specs) unit_modules.push_back(spec.module);
   for (const exec::UnitState& unit : units) unit_names.push_back(unit.name);
   model = engine::describe(units);
+  engine::mark_recomputed(config, model);
   const Table table = engine::table_of(config, model);
   const std::string print = engine::fingerprint(units);
   executor.emplace(table, mesh, *group, tiers, std::move(units));
   driver.emplace(*executor);
   moves_params = executor->moves_params();
+  unit_events = moves_params || table.moves_activations();
   try {
     adopt(tree, print, external_optimizer);
   } catch (...) {  // the parameters must not keep windows into memory that goes
@@ -119,11 +121,13 @@ void Core::State::claim_copies(bool external_optimizer) {
         "[engine::initialize] offload.params \"disk\" keeps no second copy there: use strategy "
         "\"zero3\" or \"mics\", or offload.params \"host\"");
   }
-  if (on_disk) {
-    mem::DiskOptions options;
-    options.paths = split(config.offload.path, ':');
-    if (config.offload.path.empty()) options.paths = {std::filesystem::temp_directory_path()};
-    tiers.disk.emplace(options);
+  mem::DiskOptions options;
+  options.paths = split(config.offload.path, ':');
+  if (config.offload.path.empty()) options.paths = {std::filesystem::temp_directory_path()};
+  if (on_disk) tiers.disk.emplace(options);
+  // How large activations are is known when they are there: their file grows.
+  if (table.at(Role::kAct, Phase::kHold).tier == Tier::kDisk) {
+    executor->activations().open_disk(options);
   }
   const int num_moments = external_optimizer ? 0 : engine::num_moments(config);
   const auto claim = [&](exec::Stored& copy, const Placement& place, int64_t bytes) {

@@ -36,6 +36,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
   };
   options.optim_tier = tier_of(config.offload.optimizer);
   options.param_tier = tier_of(config.offload.params);
+  options.act_tier = tier_of(config.offload.activations);
   options.accumulate = config.batch.accumulate > 1;
   Table table = preset(config.strategy, options);
   for (const auto& [role_text, phases] : config.table) {
@@ -51,6 +52,19 @@ Table table_of(const Config& config, const ModelDesc& model) {
     }
   }
   return table;
+}
+
+void mark_recomputed(const Config& config, ModelDesc& model) {
+  const int64_t every = config.activations.checkpoint;
+  if (every == 0) return;
+  if (model.units.size() < 2) {
+    throw ConfigError(
+        "[engine::initialize] activations.checkpoint: the model is one unit, the root, which is not "
+        "computed again: name its blocks in units.modules, or lower units.max_bytes");
+  }
+  for (size_t unit = 1; unit < model.units.size(); unit += every) {
+    model.units[unit].recomputed = true;
+  }
 }
 
 int num_moments(const Config& config) {

@@ -17,6 +17,7 @@
 #include "penstock/error.h"
 #include "penstock/group.h"
 #include "src/comm/channel.h"
+#include "src/exec/activations.h"
 #include "src/exec/flat.h"
 #include "src/exec/lane.h"
 #include "src/mem/arena.h"
@@ -90,6 +91,8 @@ class Executor {
   void broadcast(const std::string& label, void* data, int64_t bytes);
 
   DiskTraffic& traffic() { return traffic_; }
+  Activations& activations() { return activations_; }
+  const Activations& activations() const { return activations_; }
   void set_step(int64_t step);
   std::vector<UnitState>& units() { return units_; }
   const std::vector<UnitState>& units() const { return units_; }
@@ -123,6 +126,7 @@ class Executor {
   void bring(const PlannedStep& planned);
   void slice(int unit, const std::vector<Move>& moves);
   void move_optim(const PlannedStep& planned);
+  void move_act(const PlannedStep& planned);
   Dtype partial_dtype(const Flat& flat) const;
   void reduce(const PlannedStep& planned);
   void start_reduction(int unit, int flat, const PlannedStep& planned,
@@ -153,6 +157,7 @@ class Executor {
   mem::Tiers& tiers_;
   std::vector<UnitState> units_;
   DiskTraffic traffic_;
+  Activations activations_;
   comm::Channel gather_channel_, reduce_channel_, control_channel_;
   std::vector<Reduction> reductions_;
   Event reduced_;

@@ -80,18 +80,20 @@ void Disk::allocate() {
   for (const File& file : files_) {
     int error = 0;
     do {
-      error = bytes == 0 || fallocate(file.descriptor, 0, 0, bytes) == 0 ? 0 : errno;
+      const int64_t more = bytes - allocated_;
+      error = more <= 0 || fallocate(file.descriptor, 0, allocated_, more) == 0 ? 0 : errno;
     } while (error == EINTR);
     struct statvfs system{};
     fstatvfs(file.descriptor, &system);
     const auto free = static_cast<int64_t>(system.f_bavail * system.f_frsize);
-    if (error == EOPNOTSUPP || error == ENOSYS) error = free < bytes ? ENOSPC : 0;
+    if (error == EOPNOTSUPP || error == ENOSYS) error = free < bytes - allocated_ ? ENOSPC : 0;
     if (error == 0) continue;
     throw RuntimeFault(concat("[mem::Disk] \"", file.path, "\" cannot hold a swap file of ",
                               format_bytes(static_cast<double>(bytes)), " (",
                               format_bytes(static_cast<double>(free)),
                               " free): ", system_text(error)));
   }
+  allocated_ = bytes;
 }
 
 std::string Disk::request_text(bool write, const File& file, int64_t offset, int64_t bytes) const {

@@ -184,7 +184,7 @@ void parse_table(const Json& value, Config* config) {
       {"grad", {"backward", "hold", "update"}},
       {"optim", {"rest", "update"}}};
   if (value.is_object() && value.contains("act"))
-    fail_unsupported("table.act", value["act"], "this version does not place activations yet");
+    fail_unsupported("table.act", value["act"], "activations are placed by the key \"offload.activations\"");
   const Section roles(value, "table", {"param", "grad", "optim"});
   for (const auto& [role, phases] : kCells) {
     const Json* row = roles.find(role);
@@ -239,12 +239,28 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
   for (const auto& [role, tier] : roles) {
     *tier = section.choice(role, *tier, {"none", "host", "disk"});
   }
-  if (offload->activations != "none")
-    fail_unsupported(section.path("activations"), offload->activations,
-                     "this version does not offload activations yet");
   section.read_text("path", &offload->path);
-  if (offload->optimizer != "disk" && offload->params != "disk")
+  if (offload->optimizer != "disk" && offload->params != "disk" && offload->activations != "disk")
     section.refuse_without_effect({"path"}, "while nothing is offloaded to disk");
+}
+
+void parse_activations(const Section& top, Config* config) {
+  const Json* value = top.find("activations");
+  int64_t& checkpoint = config->activations.checkpoint;
+  if (value != nullptr) {
+    const Section section(*value, "activations", {"checkpoint"});
+    const Json* chosen = section.find("checkpoint");
+    if (chosen != nullptr && chosen->is_number()) {
+      section.read_int("checkpoint", &checkpoint, 2,
+                       "\"none\", \"unit\" or a whole number k >= 2 (every k-th unit)");
+    } else if (chosen != nullptr) {
+      checkpoint = section.choice("checkpoint", "none", {"none", "unit"}) == "unit" ? 1 : 0;
+    }
+  }
+  if (config->offload.activations != "none" && checkpoint == 0)
+    fail(concat("\"offload.activations\" is \"", config->offload.activations,
+                "\"; it moves the inputs of units that are computed again in backward, so it needs "
+                "\"activations.checkpoint\" \"unit\" or a whole number"));
 }
 
 void parse_betas(const Section& section, OptimizerConfig* optimizer) {
@@ -414,10 +430,16 @@ void parse_nested(const Section& top, Config* config) {
   if (const Json* value = top.find("batch")) parse_batch(*value, &config->batch);
   if (const Json* value = top.find("units")) parse_units(*value, &config->units);
   if (const Json* value = top.find("comm")) parse_comm(*value, &config->comm);
+  parse_activations(top, config);
   parse_loss_scale(top, config);
   refuse_section(top, "checkpoint",
                  "this version has no checkpoint settings yet (engine.save takes a path)");
   refuse_section(top, "monitor", "this version does not support monitors yet");
+}
+
+nlohmann::json checkpoint_json(int64_t every) {
+  if (every > 1) return every;
+  return every == 1 ? "unit" : "none";
 }
 
 Json or_null(int64_t value, int64_t not_set) {
@@ -486,8 +508,8 @@ Config Config::parse(const std::string& json_text) {
   const Json json = parse_json(json_text);
   const Section top(json, "",
                     {"strategy", "table", "mesh", "precision", "dtypes", "offload", "optimizer",
-                     "schedule", "batch", "loss_scale", "clip", "units", "prefetch_bytes", "comm",
-                     "checkpoint", "monitor", "seed"});
+                     "activations", "schedule", "batch", "loss_scale", "clip", "units",
+                     "prefetch_bytes", "comm", "checkpoint", "monitor", "seed"});
   Config config;
   config.strategy = top.choice("strategy", config.strategy, preset_names());
   if (const Json* value = top.find("precision"))
@@ -530,6 +552,7 @@ std::string Config::json() const {
                     {"params", offload.params},
                     {"activations", offload.activations},
                     {"path", offload.path}};
+  out["activations"] = {{"checkpoint", checkpoint_json(activations.checkpoint)}};
   out["loss_scale"] = {
       {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
   out["batch"] = {{"micro", or_null(batch.micro, 0)},

@@ -34,7 +34,8 @@ TEST(Config, EmptyIsAllDefaults) {
 const char* const kEverything = R"({
   "strategy": "hpz", "table": {"param": {"rest": "SS@device:bf16"}},
   "mesh": {"data": 8, "tensor": 1, "node": 2}, "precision": "bf16",
-  "dtypes": {"z.*": "fp32", "a.*": "bf16"}, "offload": {"optimizer": "none"},
+  "dtypes": {"z.*": "fp32", "a.*": "bf16"}, "offload": {"optimizer": "none", "activations": "host"},
+  "activations": {"checkpoint": 3},
   "optimizer": {"type": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1},
   "schedule": {"type": "cosine", "warmup_steps": 10, "total_steps": 100, "min_ratio": 0.1},
   "batch": {"micro": 2, "global": 64}, "clip": 1, "units": {"modules": ["Block"], "max_bytes": 1e6},
@@ -65,6 +66,10 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.comm.bucket_bytes, 0);
   EXPECT_EQ(config.comm.timeout_s, 30.0);
   EXPECT_EQ(config.seed, 7);
+  EXPECT_EQ(config.activations.checkpoint, 3);
+  EXPECT_EQ(config.offload.activations, "host");
+  EXPECT_EQ(Config::parse(R"({"activations": {"checkpoint": "unit"}})").activations.checkpoint, 1);
+  EXPECT_EQ(Config::parse(R"({"activations": {"checkpoint": "none"}})").activations.checkpoint, 0);
 }
 
 TEST(Config, JsonReadsBackTheSame) {
@@ -74,6 +79,8 @@ TEST(Config, JsonReadsBackTheSame) {
         R"({"optimizer": {"type": "adagrad", "lr_decay": 0.1}})", R"({"precision": "fp16"})",
         R"({"precision": "fp16", "loss_scale": {"initial": 16, "window": 0, "min": 2}})",
         R"({"batch": {"micro": 2, "global": 64}})",
+        R"({"activations": {"checkpoint": 3}, "offload": {"activations": "host"}})",
+        R"({"activations": {"checkpoint": "unit"}, "offload": {"activations": "disk", "path": "/a"}})",
         R"({"schedule": {"type": "constant", "warmup_steps": 3}})"}) {
     Config config = Config::parse(text);
     EXPECT_EQ(Config::parse(config.json()).json(), config.json());
@@ -119,7 +126,7 @@ INSTANTIATE_TEST_SUITE_P(
     UnknownKeys, BadConfigTest,
     testing::Values(
         Bad{R"({"stratgy": "ddp"})",
-            {R"(unknown key "stratgy"; did you mean "strategy"? (valid keys: batch, checkpoint,)"}},
+            {R"(unknown key "stratgy"; did you mean "strategy"? (valid keys: activations, batch,)"}},
         Bad{R"({"Clip": 1})", {R"(did you mean "clip"?)"}},
         Bad{R"({"zzzzqqqqxxxx": 1})", {R"(unknown key "zzzzqqqqxxxx" (valid keys: )"}},
         Bad{R"({"mesh": {"dta": 1}})", {R"("mesh.dta"; did you mean "mesh.data"?)"}},
@@ -166,6 +173,12 @@ INSTANTIATE_TEST_SUITE_P(
             {R"("schedule.warmup_steps" is 5)", "which is 4"}},
         Bad{R"({"schedule": {"type": "cosine", "total_steps": 4, "min_ratio": 2}})",
             {"from 0 to 1"}},
+        Bad{R"({"activations": {"checkpoint": 1}})",
+            {R"("activations.checkpoint" is 1)", "a whole number k >= 2"}},
+        Bad{R"({"activations": {"checkpoint": 2.5}})", {"a whole number k >= 2"}},
+        Bad{R"({"activations": {"checkpoint": "units"}})", {R"(did you mean "unit"?)"}},
+        Bad{R"({"activations": {"checkpoint": true}})", {R"("activations.checkpoint" is true)"}},
+        Bad{R"({"activations": {"chekpoint": 2}})", {R"(did you mean "activations.checkpoint"?)"}},
         Bad{R"({"units": {"modules": "Block"}})", {R"("units.modules" is "Block")", "a list"}},
         Bad{R"({"comm": {"timeout_s": 0}})", {R"("comm.timeout_s" is 0)"}}));
 
@@ -183,6 +196,13 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"loss_scale": {"initial": 8, "min": 9}})", {R"("loss_scale.min" is 9)"}},
         Bad{R"({"schedule": {"warmup_steps": 5}})", {"no effect", R"(schedule.type "none")"}},
         Bad{R"({"schedule": {"type": "constant", "min_ratio": 0.5}})", {"no effect"}},
+        Bad{R"({"offload": {"activations": "host"}})",
+            {R"("offload.activations" is "host")", R"(needs "activations.checkpoint")"}},
+        Bad{R"({"offload": {"activations": "host"}, "activations": {"checkpoint": "none"}})",
+            {R"(needs "activations.checkpoint")"}},
+        Bad{R"({"offload": {"activations": "host", "path": "/tmp"},
+                "activations": {"checkpoint": "unit"}})",
+            {R"("offload.path")", "no effect"}},
         Bad{R"({"offload": {"path": "/tmp"}})", {R"("offload.path" is "/tmp")", "no effect"}}));
 
 INSTANTIATE_TEST_SUITE_P(
@@ -192,8 +212,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"mesh": {"pipeline": 2}})", {"does not support pipeline"}},
         Bad{R"({"mesh": {"sequence": 2}})", {"does not support sequence"}},
         Bad{R"({"mesh": {"expert": 2}})", {"does not support expert"}},
-        Bad{R"({"offload": {"activations": "host"}})", {"does not offload activations"}},
-        Bad{R"({"table": {"act": {"hold": "RR@host:bf16"}}})", {"does not place activations"}},
+        Bad{R"({"table": {"act": {"hold": "RR@host:bf16"}}})", {"\"offload.activations\""}},
         Bad{R"({"comm": {"backend": "nccl"}})", {R"("comm.backend" is "nccl")", "gloo"}},
         Bad{R"({"comm": {"codec": "int8"}})", {R"("comm.codec" is "int8")"}},
         Bad{R"({"checkpoint": {"path": "x"}})", {"no checkpoint settings"}},

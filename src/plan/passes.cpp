@@ -25,6 +25,11 @@ bool is_collective_move(const Step& step, Role role) {
                                             [](const Move& move) { return move.is_collective(); });
 }
 
+// An order between two steps that a parameter move must keep: activations move on their own.
+bool in_order(const Step& above, const Step& move) {
+  return shares_unit(above, move) && !is_move(above, Role::kAct);
+}
+
 // Makes parameters ready for use; the others (to `hold`) follow it.
 bool is_gather(const Step& step) {
   return is_move(step, Role::kParam) &&
@@ -89,7 +94,7 @@ class Prefetcher {
     size_t best = entries_.size();
     for (size_t i = entries_.size(); i > 0; --i) {
       const Entry& above = entries_[i - 1];
-      if (is_wall(above.step) || is_gather(above.step) || shares_unit(above.step, move)) break;
+      if (is_wall(above.step) || is_gather(above.step) || in_order(above.step, move)) break;
       if (!above.step.is_compute()) continue;
       if (above.bytes_ahead + bytes > budget_) break;
       best = i - 1;
@@ -122,7 +127,7 @@ size_t partner(const std::vector<Step>& steps, size_t later) {
   for (size_t i = later; i > 0; --i) {
     const Step& step = steps[i - 1];
     if (is_wall(step)) break;
-    if (role == Role::kParam && shares_unit(step, steps[later])) break;
+    if (role == Role::kParam && in_order(step, steps[later])) break;
     if (!is_collective_move(step, role)) continue;
     const auto end = steps.begin() + static_cast<std::ptrdiff_t>(later);
     const bool blocked =
@@ -134,6 +139,34 @@ size_t partner(const std::vector<Step>& steps, size_t later) {
     return blocked ? steps.size() : i - 1;
   }
   return steps.size();
+}
+
+using Position = std::vector<Step>::iterator;
+
+Position before_the_update_above(std::vector<Step>& steps) {
+  auto at = steps.end();
+  while (at != steps.begin()) {
+    const Step& above = *(at - 1);
+    if (above.op != Op::kUpdate && above.op != Op::kPublish && above.op != Op::kNorm &&
+        !is_move(above, Role::kOptim)) {
+      break;
+    }
+    --at;
+    if (above.op == Op::kUpdate) break;
+  }
+  return at;
+}
+
+Position before_the_backward_above(std::vector<Step>& steps, const Step& move) {
+  auto at = steps.end();
+  while (at != steps.begin()) {
+    const Step& above = *(at - 1);
+    const bool same = is_move(above, Role::kAct) && shares_unit(above, move);
+    if (is_wall(above) || above.op == Op::kForward || same) break;
+    --at;
+    if (above.op == Op::kBackward) break;
+  }
+  return at;
 }
 
 }  // namespace
@@ -164,16 +197,12 @@ Plan read_ahead(const Plan& plan) {
   Plan ahead;
   std::vector<Step>& steps = ahead.steps;
   for (const Step& step : plan.steps) {
-    const bool reads = is_move(step, Role::kOptim) && step.moves.front().from == Tier::kDisk;
     auto at = steps.end();
-    while (reads && at != steps.begin()) {
-      const Step& above = *(at - 1);
-      if (above.op != Op::kUpdate && above.op != Op::kPublish && above.op != Op::kNorm &&
-          !is_move(above, Role::kOptim)) {
-        break;
-      }
-      --at;
-      if (above.op == Op::kUpdate) break;
+    if (is_move(step, Role::kOptim) && step.moves.front().from == Tier::kDisk) {
+      at = before_the_update_above(steps);
+    } else if (is_move(step, Role::kAct) && step.moves.front().kind == MoveKind::kCopy &&
+               step.moves.front().from != Tier::kDevice) {
+      at = before_the_backward_above(steps, step);
     }
     steps.insert(at, step);
   }

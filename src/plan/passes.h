@@ -16,7 +16,8 @@ Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes);
 Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
 
 // Optimizer state is read from disk while the unit before is updated: each read starts before the
-// update of the unit before it, the first one before the norm.
+// update of the unit before it, the first one before the norm. What a unit's backward is recomputed
+// from comes back while the backward before it runs.
 Plan read_ahead(const Plan& plan);
 
 }  // namespace penstock

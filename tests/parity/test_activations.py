@@ -1,0 +1,649 @@
+"""Activation checkpointing and offload change no bit: against the same run with neither."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import pathlib
+import resource
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cases
+import models
+import pytest
+import test_loops
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import training
+import zoo
+from ranks import Failure
+from torch import nn
+from training import Case
+from zoo import Part, Place
+
+HOST, DISK = "host", "disk"
+# Samples per rank and backward with which a unit's inputs are large enough to be moved.
+MICRO = {"gpt": 4, "awkward": 320}
+SAMPLE = 70
+
+
+class Dropped(zoo.Chain):
+    """Dropout inside and around the units, and noise."""
+
+    def __init__(self) -> None:
+        super().__init__(*(DroppedMlp() for _ in range(4)))
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().between(F.dropout(x, 0.1)), 0.1)
+
+
+class DroppedMlp(zoo.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 0.01 * torch.randn_like(x)
+        return F.dropout(super().forward(F.dropout(x, 0.2)), 0.2)
+
+
+ENTRIES = zoo.ENTRIES | {"dropped": zoo.Entry(Dropped)}
+MODELS = [name for name in ENTRIES if "order_by_rank" not in name]
+
+
+class Setting(NamedTuple):
+    """A case, and what is done about its activations."""
+
+    case: Case
+    checkpoint: str | int
+    offload: str
+
+    def overrides(self, folder: str) -> dict[str, Any]:
+        offload = {"activations": self.offload}
+        if self.offload == DISK:
+            offload["path"] = folder
+        return {"activations": {"checkpoint": self.checkpoint}, "offload": offload}
+
+    def __str__(self) -> str:
+        return f"{self.case}-{self.checkpoint}-{self.offload}"
+
+
+def matrix() -> list[Setting]:
+    layouts = [
+        (world, strategy)
+        for world in (1, 2, 3, 4)
+        for strategy in (["hpz"] if world == 4 else cases.STRATEGIES)
+    ]
+    return [
+        Setting(Case(strategy, precision, accumulate, world, model=model), checkpoint, offload)
+        for world, strategy in layouts
+        for model in MODELS
+        for precision in ENTRIES[model].precisions
+        if precision != "fp16"
+        for accumulate in cases.ACCUMULATE
+        for checkpoint in ("unit", 2, 3)
+        for offload in ("none", HOST, DISK)
+    ]
+
+
+def sample(limit: int) -> list[Setting]:
+    """Every model and every layout with every way, then every pair of values as far as it goes."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Flat(Case):
+        checkpoint: str | int = "unit"
+        offload: str = "none"
+
+    flat = [Flat(**vars(one.case), checkpoint=one[1], offload=one[2]) for one in matrix()]
+    chosen = cases._sample(flat, lambda one: (one.model, one.offload), limit)
+    return [
+        Setting(
+            Case(**{f.name: getattr(one, f.name) for f in dataclasses.fields(Case)}),
+            one.checkpoint,
+            one.offload,
+        )
+        for one in chosen
+    ]
+
+
+def parts_of(model: str, accumulate: int) -> list[list[Part]]:
+    """By step, this rank's micro-batches."""
+    entry, world = ENTRIES[model], dist.get_world_size()
+    size = MICRO[entry.data]
+    parts = []
+    for batch in models.batches(entry.data, entry.steps, size * world * accumulate):
+        split = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
+        parts.append(split[dist.get_rank() :: world])
+    return parts
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    left: str  # digest of the model after close()
+    entry: dict[str, int]
+    explained: str
+
+
+def train(case: Case, overrides: dict[str, Any]) -> Outcome:
+    import penstock  # noqa: PLC0415
+
+    entry, rank = ENTRIES[case.model], dist.get_rank()
+    torch.manual_seed(100 + rank)
+    config = case_config(case)
+    model = models.fill(entry.make(), 7)
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    engine = penstock.initialize(model, config | overrides)
+    losses, norms = [], []
+    for step, parts in enumerate(parts_of(case.model, case.accumulate)):
+        for part in parts:
+            loss = entry.loss(engine, part, Place(step, rank))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        norms.append(engine.grad_norm)
+    del loss
+    assert engine._core.saved_bytes == 0
+    weights = engine.state_dict()
+    buffers = dict(model.named_buffers())
+    measured, explained = engine.ledger()["measured"], engine.explain()
+    engine.close()
+    for name, module in model.named_modules():
+        assert set(module.__dict__) == before[name], name
+        assert not module._forward_hooks, name
+        assert not module._forward_pre_hooks, name
+    return Outcome(losses, norms, weights, buffers, training.digest(model), measured, explained)
+
+
+def case_config(case: Case) -> dict[str, Any]:
+    known = dataclasses.replace(case, model=case.model if case.model in zoo.ENTRIES else "gpt")
+    return known.config() | {"units": {"modules": ENTRIES[case.model].units}}
+
+
+def assert_same_bits(ours: list[Outcome], theirs: list[Outcome]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.losses == other.losses
+        assert one.norms == other.norms
+        assert one.left == other.left
+        for mine, expected in ((one.weights, other.weights), (one.buffers, other.buffers)):
+            assert mine.keys() == expected.keys()
+            for name, value in mine.items():
+                assert value.equal(expected[name]), name
+
+
+@pytest.fixture(scope="module")
+def usual(pools):
+    """The run that keeps its activations."""
+
+    @functools.cache
+    def run(case: Case) -> list[Outcome]:
+        return pools(case.world).run(train, case, {})
+
+    return run
+
+
+def pytest_generate_tests(metafunc):
+    if "setting" in metafunc.fixturenames:
+        chosen = sample(10 * SAMPLE if metafunc.config.getoption("full") else SAMPLE)
+        metafunc.parametrize("setting", chosen, ids=str)
+
+
+def test_bits_are_those_of_kept_activations(setting, pools, usual, tmp_path):
+    ours = pools(setting.case.world).run(train, setting.case, setting.overrides(str(tmp_path)))
+    assert_same_bits(ours, usual(setting.case))
+    entry, explained = ours[0].entry, ours[0].explained
+    assert (entry["act"] > 0) == (setting.offload != "none")
+    assert (entry["disk"] > 0) == (setting.offload == DISK)
+    assert ("u1 act copy(device,host)" in explained) == (setting.offload != "none")
+    assert not list(tmp_path.iterdir()), "a swap file has a name"
+
+
+@pytest.mark.parametrize("offload", [HOST, DISK])
+@pytest.mark.parametrize("params", ["none", DISK])
+def test_beside_other_state_on_disk(params, offload, pools, usual, tmp_path):
+    case = Case("zero3", "fp32", 3, 2, model="gpt")
+    tiers = {"optimizer": DISK, "params": params, "activations": offload, "path": str(tmp_path)}
+    overrides = {"activations": {"checkpoint": "unit"}, "offload": tiers}
+    assert_same_bits(pools(2).run(train, case, overrides), usual(case))
+
+
+@pytest.mark.parametrize("offload", ["none", HOST, DISK])
+@pytest.mark.parametrize("recompute", ["reentrant", "nonreentrant"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_around_and_inside_the_users_own_checkpoints(
+    strategy, recompute, offload, pools, tmp_path
+):
+    setting = Setting(Case(strategy, "fp32", 1, 2, recompute, "gpt"), "unit", offload)
+    usual = pools(2).run(train_recomputed, setting.case, {})
+    ours = pools(2).run(train_recomputed, setting.case, setting.overrides(str(tmp_path)))
+    assert ours == usual
+
+
+def train_recomputed(case: Case, overrides: dict[str, Any]) -> tuple[list[float], str]:
+    import penstock  # noqa: PLC0415
+
+    model = zoo.build(case.model, case.recompute)
+    engine = penstock.initialize(model, case.config() | overrides)
+    losses = []
+    for (part,) in parts_of(case.model, 1)[:4]:
+        loss = engine(*part)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    del loss
+    assert engine._core.saved_bytes == 0
+    engine.close()
+    return losses, training.digest(model)
+
+
+# ---- loops
+
+
+def abandoned(engine: Any, data: test_loops.Data) -> None:
+    """Forwards that no backward follows, and a graph that lives on for a step."""
+    kept = None
+    for (part,) in data:
+        test_loops.loss_of(engine, part)
+        old, kept = kept, test_loops.loss_of(engine, part)
+        engine.backward(test_loops.loss_of(engine, part))
+        engine.step()
+        del old
+
+
+LOOPS = test_loops.LOOPS | {"abandoned": test_loops.Loop(abandoned)}
+
+
+def run_loop(name: str, strategy: str, overrides: dict[str, Any]) -> tuple[dict, list[float]]:
+    torch.manual_seed(0)
+    loop = LOOPS[name]
+    size = loop.micros * test_loops.WORLD * MICRO["awkward"]
+    split = [
+        list(zip(*(t.split(MICRO["awkward"]) for t in batch), strict=True))
+        for batch in models.batches("awkward", test_loops.STEPS, size)
+    ]
+    data = [step[dist.get_rank() :: test_loops.WORLD] for step in split]
+    engine = test_loops.start(strategy, loop.accumulate, **overrides)
+    numbers = loop.run(engine, data) or []
+    gc.collect()
+    assert engine._core.saved_bytes == 0
+    assert (engine.ledger()["measured"]["act"] > 0) == ("offload" in overrides)
+    weights = engine.state_dict()
+    engine.close()
+    return weights, numbers
+
+
+@pytest.mark.parametrize("offload", ["none", HOST, DISK])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_loop(name, strategy, offload, pools):
+    activations = {"activations": {"checkpoint": "unit"}}
+    if offload != "none":
+        activations["offload"] = {"activations": offload}
+    ours = pools(2).run(run_loop, name, strategy, activations)
+    usual = pools(2).run(run_loop, name, strategy, {})
+    for (weights, numbers), (expected, their_numbers) in zip(ours, usual, strict=True):
+        assert numbers == their_numbers
+        for key, value in weights.items():
+            assert value.equal(expected[key]), key
+
+
+# ---- what units are given
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    hidden: torch.Tensor
+    extra: dict[str, Any]
+
+
+class Opaque:
+    def __init__(self, bias: torch.Tensor):
+        self.bias = bias
+
+
+class Taker(nn.Module):
+    """Takes tensors in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(64, 64)
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("scale", torch.ones(64))
+        self.calls = 0
+
+    def forward(self, given: Given, *more: Any, mask: torch.Tensor, log: list[int], **named: Any):
+        self.calls += 1
+        log.append(len(log))
+        assert log in ([0], [0, 1], [0, 1, 2]), "the list has been changed by another run"
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(given.hidden.mean(dim=(0, 1)))
+            self.scale = 0.5 * self.scale + 0.5
+        x = given.hidden * mask.transpose(0, 1) + more[0][0] + more[0][1].bias
+        x = self.line(x * self.scale - self.mean) + named["views"]["half"].sum()
+        return {"x": torch.tanh(x), "count": given.extra["count"] + 1}
+
+
+class Takers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Taker() for _ in range(3))
+        self.bias = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (x.detach().transpose(0, 1) > 0).float()  # not contiguous, given to every block
+        log: list[int] = []
+        for count, block in enumerate(self.blocks):
+            extra = {"count": count, "none": None}
+            views = {"half": x[:, :16].expand(2, -1, 16, 64), "whole": x}
+            out = block(
+                Given(x, extra), (x * 0.5, Opaque(self.bias)), mask=mask, log=log, views=views
+            )
+            assert out["count"] == count + 1
+            x = out["x"] + x
+        assert log == [0, 1, 2]
+        return x.square().mean()
+
+
+def run_takers(strategy: str, overrides: dict[str, Any]) -> tuple[list[float], str, list[int], int]:
+    import penstock  # noqa: PLC0415
+
+    model = models.fill(Takers())
+    engine = penstock.initialize(model, {"strategy": strategy} | overrides)
+    losses = []
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(8, 32, 64)
+        loss = engine(x)
+        losses.append(loss.item())
+        engine.backward(loss, retain_graph=step % 2 == 0)
+        if step % 2 == 0:
+            engine.backward(loss)
+        engine.step()
+    del loss
+    gc.collect()
+    assert engine._core.saved_bytes == 0
+    digest = training.digest(model) + str([b.sum().item() for b in model.buffers()])
+    calls, act = [block.calls for block in model.blocks], engine.ledger()["measured"]["act"]
+    engine.close()
+    return losses, digest, calls, act
+
+
+@pytest.mark.parametrize("every", ["unit", 2])
+@pytest.mark.parametrize("offload", ["none", HOST, DISK])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_inputs_of_every_kind(strategy, offload, every, pools):
+    overrides = {"activations": {"checkpoint": every}, "offload": {"activations": offload}}
+    usual = pools(2).run(run_takers, strategy, {})
+    ours = pools(2).run(run_takers, strategy, overrides)
+    for one, other in zip(ours, usual, strict=True):
+        assert one[:2] == other[:2]
+    # Four forwards, and six backwards.
+    assert usual[0][2] == [4, 4, 4]
+    assert ours[0][2] == ([10, 10, 10] if every == "unit" else [10, 4, 10])
+    hidden = 8 * 32 * 64 * 4
+    if offload == HOST and every == "unit":  # x and x / 2 a block; the mask once
+        assert ours[0][3] == 7 * hidden
+
+
+# ---- memory
+
+
+class Wide(nn.Module):
+    def __init__(self, watched: list[Any]):
+        super().__init__()
+        self.line = nn.Linear(256, 256)
+        self.watched = watched
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = torch.tanh(self.line(x))
+        self.watched.append((weakref.ref(x), weakref.ref(inside)))
+        return x + torch.sigmoid(torch.exp(inside)) * inside
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int):
+        super().__init__()
+        self.watched: list[Any] = []
+        self.enter = nn.Linear(256, 256)
+        self.blocks = nn.Sequential(*(Wide(self.watched) for _ in range(depth)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(self.enter(x)).square().mean()
+
+
+def peak_rss() -> int:
+    """The most this process has had resident since the last call, in bytes."""
+    status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
+    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+    with contextlib.suppress(OSError):
+        pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return peak
+
+
+def run_deep(overrides: dict[str, Any], folder: str) -> dict[str, int]:
+    import penstock  # noqa: PLC0415
+
+    if overrides.get("offload", {}).get("activations") == DISK:
+        overrides = overrides | {"offload": overrides["offload"] | {"path": folder}}
+    depth, rows = 12, 8192
+    model = models.fill(Deep(depth))
+    engine = penstock.initialize(model, {"strategy": "zero3"} | overrides)
+    x = torch.randn(rows, 256)
+    engine.backward(engine(x))
+    engine.step()
+    model.watched.clear()
+    gc.collect()
+    peak_rss()
+    status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
+    before = int(status.split("VmRSS:")[1].split()[0]) * 1024
+    loss = engine(x)
+    alive = [sum(ref() is not None for ref in kind) for kind in zip(*model.watched, strict=True)]
+    engine.backward(loss)
+    engine.step()
+    peak = peak_rss() - before
+    entry = engine.ledger()["measured"]
+    engine.close()
+    return {"inputs": alive[0], "inside": alive[1], "rss": peak} | entry
+
+
+def test_memory_falls(pools, tmp_path):
+    unit = {"checkpoint": "unit"}
+    runs = {
+        name: pools(1).run(run_deep, overrides, str(tmp_path))[0]
+        for name, overrides in {
+            "kept": {},
+            "every third": {"activations": {"checkpoint": 3}},
+            "unit": {"activations": unit},
+            HOST: {"activations": unit, "offload": {"activations": HOST}},
+            DISK: {"activations": unit, "offload": {"activations": DISK}},
+        }.items()
+    }
+    size = 8192 * 256 * 4
+    print({name: {key: run[key] for key in ("inputs", "inside", "rss", "act")}
+           for name, run in runs.items()})  # fmt: skip
+    assert [runs[name]["inside"] for name in ("kept", "every third", "unit")] == [12, 8, 0]
+    # Without offload the inputs are what stays; with it nothing does.
+    assert runs["unit"]["inputs"] == 12
+    assert runs[HOST]["inputs"] == runs[DISK]["inputs"] == 0
+    assert runs[HOST]["act"] == 12 * size
+    assert runs[DISK]["act"] <= 2 * size
+    assert runs[DISK]["disk"] >= 12 * size
+    # Of the process: three tensors and more a block, one a block, and none.
+    assert runs["kept"]["rss"] > 36 * size
+    assert runs["unit"]["rss"] < 0.6 * runs["kept"]["rss"]
+    assert runs[DISK]["rss"] < runs["unit"]["rss"] - 6 * size
+
+
+# ---- what goes wrong
+
+
+class InPlace(zoo.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2))
+
+
+class Raising(zoo.Mlp):
+    when = "never"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if Raising.when == "forward":
+            raise ValueError("in forward")
+        if Raising.when == "backward":
+            y.register_hook(self.explode)
+        return y
+
+    @staticmethod
+    def explode(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in backward")
+
+
+class Net(zoo.Chain):
+    def __init__(self, kind: type[zoo.Mlp]):
+        super().__init__(zoo.Mlp(), kind(), zoo.Mlp(), kind())
+
+
+def start(kind: type[zoo.Mlp], strategy: str, overrides: dict[str, Any]) -> Any:
+    import penstock  # noqa: PLC0415
+
+    config = {"strategy": strategy, "units": {"modules": ["Mlp", kind.__name__]}}
+    return penstock.initialize(models.fill(Net(kind)), config | overrides)
+
+
+def part_of(step: int) -> Part:
+    generator = torch.Generator().manual_seed(step)
+    shape = (MICRO["awkward"], models.FEATURES)
+    features = torch.randn(shape, generator=generator)
+    return features, features.sum(-1)
+
+
+def in_place(strategy: str, overrides: dict[str, Any]) -> None:
+    engine = start(InPlace, strategy, overrides)
+    engine.backward(engine(*part_of(0)))
+
+
+def closed_before_backward(strategy: str, overrides: dict[str, Any]) -> None:
+    engine = start(zoo.Mlp, strategy, overrides)
+    loss = engine(*part_of(0))
+    engine.close()
+    loss.backward()
+
+
+def disk_is_full(strategy: str, overrides: dict[str, Any]) -> None:
+    """A process may write no file beyond a block: what a full disk says, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tiers = overrides["offload"]
+    if tiers["activations"] != DISK:
+        raise OSError("no disk is full")
+    engine = start(zoo.Mlp, strategy, overrides)
+    part = part_of(0)
+    engine.backward(engine(*part))
+    before = engine.state_dict()
+    engine.step()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    larger = tuple(tensor.repeat_interleave(4000, 0) for tensor in part)
+    try:
+        engine.backward(engine(*larger))
+    except RuntimeError:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        engine.backward(engine(*part))  # it goes on
+        engine.step()
+        after = engine.state_dict()
+        assert all(not after[name].equal(value) for name, value in before.items())
+        gc.collect()
+        raise
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Refusal(NamedTuple):
+    run: Callable[..., None]
+    words: list[str]
+    kinds: tuple[str, ...] = ("RuntimeFault",)
+    tiers: tuple[str, ...] = (HOST, DISK)
+
+
+REFUSED = {
+    "changed in place": Refusal(in_place, ["blocks.1", "changed in place"]),
+    "changed in place, not offloaded": Refusal(
+        in_place, ["modified by an inplace operation"], ("RuntimeError",), ("none",)
+    ),
+    "closed": Refusal(closed_before_backward, ["engine is closed"], ("RuntimeError",)),
+    "full disk": Refusal(disk_is_full, ["cannot hold a swap file of", "free"], tiers=(DISK,)),
+}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("name", "tier"), [(name, tier) for name, entry in REFUSED.items() for tier in entry.tiers]
+)
+def test_refused(name, tier, strategy, pools, tmp_path):
+    entry = REFUSED[name]
+    setting = Setting(Case(), "unit", tier)
+    for outcome in pools(1).attempt(entry.run, strategy, setting.overrides(str(tmp_path))):
+        assert isinstance(outcome, Failure), f"went on: {outcome}"
+        assert outcome.is_a(*entry.kinds) or "RuntimeError" in entry.kinds, outcome.trace
+        for word in entry.words:
+            assert word in outcome.text, f"{word!r} is not in {outcome.text!r}"
+    assert not list(tmp_path.iterdir())
+
+
+def after_errors(strategy: str, overrides: dict[str, Any]) -> tuple[list[float], str]:
+    """A forward and a backward that raise leave nothing, and training goes on as if nothing was."""
+    Raising.when = "never"
+    engine = start(Raising, strategy, overrides)
+    losses = []
+    for step in range(6):
+        Raising.when = {2: "forward", 4: "backward"}.get(step, "never")
+        try:
+            loss = engine(*part_of(step))
+            engine.backward(loss)
+            losses.append(loss.item())
+            engine.step()
+        except ValueError:
+            loss = None
+            gc.collect()
+            assert engine._core.saved_bytes == 0
+    weights = training.digest(engine.module)
+    engine.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize("offload", ["none", HOST, DISK])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_errors_leave_nothing(strategy, offload, pools, tmp_path):
+    overrides = Setting(Case(), "unit", offload).overrides(str(tmp_path))
+    usual = pools(1).run(after_errors, strategy, {})
+    assert pools(1).run(after_errors, strategy, overrides) == usual
+
+
+def evaluate(overrides: dict[str, Any]) -> dict[str, int]:
+    engine = start(zoo.Mlp, "zero3", overrides)
+    engine.eval()
+    with torch.no_grad():
+        engine(*part_of(0))
+    with torch.inference_mode():
+        engine(*part_of(0))
+    entry = engine.ledger()["measured"]
+    engine.close()
+    return entry
+
+
+def test_evaluation_saves_nothing(pools, tmp_path):
+    (entry,) = pools(1).run(evaluate, Setting(Case(), "unit", DISK).overrides(str(tmp_path)))
+    assert entry["act"] == entry["disk"] == 0
+
+
+def one_unit(overrides: dict[str, Any]) -> None:
+    import penstock  # noqa: PLC0415
+
+    penstock.initialize(nn.Linear(3, 3), overrides)
+
+
+def test_a_model_of_one_unit_has_nothing_to_checkpoint(pools):
+    (outcome,) = pools(1).attempt(one_unit, {"activations": {"checkpoint": "unit"}})
+    assert outcome.is_a("ConfigError"), outcome
+    assert "units.modules" in outcome.text
