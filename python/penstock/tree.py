@@ -93,20 +93,21 @@ class _Place:
 
 
 def _rebuilt(value: Any, change: Any) -> Any:
-    """`value` with `change` made to what it holds; itself where nothing changed."""
+    """`value` with `change` made to the tensors in it, in lists and dicts of its own."""
     if isinstance(value, (torch.Tensor, _Place)):
         return change(value)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):
         items = [_rebuilt(item, change) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        changed = {key: _rebuilt(item, change) for key, item in value.items()}
-        if all(changed[key] is value[key] for key in value):
-            return value
+    if isinstance(value, list):
         other = copy.copy(value)
-        other.update(changed)
+        other[:] = [_rebuilt(item, change) for item in value]
+        return other
+    if isinstance(value, dict):
+        other = copy.copy(value)
+        other.update({key: _rebuilt(item, change) for key, item in value.items()})
         return other
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]

@@ -95,13 +95,18 @@ struct Activations::Entry {
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
 
-  // Whether this is, too, the content of `tensor`, which lies in the same storage.
+  // Whether `tensor`, which lies in the same storage, is part of this.
   bool holds(const at::Tensor& tensor, const View& other) const {
-    const bool same = view.dense && other.dense
-                          ? view.span == other.span
-                          : view.sizes == other.sizes && view.strides == other.strides;
-    return same && version == tensor._version() && begin == tensor.const_data_ptr() &&
-           dtype == tensor.scalar_type();
+    if (version != tensor._version() || dtype != tensor.scalar_type()) return false;
+    const int64_t first = shift(tensor);
+    if (view.dense) return first >= 0 && first + other.span <= numel;
+    return first == 0 && view.sizes == other.sizes && view.strides == other.strides;
+  }
+
+  // Elements from the first one here to the tensor's.
+  int64_t shift(const at::Tensor& tensor) const {
+    const auto* const at = static_cast<const char*>(tensor.const_data_ptr());
+    return (at - static_cast<const char*>(begin)) / tensor.element_size();
   }
 
   void put_away(Tier tier) {
@@ -123,11 +128,12 @@ struct Activations::Entry {
     moving = extents->disk().read(offset, memory.data(), bytes);
   }
 
-  at::Tensor fetch(const View& as) {
+  // The view that begins so many elements after this.
+  at::Tensor fetch(const View& as, int64_t after) {
     const at::NoGradGuard no_grad;
     if (source.defined()) {
       check_unchanged(source, version, "an input of a recomputed unit");
-      return rebuild(content_of(source, view), as);
+      return part(content_of(source, view), as, after);
     }
     if (closed) {
       throw RuntimeFault(
@@ -135,10 +141,17 @@ struct Activations::Entry {
     }
     bring();
     arrive();
-    at::Tensor tensor = rebuild(content(), as);
+    at::Tensor tensor = part(content(), as, after);
     wanted = false;
     if (offset >= 0) memory.reset();
     return tensor;
+  }
+
+  at::Tensor part(const at::Tensor& whole, const View& as, int64_t after) const {
+    if (!view.dense) return rebuild(whole, as);
+    const at::Tensor tensor =
+        whole.as_strided(as.sizes, as.strides, whole.storage_offset() + after);
+    return rebuild(content_of(tensor, as), as);
   }
 
   // The transfer in flight ends.
@@ -208,13 +221,15 @@ std::function<at::Tensor()> Activations::save(int unit, const at::Tensor& input)
   Call& seen = seen_[input.storage().unsafeGetStorageImpl()];
   for (const std::weak_ptr<Entry>& known : seen) {
     if (const std::shared_ptr<Entry> entry = known.lock(); entry && entry->holds(input, view)) {
-      return [entry, view = std::move(view)] { return entry->fetch(view); };
+      return [entry, view = std::move(view), after = entry->shift(input)] {
+        return entry->fetch(view, after);
+      };
     }
   }
   auto entry = std::make_shared<Entry>(store_, input, view);
   seen.push_back(entry);
   pending_[unit].push_back(entry);
-  return [entry = std::move(entry), view = std::move(view)] { return entry->fetch(view); };
+  return [entry = std::move(entry), view = std::move(view)] { return entry->fetch(view, 0); };
 }
 
 void Activations::put_away(int unit, const std::string& name) {
