@@ -34,4 +34,6 @@ def format_ledger(ledger: dict[str, Any], measured: bool = True) -> str:
         entry = ledger["measured" if measured else "predicted"]
         disk = entry["disk"] if measured else entry[running]["disk"]
         lines.append(f"{running} on disk{'':<8}{disk / 2**20:>14.2f}")
+    if measured and ledger["measured"]["act"] > 0:
+        lines.append(f"activations offloaded{ledger['measured']['act'] / 2**20:>15.2f}")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """Activation checkpointing (arXiv:1604.06174): a unit keeps its inputs and runs again in backward.
 
 torch.utils.checkpoint does it (random numbers, autocast, early stop). Where activations are
-offloaded its saved inputs go to the engine, through saved-tensor hooks around the call: what is saved
-inside the unit never sees these.
+offloaded its saved inputs go to the engine, through saved-tensor hooks around the call: what is
+saved inside the unit never sees these.
 """
 
 import contextlib

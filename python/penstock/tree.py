@@ -101,6 +101,7 @@ def _rebuilt(value: Any, change: Any) -> Any:
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    other: Any
     if isinstance(value, list):
         other = copy.copy(value)
         other[:] = [_rebuilt(item, change) for item in value]

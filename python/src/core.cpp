@@ -78,26 +78,29 @@ bool step(Core& core, const std::vector<OptimizerConfig>& groups, const py::obje
   });
 }
 
+void bind_recomputation(py::class_<Core>& core) {
+  core.def_property_readonly("recomputed_units", &Core::recomputed_units)
+      .def_property_readonly("moves_activations", &Core::moves_activations)
+      .def_property_readonly("saved_bytes", &Core::saved_bytes)
+      .def("unit_again", &Core::unit_again, NoGil())
+      .def("save_input", [](Core& core, int unit, const at::Tensor& input) {
+        return py::cpp_function(core.save_input(unit, input), NoGil());
+      });
+}
+
 }  // namespace
 
 void bind_core(py::module_& module) {
   bind_tree(module);
-  py::class_<Core>(module, "Core")
-      .def(py::init<const ModelTree&, const Config&, std::shared_ptr<Group>, bool>(),
+  py::class_<Core> core(module, "Core");
+  bind_recomputation(core);
+  core.def(py::init<const ModelTree&, const Config&, std::shared_ptr<Group>, bool>(),
            py::arg("tree"), py::arg("config"), py::arg("group"), py::arg("external_optimizer"),
            NoGil())
       .def_property_readonly("unit_modules", &Core::unit_modules)
       .def_property_readonly("needs_unit_events", &Core::needs_unit_events)
       .def_property_readonly("grad_norm", &Core::grad_norm)
       .def_property_readonly("steps", &Core::steps)
-      .def_property_readonly("recomputed_units", &Core::recomputed_units)
-      .def_property_readonly("moves_activations", &Core::moves_activations)
-      .def_property_readonly("saved_bytes", &Core::saved_bytes)
-      .def("unit_again", &Core::unit_again, NoGil())
-      .def("save_input",
-           [](Core& core, int unit, const at::Tensor& input) {
-             return py::cpp_function(core.save_input(unit, input), NoGil());
-           })
       .def("unit_begin", &Core::unit_begin, NoGil())
       .def("unit_end", &Core::unit_end, NoGil())
       .def("forward_failed", &Core::forward_failed, NoGil())

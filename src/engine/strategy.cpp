@@ -59,7 +59,8 @@ void mark_recomputed(const Config& config, ModelDesc& model) {
   if (every == 0) return;
   if (model.units.size() < 2) {
     throw ConfigError(
-        "[engine::initialize] activations.checkpoint: the model is one unit, the root, which is not "
+        "[engine::initialize] activations.checkpoint: the model is one unit, the root, which is "
+        "not "
         "computed again: name its blocks in units.modules, or lower units.max_bytes");
   }
   for (size_t unit = 1; unit < model.units.size(); unit += every) {

@@ -62,8 +62,7 @@ at::Tensor rebuild(const at::Tensor& content, const View& view) {
 bool is_plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_quantized() &&
          !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_inference() &&
-         !tensor.is_meta() && !tensor.key_set().has(c10::DispatchKey::Python) &&
-         tensor.numel() > 0;
+         !tensor.is_meta() && !tensor.key_set().has(c10::DispatchKey::Python) && tensor.numel() > 0;
 }
 
 void check_unchanged(const at::Tensor& tensor, int64_t version, const std::string& who) {
@@ -184,7 +183,7 @@ struct Activations::Entry {
   const int64_t numel, bytes;  // of what is kept
   // While it is held no other storage gets this one's address.
   const c10::weak_intrusive_ptr<c10::StorageImpl> origin;
-  mem::Lease memory;    // where it rests, or a window while it is away from disk
+  mem::Lease memory;  // where it rests, or a window while it is away from disk
   std::shared_ptr<mem::Extents> extents;
   int64_t offset = -1;  // on disk
   mem::DiskTicket moving;
@@ -240,9 +239,8 @@ void Activations::put_away(int unit, const std::string& name) {
   settle();
   const auto gone = [](const std::weak_ptr<Entry>& entry) { return entry.expired(); };
   std::vector<Call>& calls = calls_[unit];
-  std::erase_if(calls, [&](const Call& call) {
-    return std::all_of(call.begin(), call.end(), gone);
-  });
+  std::erase_if(calls,
+                [&](const Call& call) { return std::all_of(call.begin(), call.end(), gone); });
   calls.push_back(saved);
   for (const std::weak_ptr<Entry>& one : saved) {
     const std::shared_ptr<Entry> entry = one.lock();

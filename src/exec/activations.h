@@ -2,11 +2,11 @@
 // Activations: what recomputed units need again between their forward and their backward, on the
 // tier of the table's `act hold` cell.
 //
-// [Note: Saved inputs] A recomputed unit keeps its inputs alone, and where activations are offloaded
-// not those either: autograd keeps what save() returned, which gives the values back any number of
-// times (retain_graph) and lets the bytes go when the graph does. In between the plan moves them:
-// put_away() when the unit's forward has ended, bring() one unit ahead of its backward. A plan that
-// did not foresee a unit costs time only: the function fetches what is not there.
+// [Note: Saved inputs] A recomputed unit keeps its inputs alone, and where activations are
+// offloaded not those either: autograd keeps what save() returned, which gives the values back any
+// number of times (retain_graph) and lets the bytes go when the graph does. In between the plan
+// moves them: put_away() when the unit's forward has ended, bring() one unit ahead of its backward.
+// A plan that did not foresee a unit costs time only: the function fetches what is not there.
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 

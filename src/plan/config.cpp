@@ -184,7 +184,8 @@ void parse_table(const Json& value, Config* config) {
       {"grad", {"backward", "hold", "update"}},
       {"optim", {"rest", "update"}}};
   if (value.is_object() && value.contains("act"))
-    fail_unsupported("table.act", value["act"], "activations are placed by the key \"offload.activations\"");
+    fail_unsupported("table.act", value["act"],
+                     "activations are placed by the key \"offload.activations\"");
   const Section roles(value, "table", {"param", "grad", "optim"});
   for (const auto& [role, phases] : kCells) {
     const Json* row = roles.find(role);

@@ -73,15 +73,16 @@ TEST(Config, ReadsEveryKey) {
 }
 
 TEST(Config, JsonReadsBackTheSame) {
-  for (const char* text :
-       {"{}", kEverything, R"({"optimizer": {"type": "SGD", "momentum": 0.9}})",
-        R"({"optimizer": {"type": "Adam"}})", R"({"optimizer": {"type": "Lion"}})",
-        R"({"optimizer": {"type": "adagrad", "lr_decay": 0.1}})", R"({"precision": "fp16"})",
-        R"({"precision": "fp16", "loss_scale": {"initial": 16, "window": 0, "min": 2}})",
-        R"({"batch": {"micro": 2, "global": 64}})",
-        R"({"activations": {"checkpoint": 3}, "offload": {"activations": "host"}})",
-        R"({"activations": {"checkpoint": "unit"}, "offload": {"activations": "disk", "path": "/a"}})",
-        R"({"schedule": {"type": "constant", "warmup_steps": 3}})"}) {
+  for (
+      const char* text :
+      {"{}", kEverything, R"({"optimizer": {"type": "SGD", "momentum": 0.9}})",
+       R"({"optimizer": {"type": "Adam"}})", R"({"optimizer": {"type": "Lion"}})",
+       R"({"optimizer": {"type": "adagrad", "lr_decay": 0.1}})", R"({"precision": "fp16"})",
+       R"({"precision": "fp16", "loss_scale": {"initial": 16, "window": 0, "min": 2}})",
+       R"({"batch": {"micro": 2, "global": 64}})",
+       R"({"activations": {"checkpoint": 3}, "offload": {"activations": "host"}})",
+       R"({"activations": {"checkpoint": "unit"}, "offload": {"activations": "disk", "path": "/a"}})",
+       R"({"schedule": {"type": "constant", "warmup_steps": 3}})"}) {
     Config config = Config::parse(text);
     EXPECT_EQ(Config::parse(config.json()).json(), config.json());
     config.resolve(8);

@@ -21,10 +21,10 @@ using Config = std::map<std::string, std::string>;
 
 // "# key = value" lines over these defaults.
 Config read_config(const std::string& text) {
-  Config config = {{"strategy", ""},       {"precision", "bf16"}, {"optim", "device"},
-                   {"param", "device"},    {"act", "device"},     {"node", "2"},
-                   {"local", "4"},         {"tensor", "1"},       {"micro", "1"},
-                   {"section", ""},        {"read_ahead", ""},    {"prefetch_bytes", ""},
+  Config config = {{"strategy", ""},    {"precision", "bf16"}, {"optim", "device"},
+                   {"param", "device"}, {"act", "device"},     {"node", "2"},
+                   {"local", "4"},      {"tensor", "1"},       {"micro", "1"},
+                   {"section", ""},     {"read_ahead", ""},    {"prefetch_bytes", ""},
                    {"bucket_bytes", ""}};
   for (const std::string& line : split(text, '\n')) {
     const size_t equals = line.find('=');
