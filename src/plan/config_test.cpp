@@ -179,7 +179,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"activations": {"checkpoint": 2.5}})", {"a whole number k >= 2"}},
         Bad{R"({"activations": {"checkpoint": "units"}})", {R"(did you mean "unit"?)"}},
         Bad{R"({"activations": {"checkpoint": true}})", {R"("activations.checkpoint" is true)"}},
-        Bad{R"({"activations": {"chekpoint": 2}})", {R"(did you mean "activations.checkpoint"?)"}},
+        Bad{R"({"activations": {"checkpoints": 2}})",
+            {R"(did you mean "activations.checkpoint"?)"}},
         Bad{R"({"units": {"modules": "Block"}})", {R"("units.modules" is "Block")", "a list"}},
         Bad{R"({"comm": {"timeout_s": 0}})", {R"("comm.timeout_s" is 0)"}}));
 

@@ -378,3 +378,48 @@ def test_inputs_of_every_kind(strategy, offload, every, pools):
     hidden = 8 * 32 * 64 * 4
     if offload == HOST and every == "unit":  # x and x / 2 a block; the mask once, and no view
         assert ours[0][3] == 7 * hidden
+
+
+class Aside(nn.Module):
+    """Leaves a loss on itself, as routers do: no output tells when its backward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.loss = torch.tanh(self.down(torch.tanh(self.up(x)))).square().mean()
+        return x * 2
+
+
+class Asides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(64, 64)
+        self.blocks = nn.Sequential(*(Aside() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.blocks(self.enter(x))
+        return sum(block.loss for block in self.blocks)
+
+
+def run_asides(strategy: str, overrides: dict[str, Any]) -> tuple[list[float], str]:
+    import penstock  # noqa: PLC0415
+
+    model = models.fill(Asides())
+    engine = penstock.initialize(model, {"strategy": strategy} | overrides)
+    losses = []
+    for step in range(4):
+        loss = engine(torch.randn(64, 64, generator=torch.Generator().manual_seed(step)))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    engine.close()
+    return losses, training.digest(model)
+
+
+@pytest.mark.parametrize("offload", ["none", DISK])
+def test_a_unit_whose_output_leads_nowhere_is_whole_when_it_runs_again(offload, pools):
+    overrides = {"activations": {"checkpoint": "unit"}, "offload": {"activations": offload}}
+    usual = pools(2).run(run_asides, "ddp", {})
+    assert pools(2).run(run_asides, "zero3", overrides) == usual
