@@ -83,6 +83,10 @@ struct MemoryConfig {
   int64_t device_bytes = -1, host_bytes = -1;
 };
 
+struct ActivationsConfig {
+  int64_t checkpoint = 0;  // every so many-th unit is computed again in backward; 0 = none
+};
+
 struct MeshConfig {
   int data = 0;  // 0 = what the world leaves
   int tensor = 1, pipeline = 1, sequence = 1, expert = 1;
@@ -97,6 +101,7 @@ struct PENSTOCK_API Config {
   std::vector<std::pair<std::string, std::string>> dtypes;  // name pattern (glob) -> dtype
   OffloadConfig offload;
   MemoryConfig memory;
+  ActivationsConfig activations;
   std::optional<OptimizerConfig> optimizer;
   ScheduleConfig schedule;
   BatchConfig batch;

@@ -52,6 +52,7 @@ struct LedgerEntry {
   int64_t param = 0, grad = 0, optim = 0, buffers = 0, total = 0;
   int64_t disk = 0;
   int64_t device = 0, host = 0;  // the peaks of `total`, by tier
+  int64_t act = 0;  // measured only: inputs of recomputed units in host memory, beside the total
 };
 struct LedgerReport {
   std::map<std::string, LedgerEntry> predicted;
@@ -75,7 +76,7 @@ class PENSTOCK_API Core {
 
   // Module names by unit; unit 0 is the root.
   const std::vector<std::string>& unit_modules() const;
-  // Whether units need begin/end events (their parameters move); the root always does.
+  // Whether units need begin/end events (something of theirs moves); the root always does.
   bool needs_unit_events() const;
 
   // Names of the parameters that are in tiles (penstock/tiling.h); whether a unit is one of those.
@@ -85,6 +86,15 @@ class PENSTOCK_API Core {
   void unit_begin(int unit, bool grad_enabled);
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
+
+  // Units whose forward the front computes again in backward: it calls unit_again() before that.
+  std::vector<int> recomputed_units() const;
+  void unit_again(int unit);
+  // Whether their inputs wait elsewhere meanwhile. Then the front keeps, for each input, what
+  // save_input() returns: called, it gives the values back; destroyed, it lets them go.
+  bool moves_activations() const;
+  std::function<at::Tensor()> save_input(int unit, const at::Tensor& input);
+  int64_t saved_bytes() const;  // of inputs that wait now, in memory and on disk
 
   // To be called before backward(loss, gradient): the gradient to start from, `gradient` (default:
   // ones) times the loss scale; undefined when torch's own default will do. Throws RuntimeFault

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock import optimizer as optim
-from penstock import ranks, sharded_init, tiling, tree
+from penstock import ranks, recompute, sharded_init, tiling, tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
 
 OptimizerLike = (
@@ -268,7 +268,8 @@ class Engine:
         Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
         peaks of "param", "grad", "optim", "buffers" and of their "total", in memory; "device" and
         "host", the total by tier; and "disk". "measured" also counts the bytes moved so far:
-        "disk_read" and "disk_written".
+        "disk_read" and "disk_written"; and "act", beside the total: what of offloaded activations
+        was in host memory (how large they are shows in the first forward).
         """
         return dict(self._core.ledger())
 
@@ -298,7 +299,7 @@ class Engine:
 
     def close(self) -> None:
         """Gives the model its full parameters back and returns all memory. All ranks call it."""
-        for hook in self._hooks:
+        for hook in reversed(self._hooks):  # one may be around another
             hook.remove()
         self._hooks.clear()
         tiling.remove(self._tiled)
@@ -329,35 +330,45 @@ class Engine:
             group["lr"] = peak * factor
 
     def _install_hooks(self) -> None:
-        if not self._core.needs_unit_events:
-            return
         core = self._core
-
-        def hook_unit(module: torch.nn.Module, unit: int) -> None:
-            def begin(*_: Any) -> None:
-                core.unit_begin(unit, True)
-
-            def end(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-                core.unit_end(unit, list(tree.tensors_in(output)))
-
-            if tree.is_compiled_in_place(module):
-                self._hooks.append(tree.AroundCompiled(module, begin, end))
-                return
-            self._hooks.append(module.register_forward_pre_hook(begin))
-            self._hooks.append(module.register_forward_hook(end))
-
+        recomputed = set(core.recomputed_units)
+        if not core.needs_unit_events and not recomputed:
+            return
         whole = type(self.module).__name__ == "OptimizedModule"  # of torch.compile()
         if whole or tree.is_compiled_in_place(self.module):
-            strategy = json.loads(self.config.json())["strategy"]
+            settings = json.loads(self.config.json())
+            why = (
+                '"activations.checkpoint" runs its blocks again'
+                if recomputed
+                else f'strategy "{settings["strategy"]}" moves its parameters'
+            )
             raise ConfigError(
-                f'[front::initialize] the whole model is compiled and strategy "{strategy}" '
-                f"moves its parameters: compile its blocks instead (block.compile())"
+                f"[front::initialize] the whole model is compiled and {why}: compile its blocks "
+                f"instead (block.compile())"
             )
         for unit, name in enumerate(core.unit_modules):
             if unit > 0 and not core.is_tile(unit):
                 # What torch.compile() returns holds the module: hooks go around both.
-                outer = name.removesuffix("._orig_mod")
-                hook_unit(self.module.get_submodule(outer), unit)
+                module = self.module.get_submodule(name.removesuffix("._orig_mod"))
+                if unit in recomputed:
+                    self._hooks.append(recompute.Recomputed(module, unit, core))
+                if core.needs_unit_events:
+                    self._hook_unit(module, unit)
+
+    def _hook_unit(self, module: torch.nn.Module, unit: int) -> None:
+        core = self._core
+
+        def begin(*_: Any) -> None:
+            core.unit_begin(unit, True)
+
+        def end(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            core.unit_end(unit, list(tree.tensors_in(output)))
+
+        if tree.is_compiled_in_place(module):
+            self._hooks.append(tree.AroundCompiled(module, begin, end))
+            return
+        self._hooks.append(module.register_forward_pre_hook(begin))
+        self._hooks.append(module.register_forward_hook(end))
 
 
 def _forget(engine: "weakref.ref[Engine]") -> None:

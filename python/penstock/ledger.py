@@ -38,4 +38,6 @@ def format_ledger(ledger: dict[str, Any], measured: bool = True) -> str:
         lines.append(_row(f"{running} measured", ledger["measured"], columns))
         ratio = ledger["measured"]["total"] / max(1, predicted[running]["total"])
         lines.append(f"measured / predicted   {ratio:.3f}")
+    if measured and ledger["measured"]["act"] > 0:
+        lines.append(f"activations offloaded{ledger['measured']['act'] / 2**20:>15.2f}")
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """Describes an nn.Module to the engine: modules, parameters, buffers."""
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,3 +92,62 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
         for item in vars(value).values():
             yield from tensors_in(item)
+
+
+class _Place:
+    """Where a tensor was."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _rebuilt(value: Any, change: Any) -> Any:
+    """`value` with `change` made to the tensors in it, in lists and dicts of its own."""
+    if isinstance(value, (torch.Tensor, _Place)):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [_rebuilt(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    other: Any
+    if isinstance(value, list):
+        other = copy.copy(value)
+        other[:] = [_rebuilt(item, change) for item in value]
+        return other
+    if isinstance(value, dict):
+        other = copy.copy(value)
+        other.update({key: _rebuilt(item, change) for key, item in value.items()})
+        return other
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        fields = {name: _rebuilt(getattr(value, name), change) for name in names}
+        if all(fields[name] is getattr(value, name) for name in names):
+            return value
+        other = copy.copy(value)
+        for name, item in fields.items():
+            object.__setattr__(other, name, item)  # frozen ones, too
+        return other
+    return value
+
+
+def take_out(value: Any) -> tuple[list[torch.Tensor], Any]:
+    """The tensors in nested lists, tuples, dicts and dataclasses, each once, and what is left.
+
+    Other objects stay as they are, with the tensors they hold.
+    """
+    places: dict[int, _Place] = {}
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> _Place:
+        if id(tensor) not in places:
+            places[id(tensor)] = _Place(len(tensors))
+            tensors.append(tensor)
+        return places[id(tensor)]
+
+    return tensors, _rebuilt(value, take)
+
+
+def put_in(tensors: Sequence[torch.Tensor], left: Any) -> Any:
+    """What `take_out` took apart, with these tensors."""
+    return _rebuilt(left, lambda place: tensors[place.index])

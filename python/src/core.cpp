@@ -57,6 +57,7 @@ py::dict dict_of(const LedgerEntry& entry) {
   dict["disk"] = entry.disk;
   dict["device"] = entry.device;
   dict["host"] = entry.host;
+  dict["act"] = entry.act;
   return dict;
 }
 
@@ -84,12 +85,23 @@ bool step(Core& core, const std::vector<OptimizerConfig>& groups, const py::obje
   });
 }
 
+void bind_recomputation(py::class_<Core>& core) {
+  core.def_property_readonly("recomputed_units", &Core::recomputed_units)
+      .def_property_readonly("moves_activations", &Core::moves_activations)
+      .def_property_readonly("saved_bytes", &Core::saved_bytes)
+      .def("unit_again", &Core::unit_again, NoGil())
+      .def("save_input", [](Core& core, int unit, const at::Tensor& input) {
+        return py::cpp_function(core.save_input(unit, input), NoGil());
+      });
+}
+
 }  // namespace
 
 void bind_core(py::module_& module) {
   bind_tree(module);
-  py::class_<Core>(module, "Core")
-      .def(py::init<const ModelTree&, const Config&, std::shared_ptr<Group>, bool>(),
+  py::class_<Core> core(module, "Core");
+  bind_recomputation(core);
+  core.def(py::init<const ModelTree&, const Config&, std::shared_ptr<Group>, bool>(),
            py::arg("tree"), py::arg("config"), py::arg("group"), py::arg("external_optimizer"),
            NoGil())
       .def_property_readonly("unit_modules", &Core::unit_modules)

@@ -23,7 +23,25 @@ Core::~Core() = default;
 
 const std::vector<std::string>& Core::unit_modules() const { return state_->unit_modules; }
 
-bool Core::needs_unit_events() const { return state_->moves_params; }
+bool Core::needs_unit_events() const { return state_->unit_events; }
+
+std::vector<int> Core::recomputed_units() const {
+  std::vector<int> units;
+  for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
+    if (state_->model.units[unit].recomputed) units.push_back(static_cast<int>(unit));
+  }
+  return units;
+}
+
+bool Core::moves_activations() const { return state_->executor->table().moves_activations(); }
+
+void Core::unit_again(int unit) { state_->unit_again(unit); }
+
+std::function<at::Tensor()> Core::save_input(int unit, const at::Tensor& input) {
+  return state_->executor->activations().save(unit, input);
+}
+
+int64_t Core::saved_bytes() const { return state_->executor->activations().live_bytes(); }
 
 void Core::unit_begin(int unit, bool grad_enabled) {
   if (unit == 0) return state_->forward_begin(grad_enabled);

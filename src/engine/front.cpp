@@ -74,6 +74,11 @@ Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& co
     : state_(std::make_unique<State>()) {
   state_->config = config;
   state_->core.emplace(tree_of(*model), config, std::move(group));
+  if (!state_->core->recomputed_units().empty()) {
+    throw ConfigError(
+        "[engine::Engine] \"activations.checkpoint\": the C++ front computes no unit again; set it "
+        "to \"none\"");
+  }
   const std::vector<std::string>& names = state_->core->unit_modules();
   for (const auto& item : model->named_modules("", /*include_self=*/true)) {
     for (size_t unit = 1; unit < names.size(); ++unit) {

@@ -53,6 +53,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   for (const exec::UnitState& unit : units) unit_names.push_back(unit.name);
   model = engine::describe(units);
   engine::assume_order(model, split.tree, specs);
+  engine::mark_recomputed(config, model);
   assumed = model;
   const Room room = agree_at_start(tree, engine::fingerprint(units));
   choose_tiers(room, external_optimizer);
@@ -68,6 +69,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   driver.emplace(*executor);
   moves_params = executor->moves_params();
   find_tiles();
+  unit_events = moves_params || table.moves_activations();
   try {
     adopt(split.tree, external_optimizer);
   } catch (...) {  // the parameters must not keep windows into memory that goes
@@ -251,12 +253,14 @@ void Core::State::claim_copies(bool external_optimizer) {
   const Placement& held = table.at(Role::kGrad, Phase::kHold);
   const bool on_disk =
       rest.tier == Tier::kDisk || optim.tier == Tier::kDisk || held.tier == Tier::kDisk;
-  if (on_disk) {
-    mem::DiskOptions options;
-    options.paths = engine::swap_folders(config.offload);
-    options.checksums = config.offload.checksums;
-    options.stall_s = config.offload.timeout_s;
-    tiers.disk.emplace(options);
+  mem::DiskOptions options;
+  options.paths = engine::swap_folders(config.offload);
+  options.checksums = config.offload.checksums;
+  options.stall_s = config.offload.timeout_s;
+  if (on_disk) tiers.disk.emplace(options);
+  // How large activations are is known when they are there: their file grows.
+  if (table.at(Role::kAct, Phase::kHold).tier == Tier::kDisk) {
+    executor->activations().open_disk(options);
   }
   check_moments(external_optimizer);
   const int num_moments = external_optimizer ? 0 : engine::num_moments(config);

@@ -28,6 +28,7 @@ void Core::State::forward_begin(bool grad_enabled) {
   if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
   if (backward_armed) recover();
   faulted = false;
+  executor->activations().begin_forward();
   driver->begin(grad_enabled ? Section::kForward : Section::kEval);
   recording = grad_enabled && !planned;
   if (grad_enabled) {
@@ -78,8 +79,12 @@ void Core::State::unit_begin(int unit) {
   driver->enter(Op::kForward, unit);
 }
 
+void Core::State::unit_again(int unit) {
+  if (!closed && engine::in_backward()) backward_enter(unit);
+}
+
 void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
-  if (moves_params || unit == 0) {
+  if (unit_events || unit == 0) {
     engine::before_backward_of(outputs, [weak = weak_from_this(), unit] {
       const auto self = weak.lock();
       if (self && !self->closed) self->in_hook([&] { self->backward_enter(unit); });
@@ -145,7 +150,7 @@ void Core::State::start_backward() {
     const auto self = weak.lock();
     if (self && !self->closed) self->in_hook([&] { self->end_backward(); });
   });
-  if (moves_params) {
+  if (unit_events) {
     backward_enter(0);
     for (const int unit : spanning) backward_enter(unit);
   }
@@ -157,7 +162,7 @@ void Core::State::backward_enter(int unit) {
     return;
   }
   start_backward();
-  if (!moves_params) return;
+  if (!unit_events) return;
   if (unit != 0) complete_frozen(unit);
   if (!planned) backward_order.begin(unit);
   driver->enter(Op::kBackward, unit);
@@ -245,7 +250,7 @@ void Core::State::replan() {
       visits.insert(visits.end() - 1, {unit, Mark::kEnd});
     }
   };
-  if (moves_params) merge(forward_order, model.forward);
+  if (unit_events) merge(forward_order, model.forward);
   merge(backward_order, model.backward);
   const std::string mine =
       engine::visits_text(model.forward) + "\n" + engine::visits_text(model.backward);
@@ -328,6 +333,7 @@ void Core::State::close(bool whole) {
   whole = whole && !faulted;
   outside_reads.reset();
   hooks.clear();
+  executor->activations().close();
   if (whole) {
     driver->abandon();
     executor->discard_gradients();

@@ -46,6 +46,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   void forward_begin(bool grad_enabled);
   void forward_end(const std::vector<at::Tensor>& outputs);
   void unit_begin(int unit);
+  void unit_again(int unit);
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
   void failed(const char* what, const std::string& error);
@@ -120,6 +121,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   std::optional<exec::Driver> driver;
   std::vector<engine::GradientHook> hooks;
   bool moves_params = false;  // resting parameters are sharded
+  bool unit_events = false;   // a unit's begin and end move something of it
 
   int64_t steps = 0;
   int64_t seen = 0;              // backwards in this window

@@ -37,6 +37,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
   options.optim_tier = tier_of(config.offload.optimizer);
   options.param_tier = tier_of(config.offload.params);
   options.grads_on_disk = config.offload.gradients == "disk";
+  options.act_tier = tier_of(config.offload.activations);
   options.accumulate = config.batch.accumulate > 1;
   if (config.optimizer) options.moments = parse_dtype(config.optimizer->moments_dtype);
   Table table = preset(config.strategy, options);
@@ -69,6 +70,20 @@ Config adapted(Config config, const std::string& strategy, const std::string& op
     config.offload.gradients = "none";
   config.offload.late_update &= shards && offloads;
   return config;
+}
+
+void mark_recomputed(const Config& config, ModelDesc& model) {
+  const int64_t every = config.activations.checkpoint;
+  if (every == 0) return;
+  if (model.units.size() < 2) {
+    throw ConfigError(
+        "[engine::initialize] activations.checkpoint: the model is one unit, the root, which is "
+        "not "
+        "computed again: name its blocks in units.modules, or lower units.max_bytes");
+  }
+  for (size_t unit = 1; unit < model.units.size(); unit += every) {
+    model.units[unit].recomputed = true;
+  }
 }
 
 int num_moments(const Config& config) {

@@ -19,6 +19,9 @@ inline constexpr std::array<Section, 6> kSections = {Section::kForward,  Section
 Section section_named(const std::string& name);
 
 Mesh mesh_of(const Config& config);  // after resolve()
+// Which units are computed again in backward. Throws ConfigError when there is no unit that can be.
+void mark_recomputed(const Config& config, ModelDesc& model);
+
 // The strategy's preset with the config's own cells, at the precision of the narrowest parameters
 // that train (the others keep their dtype, see Table::dtype_in).
 Table table_of(const Config& config, const ModelDesc& model);

@@ -92,6 +92,9 @@ void Driver::leave(Op op, int unit) {
     run_moves();
     pump();
   }
+  if (op == Op::kForward) {  // where no line of the plan did
+    executor_.activations().put_away(unit, executor_.units()[unit].name);
+  }
   if (drop_later_[unit] || unforeseen_[unit]) release(unit);
 }
 

@@ -36,6 +36,7 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tier
       tiers_(tiers),
       units_(std::move(units)),
       traffic_(tiers),
+      activations_(table_.at(Role::kAct, Phase::kHold).tier),
       gather_channel_(group, "gather"),
       reduce_channel_(group, "reduce"),
       control_channel_(group, "control"),
@@ -60,6 +61,7 @@ void Executor::run(const PlannedStep& planned) {
   const Step& step = planned.step;
   switch (step.op) {
     case Op::kMove:
+      if (step.role == Role::kAct) return move_act(planned);
       if (step.role == Role::kOptim) return move_stored(planned);
       if (step.role == Role::kGrad && step.moves.front().from == Tier::kDisk) {
         return move_stored(planned);
@@ -208,6 +210,19 @@ void Executor::move_stored_of(Flat& flat, Role role, const Move& move) {
     if (!copy->exists()) continue;
     if (move.from == Tier::kDisk) traffic_.fetch(*copy, mem::Account::kOptim);
     if (move.to == Tier::kDisk) traffic_.put_back(*copy);
+  }
+}
+
+void Executor::move_act(const PlannedStep& planned) {
+  const Move& move = planned.step.moves.front();
+  PENSTOCK_ASSERT(move.kind == MoveKind::kCopy,
+                  concat("[exec::move_act] not executable here: ", planned.text));
+  for (const int unit : planned.step.units) {
+    if (move.from == Tier::kDevice) {
+      activations_.put_away(unit, units_[unit].name);
+    } else {
+      activations_.bring(unit);
+    }
   }
 }
 

@@ -19,6 +19,7 @@
 #include "penstock/error.h"
 #include "penstock/group.h"
 #include "src/comm/channel.h"
+#include "src/exec/activations.h"
 #include "src/exec/flat.h"
 #include "src/exec/lane.h"
 #include "src/mem/arena.h"
@@ -93,6 +94,8 @@ class Executor {
   void broadcast(const std::string& label, void* data, int64_t bytes);
 
   DiskTraffic& traffic() { return traffic_; }
+  Activations& activations() { return activations_; }
+  const Activations& activations() const { return activations_; }
   void set_step(int64_t step);
   std::vector<UnitState>& units() { return units_; }
   const std::vector<UnitState>& units() const { return units_; }
@@ -127,6 +130,7 @@ class Executor {
   void slice(int unit, const std::vector<Move>& moves);
   void move_stored(const PlannedStep& planned);
   void move_stored_of(Flat& flat, Role role, const Move& move);
+  void move_act(const PlannedStep& planned);
   Dtype partial_dtype(const Flat& flat) const;
   void reduce(const PlannedStep& planned);
   void start_reduction(int unit, int flat, const PlannedStep& planned,
@@ -161,6 +165,7 @@ class Executor {
   mem::Tiers& tiers_;
   std::vector<UnitState> units_;
   DiskTraffic traffic_;
+  Activations activations_;
   comm::Channel gather_channel_, reduce_channel_, control_channel_;
   std::vector<Reduction> reductions_;
   Event reduced_;

@@ -18,8 +18,8 @@
 
 namespace penstock::mem {
 
-enum class Account : uint8_t { kParam, kGrad, kOptim, kBuffers };
-inline constexpr int kNumAccounts = 4;
+enum class Account : uint8_t { kParam, kGrad, kOptim, kBuffers, kAct };
+inline constexpr int kNumAccounts = 5;
 
 // Bytes live now and at most since the last reset_peak().
 struct Usage {

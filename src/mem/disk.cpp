@@ -64,6 +64,7 @@ struct Disk::Impl {
   const DiskOptions options;
   std::vector<SwapFile> files;
   int64_t reserved = 0;
+  int64_t claimed = 0;  // of each file
   std::mutex mutex;
   std::condition_variable changed;
   std::list<Request> in_flight;               // guarded by mutex
@@ -213,7 +214,9 @@ int64_t Disk::reserve(int64_t bytes) {
 void Disk::allocate() {
   const int64_t stripe = impl_->options.stripe_bytes;
   const int64_t round = stripe * static_cast<int64_t>(impl_->files.size());
-  for (const SwapFile& file : impl_->files) file.claim((reserved() + round - 1) / round * stripe);
+  const int64_t bytes = (reserved() + round - 1) / round * stripe;
+  for (const SwapFile& file : impl_->files) file.claim(impl_->claimed, bytes);
+  impl_->claimed = bytes;
 }
 
 DiskTicket Disk::read(int64_t offset, char* data, int64_t bytes) {

@@ -39,7 +39,7 @@ class Disk {
   // Waits for what is in flight, as end() does; what hangs is left to itself, not torn down.
   ~Disk();
 
-  // An extent's offset. All reserve() come before allocate(), all I/O after it.
+  // An extent's offset. I/O on it comes after an allocate(), which may be called again for more.
   int64_t reserve(int64_t bytes);
   // Throws RuntimeFault with path, bytes needed and bytes free when a disk is too full.
   void allocate();

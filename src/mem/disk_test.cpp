@@ -210,7 +210,7 @@ TEST_F(DiskTest, TheLastRestIsMadeBeforeTheIoEnds) {
   for (const bool uring : {true, false}) {
     std::atomic<int> num_results = 0;
     const SwapFile file = SwapFile::open(folder_);
-    file.claim(8 * kBlockBytes);
+    file.claim(0, 8 * kBlockBytes);
     Block block(8 * kBlockBytes);
     {
       std::unique_ptr<BlockIo> io = uring ? BlockIo::uring(8) : BlockIo::threads(1);
@@ -230,7 +230,7 @@ TEST_F(DiskTest, TheLastRestIsMadeBeforeTheIoEnds) {
 
 TEST_F(DiskTest, ReadsAndWritesTakeTurns) {
   const SwapFile file = SwapFile::open(folder_);
-  file.claim(kBlockBytes);
+  file.claim(0, kBlockBytes);
   Block block(kBlockBytes);
   std::promise<void> started, all_wait;
   std::string order;

@@ -51,10 +51,11 @@ SwapFile SwapFile::open(const std::string& folder) {
                            "\" (offload.path): ", std::strerror(errno)));
 }
 
-void SwapFile::claim(int64_t bytes) const {
+void SwapFile::claim(int64_t from, int64_t to) const {
+  const int64_t bytes = to - from;
   int error = 0;
   do {
-    error = bytes == 0 || fallocate(descriptor_, 0, 0, bytes) == 0 ? 0 : errno;
+    error = bytes <= 0 || fallocate(descriptor_, 0, from, bytes) == 0 ? 0 : errno;
   } while (error == EINTR);
   struct statvfs system{};
   fstatvfs(descriptor_, &system);

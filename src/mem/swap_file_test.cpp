@@ -34,7 +34,7 @@ TEST_F(SwapFileTest, HasNoNameWhicheverWayItIsMade) {
   for (SwapFile (*make)(const std::string&) : {&SwapFile::nameless, &SwapFile::named}) {
     const SwapFile file = make(folder_);
     if (!file.is_open()) continue;  // this file system has no nameless files
-    EXPECT_NO_THROW(file.claim(1 << 20));
+    EXPECT_NO_THROW(file.claim(0, 1 << 20));
     EXPECT_TRUE(fs::is_empty(folder_));
   }
 }
@@ -74,7 +74,7 @@ TEST_F(SwapFileTest, AClaimThatCannotBeMetSaysWhereAndHowMuch) {
     setrlimit(RLIMIT_FSIZE, &limit);
     std::string error;
     try {
-      file.claim(c.bytes);
+      file.claim(0, c.bytes);
     } catch (const RuntimeFault& fault) {
       error = fault.what();
     }

@@ -196,7 +196,8 @@ void parse_table(const Json& value, Config* config) {
       {"grad", {"backward", "hold", "update"}},
       {"optim", {"rest", "update"}}};
   if (value.is_object() && value.contains("act"))
-    fail_unsupported("table.act", value["act"], "this version does not place activations yet");
+    fail_unsupported("table.act", value["act"],
+                     "activations are placed by the key \"offload.activations\"");
   const Section roles(value, "table", {"param", "grad", "optim"});
   for (const auto& [role, phases] : kCells) {
     const Json* row = roles.find(role);
@@ -260,9 +261,6 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
     if (tier != &offload->activations) tiers.emplace_back("auto");
     *tier = section.choice(role, *tier, tiers);
   }
-  if (offload->activations != "none")
-    fail_unsupported(section.path("activations"), offload->activations,
-                     "this version does not offload activations yet");
   section.read_text("path", &offload->path);
   section.read("late_update", &offload->late_update);
   offload->gradients = section.choice("gradients", offload->gradients, {"none", "disk"});
@@ -273,14 +271,33 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
   }
   section.read("checksums", &offload->checksums);
   section.read("timeout_s", &offload->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
-  const auto may_be_disk = [](const std::string& tier) { return tier == "disk" || tier == "auto"; };
-  for (const std::string& tier : {offload->optimizer, offload->params, offload->gradients}) {
-    if (may_be_disk(tier)) return;
+  for (const std::string& tier :
+       {offload->optimizer, offload->params, offload->gradients, offload->activations}) {
+    if (tier == "disk" || tier == "auto") return;
   }
   const std::string nothing = "while nothing is offloaded to disk";
   section.refuse_without_effect({"path", "checksums"}, nothing);
   if (offload->timeout_s != OffloadConfig{}.timeout_s)
     section.refuse_without_effect({"timeout_s"}, nothing);
+}
+
+void parse_activations(const Section& top, Config* config) {
+  const Json* value = top.find("activations");
+  int64_t& checkpoint = config->activations.checkpoint;
+  if (value != nullptr) {
+    const Section section(*value, "activations", {"checkpoint"});
+    const Json* chosen = section.find("checkpoint");
+    if (chosen != nullptr && chosen->is_number()) {
+      section.read_int("checkpoint", &checkpoint, 2,
+                       "\"none\", \"unit\" or a whole number k >= 2 (every k-th unit)");
+    } else if (chosen != nullptr) {
+      checkpoint = section.choice("checkpoint", "none", {"none", "unit"}) == "unit" ? 1 : 0;
+    }
+  }
+  if (config->offload.activations != "none" && checkpoint == 0)
+    fail(concat("\"offload.activations\" is \"", config->offload.activations,
+                "\"; it moves the inputs of units that are computed again in backward, so it needs "
+                "\"activations.checkpoint\" \"unit\" or a whole number"));
 }
 
 void parse_betas(const Section& section, OptimizerConfig* optimizer) {
@@ -480,10 +497,16 @@ void parse_nested(const Section& top, Config* config) {
   if (const Json* value = top.find("units")) parse_units(*value, &config->units);
   if (const Json* value = top.find("tiling")) parse_tiling(*value, &config->tiling);
   if (const Json* value = top.find("comm")) parse_comm(*value, &config->comm);
+  parse_activations(top, config);
   parse_loss_scale(top, config);
   refuse_section(top, "checkpoint",
                  "this version has no checkpoint settings yet (engine.save takes a path)");
   refuse_section(top, "monitor", "this version does not support monitors yet");
+}
+
+nlohmann::json checkpoint_json(int64_t every) {
+  if (every > 1) return every;
+  return every == 1 ? "unit" : "none";
 }
 
 Json or_null(int64_t value, int64_t not_set) {
@@ -551,10 +574,11 @@ void resolve_batch(int64_t data, BatchConfig* batch) {
 
 Config Config::parse(const std::string& json_text) {
   const Json json = parse_json(json_text);
-  const Section top(json, "",
-                    {"strategy", "table", "mesh", "precision", "dtypes", "offload", "memory",
-                     "optimizer", "schedule", "batch", "loss_scale", "clip", "units", "tiling",
-                     "prefetch_bytes", "comm", "checkpoint", "monitor", "seed"});
+  const Section top(
+      json, "",
+      {"strategy",    "table",          "mesh",     "precision",  "dtypes",     "offload", "memory",
+       "activations", "optimizer",      "schedule", "batch",      "loss_scale", "clip",    "units",
+       "tiling",      "prefetch_bytes", "comm",     "checkpoint", "monitor",    "seed"});
   Config config;
   config.strategy = top.choice("strategy", config.strategy, preset_names());
   if (const Json* value = top.find("precision"))
@@ -603,6 +627,7 @@ std::string Config::json() const {
                     {"timeout_s", offload.timeout_s}};
   out["memory"] = {{"device_bytes", or_null(memory.device_bytes, -1)},
                    {"host_bytes", or_null(memory.host_bytes, -1)}};
+  out["activations"] = {{"checkpoint", checkpoint_json(activations.checkpoint)}};
   out["loss_scale"] = {
       {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
   out["batch"] = {{"micro", or_null(batch.micro, 0)},

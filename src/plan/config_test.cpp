@@ -34,8 +34,9 @@ TEST(Config, EmptyIsAllDefaults) {
 const char* const kEverything = R"({
   "strategy": "hpz", "table": {"param": {"rest": "SS@device:bf16"}},
   "mesh": {"data": 8, "tensor": 1, "node": 2}, "precision": "bf16",
-  "dtypes": {"z.*": "fp32", "a.*": "bf16"}, "offload": {"optimizer": "none"},
+  "dtypes": {"z.*": "fp32", "a.*": "bf16"}, "offload": {"optimizer": "none", "activations": "host"},
   "memory": {"device_bytes": "1.5GiB", "host_bytes": 2e9},
+  "activations": {"checkpoint": 3},
   "optimizer": {"type": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1,
                 "moments_dtype": "bf16"},
   "schedule": {"type": "cosine", "warmup_steps": 10, "total_steps": 100, "min_ratio": 0.1},
@@ -75,6 +76,10 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.seed, 7);
   EXPECT_EQ(config.memory.device_bytes, 3LL << 29);
   EXPECT_EQ(config.memory.host_bytes, 2000000000);
+  EXPECT_EQ(config.activations.checkpoint, 3);
+  EXPECT_EQ(config.offload.activations, "host");
+  EXPECT_EQ(Config::parse(R"({"activations": {"checkpoint": "unit"}})").activations.checkpoint, 1);
+  EXPECT_EQ(Config::parse(R"({"activations": {"checkpoint": "none"}})").activations.checkpoint, 0);
 }
 
 TEST(Config, AutoIsOneWordOrOnePerRole) {
@@ -86,15 +91,18 @@ TEST(Config, AutoIsOneWordOrOnePerRole) {
 }
 
 TEST(Config, JsonReadsBackTheSame) {
-  for (const char* text :
-       {"{}", kEverything, R"({"offload": "auto"})",
-        R"({"optimizer": {"type": "SGD", "momentum": 0.9, "moments_dtype": "bf16"}})",
-        R"({"optimizer": {"type": "Adam"}})", R"({"optimizer": {"type": "Lion"}})",
-        R"({"optimizer": {"type": "adagrad", "lr_decay": 0.1}})", R"({"precision": "fp16"})",
-        R"({"precision": "fp16", "loss_scale": {"initial": 16, "window": 0, "min": 2}})",
-        R"({"batch": {"micro": 2, "global": 64}})",
-        R"({"offload": {"params": "disk", "path": "/a:/b", "checksums": true, "timeout_s": 5}})",
-        R"({"schedule": {"type": "constant", "warmup_steps": 3}})"}) {
+  for (
+      const char* text :
+      {"{}", kEverything, R"({"offload": "auto"})",
+       R"({"optimizer": {"type": "SGD", "momentum": 0.9, "moments_dtype": "bf16"}})",
+       R"({"optimizer": {"type": "Adam"}})", R"({"optimizer": {"type": "Lion"}})",
+       R"({"optimizer": {"type": "adagrad", "lr_decay": 0.1}})", R"({"precision": "fp16"})",
+       R"({"precision": "fp16", "loss_scale": {"initial": 16, "window": 0, "min": 2}})",
+       R"({"batch": {"micro": 2, "global": 64}})",
+       R"({"activations": {"checkpoint": 3}, "offload": {"activations": "host"}})",
+       R"({"activations": {"checkpoint": "unit"}, "offload": {"activations": "disk", "path": "/a"}})",
+       R"({"offload": {"params": "disk", "path": "/a:/b", "checksums": true, "timeout_s": 5}})",
+       R"({"schedule": {"type": "constant", "warmup_steps": 3}})"}) {
     Config config = Config::parse(text);
     EXPECT_EQ(Config::parse(config.json()).json(), config.json());
     config.resolve(8);
@@ -139,7 +147,7 @@ INSTANTIATE_TEST_SUITE_P(
     UnknownKeys, BadConfigTest,
     testing::Values(
         Bad{R"({"stratgy": "ddp"})",
-            {R"(unknown key "stratgy"; did you mean "strategy"? (valid keys: batch, checkpoint,)"}},
+            {R"(unknown key "stratgy"; did you mean "strategy"? (valid keys: activations, batch,)"}},
         Bad{R"({"Clip": 1})", {R"(did you mean "clip"?)"}},
         Bad{R"({"zzzzqqqqxxxx": 1})", {R"(unknown key "zzzzqqqqxxxx" (valid keys: )"}},
         Bad{R"({"mesh": {"dta": 1}})", {R"("mesh.dta"; did you mean "mesh.data"?)"}},
@@ -196,6 +204,13 @@ INSTANTIATE_TEST_SUITE_P(
             {"from 0 to 1"}},
         Bad{R"({"tiling": {"max_bytes": -1}})", {R"("tiling.max_bytes" is -1)"}},
         Bad{R"({"tiling": {"modules": [""]}})", {R"("tiling.modules" is [""])", "module names"}},
+        Bad{R"({"activations": {"checkpoint": 1}})",
+            {R"("activations.checkpoint" is 1)", "a whole number k >= 2"}},
+        Bad{R"({"activations": {"checkpoint": 2.5}})", {"a whole number k >= 2"}},
+        Bad{R"({"activations": {"checkpoint": "units"}})", {R"(did you mean "unit"?)"}},
+        Bad{R"({"activations": {"checkpoint": true}})", {R"("activations.checkpoint" is true)"}},
+        Bad{R"({"activations": {"checkpoints": 2}})",
+            {R"(did you mean "activations.checkpoint"?)"}},
         Bad{R"({"units": {"modules": "Block"}})", {R"("units.modules" is "Block")", "a list"}},
         Bad{R"({"comm": {"timeout_s": 0}})", {R"("comm.timeout_s" is 0)"}},
         Bad{R"({"offload": {"params": "disk", "timeout_s": 0}})", {R"("offload.timeout_s" is 0)"}},
@@ -221,6 +236,13 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"schedule": {"type": "constant", "min_ratio": 0.5}})", {"no effect"}},
         Bad{R"({"tiling": {"modules": ["head"]}})", {"no effect while tiling.max_bytes is 0"}},
         Bad{R"({"tiling": {"head": "x"}})", {"no effect while tiling.loss_tokens is 0"}},
+        Bad{R"({"offload": {"activations": "host"}})",
+            {R"("offload.activations" is "host")", R"(needs "activations.checkpoint")"}},
+        Bad{R"({"offload": {"activations": "host"}, "activations": {"checkpoint": "none"}})",
+            {R"(needs "activations.checkpoint")"}},
+        Bad{R"({"offload": {"activations": "host", "path": "/tmp"},
+                "activations": {"checkpoint": "unit"}})",
+            {R"("offload.path")", "no effect"}},
         Bad{R"({"offload": {"path": "/tmp"}})", {R"("offload.path" is "/tmp")", "no effect"}},
         Bad{R"({"offload": {"gradients": "disk"}})", {R"("offload.gradients")", "needs"}},
         Bad{R"({"offload": {"late_update": true}})", {R"("offload.late_update")", "no effect"}},
@@ -235,8 +257,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"mesh": {"pipeline": 2}})", {"does not support pipeline"}},
         Bad{R"({"mesh": {"sequence": 2}})", {"does not support sequence"}},
         Bad{R"({"mesh": {"expert": 2}})", {"does not support expert"}},
-        Bad{R"({"offload": {"activations": "host"}})", {"does not offload activations"}},
-        Bad{R"({"table": {"act": {"hold": "RR@host:bf16"}}})", {"does not place activations"}},
+        Bad{R"({"table": {"act": {"hold": "RR@host:bf16"}}})", {"\"offload.activations\""}},
         Bad{R"({"comm": {"backend": "nccl"}})", {R"("comm.backend" is "nccl")", "gloo"}},
         Bad{R"({"comm": {"codec": "int8"}})", {R"("comm.codec" is "int8")"}},
         Bad{R"({"checkpoint": {"path": "x"}})", {"no checkpoint settings"}},

@@ -25,6 +25,7 @@ struct UnitDesc {
   std::string name;
   std::vector<FlatDesc> flats;
   TensorSplit split = TensorSplit::kNone;
+  bool recomputed = false;  // its forward runs again in backward, from its inputs
   bool operator==(const UnitDesc&) const = default;
 };
 

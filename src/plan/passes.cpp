@@ -25,6 +25,11 @@ bool is_collective_move(const Step& step, Role role) {
                                             [](const Move& move) { return move.is_collective(); });
 }
 
+// An order between two steps that a parameter move must keep: activations move on their own.
+bool in_order(const Step& above, const Step& move) {
+  return shares_unit(above, move) && !is_move(above, Role::kAct);
+}
+
 // Makes parameters ready for use; the others (to `hold`) follow it.
 bool is_gather(const Step& step) {
   return is_move(step, Role::kParam) &&
@@ -95,7 +100,7 @@ class Prefetcher {
     size_t best = entries_.size();
     for (size_t i = entries_.size(); i > 0; --i) {
       const Entry& above = entries_[i - 1];
-      if (is_wall(above.step) || is_gather(above.step) || shares_unit(above.step, move)) break;
+      if (is_wall(above.step) || is_gather(above.step) || in_order(above.step, move)) break;
       if (!above.step.is_compute()) continue;
       if (above.bytes_ahead + bytes > budget_) break;
       best = i - 1;
@@ -128,7 +133,7 @@ size_t partner(const std::vector<Step>& steps, size_t later) {
   for (size_t i = later; i > 0; --i) {
     const Step& step = steps[i - 1];
     if (is_wall(step)) break;
-    if (role == Role::kParam && shares_unit(step, steps[later])) break;
+    if (role == Role::kParam && in_order(step, steps[later])) break;
     if (!is_collective_move(step, role)) continue;
     const auto end = steps.begin() + static_cast<std::ptrdiff_t>(later);
     const bool blocked =
@@ -140,6 +145,36 @@ size_t partner(const std::vector<Step>& steps, size_t later) {
     return blocked ? steps.size() : i - 1;
   }
   return steps.size();
+}
+
+using Position = std::vector<Step>::iterator;
+
+Position before_the_update_above(std::vector<Step>& steps, const Step& read) {
+  auto at = steps.end();
+  while (at != steps.begin()) {
+    const Step& above = *(at - 1);
+    // The last gradients are being written until the norm.
+    if (above.op == Op::kNorm && read.role == Role::kGrad) break;
+    if (above.op != Op::kUpdate && above.op != Op::kPublish && above.op != Op::kNorm &&
+        !is_move(above, Role::kOptim) && !is_read(above)) {
+      break;
+    }
+    --at;
+    if (above.op == Op::kUpdate) break;
+  }
+  return at;
+}
+
+Position before_the_backward_above(std::vector<Step>& steps, const Step& move) {
+  auto at = steps.end();
+  while (at != steps.begin()) {
+    const Step& above = *(at - 1);
+    const bool same = is_move(above, Role::kAct) && shares_unit(above, move);
+    if (is_wall(above) || above.op == Op::kForward || same) break;
+    --at;
+    if (above.op == Op::kBackward) break;
+  }
+  return at;
 }
 
 }  // namespace
@@ -170,18 +205,12 @@ Plan read_ahead(const Plan& plan) {
   Plan ahead;
   std::vector<Step>& steps = ahead.steps;
   for (const Step& step : plan.steps) {
-    const bool reads = is_read(step);
     auto at = steps.end();
-    while (reads && at != steps.begin()) {
-      const Step& above = *(at - 1);
-      // The last gradients are being written until the norm.
-      if (above.op == Op::kNorm && step.role == Role::kGrad) break;
-      if (above.op != Op::kUpdate && above.op != Op::kPublish && above.op != Op::kNorm &&
-          !is_move(above, Role::kOptim) && !is_read(above)) {
-        break;
-      }
-      --at;
-      if (above.op == Op::kUpdate) break;
+    if (is_read(step)) {
+      at = before_the_update_above(steps, step);
+    } else if (is_move(step, Role::kAct) && step.moves.front().kind == MoveKind::kCopy &&
+               step.moves.front().from != Tier::kDevice) {
+      at = before_the_backward_above(steps, step);
     }
     steps.insert(at, step);
   }

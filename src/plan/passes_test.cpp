@@ -113,6 +113,44 @@ TEST(FuseTest, NeighboursShareACollective) {
     EXPECT_EQ(fuse(parse_plan(c.before), blocks(3), c.bytes).text(), c.after) << c.name;
 }
 
+TEST(ReadAheadTest, ReadsStartOneUnitEarly) {
+  const PassCase cases[] = {
+      {"optimizer state", 0,
+       "norm\nmove u0 optim copy(disk,host)\nupdate u0\npublish u0 param cast(bf16)\n"
+       "move u0 optim copy(host,disk)\nmove u1 optim copy(disk,host)\nupdate u1\n",
+       "move u0 optim copy(disk,host)\nnorm\nmove u1 optim copy(disk,host)\nupdate u0\n"
+       "publish u0 param cast(bf16)\nmove u0 optim copy(host,disk)\nupdate u1\n"},
+      {"inputs, over the moves of others", 0,
+       "micro 0\nforward u1\nmove u1 act copy(device,host)\n"
+       "move u1 act copy(host,device)\nbackward u1\nmove u1 grad reduce_scatter(data)\n"
+       "drop u1 param\nmove u0 act copy(host,device)\nmove u0 param all_gather(data)\n"
+       "backward u0\n",
+       "micro 0\nforward u1\nmove u1 act copy(device,host)\n"
+       "move u1 act copy(host,device)\nmove u0 act copy(host,device)\nbackward u1\n"
+       "move u1 grad reduce_scatter(data)\ndrop u1 param\nmove u0 param all_gather(data)\n"
+       "backward u0\n"},
+      {"not sums over tensor ranks", 0, "backward u1\nmove u1 act all_reduce(tensor)\n",
+       "backward u1\nmove u1 act all_reduce(tensor)\n"},
+  };
+  for (const PassCase& c : cases)
+    EXPECT_EQ(read_ahead(parse_plan(c.before)).text(), c.after) << c.name;
+}
+
+TEST(ReadAheadTest, InputsHoldUpNoParameters) {
+  const Mesh mesh{1, 4, 1};
+  ModelDesc model = blocks(4);
+  const auto plan = [&](Tier tier) {
+    const Table table = preset("zero3", {.act_tier = tier});
+    return fuse(prefetch(read_ahead(plan_step(table, model, mesh, 1)), model, 1000), model, 400);
+  };
+  const Plan without = plan(Tier::kDevice);
+  for (UnitDesc& unit : model.units) unit.recomputed = true;
+  Plan with = plan(Tier::kDisk);
+  EXPECT_NE(with, without);
+  std::erase_if(with.steps, [](const Step& step) { return step.role == Role::kAct; });
+  EXPECT_EQ(with, without);
+}
+
 TEST(PrefetchTest, PeaksGrowByNoMoreThanTheBudget) {
   const Mesh mesh{2, 2, 1};
   const ModelDesc model = blocks(6);

@@ -82,6 +82,12 @@ class SectionWriter {
                            .moves = {{.kind = MoveKind::kAllReduce, .axes = {Axis::kTensor}}}});
   }
 
+  // The inputs that a recomputed unit's backward starts from.
+  void move_inputs(int unit, Phase from, Phase to) {
+    if (model_.units[unit].recomputed)
+      move(unit, Role::kAct, cell(Role::kAct, from), cell(Role::kAct, to));
+  }
+
   void forward(Phase after) {
     param_at_.assign(model_.units.size(), cell(Role::kParam, Phase::kRest));
     for (const auto& [unit, mark] : model_.forward) {
@@ -89,6 +95,7 @@ class SectionWriter {
       plan_.steps.push_back({.op = Op::kForward, .units = {unit}, .mark = mark});
       if (mark == Mark::kBegin) continue;
       sum_activations(unit, TensorSplit::kRow);
+      if (section_ == Section::kForward) move_inputs(unit, Phase::kForward, Phase::kHold);
       settle_param(unit, after);
     }
   }
@@ -100,6 +107,7 @@ class SectionWriter {
     for (size_t i = 0; i < model_.backward.size(); ++i) last_visit[model_.backward[i].unit] = i;
     for (size_t i = 0; i < model_.backward.size(); ++i) {
       const auto& [unit, mark] = model_.backward[i];
+      if (mark != Mark::kEnd) move_inputs(unit, Phase::kHold, Phase::kBackward);
       if (mark != Mark::kGradient) settle_param(unit, Phase::kBackward);
       plan_.steps.push_back({.op = Op::kBackward, .units = {unit}, .mark = mark});
       if (mark == Mark::kBegin) continue;

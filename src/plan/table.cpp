@@ -18,6 +18,7 @@ const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
        {Phase::kRest, Phase::kForward, Phase::kHold, Phase::kBackward, Phase::kUpdate}},
       {Role::kGrad, {Phase::kBackward, Phase::kHold, Phase::kUpdate}},
       {Role::kOptim, {Phase::kRest, Phase::kUpdate}},
+      {Role::kAct, {Phase::kForward, Phase::kHold, Phase::kBackward}},
   };
   return kUsed;
 }
@@ -94,6 +95,10 @@ bool Table::moves_params() const {
   return !(at(Role::kParam, Phase::kRest) == at(Role::kParam, Phase::kForward));
 }
 
+bool Table::moves_activations() const {
+  return !(at(Role::kAct, Phase::kHold) == at(Role::kAct, Phase::kForward));
+}
+
 bool Table::holds_grad_in_place() const {
   const Placement& made = at(Role::kGrad, Phase::kBackward);
   const Placement& held = at(Role::kGrad, Phase::kHold);
@@ -162,6 +167,10 @@ Table preset(const std::string& name, const TableOptions& options) {
   table.set(Role::kGrad, Phase::kUpdate, place(cells.grad_update, sum, update_tier));
   table.set(Role::kOptim, Phase::kRest, place(cells.optim, options.moments, options.optim_tier));
   table.set(Role::kOptim, Phase::kUpdate, place(cells.optim, options.moments, update_tier));
+  // Every rank has those of its own samples.
+  table.set(Role::kAct, Phase::kForward, place("SS", precision));
+  table.set(Role::kAct, Phase::kHold, place("SS", precision, options.act_tier));
+  table.set(Role::kAct, Phase::kBackward, place("SS", precision));
   return table;
 }
 

@@ -18,7 +18,7 @@ const char* phase_name(Phase phase);  // "rest" "forward" "hold" "backward" "upd
 class Table {
  public:
   // grad: backward, hold, update; optim: rest, update; param: rest, forward, hold, backward,
-  // update.
+  // update; act: forward, hold, backward.
   const Placement& at(Role role, Phase phase) const;
   void set(Role role, Phase phase, const Placement& place);
   // Every cell as seen on this mesh (normalize()).
@@ -33,6 +33,8 @@ class Table {
   Placement master() const;
   // Resting parameters are not what computes: units have to be fetched.
   bool moves_params() const;
+  // What a recomputed unit needs again waits elsewhere for its backward.
+  bool moves_activations() const;
   // Gradients are held where a backward leaves them: added up locally, without a move.
   bool holds_grad_in_place() const;
   // The cell in which a unit's gradient is when its backward has ended.
@@ -51,6 +53,7 @@ struct TableOptions {
   Tier param_tier = Tier::kDevice;
   bool grads_on_disk = false;  // until their unit is updated
   Dtype moments = Dtype::kFp32;
+  Tier act_tier = Tier::kDevice;
 };
 
 // The presets: "ddp" "zero1" "zero2" "zero3" "hpz" "mics". Throws ConfigError with the nearest

@@ -21,37 +21,46 @@ TEST(TableTest, PresetsHaveTheseCells) {
        "param rest=RR@device:fp32 forward=RR@device:fp32 hold=RR@device:fp32 "
        "backward=RR@device:fp32 update=RR@device:fp32\n"
        "grad backward=PP@device:fp32 hold=PP@device:fp32 update=RR@device:fp32\n"
-       "optim rest=RR@device:fp32 update=RR@device:fp32\n"},
+       "optim rest=RR@device:fp32 update=RR@device:fp32\n"
+       "act forward=SS@device:fp32 hold=SS@device:fp32 backward=SS@device:fp32\n"},
       {"zero1",
        {.precision = Dtype::kBf16, .accumulate = true, .optim_tier = Tier::kHost},
        "param rest=RR@device:bf16 forward=RR@device:bf16 hold=RR@device:bf16 "
        "backward=RR@device:bf16 update=RR@device:bf16\n"
        "grad backward=PP@device:bf16 hold=PP@device:fp32 update=SS@host:fp32\n"
-       "optim rest=SS@host:fp32 update=SS@host:fp32\n"},
+       "optim rest=SS@host:fp32 update=SS@host:fp32\n"
+       "act forward=SS@device:bf16 hold=SS@device:bf16 backward=SS@device:bf16\n"},
       {"zero3",
-       {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk, .param_tier = Tier::kHost},
+       {.precision = Dtype::kBf16,
+        .optim_tier = Tier::kDisk,
+        .param_tier = Tier::kHost,
+        .act_tier = Tier::kDisk},
        "param rest=SS@host:bf16 forward=RR@device:bf16 hold=SS@host:bf16 "
        "backward=RR@device:bf16 update=SS@host:bf16\n"
        "grad backward=PP@device:bf16 hold=SS@host:bf16 update=SS@host:bf16\n"
-       "optim rest=SS@disk:fp32 update=SS@host:fp32\n"},
+       "optim rest=SS@disk:fp32 update=SS@host:fp32\n"
+       "act forward=SS@device:bf16 hold=SS@disk:bf16 backward=SS@device:bf16\n"},
       {"hpz",
        {.precision = Dtype::kFp16},
        "param rest=SS@device:fp16 forward=RR@device:fp16 hold=RS@device:fp16 "
        "backward=RR@device:fp16 update=SS@device:fp16\n"
        "grad backward=PP@device:fp16 hold=SS@device:fp16 update=SS@device:fp16\n"
-       "optim rest=SS@device:fp32 update=SS@device:fp32\n"},
+       "optim rest=SS@device:fp32 update=SS@device:fp32\n"
+       "act forward=SS@device:fp16 hold=SS@device:fp16 backward=SS@device:fp16\n"},
       {"mics",
-       {.accumulate = true},
+       {.accumulate = true, .act_tier = Tier::kHost},
        "param rest=RS@device:fp32 forward=RR@device:fp32 hold=RS@device:fp32 "
        "backward=RR@device:fp32 update=RS@device:fp32\n"
        "grad backward=PP@device:fp32 hold=RS@device:fp32 update=RS@device:fp32\n"
-       "optim rest=RS@device:fp32 update=RS@device:fp32\n"},
+       "optim rest=RS@device:fp32 update=RS@device:fp32\n"
+       "act forward=SS@device:fp32 hold=SS@host:fp32 backward=SS@device:fp32\n"},
       {"ddp",
        {.optim_tier = Tier::kDisk, .moments = Dtype::kBf16},
        "param rest=RR@device:fp32 forward=RR@device:fp32 hold=RR@device:fp32 "
        "backward=RR@device:fp32 update=RR@device:fp32\n"
        "grad backward=PP@device:fp32 hold=PP@device:fp32 update=RR@host:fp32\n"
-       "optim rest=RR@disk:bf16 update=RR@host:bf16\n"},
+       "optim rest=RR@disk:bf16 update=RR@host:bf16\n"
+       "act forward=SS@device:fp32 hold=SS@device:fp32 backward=SS@device:fp32\n"},
   };
   for (const PresetCase& c : cases) EXPECT_EQ(preset(c.name, c.options).text(), c.text) << c.name;
 }

@@ -21,10 +21,11 @@ using Config = std::map<std::string, std::string>;
 
 // "# key = value" lines over these defaults.
 Config read_config(const std::string& text) {
-  Config config = {{"strategy", ""},    {"precision", "bf16"},  {"optim", "device"},
-                   {"param", "device"}, {"node", "2"},          {"local", "4"},
-                   {"grad", "device"},  {"tensor", "1"},        {"micro", "1"},
-                   {"section", ""},     {"prefetch_bytes", ""}, {"bucket_bytes", ""}};
+  Config config = {{"strategy", ""},       {"precision", "bf16"}, {"optim", "device"},
+                   {"param", "device"},    {"act", "device"},     {"node", "2"},
+                   {"grad", "device"},     {"local", "4"},        {"tensor", "1"},
+                   {"micro", "1"},         {"section", ""},       {"read_ahead", ""},
+                   {"prefetch_bytes", ""}, {"bucket_bytes", ""}};
   for (const std::string& line : split(text, '\n')) {
     const size_t equals = line.find('=');
     if (!line.starts_with('#') || equals == std::string::npos) continue;
@@ -63,11 +64,15 @@ Plan make_plan(const Config& config) {
                                      .accumulate = number("micro") > 1,
                                      .optim_tier = parse_tier(config.at("optim")),
                                      .param_tier = parse_tier(config.at("param")),
-                                     .grads_on_disk = config.at("grad") == "disk"});
-  const ModelDesc model = small_model(mesh);
+                                     .grads_on_disk = config.at("grad") == "disk",
+                                     .act_tier = parse_tier(config.at("act"))});
+  ModelDesc model = small_model(mesh);
+  for (size_t unit = 1; unit < model.units.size(); ++unit)
+    model.units[unit].recomputed = table.moves_activations();
   Plan plan = config.at("section").empty()
                   ? plan_step(table, model, mesh, number("micro"))
                   : plan_section(table, model, mesh, find_section(config.at("section")));
+  if (!config.at("read_ahead").empty()) plan = read_ahead(plan);
   if (!config.at("bucket_bytes").empty()) plan = fuse(plan, model, number("bucket_bytes"));
   if (!config.at("prefetch_bytes").empty()) plan = prefetch(plan, model, number("prefetch_bytes"));
   return plan;

@@ -56,7 +56,10 @@ def eager(model):
     return model
 
 
-def train(how, strategy, steps=6):
+RECOMPUTED = {"activations": {"checkpoint": "unit"}, "offload": {"activations": "host"}}
+
+
+def train(how, strategy, steps=6, overrides=None):
     import penstock  # noqa: PLC0415
 
     torch._dynamo.reset()
@@ -64,12 +67,12 @@ def train(how, strategy, steps=6):
     torch.manual_seed(0)
     model = how(Net())
     engine = penstock.initialize(
-        model, {"strategy": strategy, "optimizer": {"type": "SGD", "lr": 0.1}}
+        model, {"strategy": strategy, "optimizer": {"type": "SGD", "lr": 0.1}} | (overrides or {})
     )
     compiled, losses = [], []
     for step in range(steps):
         torch.manual_seed(step)
-        loss = engine(torch.randn(4, WIDTH))
+        loss = engine(torch.randn(64, WIDTH))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -94,6 +97,22 @@ def test_compiled(how, strategy, pools):
     expected, _ = pools(2).run(train, eager, strategy)
     losses, _ = pools(2).run(train, how, strategy)
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("how", [in_place, wrapped])
+def test_compiled_blocks_are_computed_again(how, strategy, pools):
+    expected, _ = pools(2).run(train, eager, strategy)
+    losses, _ = pools(2).run(train, how, strategy, 6, RECOMPUTED)
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_a_model_compiled_whole_has_no_blocks_to_compute_again(how, pools):
+    for failure in pools(2).attempt(train, how, "ddp", 6, RECOMPUTED):
+        assert failure.is_a("ConfigError"), failure.trace
+        assert "compile its blocks" in failure.text
+        assert "activations.checkpoint" in failure.text
 
 
 @pytest.mark.parametrize("strategy", ["zero3"])

@@ -140,6 +140,17 @@ TEST_P(Engines, TrainLikePlainTorch) {
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
+TEST(Engine, RefusesToComputeUnitsAgain) {
+  const Config config =
+      Config::parse(R"({"activations": {"checkpoint": "unit"}, "units": {"modules": ["Block"]}})");
+  try {
+    const Engine engine(build(), config, Group::threads(1, std::chrono::seconds(60))[0]);
+    FAIL();
+  } catch (const ConfigError& error) {
+    EXPECT_NE(std::string(error.what()).find("activations.checkpoint"), std::string::npos);
+  }
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hpz", "mics"}) {

@@ -1,0 +1,101 @@
+"""Activation checkpointing (arXiv:1604.06174): a unit keeps its inputs and runs again in backward.
+
+torch.utils.checkpoint does it (random numbers, autocast, early stop). Where activations are
+offloaded its saved inputs go to the engine, through saved-tensor hooks around the call: what is
+saved inside the unit never sees these.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from penstock import tree
+
+
+class _Buffers:
+    """The buffers that a forward changes (batch norm's statistics, say), as they were before it.
+
+    When the forward runs again it changes copies of these: its numbers are those of the first time,
+    and the module's own buffers change once.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._kept = [
+            (owner._buffers, name, buffer, buffer.detach().clone())
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    def keep_changed(self) -> None:
+        """After the forward. Values are compared: batch norm writes past version counters."""
+        self._kept = [
+            (place, name, buffer, before)
+            for place, name, buffer, before in self._kept
+            if place.get(name) is not buffer or not torch.equal(buffer, before)
+        ]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        now = [(place, name, place.get(name)) for place, name, _, _ in self._kept]
+        for place, name, _, before in self._kept:
+            place[name] = before.clone()
+        try:
+            yield
+        finally:
+            for place, name, buffer in now:
+                place[name] = buffer
+
+
+class Recomputed:
+    """A unit's forward, computed again in backward. `remove()` gives the module its own back."""
+
+    def __init__(self, module: torch.nn.Module, unit: int, core: Any) -> None:
+        self._module, self._unit, self._core = module, unit, core
+        self._name = "_compiled_call_impl" if tree.is_compiled_in_place(module) else "forward"
+        self._had = module.__dict__.get(self._name)  # None: the class has it
+        inner = getattr(module, self._name)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            return self._checkpoint(inner, args, kwargs)
+
+        module.__dict__[self._name] = forward
+
+    def remove(self) -> None:
+        if self._had is None:
+            del self._module.__dict__[self._name]
+        else:
+            self._module.__dict__[self._name] = self._had
+
+    def _checkpoint(
+        self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tensors, left = tree.take_out((args, kwargs))
+        first = [(args, kwargs)]  # not held any longer than the first time
+        buffers = _Buffers(self._module)
+
+        def run(*inputs: torch.Tensor) -> Any:
+            if first:
+                own_args, own_kwargs = first.pop()
+                return inner(*own_args, **own_kwargs)
+            again_args, again_kwargs = tree.put_in(inputs, left)
+            self._core.unit_again(self._unit)
+            with buffers.as_before():
+                return inner(*again_args, **again_kwargs)
+
+        with self._hooks():
+            output = checkpoint(run, *tensors, use_reentrant=False)
+        buffers.keep_changed()
+        return output
+
+    def _hooks(self) -> contextlib.AbstractContextManager[Any]:
+        if not self._core.moves_activations:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: self._core.save_input(self._unit, tensor), lambda fetch: fetch()
+        )

@@ -1,0 +1,309 @@
+#include "src/exec/activations.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock::exec {
+
+namespace {
+
+// Smaller ones stay: a block on disk, and a buffer of the arena, are not smaller.
+constexpr int64_t kSmallBytes = mem::kBlockBytes;
+// Kernels may sum in another order at another alignment: copies keep it.
+constexpr int64_t kAlignment = 64;
+
+// How a tensor lies in its storage.
+struct View {
+  std::vector<int64_t> sizes, strides;
+  at::TensorOptions options;
+  int64_t lead = 0;   // elements from the alignment to the first one
+  int64_t span = 0;   // elements from the first to the last one
+  bool dense = true;  // kept as it lies there; else its elements alone
+};
+
+View view_of(const at::Tensor& tensor) {
+  View view{tensor.sizes().vec(), tensor.strides().vec(), tensor.options().requires_grad(false)};
+  view.span = 1;
+  for (size_t dim = 0; dim < view.sizes.size(); ++dim) {
+    view.span += (view.sizes[dim] - 1) * view.strides[dim];
+  }
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  view.lead = static_cast<int64_t>(address % kAlignment) / tensor.element_size();
+  view.dense = view.span <= tensor.numel();
+  return view;
+}
+
+// What is kept of a tensor, in one dimension (a view of it where it lies dense).
+at::Tensor content_of(const at::Tensor& tensor, const View& view) {
+  return view.dense ? tensor.as_strided({view.span}, {1}, tensor.storage_offset())
+                    : tensor.contiguous().view(-1);
+}
+
+at::Tensor rebuild(const at::Tensor& content, const View& view) {
+  const at::Tensor base = at::empty({view.lead + view.span}, view.options);
+  const at::Tensor tensor = base.as_strided(view.sizes, view.strides, view.lead);
+  if (view.dense) {
+    base.narrow(0, view.lead, view.span).copy_(content);
+  } else {
+    tensor.copy_(content.view(view.sizes));
+  }
+  return tensor;
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_quantized() &&
+         !tensor.is_nested() && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_inference() &&
+         !tensor.is_meta() && !tensor.key_set().has(c10::DispatchKey::Python) && tensor.numel() > 0;
+}
+
+void check_unchanged(const at::Tensor& tensor, int64_t version, const std::string& who) {
+  if (tensor._version() == version) return;
+  throw RuntimeFault(concat("[exec::Activations] ", who,
+                            " was changed in place: its forward cannot be computed again from it. "
+                            "Let the module work on a copy, or do without activations.checkpoint"));
+}
+
+}  // namespace
+
+struct Activations::Store {
+  mem::Pool pool{c10::Device(c10::DeviceType::CPU)};
+  mem::Arena arena{pool};
+  std::shared_ptr<mem::Extents> extents;  // with the entries there, any thread's last one closes it
+};
+
+struct Activations::Entry {
+  Entry(std::shared_ptr<Store> kept, const at::Tensor& tensor, View lies)
+      : store(std::move(kept)),
+        source(tensor.tensor_data()),  // shares the version, not the graph
+        version(tensor._version()),
+        begin(tensor.const_data_ptr()),
+        dtype(tensor.scalar_type()),
+        view(std::move(lies)),
+        numel(view.dense ? view.span : tensor.numel()),
+        bytes(numel * tensor.element_size()),
+        origin(tensor.storage().getWeakStorageImpl()) {}
+  ~Entry() { let_go(); }
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+
+  // Whether `tensor`, which lies in the same storage, is part of this.
+  bool holds(const at::Tensor& tensor, const View& other) const {
+    if (version != tensor._version() || dtype != tensor.scalar_type()) return false;
+    const int64_t first = shift(tensor);
+    if (view.dense) return first >= 0 && first + other.span <= numel;
+    return first == 0 && view.sizes == other.sizes && view.strides == other.strides;
+  }
+
+  // Elements from the first one here to the tensor's.
+  int64_t shift(const at::Tensor& tensor) const {
+    const auto* const at = static_cast<const char*>(tensor.const_data_ptr());
+    return (at - static_cast<const char*>(begin)) / tensor.element_size();
+  }
+
+  void put_away(Tier tier) {
+    const at::NoGradGuard no_grad;
+    if (tier == Tier::kDisk) {
+      extents = store->extents;
+      offset = extents->take(bytes);
+    }
+    memory = store->arena.take(bytes, mem::Account::kAct);
+    content().copy_(content_of(source, view));
+    if (offset >= 0) moving = extents->disk().write(offset, memory.data(), bytes);
+    source.reset();
+  }
+
+  void bring() {
+    wanted = true;
+    if (memory || offset < 0) return;
+    memory = store->arena.take(bytes, mem::Account::kAct);
+    moving = extents->disk().read(offset, memory.data(), bytes);
+  }
+
+  // The view that begins so many elements after this.
+  at::Tensor fetch(const View& as, int64_t after) {
+    const at::NoGradGuard no_grad;
+    if (source.defined()) {
+      check_unchanged(source, version, "an input of a recomputed unit");
+      return part(content_of(source, view), as, after);
+    }
+    if (closed) {
+      throw RuntimeFault(
+          "[exec::Activations] the engine is closed: what this backward starts from is gone");
+    }
+    bring();
+    arrive();
+    at::Tensor tensor = part(content(), as, after);
+    wanted = false;
+    if (offset >= 0) memory.reset();
+    return tensor;
+  }
+
+  at::Tensor part(const at::Tensor& whole, const View& as, int64_t after) const {
+    if (!view.dense) return rebuild(whole, as);
+    const at::Tensor tensor =
+        whole.as_strided(as.sizes, as.strides, whole.storage_offset() + after);
+    return rebuild(content_of(tensor, as), as);
+  }
+
+  // The transfer in flight ends.
+  void arrive() {
+    if (offset >= 0) extents->disk().wait(std::exchange(moving, {}));
+  }
+
+  void let_go() {
+    try {
+      arrive();
+    } catch (const RuntimeFault&) {
+      // Nobody wants these bytes any more; what counts is that nothing moves them.
+    }
+    source.reset();
+    memory.reset();
+    if (offset >= 0) extents->give_back(std::exchange(offset, -1), bytes);
+    extents.reset();
+  }
+
+  at::Tensor content() const {
+    return at::from_blob(memory.data(), {numel}, at::TensorOptions(dtype));
+  }
+
+  const std::shared_ptr<Store> store;
+  at::Tensor source;  // until it is put away
+  const int64_t version;
+  const void* const begin;
+  const at::ScalarType dtype;
+  const View view;
+  const int64_t numel, bytes;  // of what is kept
+  // While it is held no other storage gets this one's address.
+  const c10::weak_intrusive_ptr<c10::StorageImpl> origin;
+  mem::Lease memory;  // where it rests, or a window while it is away from disk
+  std::shared_ptr<mem::Extents> extents;
+  int64_t offset = -1;  // on disk
+  mem::DiskTicket moving;
+  bool wanted = false;  // brought, and not fetched yet
+  bool closed = false;
+};
+
+Activations::Activations(Tier hold) : hold_(hold), store_(std::make_shared<Store>()) {}
+
+void Activations::open_disk(const mem::DiskOptions& options) {
+  store_->extents = std::make_shared<mem::Extents>(options);
+}
+
+void Activations::begin_forward() {
+  seen_.clear();
+  pending_.clear();
+}
+
+std::function<at::Tensor()> Activations::save(int unit, const at::Tensor& input) {
+  const bool is_leaf = input.requires_grad() && input.is_leaf();  // the user's, or a parameter
+  if (!is_plain(input)) return [input] { return input; };
+  if (is_leaf) {
+    return [input, version = input._version()] {
+      check_unchanged(input, version, "an input of a recomputed unit");
+      return input;
+    };
+  }
+  const at::NoGradGuard no_grad;
+  View view = view_of(input);
+  if (static_cast<int64_t>(input.nbytes()) < kSmallBytes) {
+    const at::Tensor kept = content_of(input, view).clone();
+    return [kept, view = std::move(view)] { return rebuild(kept, view); };
+  }
+  Call& seen = seen_[input.storage().unsafeGetStorageImpl()];
+  for (const std::weak_ptr<Entry>& known : seen) {
+    if (const std::shared_ptr<Entry> entry = known.lock(); entry && entry->holds(input, view)) {
+      return [entry, view = std::move(view), after = entry->shift(input)] {
+        return entry->fetch(view, after);
+      };
+    }
+  }
+  auto entry = std::make_shared<Entry>(store_, input, view);
+  seen.push_back(entry);
+  pending_[unit].push_back(entry);
+  return [entry = std::move(entry), view = std::move(view)] { return entry->fetch(view, 0); };
+}
+
+void Activations::put_away(int unit, const std::string& name) {
+  const auto pending = pending_.find(unit);
+  if (pending == pending_.end()) return;
+  const Call saved = std::move(pending->second);
+  pending_.erase(pending);
+  settle();
+  const auto gone = [](const std::weak_ptr<Entry>& entry) { return entry.expired(); };
+  std::vector<Call>& calls = calls_[unit];
+  std::erase_if(calls,
+                [&](const Call& call) { return std::all_of(call.begin(), call.end(), gone); });
+  calls.push_back(saved);
+  for (const std::weak_ptr<Entry>& one : saved) {
+    const std::shared_ptr<Entry> entry = one.lock();
+    if (!entry) continue;  // the graph did not need it
+    check_unchanged(entry->source, entry->version, concat("an input of ", name));
+    entry->put_away(hold_);
+    if (hold_ == Tier::kDisk) writing_.push_back(entry);
+  }
+}
+
+void Activations::bring(int unit) {
+  const auto found = calls_.find(unit);
+  if (found == calls_.end()) return;
+  for (auto call = found->second.rbegin(); call != found->second.rend(); ++call) {
+    bool alive = false;
+    for (const std::weak_ptr<Entry>& one : *call) {
+      const std::shared_ptr<Entry> entry = one.lock();
+      if (!entry || entry->source.defined() || entry->closed) continue;
+      entry->bring();
+      alive = true;
+    }
+    if (alive) return;
+  }
+}
+
+// Writes have ended, and their memory is let go.
+void Activations::settle() {
+  for (const std::weak_ptr<Entry>& one : std::exchange(writing_, {})) {
+    const std::shared_ptr<Entry> entry = one.lock();
+    if (!entry || entry->wanted) continue;
+    entry->arrive();
+    entry->memory.reset();
+  }
+}
+
+void Activations::close() {
+  const auto close_all = [](const Call& call) {
+    for (const std::weak_ptr<Entry>& one : call) {
+      const std::shared_ptr<Entry> entry = one.lock();
+      if (!entry) continue;
+      entry->let_go();
+      entry->closed = true;
+    }
+  };
+  for (const auto& [unit, call] : std::exchange(pending_, {})) close_all(call);
+  for (const auto& [unit, calls] : std::exchange(calls_, {})) {
+    std::for_each(calls.begin(), calls.end(), close_all);
+  }
+  writing_.clear();
+  seen_.clear();
+  store_->arena.trim();
+  store_->extents.reset();
+}
+
+int64_t Activations::peak_bytes() const { return store_->arena.usage().total_peak; }
+
+int64_t Activations::disk_bytes() const {
+  return store_->extents ? store_->extents->disk().reserved() : 0;
+}
+
+int64_t Activations::live_bytes() const {
+  return store_->arena.usage().total_now + (store_->extents ? store_->extents->bytes_in_use() : 0);
+}
+
+}  // namespace penstock::exec
