@@ -76,11 +76,12 @@ int64_t Disk::reserve(int64_t bytes) {
 void Disk::allocate() {
   const auto num_files = static_cast<int64_t>(files_.size());
   const int64_t round = options_.stripe_bytes * num_files;
-  const int64_t bytes = (reserved_ + round - 1) / round * options_.stripe_bytes;
+  const int64_t end = (reserved_ + round - 1) / round * options_.stripe_bytes;
+  const int64_t bytes = end - allocated_;
   for (const File& file : files_) {
     int error = 0;
     do {
-      error = bytes == 0 || fallocate(file.descriptor, 0, 0, bytes) == 0 ? 0 : errno;
+      error = bytes == 0 || fallocate(file.descriptor, 0, allocated_, bytes) == 0 ? 0 : errno;
     } while (error == EINTR);
     struct statvfs system{};
     fstatvfs(file.descriptor, &system);
@@ -88,10 +89,11 @@ void Disk::allocate() {
     if (error == EOPNOTSUPP || error == ENOSYS) error = free < bytes ? ENOSPC : 0;
     if (error == 0) continue;
     throw RuntimeFault(concat("[mem::Disk] \"", file.path, "\" cannot hold a swap file of ",
-                              format_bytes(static_cast<double>(bytes)), " (",
+                              format_bytes(static_cast<double>(end)), " (",
                               format_bytes(static_cast<double>(free)),
                               " free): ", system_text(error)));
   }
+  allocated_ = end;
 }
 
 std::string Disk::request_text(bool write, const File& file, int64_t offset, int64_t bytes) const {

@@ -39,9 +39,10 @@ class Disk {
   explicit Disk(const DiskOptions& options);
   ~Disk();
 
-  // An extent's offset. All reserve() come before allocate(), all I/O after it.
+  // An extent's offset; its I/O comes after the allocate() that follows.
   int64_t reserve(int64_t bytes);
-  // Throws RuntimeFault with path, bytes needed and bytes free when a disk is too full.
+  // Claims what was reserved since the last time. Throws RuntimeFault with path, bytes needed and
+  // bytes free when a disk is too full.
   void allocate();
 
   // `data` is kBlockBytes-aligned and has room for block_padded(bytes).
@@ -67,6 +68,7 @@ class Disk {
   const DiskOptions options_;
   std::vector<File> files_;
   int64_t reserved_ = 0;
+  int64_t allocated_ = 0;  // of each file
   mutable std::mutex mutex_;
   int64_t bytes_read_ = 0, bytes_written_ = 0;  // guarded by mutex_
   std::map<int64_t, uint64_t> sums_;            // guarded by mutex_; of what is at an offset
