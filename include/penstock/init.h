@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <string>
 
 #include "penstock/export.h"
 #include "penstock/group.h"
@@ -11,10 +12,13 @@ namespace penstock {
 
 // A *hollow* tensor has a shape, a dtype and a storage without memory; every rank keeps an equal
 // part of its values here. Reading it elsewhere raises an error that says so. All ranks make the
-// same calls in the same order, from one thread. Peak memory: the parts and one whole tensor.
+// same calls in the same order, from one thread. Peak memory: the parts, unless on disk, and one
+// whole tensor with its part.
 class PENSTOCK_API ShardedInit {
  public:
-  explicit ShardedInit(std::shared_ptr<Group> group);
+  // The parts are in memory or, with `path` (folders, ':' between them), in an unlinked file of
+  // this rank. Throws ConfigError for a folder that takes no files.
+  explicit ShardedInit(std::shared_ptr<Group> group, const std::string& path = "");
   ~ShardedInit();
 
   // `tensor`, dense on the CPU, becomes hollow; this rank keeps its part of the values it had.
@@ -32,7 +36,7 @@ class PENSTOCK_API ShardedInit {
   // [all ranks] Rank 0's bytes everywhere.
   void broadcast(const at::Tensor& bytes) const;
 
-  bool empty() const;  // nothing is hollow any more
+  bool empty() const;  // nothing that is still in use is hollow
 
  private:
   struct State;

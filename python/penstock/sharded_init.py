@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import ranks
-from penstock._native import _penstock
+from penstock._native import ConfigError, _penstock
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,7 +30,7 @@ _OVERWRITES = {
 }
 
 # One for the process while any parameter built under init() waits for its engine.
-_shared: list[tuple[Any, ranks.Ranks]] = []
+_shared: list[tuple[Any, ranks.Ranks, str]] = []
 
 
 def waiting() -> Any:
@@ -40,7 +41,7 @@ def waiting() -> Any:
 def let_go(at_exit: bool = False) -> None:
     """Ends the ranks' group of `init()` once nothing waits any more."""
     if _shared and (at_exit or _shared[0][0].empty):
-        own_ranks = _shared.pop()[1]
+        _, own_ranks, _ = _shared.pop()
         own_ranks.group.close()
         own_ranks.close()
 
@@ -114,7 +115,7 @@ def _same_generator(held: Any) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def init(timeout_s: float = 600.0) -> Iterator[None]:
+def init(timeout_s: float = 600.0, path: str | os.PathLike[str] = "") -> Iterator[None]:
     """Parameters of modules built (or loaded) in this context are sharded as they are made.
 
     Each rank keeps an equal part of every parameter, so at most its share of the model and one
@@ -127,14 +128,25 @@ def init(timeout_s: float = 600.0) -> Iterator[None]:
 
     Args:
         timeout_s: of every wait on a peer, in seconds.
+        path: folders (`:` between them) for an unlinked file with this rank's parts, in place of
+            memory.
 
     Raises:
-        RuntimeFault: a peer that is gone, or that built something else.
+        RuntimeFault: a peer that is gone, or that built something else; a disk that is too full.
+        ConfigError: a folder that takes no files, or another than an earlier context's whose
+            parameters still wait for their engine.
     """
+    place = os.fspath(path)
     if not _shared:
         own_ranks = ranks.Ranks(timeout_s)
-        _shared.append((_penstock.ShardedInit(own_ranks.group), own_ranks))
-    held = _shared[0][0]
+        held = _penstock.ShardedInit(own_ranks.group, place)
+        _shared.append((held, own_ranks, place))
+    held, _, first = _shared[0]
+    if place and place != first:
+        raise ConfigError(
+            f'[front::init] path "{place}": parameters that wait for their engine are in '
+            f'"{first or "memory"}", and all go to one place; initialize() their model first'
+        )
     own = _same_generator(held)
 
     def registered(_module: Any, _name: str, param: torch.nn.Parameter | None) -> None:

@@ -9,7 +9,8 @@ namespace penstock::python {
 void bind_init(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<ShardedInit, std::shared_ptr<ShardedInit>>(module, "ShardedInit")
-      .def(py::init<std::shared_ptr<Group>>(), py::arg("group"))
+      .def(py::init<std::shared_ptr<Group>, const std::string&>(), py::arg("group"),
+           py::arg("path") = "")
       .def("hollow", &ShardedInit::hollow)
       .def("holds", &ShardedInit::holds)
       .def("whole", &ShardedInit::whole, NoGil())

@@ -11,8 +11,8 @@
 #include "src/base/text.h"
 #include "src/comm/channel.h"
 #include "src/engine/adopt.h"
+#include "src/exec/stored.h"
 #include "src/exec/torch_compat.h"
-#include "src/mem/arena.h"
 
 namespace penstock {
 
@@ -23,10 +23,12 @@ constexpr const char* kGuard =
     "it is in pieces over the ranks. Read or load it inside `with penstock.init():`.";
 
 struct Part {
-  c10::intrusive_ptr<c10::StorageImpl> storage;  // of the hollow tensor, so that its key is unique
+  // Of the hollow tensor: its key stays unique. Weak, as Python's storage objects hold references
+  // that end with the last but theirs.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
-  at::Tensor bytes;  // this rank's
+  exec::Stored own;  // this rank's bytes
 };
 
 c10::StorageImpl* storage_of(const at::Tensor& tensor) {
@@ -39,11 +41,21 @@ struct ShardedInit::State {
   std::shared_ptr<Group> group;
   comm::Channel channel;
   comm::Members members;
+  mem::Tiers tiers;
+  exec::DiskTraffic traffic;
   std::unordered_map<const c10::StorageImpl*, Part> parts;
 
-  explicit State(std::shared_ptr<Group> ranks)
-      : group(std::move(ranks)), channel(*group, "init"), members{{}, group->rank()} {
+  State(std::shared_ptr<Group> ranks, const std::string& path)
+      : group(std::move(ranks)),
+        channel(*group, "init"),
+        members{{}, group->rank()},
+        tiers(c10::Device(c10::DeviceType::CPU)),
+        traffic(tiers) {
     for (int rank = 0; rank < group->size(); ++rank) members.ranks.push_back(rank);
+    if (path.empty()) return;
+    mem::DiskOptions options;
+    options.paths = split(path, ':');
+    tiers.disk.emplace(options);
   }
 
   int64_t part_bytes(const Part& part) const {
@@ -58,30 +70,41 @@ struct ShardedInit::State {
     return at::empty({padded}, at::TensorOptions(part.dtype)).narrow(0, 0, part.numel);
   }
 
-  const Part& of(const at::Tensor& tensor) const {
+  // Tensors that the model let go of since.
+  void forget_dropped() {
+    traffic.settle();
+    std::erase_if(parts, [](const auto& one) { return one.second.storage.expired(); });
+  }
+
+  Part& of(const at::Tensor& tensor) {
     const auto found = parts.find(storage_of(tensor));
     PENSTOCK_ASSERT(found != parts.end(), "[engine::ShardedInit] the tensor is not hollow");
     return found->second;
   }
 };
 
-ShardedInit::ShardedInit(std::shared_ptr<Group> group)
-    : state_(std::make_unique<State>(std::move(group))) {}
+ShardedInit::ShardedInit(std::shared_ptr<Group> group, const std::string& path)
+    : state_(std::make_unique<State>(std::move(group), path)) {}
 
 ShardedInit::~ShardedInit() = default;
 
 void ShardedInit::hollow(const at::Tensor& tensor) {
-  // Tensors that the model let go of since.
-  std::erase_if(state_->parts, [](const auto& one) { return one.second.storage.use_count() == 1; });
+  state_->forget_dropped();
   const at::Tensor values = tensor.detach().reshape({-1}).contiguous();
   engine::own_storage(tensor, exec::dtype_of(tensor.scalar_type()));
   c10::StorageImpl* storage = storage_of(tensor);
   exec::set_guard(*storage, kGuard);
+  using Strong = c10::intrusive_ptr<c10::StorageImpl>;
   Part part;
-  part.storage = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
+  part.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(Strong::reclaim_copy(storage));
   part.dtype = tensor.scalar_type();
   part.numel = tensor.numel();
-  part.bytes = at::empty({state_->part_bytes(part)}, at::TensorOptions(at::kByte));
+  part.own.bytes = state_->part_bytes(part);
+  part.own.tier = state_->tiers.disk ? Tier::kDisk : Tier::kHost;
+  if (part.own.on_disk()) {
+    part.own.offset = state_->tiers.disk->reserve(part.own.bytes);
+    state_->tiers.disk->allocate();
+  }
   state_->parts.emplace(storage, std::move(part));
   keep(tensor, values);
 }
@@ -95,28 +118,36 @@ at::Tensor ShardedInit::scratch(const at::Tensor& tensor) const {
 }
 
 at::Tensor ShardedInit::whole(const at::Tensor& tensor) const {
-  const Part& part = state_->of(tensor);
+  Part& part = state_->of(tensor);
   const at::Tensor values = state_->scratch(part);
-  const int64_t bytes = part.bytes.numel();
+  const int64_t bytes = part.own.bytes;
   auto* full = static_cast<char*>(values.data_ptr());
-  std::memcpy(full + state_->members.index * bytes, part.bytes.const_data_ptr(), bytes);
+  state_->traffic.fetch(part.own, mem::Account::kParam);
+  state_->traffic.wait_read(part.own);
+  std::memcpy(full + state_->members.index * bytes, part.own.data(), bytes);
+  state_->traffic.let_go(part.own);
   state_->channel.all_gather("init", state_->members, {{full, bytes}});
   return values;
 }
 
 void ShardedInit::keep(const at::Tensor& tensor, const at::Tensor& values) {
-  const Part& part = state_->of(tensor);
+  Part& part = state_->of(tensor);
   const auto bytes = part.numel * static_cast<int64_t>(c10::elementSize(part.dtype));
   mem::trim_heap(bytes);
-  const int64_t begin = std::min(bytes, state_->members.index * part.bytes.numel());
-  const int64_t end = std::min(bytes, begin + part.bytes.numel());
+  const int64_t begin = std::min(bytes, state_->members.index * part.own.bytes);
+  const int64_t end = std::min(bytes, begin + part.own.bytes);
   const auto* from = static_cast<const char*>(values.const_data_ptr());
-  std::memcpy(part.bytes.data_ptr(), from + begin, end - begin);
+  state_->traffic.settle();
+  state_->traffic.make_room(part.own, mem::Account::kParam);
+  std::memcpy(part.own.data(), from + begin, end - begin);
+  state_->traffic.put_back(part.own);
 }
 
 at::Tensor ShardedInit::take(const at::Tensor& tensor) {
   at::Tensor values = whole(tensor).view(tensor.sizes());
+  state_->traffic.settle();
   state_->parts.erase(storage_of(tensor));
+  state_->tiers.host.trim();
   return values;
 }
 
@@ -125,6 +156,9 @@ void ShardedInit::broadcast(const at::Tensor& bytes) const {
                             static_cast<int64_t>(bytes.nbytes()));
 }
 
-bool ShardedInit::empty() const { return state_->parts.empty(); }
+bool ShardedInit::empty() const {
+  state_->forget_dropped();
+  return state_->parts.empty();
+}
 
 }  // namespace penstock

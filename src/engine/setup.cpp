@@ -315,6 +315,7 @@ void Core::State::adopt_flat(exec::Flat& flat, const std::string& label, const M
   }
   for (exec::Stored* copy : flat.optimizer_state()) {
     if (!copy->exists()) continue;
+    traffic.settle();  // one of them in memory, beside the full values
     traffic.make_room(*copy, mem::Account::kOptim);
     if (copy == &flat.master) {
       std::memcpy(copy->data(), part(table.at(Role::kOptim, Phase::kUpdate)), copy->bytes);

@@ -41,7 +41,8 @@ class Disk {
 
   // An extent's offset. I/O on it comes after an allocate(), which may be called again for more.
   int64_t reserve(int64_t bytes);
-  // Throws RuntimeFault with path, bytes needed and bytes free when a disk is too full.
+  // Claims what was reserved since the last time. Throws RuntimeFault with path, bytes needed and
+  // bytes free when a disk is too full.
   void allocate();
 
   // `data` is kBlockBytes-aligned and has room for block_padded(bytes). It stays until done().

@@ -21,8 +21,8 @@ class SwapFile {
   SwapFile& operator=(SwapFile&&) = delete;
   ~SwapFile();
 
-  // Claims the space from offset `from` to `to`. Throws RuntimeFault with folder, bytes needed and bytes free when the disk is
-  // too full.
+  // Claims the space from offset `from` to `to`. Throws RuntimeFault with folder, bytes needed and
+  // bytes free when the disk is too full.
   void claim(int64_t from, int64_t to) const;
 
   const std::string& folder() const { return folder_; }

@@ -55,14 +55,14 @@ def same(ours, theirs):
         assert value.equal(theirs[name]), name
 
 
-def build_and_compare(strategy, precision):
+def build_and_compare(strategy, precision, path=""):
     import penstock  # noqa: PLC0415
 
     torch.manual_seed(3)
     plain = Net().state_dict()
     after_plain = torch.get_rng_state()
     torch.manual_seed(3)
-    with penstock.init():
+    with penstock.init(path=path):
         model = Net()
     assert torch.get_rng_state().equal(after_plain), "the random stream went another way"
     assert all(p.shape == plain[n].shape for n, p in model.named_parameters())
@@ -88,6 +88,26 @@ def test_values_are_those_of_a_plain_build(strategy, world, pools):
 
 def test_in_bf16(pools):
     pools(2).run(build_and_compare, "zero3", "bf16")
+
+
+def test_on_disk(pools, tmp_path):
+    pools(2).run(build_and_compare, "zero3", "fp32", str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def another_path(path):
+    import penstock  # noqa: PLC0415
+
+    with penstock.init():
+        model = nn.Linear(4, 4)
+    with pytest.raises(penstock.ConfigError, match=r'"memory", and all go to one place'):
+        with penstock.init(path=path):
+            pass
+    penstock.initialize(model).close()
+
+
+def test_a_path_is_never_ignored(pools, tmp_path):
+    pools(2).run(another_path, str(tmp_path))
 
 
 def ranks_seeded_apart():
@@ -171,3 +191,34 @@ def test_memory_is_the_share_and_a_unit(pools):
         # The share, the parameter that is being made with its own copy, and some slack.
         assert built < share + 3 * unit + 4096, f"{built} KiB for a share of {share}"
         assert adopted < share + 4 * unit + 8192, f"{adopted} KiB for a share of {share}"
+
+
+def build_on_disk(layers, width, path):
+    import penstock  # noqa: PLC0415
+
+    with penstock.init(path=path):
+        nn.Linear(8, 8)
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = peak_kib()
+    with penstock.init(path=path):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    built = peak_kib() - before
+    config = {
+        "offload": {"optimizer": "disk", "params": "disk", "path": path},
+        "units": {"max_bytes": width * width * 4},
+    }
+    engine = penstock.initialize(model, config)
+    adopted = peak_kib() - before
+    assert engine.ledger()["measured"]["disk"] >= 12 * layers * width * width // 2
+    return built, adopted
+
+
+def test_memory_is_a_unit_where_all_is_on_disk(pools, tmp_path):
+    layers, width = 48, 1024  # 192 MiB in fp32, and 576 MiB with AdamW's state
+    unit = width * width * 4 // 1024
+    for built, adopted in pools(2).run(build_on_disk, layers, width, str(tmp_path)):
+        assert built < 4 * unit + 8192, f"{built} KiB for a parameter of {unit}"
+        assert adopted < 5 * unit + 8192, f"{adopted} KiB for a unit of {unit}"
+    assert not list(tmp_path.iterdir())
