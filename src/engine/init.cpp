@@ -49,7 +49,6 @@ struct ShardedInit::State {
       : group(std::move(ranks)),
         channel(*group, "init"),
         members{{}, group->rank()},
-        tiers(c10::Device(c10::DeviceType::CPU)),
         traffic(tiers) {
     for (int rank = 0; rank < group->size(); ++rank) members.ranks.push_back(rank);
     if (path.empty()) return;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pathlib
 
 import pytest
+import torch.distributed as dist
 import training
 import zoo
 from training import Case
