@@ -136,6 +136,11 @@ void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   unused_bytes_ += bytes;
 }
 
+void Pool::forget(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  in_use_ -= bytes;
+}
+
 void Pool::evict(int64_t room) {
   const int64_t in_use = in_use_ + room;
   const int64_t most = std::max(most_in_use_, in_use);
@@ -195,6 +200,7 @@ void Arena::give_back(Lease& lease) {
   if (std::any_of(kept_.begin(), kept_.end(), [&](const char* address) {
         return address >= data && address < data + lease.bytes_;
       })) {
+    pool_.forget(lease.bytes_);
     return keep_for_good(std::move(lease.data_));
   }
   pool_.give_back(std::move(lease.data_), lease.bytes_);

@@ -45,6 +45,7 @@ class Pool {
   // Contents are undefined. Throws RuntimeFault with the bytes asked for, in use and allowed.
   c10::DataPtr take(int64_t bytes);
   void give_back(c10::DataPtr data, int64_t bytes);
+  void forget(int64_t bytes);  // what was taken and never comes back
   int64_t held() const;
   void reset_peak();
   void trim();  // returns unused buffers to the system
