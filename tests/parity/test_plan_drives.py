@@ -40,7 +40,7 @@ def train_without(case: Case, section: str, pattern: str | None) -> tuple[Run, l
 
     model = models.build(case.model)
     # Every unit's move is a line of its own.
-    config = case.config() | {"comm": {"timeout_s": 5, "bucket_bytes": 0}}
+    config = case.config() | {"comm": {"timeout_s": 8, "bucket_bytes": 0}}
     engine = penstock.initialize(model, config)
     run, removed = Run(), []
     try:

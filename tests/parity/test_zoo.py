@@ -33,7 +33,7 @@ def test_ranks_of_different_order_train_where_parameters_stay(strategy, model, p
 
 
 def train_impatiently(case: Case) -> None:
-    training.train(case, comm={"timeout_s": 3})
+    training.train(case, comm={"timeout_s": 8})
 
 
 @pytest.mark.parametrize("model", ORDERS)

@@ -15,7 +15,7 @@ from training import Case
 
 every_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 # Ranks that disagree wait for each other: short, so that the test is.
-SHORT = {"comm": {"timeout_s": 6}}
+SHORT = {"comm": {"timeout_s": 20}}
 
 
 def initialize(model, config=None, **others):
