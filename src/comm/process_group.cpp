@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -12,6 +13,10 @@
 
 namespace penstock {
 namespace {
+
+// The first exchange waits longer: until then ranks arrive at their own pace, each with its imports
+// and connections.
+constexpr std::chrono::milliseconds kArrival = std::chrono::seconds(60);
 
 class ProcessGroupGroup final : public Group {
  public:
@@ -42,7 +47,9 @@ class ProcessGroupGroup final : public Group {
       std::vector<at::Tensor> tensors{wrap(piece)};
       works.push_back(backend_->send(tensors, piece.peer, static_cast<int>(tag)));
     }
-    for (const auto& work : works) work->wait(timeout_);
+    const bool first = !met_.exchange(true);
+    const auto limit = first ? std::max(timeout_, kArrival) : timeout_;
+    for (const auto& work : works) work->wait(limit);
   }
 
   void set_position(const std::string& text) override { roll_call_->set_position(text); }
@@ -62,6 +69,7 @@ class ProcessGroupGroup final : public Group {
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::chrono::milliseconds timeout_{};
+  std::atomic<bool> met_ = false;
   std::optional<comm::RollCall> roll_call_;
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import models
 import pytest
@@ -215,6 +216,29 @@ def test_training_goes_on_after_nan(pools):
         optimizer.step()
     for name, tensor in model.state_dict().items():
         assert torch.allclose(weights[name], tensor, rtol=1e-5, atol=1e-5), name
+
+
+def arrive_late():
+    """Rank 1 stands still between making its connections and using them."""
+    import penstock  # noqa: PLC0415
+
+    made = penstock.ranks.Ranks.__init__
+
+    def dawdle(self, timeout_s):
+        made(self, timeout_s)
+        time.sleep(4.0 if dist.get_rank() == 1 else 0.0)
+
+    penstock.ranks.Ranks.__init__ = dawdle
+    try:
+        config = Case("zero3").config() | {"comm": {"timeout_s": 2}}
+        initialize(models.build("gpt"), config).close()
+    finally:
+        penstock.ranks.Ranks.__init__ = made
+    return "met"
+
+
+def test_initialize_waits_for_ranks_that_arrive_late(pools):
+    assert pools(2).run(arrive_late) == ["met", "met"]
 
 
 def other_model(kind):
