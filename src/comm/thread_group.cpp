@@ -89,7 +89,7 @@ class ThreadGroup final : public Group {
       throw std::runtime_error(concat("rank ", piece.peer, " sent ", letter.size(), " bytes where ",
                                       piece.bytes, " were expected"));
     }
-    std::memcpy(piece.data, letter.data(), letter.size());
+    if (!letter.empty()) std::memcpy(piece.data, letter.data(), letter.size());
     found->second.erase(found->second.begin());
     if (found->second.empty()) letters.erase(found);
   }
