@@ -2,10 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <cmath>
-#include <initializer_list>
-#include <limits>
 #include <map>
 #include <optional>
 #include <set>
