@@ -72,6 +72,7 @@ struct OffloadConfig {
   // optimizer and params also "auto", until the engine has chosen (src/engine/choice.h)
   std::string gradients = "none";  // "none" (where the optimizer works) "disk"
   std::string path;
+  int64_t window_bytes = 192LL << 20;  // of memory, through which optimizer state on disk streams
   bool late_update = false;  // step() returns once the norm is known; updates end before each use
   bool checksums = false;    // what is read from disk is compared with what was written
   double timeout_s = 60.0;   // every wait for the disk, while no request ends

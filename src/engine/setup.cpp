@@ -15,7 +15,6 @@
 #include "src/engine/strategy.h"
 #include "src/engine/units.h"
 #include "src/optim/kernels.h"
-#include "src/plan/passes.h"
 
 namespace penstock {
 
@@ -54,7 +53,6 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   model = engine::describe(units);
   engine::assume_order(model, split.tree, specs);
   engine::mark_recomputed(config, model);
-  assumed = model;
   const Room room = agree_at_start(tree, engine::fingerprint(units));
   choose_tiers(room, external_optimizer);
   set_budgets(room, external_optimizer);
@@ -65,6 +63,8 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                "strategy \"",
                config.strategy, "\" has not: allowed with zero3, hpz, mics"));
   }
+  engine::mark_streamed(config, table.on(mesh), model);
+  assumed = model;
   executor.emplace(table, mesh, *group, tiers, std::move(units));
   driver.emplace(*executor);
   moves_params = executor->moves_params();
@@ -264,27 +264,53 @@ void Core::State::claim_copies(bool external_optimizer) {
   }
   check_moments(external_optimizer);
   const int num_moments = external_optimizer ? 0 : engine::num_moments(config);
-  const auto claim = [&](exec::Stored& copy, const Placement& place, int64_t bytes) {
-    copy.bytes = bytes;
-    copy.tier = place.tier;
-    if (copy.on_disk()) copy.offset = tiers.disk->reserve(bytes);
-  };
-  for (exec::UnitState& unit : executor->units()) {
-    for (exec::Flat& flat : unit.flats) {
-      claim(flat.rest, rest, flat.numel / num_shards(rest, mesh) * flat.element_bytes());
+  for (size_t u = 0; u < executor->units().size(); ++u) {
+    for (exec::Flat& flat : executor->units()[u].flats) {
+      flat.rest = claim(rest, flat.numel / num_shards(rest, mesh) * flat.element_bytes());
       if (!flat.trainable) continue;
-      const int64_t numel = flat.numel / num_shards(optim, mesh);
-      const int64_t bytes = numel * dtype_bytes(optim.dtype);
-      if (table.has_master(flat.dtype)) claim(flat.master, optim, numel * 4);
       if (held.tier == Tier::kDisk) {
-        claim(flat.reduced, held,
-              flat.numel / num_shards(held, mesh) * dtype_bytes(table.dtype_in(held, flat.dtype)));
+        flat.reduced = claim(held, flat.numel / num_shards(held, mesh) *
+                                       dtype_bytes(table.dtype_in(held, flat.dtype)));
       }
-      if (num_moments > 0) claim(flat.exp_avg, optim, bytes);
-      if (num_moments > 1) claim(flat.exp_avg_sq, optim, bytes);
+      claim_chunks(flat, model.units[u].num_chunks, num_moments);
     }
   }
   if (on_disk) tiers.disk->allocate();
+}
+
+exec::Stored Core::State::claim(const Placement& place, int64_t bytes) {
+  exec::Stored copy;
+  copy.bytes = bytes;
+  copy.tier = place.tier;
+  if (copy.on_disk()) copy.offset = tiers.disk->reserve(bytes);
+  return copy;
+}
+
+void Core::State::claim_chunks(exec::Flat& flat, int count, int num_moments) {
+  const Table& table = executor->table();
+  const Placement& optim = table.at(Role::kOptim, Phase::kRest);
+  const int64_t owned = flat.numel / num_shards(optim, executor->mesh());
+  const auto part_of = [](const exec::Stored& whole, int64_t owned, int64_t begin, int64_t numel) {
+    exec::Stored part;
+    if (!whole.on_disk()) return part;
+    part.tier = whole.tier;
+    part.bytes = whole.bytes / owned * numel;
+    part.offset = whole.offset + whole.bytes / owned * begin;
+    return part;
+  };
+  for (int index = 0; index < count; ++index) {
+    const auto [begin, end] = range_of({index, count}, owned);
+    exec::ChunkState chunk;
+    chunk.begin = begin;
+    chunk.numel = end - begin;
+    const int64_t bytes = chunk.numel * dtype_bytes(optim.dtype);
+    if (table.has_master(flat.dtype)) chunk.master = claim(optim, chunk.numel * 4);
+    if (num_moments > 0) chunk.exp_avg = claim(optim, bytes);
+    if (num_moments > 1) chunk.exp_avg_sq = claim(optim, bytes);
+    chunk.param = part_of(flat.rest, owned, begin, chunk.numel);
+    chunk.gradient = part_of(flat.reduced, owned, begin, chunk.numel);
+    flat.chunks.push_back(std::move(chunk));
+  }
 }
 
 // Rank 0's values become the resting copy, the master shard and the parameter's window.
@@ -313,16 +339,19 @@ void Core::State::adopt_flat(exec::Flat& flat, const std::string& label, const M
   } else {
     flat.attach(flat.rest.data());
   }
-  for (exec::Stored* copy : flat.optimizer_state()) {
-    if (!copy->exists()) continue;
-    traffic.settle();  // one of them in memory, beside the full values
-    traffic.make_room(*copy, mem::Account::kOptim);
-    if (copy == &flat.master) {
-      std::memcpy(copy->data(), part(table.at(Role::kOptim, Phase::kUpdate)), copy->bytes);
-    } else {
-      std::memset(copy->data(), 0, copy->bytes);
+  for (exec::ChunkState& chunk : flat.chunks) {
+    for (exec::Stored* copy : chunk.optimizer_state()) {
+      if (!copy->exists()) continue;
+      traffic.settle();  // one of them in memory, beside the full values
+      traffic.make_room(*copy, mem::Account::kOptim);
+      if (copy == &chunk.master) {
+        const float* own = part(table.at(Role::kOptim, Phase::kUpdate));
+        std::memcpy(copy->data(), own + chunk.begin, copy->bytes);
+      } else {
+        std::memset(copy->data(), 0, copy->bytes);
+      }
+      traffic.put_back(*copy);
     }
-    traffic.put_back(*copy);
   }
   traffic.settle();
 }
@@ -349,8 +378,7 @@ void Core::State::install_hooks() {
 void Core::State::make_plans() {
   for (const Section section : engine::kSections) {
     const Plan plan = plan_section(executor->table(), model, executor->mesh(), section);
-    driver->set_plan(section, fuse(prefetch(read_ahead(plan), model, config.prefetch_bytes), model,
-                                   config.comm.bucket_bytes));
+    driver->set_plan(section, engine::with_passes(plan, model, config));
   }
 }
 

@@ -35,6 +35,8 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   void adopt(const ModelTree& tree, bool external_optimizer);
   void claim_on_all_ranks(bool external_optimizer);
   void claim_copies(bool external_optimizer);
+  exec::Stored claim(const Placement& place, int64_t bytes);
+  void claim_chunks(exec::Flat& flat, int count, int num_moments);
   void check_moments(bool external_optimizer) const;
   void adopt_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree);
   at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree);

@@ -1,5 +1,7 @@
 #include "src/engine/strategy.h"
 
+#include <algorithm>
+
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/plan/passes.h"
@@ -86,19 +88,47 @@ void mark_recomputed(const Config& config, ModelDesc& model) {
   }
 }
 
+void mark_streamed(const Config& config, const Table& table, ModelDesc& model) {
+  // One chunk is read while another is updated and a third is written.
+  const int64_t most = std::max<int64_t>(1, config.offload.window_bytes / 3);
+  const Placement& optim = table.at(Role::kOptim, Phase::kRest);
+  const Placement& held = table.at(Role::kGrad, Phase::kHold);
+  const bool params_too = table.at(Role::kParam, Phase::kRest).tier == Tier::kDisk;
+  const int num_shards = penstock::num_shards(optim, mesh_of(config));
+  for (UnitDesc& unit : model.units) {
+    int64_t bytes = 0, largest = 0;
+    for (const FlatDesc& flat : unit.flats) {
+      if (!flat.trainable) continue;
+      int64_t of_element = 4 + num_moments(config) * dtype_bytes(optim.dtype);
+      if (held.tier == Tier::kDisk) of_element += dtype_bytes(table.dtype_in(held, flat.dtype));
+      if (params_too) of_element += dtype_bytes(flat.dtype);
+      bytes += flat.numel / num_shards * of_element;
+      largest = std::max(largest, flat.numel / num_shards);
+    }
+    const int64_t grains = (largest + kChunkGrain - 1) / kChunkGrain;
+    const int64_t chunks =
+        std::clamp<int64_t>((bytes + most - 1) / most, 1, std::max<int64_t>(1, grains));
+    unit.num_chunks = optim.tier == Tier::kDisk ? static_cast<int>(chunks) : 1;
+  }
+}
+
+Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config) {
+  return fuse(prefetch(read_ahead(plan), model, config.prefetch_bytes), model,
+              config.comm.bucket_bytes);
+}
+
 int num_moments(const Config& config) {
   const OptimizerConfig optimizer = config.optimizer.value_or(OptimizerConfig{});
   if (optimizer.type == "SGD") return optimizer.momentum != 0.0 ? 1 : 0;
   return optimizer.type == "Lion" || optimizer.type == "Adagrad" ? 1 : 2;
 }
 
-Ledger predict(const Config& config, const ModelDesc& model) {
+Ledger predict(const Config& config, ModelDesc model) {
   const Mesh mesh = mesh_of(config);
   const Table table = table_of(config, model).on(mesh);
+  mark_streamed(config, table, model);
   const Plan plan = plan_step(table, model, mesh, static_cast<int>(config.batch.accumulate));
-  const Plan passed = fuse(prefetch(read_ahead(plan), model, config.prefetch_bytes), model,
-                           config.comm.bucket_bytes);
-  return simulate(passed, table, model, mesh, num_moments(config));
+  return simulate(with_passes(plan, model, config), table, model, mesh, num_moments(config));
 }
 
 }  // namespace penstock::engine

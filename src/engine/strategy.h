@@ -22,6 +22,11 @@ Mesh mesh_of(const Config& config);  // after resolve()
 // Which units are computed again in backward. Throws ConfigError when there is no unit that can be.
 void mark_recomputed(const Config& config, ModelDesc& model);
 
+// In how many chunks each unit's optimizer state passes through memory. `table` as on the mesh.
+void mark_streamed(const Config& config, const Table& table, ModelDesc& model);
+// The passes that the config asks for.
+Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config);
+
 // The strategy's preset with the config's own cells, at the precision of the narrowest parameters
 // that train (the others keep their dtype, see Table::dtype_in).
 Table table_of(const Config& config, const ModelDesc& model);
@@ -33,6 +38,6 @@ Config adapted(Config config, const std::string& strategy, const std::string& op
 int num_moments(const Config& config);  // per parameter, beside the master
 
 // What one training step of this strategy takes.
-Ledger predict(const Config& config, const ModelDesc& model);
+Ledger predict(const Config& config, ModelDesc model);
 
 }  // namespace penstock::engine

@@ -17,12 +17,16 @@ std::vector<PlannedStep> prepare(const Plan& plan, const std::vector<UnitState>&
     for (const int unit : step.units) names.push_back(units.at(unit).name);
     prepared.push_back({step, concat(step.text(), " (", join(names, ", "), ")"), false});
   }
-  for (size_t i = 0; i + 1 < prepared.size(); ++i) {
-    const Step& next = plan.steps[i + 1];
-    if (plan.steps[i].op != Op::kUpdate || next.op != Op::kPublish) continue;
-    for (const Move& move : next.moves) {
-      const bool writes = move.kind == MoveKind::kCast || move.kind == MoveKind::kCopy;
-      prepared[i].write_back |= writes && next.units == plan.steps[i].units;
+  for (size_t i = 0; i < prepared.size(); ++i) {
+    if (plan.steps[i].op != Op::kUpdate) continue;
+    const auto next =
+        std::find_if(plan.steps.begin() + static_cast<std::ptrdiff_t>(i), plan.steps.end(),
+                     [&](const Step& step) {
+                       return step.op == Op::kPublish && step.units == plan.steps[i].units;
+                     });
+    if (next == plan.steps.end()) continue;
+    for (const Move& move : next->moves) {
+      prepared[i].write_back |= move.kind == MoveKind::kCast || move.kind == MoveKind::kCopy;
     }
   }
   return prepared;
@@ -73,9 +77,10 @@ void Executor::run(const PlannedStep& planned) {
     case Op::kNorm:
       return norm(planned.text);
     case Op::kUpdate:
-      return on_update_lane(step.units, [this, units = step.units, back = planned.write_back] {
-        for (const int unit : units) update(unit, back);
-      });
+      return on_update_lane(
+          step.units, [this, units = step.units, chunk = step.chunk, back = planned.write_back] {
+            for (const int unit : units) update(unit, chunk, back);
+          });
     case Op::kPublish:
       return publish(planned);
     case Op::kMicro:
@@ -192,22 +197,22 @@ void Executor::move_stored(const PlannedStep& planned) {
   const Move& move = planned.step.moves.front();
   PENSTOCK_ASSERT(planned.step.moves.size() == 1 && move.kind == MoveKind::kCopy,
                   concat("[exec::move_stored] not executable here: ", planned.text));
-  const Role role = planned.step.role;
-  on_update_lane(planned.step.units, [this, units = planned.step.units, role, move] {
-    for (const int unit : units) {
-      if (move.to == Tier::kDisk) traffic_.settle();
-      for (Flat& flat : units_[unit].flats) move_stored_of(flat, role, move);
+  on_update_lane(planned.step.units, [this, step = planned.step, move] {
+    for (const int unit : step.units) {
+      for (Flat& flat : units_[unit].flats) {
+        if (flat.trainable) move_stored_of(flat, step.role, move, step.chunk);
+      }
     }
   });
 }
 
-void Executor::move_stored_of(Flat& flat, Role role, const Move& move) {
+void Executor::move_stored_of(Flat& flat, Role role, const Move& move, const Chunk& chunk) {
+  ChunkState& state = flat.chunks.at(chunk.index);
   if (role == Role::kGrad) {
-    if (flat.summed) traffic_.fetch(flat.reduced, mem::Account::kGrad);
+    if (flat.summed) traffic_.fetch(state.gradient, mem::Account::kGrad);
     return;
   }
-  for (Stored* copy : flat.optimizer_state()) {
-    if (!copy->exists()) continue;
+  for (Stored* copy : state.optimizer_state()) {
     if (move.from == Tier::kDisk) traffic_.fetch(*copy, mem::Account::kOptim);
     if (move.to == Tier::kDisk) traffic_.put_back(*copy);
   }

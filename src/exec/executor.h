@@ -129,7 +129,7 @@ class Executor {
   void bring(const PlannedStep& planned);
   void slice(int unit, const std::vector<Move>& moves);
   void move_stored(const PlannedStep& planned);
-  void move_stored_of(Flat& flat, Role role, const Move& move);
+  void move_stored_of(Flat& flat, Role role, const Move& move, const Chunk& chunk);
   void move_act(const PlannedStep& planned);
   Dtype partial_dtype(const Flat& flat) const;
   void reduce(const PlannedStep& planned);
@@ -141,6 +141,7 @@ class Executor {
   void norm(const std::string& text);
   double own_squares(const Flat& flat) const;
   double own_sum_squares() const;
+  void refresh_master(Flat& flat, ChunkState& chunk, const char* owned_part);
   void put_sum_back(Flat& flat);
   void drop_sum(Flat& flat);
   at::Tensor reduced_full(Flat& flat, const std::string& label);
@@ -148,16 +149,18 @@ class Executor {
   void gather_whole(const Placement& place, float* full, int64_t numel, const std::string& label);
   void prepare_external();
   void on_update_lane(const std::vector<int>& units, std::function<void()> work);
-  void update(int unit, bool write_back);
-  void update_flat(Flat& flat, bool write_back);
+  void update(int unit, const Chunk& chunk, bool write_back);
+  void update_flat(Flat& flat, const Chunk& chunk, bool write_back);
+  void update_range(Flat& flat, ChunkState& state, int64_t begin, int64_t end, const Slot& slot,
+                    bool write_back);
   void publish(const PlannedStep& planned);
-  void publish_to_disk(int unit);
-  void update_range(Flat& flat, int64_t begin, int64_t end, const Slot& slot, bool write_back);
+  void publish_to_disk(int unit, const Chunk& chunk);
   // The elements of a flat that this rank updates.
   std::pair<int64_t, int64_t> owned(const Flat& flat) const;
-  float* master_of(Flat& flat);  // of the first owned element
+  int64_t reduced_element_bytes(const Flat& flat) const;
+  float* master_of(Flat& flat, ChunkState& state);  // of the chunk's first element
   bool shares_master(const Flat& flat) const { return !table_.has_master(flat.dtype); }
-  float* fetch_master(Flat& flat);  // as master_of, from wherever it rests
+  float* fetch_master(Flat& flat, ChunkState& state);  // as master_of, from wherever it rests
 
   const Table table_;
   const Mesh mesh_;

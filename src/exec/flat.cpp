@@ -99,7 +99,11 @@ void Flat::free() {
   for (mem::Lease* lease : {&current, &retired, &partial, &reduced.memory, &gradient32}) {
     lease->reset();
   }
-  for (Stored* copy : {&rest, &master, &exp_avg, &exp_avg_sq}) copy->memory.reset();
+  rest.memory.reset();
+  for (ChunkState& chunk : chunks) {
+    for (Stored* copy : chunk.optimizer_state()) copy->memory.reset();
+    for (Stored* copy : {&chunk.param, &chunk.gradient}) copy->memory.reset();
+  }
 }
 
 bool UnitState::trainable() const {

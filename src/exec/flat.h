@@ -37,6 +37,17 @@ struct Slot {
   std::string guard;     // what reading it while freed says
 };
 
+// A range of the elements of a flat that this rank updates, and what the optimizer keeps for it.
+// There is one range, or as many as the plan streams from disk one after another.
+struct ChunkState {
+  int64_t begin = 0, numel = 0;
+  Stored master;               // fp32; none when the resting parameter is the master
+  Stored exp_avg, exp_avg_sq;  // moments (exp_avg is the momentum buffer of SGD)
+  Stored param, gradient;      // its part of a `rest` and a `reduced` on disk
+
+  std::array<Stored*, 3> optimizer_state() { return {&master, &exp_avg, &exp_avg_sq}; }
+};
+
 class Flat {
  public:
   Flat(Dtype dtype, bool trainable) : dtype(dtype), trainable(trainable) {}
@@ -54,9 +65,6 @@ class Flat {
   // Zeroes what no contribution was written to, gaps and padding included.
   void complete_partial();
 
-  // What the optimizer keeps.
-  std::array<Stored*, 3> optimizer_state() { return {&master, &exp_avg, &exp_avg_sq}; }
-
   void free();  // gives all buffers back; the parameters must have no windows any more
 
   int64_t element_bytes() const { return dtype_bytes(dtype); }
@@ -66,16 +74,15 @@ class Flat {
   int64_t numel = 0;  // padded, after seal()
   std::vector<Slot> slots;
 
-  Stored rest;                 // parameters at rest: full or this rank's shard
-  mem::Lease current;          // gathered or secondary copy, while there is one
-  mem::Lease retired;          // source of a gather in flight
-  mem::Lease partial;          // gradient before its reduction, full size
-  Stored reduced;              // gradient after it
-  bool summed = false;         // `reduced` holds one
-  double squares = 0.0;        // of a gradient on disk: the sum of its own part's squares
-  mem::Lease gradient32;       // scaled fp32 gradient, for an optimizer of the user's
-  Stored master;               // fp32 shard; none when the resting parameter is the master
-  Stored exp_avg, exp_avg_sq;  // moments (exp_avg is the momentum buffer of SGD)
+  Stored rest;                     // parameters at rest: full or this rank's shard
+  mem::Lease current;              // gathered or secondary copy, while there is one
+  mem::Lease retired;              // source of a gather in flight
+  mem::Lease partial;              // gradient before its reduction, full size
+  Stored reduced;                  // gradient after it
+  bool summed = false;             // `reduced` holds one
+  double squares = 0.0;            // of a gradient on disk: the sum of its own part's squares
+  mem::Lease gradient32;           // scaled fp32 gradient, for an optimizer of the user's
+  std::vector<ChunkState> chunks;  // none when frozen
 };
 
 struct UnitState {

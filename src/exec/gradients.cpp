@@ -94,6 +94,10 @@ void Executor::drop_sum(Flat& flat) {
   if (flat.reduced.writing) traffic_.settle();
   if (flat.reduced.memory) traffic_.wait_read(flat.reduced);
   flat.reduced.memory.reset();
+  for (ChunkState& chunk : flat.chunks) {
+    traffic_.wait_read(chunk.gradient);
+    chunk.gradient.memory.reset();
+  }
   flat.summed = false;
 }
 

@@ -88,8 +88,10 @@ at::Tensor Executor::full_flat(int index, int flat_index, Role role) {
   const int64_t numel = flat.numel / num_shards(place, mesh_);
   float* own = floats(full) + shard_index(place, mesh_, group_.rank()) * numel;
   if (flat.trainable) {
-    std::memcpy(own, fetch_master(flat), numel * 4);
-    traffic_.let_go(flat.master);
+    for (ChunkState& chunk : flat.chunks) {
+      std::memcpy(own + chunk.begin, fetch_master(flat, chunk), chunk.numel * 4);
+      traffic_.let_go(chunk.master);
+    }
   } else {
     traffic_.fetch(flat.rest, mem::Account::kParam);
     traffic_.wait_read(flat.rest);
@@ -116,21 +118,25 @@ void Executor::refresh(int index) {
       traffic_.put_back(flat.rest);
       traffic_.settle();
     }
-    if (!flat.trainable || !flat.master.exists()) continue;
-    const auto [begin, end] = owned(flat);
-    // Where the low-precision value did not change, the master keeps its lower bits.
-    const char* source = full + begin * flat.element_bytes();
-    float* master = fetch_master(flat);
-    std::vector<char> rounded((end - begin) * flat.element_bytes());
-    optim::take(rounded.data(), flat.dtype, master, Dtype::kFp32, end - begin, false);
-    for (int64_t i = 0; i < end - begin; ++i) {
-      const int64_t at = i * flat.element_bytes();
-      if (std::memcmp(&rounded[at], source + at, flat.element_bytes()) == 0) continue;
-      optim::take(master + i, Dtype::kFp32, source + at, flat.dtype, 1, false);
-    }
-    traffic_.put_back(flat.master);
-    traffic_.settle();
+    const char* owned_part = full + owned(flat).first * flat.element_bytes();
+    for (ChunkState& chunk : flat.chunks) refresh_master(flat, chunk, owned_part);
   }
+}
+
+// Where the low-precision value did not change, the master keeps its lower bits.
+void Executor::refresh_master(Flat& flat, ChunkState& chunk, const char* owned_part) {
+  if (!chunk.master.exists()) return;
+  const char* source = owned_part + chunk.begin * flat.element_bytes();
+  float* master = fetch_master(flat, chunk);
+  std::vector<char> rounded(chunk.numel * flat.element_bytes());
+  optim::take(rounded.data(), flat.dtype, master, Dtype::kFp32, chunk.numel, false);
+  for (int64_t i = 0; i < chunk.numel; ++i) {
+    const int64_t at = i * flat.element_bytes();
+    if (std::memcmp(&rounded[at], source + at, flat.element_bytes()) == 0) continue;
+    optim::take(master + i, Dtype::kFp32, source + at, flat.dtype, 1, false);
+  }
+  traffic_.put_back(chunk.master);
+  traffic_.settle();
 }
 
 std::vector<ShardView> Executor::shard_views() {
@@ -144,8 +150,8 @@ std::vector<ShardView> Executor::shard_views() {
         const int64_t from = std::max(begin, slot.offset);
         const int64_t to = std::max(from, std::min(end, slot.offset + slot.numel));
         views.push_back({slot.name, slot.param,
-                         at::from_blob(master_of(flat) + (from - begin), {to - from},
-                                       at::TensorOptions(at::kFloat))});
+                         at::from_blob(master_of(flat, flat.chunks.front()) + (from - begin),
+                                       {to - from}, at::TensorOptions(at::kFloat))});
       }
     }
   }

@@ -1,14 +1,24 @@
 #include "src/exec/stored.h"
 
+#include <algorithm>
+
 namespace penstock::exec {
 
 void DiskTraffic::make_room(Stored& copy, mem::Account account) {
+  if (!copy.exists()) return;
   const std::lock_guard lock(mutex_);
   room_for(copy, account);
 }
 
+// Its own bytes, or some of them through another copy.
+bool DiskTraffic::is_being_written(const Stored& copy) const {
+  return std::any_of(writing_.begin(), writing_.end(), [&](const Stored* other) {
+    return other->offset < copy.offset + copy.bytes && copy.offset < other->offset + other->bytes;
+  });
+}
+
 void DiskTraffic::room_for(Stored& copy, mem::Account account) {
-  while (copy.writing) finish_oldest();
+  while (copy.on_disk() && is_being_written(copy)) finish_oldest();
   if (copy.on_disk()) tiers_.disk->wait(copy.moving);  // a read that nobody waited for
   if (!copy.memory) copy.memory = tiers_.arena(copy.tier).take(copy.bytes, account);
   copy.moving = {};
@@ -16,7 +26,7 @@ void DiskTraffic::room_for(Stored& copy, mem::Account account) {
 
 void DiskTraffic::fetch(Stored& copy, mem::Account account) {
   const std::lock_guard lock(mutex_);
-  if (!copy.on_disk() || (copy.memory && !copy.writing)) return;
+  if (!copy.on_disk() || !copy.exists() || (copy.memory && !copy.writing)) return;
   room_for(copy, account);
   copy.moving = tiers_.disk->read(copy.offset, copy.data(), copy.bytes);
 }
@@ -26,7 +36,7 @@ void DiskTraffic::wait_read(const Stored& copy) const {
 }
 
 void DiskTraffic::put_back(Stored& copy) {
-  if (!copy.on_disk()) return;
+  if (!copy.on_disk() || !copy.exists()) return;
   const std::lock_guard lock(mutex_);
   copy.moving = tiers_.disk->write(copy.offset, copy.data(), copy.bytes);
   copy.writing = true;

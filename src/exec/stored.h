@@ -22,7 +22,8 @@ struct Stored {
   char* data() const { return memory.data(); }
 };
 
-// Any thread, but one at a time for each copy. Copies keep their addresses.
+// Any thread, but one at a time for each copy. Copies keep their addresses; one may be a part of
+// another on disk, and what is read comes after the writes of its bytes.
 class DiskTraffic {
  public:
   explicit DiskTraffic(mem::Tiers& tiers) : tiers_(tiers) {}
@@ -33,8 +34,8 @@ class DiskTraffic {
   void make_room(Stored& copy, mem::Account account);
   // The bytes are in memory when this returns.
   void wait_read(const Stored& copy) const;
-  // Starts the write; the memory is let go when it is done. To be called for a unit's copies after
-  // settle(): one unit at most is on its way.
+  // Starts the write; the memory is let go when it is done. To be called for a chunk's copies after
+  // settle(): one chunk at most is on its way.
   void put_back(Stored& copy);
   // What was fetched and not changed.
   void let_go(Stored& copy);
@@ -42,6 +43,7 @@ class DiskTraffic {
 
  private:
   void room_for(Stored& copy, mem::Account account);
+  bool is_being_written(const Stored& copy) const;
   void finish_oldest();
 
   mem::Tiers& tiers_;

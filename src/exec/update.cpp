@@ -40,18 +40,23 @@ std::pair<int64_t, int64_t> Executor::owned(const Flat& flat) const {
   return {begin, begin + numel};
 }
 
-float* Executor::master_of(Flat& flat) {
-  if (!shares_master(flat)) return reinterpret_cast<float*>(flat.master.data());
-  auto* rest = reinterpret_cast<float*>(flat.rest.data());
-  const bool whole = !table_.at(Role::kParam, Phase::kRest).sharded();
-  return whole ? rest + owned(flat).first : rest;
+int64_t Executor::reduced_element_bytes(const Flat& flat) const {
+  const auto [begin, end] = owned(flat);
+  const bool stored = flat.reduced.on_disk();
+  return (stored ? flat.reduced.bytes : flat.reduced.memory.bytes()) / (end - begin);
 }
 
-float* Executor::fetch_master(Flat& flat) {
-  Stored& copy = shares_master(flat) ? flat.rest : flat.master;
-  traffic_.fetch(copy, mem::Account::kOptim);
-  traffic_.wait_read(copy);
-  return master_of(flat);
+float* Executor::master_of(Flat& flat, ChunkState& state) {
+  if (!shares_master(flat)) return reinterpret_cast<float*>(state.master.data());
+  auto* rest = reinterpret_cast<float*>(flat.rest.data());
+  const bool whole = !table_.at(Role::kParam, Phase::kRest).sharded();
+  return rest + (whole ? owned(flat).first : 0) + state.begin;
+}
+
+float* Executor::fetch_master(Flat& flat, ChunkState& state) {
+  traffic_.fetch(state.master, mem::Account::kOptim);
+  traffic_.wait_read(state.master);
+  return master_of(flat, state);
 }
 
 // Over the part that only this rank counts: where gradients are replicated, each replica takes an
@@ -92,6 +97,7 @@ void Executor::norm(const std::string& text) {
       if (flat.partial && mesh_.data() == 1 && !flat.summed) {
         flat.reduced.memory = std::move(flat.partial);
         flat.summed = true;
+        put_sum_back(flat);
       }
       for (Slot& slot : flat.slots) slots.push_back(&slot);
     }
@@ -148,27 +154,36 @@ void Executor::prepare_external() {
   }
 }
 
-void Executor::update(int index, bool write_back) {
+void Executor::update(int index, const Chunk& chunk, bool write_back) {
   for (Flat& flat : units_[index].flats) {
     if (!flat.trainable) continue;
-    for (const Stored* copy : flat.optimizer_state()) traffic_.wait_read(*copy);
-    traffic_.wait_read(flat.reduced);
-    update_flat(flat, write_back);
+    ChunkState& state = flat.chunks.at(chunk.index);
+    for (const Stored* copy : state.optimizer_state()) traffic_.wait_read(*copy);
+    traffic_.wait_read(state.gradient);
+    update_flat(flat, chunk, write_back);
+    state.gradient.memory.reset();
+    if (!chunk.last()) continue;
+    for (Slot& slot : flat.slots) {
+      slot.updates += slot.touched ? 1 : 0;
+      slot.touched = false;
+    }
+    drop_sum(flat);
+    flat.gradient32.reset();
   }
+  traffic_.settle();  // what the chunk before wrote; this one's is written now
 }
 
-void Executor::update_flat(Flat& flat, bool write_back) {
+void Executor::update_flat(Flat& flat, const Chunk& chunk, bool write_back) {
   const bool used = std::any_of(flat.slots.begin(), flat.slots.end(),
                                 [](const Slot& slot) { return slot.touched; });
-  if (!used) {  // on no rank in this window
-    drop_sum(flat);
-    return;
-  }
+  ChunkState& state = flat.chunks[chunk.index];
+  if (!used || state.numel == 0) return;  // on no rank in this window
   // An axis whose reduction the plan left out has no gradient at its update placement.
-  PENSTOCK_ASSERT(flat.summed && flat.reduced.memory && !flat.partial,
+  const Stored& gradient = flat.reduced.on_disk() ? state.gradient : flat.reduced;
+  PENSTOCK_ASSERT(flat.summed && gradient.memory && !flat.partial,
                   concat("[exec::update] no step of the plan brought the gradient of ",
                          flat.slots.front().name, " to where the optimizer runs"));
-  const auto [begin, end] = owned(flat);
+  const int64_t begin = owned(flat).first + state.begin, end = begin + state.numel;
   // Runs of neighbouring parameters that share hyperparameters and step count are one pass.
   const size_t num_slots = flat.slots.size();
   for (size_t first = 0; first < num_slots;) {
@@ -180,29 +195,26 @@ void Executor::update_flat(Flat& flat, bool write_back) {
     }
     const int64_t from = std::max(begin, slot.offset);
     const int64_t to = std::min(end, next < num_slots ? flat.slots[next].offset : flat.numel);
-    if (slot.touched && from < to) update_range(flat, from - begin, to - begin, slot, write_back);
+    if (slot.touched && from < to)
+      update_range(flat, state, from - begin, to - begin, slot, write_back);
     first = next;
   }
-  for (Slot& slot : flat.slots) {
-    slot.updates += slot.touched ? 1 : 0;
-    slot.touched = false;
-  }
-  drop_sum(flat);
-  flat.gradient32.reset();
 }
 
-void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& slot,
-                            bool write_back) {
-  const int64_t numel = flat.reduced.memory.bytes() / (owned(flat).second - owned(flat).first);
+// `begin` and `end` count from the chunk's first element.
+void Executor::update_range(Flat& flat, ChunkState& state, int64_t begin, int64_t end,
+                            const Slot& slot, bool write_back) {
+  const int64_t size = reduced_element_bytes(flat);
   optim::Range range;
-  range.master = master_of(flat) + begin;
-  range.grad_dtype = numel == 4 ? Dtype::kFp32 : flat.dtype;
-  range.grad = flat.reduced.data() + begin * numel;
+  range.master = master_of(flat, state) + begin;
+  range.grad_dtype = size == 4 ? Dtype::kFp32 : flat.dtype;
+  range.grad = flat.reduced.on_disk() ? state.gradient.data() + begin * size
+                                      : flat.reduced.data() + (state.begin + begin) * size;
   range.param_dtype = flat.dtype;
   range.numel = end - begin;
   range.moment_dtype = table_.at(Role::kOptim, Phase::kUpdate).dtype;
   const bool whole = !table_.at(Role::kParam, Phase::kRest).sharded();
-  const int64_t in_rest = whole ? owned(flat).first + begin : begin;
+  const int64_t in_rest = (whole ? owned(flat).first : 0) + state.begin + begin;
   if (write_back && !shares_master(flat) && !flat.rest.on_disk()) {
     range.param_out = flat.rest.data() + in_rest * flat.element_bytes();
   }
@@ -214,7 +226,7 @@ void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& 
   }
   const OptimizerConfig& group = update_.groups.at(slot.group);
   const int64_t in_moments = begin * dtype_bytes(range.moment_dtype);
-  void* first = flat.exp_avg.exists() ? flat.exp_avg.data() + in_moments : nullptr;
+  void* first = state.exp_avg.exists() ? state.exp_avg.data() + in_moments : nullptr;
   if (group.type == "SGD") {
     optim::sgd(range, first,
                {group.lr, group.momentum, group.dampening, group.weight_decay, group.nesterov,
@@ -227,21 +239,21 @@ void Executor::update_range(Flat& flat, int64_t begin, int64_t end, const Slot& 
         range, static_cast<float*>(first),
         {group.lr, group.lr_decay, group.eps, group.weight_decay, grad_scale_, slot.updates + 1});
   } else {
-    optim::adam(range, first, flat.exp_avg_sq.data() + in_moments,
+    optim::adam(range, first, state.exp_avg_sq.data() + in_moments,
                 {group.lr, group.beta1, group.beta2, group.eps, group.weight_decay,
                  group.type == "AdamW", grad_scale_, slot.updates + 1});
   }
 }
 
 // Parameters that rest on disk go there whole, with the parts that this step did not touch.
-void Executor::publish_to_disk(int unit) {
-  traffic_.settle();
+void Executor::publish_to_disk(int unit, const Chunk& chunk) {
   for (Flat& flat : units_[unit].flats) {
     if (!flat.trainable) continue;
-    traffic_.make_room(flat.rest, mem::Account::kParam);
-    optim::take(flat.rest.data(), flat.dtype, master_of(flat), Dtype::kFp32,
-                flat.rest.bytes / flat.element_bytes(), false);
-    traffic_.put_back(flat.rest);
+    ChunkState& state = flat.chunks.at(chunk.index);
+    traffic_.make_room(state.param, mem::Account::kParam);
+    optim::take(state.param.data(), flat.dtype, master_of(flat, state), Dtype::kFp32, state.numel,
+                false);
+    traffic_.put_back(state.param);
   }
 }
 
@@ -250,8 +262,8 @@ void Executor::publish(const PlannedStep& planned) {
     if (move.kind == MoveKind::kCast) continue;  // done in the update's own pass
     if (move.kind == MoveKind::kCopy) {          // so is this, but for the way to disk
       if (move.to != Tier::kDisk) continue;
-      on_update_lane(planned.step.units, [this, units = planned.step.units] {
-        for (const int unit : units) publish_to_disk(unit);
+      on_update_lane(planned.step.units, [this, step = planned.step] {
+        for (const int unit : step.units) publish_to_disk(unit, step.chunk);
       });
       continue;
     }

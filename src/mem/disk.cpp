@@ -28,13 +28,28 @@ constexpr int kTries = 100;  // of a request that the system takes and moves not
 
 using Clock = std::chrono::steady_clock;
 
+// Of each block; none of them is 0.
+std::vector<uint64_t> sums_of(std::string_view content) {
+  std::vector<uint64_t> sums;
+  for (size_t at = 0; at < content.size(); at += kBlockBytes)
+    sums.push_back(std::max<uint64_t>(1, hash_text(content.substr(at, kBlockBytes))));
+  return sums;
+}
+
+// Whether the content has the sums that are known of it.
+bool matches(std::string_view content, const std::vector<uint64_t>& known) {
+  const std::vector<uint64_t> sums = sums_of(content);
+  return std::equal(sums.begin(), sums.end(), known.begin(), known.end(),
+                    [](uint64_t sum, uint64_t wanted) { return wanted == 0 || sum == wanted; });
+}
+
 }  // namespace
 
-struct DiskTicket::State {  // guarded by the disk's mutex
-  int left = 0;             // requests
-  std::string error;        // the first
-  std::string_view check;   // what is read, where its checksum is known
-  uint64_t sum = 0;
+struct DiskTicket::State {     // guarded by the disk's mutex
+  int left = 0;                // requests
+  std::string error;           // the first
+  std::string_view check;      // what is read, where a checksum of it is known
+  std::vector<uint64_t> sums;  // of each block of that; 0 = not known
 };
 
 struct Disk::Impl {
@@ -71,8 +86,8 @@ struct Disk::Impl {
   int64_t progress = 0;                       // guarded by mutex; counts results
   bool stalled = false;                       // guarded by mutex; since the last progress
   int64_t bytes_read = 0, bytes_written = 0;  // guarded by mutex
-  std::map<std::pair<int64_t, int64_t>, uint64_t> sums;  // guarded by mutex; by offset and bytes
-  std::unique_ptr<BlockIo> io;                           // last: its threads end first
+  std::vector<uint64_t> sums;                 // guarded by mutex; of each block, 0 = not known
+  std::unique_ptr<BlockIo> io;                // last: its threads end first
 };
 
 Disk::Impl::Impl(const DiskOptions& options)
@@ -91,16 +106,19 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
   const auto num_files = static_cast<int64_t>(files.size());
   const int64_t stripe = options.stripe_bytes;
   const std::string_view content(data, static_cast<size_t>(bytes));
-  const uint64_t sum = options.checksums && write ? hash_text(content) : 0;
+  std::vector<uint64_t> written;
+  if (options.checksums && write) written = sums_of(content);
   std::vector<Request*> started;
   {
     const std::lock_guard lock(mutex);
-    const auto known = sums.find({offset, bytes});
-    if (options.checksums && write) {
-      sums[{offset, bytes}] = sum;
-    } else if (known != sums.end()) {
-      ticket.state_->check = content;
-      ticket.state_->sum = known->second;
+    if (options.checksums) {
+      sums.resize(reserved / kBlockBytes);
+      const auto at = sums.begin() + offset / kBlockBytes;
+      std::copy(written.begin(), written.end(), at);
+      if (!write) {
+        ticket.state_->check = content;
+        ticket.state_->sums.assign(at, at + bytes / kBlockBytes);
+      }
     }
     for (int64_t at = offset; at < offset + bytes;) {
       const int64_t index = at / stripe;
@@ -152,7 +170,7 @@ void Disk::Impl::ended(Request& request, int64_t result) {
   DiskTicket::State& ticket = *request.ticket;
   if (ticket.check.data() != nullptr && ticket.left == 1 && ticket.error.empty()) {
     lock.unlock();  // the last one, so that nobody else looks at it
-    const bool same = hash_text(ticket.check) == ticket.sum;
+    const bool same = matches(ticket.check, ticket.sums);
     lock.lock();
     if (error.empty() && !same)
       error = request.text() + " gave other bytes than were written there";

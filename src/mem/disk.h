@@ -16,7 +16,7 @@ struct DiskOptions {
   std::vector<std::string> paths;    // folders; stripes go round them
   int64_t stripe_bytes = 4LL << 20;  // also the size of one request at most
   double stall_s = 60.0;             // a wait in which no request ends for so long is an error
-  bool checksums = false;            // a read of what one write wrote is checked
+  bool checksums = false;            // what is read is compared with what was written
   std::function<std::unique_ptr<BlockIo>()> make_io;  // for tests; default BlockIo::best()
 };
 

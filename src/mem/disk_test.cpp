@@ -308,6 +308,28 @@ TEST_F(DiskTest, WhatWasReadMayChangeOnceItIsThere) {
   EXPECT_NO_THROW(disk.wait(read)) << "it is compared when it is read";
 }
 
+TEST_F(DiskTest, WhatIsReadNeedNotBeWhatOneWriteWrote) {
+  std::atomic<bool> lies = false;
+  DiskOptions changing = options();
+  changing.make_io = [&] {
+    return std::make_unique<FaultyIo>(nullptr, [&](const BlockRequest& r, int64_t moved) {
+      if (!r.write && lies) r.data[5] ^= 1;
+      return moved;
+    });
+  };
+  Disk disk(changing);
+  Block whole(8 * kBlockBytes), part(2 * kBlockBytes, 3);
+  disk.reserve(9 * kBlockBytes);
+  disk.allocate();
+  disk.wait(disk.write(0, whole.data(), 8 * kBlockBytes));
+  disk.wait(disk.write(4 * kBlockBytes, part.data(), 2 * kBlockBytes));
+  Block seen(9 * kBlockBytes);
+  EXPECT_NO_THROW(disk.wait(disk.read(0, seen.data(), 9 * kBlockBytes))) << "the end is unknown";
+  EXPECT_EQ(std::memcmp(seen.data() + 4 * kBlockBytes, part.data(), 2 * kBlockBytes), 0);
+  lies = true;
+  EXPECT_THROW(disk.wait(disk.read(3 * kBlockBytes, seen.data(), 2 * kBlockBytes)), RuntimeFault);
+}
+
 TEST_F(DiskTest, ChecksumsAreOnlyTakenWhenAskedFor) {
   DiskOptions plain = options();
   plain.checksums = false;

@@ -110,8 +110,8 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
   }
   if (value.is_string()) fail_value("offload", value, "\"auto\" or an object {key: value}");
   const Section section(value, "offload",
-                        {"optimizer", "params", "activations", "gradients", "path", "late_update",
-                         "checksums", "timeout_s"});
+                        {"optimizer", "params", "activations", "gradients", "path", "window_bytes",
+                         "late_update", "checksums", "timeout_s"});
   const std::array<std::pair<const char*, std::string*>, 3> roles = {
       {{"optimizer", &offload->optimizer},
        {"params", &offload->params},
@@ -122,6 +122,11 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
     *tier = section.choice(role, *tier, tiers);
   }
   section.read_text("path", &offload->path);
+  section.read_bytes("window_bytes", &offload->window_bytes);
+  if (offload->optimizer != "disk" && offload->optimizer != "auto" &&
+      offload->window_bytes != OffloadConfig{}.window_bytes) {
+    section.refuse_without_effect({"window_bytes"}, "unless offload.optimizer is \"disk\"");
+  }
   section.read("late_update", &offload->late_update);
   offload->gradients = section.choice("gradients", offload->gradients, {"none", "disk"});
   if (offload->optimizer == "none") {
@@ -482,6 +487,7 @@ std::string Config::json() const {
                     {"activations", offload.activations},
                     {"gradients", offload.gradients},
                     {"path", offload.path},
+                    {"window_bytes", offload.window_bytes},
                     {"late_update", offload.late_update},
                     {"checksums", offload.checksums},
                     {"timeout_s", offload.timeout_s}};

@@ -102,6 +102,7 @@ TEST(Config, JsonReadsBackTheSame) {
        R"({"activations": {"checkpoint": 3}, "offload": {"activations": "host"}})",
        R"({"activations": {"checkpoint": "unit"}, "offload": {"activations": "disk", "path": "/a"}})",
        R"({"offload": {"params": "disk", "path": "/a:/b", "checksums": true, "timeout_s": 5}})",
+       R"({"offload": {"optimizer": "disk", "window_bytes": "3MiB"}})",
        R"({"schedule": {"type": "constant", "warmup_steps": 3}})"}) {
     Config config = Config::parse(text);
     EXPECT_EQ(Config::parse(config.json()).json(), config.json());
@@ -185,6 +186,8 @@ INSTANTIATE_TEST_SUITE_P(
             {"table.param.rest", "did you mean 'bf16'"}},
         Bad{R"({"offload": "atuo"})", {R"("offload" is "atuo"; allowed: "auto" or an object)"}},
         Bad{R"({"offload": {"params": "dsk"}})", {R"(did you mean "disk"?)"}},
+        Bad{R"({"offload": {"optimizer": "disk", "window_bytes": 0}})",
+            {R"("offload.window_bytes" is 0)", "4GiB"}},
         Bad{R"({"memory": {"device_bytes": "4 gigs"}})",
             {R"("memory.device_bytes" is "4 gigs")", R"(such as "4GiB")"}},
         Bad{R"({"memory": {"host_bytes": 0}})", {R"("memory.host_bytes" is 0)", ">= 1"}},
@@ -246,6 +249,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"offload": {"path": "/tmp"}})", {R"("offload.path" is "/tmp")", "no effect"}},
         Bad{R"({"offload": {"gradients": "disk"}})", {R"("offload.gradients")", "needs"}},
         Bad{R"({"offload": {"late_update": true}})", {R"("offload.late_update")", "no effect"}},
+        Bad{R"({"offload": {"params": "disk", "window_bytes": "1MiB"}})",
+            {"offload.window_bytes", "no effect", R"(unless offload.optimizer is "disk")"}},
         Bad{R"({"offload": {"params": "host", "checksums": true}})",
             {"offload.checksums", "no effect"}},
         Bad{R"({"offload": {"timeout_s": 5}})", {R"("offload.timeout_s" is 5)", "no effect"}}));

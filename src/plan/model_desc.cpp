@@ -1,6 +1,15 @@
 #include "src/plan/model_desc.h"
 
+#include <algorithm>
+
 namespace penstock {
+
+std::pair<int64_t, int64_t> range_of(const Chunk& chunk, int64_t numel) {
+  if (chunk.count == 1) return {0, numel};
+  const int64_t grains = (numel + kChunkGrain - 1) / kChunkGrain;
+  const int64_t size = (grains + chunk.count - 1) / chunk.count * kChunkGrain;
+  return {std::min(numel, chunk.index * size), std::min(numel, (chunk.index + 1) * size)};
+}
 
 void assume_order(ModelDesc& model, bool root) {
   model.forward.clear();

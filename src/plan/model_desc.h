@@ -2,6 +2,7 @@
 // What the planner knows of a model: its units, their sizes, and the order in which they run.
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/place/placement.h"
@@ -26,8 +27,21 @@ struct UnitDesc {
   std::vector<FlatDesc> flats;
   TensorSplit split = TensorSplit::kNone;
   bool recomputed = false;  // its forward runs again in backward, from its inputs
+  int num_chunks = 1;       // in which its optimizer state passes through memory
   bool operator==(const UnitDesc&) const = default;
 };
+
+// One of the chunks in which a unit is updated.
+struct Chunk {
+  int index = 0, count = 1;
+  bool last() const { return index + 1 == count; }
+  bool operator==(const Chunk&) const = default;
+};
+
+// The chunk's elements, first and past the last, of each flat of which a rank owns `numel`. Borders
+// are on disk blocks in any dtype, so the last chunks of a small flat are empty.
+std::pair<int64_t, int64_t> range_of(const Chunk& chunk, int64_t numel);
+inline constexpr int64_t kChunkGrain = 2048;  // elements
 
 // `kUse` (of a backward): the unit computes and leaves no gradient yet, as what is recomputed does.
 // `kGradient`: it leaves a gradient and needs no parameters.

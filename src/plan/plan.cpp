@@ -32,6 +32,10 @@ std::string moves_text(const std::vector<Move>& moves) {
   return join(texts, "; ");
 }
 
+std::string chunk_text(const Chunk& chunk) {
+  return chunk.count == 1 ? "" : concat("[", chunk.index, "/", chunk.count, "]");
+}
+
 // Reads one step word by word; every failure names the whole line.
 class StepReader {
  public:
@@ -42,7 +46,12 @@ class StepReader {
     step.op = op();
     if (step.op == Op::kMicro) step.micro = number(word());
     if (has_units(step.op)) {
-      for (const std::string& name : split(word(), '+')) {
+      std::string_view units = word();
+      if (const size_t bracket = units.find('['); bracket != std::string_view::npos) {
+        step.chunk = chunk(units.substr(bracket));
+        units = units.substr(0, bracket);
+      }
+      for (const std::string& name : split(units, '+')) {
         if (name.empty() || name[0] != 'u') fail(concat("'", name, "' is no unit"));
         step.units.push_back(number(std::string_view(name).substr(1)));
       }
@@ -74,6 +83,16 @@ class StepReader {
     if (error != std::errc() || end != text.data() + text.size() || value < 0)
       fail(concat("'", text, "' is no number"));
     return value;
+  }
+
+  Chunk chunk(std::string_view text) const {
+    const size_t slash = text.find('/');
+    if (slash == std::string_view::npos || text.back() != ']')
+      fail(concat("'", text, "' is no chunk"));
+    const Chunk chunk{number(text.substr(1, slash - 1)),
+                      number(text.substr(slash + 1, text.size() - slash - 2))};
+    if (chunk.index >= chunk.count) fail(concat("'", text, "' is no chunk"));
+    return chunk;
   }
 
   Op op() {
@@ -117,7 +136,7 @@ std::string mark_text(Mark mark) {
 std::string Step::text() const {
   std::string out = kOpNames[static_cast<size_t>(op)];
   if (op == Op::kMicro) out += concat(" ", micro);
-  if (has_units(op)) out += concat(" ", units_text(units));
+  if (has_units(op)) out += concat(" ", units_text(units), chunk_text(chunk));
   if (has_role(op)) out += concat(" ", role_name(role));
   if (has_moves(op)) out += concat(" ", moves_text(moves));
   if (is_compute()) out += mark_text(mark);

@@ -41,6 +41,7 @@ struct Step {
   Mark mark = Mark::kWhole;
   std::vector<Move> moves{};
   int micro = 0;
+  Chunk chunk{};  // update section; printed where there are several: "update u1[0/4]"
 
   std::string text() const;
   bool is_compute() const { return op == Op::kForward || op == Op::kBackward; }

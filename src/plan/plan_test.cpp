@@ -22,6 +22,28 @@ constexpr const char* kText =
     "update u1\n"
     "publish u1 param cast(bf16); all_gather(data)\n";
 
+TEST(PlanTest, ChunksParse) {
+  const Step step = parse_step("move u12[1/3] optim copy(disk,host)");
+  EXPECT_EQ(step.units, std::vector<int>{12});
+  EXPECT_EQ(step.chunk, (Chunk{1, 3}));
+  EXPECT_EQ(step.text(), "move u12[1/3] optim copy(disk,host)");
+}
+
+TEST(PlanTest, ChunksCoverAFlatInWholeGrains) {
+  for (const int64_t numel : {1L, 2048L, 2049L, 100000L, 1L << 20}) {
+    for (const int count : {1, 2, 7, 60}) {
+      int64_t at = 0;
+      for (int index = 0; index < count; ++index) {
+        const auto [begin, end] = range_of({index, count}, numel);
+        EXPECT_EQ(begin, at) << numel << " in " << count;
+        EXPECT_TRUE(begin % kChunkGrain == 0 || begin == numel) << numel << " in " << count;
+        at = end;
+      }
+      EXPECT_EQ(at, numel) << count;
+    }
+  }
+}
+
 TEST(PlanTest, TextParses) {
   const Plan plan = parse_plan(kText);
   EXPECT_EQ(plan.text(), kText);
@@ -44,11 +66,26 @@ TEST(PlanTest, HashFollowsTheText) {
 }
 
 TEST(PlanTest, WrongLinesAreNamed) {
-  for (const char* wrong :
-       {"fetch u1", "micro", "micro x", "micro -1", "move u1 param", "move u1 prams slice(local)",
-        "move 1 param slice(local)", "move u1+ param slice(local)", "move u1 param slice(local);",
-        "forward", "forward u1 middle", "forward u1 end end", "norm u1", "update ux",
-        "drop u1 param slice(local)"}) {
+  for (const char* wrong : {"fetch u1",
+                            "micro",
+                            "micro x",
+                            "micro -1",
+                            "move u1 param",
+                            "move u1 prams slice(local)",
+                            "move 1 param slice(local)",
+                            "move u1+ param slice(local)",
+                            "move u1 param slice(local);",
+                            "update u1[1]",
+                            "update u1[2/2]",
+                            "update u1[0/",
+                            "update u1[a/2]",
+                            "update u1[0/2]x",
+                            "forward",
+                            "forward u1 middle",
+                            "forward u1 end end",
+                            "norm u1",
+                            "update ux",
+                            "drop u1 param slice(local)"}) {
     try {
       parse_step(wrong);
       ADD_FAILURE() << wrong << " was parsed";

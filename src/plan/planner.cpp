@@ -50,11 +50,14 @@ class SectionWriter {
   int num_units() const { return static_cast<int>(model_.units.size()); }
   const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
 
-  void move(int unit, Role role, const Placement& from, const Placement& to) {
+  void move(int unit, Role role, const Placement& from, const Placement& to, Chunk chunk = {}) {
     std::vector<Move> moves = hops(from, to);
     if (moves.empty()) return;
-    plan_.steps.push_back(
-        {.op = Op::kMove, .units = {unit}, .role = role, .moves = std::move(moves)});
+    plan_.steps.push_back({.op = Op::kMove,
+                           .units = {unit},
+                           .role = role,
+                           .moves = std::move(moves),
+                           .chunk = chunk});
   }
 
   void settle_param(int unit, Phase phase) {
@@ -68,9 +71,9 @@ class SectionWriter {
     }
   }
 
-  void move_grad(int unit, Phase from, Phase to) {
+  void move_grad(int unit, Phase from, Phase to, Chunk chunk = {}) {
     if (trains(model_.units[unit]))
-      move(unit, Role::kGrad, cell(Role::kGrad, from), cell(Role::kGrad, to));
+      move(unit, Role::kGrad, cell(Role::kGrad, from), cell(Role::kGrad, to), chunk);
   }
 
   // The sum over tensor ranks that a split unit's output (forward) or input gradient needs.
@@ -133,8 +136,6 @@ class SectionWriter {
 
   void update() {
     plan_.steps.push_back({.op = Op::kNorm});
-    const Placement& rest = cell(Role::kOptim, Phase::kRest);
-    const Placement& at = cell(Role::kOptim, Phase::kUpdate);
     const Placement& param = cell(Role::kParam, Phase::kRest);
     std::vector<Move> publish = hops(table_.master(), param);
     // The master is a copy of its own in the same place (it rests on disk, the parameter does not).
@@ -142,13 +143,26 @@ class SectionWriter {
       publish = {{.kind = MoveKind::kCast, .dtype = param.dtype}};
     for (int unit = 0; unit < num_units(); ++unit) {
       if (!trains(model_.units[unit])) continue;
-      move(unit, Role::kOptim, rest, at);
-      if (waits_on_disk()) move_grad(unit, Phase::kHold, Phase::kUpdate);
-      plan_.steps.push_back({.op = Op::kUpdate, .units = {unit}});
-      if (!publish.empty())
-        plan_.steps.push_back({.op = Op::kPublish, .units = {unit}, .moves = publish});
-      move(unit, Role::kOptim, at, rest);
+      const int count = model_.units[unit].num_chunks;
+      for (int index = 0; index < count; ++index) update_chunk(unit, {index, count}, publish);
     }
+  }
+
+  void update_chunk(int unit, const Chunk& chunk, const std::vector<Move>& publish) {
+    const Placement& rest = cell(Role::kOptim, Phase::kRest);
+    const Placement& at = cell(Role::kOptim, Phase::kUpdate);
+    move(unit, Role::kOptim, rest, at, chunk);
+    if (waits_on_disk()) move_grad(unit, Phase::kHold, Phase::kUpdate, chunk);
+    plan_.steps.push_back({.op = Op::kUpdate, .units = {unit}, .chunk = chunk});
+    // What goes to disk does so chunk by chunk; anything else once it is complete.
+    const bool to_disk = cell(Role::kParam, Phase::kRest).tier == Tier::kDisk;
+    if (!publish.empty() && (to_disk || chunk.last())) {
+      plan_.steps.push_back({.op = Op::kPublish,
+                             .units = {unit},
+                             .moves = publish,
+                             .chunk = to_disk ? chunk : Chunk{}});
+    }
+    move(unit, Role::kOptim, at, rest, chunk);
   }
 
   const Table table_;

@@ -74,11 +74,12 @@ class Walk {
   const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
 
   // Bytes of one unit's role under a placement; what is frozen has no gradient and no optimizer.
-  int64_t bytes(Role role, int unit, const Placement& place) const {
+  int64_t bytes(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
     int64_t sum = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
       if (role != Role::kParam && !flat.trainable) continue;
-      const int64_t owned = flat.numel / num_shards(place, mesh_);
+      const auto [begin, end] = range_of(chunk, flat.numel / num_shards(place, mesh_));
+      const int64_t owned = end - begin;
       if (role != Role::kOptim) {
         sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
       } else {
@@ -89,11 +90,11 @@ class Walk {
     return sum;
   }
 
-  Held held(Role role, int unit, const Placement& place) const {
+  Held held(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
     const Use use = role == Role::kParam  ? Use::kParam
                     : role == Role::kGrad ? Use::kGrad
                                           : Use::kOptim;
-    return {place.tier, use, bytes(role, unit, place)};
+    return {place.tier, use, bytes(role, unit, place, chunk)};
   }
 
   void step(const Plan& plan, size_t index) {
@@ -122,21 +123,31 @@ class Walk {
         drain_lane();
         break;
       case Op::kUpdate:
-        for (const int unit : step.units)
-          for (const Placement& place : std::exchange(grads_[unit], {}))
-            meter_.free(held(Role::kGrad, unit, place));
+        free_all(writing_);
+        for (const int unit : step.units) update(unit, step.chunk);
         break;
       case Op::kPublish:
-        // What is published is what trains.
-        for (const int unit : step.units) {
-          send(step.moves, Role::kGrad, unit, table_.master(), phase_);
-          if (cell(Role::kParam, Phase::kRest).tier == Tier::kDisk) {
-            write({Tier::kHost, Use::kParam,
-                   bytes(Role::kParam, unit, cell(Role::kParam, Phase::kRest))});
-          }
-        }
+        for (const int unit : step.units) publish(step, unit);
         break;
     }
+  }
+
+  void update(int unit, const Chunk& chunk) {
+    if (!read_.empty()) {
+      meter_.free(read_.front());
+      read_.erase(read_.begin());
+    }
+    if (!chunk.last()) return;
+    for (const Placement& place : std::exchange(grads_[unit], {}))
+      meter_.free(held(Role::kGrad, unit, place));
+  }
+
+  void publish(const Step& step, int unit) {
+    // What is published is what trains.
+    send(step.moves, Role::kGrad, unit, table_.master(), phase_, step.chunk);
+    const Placement& rest = cell(Role::kParam, Phase::kRest);
+    if (rest.tier == Tier::kDisk)
+      write({Tier::kHost, Use::kParam, bytes(Role::kParam, unit, rest, step.chunk)});
   }
 
   void begin_grad(int unit) {
@@ -164,9 +175,8 @@ class Walk {
     for (const Held& held : std::exchange(list, {})) meter_.free(held);
   }
 
-  // Memory that is let go when the next write to disk begins.
+  // Memory that is let go when the next chunk has been updated.
   void write(const Held& held) {
-    free_all(writing_);
     meter_.add(held);
     writing_.push_back(held);
   }
@@ -205,7 +215,12 @@ class Walk {
     if (copies.empty()) begin_grad_held(unit);
     const Placement from = source_of(copies, step.moves);
     const Placement to = destination(from, step.moves);
-    send(step.moves, Role::kGrad, unit, from, phase_);
+    send(step.moves, Role::kGrad, unit, from, phase_, step.chunk);
+    if (from.tier == Tier::kDisk) {
+      read_.push_back(held(Role::kGrad, unit, to, step.chunk));
+      meter_.add(read_.back());
+      return;
+    }
     const bool in_place = std::all_of(step.moves.begin(), step.moves.end(), [](const Move& move) {
       return move.kind == MoveKind::kAllReduce;
     });
@@ -236,12 +251,13 @@ class Walk {
     const Placement& rest = cell(Role::kOptim, Phase::kRest);
     const Placement& at = cell(Role::kOptim, Phase::kUpdate);
     const Placement from = source_of({rest, at}, step.moves);
-    send(step.moves, Role::kOptim, unit, from, phase_);
+    send(step.moves, Role::kOptim, unit, from, phase_, step.chunk);
+    const Held state = held(Role::kOptim, unit, at, step.chunk);
     if (from == rest) {
-      meter_.add(held(Role::kOptim, unit, at));
+      meter_.add(state);
     } else {  // its memory is let go once it is written
-      meter_.free(held(Role::kOptim, unit, at));
-      write(held(Role::kOptim, unit, at));
+      meter_.free(state);
+      write(state);
     }
   }
 
@@ -304,9 +320,9 @@ class Walk {
   }
 
   void send(const std::vector<Move>& moves, Role role, int unit, Placement place,
-            const std::string& phase) {
+            const std::string& phase, const Chunk& chunk = {}) {
     for (const Move& move : moves) {
-      const int64_t here = bytes(role, unit, place);
+      const int64_t here = bytes(role, unit, place, chunk);
       if (move.is_collective()) {
         send_collective(move, here, phase);
       } else if (move.kind == MoveKind::kCopy) {
@@ -342,6 +358,7 @@ class Walk {
   std::vector<std::vector<Placement>> grads_;
   std::vector<std::vector<Held>> staged_;  // by unit: read from disk, not copied yet
   std::vector<Held> writing_;              // on its way to disk
+  std::vector<Held> read_;                 // gradients from disk, for updates to come
   std::vector<Held> made_;                 // reduced by the lane, to be written
   std::vector<Held> lane_;  // what the last gradient move still reads and receives into
 };

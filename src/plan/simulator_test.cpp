@@ -193,6 +193,30 @@ TEST(SimulatorTest, AnyOptimizerCounts) {
   EXPECT_EQ(simulate(plan, table, model, kMesh, 1).tier[0].optim, 768 * 8);
 }
 
+// One chunk is read while another is updated and a third is written.
+TEST(SimulatorTest, ChunksBoundWhatStreamsFromDisk) {
+  const Table table = preset("zero3", {.precision = Dtype::kBf16,
+                                       .accumulate = true,
+                                       .optim_tier = Tier::kDisk,
+                                       .param_tier = Tier::kDisk,
+                                       .grads_on_disk = true});
+  constexpr int64_t kChunk = 4 * kChunkGrain;
+  ModelDesc model;
+  model.units = {{.name = "block", .flats = {{kMesh.world() * 10 * kChunk, Dtype::kBf16}}}};
+  assume_order(model, false);
+  const auto host = [&](int num_chunks) {
+    model.units[0].num_chunks = num_chunks;
+    const Ledger ledger = simulate(read_ahead(plan_section(table, model, kMesh, Section::kUpdate)),
+                                   table, model, kMesh);
+    EXPECT_EQ(ledger.sent.at("update").at("host-disk"), 10 * kChunk * (12 + 4 + 12 + 2));
+    return ledger.tier[static_cast<size_t>(Tier::kHost)];
+  };
+  EXPECT_EQ(host(1).total, 10 * kChunk * (12 + 4));  // the gradient goes before the parameter comes
+  EXPECT_EQ(host(10).optim, 3 * kChunk * 12);
+  EXPECT_EQ(host(10).grad, 2 * kChunk * 4);
+  EXPECT_EQ(host(10).param, kChunk * 2);
+}
+
 // A section alone may be simulated too: the window that was closed early starts with gradients
 // held.
 TEST(SimulatorTest, TheEarlyUpdateStartsWithHeldGradients) {

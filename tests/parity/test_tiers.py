@@ -15,33 +15,35 @@ from training import Case
 
 HOST, DISK = "host", "disk"
 LATE = {"late_update": True}
+CHUNKS = {"window_bytes": 1}  # as many as there can be
 ALL_ON_DISK = {"optimizer": DISK, "params": DISK, "gradients": DISK}
 # Strategy, precision, accumulate, world, offload.
 CASES = [
     ("ddp", "bf16", 1, 2, {"optimizer": HOST}),
     ("zero1", "fp32", 1, 2, {"optimizer": DISK}),
-    ("zero1", "bf16", 3, 2, {"optimizer": DISK}),
+    ("zero1", "bf16", 3, 2, CHUNKS | {"optimizer": DISK}),
     ("zero2", "fp32", 3, 2, {"optimizer": HOST}),
     ("zero2", "bf16", 1, 3, {"optimizer": DISK}),
-    ("zero3", "fp32", 1, 1, {"optimizer": DISK, "params": DISK}),
+    ("zero3", "fp32", 1, 1, CHUNKS | {"optimizer": DISK, "params": DISK}),
     ("zero3", "fp32", 1, 2, {"optimizer": HOST, "params": HOST}),
     ("zero3", "fp32", 3, 2, {"optimizer": DISK, "params": HOST}),
-    ("zero3", "bf16", 1, 2, {"optimizer": DISK, "params": DISK}),
+    ("zero3", "bf16", 1, 2, CHUNKS | {"optimizer": DISK, "params": DISK}),
     ("zero3", "bf16", 3, 4, {"optimizer": DISK, "params": DISK}),
     ("zero3", "fp32", 1, 3, {"params": DISK}),
     ("zero3", "fp16", 1, 2, {"optimizer": DISK, "params": DISK}),
-    ("mics", "fp32", 1, 4, {"optimizer": DISK, "params": DISK}),
-    ("hpz", "bf16", 1, 4, {"optimizer": DISK, "params": HOST}),
+    ("mics", "fp32", 1, 4, CHUNKS | {"optimizer": DISK, "params": DISK}),
+    ("hpz", "bf16", 1, 4, CHUNKS | {"optimizer": DISK, "params": HOST}),
     ("zero2", "bf16", 3, 2, {"optimizer": HOST, "gradients": DISK}),
     ("zero3", "fp32", 1, 2, ALL_ON_DISK),
-    ("zero3", "bf16", 3, 3, ALL_ON_DISK),
-    ("zero3", "fp16", 1, 1, LATE | ALL_ON_DISK),
+    ("zero3", "bf16", 3, 3, CHUNKS | ALL_ON_DISK),
+    ("zero3", "fp16", 1, 1, LATE | CHUNKS | ALL_ON_DISK),
     ("mics", "fp32", 3, 4, LATE | ALL_ON_DISK),
+    ("mics", "fp32", 1, 4, LATE | CHUNKS | ALL_ON_DISK),
     ("zero3", "fp32", 1, 1, LATE | {"optimizer": HOST}),
     ("zero3", "fp32", 1, 2, LATE | {"optimizer": HOST}),
     ("zero3", "bf16", 3, 2, LATE | {"optimizer": HOST, "params": HOST}),
     ("zero3", "bf16", 1, 3, LATE | {"optimizer": DISK, "params": DISK}),
-    ("zero3", "fp16", 1, 2, LATE | {"optimizer": DISK, "params": HOST}),
+    ("zero3", "fp16", 1, 2, LATE | CHUNKS | {"optimizer": DISK, "params": HOST}),
     ("hpz", "bf16", 1, 4, LATE | {"optimizer": HOST}),
     ("mics", "fp32", 3, 4, LATE | {"optimizer": DISK, "params": DISK}),
 ]
@@ -50,7 +52,7 @@ CASES += [
     ("ddp", "fp32", 1, 2, BF16_MOMENTS | {"optimizer": HOST}),
     ("zero1", "bf16", 1, 2, BF16_MOMENTS | {"optimizer": DISK}),
     ("zero2", "fp32", 3, 3, BF16_MOMENTS | {"optimizer": DISK}),
-    ("zero3", "bf16", 1, 2, BF16_MOMENTS | {"optimizer": DISK, "params": DISK}),
+    ("zero3", "bf16", 1, 2, BF16_MOMENTS | CHUNKS | {"optimizer": DISK, "params": DISK}),
     ("mics", "fp32", 1, 4, BF16_MOMENTS | {"optimizer": HOST, "params": HOST}),
 ]
 DAILY = ["gpt", "awkward"]

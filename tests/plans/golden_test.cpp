@@ -25,7 +25,7 @@ Config read_config(const std::string& text) {
                    {"param", "device"},    {"act", "device"},     {"node", "2"},
                    {"grad", "device"},     {"local", "4"},        {"tensor", "1"},
                    {"micro", "1"},         {"section", ""},       {"read_ahead", ""},
-                   {"prefetch_bytes", ""}, {"bucket_bytes", ""}};
+                   {"prefetch_bytes", ""}, {"bucket_bytes", ""},  {"chunks", "1"}};
   for (const std::string& line : split(text, '\n')) {
     const size_t equals = line.find('=');
     if (!line.starts_with('#') || equals == std::string::npos) continue;
@@ -69,6 +69,7 @@ Plan make_plan(const Config& config) {
   ModelDesc model = small_model(mesh);
   for (size_t unit = 1; unit < model.units.size(); ++unit)
     model.units[unit].recomputed = table.moves_activations();
+  model.units[1].num_chunks = number("chunks");
   Plan plan = config.at("section").empty()
                   ? plan_step(table, model, mesh, number("micro"))
                   : plan_section(table, model, mesh, find_section(config.at("section")));
