@@ -47,8 +47,8 @@ from gpt import GPT, Block, GPTConfig  # noqa: E402
 STEPS = 5
 POLL_S = 0.02
 LEARNING_RATE = 1e-4
-# Bytes on disk per parameter, for the check before a try: parameter, master, moments, gradient; then
-# what the construction keeps beside them (ours).
+# Bytes on disk per parameter, for the check before a try: parameter, master, moments and gradient;
+# ours has what the construction keeps beside them.
 DISK_BYTES = {"ours": 16 + 2, "deepspeed": 18}
 DISK_SHARE = 0.85  # of what is free
 

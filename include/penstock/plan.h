@@ -45,6 +45,7 @@ struct Alternative {
   double seconds = 0;     // of one step, by the simulator
   std::string longest{};  // what the step waits for most: "forward, local link"
   bool fits = true;
+  bool tight = false;        // with less than a tenth of some limit to spare
   std::string over{};        // where it does not fit: "device 1.50 GiB over"
   std::string text() const;  // `strategy "zero3", offload.optimizer "host", offload.params "none"`
 };
@@ -58,7 +59,8 @@ struct PlanQuestion {
 };
 
 struct PlanReport {
-  std::vector<Alternative> alternatives;    // best first: those that fit, the fastest of them
+  std::vector<Alternative> alternatives;    // best first: those that fit (the tight ones after the
+                                            // others), the fastest of them
   std::map<std::string, std::string> same;  // strategies left out: equal, on this mesh, to another
   std::string text;                         // as a table
 };

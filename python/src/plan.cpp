@@ -22,6 +22,7 @@ py::dict dict_of(const Alternative& one) {
   dict["seconds"] = one.seconds;
   dict["longest"] = one.longest;
   dict["fits"] = one.fits;
+  dict["tight"] = one.tight;
   dict["over"] = one.over;
   return dict;
 }

@@ -52,6 +52,16 @@ int64_t excess_bytes(const Alternative& one, const Room& room) {
   return sum;
 }
 
+// What is not foreseen (reads outside modules, an order other than the one assumed) needs some
+// room.
+bool is_tight(const Alternative& one, const Room& room) {
+  const Limits all = limits(one, room);
+  return std::any_of(all.begin(), all.end(), [](const auto& limit) {
+    const auto& [needed, allowed] = limit.second;
+    return needed > allowed - allowed / 10;
+  });
+}
+
 std::string excess(const Alternative& one, const Room& room) {
   std::vector<std::string> parts;
   for (const auto& [name, sizes] : limits(one, room)) {
@@ -94,6 +104,7 @@ Alternative simulated(const PlanQuestion& asked, const Config& config, const Mod
   one.longest = time.longest;
   one.over = excess(one, asked.room);
   one.fits = one.over.empty();
+  one.tight = one.fits && is_tight(one, asked.room);
   return one;
 }
 
@@ -141,8 +152,8 @@ std::vector<Alternative> alternatives(const Question& question, const ModelDesc&
     }
   }
   const auto rank = [&](const Alternative& one) {
-    return std::tuple(excess_bytes(one, question.asked.room), one.seconds, one.disk, one.host,
-                      one.device);
+    return std::tuple(excess_bytes(one, question.asked.room), one.tight, one.seconds, one.disk,
+                      one.host, one.device);
   };
   std::stable_sort(all.begin(), all.end(),
                    [&](const auto& a, const auto& b) { return rank(a) < rank(b); });
@@ -160,10 +171,14 @@ std::string choice_text(const std::vector<Alternative>& alternatives) {
     std::ostringstream seconds;
     seconds << std::setprecision(3) << one.seconds;
     const std::string waits = one.longest.empty() ? "" : "longest: " + one.longest;
-    const std::string best = concat("fastest that fits", waits.empty() ? "" : "; ", waits);
+    std::vector<std::string> why;
+    if (!one.fits) why.push_back(one.over);
+    if (one.fits && first) why.emplace_back("fastest that fits");
+    if (one.tight) why.emplace_back("less than a tenth to spare");
+    if (one.fits && !waits.empty()) why.push_back(waits);
     rows.push_back({one.strategy, one.optimizer, one.params, bytes(one.device), bytes(one.host),
-                    bytes(one.disk), seconds.str(), one.fits ? "yes" : "no",
-                    !one.fits ? one.over : (first ? best : waits)});
+                    bytes(one.disk), seconds.str(),
+                    !one.fits ? "no" : (one.tight ? "tight" : "yes"), join(why, "; ")});
   }
   std::vector<size_t> widths(rows.front().size(), 0);
   for (const auto& row : rows) {

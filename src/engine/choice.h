@@ -17,8 +17,9 @@ struct Question {
   bool external_optimizer = false;
 };
 
-// Those that can be run. Best first: what fits, then what lacks least; of these the fastest; then
-// what takes least of the disk, the host, the device; then as listed.
+// Those that can be run. Best first: what fits with room to spare, then what fits, then what lacks
+// least; of these the fastest; then what takes least of the disk, the host, the device; then as
+// listed.
 std::vector<Alternative> alternatives(const Question& question, const ModelDesc& model);
 
 // The config with the alternative's strategy and tiers.

@@ -24,6 +24,13 @@ constexpr int64_t kOptimHost = 18432 + 3072;  // and the gradients for it
 // On disk: one block's state being written, one updated, one read, and 5 blocks' gradients.
 constexpr int64_t kOptimWindow = 3 * 3072 + 5 * 512;
 
+// The least limit of which so much leaves a tenth.
+constexpr int64_t roomy(int64_t bytes) {
+  int64_t limit = bytes;
+  while (limit - limit / 10 < bytes) ++limit;
+  return limit;
+}
+
 ModelDesc blocks() {
   ModelDesc model;
   model.units = {{.name = "root", .flats = {}}};
@@ -58,20 +65,24 @@ struct ChoiceCase {
 
 const ChoiceCase kCases[] = {
     {"room for all", {}, "none none"},
-    {"just room for all", {.device = kAll}, "none none"},
-    {"a byte less: parameters leave", {.device = kAll - 1}, "none host"},
-    {"less: the optimizer leaves instead", {.device = kParamsAway - 1}, "host none"},
-    {"both", {.device = kOptimAway - 1}, "host host"},
+    {"just room for all", {.device = roomy(kAll)}, "none none"},
+    {"a byte less: parameters leave", {.device = roomy(kAll) - 1}, "none host"},
+    {"less: the optimizer leaves instead", {.device = roomy(kParamsAway) - 1}, "host none"},
+    {"both", {.device = roomy(kOptimAway) - 1}, "host host"},
+    {"no tenth to spare anywhere: the fastest that fits", {.device = kBothAway}, "host host"},
     {"little host memory: optimizer in a window",
-     {.device = kOptimAway, .host = kOptimHost - 1},
+     {.device = roomy(kOptimAway), .host = roomy(kOptimHost) - 1},
      "disk none"},
-    {"one limit for both: the host gains nothing", {.memory = kAll - 1}, "none disk"},
+    {"one limit for both: the host gains nothing", {.memory = roomy(kAll) - 1}, "none disk"},
     {"too little for anything", {.device = kBothAway - 1000}, "nothing: device 1000 B over"},
     {"a full disk",
      {.device = kOptimAway, .host = kOptimHost - 2, .disk = 18431},
      "nothing: disk 1 B over"},
-    {"one role is open", {.device = kParamsAway - 1}, "host none", R"({"optimizer": "auto"})"},
-    {"the other", {.device = kAll - 1}, "none host", R"({"params": "auto"})"},
+    {"one role is open",
+     {.device = roomy(kParamsAway) - 1},
+     "host none",
+     R"({"optimizer": "auto"})"},
+    {"the other", {.device = roomy(kAll) - 1}, "none host", R"({"params": "auto"})"},
     {"neither: what is set", {.device = kAll - 1}, "nothing: device 1 B over", "{}"},
     {"what rests whole stays", {.device = kAll}, "host none", R"("auto")", "zero1"},
 };
@@ -124,7 +135,7 @@ TEST(Choice, WhatComputeHidesDecidesWhenTokensAreMany) {
 }
 
 TEST(Choice, TheRefusalNamesWhatFits) {
-  const Room room{.device = kOptimAway};
+  const Room room{.device = roomy(kOptimAway)};
   const std::vector<Alternative> set = alternatives(question(room, "{}"), blocks());
   try {
     refuse(set.front(), alternatives(question(room), blocks()), room);
@@ -132,7 +143,7 @@ TEST(Choice, TheRefusalNamesWhatFits) {
     EXPECT_EQ(
         std::string(error.what()),
         "[engine::initialize] strategy \"zero3\", offload.optimizer \"none\", "
-        "offload.params \"none\" needs 31.00 KiB of device where 10.50 KiB is allowed on each "
+        "offload.params \"none\" needs 31.00 KiB of device where 11.67 KiB is allowed on each "
         "rank; what fits: strategy \"zero3\", offload.optimizer \"host\", offload.params "
         "\"none\"");
   }

@@ -81,10 +81,15 @@ def test_best_first_and_why(capsys):
         "strategy", "optimizer", "params", "device", "host", "disk", "s/step", "fits"
     ]  # fmt: skip
     assert lines[2].split()[:3] == ["zero3", "none", "host"]
-    assert lines[2].endswith("fastest that fits; longest: backward, local link")
-    fits = [line.split("KiB")[-1].split() for line in lines[2:]]
-    verdicts = ["yes" if "yes" in words else "no" for words in fits]
-    assert verdicts == sorted(verdicts, reverse=True) and "no" in verdicts
+    why = "fastest that fits; less than a tenth to spare; longest: backward, local link"
+    assert lines[2].endswith(f"tight  {why}")
+    order = ["yes", "tight", "no"]
+    verdicts = [
+        next(word for word in line.split() if word in order)
+        for line in lines[2:]
+        if " is " not in line
+    ]
+    assert verdicts == sorted(verdicts, key=order.index) and "no" in verdicts
     rows, _ = alternatives(capsys, *blocks, *SLOW, *budget)
     assert rows["zero3", "none", "none"]["over"] == "device 1.50 KiB over"
     assert rows["zero3", "disk", "none"]["over"] == "host 1 B over"
