@@ -135,8 +135,9 @@ class PENSTOCK_API Core {
   std::string plan_text(const std::string& section) const;
   void set_plan_text(const std::string& section, const std::string& text);
 
-  // [all ranks] Parameters become ordinary full tensors again; all memory is returned.
-  void close();
+  // [all ranks] Parameters become ordinary full tensors again, or without `gather` empty ones whose
+  // reading raises; all memory is returned.
+  void close(bool gather);
 
  private:
   friend class Tiles;

@@ -52,8 +52,9 @@ class PENSTOCK_API Engine {
   std::string explain() const;
   // [all ranks] Full fp32 weights by name.
   std::vector<std::pair<std::string, at::Tensor>> state();
-  // [all ranks] The model has ordinary full parameters again.
-  void close();
+  // [all ranks] The model has ordinary full parameters again. Without `gather` it has none: for
+  // what is larger than memory; no peer is needed then.
+  void close(bool gather = true);
 
  private:
   struct State;

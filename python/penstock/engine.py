@@ -297,13 +297,17 @@ class Engine:
 
     # ---- the end
 
-    def close(self) -> None:
-        """Gives the model its full parameters back and returns all memory. All ranks call it."""
+    def close(self, gather: bool = True) -> None:
+        """Gives the model its full parameters back and returns all memory. All ranks call it.
+
+        With ``gather=False`` the values are dropped, which a model larger than memory needs: reading
+        a parameter that was sharded raises RuntimeFault from then on.
+        """
         for hook in reversed(self._hooks):  # one may be around another
             hook.remove()
         self._hooks.clear()
         tiling.remove(self._tiled)
-        self._core.close()
+        self._core.close(gather)
         self._ranks.close()
 
     # ---- set-up

@@ -150,7 +150,7 @@ void bind_core(py::module_& module) {
       .def("explain", &Core::explain)
       .def("plan_text", &Core::plan_text)
       .def("set_plan_text", &Core::set_plan_text)
-      .def("close", &Core::close, NoGil());
+      .def("close", &Core::close, py::arg("gather"), NoGil());
 }
 
 }  // namespace penstock::python

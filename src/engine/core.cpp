@@ -234,6 +234,6 @@ std::vector<int> Core::units_of(const std::vector<std::string>& params) const {
   return units;
 }
 
-void Core::close() { state_->close(true); }
+void Core::close(bool gather) { state_->close(gather); }
 
 }  // namespace penstock

@@ -130,6 +130,6 @@ std::string Engine::explain() const { return state_->core->explain(); }
 std::vector<std::pair<std::string, at::Tensor>> Engine::state() {
   return state_->core->full("param");
 }
-void Engine::close() { state_->core->close(); }
+void Engine::close(bool gather) { state_->core->close(gather); }
 
 }  // namespace penstock

@@ -347,6 +347,7 @@ void Core::State::close(bool whole) {
     exec::UnitState& state = executor->units()[unit];
     for (exec::Flat& flat : state.flats) {
       if (is_tile[index] && state.attached) return_rows(unit);
+      if (!whole) flat.say_gone();
       if (!state.attached || is_tile[index]) flat.detach();
       for (exec::Slot& slot : flat.slots) {
         if (state.attached && !is_tile[index]) slot.param.set_data(slot.param.detach().clone());

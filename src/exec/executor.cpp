@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <deque>
 #include <utility>
 
 #include "penstock/error.h"
@@ -127,29 +128,34 @@ void Executor::bring(const PlannedStep& planned) {
     if (move.kind == MoveKind::kAllGather) group = members(move.axes);
   }
   const int num_shards = std::max(1, group.size());
-  std::vector<comm::GatherBuffer> buffers;
-  std::vector<const Stored*> fetched;
-  std::vector<const char*> sources;
-  std::vector<Event> updated;
+  std::deque<mem::Lease> leases;  // all of them before anything changes: taking one may throw
+  std::vector<int> coming;
   for (const int index : planned.step.units) {
     UnitState& unit = units_[index];
     if (full(index)) continue;  // off-plan reads may have brought it already
+    coming.push_back(index);
     unit.param_ready.wait();
-    updated.push_back(unit.updated);
-    std::vector<mem::Lease> leases;  // all of them before anything changes: taking one may throw
     for (Flat& flat : unit.flats) {
       if (flat.rest.on_disk()) unit.updated.wait();  // the read starts here
       if (!unit.gathered) traffic_.fetch(flat.rest, mem::Account::kParam);
       const int64_t bytes = unit.gathered ? flat.current.bytes() : flat.rest.bytes;
       leases.push_back(tiers_.device.take(bytes * num_shards, mem::Account::kParam));
     }
-    for (size_t i = 0; i < unit.flats.size(); ++i) {
-      Flat& flat = unit.flats[i];
+  }
+  std::vector<comm::GatherBuffer> buffers;
+  std::vector<const Stored*> fetched;
+  std::vector<const char*> sources;
+  std::vector<Event> updated;
+  for (const int index : coming) {
+    UnitState& unit = units_[index];
+    updated.push_back(unit.updated);
+    for (Flat& flat : unit.flats) {
       sources.push_back(unit.gathered ? flat.current.data() : flat.rest.data());
       fetched.push_back(unit.gathered ? nullptr : &flat.rest);
-      buffers.push_back({leases[i].data(), leases[i].bytes() / num_shards});
+      buffers.push_back({leases.front().data(), leases.front().bytes() / num_shards});
       if (unit.gathered) flat.retired = std::move(flat.current);
-      flat.current = std::move(leases[i]);
+      flat.current = std::move(leases.front());
+      leases.pop_front();
     }
     for (const Move& move : planned.step.moves) unit.param_at = apply(unit.param_at, move);
     unit.gathered = true;

@@ -71,6 +71,14 @@ void Flat::detach() {
   }
 }
 
+void Flat::say_gone() {
+  for (Slot& slot : slots) {
+    slot.guard = concat("[exec::guard] parameter \"", slot.name,
+                        "\" has no values: the engine that kept them was closed without gathering "
+                        "them");
+  }
+}
+
 void Flat::let_params_go() {
   const char* begin = rest.data();
   for (Slot& slot : slots) {

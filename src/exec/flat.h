@@ -60,6 +60,8 @@ class Flat {
   // Points the parameters into `base` (a full copy), or frees them.
   void attach(char* base);
   void detach();
+  // What reading a parameter says after the next detach(): that its values are nowhere any more.
+  void say_gone();
   // As detach(), where some parameters may still have storages of their own.
   void let_params_go();
   // Zeroes what no contribution was written to, gaps and padding included.

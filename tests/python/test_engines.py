@@ -172,3 +172,36 @@ def open_and_close_disk(folder):
 
 def test_close_gives_the_disk_back(pools, tmp_path):
     pools(2).run(open_and_close_disk, str(tmp_path))
+
+
+def close_without_gathering(strategy, offload):
+    import penstock  # noqa: PLC0415
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    engine = penstock.initialize(model, {"strategy": strategy, "offload": offload})
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    engine.step()
+    if dist.get_rank() == 1:  # one after the other: no peer is needed
+        dist.barrier()
+    engine.close(gather=False)
+    if dist.get_rank() == 0:
+        dist.barrier()
+    try:
+        model[0].weight.sum()
+    except RuntimeError as error:
+        return str(error)
+    return "values"
+
+
+SHARDED = [("zero3", {}), ("zero3", {"optimizer": "disk", "params": "disk"}), ("ddp", {})]
+
+
+@pytest.mark.parametrize(("strategy", "offload"), SHARDED, ids=str)
+def test_what_is_larger_than_memory_closes_without_gathering(strategy, offload, pools, tmp_path):
+    if offload:
+        offload = offload | {"path": str(tmp_path)}
+    for said in pools(2).run(close_without_gathering, strategy, offload):
+        if strategy == "ddp":
+            assert said == "values"
+        else:
+            assert 'parameter "0.weight" has no values' in said and "without gathering" in said

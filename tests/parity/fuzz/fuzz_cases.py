@@ -161,7 +161,7 @@ def _offload(rng: random.Random, strategy: str, native: bool) -> dict[str, Any]:
         if offload["optimizer"] != "none":
             offload["gradients"] = rng.choice(["none", "disk"])
         offload["late_update"] = offload["optimizer"] != "none" and rng.random() < 0.5
-    if offload["optimizer"] == "disk" and rng.random() < 0.5:
+    if offload["optimizer"] == "disk":
         offload["window_bytes"] = 1  # chunks as small as they can be
     return offload
 
