@@ -300,8 +300,8 @@ class Engine:
     def close(self, gather: bool = True) -> None:
         """Gives the model its full parameters back and returns all memory. All ranks call it.
 
-        With ``gather=False`` the values are dropped, which a model larger than memory needs: reading
-        a parameter that was sharded raises RuntimeFault from then on.
+        With ``gather=False`` the values are dropped, which a model larger than memory needs:
+        reading a parameter that was sharded raises RuntimeError from then on.
         """
         for hook in reversed(self._hooks):  # one may be around another
             hook.remove()

@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
 
 from table import MUTATIONS, Mutation
 
@@ -60,11 +61,11 @@ def build(tree: pathlib.Path, jobs: int) -> None:
         module.symlink_to(tree / "build/release/python/src" / module.name)
 
 
-def failing_test(tree: pathlib.Path) -> str | None:
+def failing_test(tree: pathlib.Path, tests: Sequence[str]) -> str | None:
     """The first test that fails; None when all pass."""
     # Without `site`, so that no editable install comes before the copy.
     path = f"{tree / 'python'}{os.pathsep}{sysconfig.get_path('purelib')}"
-    command = [sys.executable, "-S", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+    command = [sys.executable, "-S", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
             command,
@@ -93,7 +94,7 @@ def plant(tree: pathlib.Path, mutation: Mutation, jobs: int) -> str | None:
     file.write_text(text.replace(mutation.old, mutation.new))
     try:
         build(tree, jobs)
-        return failing_test(tree)
+        return failing_test(tree, mutation.tests or TESTS)
     finally:
         file.write_text(text)
 
@@ -103,9 +104,10 @@ def run(tree: pathlib.Path, mutations: list[Mutation], jobs: int) -> int:
     configure = ["cmake", "--preset", "release", "-DPENSTOCK_TESTS=OFF"]
     subprocess.run(configure, cwd=tree, check=True, stdout=subprocess.DEVNULL)
     build(tree, jobs)
-    failed = failing_test(tree)
-    if failed is not None:
-        sys.exit(f"{failed} fails without any mutation")
+    for tests in {tuple(mutation.tests or TESTS) for mutation in mutations}:
+        failed = failing_test(tree, tests)
+        if failed is not None:
+            sys.exit(f"{failed} fails without any mutation")
     survivors = 0
     for mutation in mutations:
         start = time.monotonic()

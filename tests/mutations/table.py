@@ -10,8 +10,11 @@ class Mutation(NamedTuple):
     file: str
     old: str  # must be there once
     new: str
+    tests: tuple[str, ...] = ()  # pytest's arguments; empty = run.py's
 
 
+TILES = ("tests/parity/test_tiling.py",)
+ACTIVATIONS = ("tests/parity/test_activations.py", "-k", "gpt")
 GRADIENTS = "src/exec/gradients.cpp"
 UPDATE = "src/exec/update.cpp"
 
@@ -57,8 +60,8 @@ MUTATIONS = [
     Mutation(
         "missing unit in the norm",
         UPDATE,
-        "if (!flat.trainable || !gradient) continue;",
-        "if (!flat.trainable || !gradient || &unit == &units_.back()) continue;",
+        "const bool stored = flat.summed &&",
+        "if (&unit == &units_.back()) continue;\n      const bool stored = flat.summed &&",
     ),
     Mutation(
         "swapped shards",
@@ -105,8 +108,8 @@ MUTATIONS = [
     Mutation(
         "moment not carried over: Adam",
         UPDATE,
-        "optim::adam(range, first, second,",
-        "std::memset(first, 0, range.numel * 4);\n    optim::adam(range, first, second,",
+        "optim::adam(range, first, state",
+        "std::memset(first, 0, range.numel * 4);\n    optim::adam(range, first, state",
     ),
     Mutation(
         "unused parameters are updated",
@@ -119,5 +122,74 @@ MUTATIONS = [
         UPDATE,
         "update_.groups.at(slot.group)",
         "update_.groups.at(0)",
+    ),
+    Mutation(
+        "a chunk updates the values of the first",
+        UPDATE,
+        "begin = owned(flat).first + state.begin, end",
+        "begin = owned(flat).first, end",
+    ),
+    Mutation(
+        "a chunk takes the gradient of the first",
+        UPDATE,
+        "flat.reduced.data() + (state.begin + begin) * size",
+        "flat.reduced.data() + begin * size",
+    ),
+    Mutation(
+        "step counts advance with every chunk",
+        UPDATE,
+        "if (!chunk.last()) continue;",
+        "if (chunk.index > 0 && !chunk.last()) continue;",
+    ),
+    Mutation(
+        "the norm leaves out gradients on disk",
+        GRADIENTS,
+        "flat.squares = own_squares(flat);",
+        "flat.squares = 0.0;",
+    ),
+    Mutation(
+        "sums of gradients are not written back",
+        GRADIENTS,
+        "  traffic_.put_back(flat.reduced);",
+        "  flat.reduced.memory.reset();",
+    ),
+    Mutation(
+        "optimizer state is not written back",
+        "src/exec/executor.cpp",
+        "if (move.to == Tier::kDisk) traffic_.put_back(*copy);",
+        "if (move.to == Tier::kDisk) traffic_.let_go(*copy);",
+    ),
+    Mutation(
+        "parameters on disk stay as they were",
+        UPDATE,
+        "traffic_.put_back(state.param);",
+        "state.param.memory.reset();",
+    ),
+    Mutation(
+        "stripes over each other",
+        "src/mem/disk.cpp",
+        "index / num_files * stripe + at % stripe,",
+        "index / num_files * stripe,",
+    ),
+    Mutation(
+        "targets of another tile",
+        "src/engine/tiled_ops.cpp",
+        "chunk.of(of.target).sub(one.first[tile]);",
+        "chunk.of(of.target).sub(one.first[0]);",
+        TILES,
+    ),
+    Mutation(
+        "a saved view from the beginning of its storage",
+        "src/exec/activations.cpp",
+        "whole.as_strided(as.sizes, as.strides, whole.storage_offset() + after);",
+        "whole.as_strided(as.sizes, as.strides, whole.storage_offset());",
+        ("tests/parity/test_activations.py",),
+    ),
+    Mutation(
+        "activations on disk over each other",
+        "src/mem/extents.cpp",
+        "free_.erase(first);",
+        "",
+        ACTIVATIONS,
     ),
 ]
