@@ -1,5 +1,6 @@
 // The C++ engine on ranks as threads against plain torch: every strategy, world sizes that do and
-// do not divide, both precisions, accumulation, a shared parameter, a frozen and an unused one.
+// do not divide, both precisions, accumulation, every tier, updates that end late, a shared
+// parameter, a frozen and an unused one.
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 #include <torch/optim.h>
@@ -89,18 +90,34 @@ struct Case {
   int world;
   int accumulate;
   const char* precision;
+  const char* tiers = "memory";
+  const char* offload = "";  // keys and values
 };
+
+std::string name_of(const Case& c) {
+  return concat(c.strategy, "_world", c.world, "_accumulate", c.accumulate, "_", c.precision, "_",
+                c.tiers);
+}
+
+std::ostream& operator<<(std::ostream& out, const Case& c) { return out << name_of(c); }
+
+Config config_of(const Case& c) {
+  std::string offload = c.offload;
+  if (offload.find("disk") != std::string::npos)
+    offload += concat(R"(, "path": ")", testing::TempDir(), "\"");
+  return Config::parse(
+      concat(R"({"strategy": ")", c.strategy, R"(", "precision": ")", c.precision,
+             R"(", "clip": 0.5, "batch": {"accumulate": )", c.accumulate,
+             R"(}, "optimizer": {"type": "AdamW", "lr": 0.01, "eps": 1e-4, "weight_decay": 0.1},)",
+             R"( "units": {"modules": ["Block"]}, "comm": {"bucket_bytes": 1}, "mesh": {"node": )",
+             c.world % 2 == 0 ? 2 : 1, R"(}, "offload": {)", offload, "}}"));
+}
 
 class Engines : public testing::TestWithParam<Case> {};
 
 TEST_P(Engines, TrainLikePlainTorch) {
   const Case c = GetParam();
-  const Config config = Config::parse(
-      concat(R"({"strategy": ")", c.strategy, R"(", "precision": ")", c.precision,
-             R"(", "clip": 0.5, "batch": {"accumulate": )", c.accumulate,
-             R"(}, "optimizer": {"type": "AdamW", "lr": 0.01, "eps": 1e-4, "weight_decay": 0.1},)",
-             R"( "units": {"modules": ["Block"]}, "comm": {"bucket_bytes": 1}, "mesh": {"node": )",
-             c.world % 2 == 0 ? 2 : 1, "}}"));
+  const Config config = config_of(c);
   const auto expected = reference(c.world, c.accumulate, 0.5);
   const double tolerance = std::string(c.precision) == "fp32" ? 1e-5 : 2e-2;
   auto groups = Group::threads(c.world, std::chrono::seconds(60));
@@ -163,10 +180,57 @@ std::vector<Case> cases() {
   }
   return all;
 }
-INSTANTIATE_TEST_SUITE_P(Matrix, Engines, testing::ValuesIn(cases()), [](const auto& info) {
-  const Case& c = info.param;
-  return concat(c.strategy, "_world", c.world, "_accumulate", c.accumulate, "_", c.precision);
-});
+INSTANTIATE_TEST_SUITE_P(Matrix, Engines, testing::ValuesIn(cases()),
+                         [](const auto& info) { return name_of(info.param); });
+
+struct Tiers {
+  const char *name, *offload;
+  std::vector<const char*> strategies;
+};
+const Tiers kTiers[] = {
+    {"optim_host", R"("optimizer": "host")", {"ddp", "zero1", "zero2", "zero3"}},
+    {"optim_disk", R"("optimizer": "disk")", {"ddp", "zero1", "zero2", "zero3"}},
+    {"grad_disk", R"("optimizer": "host", "gradients": "disk")", {"zero2", "zero3"}},
+    {"param_disk", R"("params": "disk")", {"zero3"}},
+    {"all_host", R"("optimizer": "host", "params": "host")", {"zero3", "hpz"}},
+    {"optim_param_disk", R"("optimizer": "disk", "params": "disk")", {"zero3", "mics"}},
+    {"all_disk",
+     R"("optimizer": "disk", "params": "disk", "gradients": "disk", "checksums": true)",
+     {"zero3", "mics"}},
+    {"late_optim_host", R"("late_update": true, "optimizer": "host")", {"zero3", "hpz", "mics"}},
+    {"late_all_host",
+     R"("late_update": true, "optimizer": "host", "params": "host")",
+     {"zero3", "hpz"}},
+    {"late_optim_disk", R"("late_update": true, "optimizer": "disk")", {"zero3", "hpz"}},
+    {"late_grad_disk",
+     R"("late_update": true, "optimizer": "host", "gradients": "disk")",
+     {"zero3", "mics"}},
+    {"late_optim_param_disk",
+     R"("late_update": true, "optimizer": "disk", "params": "disk")",
+     {"zero3", "mics"}},
+    {"late_all_disk",
+     R"("late_update": true, "optimizer": "disk", "params": "disk", "gradients": "disk")",
+     {"zero3", "mics"}},
+};
+
+std::vector<Case> offloaded_cases() {
+  std::vector<Case> all;
+  for (const Tiers& tiers : kTiers) {
+    for (const char* strategy : tiers.strategies) {
+      const bool by_node = std::string(strategy) == "hpz" || std::string(strategy) == "mics";
+      for (const int world : by_node ? std::vector<int>{4} : std::vector<int>{1, 2, 3}) {
+        for (const int accumulate : {1, 3}) {
+          for (const char* precision : {"fp32", "bf16"}) {
+            all.push_back({strategy, world, accumulate, precision, tiers.name, tiers.offload});
+          }
+        }
+      }
+    }
+  }
+  return all;
+}
+INSTANTIATE_TEST_SUITE_P(Offloaded, Engines, testing::ValuesIn(offloaded_cases()),
+                         [](const auto& info) { return name_of(info.param); });
 
 }  // namespace
 }  // namespace penstock
