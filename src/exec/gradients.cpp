@@ -26,11 +26,11 @@ bool Executor::take_gradient(int unit, int flat_index, int slot_index, const at:
                               "\" has a sparse gradient, which is not supported: build the "
                               "embedding with sparse=False"));
   }
+  units_[unit].updated.wait();
   const Dtype dtype = partial_dtype(flat);
   if (!flat.partial) {
     flat.partial = tiers_.device.take(flat.numel * dtype_bytes(dtype), mem::Account::kGrad);
   }
-  units_[unit].updated.wait();
   const at::Tensor dense = gradient.contiguous();
   char* at = flat.partial.data() + slot.offset * dtype_bytes(dtype);
   const Dtype from = dtype_of(dense.scalar_type());
@@ -91,13 +91,8 @@ void Executor::put_sum_back(Flat& flat) {
 }
 
 void Executor::drop_sum(Flat& flat) {
-  if (flat.reduced.writing) traffic_.settle();
-  if (flat.reduced.memory) traffic_.wait_read(flat.reduced);
-  flat.reduced.memory.reset();
-  for (ChunkState& chunk : flat.chunks) {
-    traffic_.wait_read(chunk.gradient);
-    chunk.gradient.memory.reset();
-  }
+  traffic_.drop(flat.reduced);
+  for (ChunkState& chunk : flat.chunks) traffic_.drop(chunk.gradient);
   flat.summed = false;
 }
 

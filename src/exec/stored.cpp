@@ -49,6 +49,13 @@ void DiskTraffic::let_go(Stored& copy) {
   if (!copy.writing && tiers_.disk->done(copy.moving)) copy.memory.reset();  // else close() does
 }
 
+void DiskTraffic::drop(Stored& copy) {
+  const std::lock_guard lock(mutex_);
+  while (copy.writing) finish_oldest();
+  if (copy.on_disk()) tiers_.disk->wait(copy.moving);
+  copy.memory.reset();
+}
+
 void DiskTraffic::finish_oldest() {
   Stored& oldest = *writing_.front();
   tiers_.disk->wait(oldest.moving);

@@ -39,6 +39,8 @@ class DiskTraffic {
   void put_back(Stored& copy);
   // What was fetched and not changed.
   void let_go(Stored& copy);
+  // Gives its memory back when nothing moves it any more, whatever is in it.
+  void drop(Stored& copy);
   void settle();  // every write is done
 
  private:

@@ -161,7 +161,7 @@ void Executor::update(int index, const Chunk& chunk, bool write_back) {
     for (const Stored* copy : state.optimizer_state()) traffic_.wait_read(*copy);
     traffic_.wait_read(state.gradient);
     update_flat(flat, chunk, write_back);
-    state.gradient.memory.reset();
+    traffic_.drop(state.gradient);
     if (!chunk.last()) continue;
     for (Slot& slot : flat.slots) {
       slot.updates += slot.touched ? 1 : 0;
