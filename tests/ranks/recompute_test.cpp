@@ -153,7 +153,7 @@ void train(const Case& c, int rank, const std::shared_ptr<Group>& group,
     EXPECT_EQ(core.saved_bytes(), 0);
     EXPECT_TRUE(core.step({*config.optimizer}));
   }
-  core.close();
+  core.close(true);
   for (int i = 0; i <= kBlocks; ++i) {
     EXPECT_LT((params[i].detach() - expected[i]).abs().max().item<double>(), 1e-5)
         << name_of_weight(i) << " on rank " << rank;
