@@ -95,9 +95,9 @@ class Fio:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 4 * WIDTH) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.inner, self.outer = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.outer(torch.relu(self.inner(x)))
@@ -106,16 +106,17 @@ class Block(nn.Module):
 class Step:
     """An engine with its optimizer on disk; compute is next to nothing."""
 
-    def __init__(self, folder: str, parameters: int) -> None:
+    def __init__(self, folder: str, parameters: int, largest: float, window: int) -> None:
         torch.manual_seed(0)
-        blocks = max(1, round(parameters / (8 * WIDTH * WIDTH)))
-        model = nn.Sequential(*[Block() for _ in range(blocks)])
+        blocks = [Block(round(largest * parameters / (2 * WIDTH)))] if largest > 0 else []
+        rest = max(1, round((1 - largest) * parameters / (8 * WIDTH * WIDTH)))
+        model = nn.Sequential(*blocks, *[Block() for _ in range(rest)])
         self.parameters = sum(p.numel() for p in model.parameters())
         config = {
             "strategy": "zero3",
             "optimizer": {"type": "AdamW"},
             "units": {"modules": ["Block"]},
-            "offload": {"optimizer": "disk", "path": folder},
+            "offload": {"optimizer": "disk", "path": folder, "window_bytes": window},
         }
         self.engine = penstock.initialize(model, config)
         self.bytes_per_parameter = 0.0
@@ -142,7 +143,7 @@ class Step:
 def run(folder: str, options: argparse.Namespace) -> dict[str, object]:
     ours = Ours(load(options.library), folder, options)
     fio = Fio(folder, ours.text, options)
-    step = Step(folder, options.parameters)
+    step = Step(folder, options.parameters, options.largest, options.window)
     actions: dict[str, Callable[[], float]] = {}
     for mode in MODES:
         actions[f"fio {mode}"] = lambda mode=mode: fio.bandwidth(mode)
@@ -205,6 +206,10 @@ def main() -> None:
     parser.add_argument("--request", type=int, default=4 << 20)
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--parameters", type=int, default=100_000_000)
+    parser.add_argument(
+        "--largest", type=float, default=0.0, help="share of the parameters in one unit (0 to 1)"
+    )
+    parser.add_argument("--window", type=int, default=192 << 20, help="offload.window_bytes")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args()

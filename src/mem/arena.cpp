@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdlib>
 #include <exception>
 #include <iterator>
@@ -54,6 +55,14 @@ c10::DataPtr allocate(c10::Device device, int64_t bytes) {
   const int error = posix_memalign(&data, kBlockBytes, static_cast<size_t>(block_padded(bytes)));
   if (error != 0) throw std::bad_alloc();
   return {data, data, &std::free, device};
+}
+
+// Large buffers of nearly one size can stand in for each other: the sizes of mappings are rounded
+// up to a sixteenth or less above (what is not touched takes no memory).
+int64_t slot_bytes(int64_t bytes) {
+  if (bytes < 2 * kHugePage) return bytes;
+  const auto step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes))) / 16;
+  return (bytes + step - 1) / step * step;
 }
 
 void check_budget(const Budget& budget, int64_t bytes, int64_t in_use) {
@@ -108,16 +117,17 @@ c10::DataPtr Pool::take(int64_t bytes) {
   const std::lock_guard lock(mutex_);
   check_budget(budget_, bytes, in_use_);
   c10::DataPtr data;
-  const auto unused = unused_.find(bytes);
+  const int64_t slot = slot_bytes(bytes);
+  const auto unused = unused_.find(slot);
   if (unused != unused_.end()) {
     data = std::move(unused->second.back());
     unused->second.pop_back();
-    unused_bytes_ -= bytes;
+    unused_bytes_ -= slot;
     if (unused->second.empty()) unused_.erase(unused);
   } else {
     evict(bytes);
     try {
-      data = allocate(device_, bytes);
+      data = allocate(device_, slot);
     } catch (const std::exception& error) {
       throw RuntimeFault(concat("[mem::Arena::take] no memory for ", format_bytes(bytes),
                                 " beside the ", format_bytes(in_use_),
@@ -132,8 +142,8 @@ c10::DataPtr Pool::take(int64_t bytes) {
 void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   const std::lock_guard lock(mutex_);
   in_use_ -= bytes;
-  unused_[bytes].push_back(std::move(data));
-  unused_bytes_ += bytes;
+  unused_[slot_bytes(bytes)].push_back(std::move(data));
+  unused_bytes_ += slot_bytes(bytes);
 }
 
 void Pool::forget(int64_t bytes) {

@@ -1,8 +1,9 @@
 #pragma once
 // Arena: the engine's memory. Every byte is counted under the account it was taken for, and no more
-// is taken than its budget. Arenas of one kind of memory share a Pool: buffers of equal size are
-// reused; unused ones of other sizes are returned to the system before they would take the pool
-// beyond the most that was ever in use. So what it holds is never more than its peak.
+// is taken than its budget. Arenas of one kind of memory share a Pool: buffers of equal size (of
+// nearly equal size, when they are large) are reused; unused ones of other sizes are returned to
+// the system before they would take the pool beyond the most that was ever in use. So what it holds
+// is hardly more than its peak.
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 

@@ -93,5 +93,21 @@ TEST(Arena, ArenasOfOnePoolShareItsBudgetAndItsBuffers) {
   EXPECT_EQ(host.usage().total_now, 4500);
 }
 
+TEST(Arena, LargeBuffersStandInForNearlyEqualOnes) {
+  Pool pool(c10::Device(c10::DeviceType::CPU));
+  Arena arena(pool);
+  constexpr int64_t kMiB = 1 << 20;
+  Lease first = arena.take(16 * kMiB + 4096, Account::kOptim);
+  const char* address = first.data();
+  first.reset();
+  first = arena.take(17 * kMiB, Account::kOptim);
+  EXPECT_EQ(first.data(), address);
+  EXPECT_EQ(arena.usage().total_now, 17 * kMiB) << "what was asked for counts";
+  first.reset();
+  EXPECT_EQ(pool.held(), 17 * kMiB);
+  const Lease other = arena.take(15 * kMiB, Account::kOptim);
+  EXPECT_EQ(pool.held(), 15 * kMiB) << "another slot: the unused one had to go";
+}
+
 }  // namespace
 }  // namespace penstock::mem

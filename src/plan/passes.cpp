@@ -162,7 +162,11 @@ Position before_the_update_above(std::vector<Step>& steps, const Step& read) {
     --at;
     if (above.op == Op::kUpdate) break;
   }
-  return at;
+  if (read.role == Role::kGrad) return at;
+  // Nothing is being written yet: the second read starts before the norm, as the first.
+  auto norm = at;
+  while (norm != steps.begin() && is_read(*(norm - 1))) --norm;
+  return norm != steps.begin() && (norm - 1)->op == Op::kNorm ? norm - 1 : at;
 }
 
 Position before_the_backward_above(std::vector<Step>& steps, const Step& move) {

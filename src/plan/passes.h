@@ -15,8 +15,8 @@ Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes);
 // smaller than `bucket_bytes`: parameter moves join the earlier one, gradient moves the later one.
 Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
 
-// What an update needs is read from disk while the unit before is updated: each read starts before
-// that update, and the first read of optimizer state even before the norm. What a unit's backward
+// What an update needs is read from disk while the one before runs: each read starts before that
+// update, and the first two reads of optimizer state even before the norm. What a unit's backward
 // is recomputed from comes back while the backward before it runs.
 Plan read_ahead(const Plan& plan);
 

@@ -117,9 +117,11 @@ TEST(ReadAheadTest, ReadsStartOneUnitEarly) {
   const PassCase cases[] = {
       {"optimizer state", 0,
        "norm\nmove u0 optim copy(disk,host)\nupdate u0\npublish u0 param cast(bf16)\n"
-       "move u0 optim copy(host,disk)\nmove u1 optim copy(disk,host)\nupdate u1\n",
-       "move u0 optim copy(disk,host)\nnorm\nmove u1 optim copy(disk,host)\nupdate u0\n"
-       "publish u0 param cast(bf16)\nmove u0 optim copy(host,disk)\nupdate u1\n"},
+       "move u0 optim copy(host,disk)\nmove u1 optim copy(disk,host)\nupdate u1\n"
+       "move u2 optim copy(disk,host)\nupdate u2\n",
+       "move u0 optim copy(disk,host)\nmove u1 optim copy(disk,host)\nnorm\nupdate u0\n"
+       "publish u0 param cast(bf16)\nmove u0 optim copy(host,disk)\n"
+       "move u2 optim copy(disk,host)\nupdate u1\nupdate u2\n"},
       {"inputs, over the moves of others", 0,
        "micro 0\nforward u1\nmove u1 act copy(device,host)\n"
        "move u1 act copy(host,device)\nbackward u1\nmove u1 grad reduce_scatter(data)\n"
@@ -189,8 +191,8 @@ TEST(ReadAheadTest, StartsBeforeTheUpdateOfTheUnitBefore) {
       "move u1 optim copy(disk,host)\nmove u1 grad copy(disk,host)\nupdate u1\n"
       "move u1 optim copy(host,disk)\n");
   EXPECT_EQ(read_ahead(plan).text(),
-            "backward u0 end\nmove u0 optim copy(disk,host)\nnorm\nmove u0 grad copy(disk,host)\n"
-            "move u1 optim copy(disk,host)\nmove u1 grad copy(disk,host)\nupdate u0\n"
+            "backward u0 end\nmove u0 optim copy(disk,host)\nmove u1 optim copy(disk,host)\nnorm\n"
+            "move u0 grad copy(disk,host)\nmove u1 grad copy(disk,host)\nupdate u0\n"
             "move u0 optim copy(host,disk)\nupdate u1\nmove u1 optim copy(host,disk)\n");
 }
 
