@@ -66,13 +66,13 @@ Config adapted(Config config, const std::string& strategy, const std::string& op
   if (strategy != config.strategy) config.table.clear();  // cells of another preset
   config.strategy = strategy;
   config.offload.optimizer = optimizer;
+  const Table table = preset(strategy, {});
   const bool shards = can_rest_away(strategy), offloads = optimizer != "none";
   if (!shards) config.offload.params = "none";
-  const Table table = preset(strategy, {});
   if (config.offload.params == "disk" &&
       !(table.at(Role::kParam, Phase::kHold) == table.at(Role::kParam, Phase::kRest)))
     config.offload.params = "host";  // no second copy is kept on disk
-  if (!offloads || !preset(strategy, {}).at(Role::kGrad, Phase::kHold).sharded())
+  if (!offloads || !table.at(Role::kGrad, Phase::kHold).sharded())
     config.offload.gradients = "none";
   config.offload.late_update &= shards && offloads;
   return config;

@@ -249,6 +249,7 @@ void Executor::update_range(Flat& flat, ChunkState& state, int64_t begin, int64_
 void Executor::publish_to_disk(int unit, const Chunk& chunk) {
   for (Flat& flat : units_[unit].flats) {
     if (!flat.trainable) continue;
+    traffic_.drop(flat.rest);  // should anybody have left the old values in memory
     ChunkState& state = flat.chunks.at(chunk.index);
     traffic_.make_room(state.param, mem::Account::kParam);
     optim::take(state.param.data(), flat.dtype, master_of(flat, state), Dtype::kFp32, state.numel,

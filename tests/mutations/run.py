@@ -1,6 +1,6 @@
 """Plants the bugs of table.py, one at a time, in a copy of the tree; tests must notice each.
 
-    .venv/bin/python tests/mutations/run.py [--only TEXT] [--jobs N] [--tree FOLDER]
+    .venv/bin/python tests/mutations/run.py [--only PATTERN] [--jobs N] [--tree FOLDER]
 
 Exits with 1 when a bug survives. --tree keeps the copy and its build for the next run.
 """
@@ -121,11 +121,11 @@ def run(tree: pathlib.Path, mutations: list[Mutation], jobs: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="mutations whose name holds this")
+    parser.add_argument("--only", default="", help="mutations whose name matches this")
     parser.add_argument("--jobs", type=int, default=2, help="of the build")
     parser.add_argument("--tree", type=pathlib.Path, help="folder of the copy; kept")
     given = parser.parse_args()
-    mutations = [mutation for mutation in MUTATIONS if given.only in mutation.name]
+    mutations = [mutation for mutation in MUTATIONS if re.search(given.only, mutation.name)]
     if given.tree is not None:
         return run(given.tree.resolve(), mutations, given.jobs)
     with tempfile.TemporaryDirectory(prefix="penstock-mutations-") as folder:
