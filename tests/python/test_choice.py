@@ -10,8 +10,10 @@ import time
 
 import models
 import pytest
+import torch
 import training
 from ranks import Failure
+from torch import nn
 from training import Case
 
 STEPS = 3
@@ -231,3 +233,50 @@ def test_explain_names_an_optimizer_that_was_given():
     )
     assert "optimizer torch.optim.rmsprop.RMSprop, as given\n" in engine.explain()
     engine.close()
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(16))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def train_beside_refusals(folder: str, budget: int | None):
+    """Losses; with a budget, `gathered()` of everything is over it at every step."""
+    import penstock  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    offload = {"optimizer": "disk", "params": "disk", "path": folder}
+    config = {"units": {"modules": ["Linear"]}, "offload": offload, "prefetch_bytes": 0}
+    config |= {"optimizer": {"type": "AdamW", "lr": 0.1}, "comm": {"bucket_bytes": 0}}
+    if budget is not None:
+        config["memory"] = {"device_bytes": budget}
+    engine = penstock.initialize(Deep(), config)
+    losses, refusals = [], 0
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = engine(torch.randn(2, 64))
+        engine.backward(loss)
+        if budget is not None:
+            try:
+                with engine.gathered():
+                    pass
+            except RuntimeError as error:
+                refusals += "memory.device_bytes" in str(error)
+        engine.step()
+        losses.append(loss.item())
+    needed = engine.ledger()["predicted"]["zero3"]["device"]
+    engine.close(gather=False)
+    return losses, refusals, needed
+
+
+def test_what_a_refusal_left_in_memory_is_not_used_after_the_update(pools, tmp_path):
+    (expected, _, needed), _ = pools(2).run(train_beside_refusals, str(tmp_path), None)
+    for losses, refusals, _ in pools(2).run(train_beside_refusals, str(tmp_path), needed + 20000):
+        assert refusals == 3
+        assert losses == expected
