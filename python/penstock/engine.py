@@ -307,8 +307,10 @@ class Engine:
             hook.remove()
         self._hooks.clear()
         tiling.remove(self._tiled)
-        self._core.close(gather)
-        self._ranks.close()
+        try:
+            self._core.close(gather)
+        finally:
+            self._ranks.close()
 
     # ---- set-up
 

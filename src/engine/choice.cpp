@@ -215,8 +215,11 @@ void refuse(const Alternative& chosen, const std::vector<Alternative>& others, c
   const std::string instead =
       fits != others.end()
           ? "what fits: " + fits->text()
-          : "no strategy and no offload fits: use more ranks, or allow more (memory.device_bytes, "
-            "memory.host_bytes; where they are not set, what was found free counts)";
+          : "no strategy and no offload fits: use more ranks, allow more (memory.device_bytes, "
+            "memory.host_bytes; where they are not set, what was found free counts), or set what "
+            "is "
+            "not chosen by itself (offload.gradients \"disk\", a smaller offload.window_bytes, "
+            "tiling, units)";
   throw ConfigError(concat("[engine::initialize] ", chosen.text(), " needs ", join(needs, " and "),
                            " on each rank; ", instead));
 }

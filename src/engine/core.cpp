@@ -56,7 +56,7 @@ void Core::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
 void Core::forward_failed(const std::string& error) { state_->forward_failed(error); }
 
 at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {
-  if (state_->closed) throw RuntimeFault("[engine::backward] the engine is closed");
+  state_->check_open("backward");
   if (state_->forwards == 0) {
     throw RuntimeFault(
         "[engine::backward] backward() without a forward since the last step: call the engine on a "
@@ -75,7 +75,7 @@ void Core::backward_failed(const std::string& error) {
 }
 
 bool Core::window_complete(bool force) const {
-  if (state_->closed) throw RuntimeFault("[engine::step] the engine is closed");
+  state_->check_open("step");
   if (state_->seen == 0 && !state_->backward_armed) {
     throw RuntimeFault(
         "[engine::step] step() without a backward since the last step: call engine.backward(loss) "
@@ -103,6 +103,7 @@ void Core::set_groups(const std::vector<int>& group_of_param) {
 }
 
 std::vector<Shard> Core::shards() {
+  state_->check_open("shards");
   std::vector<Shard> shards;
   for (auto& [name, param, master] : state_->executor->shard_views()) {
     shards.push_back({name, param, master});
@@ -115,12 +116,16 @@ std::vector<Shard> Core::shards() {
   return shards;
 }
 
-std::vector<at::Tensor> Core::shard_gradients() { return state_->executor->shard_gradients(); }
+std::vector<at::Tensor> Core::shard_gradients() {
+  state_->check_open("shard_gradients");
+  return state_->executor->shard_gradients();
+}
 
 std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& role) {
   if (role != "grad" && role != "param") {
     throw ConfigError(concat("[engine::full] no role \"", role, "\": grad or param"));
   }
+  state_->check_open(role == "grad" ? "full_grads" : "state_dict");
   const bool grad = role == "grad";
   if (grad && state_->seen == 0) {
     throw RuntimeFault(
@@ -151,6 +156,7 @@ std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& ro
 }
 
 void Core::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
+  state_->check_open("set_grads");
   if (state_->seen == 0 || state_->seen < state_->config.batch.accumulate) {
     throw RuntimeFault(
         "[engine::set_grads] gradients are complete only after the window's last backward() and "
@@ -198,16 +204,26 @@ std::vector<std::string> Core::tiled() const {
 bool Core::is_tile(int unit) const { return state_->is_tile.at(unit); }
 
 void Core::gather(const std::vector<int>& units) {
-  for (const int unit : units) {
-    if (!state_->executor->full(unit)) {
-      state_->executor->run(state_->executor->move_to(unit, Phase::kForward));
+  state_->check_open("gathered");
+  exec::Executor& executor = *state_->executor;
+  std::vector<int> brought;
+  try {
+    for (const int unit : units) {
+      if (!executor.full(unit)) {
+        executor.run(executor.move_to(unit, Phase::kForward));
+        brought.push_back(unit);
+      }
+      executor.require(unit);
     }
-    state_->executor->require(unit);
+    state_->gather_wholes(units);
+  } catch (const RuntimeFault&) {  // no memory, say: as if nobody had asked
+    for (const int unit : brought) executor.drop(unit);
+    throw;
   }
-  state_->gather_wholes(units);
 }
 
 void Core::release(const std::vector<int>& units, bool write) {
+  if (state_->closed) return;  // inside: the parameters are the model's own again
   state_->release_wholes(units, write);
   for (const int unit : units) {
     if (write) state_->executor->refresh(unit);

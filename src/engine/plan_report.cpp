@@ -8,6 +8,7 @@
 #include "src/engine/choice.h"
 #include "src/engine/room.h"
 #include "src/engine/strategy.h"
+#include "src/engine/tiling.h"
 #include "src/engine/units.h"
 
 namespace penstock {
@@ -48,9 +49,10 @@ PlanReport plan_report(const ModelTree& tree, const PlanQuestion& question) {
   config.resolve(question.world_size);
   each.asked.room = engine::room_of(config.memory);
   config.offload.optimizer = config.offload.params = "auto";
-  const std::vector<engine::UnitSpec> specs = engine::find_units(tree, config.units);
+  const ModelTree split = engine::split_large(tree, config).tree;
+  const std::vector<engine::UnitSpec> specs = engine::find_units(split, config.units);
   const Mesh mesh = engine::mesh_of(config);
-  const ModelDesc model = engine::describe(engine::lay_out(tree, specs, config, mesh.data()));
+  const ModelDesc model = engine::describe(engine::lay_out(split, specs, config, mesh.data()));
   PlanReport report;
   for (const std::string& name : preset_names()) {
     const auto twin = std::find_if(each.strategies.begin(), each.strategies.end(),

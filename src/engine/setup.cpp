@@ -63,7 +63,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                "strategy \"",
                config.strategy, "\" has not: allowed with zero3, hpz, mics"));
   }
-  engine::mark_streamed(config, table.on(mesh), model);
+  engine::set_chunks(config, table.on(mesh), model);
   assumed = model;
   executor.emplace(table, mesh, *group, tiers, std::move(units));
   driver.emplace(*executor);

@@ -24,7 +24,7 @@ std::vector<std::string> Core::State::share_text(const std::string& label,
 // ---- forward
 
 void Core::State::forward_begin(bool grad_enabled) {
-  if (closed) throw RuntimeFault("[engine::forward] the engine is closed");
+  check_open("forward");
   if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
   if (backward_armed) recover();
   faulted = false;
@@ -319,6 +319,10 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   ++steps;
   executor->set_step(steps + 1);
   return true;
+}
+
+void Core::State::check_open(const char* call) const {
+  if (closed) throw RuntimeFault(concat("[engine::", call, "] the engine is closed"));
 }
 
 void Core::State::close(bool whole) {

@@ -106,6 +106,7 @@ struct Core::State : std::enable_shared_from_this<Core::State> {
   // `whole`: a collective, after which every rank has full parameters. Else only what needs no
   // peer.
   void close(bool whole);
+  void check_open(const char* call) const;  // throws RuntimeFault when closed
 
   // Every rank's text, in rank order.
   std::vector<std::string> share_text(const std::string& label, const std::string& text);

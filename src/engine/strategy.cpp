@@ -92,27 +92,46 @@ void mark_recomputed(const Config& config, ModelDesc& model) {
   }
 }
 
-void mark_streamed(const Config& config, const Table& table, ModelDesc& model) {
-  // One chunk is read while another is updated and a third is written.
-  const int64_t most = std::max<int64_t>(1, config.offload.window_bytes / 3);
+namespace {
+
+// Of the first of so many chunks, which is the largest: what streams through memory for it.
+int64_t chunk_bytes(const Config& config, const Table& table, const UnitDesc& unit, int count) {
   const Placement& optim = table.at(Role::kOptim, Phase::kRest);
   const Placement& held = table.at(Role::kGrad, Phase::kHold);
-  const bool params_too = table.at(Role::kParam, Phase::kRest).tier == Tier::kDisk;
+  int64_t bytes = 0;
+  for (const FlatDesc& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    int64_t of_element = 4 + num_moments(config) * dtype_bytes(optim.dtype);
+    if (held.tier == Tier::kDisk) of_element += dtype_bytes(table.dtype_in(held, flat.dtype));
+    if (table.at(Role::kParam, Phase::kRest).tier == Tier::kDisk)
+      of_element += dtype_bytes(flat.dtype);
+    bytes +=
+        range_of({0, count}, flat.numel / num_shards(optim, mesh_of(config))).second * of_element;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
+  // One chunk is read while another is updated and a third is written.
+  const int64_t most = config.offload.window_bytes / 3;
+  const Placement& optim = table.at(Role::kOptim, Phase::kRest);
+  const bool streams = optim.tier == Tier::kDisk;
   const int num_shards = penstock::num_shards(optim, mesh_of(config));
   for (UnitDesc& unit : model.units) {
-    int64_t bytes = 0, largest = 0;
+    unit.num_chunks = 1;
+    if (!streams) continue;
+    int64_t grains = 1;
     for (const FlatDesc& flat : unit.flats) {
       if (!flat.trainable) continue;
-      int64_t of_element = 4 + num_moments(config) * dtype_bytes(optim.dtype);
-      if (held.tier == Tier::kDisk) of_element += dtype_bytes(table.dtype_in(held, flat.dtype));
-      if (params_too) of_element += dtype_bytes(flat.dtype);
-      bytes += flat.numel / num_shards * of_element;
-      largest = std::max(largest, flat.numel / num_shards);
+      grains = std::max(grains, (flat.numel / num_shards + kChunkGrain - 1) / kChunkGrain);
     }
-    const int64_t grains = (largest + kChunkGrain - 1) / kChunkGrain;
-    const int64_t chunks =
-        std::clamp<int64_t>((bytes + most - 1) / most, 1, std::max<int64_t>(1, grains));
-    unit.num_chunks = optim.tier == Tier::kDisk ? static_cast<int>(chunks) : 1;
+    const int64_t all = chunk_bytes(config, table, unit, 1);
+    unit.num_chunks = static_cast<int>(std::min(grains, all / std::max<int64_t>(1, most) + 1));
+    // Chunks are whole grains, so the first guess may be too coarse.
+    while (unit.num_chunks < grains && chunk_bytes(config, table, unit, unit.num_chunks) > most)
+      ++unit.num_chunks;
   }
 }
 
@@ -130,7 +149,7 @@ int num_moments(const Config& config) {
 Ledger predict(const Config& config, ModelDesc model) {
   const Mesh mesh = mesh_of(config);
   const Table table = table_of(config, model).on(mesh);
-  mark_streamed(config, table, model);
+  set_chunks(config, table, model);
   const Plan plan = plan_step(table, model, mesh, static_cast<int>(config.batch.accumulate));
   return simulate(with_passes(plan, model, config), table, model, mesh, num_moments(config));
 }

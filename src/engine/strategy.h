@@ -23,7 +23,7 @@ Mesh mesh_of(const Config& config);  // after resolve()
 void mark_recomputed(const Config& config, ModelDesc& model);
 
 // In how many chunks each unit's optimizer state passes through memory. `table` as on the mesh.
-void mark_streamed(const Config& config, const Table& table, ModelDesc& model);
+void set_chunks(const Config& config, const Table& table, ModelDesc& model);
 // The passes that the config asks for.
 Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config);
 

@@ -156,7 +156,9 @@ struct Activations::Entry {
 
   // The transfer in flight ends.
   void arrive() {
-    if (offset >= 0) extents->disk().wait(std::exchange(moving, {}));
+    if (offset < 0) return;
+    extents->disk().wait(moving);
+    moving = {};
   }
 
   void let_go() {
@@ -166,6 +168,11 @@ struct Activations::Entry {
       // Nobody wants these bytes any more; what counts is that nothing moves them.
     }
     source.reset();
+    if (offset >= 0 && !extents->disk().done(moving)) {
+      // The system may yet write to this memory or this part of the file: neither is used again.
+      if (memory) store->arena.keep(memory.data());
+      offset = -1;
+    }
     memory.reset();
     if (offset >= 0) extents->give_back(std::exchange(offset, -1), bytes);
     extents.reset();

@@ -7,7 +7,10 @@
 #include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 
+#include <condition_variable>
+#include <cstring>
 #include <filesystem>
+#include <mutex>
 #include <optional>
 #include <thread>
 
@@ -33,6 +36,70 @@ class ActivationsTest : public testing::TestWithParam<Tier> {
   }
   std::optional<Activations> acts_;
 };
+
+// A disk that hangs: writes end at once, reads fill their memory when the gate is opened.
+class HeldReads final : public mem::BlockIo {
+ public:
+  struct Gate {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool open = false;
+    int passed = 0;
+
+    void open_and_wait_for_one() {
+      std::unique_lock lock(mutex);
+      open = true;
+      changed.notify_all();
+      changed.wait(lock, [this] { return passed > 0; });
+    }
+  };
+  explicit HeldReads(Gate& gate) : gate_(gate) {}
+  ~HeldReads() override {
+    for (std::thread& thread : threads_) thread.join();
+  }
+  void submit(mem::BlockRequest request) override {
+    threads_.emplace_back([this, request = std::move(request)] {
+      if (!request.write) {
+        std::unique_lock lock(gate_.mutex);
+        gate_.changed.wait(lock, [this] { return gate_.open; });
+        std::memset(request.data, 0x7f, static_cast<size_t>(request.bytes));
+        ++gate_.passed;
+        gate_.changed.notify_all();
+      }
+      request.done(request.bytes);
+    });
+  }
+  const char* name() const override { return "held"; }
+
+ private:
+  Gate& gate_;
+  std::vector<std::thread> threads_;
+};
+
+TEST(Activations, WhatAHangingReadMayStillFillIsNotUsedAgain) {
+  HeldReads::Gate gate;
+  mem::DiskOptions options;
+  options.paths = {std::filesystem::temp_directory_path()};
+  options.stall_s = 0.2;
+  options.make_io = [&] { return std::make_unique<HeldReads>(gate); };
+  Activations acts(Tier::kDisk);
+  acts.open_disk(options);
+  const auto put = [&](int unit, const at::Tensor& tensor) {
+    acts.begin_forward();
+    Fetch fetch = acts.save(unit, tensor);
+    acts.put_away(unit, "unit");
+    return fetch;
+  };
+  Fetch hangs = put(1, at::ones({1 << 16}));
+  put(2, at::ones({1 << 16}));  // the write of the first has ended
+  EXPECT_THROW(hangs(), RuntimeFault);
+  hangs = {};  // the graph goes
+  const at::Tensor kept = at::ones({1 << 16});
+  const Fetch later = put(3, kept);
+  acts.bring(3);
+  gate.open_and_wait_for_one();
+  EXPECT_TRUE(at::equal(later(), kept));
+}
 
 INSTANTIATE_TEST_SUITE_P(Tiers, ActivationsTest, testing::Values(Tier::kHost, Tier::kDisk),
                          [](const auto& info) { return tier_name(info.param); });

@@ -120,6 +120,32 @@ void Executor::bring_from(const PlannedStep& planned) {
   if (!direct.step.units.empty()) bring(direct);
 }
 
+// Memory for gathered copies of the units' flats; what rests on disk is on its way. When there is
+// not enough, nothing has changed.
+std::deque<mem::Lease> Executor::take_for(const std::vector<int>& units, int num_shards) {
+  std::deque<mem::Lease> leases;
+  try {
+    for (const int index : units) {
+      UnitState& unit = units_[index];
+      unit.param_ready.wait();
+      for (Flat& flat : unit.flats) {
+        if (flat.rest.on_disk()) unit.updated.wait();  // the read starts here
+        if (!unit.gathered) traffic_.fetch(flat.rest, mem::Account::kParam);
+        const int64_t bytes = unit.gathered ? flat.current.bytes() : flat.rest.bytes;
+        leases.push_back(tiers_.device.take(bytes * num_shards, mem::Account::kParam));
+      }
+    }
+  } catch (...) {
+    for (const int index : units) {
+      for (Flat& flat : units_[index].flats) {
+        if (flat.rest.on_disk()) traffic_.drop(flat.rest);
+      }
+    }
+    throw;
+  }
+  return leases;
+}
+
 void Executor::bring(const PlannedStep& planned) {
   comm::Members group;
   for (const Move& move : planned.step.moves) {
@@ -128,20 +154,11 @@ void Executor::bring(const PlannedStep& planned) {
     if (move.kind == MoveKind::kAllGather) group = members(move.axes);
   }
   const int num_shards = std::max(1, group.size());
-  std::deque<mem::Lease> leases;  // all of them before anything changes: taking one may throw
   std::vector<int> coming;
   for (const int index : planned.step.units) {
-    UnitState& unit = units_[index];
-    if (full(index)) continue;  // off-plan reads may have brought it already
-    coming.push_back(index);
-    unit.param_ready.wait();
-    for (Flat& flat : unit.flats) {
-      if (flat.rest.on_disk()) unit.updated.wait();  // the read starts here
-      if (!unit.gathered) traffic_.fetch(flat.rest, mem::Account::kParam);
-      const int64_t bytes = unit.gathered ? flat.current.bytes() : flat.rest.bytes;
-      leases.push_back(tiers_.device.take(bytes * num_shards, mem::Account::kParam));
-    }
+    if (!full(index)) coming.push_back(index);  // off-plan reads may have brought it already
   }
+  std::deque<mem::Lease> leases = take_for(coming, num_shards);
   std::vector<comm::GatherBuffer> buffers;
   std::vector<const Stored*> fetched;
   std::vector<const char*> sources;

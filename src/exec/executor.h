@@ -8,6 +8,7 @@
 // return before and the optimizer works while the device does.
 #include <ATen/core/Tensor.h>
 
+#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -126,6 +127,7 @@ class Executor {
   comm::Members members(const std::vector<Axis>& axes) const;
   void move_param(const PlannedStep& planned);
   void bring_from(const PlannedStep& planned);
+  std::deque<mem::Lease> take_for(const std::vector<int>& units, int num_shards);
   void bring(const PlannedStep& planned);
   void slice(int unit, const std::vector<Move>& moves);
   void move_stored(const PlannedStep& planned);

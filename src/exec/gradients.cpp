@@ -48,6 +48,11 @@ void Executor::discard_gradients() {
       drop_sum(flat);
       flat.gradient32.reset();
       for (Slot& slot : flat.slots) slot.written = slot.touched = false;
+      for (ChunkState& chunk : flat.chunks) {  // read ahead of an update that does not come
+        for (Stored* copy : chunk.optimizer_state()) {
+          if (copy->on_disk()) traffic_.drop(*copy);
+        }
+      }
     }
   }
 }

@@ -35,7 +35,8 @@ class DiskTraffic {
   // The bytes are in memory when this returns.
   void wait_read(const Stored& copy) const;
   // Starts the write; the memory is let go when it is done. To be called for a chunk's copies after
-  // settle(): one chunk at most is on its way.
+  // settle(): one chunk at most is on its way in
+  // an update.
   void put_back(Stored& copy);
   // What was fetched and not changed.
   void let_go(Stored& copy);

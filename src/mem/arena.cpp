@@ -59,8 +59,8 @@ c10::DataPtr allocate(c10::Device device, int64_t bytes) {
 
 // Large buffers of nearly one size can stand in for each other: the sizes of mappings are rounded
 // up to a sixteenth or less above (what is not touched takes no memory).
-int64_t slot_bytes(int64_t bytes) {
-  if (bytes < 2 * kHugePage) return bytes;
+int64_t slot_bytes(c10::Device device, int64_t bytes) {
+  if (!device.is_cpu() || bytes < 2 * kHugePage) return bytes;
   const auto step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes))) / 16;
   return (bytes + step - 1) / step * step;
 }
@@ -117,7 +117,7 @@ c10::DataPtr Pool::take(int64_t bytes) {
   const std::lock_guard lock(mutex_);
   check_budget(budget_, bytes, in_use_);
   c10::DataPtr data;
-  const int64_t slot = slot_bytes(bytes);
+  const int64_t slot = slot_bytes(device_, bytes);
   const auto unused = unused_.find(slot);
   if (unused != unused_.end()) {
     data = std::move(unused->second.back());
@@ -142,8 +142,9 @@ c10::DataPtr Pool::take(int64_t bytes) {
 void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   const std::lock_guard lock(mutex_);
   in_use_ -= bytes;
-  unused_[slot_bytes(bytes)].push_back(std::move(data));
-  unused_bytes_ += slot_bytes(bytes);
+  const int64_t slot = slot_bytes(device_, bytes);
+  unused_[slot].push_back(std::move(data));
+  unused_bytes_ += slot;
 }
 
 void Pool::forget(int64_t bytes) {

@@ -229,6 +229,8 @@ int64_t Disk::reserve(int64_t bytes) {
   return std::exchange(impl_->reserved, impl_->reserved + block_padded(bytes));
 }
 
+void Disk::cancel(int64_t offset) { impl_->reserved = offset; }
+
 void Disk::allocate() {
   const int64_t stripe = impl_->options.stripe_bytes;
   const int64_t round = stripe * static_cast<int64_t>(impl_->files.size());

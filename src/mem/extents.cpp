@@ -6,7 +6,6 @@
 namespace penstock::mem {
 
 int64_t Extents::take(int64_t bytes) {
-  claim();
   bytes = block_padded(bytes);
   {
     const std::lock_guard lock(mutex_);
@@ -20,20 +19,13 @@ int64_t Extents::take(int64_t bytes) {
     }
   }
   const int64_t offset = disk_.reserve(bytes);
-  claimed_ = false;
   try {
-    claim();
+    disk_.allocate();
   } catch (...) {
-    give_back(offset, bytes);
+    disk_.cancel(offset);
     throw;
   }
   return offset;
-}
-
-void Extents::claim() {
-  if (claimed_) return;
-  disk_.allocate();
-  claimed_ = true;
 }
 
 void Extents::give_back(int64_t offset, int64_t bytes) {

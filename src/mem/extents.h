@@ -23,10 +23,7 @@ class Extents {
   int64_t bytes_in_use() const;
 
  private:
-  void claim();
-
   Disk disk_;
-  bool claimed_ = true;  // false: the disk was too full for all that is reserved
   mutable std::mutex mutex_;
   std::map<int64_t, int64_t> free_;  // offset -> bytes, never neighbours; guarded by mutex_
 };

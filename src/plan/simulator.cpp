@@ -251,7 +251,7 @@ class Walk {
     const Placement& rest = cell(Role::kOptim, Phase::kRest);
     const Placement& at = cell(Role::kOptim, Phase::kUpdate);
     const Placement from = source_of({rest, at}, step.moves);
-    send(step.moves, Role::kOptim, unit, from, phase_, step.chunk);
+    send(step.moves, Role::kOptim, unit, from, "update", step.chunk);  // the first before the norm
     const Held state = held(Role::kOptim, unit, at, step.chunk);
     if (from == rest) {
       meter_.add(state);

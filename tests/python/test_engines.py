@@ -193,6 +193,63 @@ def close_without_gathering(strategy, offload):
     return "values"
 
 
+def read_a_closed_engine(strategy, gather):
+    import penstock  # noqa: PLC0415
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    engine = penstock.initialize(model, {"strategy": strategy})
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    grads = engine.full_grads()
+    engine.close(gather)
+    engine.close(gather)  # has nothing to do
+    said = []
+    for call in (
+        lambda: engine(torch.ones(2, 4)),
+        lambda: engine.backward(torch.ones((), requires_grad=True)),
+        engine.step,
+        engine.state_dict,
+        engine.full_grads,
+        lambda: engine.set_grads(grads),
+        lambda: engine.gathered().__enter__(),
+    ):
+        try:
+            call()
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@every_strategy
+def test_a_closed_engine_says_so(strategy, gather, pools):
+    for said in pools(2).run(read_a_closed_engine, strategy, gather):
+        assert [text for text in said if "the engine is closed" not in text] == []
+
+
+def overflow_beside_reads(folder):
+    import penstock  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    config = {"precision": "fp16", "units": {"modules": ["Linear"]}}
+    config |= {"offload": {"optimizer": "disk", "path": folder}}
+    engine = penstock.initialize(model, config | {"loss_scale": {"initial": 2.0**30}})
+    skipped = 0
+    for _ in range(4):
+        engine.backward(engine(torch.ones(2, 64, dtype=torch.float16)).float().square().mean())
+        skipped += not engine.step()
+    ledger = engine.ledger()
+    engine.close()
+    return skipped, ledger["measured"]["host"] / ledger["predicted"]["zero3"]["host"]
+
+
+def test_a_skipped_step_keeps_nothing_that_was_read_for_it(pools, tmp_path):
+    for skipped, ratio in pools(2).run(overflow_beside_reads, str(tmp_path)):
+        assert skipped > 0
+        assert ratio <= 1.1
+
+
 SHARDED = [("zero3", {}), ("zero3", {"optimizer": "disk", "params": "disk"}), ("ddp", {})]
 
 
