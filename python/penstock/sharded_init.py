@@ -12,7 +12,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import ranks
-from penstock._native import ConfigError, _penstock
+from penstock._native import ConfigError, RuntimeFault, _penstock
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,9 +38,19 @@ def waiting() -> Any:
     return _shared[0][0] if _shared else None
 
 
+_num_open = 0  # contexts, one inside the other
+
+
+def _nothing_waits(held: Any) -> bool:
+    try:
+        return bool(held.empty)
+    except RuntimeFault:  # the disk failed, and what waits there has no values
+        return True
+
+
 def let_go(at_exit: bool = False) -> None:
     """Ends the ranks' group of `init()` once nothing waits any more."""
-    if _shared and (at_exit or _shared[0][0].empty):
+    if _shared and (at_exit or (_num_open == 0 and _nothing_waits(_shared[0][0]))):
         _, own_ranks, _ = _shared.pop()
         own_ranks.group.close()
         own_ranks.close()
@@ -136,6 +146,8 @@ def init(timeout_s: float = 600.0, path: str | os.PathLike[str] = "") -> Iterato
         ConfigError: a folder that takes no files, or another than an earlier context's whose
             parameters still wait for their engine.
     """
+    global _num_open
+    let_go()  # of a model that could not be built
     place = os.fspath(path)
     if not _shared:
         own_ranks = ranks.Ranks(timeout_s)
@@ -156,10 +168,12 @@ def init(timeout_s: float = 600.0, path: str | os.PathLike[str] = "") -> Iterato
             held.hollow(param)
 
     handle = register_module_parameter_registration_hook(registered)
+    _num_open += 1
     try:
         with _Hollow(held):
             yield
     finally:
+        _num_open -= 1
         handle.remove()
         if own is not None:
             torch.set_rng_state(own)

@@ -89,21 +89,18 @@ ShardedInit::~ShardedInit() = default;
 
 void ShardedInit::hollow(const at::Tensor& tensor) {
   state_->forget_dropped();
+  Part part;
+  part.dtype = tensor.scalar_type();
+  part.numel = tensor.numel();
+  part.own.bytes = state_->part_bytes(part);
+  part.own.tier = state_->tiers.disk ? Tier::kDisk : Tier::kHost;
+  if (part.own.on_disk()) part.own.offset = state_->tiers.disk->claim(part.own.bytes);
   const at::Tensor values = tensor.detach().reshape({-1}).contiguous();
   engine::own_storage(tensor, exec::dtype_of(tensor.scalar_type()));
   c10::StorageImpl* storage = storage_of(tensor);
   exec::set_guard(*storage, kGuard);
   using Strong = c10::intrusive_ptr<c10::StorageImpl>;
-  Part part;
   part.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(Strong::reclaim_copy(storage));
-  part.dtype = tensor.scalar_type();
-  part.numel = tensor.numel();
-  part.own.bytes = state_->part_bytes(part);
-  part.own.tier = state_->tiers.disk ? Tier::kDisk : Tier::kHost;
-  if (part.own.on_disk()) {
-    part.own.offset = state_->tiers.disk->reserve(part.own.bytes);
-    state_->tiers.disk->allocate();
-  }
   state_->parts.emplace(storage, std::move(part));
   keep(tensor, values);
 }

@@ -229,7 +229,16 @@ int64_t Disk::reserve(int64_t bytes) {
   return std::exchange(impl_->reserved, impl_->reserved + block_padded(bytes));
 }
 
-void Disk::cancel(int64_t offset) { impl_->reserved = offset; }
+int64_t Disk::claim(int64_t bytes) {
+  const int64_t offset = reserve(bytes);
+  try {
+    allocate();
+  } catch (...) {
+    impl_->reserved = offset;
+    throw;
+  }
+  return offset;
+}
 
 void Disk::allocate() {
   const int64_t stripe = impl_->options.stripe_bytes;

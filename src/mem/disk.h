@@ -44,8 +44,8 @@ class Disk {
   // Claims what was reserved since the last time. Throws RuntimeFault with path, bytes needed and
   // bytes free when a disk is too full.
   void allocate();
-  // Undoes the last reserve(), which allocate() had no room for.
-  void cancel(int64_t offset);
+  // Both at once. Where the disk is too full nothing is reserved.
+  int64_t claim(int64_t bytes);
 
   // `data` is kBlockBytes-aligned and has room for block_padded(bytes). It stays until done().
   DiskTicket read(int64_t offset, char* data, int64_t bytes);

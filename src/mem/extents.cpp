@@ -18,14 +18,7 @@ int64_t Extents::take(int64_t bytes) {
       return offset;
     }
   }
-  const int64_t offset = disk_.reserve(bytes);
-  try {
-    disk_.allocate();
-  } catch (...) {
-    disk_.cancel(offset);
-    throw;
-  }
-  return offset;
+  return disk_.claim(bytes);
 }
 
 void Extents::give_back(int64_t offset, int64_t bytes) {

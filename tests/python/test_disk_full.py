@@ -76,3 +76,38 @@ def test_a_full_disk_ends_all_ranks(name, pools, tmp_path):
             others = rf"rank 1 failed with: .*{says}" if when == 0 else r"rank 1 is at "
             assert re.search(others, outcome.text), f"rank {rank}: {outcome.text}"
     assert not list(pathlib.Path(tmp_path).iterdir()), "a swap file was left"
+
+
+def build_again_elsewhere(full, free):
+    import gc  # noqa: PLC0415
+
+    import penstock  # noqa: PLC0415
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = ""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with penstock.init(path=full):
+            nn.Linear(256, 256)
+    except RuntimeError as error:
+        said = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    gc.collect()
+    with penstock.init(path=free):
+        model = nn.Linear(256, 1)
+    engine = penstock.initialize(model, {"comm": {"timeout_s": TIMEOUT_S}})
+    engine.backward(engine(torch.ones(2, 256)).square().mean())
+    engine.step()
+    engine.close()
+    assert not held(full) and not held(free)
+    return said
+
+
+def test_a_model_that_found_the_disk_full_can_be_built_elsewhere(pools, tmp_path):
+    for name in ("full", "free"):
+        (tmp_path / name).mkdir()
+    for said in pools(WORLD).run(
+        build_again_elsewhere, str(tmp_path / "full"), str(tmp_path / "free")
+    ):
+        assert "cannot hold a swap file" in said
