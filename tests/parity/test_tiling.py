@@ -76,7 +76,9 @@ def name_of(chosen):
     return f"{model}-{'+'.join(tiling)}-{strategy}-{precision}-accumulate{accumulate}-world{world}"
 
 
-def train(case: Case, name: str, tiling: dict, prefetch: int) -> tuple[training.Run, dict, dict]:
+def train(
+    case: Case, name: str, tiling: dict, prefetch: int, offload: dict | None = None
+) -> tuple[training.Run, dict, dict]:
     """On a rank: the run, the model as close() leaves it, and the ledger."""
     import penstock  # noqa: PLC0415
 
@@ -84,7 +86,7 @@ def train(case: Case, name: str, tiling: dict, prefetch: int) -> tuple[training.
     before = dict(model.named_parameters())
     forwards = {key: module.forward for key, module in model.named_modules()}
     config = case.config() | {"tiling": tiling, "prefetch_bytes": prefetch}
-    config["units"] = {}
+    config |= {"units": {}, "offload": offload or {}}
     engine = penstock.initialize(model, config)
     run = training.Run()
     for step, batch in enumerate(models.batches("gpt", STEPS, case.samples)):
@@ -126,6 +128,30 @@ def test_tiles_train_as_the_whole(chosen, pools, largest):
         compare.check(largest, case.precision, limits, compare.bf16_deviations(ours, plain, start))
     predicted, measured = tiles[0][2]["predicted"][case.strategy], tiles[0][2]["measured"]
     assert measured["total"] <= 1.1 * predicted["total"]
+
+
+ON_DISK = {"optimizer": "disk", "params": "disk", "gradients": "disk", "window_bytes": 1}
+TIERS = [
+    ("tied", BOTH, "zero3", "fp32", 3, 2, ON_DISK | {"late_update": True}),
+    ("untied", BOTH, "mics", "fp32", 1, 4, ON_DISK),
+    ("wide-nonreentrant", BOTH, "zero3", "fp32", 1, 2, ON_DISK),
+    ("wide", BOTH, "zero3", "bf16", 3, 2, {"optimizer": "host", "params": "host"}),
+    ("wide-reentrant", SPLIT, "hpz", "fp32", 1, 4, {"optimizer": "disk", "params": "host"}),
+]
+
+
+@pytest.mark.parametrize("chosen", TIERS, ids=lambda chosen: name_of(chosen[:-1]))
+def test_bits_of_tiles_are_those_of_memory(chosen, pools, tmp_path):
+    name, tiling, *axes, offload = chosen
+    case = Case(*axes)
+    if "disk" in offload.values():
+        offload = offload | {"path": str(tmp_path)}
+    memory = pools(case.world).run(train, case, name, tiling, 8000)
+    ours = pools(case.world).run(train, case, name, tiling, 8000, offload)
+    for (run, left, _), (expected, wanted, _) in zip(ours, memory, strict=True):
+        assert (run.losses, run.norms) == (expected.losses, expected.norms)
+        for key, value in left.items():
+            assert value.equal(wanted[key]), key
 
 
 class Big(nn.Module):
