@@ -1,8 +1,11 @@
-"""Fails on a function, file, public header or parameter list that is too long.
+"""Fails on a function, class, file, public header or parameter list that is too long.
 
 tools/size_exceptions.txt names what may stay too long, with a reason. It is a ratchet: its `max`
 line equals the number of its entries, an entry that is no longer needed is an error, and a change
-that raises `max` must argue for it. --self-test checks the C++ scanner.
+that raises `max` must argue for it. --self-test checks the scanners.
+
+A class's methods are the functions declared in its body; constructors, destructors and operators
+(in Python names with two underscores on each side) do not count, and nested classes count alone.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 600
 MAX_PUBLIC_HEADER_LINES = 200
 MAX_PARAMETERS = 6
+MAX_PUBLIC_METHODS = 20
+MAX_METHODS = 30
 FOLDERS = ("include", "src", "python", "tools", "tests", "examples", "benchmarks", "cmake")
 
 # What must not be scanned: comments, literals, preprocessor lines (with continuations).
@@ -32,6 +37,12 @@ NOISE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 SCOPE = re.compile(r"^\s*(?:inline\s+)?(?:namespace\b|extern\b|(?:.*\b)?(?:class|struct|union)\b)")
+CLASS = re.compile(
+    r"\b(?P<kind>class|struct|union)\s+(?:[A-Z_]+\s+)?(?P<name>[\w:]+)(?:<.*>)?(?:\s+final)?"
+    r"\s*(?::(?!:).*)?$",
+    re.DOTALL,
+)
+LABELS = re.compile(r"\s*(?:(?:public|protected|private)\s*:(?!:)\s*)*")
 NOT_A_NAME = {"decltype", "requires", "alignas", "noexcept", "__attribute__", "explicit", "if"}
 AFTER_PARAMETERS = re.compile(
     r"^(?:\s|const\b|noexcept(?:\([^)]*\))?|override\b|final\b|mutable\b|&&?|->[^;{]*"
@@ -48,6 +59,35 @@ class Function:
     line: int
     lines: int
     parameters: int
+
+
+@dataclasses.dataclass
+class Class:
+    """A class definition and how many methods its body declares."""
+
+    name: str
+    line: int
+    public_now: bool = True  # what is declared next
+    public: int = 0
+    methods: int = 0
+
+    def add(self, is_public: bool) -> None:
+        """Counts one method."""
+        self.methods += 1
+        self.public += is_public
+
+    def after_labels(self, head: str) -> str:
+        """The head of a declaration without the access labels before it, which are remembered."""
+        labels = LABELS.match(head)
+        for label in re.findall(r"\w+", labels.group() if labels else ""):
+            self.public_now = label == "public"
+        return head[labels.end() :] if labels else head
+
+    def declare(self, head: str, function: str) -> None:
+        """Counts a function of C++ unless it is none of the class's methods."""
+        special = re.search(r"\boperator\b|\bfriend\b", head)
+        if not special and function.lstrip("~") != self.name.rpartition(":")[2]:
+            self.add(self.public_now)
 
 
 def blank_noise(text: str) -> str:
@@ -97,15 +137,33 @@ def head_of_function(head: str) -> tuple[str, int, bool] | None:
         close = matching(head, match.end() - 1, "()")
         after = AFTER_PARAMETERS.match(head[close + 1 :])
         if not after:
-            return None
+            continue  # of a type: std::function<void()> name(
         parameters = count_parameters(head[match.end() : close])
         return name, parameters, after.group("init") is not None
     return None
 
 
-def scan_cpp(text: str) -> Iterator[Function]:
-    """The functions of a C++ source at namespace and class scope, lambdas counted as their part."""
+def class_of(head: str, line: int) -> Class:
+    """The class that the text before a { opens; one without a name for a namespace or an enum."""
+    opened = CLASS.search(head)
+    if opened is None or re.search(r"\benum\b", head):
+        return Class("", line)
+    return Class(opened["name"], line, public_now=opened["kind"] != "class")
+
+
+def kind_of(head: str, end: str, found: tuple[str, int, bool] | None) -> str:
+    """What the text before `end` begins: a declaration, function, scope, or braces of a value."""
+    if end == ";":
+        return "declaration"
+    if found:  # member{value} in an initializer list has its function's head before it
+        return "braces" if found[2] and re.search(r"[\w>]\s*$", head) else "function"
+    return "scope" if SCOPE.match(head) and "=" not in head else "braces"
+
+
+def scan_cpp(text: str) -> Iterator[Function | Class]:
+    """Functions at namespace and class scope, a lambda as part of its function; named classes."""
     text = blank_noise(text)
+    scopes = [Class("", 1)]
     start = index = 0
     while index < len(text):
         char = text[index]
@@ -113,31 +171,41 @@ def scan_cpp(text: str) -> Iterator[Function]:
             index = matching(text, index, "()")
         elif char == "}":
             start = index + 1
+            yield from (closed for closed in [scopes.pop()] if closed.name)
         elif char in ";{":
-            head = text[start:index]
-            line = text.count("\n", 0, start + len(head) - len(head.lstrip())) + 1
+            head = scopes[-1].after_labels(text[start:index])
+            line = text.count("\n", 0, index - len(head)) + 1
             found = head_of_function(head)
-            if char == ";":
-                if found:
-                    yield Function(found[0], line, 0, found[1])
-                start = index + 1
-            elif found and found[2] and re.search(r"[\w>]\s*$", head):
-                index = matching(text, index, "{}")  # member{value} in an initializer list
-            elif found:
+            kind = kind_of(head, char, found)
+            start = start if kind == "braces" else index + 1
+            if kind == "scope":
+                scopes.append(class_of(head, line))
+            elif char == "{":
                 index = matching(text, index, "{}")
-                last = text.count("\n", 0, index) + 1
-                yield Function(found[0], line, last - line + 1, found[1])
-                start = index + 1
-            elif SCOPE.match(head) and "=" not in head:
-                start = index + 1
-            else:  # an initializer or an enum
-                index = matching(text, index, "{}")
+                start = start if kind == "braces" else index + 1
+            if found and kind in ("declaration", "function"):
+                lines = text.count("\n", 0, index) + 2 - line if kind == "function" else 0
+                scopes[-1].declare(head, found[0])
+                yield Function(found[0], line, lines, found[1])
         index += 1
 
 
-def scan_python(text: str) -> Iterator[Function]:
-    """Every function of a Python source; self and cls are not counted as parameters."""
+def class_in_python(node: ast.ClassDef) -> Class:
+    """A Python class; a property and its setter are one method."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = {each.name for each in node.body if isinstance(each, functions)}
+    found = Class(node.name, node.lineno)
+    for name in names:
+        if not (name.startswith("__") and name.endswith("__")):
+            found.add(not name.startswith("_"))
+    return found
+
+
+def scan_python(text: str) -> Iterator[Function | Class]:
+    """Functions and classes of a Python source; self and cls are not counted as parameters."""
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            yield class_in_python(node)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = sum(1 for name in names if name.arg not in ("self", "cls"))
@@ -151,13 +219,21 @@ def check_file(path: str, text: str) -> Iterator[tuple[str, str]]:
     limit = MAX_PUBLIC_HEADER_LINES if path.startswith("include/") else MAX_FILE_LINES
     if lines > limit:
         yield path, f"{path}: {lines} lines, at most {limit}"
-    for function in scan_python(text) if path.endswith(".py") else scan_cpp(text):
-        key = f"{path}:{function.name}"
-        where = f"{path}:{function.line}: {function.name}"
-        if function.lines > MAX_FUNCTION_LINES:
-            yield key, f"{where} has {function.lines} lines, at most {MAX_FUNCTION_LINES}"
-        if function.parameters > MAX_PARAMETERS:
-            yield key, f"{where} has {function.parameters} parameters, at most {MAX_PARAMETERS}"
+    for found in scan_python(text) if path.endswith(".py") else scan_cpp(text):
+        if isinstance(found, Class):
+            measures = [
+                (found.public, "public methods", MAX_PUBLIC_METHODS),
+                (found.methods, "methods", MAX_METHODS),
+            ]
+        else:
+            measures = [
+                (found.lines, "lines", MAX_FUNCTION_LINES),
+                (found.parameters, "parameters", MAX_PARAMETERS),
+            ]
+        for count, what, most in measures:
+            if count > most:
+                message = f"{path}:{found.line}: {found.name} has {count} {what}, at most {most}"
+                yield f"{path}:{found.name}", message
 
 
 def sources(root: pathlib.Path) -> Iterator[pathlib.Path]:
@@ -172,7 +248,7 @@ def read_exceptions(lines: Iterable[str]) -> tuple[int, set[str]]:
     """(max, keys) of the exceptions file. Raises ValueError for an entry without a reason."""
     entries = [line.split(maxsplit=1) for line in lines if line.strip() and line[0] != "#"]
     if not entries or entries[0][0] != "max" or any(len(entry) < 2 for entry in entries):
-        raise ValueError("size_exceptions.txt: `max N`, then lines `path:function reason`")
+        raise ValueError("size_exceptions.txt: `max N`, then lines `path:name reason`")
     return int(entries[0][1]), {entry[0] for entry in entries[1:]}
 
 
@@ -209,6 +285,32 @@ struct S : Base<int> {
   std::array<int, 2> c_{{1, 2}};
   int a_ = 0, b_{};
 };
+template <class T>
+class API Outer final : public std::vector<T>, private S {
+  enum class Kind { kOne, kTwo };
+  void hidden() { if (a) { return; } }
+
+ public:
+  explicit Outer(int a = 0) : a_(a) {}
+  ~Outer() override;
+
+ public:
+  struct Inner {
+    bool counted_alone() const { return true; }
+    std::function<void(int)> no_method;
+    friend void nor_this(Inner& inner);
+   private:
+    void but_this();
+  };
+  std::function<void(int, int)> after_a_type_with_brackets(int a);
+  operator bool() const { return true; }
+  template <class Work>
+  static void with(const Work& work) { work(); }
+
+ protected:
+  virtual int also_hidden() const = 0;
+  std::vector<int> member_{1, 2};
+};
 }}  // namespace
 auto value = std::vector<int>{1, 2};
 TEST(Suite, Name) {
@@ -222,19 +324,74 @@ EXPECTED = [
     ("S", 1, 2),
     ("operator()", 1, 1),
     ("seven", 0, 7),
+    ("hidden", 1, 0),
+    ("Outer", 1, 1),
+    ("~Outer", 0, 0),
+    ("counted_alone", 1, 0),
+    ("nor_this", 0, 1),
+    ("but_this", 0, 0),
+    ("after_a_type_with_brackets", 0, 1),
+    ("bool", 1, 0),
+    ("with", 2, 1),
+    ("also_hidden", 0, 0),
     ("TEST", 3, 2),
     ("last", 2, 0),
 ]
+# Name, methods, public methods.
+EXPECTED_CLASSES = [("S", 1, 1), ("Inner", 2, 1), ("Outer", 4, 2)]
+PYTHON_SAMPLE = """
+class P:
+    def __init__(self): self.a = lambda: 1
+    @property
+    def value(self): return 1
+    @value.setter
+    def value(self, value): pass
+    async def later(self):
+        def inner(): pass
+    def _hidden(self): pass
+    class Inner:
+        def alone(self): pass
+def outside(): pass
+"""
+EXPECTED_PYTHON = [("P", 3, 2), ("Inner", 1, 1)]
+
+
+def classes(found: Iterable[Function | Class]) -> list[tuple[str, int, int]]:
+    """What is expected of the classes among `found`."""
+    return [(one.name, one.methods, one.public) for one in found if isinstance(one, Class)]
+
+
+def limits_hold() -> bool:
+    """Whether exactly so many methods pass, and one more does not."""
+
+    def refused(count: int, access: str) -> bool:
+        body = "".join(f"void f{i}();" for i in range(count))
+        return any(check_file("src/a.h", f"class A {{ {access}: {body} }};"))
+
+    return [
+        refused(MAX_PUBLIC_METHODS, "public"),
+        refused(MAX_PUBLIC_METHODS + 1, "public"),
+        refused(MAX_METHODS, "private"),
+        refused(MAX_METHODS + 1, "private"),
+    ] == [False, True, False, True]
 
 
 def self_test() -> int:
-    """Checks the C++ scanner on a sample of awkward code."""
-    got = [(f.name, f.lines, f.parameters) for f in scan_cpp(SAMPLE)]
-    got = [entry for entry in got if entry[0] != "operator=="]
-    if got != EXPECTED:
-        print(f"self-test: expected {EXPECTED}\n           got      {got}")
+    """Checks the scanners on samples of awkward code."""
+    measured = [f for f in scan_cpp(SAMPLE) if isinstance(f, Function) and f.name != "operator=="]
+    comparisons = [
+        ([(f.name, f.lines, f.parameters) for f in measured], EXPECTED),
+        (classes(scan_cpp(SAMPLE)), EXPECTED_CLASSES),
+        (classes(scan_python(PYTHON_SAMPLE)), EXPECTED_PYTHON),
+    ]
+    wrong = [(got, expected) for got, expected in comparisons if got != expected]
+    for got, expected in wrong:
+        print(f"self-test: expected {expected}\n           got      {got}")
+    if wrong or not limits_hold():
+        print("self-test: failed")
         return 1
-    print(f"self-test: {len(EXPECTED)} functions of the sample measured right")
+    num_classes = len(EXPECTED_CLASSES) + len(EXPECTED_PYTHON)
+    print(f"self-test: {len(EXPECTED)} functions, {num_classes} classes of the samples right")
     return 0
 
 
@@ -243,19 +400,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path(__file__).parents[1])
     parser.add_argument("--self-test", action="store_true")
-    parser.add_argument("--list", action="store_true", help="every function: lines, parameters")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="every function: lines, parameters; every class: methods, public",
+    )
     args = parser.parse_args()
     if args.self_test:
         return self_test()
     if args.list:
         for file in sources(args.root):
             scan = scan_python if file.suffix == ".py" else scan_cpp
-            for function in scan(file.read_text(encoding="utf-8")):
-                where = f"{file.relative_to(args.root)}:{function.line}"
-                print(f"{function.lines:4} {function.parameters:2} {where} {function.name}")
+            for found in scan(file.read_text(encoding="utf-8")):
+                where = f"{file.relative_to(args.root)}:{found.line}"
+                if isinstance(found, Class):
+                    print(f"{found.methods:4} {found.public:2} {where} class {found.name}")
+                else:
+                    print(f"{found.lines:4} {found.parameters:2} {where} {found.name}")
         return 0
     problems = check(args.root)
-    print("\n".join(problems) or "size: no function, file or parameter list too long")
+    print("\n".join(problems) or "size: no function, class, file or parameter list too long")
     return 1 if problems else 0
 
 

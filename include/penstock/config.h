@@ -2,6 +2,7 @@
 // Config: everything a run may set, in the native dialect. A pure value; any thread.
 // Every key is documented in docs/config.md; an unknown or ineffective key is a ConfigError that
 // names the nearest valid one.
+#include <array>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -13,14 +14,19 @@
 
 namespace penstock {
 
+enum class OptimizerType : uint8_t { kAdamW, kAdam, kSgd, kAdagrad, kLion };
+inline constexpr int kNumOptimizerTypes = 5;
+
+// As it stands: AdamW with its defaults. The other types have defaults of their own
+// (optimizer_kinds.h), which Config::parse fills in.
 struct OptimizerConfig {
-  std::string type = "AdamW";         // "AdamW" "Adam" "SGD" "Adagrad" "Lion"
-  double lr = 1e-3;                   // default 1e-2 for Adagrad, 1e-4 for Lion
-  double beta1 = 0.9, beta2 = 0.999;  // key "betas": [beta1, beta2]; default 0.9, 0.99 for Lion
-  double eps = 1e-8;                  // default 1e-10 for Adagrad
-  double weight_decay = 0.0;          // default 0.01 for AdamW, as in torch
-  double momentum = 0.0, dampening = 0.0;
-  double lr_decay = 0.0;  // Adagrad
+  OptimizerType type = OptimizerType::kAdamW;
+  double lr = 1e-3;
+  std::array<double, 2> betas = {0.9, 0.999};
+  double eps = 1e-8;
+  double weight_decay = 0.01;
+  double momentum = 0.0, dampening = 0.0;  // SGD
+  double lr_decay = 0.0;                   // Adagrad
   bool nesterov = false;
   std::string moments_dtype = "fp32";  // "fp32" "bf16"; what they are stored in, not for Adagrad
 };
@@ -69,7 +75,7 @@ struct TilingConfig {
 
 struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
-  // optimizer and params also "auto", until the engine has chosen (src/engine/choice.h)
+  // optimizer and params also "auto", until the engine has chosen (src/plan/choice.h)
   std::string gradients = "none";  // "none" (where the optimizer works) "disk"
   std::string path;
   int64_t window_bytes = 192LL << 20;  // of memory, through which optimizer state on disk streams
@@ -116,9 +122,9 @@ struct PENSTOCK_API Config {
 
   // JSON text in the native dialect. Throws ConfigError.
   static Config parse(const std::string& json_text);
-  // Canonical JSON with every value, for `explain`, hashing and comparing ranks.
+  // Canonical JSON with every value, for `explain`.
   std::string json() const;
-  // The same, one "config /optimizer/lr = 0.001" a line.
+  // The same, one "config /optimizer/lr = 0.001" a line, which ranks compare.
   std::string lines() const;
   // Checks what depends on the number of ranks and fills in what follows from it (mesh.data,
   // batch). Throws ConfigError naming key, value and what would fit.

@@ -1,5 +1,6 @@
 #pragma once
-// The three kinds of error (docs/errors.md). Text begins "[layer::function] ".
+// The three kinds of error (docs/errors.md). Text begins "[layer::function] ", that of
+// PENSTOCK_ASSERT "[file:line] ".
 #include <stdexcept>
 #include <string>
 

@@ -24,6 +24,19 @@ struct Piece {
   int64_t bytes = 0;
 };
 
+// Where a rank is, for the others to see. Set for every collective, so it owns no text of its own:
+// the texts are shared, since another thread may read them when the plan or the lane that they came
+// from is gone.
+struct PENSTOCK_API Position {
+  int64_t step = 0, sequence = 0;
+  std::shared_ptr<const std::string> lane;  // null: `what` alone says where
+  std::shared_ptr<const std::string> what;
+
+  static Position of(std::string text);
+  // "step 7, collective 12 of lane gather, `move u3 param all_gather(local)`"
+  std::string text() const;
+};
+
 // Owned by whoever made it, shared with the engine (a lane thread may still use it while the user
 // lets go of it). exchange() may be called from several lane threads at once.
 class PENSTOCK_API Group {
@@ -36,8 +49,8 @@ class PENSTOCK_API Group {
   // peer is gone or the timeout has passed.
   virtual void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
                         uint32_t tag) = 0;
-  // Where this rank is ("step 7, move u3 param all_gather(data)"), for the others to see.
-  virtual void set_position(const std::string& text) = 0;
+  // From any thread; keeps the last.
+  virtual void set_position(Position position) = 0;
   // After a failure: asks every rank for its position and says who does not answer.
   virtual std::string roll_call(const std::string& error) = 0;
   // No more exchanges; joins what the group started. Called once, by the engine.

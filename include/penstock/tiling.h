@@ -11,6 +11,10 @@
 
 namespace penstock {
 
+namespace tiles {
+class TiledWeights;
+}
+
 // As in torch.nn.functional.cross_entropy.
 struct CrossEntropyOptions {
   int64_t ignore_index = -100;
@@ -32,6 +36,9 @@ class PENSTOCK_API Tiles {
  public:
   // Throws ConfigError when `param` is not tiled.
   Tiles(const Core& core, const std::string& param);
+  // Without a core: `loss_tokens` as in the config.
+  Tiles(std::shared_ptr<tiles::TiledWeights> weights, const std::string& param,
+        int64_t loss_tokens);
 
   int64_t count() const;
   // input [..., columns], bias [rows] or undefined -> [..., rows]. In fp32 each element is what one
@@ -48,8 +55,9 @@ class PENSTOCK_API Tiles {
                            const CrossEntropyOptions& options, at::ScalarType out) const;
 
  private:
-  std::shared_ptr<Core::State> state_;
-  int index_ = 0;
+  std::shared_ptr<tiles::TiledWeights> weights_;  // keeps the core's state alive
+  size_t index_;
+  int64_t loss_tokens_;
 };
 
 }  // namespace penstock

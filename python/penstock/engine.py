@@ -55,17 +55,16 @@ class Engine:
     ) -> None:
         self._hooks: list[Any] = []
         self.module = model
-        given, kind, config = optim.prepare(optimizer, model, config)
+        given, config = optim.prepare(optimizer, model, config)
         self.config = tiling.with_head(model, config)
         if given is None:
             given = optim.from_config(model, json.loads(self.config.json())["optimizer"])
-            kind = type(given).__name__
         self.optimizer = given
-        self._kind = kind
+        self._native = optim.is_native(given)
         self._names = tree.names_of(model)
         described = tree.model_tree(model, optim.group_of(given, model), sharded_init.waiting())
         self._ranks = ranks.Ranks(self.config.timeout_s)
-        self._core = _penstock.Core(described, self.config, self._ranks.group, kind is None)
+        self._core = _penstock.Core(described, self.config, self._ranks.group, not self._native)
         sharded_init.let_go()
         if self.config.seed >= 0:
             torch.manual_seed(self.config.seed + ranks.rank())
@@ -78,10 +77,9 @@ class Engine:
         atexit.register(_forget, weakref.ref(self))
 
     def _finish_setup(self, given: torch.optim.Optimizer, lr_scheduler: Any) -> None:
-        native = self._kind is not None
-        self._external = None if native else optim.ShardStep(given, self._core)
+        self._external = None if self._native else optim.ShardStep(given, self._core)
         self._groups_seen = optim.group_members(given)
-        self._peak_lrs = [group["lr"] for group in given.param_groups]
+        self._peak_lrs = [float(group["lr"]) for group in given.param_groups]
         self._scheduled = json.loads(self.config.json())["schedule"]["type"] != "none"
         if lr_scheduler is not None and self._scheduled:
             raise ConfigError(
@@ -156,7 +154,7 @@ class Engine:
             return False
         if optim.group_members(self.optimizer) != self._groups_seen:
             self._regroup()
-        groups = [] if self._kind is None else optim.settings(self.optimizer, self._kind)
+        groups = optim.settings(self.optimizer) if self._native else []
         if not self._core.step(groups, self._external):
             return False
         if self.lr_scheduler is not None:
@@ -275,9 +273,9 @@ class Engine:
 
     def explain(self) -> str:
         """Every effective setting, the table, the units and the plan of each section."""
-        kind = type(self.optimizer)
-        given = "" if self._kind else f"optimizer {kind.__module__}.{kind.__qualname__}, as given\n"
-        return given + str(self._core.explain())
+        made = type(self.optimizer)
+        given = f"optimizer {made.__module__}.{made.__qualname__}, as given\n"
+        return ("" if self._native else given) + str(self._core.explain())
 
     # ---- the model's own
 
@@ -325,7 +323,7 @@ class Engine:
         params = [param for _, param in self.module.named_parameters()]
         self._core.set_groups([group_of.get(param, 0) for param in params])
         for group in self.optimizer.param_groups[len(self._peak_lrs) :]:
-            self._peak_lrs.append(group["lr"])
+            self._peak_lrs.append(float(group["lr"]))
         self._groups_seen = optim.group_members(self.optimizer)
 
     def _schedule_lr(self) -> None:

@@ -1,8 +1,8 @@
 """Parameter groups: what the engine's kernels, or the user's own optimizer, are asked for.
 
 The torch optimizer object the user sees keeps its parameter groups (so any torch scheduler works on
-it). AdamW, Adam, SGD, Adagrad and Lion run on the engine's kernels; any other elementwise class
-steps on fp32 shards.
+it). The kinds of `_penstock.OPTIMIZER_KINDS` run on the engine's kernels; any other elementwise
+class steps on fp32 shards.
 """
 
 import copy
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
+
+_KINDS: dict[str, Any] = {kind.name: kind for kind in _penstock.OPTIMIZER_KINDS}
+_LION: dict[str, Any] = _KINDS["Lion"].defaults
 
 
 class Lion(torch.optim.Optimizer):
@@ -27,9 +30,9 @@ class Lion(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        lr: float = _LION["lr"],
+        betas: tuple[float, float] = (_LION["betas"][0], _LION["betas"][1]),
+        weight_decay: float = _LION["weight_decay"],
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
@@ -38,26 +41,26 @@ class Lion(torch.optim.Optimizer):
         raise RuntimeFault("[front::Lion] steps inside an engine: pass it to initialize()")
 
 
-_NATIVE: dict[type, str] = {
-    torch.optim.AdamW: "AdamW",
-    torch.optim.Adam: "Adam",
-    torch.optim.SGD: "SGD",
-    torch.optim.Adagrad: "Adagrad",
-    Lion: "Lion",
+# The class that the user sees, by kind: torch's, or one of ours where torch has none.
+_OURS: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion}
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    kind: _OURS.get(kind) or getattr(torch.optim, kind) for kind in _KINDS
 }
+_KIND_OF = {made: kind for kind, made in _CLASSES.items()}
 # Options that the kernels lack: set, the torch class itself runs.
 _INEFFECTIVE = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 
 
 def prepare(
     given: Any, model: torch.nn.Module, config: dict[str, Any]
-) -> tuple[torch.optim.Optimizer | None, str | None, dict[str, Any]]:
-    """The optimizer passed to `initialize()`, its kernel, and the config with its section.
+) -> tuple[torch.optim.Optimizer | None, dict[str, Any]]:
+    """The optimizer passed to `initialize()` and the config with its section, if it has a kernel.
 
     None when the optimizer comes from the config. Raises ConfigError for one that cannot be used.
     """
+    section = config.get("optimizer")
     if given is None:
-        return None, None, {"optimizer": {"type": "AdamW"}, **config}
+        return None, {**config, "optimizer": {} if section is None else section}
     if not isinstance(given, torch.optim.Optimizer):
         given = given(model.parameters())
     if not isinstance(given, torch.optim.Optimizer):
@@ -65,27 +68,26 @@ def prepare(
             f"[front::initialize] the optimizer callable returned a {type(given).__name__}, not a "
             f"torch.optim.Optimizer"
         )
-    section = config.get("optimizer")
     only_dtype = isinstance(section, dict) and list(section) == ["moments_dtype"]
-    if "optimizer" in config and not only_dtype:
+    if section is not None and not only_dtype:
         raise ConfigError(
             "[front::initialize] an optimizer is given both as an argument and as the key "
             '"optimizer": keep one (only optimizer.moments_dtype goes with an argument)'
         )
-    kind = native_type(given)
-    if kind is None:
-        check_elementwise(given)
+    if is_native(given):
+        _check_fresh(given)
+        given.state.clear()  # the engine keeps the state
+        config = {**config, "optimizer": _section_of(given) | (section or {})}
     else:
-        config = {**config, "optimizer": config_of(given, kind) | (section or {})}
-    return given, kind, config
+        check_elementwise(given)
+    return given, config
 
 
 def from_config(model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
     """A torch optimizer that holds the parameter groups of the config's `optimizer` section."""
-    kinds = {kind.__name__.lower(): kind for kind in _NATIVE}
-    options = {**config}
-    make: Any = kinds[str(options.pop("type")).lower()]
-    options.pop("moments_dtype", None)  # the engine's own
+    engines_own = ("type", "moments_dtype")
+    options = {key: value for key, value in config.items() if key not in engines_own}
+    make: Any = _CLASSES[config["type"]]
     # Some classes allocate state for what they are built with.
     made: torch.optim.Optimizer = make([torch.nn.Parameter(torch.zeros(1))], **options)
     made.state.clear()
@@ -93,17 +95,19 @@ def from_config(model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.O
     return made
 
 
-def native_type(optimizer: torch.optim.Optimizer) -> str | None:
-    """The kernel that computes what this optimizer does; None when there is none."""
-    kind = _NATIVE.get(type(optimizer))
-    for group in optimizer.param_groups:
-        if kind is None or any(group.get(option) for option in _INEFFECTIVE):
-            return None
-        if any(isinstance(group.get(name), torch.Tensor) for name in ("lr", "weight_decay")):
-            return None
-    _check_fresh(optimizer)
-    optimizer.state.clear()  # the engine keeps the state
+def _kind_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
+    """The kind that computes what the optimizer does with this group; None when there is none."""
+    if any(group.get(option) for option in _INEFFECTIVE):
+        return None
+    kind = _KIND_OF.get(type(optimizer))
+    if kind is not None and "decoupled_weight_decay" in group:  # of torch's Adam, also as AdamW
+        return "AdamW" if group["decoupled_weight_decay"] else "Adam"
     return kind
+
+
+def is_native(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the engine's kernels compute what this optimizer does."""
+    return all(_kind_of(optimizer, group) is not None for group in optimizer.param_groups)
 
 
 def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
@@ -119,31 +123,27 @@ def group_members(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
     return [tuple(map(id, group["params"])) for group in optimizer.param_groups]
 
 
-def config_of(optimizer: torch.optim.Optimizer, kind: str) -> dict[str, Any]:
-    """The config section that describes the optimizer's first group."""
-    group = optimizer.param_groups[0]
-    section: dict[str, Any] = {"type": kind}
-    for key in ("lr", "weight_decay", "betas", "eps", "lr_decay", "dampening", "nesterov"):
-        if key in group:
-            section[key] = group[key]
-    if kind == "SGD":
-        section["momentum"] = max(one["momentum"] for one in optimizer.param_groups)
+def _section_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The config section of the group that keeps most per parameter: the first, but for SGD."""
+    section: dict[str, Any] = max(settings(optimizer), key=lambda one: one.num_moments).section
     return section
 
 
-def settings(optimizer: torch.optim.Optimizer, kind: str) -> list[Any]:
-    """The groups' current hyperparameters, for one step."""
+def settings(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The groups' current hyperparameters, for one step. Raises ConfigError for what has no kernel.
+
+    Tensors count as their values.
+    """
     all_settings = []
     for group in optimizer.param_groups:
-        one = _penstock.OptimizerConfig()
-        one.type = kind
-        one.lr, one.weight_decay = float(group["lr"]), float(group["weight_decay"])
-        if "betas" in group:
-            one.beta1, one.beta2 = group["betas"]
-        for key in ("eps", "momentum", "dampening", "nesterov", "lr_decay"):
-            if key in group:
-                setattr(one, key, group[key])
-        all_settings.append(one)
+        kind = _kind_of(optimizer, group)
+        if kind is None:
+            options = [option for option in _INEFFECTIVE if group.get(option)]
+            raise ConfigError(
+                f'[front::step] "{options[0]}" of a parameter group was set after initialize(): '
+                f"build {type(optimizer).__name__} with it, and torch's own step runs on the shards"
+            )
+        all_settings.append(_penstock.OptimizerConfig(kind, group))
     return all_settings
 
 
@@ -226,7 +226,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if not same:
         raise ConfigError(
             f"[front::initialize] {name} is not elementwise ({cause}), so it cannot run on shards: "
-            f"use AdamW, Adam, SGD, Adagrad, Lion or another elementwise optimizer"
+            f"use {', '.join(_KINDS)} or another elementwise optimizer"
         )
 
 

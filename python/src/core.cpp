@@ -33,18 +33,6 @@ void bind_tree(py::module_& module) {
                               std::move(init)};
            }),
            py::arg("modules"), py::arg("params"), py::arg("buffers"), py::arg("init"));
-  py::class_<OptimizerConfig>(module, "OptimizerConfig")
-      .def(py::init<>())
-      .def_readwrite("type", &OptimizerConfig::type)
-      .def_readwrite("lr", &OptimizerConfig::lr)
-      .def_readwrite("beta1", &OptimizerConfig::beta1)
-      .def_readwrite("beta2", &OptimizerConfig::beta2)
-      .def_readwrite("eps", &OptimizerConfig::eps)
-      .def_readwrite("weight_decay", &OptimizerConfig::weight_decay)
-      .def_readwrite("momentum", &OptimizerConfig::momentum)
-      .def_readwrite("dampening", &OptimizerConfig::dampening)
-      .def_readwrite("nesterov", &OptimizerConfig::nesterov)
-      .def_readwrite("lr_decay", &OptimizerConfig::lr_decay);
 }
 
 py::dict dict_of(const LedgerEntry& entry) {

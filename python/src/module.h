@@ -8,6 +8,7 @@ void bind_config(pybind11::module_& module);
 void bind_group(pybind11::module_& module);
 void bind_init(pybind11::module_& module);
 void bind_core(pybind11::module_& module);
+void bind_optimizer_kinds(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_tiling(pybind11::module_& module);
 

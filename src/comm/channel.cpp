@@ -1,6 +1,6 @@
 #include "src/comm/channel.h"
 
-#include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "penstock/error.h"
@@ -8,107 +8,237 @@
 #include "src/comm/sum.h"
 
 namespace penstock::comm {
+namespace {
+
+uint64_t mix(uint64_t hash, uint64_t value) {
+  return hash_text({reinterpret_cast<const char*>(&value), sizeof(value)}, hash);
+}
+
+int64_t shard_bytes(const Members& members, const ReduceBuffer& buffer) {
+  return buffer.numel / members.size() * dtype_bytes(buffer.dtype);
+}
+
+int64_t shard_bytes(const Members& /*members*/, const GatherBuffer& buffer) {
+  return buffer.shard_bytes;
+}
+
+// What each peer gets in one piece: nothing where fewer than two buffers are small.
+template <class Buffer>
+int64_t packed_bytes(const Members& members, const std::vector<Buffer>& buffers) {
+  int64_t packed = 0;
+  int num_small = 0;
+  for (const Buffer& buffer : buffers) {
+    const int64_t bytes = shard_bytes(members, buffer);
+    if (bytes > Channel::kPackBytes) continue;
+    packed += bytes;
+    ++num_small;
+  }
+  return members.size() > 1 && num_small > 1 ? packed : 0;
+}
+
+// 0: nothing is packed.
+template <class Buffer>
+int64_t packed_in(std::span<char> staging, const Members& members,
+                  const std::vector<Buffer>& buffers) {
+  if (staging.empty()) return 0;
+  const auto lent = static_cast<int64_t>(staging.size());
+  const int64_t needed = Channel::staging_bytes(members, buffers);
+  PENSTOCK_ASSERT(lent >= needed, concat("[comm::Channel] ", lent, " bytes lent of ", needed));
+  return packed_bytes(members, buffers);
+}
+
+// `staging`: each member's shards, one buffer after the other.
+void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, const char* staging,
+            int64_t packed) {
+  for (int i = 0; i < members.size(); ++i) {
+    if (i == members.index) continue;
+    const char* from = staging + i * packed;
+    for (const GatherBuffer& buffer : buffers) {
+      const int64_t bytes = buffer.shard_bytes;
+      if (bytes > Channel::kPackBytes) continue;
+      std::memcpy(static_cast<char*>(buffer.full) + i * bytes, from, static_cast<size_t>(bytes));
+      from += bytes;
+    }
+  }
+}
+
+}  // namespace
+
+int64_t Channel::staging_bytes(const Members& members, const std::vector<GatherBuffer>& buffers) {
+  return members.size() * packed_bytes(members, buffers);
+}
+
+int64_t Channel::staging_bytes(const Members& members, const std::vector<ReduceBuffer>& buffers) {
+  return 2 * (members.size() - 1) * packed_bytes(members, buffers);
+}
+
+Label::Label(std::string words) : hash(hash_text(words)) {
+  text = std::make_shared<const std::string>(std::move(words));
+}
 
 Channel::Channel(Group& group, std::string name) : group_(group), name_(std::move(name)) {}
 
-void Channel::exchange(const std::string& label, const std::vector<Piece>& sends,
-                       const std::vector<Piece>& receives) {
-  // A broadcast sends on one side and receives on the other, hence the larger of both; the sizes
-  // are per peer, since the number of peers differs there too.
-  int64_t bytes = 0;
-  for (const auto& pieces : {sends, receives}) {
-    for (const Piece& piece : pieces) bytes = std::max(bytes, piece.bytes);
-  }
-  const std::string position =
-      concat("step ", step_, ", collective ", sequence_, " of lane ", name_, ", `", label, "`");
+// What was added since the last one.
+void Channel::exchange(const Label& label) {
+  const Position position{step_, exchanges(), name_.text, label.text};
   group_.set_position(position);
+  uint64_t hash = mix(label.hash, name_.hash);
+  hash = mix(mix(hash, static_cast<uint64_t>(step_)), static_cast<uint64_t>(position.sequence));
   // gloo takes tags of 31 bits.
-  const auto tag = static_cast<uint32_t>(hash_text(concat(position, bytes)) & 0x7fffffffU);
-  ++sequence_;
+  const auto tag = static_cast<uint32_t>(mix(hash, sizes_) & 0x7fffffffU);
+  sequence_.fetch_add(1, std::memory_order_relaxed);
   try {
-    group_.exchange(sends, receives, tag);
+    group_.exchange(sends_, receives_, tag);
   } catch (const std::exception& error) {
-    throw RuntimeFault(concat("[comm::exchange] rank ", group_.rank(), " at ", position,
+    throw RuntimeFault(concat("[comm::exchange] rank ", group_.rank(), " at ", position.text(),
                               " lost a peer: ", group_.roll_call(error.what())));
   }
 }
 
-void Channel::all_gather(const std::string& label, const Members& members,
-                         const std::vector<GatherBuffer>& buffers) {
+void Channel::start() {
+  sends_.clear();
+  receives_.clear();
+  sizes_ = hash_text("");
+}
+
+void Channel::add_gather(const Members& members, const GatherBuffer& buffer) {
+  char* full = static_cast<char*>(buffer.full);
+  const int64_t bytes = buffer.shard_bytes;
+  sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
+  for (int i = 0; i < members.size(); ++i) {
+    if (i == members.index) continue;
+    sends_.push_back({members.ranks[i], full + members.index * bytes, bytes});
+    receives_.push_back({members.ranks[i], full + i * bytes, bytes});
+  }
+}
+
+void Channel::all_gather(const Label& label, const Members& members,
+                         const std::vector<GatherBuffer>& buffers, std::span<char> staging) {
   if (members.size() == 1) return;
-  std::vector<Piece> sends, receives;
+  start();
+  const int64_t packed = packed_in(staging, members, buffers);
+  char* own = staging.data() + members.index * packed;
   for (const GatherBuffer& buffer : buffers) {
-    char* full = static_cast<char*>(buffer.full);
-    for (int i = 0; i < members.size(); ++i) {
-      if (i == members.index) continue;
-      sends.push_back(
-          {members.ranks[i], full + members.index * buffer.shard_bytes, buffer.shard_bytes});
-      receives.push_back({members.ranks[i], full + i * buffer.shard_bytes, buffer.shard_bytes});
+    const int64_t bytes = buffer.shard_bytes;
+    if (packed == 0 || bytes > kPackBytes) {
+      add_gather(members, buffer);
+      continue;
     }
+    sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
+    const char* shard = static_cast<const char*>(buffer.full) + members.index * bytes;
+    std::memcpy(own, shard, static_cast<size_t>(bytes));
+    own += bytes;
   }
-  exchange(label, sends, receives);
+  if (packed > 0) add_gather(members, {staging.data(), packed});
+  exchange(label);
+  if (packed > 0) unpack(members, buffers, staging.data(), packed);
 }
 
-void Channel::reduce_scatter(const std::string& label, const Members& members,
-                             const std::vector<ReduceBuffer>& buffers) {
-  const int size = members.size();
-  std::vector<Piece> sends, receives;
-  for (const ReduceBuffer& buffer : buffers) {
-    const int64_t bytes = buffer.numel / size * dtype_bytes(buffer.dtype);
-    char* partial = static_cast<char*>(buffer.partial);
-    char* slot = static_cast<char*>(buffer.scratch);
-    for (int i = 0; i < size; ++i) {
-      if (i == members.index) continue;
-      sends.push_back({members.ranks[i], partial + i * bytes, bytes});
-      receives.push_back({members.ranks[i], slot, bytes});
-      slot += bytes;
-    }
-  }
-  if (size > 1) exchange(label, sends, receives);
-  for (const ReduceBuffer& buffer : buffers) {
-    const int64_t numel = buffer.numel / size;
-    const int64_t bytes = numel * dtype_bytes(buffer.dtype);
-    const char* slot = static_cast<const char*>(buffer.scratch);
-    std::vector<const void*> sources;
-    for (int i = 0; i < size; ++i) {
-      if (i == members.index) {
-        sources.push_back(static_cast<const char*>(buffer.partial) + i * bytes);
-      } else {
-        sources.push_back(slot);
-        slot += bytes;
-      }
-    }
-    sum_chunks(buffer.result, buffer.result_dtype, sources, buffer.dtype, numel, buffer.scale,
-               buffer.accumulate);
+void Channel::add_reduce(const Members& members, const ReduceBuffer& buffer) {
+  const int64_t bytes = shard_bytes(members, buffer);
+  char* slot = static_cast<char*>(buffer.scratch);
+  for (int i = 0; i < members.size(); ++i) {
+    if (i == members.index) continue;
+    sends_.push_back({members.ranks[i], static_cast<char*>(buffer.partial) + i * bytes, bytes});
+    receives_.push_back({members.ranks[i], slot, bytes});
+    slot += bytes;
   }
 }
 
-void Channel::all_reduce(const std::string& label, const Members& members,
-                         const std::vector<ReduceBuffer>& buffers) {
-  std::vector<ReduceBuffer> reduces = buffers;
-  std::vector<GatherBuffer> gathers;
-  for (ReduceBuffer& buffer : reduces) {
-    const int64_t shard_bytes = buffer.numel / members.size() * dtype_bytes(buffer.dtype);
-    buffer.result = static_cast<char*>(buffer.partial) + members.index * shard_bytes;
+// Staging: a piece to send for each peer, then a piece from each.
+void Channel::add_packed(const Members& members, const std::vector<ReduceBuffer>& buffers,
+                         char* staging, int64_t packed) {
+  sizes_ = mix(sizes_, static_cast<uint64_t>(packed));
+  char* send = staging;
+  char* receive = staging + (members.size() - 1) * packed;
+  for (int i = 0; i < members.size(); ++i) {
+    if (i == members.index) continue;
+    char* to = send;
+    for (const ReduceBuffer& buffer : buffers) {
+      const int64_t bytes = shard_bytes(members, buffer);
+      if (bytes > kPackBytes) continue;
+      const char* shard = static_cast<const char*>(buffer.partial) + i * bytes;
+      std::memcpy(to, shard, static_cast<size_t>(bytes));
+      to += bytes;
+    }
+    sends_.push_back({members.ranks[i], send, packed});
+    receives_.push_back({members.ranks[i], receive, packed});
+    send += packed;
+    receive += packed;
+  }
+}
+
+// In member order, whoever sums: the same bits everywhere. `received` is the first peer's shard,
+// the next one's is `stride` bytes further.
+void Channel::add_up(const Members& members, const ReduceBuffer& buffer, const char* received,
+                     int64_t stride) {
+  sources_.clear();
+  for (int i = 0; i < members.size(); ++i) {
+    if (i == members.index) {
+      const int64_t own = i * shard_bytes(members, buffer);
+      sources_.push_back(static_cast<const char*>(buffer.partial) + own);
+    } else {
+      sources_.push_back(received);
+      received += stride;
+    }
+  }
+  const Sum sum{buffer.result,    buffer.result_dtype,           sources_,
+                buffer.dtype,     buffer.numel / members.size(), buffer.scale,
+                buffer.accumulate};
+  if (buffer.squares == nullptr) return sum_chunks(sum);
+  *buffer.squares = sum_chunks_and_squares(sum);
+}
+
+void Channel::reduce_scatter(const Label& label, const Members& members,
+                             const std::vector<ReduceBuffer>& buffers, std::span<char> staging) {
+  start();
+  const int64_t packed = packed_in(staging, members, buffers);
+  for (const ReduceBuffer& buffer : buffers) {
+    const int64_t bytes = shard_bytes(members, buffer);
+    sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
+    if (packed == 0 || bytes > kPackBytes) add_reduce(members, buffer);
+  }
+  if (packed > 0) add_packed(members, buffers, staging.data(), packed);
+  if (members.size() > 1) exchange(label);
+  const char* received = staging.data() + (members.size() - 1) * packed;
+  for (const ReduceBuffer& buffer : buffers) {
+    const int64_t bytes = shard_bytes(members, buffer);
+    if (packed == 0 || bytes > kPackBytes) {
+      add_up(members, buffer, static_cast<const char*>(buffer.scratch), bytes);
+      continue;
+    }
+    add_up(members, buffer, received, packed);
+    received += bytes;
+  }
+}
+
+void Channel::all_reduce(const Label& label, const Members& members,
+                         const std::vector<ReduceBuffer>& buffers, std::span<char> staging) {
+  reduces_ = buffers;
+  gathers_.clear();
+  for (ReduceBuffer& buffer : reduces_) {
+    const int64_t bytes = shard_bytes(members, buffer);
+    buffer.result = static_cast<char*>(buffer.partial) + members.index * bytes;
     buffer.result_dtype = buffer.dtype;
     buffer.accumulate = false;
-    gathers.push_back({buffer.partial, shard_bytes});
+    gathers_.push_back({buffer.partial, bytes});
   }
-  reduce_scatter(label, members, reduces);
-  all_gather(label, members, gathers);
+  reduce_scatter(label, members, reduces_, staging);
+  all_gather(label, members, gathers_, staging);
 }
 
-void Channel::broadcast(const std::string& label, const Members& members, void* data,
-                        int64_t bytes) {
-  std::vector<Piece> sends, receives;
+void Channel::broadcast(const Label& label, const Members& members, void* data, int64_t bytes) {
+  if (members.size() == 1) return;
+  start();
+  sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
+  if (members.index != 0) receives_.push_back({members.ranks[0], data, bytes});
   for (int i = 1; i < members.size() && members.index == 0; ++i) {
-    sends.push_back({members.ranks[i], data, bytes});
+    sends_.push_back({members.ranks[i], data, bytes});
   }
-  if (members.index != 0) receives.push_back({members.ranks[0], data, bytes});
-  if (members.size() > 1) exchange(label, sends, receives);
+  exchange(label);
 }
 
-std::vector<std::string> Channel::share(const std::string& label, const Members& members,
+std::vector<std::string> Channel::share(const Label& label, const Members& members,
                                         const std::string& payload) {
   const auto size = static_cast<int64_t>(payload.size());
   std::string all(payload.size() * members.size(), '\0');

@@ -2,11 +2,30 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
 #include <numeric>
+#include <set>
 #include <thread>
 #include <vector>
 
 #include "penstock/error.h"
+
+namespace {
+thread_local int64_t allocations = 0;
+}  // namespace
+
+// Replaces the allocation of this test program, to count it.
+void* operator new(size_t bytes) {
+  ++allocations;
+  void* memory = std::malloc(bytes == 0 ? 1 : bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace penstock::comm {
 namespace {
@@ -78,6 +97,62 @@ TEST_P(Channels, CollectivesGiveTheSumsAndCopiesTheyPromise) {
   });
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
+// Fused buffers: shards of each of `kShards` values, the last too large to be packed.
+constexpr int64_t kShards[] = {5, 1000, 1, 0, 77, Channel::kPackBytes / 4 + 3};
+
+struct Fused {
+  std::vector<std::vector<float>> full, scratch, result;
+  std::vector<GatherBuffer> gathers;
+  std::vector<ReduceBuffer> reduces;
+
+  Fused(const Fused&) = delete;
+  Fused(int size, int rank) {
+    for (const int64_t shard : kShards) {
+      full.emplace_back(size * shard);
+      for (size_t i = 0; i < full.back().size(); ++i) {
+        full.back()[i] = 0.1F * static_cast<float>((i + 1) * (rank + 3) % 1001);
+      }
+      scratch.emplace_back(size * shard);
+      result.emplace_back(shard, 0.3F);
+      gathers.push_back({full.back().data(), shard * 4});
+      ReduceBuffer reduce{full.back().data(), scratch.back().data(), result.back().data()};
+      reduce.numel = size * shard;
+      reduce.scale = 0.7F;
+      reduce.accumulate = shard % 2 == 1;
+      reduces.push_back(reduce);
+    }
+  }
+};
+
+TEST_P(Channels, PackedBuffersHaveTheBitsOfTheirOwn) {
+  const int size = GetParam();
+  const auto errors = on_ranks(size, [size](Group& group) {
+    Channel channel(group, "test");
+    const Members all = everyone(group);
+    Fused alone(size, group.rank()), packed(size, group.rank());
+    std::vector<char> staging(std::max(Channel::staging_bytes(all, packed.gathers),
+                                       Channel::staging_bytes(all, packed.reduces)));
+    std::vector<double> squares(std::size(kShards), -1.0);
+    for (size_t i = 0; i < squares.size(); ++i) packed.reduces[i].squares = &squares[i];
+    channel.reduce_scatter("reduce", all, alone.reduces);
+    channel.reduce_scatter("reduce", all, packed.reduces, staging);
+    for (size_t i = 0; i < squares.size(); ++i) {
+      double expected = 0.0;
+      for (const double value : packed.result[i]) expected += value * value;
+      EXPECT_NEAR(squares[i], expected, 1e-9 * expected);
+    }
+    EXPECT_TRUE(alone.result == packed.result);
+    channel.all_reduce("all", all, alone.reduces);
+    channel.all_reduce("all", all, packed.reduces, staging);
+    EXPECT_TRUE(alone.full == packed.full);
+    Fused gathered(size, group.rank()), packed_gathered(size, group.rank());
+    channel.all_gather("gather", all, gathered.gathers);
+    channel.all_gather("gather", all, packed_gathered.gathers, staging);
+    EXPECT_TRUE(gathered.full == packed_gathered.full);
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
 INSTANTIATE_TEST_SUITE_P(Sizes, Channels, testing::Values(1, 2, 3, 4, 7));
 
 TEST(Channel, RanksThatDivergeEndWithAnErrorThatShowsBothSteps) {
@@ -96,6 +171,135 @@ TEST(Channel, RanksThatDivergeEndWithAnErrorThatShowsBothSteps) {
     EXPECT_NE(error.find("move u1 param"), std::string::npos) << error;
     EXPECT_NE(error.find("move u2 param"), std::string::npos) << error;
   }
+}
+
+// Rank 0 of several whose peers all send back what they are sent. Keeps the last tag and position.
+class Echo final : public Group {
+ public:
+  explicit Echo(int size) : size_(size) {}
+  int rank() const override { return 0; }
+  int size() const override { return size_; }
+  void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
+                uint32_t tag_of_call) override {
+    for (size_t i = 0; i < receives.size(); ++i) {
+      // A rank may hold nothing of what is gathered: its piece has no bytes and no address.
+      if (sends[i].bytes > 0) {
+        std::memcpy(receives[i].data, sends[i].data, static_cast<size_t>(sends[i].bytes));
+      }
+    }
+    tag = tag_of_call;
+    pieces = sends.size();
+  }
+  void set_position(Position where) override { position = std::move(where); }
+  std::string roll_call(const std::string& error) override { return error; }
+  void close() override {}
+
+  uint32_t tag = 0;
+  size_t pieces = 0;
+  Position position;
+
+ private:
+  const int size_;
+};
+
+TEST(Channel, TagsDifferInLaneStepSequenceLabelAndSizes) {
+  Echo group(2);
+  const auto tag = [&](const char* lane, int64_t step, int before, const char* label,
+                       const std::vector<int64_t>& sizes) {
+    Channel channel(group, lane);
+    channel.set_step(step);
+    std::vector<char> full(1024);
+    std::vector<GatherBuffer> buffers;
+    for (const int64_t size : sizes) buffers.push_back({full.data(), size});
+    for (int i = 0; i <= before; ++i) channel.all_gather(label, everyone(group), buffers);
+    EXPECT_EQ(channel.exchanges(), before + 1);
+    return group.tag;
+  };
+  std::set<uint32_t> tags;
+  for (const char* lane : {"gather", "reduce"})
+    for (const int64_t step : {1, 2, 257})
+      for (const int before : {0, 1, 5})
+        for (const char* label : {"move u1 param", "move u2 param"})
+          for (const auto& sizes :
+               std::vector<std::vector<int64_t>>{{8}, {16}, {8, 16}, {16, 8}, {8, 8}, {0, 8}})
+            tags.insert(tag(lane, step, before, label, sizes));
+  EXPECT_EQ(tags.size(), 2U * 3 * 3 * 2 * 6);
+  EXPECT_EQ(tag("gather", 3, 2, "move u1 param", {8}), tag("gather", 3, 2, "move u1 param", {8}));
+}
+
+TEST(Channel, ThePositionOutlivesItsChannelAndItsLabel) {
+  Echo group(2);
+  {
+    Channel channel(group, "a lane with a name too long for the inside of a string");
+    channel.set_step(7);
+    std::vector<char> full(2);
+    const Label label("a label with a text too long for the inside of a string");
+    channel.all_gather(label, everyone(group), {{full.data(), 1}});
+  }
+  EXPECT_EQ(group.position.text(),
+            "step 7, collective 0 of lane a lane with a name too long for the inside of a string, "
+            "`a label with a text too long for the inside of a string`");
+}
+
+TEST(Channel, SmallBuffersTravelAsOnePiece) {
+  Echo group(3);
+  Channel channel(group, "gather");
+  const Members all = everyone(group);
+  Fused fused(3, 0);
+  std::vector<char> staging(Channel::staging_bytes(all, fused.reduces));
+  channel.all_gather("move", all, fused.gathers);
+  EXPECT_EQ(group.pieces, 2U * 6);
+  channel.all_gather("move", all, fused.gathers, staging);
+  EXPECT_EQ(group.pieces, 2U * 2);
+  channel.reduce_scatter("move", all, fused.reduces, staging);
+  EXPECT_EQ(group.pieces, 2U * 2);
+  channel.all_gather("move", all, {fused.gathers[0]}, staging);
+  EXPECT_EQ(group.pieces, 2U);
+  EXPECT_EQ(Channel::staging_bytes(all, std::vector<GatherBuffer>{fused.gathers[0]}), 0);
+  staging.resize(8);
+  EXPECT_THROW(channel.all_gather("move", all, fused.gathers, staging), Bug);
+}
+
+TEST(Channel, ARankThatPacksAndOneThatDoesNotDoNotMatch) {
+  const auto errors = on_ranks(
+      2,
+      [](Group& group) {
+        Channel channel(group, "reduce");
+        Fused fused(2, group.rank());
+        std::vector<char> staging(Channel::staging_bytes(everyone(group), fused.reduces));
+        if (group.rank() == 0) staging.clear();
+        channel.reduce_scatter("move u1 grad", everyone(group), fused.reduces, staging);
+      },
+      std::chrono::milliseconds(300));
+  for (const auto& error : errors) EXPECT_NE(error.find("move u1 grad"), std::string::npos);
+}
+
+TEST(Channel, AllocatesNothingOnceWarm) {
+  Echo group(3);
+  Channel channel(group, "gather");
+  const Members all = everyone(group);
+  const Label label("move u1,u2 param all_gather(local)");
+  std::vector<float> full(60), scratch(60);
+  const std::vector<GatherBuffer> gathers = {{full.data(), 40}, {full.data() + 30, 40}};
+  ReduceBuffer one{full.data(), scratch.data(), full.data(), Dtype::kFp32, Dtype::kFp32, 30};
+  ReduceBuffer two = one;
+  two.partial = two.result = full.data() + 30;
+  two.scratch = scratch.data() + 30;
+  const std::vector<ReduceBuffer> reduces = {one, two};
+  std::vector<char> staging(Channel::staging_bytes(all, reduces));
+  int64_t before = 0;
+  for (int round = 0; round < 5; ++round) {
+    if (round == 1) before = allocations;
+    channel.all_gather(label, all, gathers);
+    channel.reduce_scatter(label, all, reduces);
+    channel.all_reduce(label, all, reduces);
+    channel.all_gather(label, all, gathers, staging);
+    channel.all_reduce(label, all, reduces, staging);
+    channel.broadcast(label, all, full.data(), 8);
+  }
+  EXPECT_GT(before, 0);  // it counts
+  EXPECT_EQ(allocations, before);
+  EXPECT_EQ(channel.exchanges(), 5 * 8);
 }
 
 TEST(Channel, APeerThatLeavesEndsTheOthers) {

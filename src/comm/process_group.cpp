@@ -52,7 +52,7 @@ class ProcessGroupGroup final : public Group {
     for (const auto& work : works) work->wait(limit);
   }
 
-  void set_position(const std::string& text) override { roll_call_->set_position(text); }
+  void set_position(Position position) override { roll_call_->set_position(std::move(position)); }
   std::string roll_call(const std::string& error) override { return roll_call_->call(error); }
 
   void close() override {

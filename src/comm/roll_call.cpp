@@ -36,7 +36,7 @@ RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, const std::stri
 RollCall::~RollCall() {
   try {
     // Those that miss this rank later still read how it ended.
-    store_->set(key("here", rank_), bytes_of(position_ + ", and has closed its engine"));
+    store_->set(key("here", rank_), bytes_of(here() + ", and has closed its engine"));
     store_->set(key("wake", rank_), bytes_of(kClose));
   } catch (const std::exception&) {
     // The store's host is gone, and with it the connection that the watch sleeps on: it ends too.
@@ -48,21 +48,21 @@ std::string RollCall::key(const char* what, int rank) const {
   return concat("penstock/", prefix_, "/", what, "/", rank);
 }
 
-void RollCall::set_position(const std::string& text) {
+void RollCall::set_position(Position position) {
   const std::lock_guard lock(mutex_);
-  position_ = text;
+  std::swap(position_, position);  // the old one is let go of after the lock
+}
+
+std::string RollCall::here() {
+  const std::lock_guard lock(mutex_);
+  return position_.text();
 }
 
 void RollCall::watch() {
   try {
     watch_store_->wait({key("wake", rank_)}, kForever);
     if (get_text(*watch_store_, key("wake", rank_)) == kClose) return;
-    std::string here;
-    {
-      const std::lock_guard lock(mutex_);
-      here = position_;
-    }
-    watch_store_->set(key("here", rank_), bytes_of(here));
+    watch_store_->set(key("here", rank_), bytes_of(here()));
   } catch (const std::exception&) {
     // The rank that hosts the store ended; there is nobody left to answer.
   }
@@ -94,24 +94,14 @@ std::string RollCall::collect(const std::string& error) {
   }
   if (failed.empty()) failed.push_back("every rank answers");
   failed.insert(failed.end(), alive.begin(), alive.end());
-  std::string here;
-  {
-    const std::lock_guard lock(mutex_);
-    here = position_;
-  }
-  return concat(join(failed, "; "), "; rank ", rank_, " failed at ", here, ": ", error);
+  return concat(join(failed, "; "), "; rank ", rank_, " failed at ", here(), ": ", error);
 }
 
 std::string RollCall::call(const std::string& error) {
   try {
-    std::string here;
-    {
-      const std::lock_guard lock(mutex_);
-      here = position_;
-    }
     // The first rank to raise its hand holds the roll call; the others repeat its verdict.
     const bool first = store_->add(key("hand", 0), 1) == 1;
-    store_->set(key("here", rank_), bytes_of(here));
+    store_->set(key("here", rank_), bytes_of(here()));
     if (!first) {
       store_->wait({key("verdict", 0)}, 2 * grace_);
       return get_text(*store_, key("verdict", 0));

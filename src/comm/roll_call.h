@@ -15,6 +15,8 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "penstock/group.h"
+
 namespace penstock::comm {
 
 // Owned by a group; set_position from any thread, call() from a lane that failed.
@@ -26,11 +28,12 @@ class RollCall {
   RollCall(const RollCall&) = delete;
   RollCall& operator=(const RollCall&) = delete;
 
-  void set_position(const std::string& text);
+  void set_position(Position position);
   // One sentence for each rank that is dead or failed, then where the rest are.
   std::string call(const std::string& error);
 
  private:
+  std::string here();
   std::string key(const char* what, int rank) const;
   std::string answer_of(int rank, std::chrono::milliseconds grace);
   std::string collect(const std::string& error);
@@ -41,7 +44,7 @@ class RollCall {
   const int rank_, size_;
   const std::chrono::milliseconds grace_;
   std::mutex mutex_;
-  std::string position_ = "before step 1";  // guarded by mutex_
+  Position position_ = Position::of("before step 1");  // guarded by mutex_
   std::thread watcher_;
 };
 

@@ -20,7 +20,7 @@ TEST(RollCall, NamesTheRankThatDoesNotAnswerAndKeepsTheFirstVerdict) {
       continue;
     }
     ranks.push_back(std::make_unique<RollCall>(store, "g", rank, 3, grace));
-    ranks.back()->set_position("step 5");
+    ranks.back()->set_position(Position::of("step 5"));
   }
   const std::string verdict = ranks[0]->call("connection closed");
   EXPECT_NE(verdict.find("rank 1 is dead or stopped"), std::string::npos) << verdict;

@@ -10,28 +10,13 @@
 #include <hwy/highway.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "penstock/error.h"
-#include "src/place/dtype_simd.h"
-
-#ifndef PENSTOCK_COMM_SUM_ONCE_
-#define PENSTOCK_COMM_SUM_ONCE_
-namespace penstock::comm {
-
-struct SumArgs {
-  void* dst;
-  Dtype dst_dtype;
-  const std::vector<const void*>& sources;
-  Dtype dtype;
-  float scale;
-  bool accumulate;
-};
-
-}  // namespace penstock::comm
-#endif
+#include "src/simd/dtypes.h"
+#include "src/simd/squares.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace penstock::comm::HWY_NAMESPACE {
@@ -40,8 +25,10 @@ namespace simd = penstock::HWY_NAMESPACE;
 namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::ScalableTag<float>;
 
-// Sums are made in a tile that stays in the first cache: any number of sources is read once.
-constexpr int64_t kTile = 2048;
+// Sums are made in a tile that stays in the first cache: any number of sources is read once. So
+// does what was written, for its squares: of 32 KiB, larger tiles leave it no room.
+constexpr int64_t kTile = 512;
+constexpr int64_t kBlock = simd::kSquaresBlock;
 
 template <class Src>
 HWY_NOINLINE void add_to_tile(float* HWY_RESTRICT tile, const Src* source, int64_t count,
@@ -92,29 +79,39 @@ HWY_NOINLINE void finish_tile(const float* HWY_RESTRICT tile, Dst* dst, int64_t 
 }
 
 template <class Dst, class Src>
-void sum_values(const SumArgs& args, int64_t begin, int64_t end) {
+double sum_block(const Sum& sum, int64_t begin, int64_t end, bool with_squares) {
   HWY_ALIGN float tile[kTile];
+  simd::BlockSquares squares;
   for (int64_t at = begin; at < end; at += kTile) {
     const int64_t count = std::min(kTile, end - at);
     bool first = true;
-    for (const void* source : args.sources) {
+    for (const void* source : sum.sources) {
       add_to_tile(tile, static_cast<const Src*>(source) + at, count, first);
       first = false;
     }
-    Dst* dst = static_cast<Dst*>(args.dst) + at;
-    if (args.accumulate) {
-      finish_tile<true>(tile, dst, count, args.scale);
+    Dst* dst = static_cast<Dst*>(sum.dst) + at;
+    if (sum.accumulate) {
+      finish_tile<true>(tile, dst, count, sum.scale);
     } else {
-      finish_tile<false>(tile, dst, count, args.scale);
+      finish_tile<false>(tile, dst, count, sum.scale);
     }
+    if (with_squares) simd::add_squares(dst, count, squares);
   }
+  return simd::total(squares);
 }
 
-void sum_part(const SumArgs& args, int64_t begin, int64_t end) {
-  simd::visit_dtype(args.dst_dtype, [&](auto dst_type) {
-    simd::visit_dtype(args.dtype, [&](auto src_type) {
-      sum_values<typename decltype(dst_type)::type, typename decltype(src_type)::type>(args, begin,
-                                                                                       end);
+// `squares`, where not null, takes a value for each block.
+void sum_blocks(const Sum& sum, int64_t first, int64_t last, double* squares) {
+  simd::visit_dtype(sum.dst_dtype, [&](auto dst_type) {
+    simd::visit_dtype(sum.dtype, [&](auto src_type) {
+      using Dst = typename decltype(dst_type)::type;
+      using Src = typename decltype(src_type)::type;
+      for (int64_t block = first; block < last; ++block) {
+        const int64_t end = std::min((block + 1) * kBlock, sum.numel);
+        const double sum_of_block =
+            sum_block<Dst, Src>(sum, block * kBlock, end, squares != nullptr);
+        if (squares != nullptr) squares[block - first] = sum_of_block;
+      }
     });
   });
 }
@@ -125,23 +122,43 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace penstock::comm {
 
-HWY_EXPORT(sum_part);
+namespace {
 
-void sum_chunks(void* dst, Dtype dst_dtype, const std::vector<const void*>& sources, Dtype dtype,
-                int64_t numel, float scale, bool accumulate) {
-  PENSTOCK_ASSERT(!sources.empty(), "no sources to sum");
-  constexpr int64_t kBlock = 16 * 1024;
-  const SumArgs args{dst, dst_dtype, sources, dtype, scale, accumulate};
+HWY_EXPORT(sum_blocks);
+constexpr int64_t kBlock = HWY_NAMESPACE::kBlock;
+
+int64_t num_blocks(const Sum& sum) {
+  PENSTOCK_ASSERT(!sum.sources.empty(), "no sources to sum");
+  return (sum.numel + kBlock - 1) / kBlock;
+}
+
+void sum_range(const Sum& sum, int64_t first, int64_t last, double* squares) {
   const auto run = [&](int64_t begin, int64_t end) {
-    HWY_DYNAMIC_DISPATCH(sum_part)(args, begin, end);
+    double* part = squares == nullptr ? nullptr : squares + (begin - first);
+    HWY_DYNAMIC_DISPATCH(sum_blocks)(sum, begin, end, part);
   };
-  if (numel < 2 * kBlock) {
-    if (numel > 0) run(0, numel);
-    return;
+  if (sum.numel < 2 * kBlock) {  // starting threads costs more than the work
+    run(first, last);
+  } else {
+    at::parallel_for(first, last, 1, run);
   }
-  at::parallel_for(0, (numel + kBlock - 1) / kBlock, 1, [&](int64_t first, int64_t last) {
-    run(first * kBlock, std::min(last * kBlock, numel));
-  });
+}
+
+}  // namespace
+
+void sum_chunks(const Sum& sum) { sum_range(sum, 0, num_blocks(sum), nullptr); }
+
+double sum_chunks_and_squares(const Sum& sum) {
+  // So many at a time that a value for each has room on the stack.
+  constexpr int64_t kRound = 1024;
+  std::array<double, kRound> squares{};
+  double total = 0.0;
+  for (int64_t first = 0; first < num_blocks(sum); first += kRound) {
+    const int64_t last = std::min(first + kRound, num_blocks(sum));
+    sum_range(sum, first, last, squares.data());
+    for (int64_t i = 0; i < last - first; ++i) total += squares[static_cast<size_t>(i)];
+  }
+  return total;
 }
 
 }  // namespace penstock::comm

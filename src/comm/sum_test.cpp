@@ -1,11 +1,14 @@
 #include "src/comm/sum.h"
 
+#include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <random>
+#include <set>
+#include <span>
 #include <vector>
 
 #include "penstock/error.h"
@@ -51,6 +54,19 @@ struct Case {
   bool accumulate;
 };
 
+// The same bits in another copy of the destination, and the squares of what is in it.
+void check_squares(Sum sum, const std::vector<char>& expected, std::vector<char>& dst) {
+  sum.dst = dst.data() + dtype_bytes(sum.dst_dtype);
+  const double squares = sum_chunks_and_squares(sum);
+  ASSERT_EQ(dst, expected);
+  double total = 0.0;
+  for (int64_t i = 0; i < sum.numel; ++i) {
+    const double value = read(sum.dst, sum.dst_dtype, i);
+    total += value * value;
+  }
+  ASSERT_NEAR(squares, total, 1e-12 * total);
+}
+
 void check(const Case& c) {
   const float scale = 0.375F;
   std::vector<std::vector<char>> buffers;
@@ -61,7 +77,11 @@ void check(const Case& c) {
   }
   std::vector<char> dst = random_values(c.dst, c.numel, 99);
   const std::vector<char> before = dst;
-  sum_chunks(dst.data() + dtype_bytes(c.dst), c.dst, sources, c.src, c.numel, scale, c.accumulate);
+  const Sum sum_of_all{
+      dst.data() + dtype_bytes(c.dst), c.dst, sources, c.src, c.numel, scale, c.accumulate};
+  std::vector<char> with_squares = dst;
+  sum_chunks(sum_of_all);
+  check_squares(sum_of_all, dst, with_squares);
   for (int64_t i = 0; i < c.numel; ++i) {
     float sum = read(sources[0], c.src, i);
     for (int s = 1; s < c.num_sources; ++s) sum += read(sources[s], c.src, i);
@@ -89,21 +109,53 @@ TEST(SumChunks, SumsInFp32InOrderAndRoundsOnce) {
 
 TEST(SumChunks, DestinationMayBeASource) {
   std::vector<float> a(70001, 1.0F), b(70001, 2.0F);
-  sum_chunks(b.data(), Dtype::kFp32, {a.data(), b.data()}, Dtype::kFp32, 70001, 0.5F, false);
+  const std::vector<const void*> sources = {a.data(), b.data()};
+  sum_chunks({b.data(), Dtype::kFp32, sources, Dtype::kFp32, 70001, 0.5F});
   for (const float value : b) ASSERT_EQ(value, 1.5F);
 }
 
 TEST(SumChunks, InfAndNanPass) {
   std::vector<float> a(21, INFINITY), b(21, -INFINITY), out(21);
-  sum_chunks(out.data(), Dtype::kFp32, {a.data()}, Dtype::kFp32, 21, 1.0F, false);
+  const std::vector<const void*> sources = {a.data(), b.data()};
+  Sum sum{out.data(), Dtype::kFp32, std::span(sources).first(1), Dtype::kFp32, 21};
+  EXPECT_EQ(sum_chunks_and_squares(sum), INFINITY);
   for (const float value : out) EXPECT_EQ(value, INFINITY);
-  sum_chunks(out.data(), Dtype::kFp32, {a.data(), b.data()}, Dtype::kFp32, 21, 1.0F, false);
+  sum.sources = sources;
+  EXPECT_TRUE(std::isnan(sum_chunks_and_squares(sum)));
   for (const float value : out) EXPECT_TRUE(std::isnan(value));
+}
+
+TEST(SumChunks, SquaresOfTheLargestValuesAreFiniteAndOneBadValueShows) {
+  std::vector<float> source(50001, 3e38F), out(50001);
+  const std::vector<const void*> sources = {source.data()};
+  const Sum sum{out.data(), Dtype::kFp32, sources, Dtype::kFp32, 50001};
+  EXPECT_NEAR(sum_chunks_and_squares(sum) / (50001 * 9e76), 1.0, 1e-6);
+  source[40000] = NAN;
+  EXPECT_FALSE(std::isfinite(sum_chunks_and_squares(sum)));
+}
+
+TEST(SumChunks, SquaresDoNotDependOnThreads) {
+  // More blocks than one round of them.
+  const int64_t numel = 17'000'011;
+  std::vector<c10::BFloat16> source(numel);
+  for (int64_t i = 0; i < numel; ++i) source[i] = 1e-3F * static_cast<float>(i % 9973);
+  const std::vector<const void*> sources = {source.data()};
+  std::vector<c10::BFloat16> out(numel);
+  const Sum sum{out.data(), Dtype::kBf16, sources, Dtype::kBf16, numel};
+  const int before = at::get_num_threads();
+  std::set<double> results;
+  for (const int count : {1, 2, 5}) {
+    at::set_num_threads(count);
+    results.insert(sum_chunks_and_squares(sum));
+  }
+  at::set_num_threads(before);
+  EXPECT_EQ(results.size(), 1U);
 }
 
 TEST(SumChunks, NoSourcesIsABug) {
   float out = 0;
-  EXPECT_THROW(sum_chunks(&out, Dtype::kFp32, {}, Dtype::kFp32, 1, 1.0F, false), Bug);
+  EXPECT_THROW(sum_chunks({&out, Dtype::kFp32, {}, Dtype::kFp32, 1}), Bug);
+  EXPECT_THROW(sum_chunks_and_squares({&out, Dtype::kFp32, {}, Dtype::kFp32, 1}), Bug);
 }
 
 }  // namespace

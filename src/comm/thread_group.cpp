@@ -19,7 +19,7 @@ struct Mailbox {
   std::condition_variable changed;
   std::map<std::tuple<int, int, uint32_t>, std::vector<std::vector<char>>>
       letters;  // from, to, tag
-  std::vector<std::string> positions;
+  std::vector<Position> positions;
   std::vector<bool> closed;
   std::string verdict;
 };
@@ -45,9 +45,9 @@ class ThreadGroup final : public Group {
     for (const Piece& piece : receives) receive(lock, piece, tag, deadline);
   }
 
-  void set_position(const std::string& text) override {
+  void set_position(Position position) override {
     const std::lock_guard lock(mailbox_->mutex);
-    mailbox_->positions[rank_] = text;
+    std::swap(mailbox_->positions[rank_], position);
   }
 
   std::string roll_call(const std::string& error) override {
@@ -56,7 +56,7 @@ class ThreadGroup final : public Group {
       std::vector<std::string> lines;
       for (int rank = 0; rank < size_; ++rank) {
         lines.push_back(concat("rank ", rank, mailbox_->closed[rank] ? " left at " : " is at ",
-                               mailbox_->positions[rank]));
+                               mailbox_->positions[rank].text()));
       }
       mailbox_->verdict = concat(join(lines, "; "), "; rank ", rank_, " failed: ", error);
     }
@@ -103,7 +103,7 @@ class ThreadGroup final : public Group {
 
 std::vector<std::shared_ptr<Group>> Group::threads(int size, std::chrono::milliseconds timeout) {
   auto mailbox = std::make_shared<Mailbox>();
-  mailbox->positions.assign(size, "before step 1");
+  mailbox->positions.assign(size, Position::of("before step 1"));
   mailbox->closed.assign(size, false);
   std::vector<std::shared_ptr<Group>> groups;
   for (int rank = 0; rank < size; ++rank) {

@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "penstock/error.h"
+#include "penstock/tiling.h"
 #include "src/base/text.h"
 #include "src/engine/state.h"
-#include "src/engine/strategy.h"
 
 namespace penstock {
 
@@ -57,13 +57,8 @@ void Core::forward_failed(const std::string& error) { state_->forward_failed(err
 
 at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {
   state_->check_open("backward");
-  if (state_->forwards == 0) {
-    throw RuntimeFault(
-        "[engine::backward] backward() without a forward since the last step: call the engine on a "
-        "batch first, with gradients enabled");
-  }
+  state_->window->on(engine::Call::kBackward);
   state_->fault = nullptr;
-  state_->scaled = true;
   const double scale = state_->loss_scale.value();
   if (scale == 1.0 || (!gradient.defined() && loss.numel() != 1)) return gradient;
   return gradient.defined() ? gradient.mul(scale) : at::full_like(loss, scale);
@@ -76,19 +71,15 @@ void Core::backward_failed(const std::string& error) {
 
 bool Core::window_complete(bool force) const {
   state_->check_open("step");
-  if (state_->seen == 0 && !state_->backward_armed) {
-    throw RuntimeFault(
-        "[engine::step] step() without a backward since the last step: call engine.backward(loss) "
-        "first");
-  }
-  return force || state_->seen >= state_->config.batch.accumulate;
+  state_->window->check(engine::Call::kStep);
+  return force || state_->window->complete();
 }
 
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external) {
   return state_->step(groups, external);
 }
 
-double Core::grad_norm() const { return state_->executor->grad_norm(); }
+double Core::grad_norm() const { return state_->executor->updates().grad_norm(); }
 int64_t Core::steps() const { return state_->steps; }
 double Core::loss_scale() const { return state_->loss_scale.value(); }
 int64_t Core::skipped_steps() const { return state_->skipped; }
@@ -105,9 +96,9 @@ void Core::set_groups(const std::vector<int>& group_of_param) {
 std::vector<Shard> Core::shards() {
   state_->check_open("shards");
   std::vector<Shard> shards;
-  for (auto& [name, param, master] : state_->executor->shard_views()) {
+  for (auto& [name, param, master] : state_->executor->updates().shard_views()) {
     shards.push_back({name, param, master});
-    for (const engine::Tiled& one : state_->tiled) {
+    for (const tiles::TiledWeight& one : state_->tiled->all()) {
       for (const int unit : one.units) {
         if (state_->unit_names[unit] == name) shards.back().param = one.whole;
       }
@@ -118,7 +109,7 @@ std::vector<Shard> Core::shards() {
 
 std::vector<at::Tensor> Core::shard_gradients() {
   state_->check_open("shard_gradients");
-  return state_->executor->shard_gradients();
+  return state_->executor->updates().shard_gradients();
 }
 
 std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& role) {
@@ -127,24 +118,21 @@ std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& ro
   }
   state_->check_open(role == "grad" ? "full_grads" : "state_dict");
   const bool grad = role == "grad";
-  if (grad && state_->seen == 0) {
-    throw RuntimeFault(
-        "[engine::full_grads] there are no gradients: call it after backward() and "
-        "before step()");
-  }
+  if (grad) state_->window->check(engine::Call::kFullGrads);
   const double divisor = grad ? state_->divisor() : 1.0;
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  std::map<int, at::Tensor> rows_of = state_->whole_values(grad, &tensors);
+  std::map<int, at::Tensor> rows_of = state_->tiled->whole_values(grad, &tensors);
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
     const std::vector<exec::Flat>& flats = state_->executor->units()[unit].flats;
     for (size_t flat = 0; flat < flats.size(); ++flat) {
       if (grad && !flats[flat].trainable) continue;
-      at::Tensor full = state_->executor->full_flat(static_cast<int>(unit), static_cast<int>(flat),
-                                                    grad ? Role::kGrad : Role::kParam);
+      const auto u = static_cast<int>(unit), f = static_cast<int>(flat);
+      exec::Values& values = state_->executor->values();
+      at::Tensor full = grad ? values.gradient(u, f) : values.parameters(u, f);
       if (divisor != 1.0) full.div_(divisor);
       for (const exec::Slot& slot : flats[flat].slots) {
         const at::Tensor value = full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes());
-        if (state_->is_tile[unit]) {
+        if (state_->tiled->is_tile(static_cast<int>(unit))) {
           rows_of.at(static_cast<int>(unit)).copy_(value);
         } else {
           tensors.emplace_back(slot.name, value);
@@ -157,13 +145,9 @@ std::vector<std::pair<std::string, at::Tensor>> Core::full(const std::string& ro
 
 void Core::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
   state_->check_open("set_grads");
-  if (state_->seen == 0 || state_->seen < state_->config.batch.accumulate) {
-    throw RuntimeFault(
-        "[engine::set_grads] gradients are complete only after the window's last backward() and "
-        "before step()");
-  }
+  state_->window->check(engine::Call::kSetGrads);
   std::map<std::string, at::Tensor> by_name(gradients.begin(), gradients.end());
-  state_->split_rows(by_name);
+  state_->tiled->split_rows(by_name);
   std::vector<exec::UnitState>& units = state_->executor->units();
   const auto for_each = [&](const auto& action) {
     for (size_t unit = 0; unit < units.size(); ++unit) {
@@ -189,19 +173,19 @@ void Core::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& 
     throw ConfigError("[engine::set_grads] a name is no parameter that trains");
   }
   for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor& value) {
-    state_->executor->set_gradient(static_cast<int>(unit), static_cast<int>(flat),
-                                   static_cast<int>(index), value.to(at::kFloat),
-                                   state_->divisor());
+    state_->executor->gradients().set(static_cast<int>(unit), static_cast<int>(flat),
+                                      static_cast<int>(index), value.to(at::kFloat),
+                                      state_->divisor());
   });
 }
 
 std::vector<std::string> Core::tiled() const {
   std::vector<std::string> names;
-  for (const engine::Tiled& one : state_->tiled) names.push_back(one.name);
+  for (const tiles::TiledWeight& one : state_->tiled->all()) names.push_back(one.name);
   return names;
 }
 
-bool Core::is_tile(int unit) const { return state_->is_tile.at(unit); }
+bool Core::is_tile(int unit) const { return state_->tiled->is_tile(unit); }
 
 void Core::gather(const std::vector<int>& units) {
   state_->check_open("gathered");
@@ -209,31 +193,34 @@ void Core::gather(const std::vector<int>& units) {
   std::vector<int> brought;
   try {
     for (const int unit : units) {
-      if (!executor.full(unit)) {
-        executor.run(executor.move_to(unit, Phase::kForward));
-        brought.push_back(unit);
-      }
-      executor.require(unit);
+      if (!executor.params().whole(unit)) brought.push_back(unit);
+      executor.params().require(unit);
     }
-    state_->gather_wholes(units);
+    state_->tiled->gather(units, state_->tiers.device);
   } catch (const RuntimeFault&) {  // no memory, say: as if nobody had asked
-    for (const int unit : brought) executor.drop(unit);
+    for (const int unit : brought) executor.params().drop(unit);
     throw;
   }
 }
 
 void Core::release(const std::vector<int>& units, bool write) {
   if (state_->closed) return;  // inside: the parameters are the model's own again
-  state_->release_wholes(units, write);
   for (const int unit : units) {
-    if (write) state_->executor->refresh(unit);
-    state_->executor->drop(unit);
+    if (!write || state_->executor->params().whole(unit)) continue;
+    throw RuntimeFault(concat(
+        "[engine::gathered] a forward or another gathered() inside gathered(write=True) let go of ",
+        state_->unit_names[unit], ": what was written to it is lost. Leave the block before"));
+  }
+  state_->tiled->release(units, write);
+  for (const int unit : units) {
+    if (write) state_->executor->values().refresh(unit);
+    state_->executor->params().drop(unit);
   }
 }
 
 std::vector<int> Core::units_of(const std::vector<std::string>& params) const {
   std::vector<int> units;
-  for (const engine::Tiled& one : state_->tiled) {
+  for (const tiles::TiledWeight& one : state_->tiled->all()) {
     if (std::find(params.begin(), params.end(), one.name) != params.end()) {
       units.insert(units.end(), one.units.begin(), one.units.end());
     }
@@ -249,6 +236,9 @@ std::vector<int> Core::units_of(const std::vector<std::string>& params) const {
   }
   return units;
 }
+
+Tiles::Tiles(const Core& core, const std::string& param)
+    : Tiles({core.state_, &*core.state_->tiled}, param, core.state_->config.tiling.loss_tokens) {}
 
 void Core::close(bool gather) { state_->close(gather); }
 

@@ -10,9 +10,9 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/comm/channel.h"
-#include "src/engine/adopt.h"
-#include "src/exec/stored.h"
+#include "src/engine/adoption.h"
 #include "src/exec/torch_compat.h"
+#include "src/mem/disk_traffic.h"
 
 namespace penstock {
 
@@ -28,7 +28,7 @@ struct Part {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
-  exec::Stored own;  // this rank's bytes
+  mem::Buffer own;  // this rank's bytes
 };
 
 c10::StorageImpl* storage_of(const at::Tensor& tensor) {
@@ -42,7 +42,7 @@ struct ShardedInit::State {
   comm::Channel channel;
   comm::Members members;
   mem::Tiers tiers;
-  exec::DiskTraffic traffic;
+  mem::DiskTraffic traffic;
   std::unordered_map<const c10::StorageImpl*, Part> parts;
 
   State(std::shared_ptr<Group> ranks, const std::string& path)
@@ -59,7 +59,7 @@ struct ShardedInit::State {
 
   int64_t part_bytes(const Part& part) const {
     const auto bytes = part.numel * static_cast<int64_t>(c10::elementSize(part.dtype));
-    return (bytes + members.size() - 1) / members.size();
+    return (bytes + 4 * members.size() - 1) / (4 * members.size()) * 4;
   }
 
   // One dimension of values on top of the bytes of every rank's part.
@@ -92,9 +92,9 @@ void ShardedInit::hollow(const at::Tensor& tensor) {
   Part part;
   part.dtype = tensor.scalar_type();
   part.numel = tensor.numel();
-  part.own.bytes = state_->part_bytes(part);
+  part.own.numel = state_->part_bytes(part) / 4;
   part.own.tier = state_->tiers.disk ? Tier::kDisk : Tier::kHost;
-  if (part.own.on_disk()) part.own.offset = state_->tiers.disk->claim(part.own.bytes);
+  if (part.own.on_disk()) part.own.offset = state_->tiers.disk->claim(part.own.bytes());
   const at::Tensor values = tensor.detach().reshape({-1}).contiguous();
   engine::own_storage(tensor, exec::dtype_of(tensor.scalar_type()));
   c10::StorageImpl* storage = storage_of(tensor);
@@ -116,7 +116,7 @@ at::Tensor ShardedInit::scratch(const at::Tensor& tensor) const {
 at::Tensor ShardedInit::whole(const at::Tensor& tensor) const {
   Part& part = state_->of(tensor);
   const at::Tensor values = state_->scratch(part);
-  const int64_t bytes = part.own.bytes;
+  const int64_t bytes = part.own.bytes();
   auto* full = static_cast<char*>(values.data_ptr());
   state_->traffic.fetch(part.own, mem::Account::kParam);
   state_->traffic.wait_read(part.own);
@@ -130,8 +130,8 @@ void ShardedInit::keep(const at::Tensor& tensor, const at::Tensor& values) {
   Part& part = state_->of(tensor);
   const auto bytes = part.numel * static_cast<int64_t>(c10::elementSize(part.dtype));
   mem::trim_heap(bytes);
-  const int64_t begin = std::min(bytes, state_->members.index * part.own.bytes);
-  const int64_t end = std::min(bytes, begin + part.own.bytes);
+  const int64_t begin = std::min(bytes, state_->members.index * part.own.bytes());
+  const int64_t end = std::min(bytes, begin + part.own.bytes());
   const auto* from = static_cast<const char*>(values.const_data_ptr());
   state_->traffic.settle();
   state_->traffic.make_room(part.own, mem::Account::kParam);

@@ -5,7 +5,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/engine/state.h"
-#include "src/engine/strategy.h"
+#include "src/plan/strategy.h"
 
 namespace penstock {
 
@@ -34,8 +34,8 @@ LedgerReport Core::ledger() const {
   LedgerReport report;
   report.strategy = state_->config.strategy;
   for (const std::string& name : preset_names()) {
-    const Config config = engine::adapted(state_->config, name, state_->config.offload.optimizer);
-    report.predicted[name] = entry_of(engine::predict(config, state_->model));
+    const Config config = adapted(state_->config, name, state_->config.offload.optimizer);
+    report.predicted[name] = entry_of(predict(config, state_->model));
   }
   const mem::Usage device = state_->tiers.device.usage(), host = state_->tiers.host.usage();
   const auto peak = [&](mem::Account account) {
@@ -60,11 +60,11 @@ LedgerReport Core::ledger() const {
 }
 
 std::string Core::plan_text(const std::string& section) const {
-  return state_->driver->plan(engine::section_named(section)).text();
+  return state_->driver->plan(section_named(section)).text();
 }
 
 void Core::set_plan_text(const std::string& section, const std::string& text) {
-  state_->driver->set_plan(engine::section_named(section), parse_plan(text));
+  state_->driver->set_plan(section_named(section), parse_plan(text));
 }
 
 std::string Core::explain() const {
@@ -78,9 +78,9 @@ std::string Core::explain() const {
     }
     out += "\n";
   }
-  out += concat("units read outside their module: ", state_->spanning.size(),
+  out += concat("units read outside their module: ", state_->order->spanning().size(),
                 "\nevents off plan so far: ", state_->driver->off_plan_events(), "\n");
-  for (const Section section : engine::kSections) {
+  for (const Section section : kSections) {
     out += concat("plan ", section_name(section), "\n", state_->driver->plan(section).text());
   }
   return out;

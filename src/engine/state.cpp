@@ -1,17 +1,54 @@
 #include "src/engine/state.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "penstock/error.h"
+#include "penstock/optimizer_kinds.h"
 #include "src/base/text.h"
-#include "src/engine/adopt.h"
+#include "src/plan/strategy.h"
 
 namespace penstock {
 
+namespace {
+
+// A parameter that was frozen at initialize() has no master, no moments and no gradient hook.
+void check_frozen(const std::vector<exec::UnitState>& units) {
+  for (const exec::UnitState& unit : units) {
+    for (const exec::Flat& flat : unit.flats) {
+      if (flat.trainable) continue;
+      for (const exec::Slot& slot : flat.slots) {
+        if (!slot.param.requires_grad()) continue;
+        throw RuntimeFault(concat(
+            "[engine::forward] parameter \"", slot.name,
+            "\" was frozen at initialize() and trains now: it has no optimizer state. Initialize "
+            "with it trainable and freeze it afterwards, or close() and initialize again"));
+      }
+    }
+  }
+}
+
+// A scheduler may ask for a moment that set-up made no room for.
+void check_groups(const Config& config, const std::vector<OptimizerConfig>& groups) {
+  const int room = num_moments(config);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (num_moments(groups[i]) <= room) continue;
+    const OptimizerKind& kind = kind_of(groups[i].type);
+    throw ConfigError(
+        concat("[engine::step] parameter group ", i, " is ", kind.name,
+               kind.needs_momentum ? concat(" with \"momentum\" ", groups[i].momentum) : "",
+               ", which keeps ", num_moments(groups[i]),
+               " moments per parameter; initialize() made room for ", room,
+               kind.needs_momentum ? ": build the optimizer with momentum > 0, or leave it at 0 "
+                                     "(OneCycleLR: cycle_momentum=False)"
+                                   : ": initialize with that optimizer"));
+  }
+}
+
+}  // namespace
+
 std::string Core::State::where() const {
-  return concat("rank ", group->rank(), ", step ", steps + 1, ", micro-step ", seen);
+  return concat("rank ", group->rank(), ", step ", steps + 1, ", micro-step ", window->seen());
 }
 
 std::vector<std::string> Core::State::share_text(const std::string& label,
@@ -26,56 +63,35 @@ std::vector<std::string> Core::State::share_text(const std::string& label,
 void Core::State::forward_begin(bool grad_enabled) {
   check_open("forward");
   if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
-  if (backward_armed) recover();
+  if (window->armed()) recover();
   faulted = false;
   executor->activations().begin_forward();
   driver->begin(grad_enabled ? Section::kForward : Section::kEval);
-  recording = grad_enabled && !planned;
   if (grad_enabled) {
-    check_frozen();
-    ++forwards;
-    forward_order.clear();  // the last forward before the backward counts
+    tiled->follow_freezing();
+    check_frozen(executor->units());
+    window->on(engine::Call::kForward);
   }
-  if (!planned) watch_outside_reads();
+  order->begin_forward(grad_enabled);
+  if (!order->done()) watch_outside_reads();
   unit_begin(0);
-  for (const int unit : spanning) driver->enter(Op::kForward, unit);
-}
-
-// A parameter that was frozen at initialize() has no master, no moments and no gradient hook.
-void Core::State::check_frozen() {
-  for (const engine::Tiled& one : tiled) {
-    for (size_t tile = 0; tile < one.units.size(); ++tile) {
-      tile_flat(one, tile).slots.front().param.set_requires_grad(one.whole.requires_grad());
-    }
-  }
-  for (const exec::UnitState& unit : executor->units()) {
-    for (const exec::Flat& flat : unit.flats) {
-      if (flat.trainable) continue;
-      for (const exec::Slot& slot : flat.slots) {
-        if (!slot.param.requires_grad()) continue;
-        throw RuntimeFault(concat(
-            "[engine::forward] parameter \"", slot.name,
-            "\" was frozen at initialize() and trains now: it has no optimizer state. Initialize "
-            "with it trainable and freeze it afterwards, or close() and initialize again"));
-      }
-    }
-  }
+  for (const int unit : order->spanning()) driver->enter(Op::kForward, unit);
 }
 
 void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (!engine::in_backward()) {
     outside_reads.reset();
-    for (const int unit : spanning) driver->leave(Op::kForward, unit);
+    for (const int unit : order->spanning()) driver->leave(Op::kForward, unit);
   }
   unit_end(0, outputs);
   if (engine::in_backward()) return;
   driver->finish();
-  recording = false;
+  order->end_forward();
 }
 
 void Core::State::unit_begin(int unit) {
   if (engine::in_backward()) return backward_enter(unit);
-  if (recording) forward_order.begin(unit);
+  order->begin(Op::kForward, unit);
   driver->enter(Op::kForward, unit);
 }
 
@@ -91,7 +107,7 @@ void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
     });
   }
   if (engine::in_backward()) return;  // what is recomputed stays until its gradients are there
-  if (recording) forward_order.end(unit);
+  order->end(Op::kForward, unit);
   driver->leave(Op::kForward, unit);
 }
 
@@ -104,7 +120,8 @@ void Core::State::forward_failed(const std::string& error) {
 // For the other ranks, which will miss this one in their next collective.
 void Core::State::failed(const char* what, const std::string& error) {
   faulted = true;
-  group->set_position(concat("step ", steps + 1, ", where its ", what, " raised ", error));
+  group->set_position(
+      Position::of(concat("step ", steps + 1, ", where its ", what, " raised ", error)));
 }
 
 void Core::State::watch_outside_reads() {
@@ -117,26 +134,18 @@ void Core::State::watch_outside_reads() {
       }
     }
   }
-  outside_reads.emplace(std::move(unit_of_storage), [this](int unit) { outside_read(unit); });
-}
-
-void Core::State::outside_read(int unit) {
-  spanning.push_back(unit);
-  driver->enter(Op::kForward, unit);
+  outside_reads.emplace(std::move(unit_of_storage), [this](int unit) {
+    order->span(unit);
+    driver->enter(Op::kForward, unit);
+  });
 }
 
 // ---- backward
 
 void Core::State::start_backward() {
-  if (backward_armed) return;
-  if (loss_scale.active() && !scaled) {
-    throw RuntimeFault(
-        "[engine::backward] loss.backward() with fp16: the loss is not scaled. Call "
-        "engine.backward(loss)");
-  }
-  backward_armed = true;
-  driver->begin(seen + 1 >= config.batch.accumulate ? Section::kBackwardLast : Section::kBackward);
-  reduced_last = seen + 1 >= config.batch.accumulate;
+  if (window->armed()) return;
+  window->on(engine::Call::kBackwardBegin);
+  driver->begin(window->reduces() ? Section::kBackwardLast : Section::kBackward);
   for (size_t unit = 0; unit < waiting.size(); ++unit) {
     waiting[unit] = 0;
     for (exec::Flat& flat : executor->units()[unit].flats) {
@@ -145,26 +154,26 @@ void Core::State::start_backward() {
     }
   }
   frozen_open.clear();
-  if (!planned) backward_order.clear();
+  order->begin_backward();
   engine::at_end_of_backward([weak = weak_from_this()] {
     const auto self = weak.lock();
     if (self && !self->closed) self->in_hook([&] { self->end_backward(); });
   });
   if (unit_events) {
     backward_enter(0);
-    for (const int unit : spanning) backward_enter(unit);
+    for (const int unit : order->spanning()) backward_enter(unit);
   }
 }
 
 void Core::State::backward_enter(int unit) {
-  if (!backward_armed && engine::in_side_backward()) {
+  if (!window->armed() && engine::in_side_backward()) {
     if (moves_params) driver->pin(unit);
     return;
   }
   start_backward();
   if (!unit_events) return;
   if (unit != 0) complete_frozen(unit);
-  if (!planned) backward_order.begin(unit);
+  order->begin(Op::kBackward, unit);
   driver->enter(Op::kBackward, unit);
   const bool all_frozen = waiting[unit] == 0 && !executor->units()[unit].trainable();
   if (all_frozen && unit != 0) frozen_open.push_back(unit);
@@ -196,7 +205,7 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   const std::vector<exec::Flat>& flats = executor->units()[unit].flats;
   const bool has_frozen =
       std::any_of(flats.begin(), flats.end(), [](const exec::Flat& one) { return !one.trainable; });
-  if (unit == 0 || std::find(spanning.begin(), spanning.end(), unit) != spanning.end()) return;
+  if (unit == 0 || order->spans(unit)) return;
   if (has_frozen && moves_params) {
     frozen_open.push_back(unit);
   } else {
@@ -205,101 +214,100 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
 }
 
 void Core::State::take_gradient(int unit, int flat, int slot, const at::Tensor& gradient) {
-  if (executor->take_gradient(unit, flat, slot, gradient) || !bad.empty()) return;
+  if (executor->gradients().take(unit, flat, slot, gradient) || window->blamed()) return;
   const std::string& name = executor->units()[unit].flats[flat].slots[slot].name;
-  bad = concat("parameter \"", name, "\", ", where());
+  window->blame(concat("parameter \"", name, "\", ", where()));
+}
+
+void Core::State::enter_tile(int unit) {
+  if (!moves_params) return;
+  if (!engine::in_backward()) return driver->enter(Op::kForward, unit);
+  if (!window->armed() && engine::in_side_backward()) return driver->pin(unit);
+  start_backward();
+  complete_frozen(unit);
+  driver->enter(Op::kBackward, unit);
+}
+
+void Core::State::leave_tile(int unit, Mark in_backward) {
+  if (!engine::in_backward()) {
+    order->add(Op::kForward, {unit, Mark::kWhole});
+    if (moves_params) driver->leave(Op::kForward, unit);
+    return;
+  }
+  const bool nothing = in_backward == Mark::kUse && !moves_params;
+  if (nothing || !window->armed()) return;  // not armed: pinned, for torch.autograd.grad()
+  order->add(Op::kBackward, {unit, in_backward});
+  if (in_backward == Mark::kUse) {
+    driver->pause(unit);
+  } else {
+    driver->leave(Op::kBackward, unit);
+  }
+}
+
+bool Core::State::begin_tile_backward() {
+  if (!window->armed() && engine::in_side_backward()) return false;
+  start_backward();
+  return true;
+}
+
+void Core::State::take_tile_gradient(int unit, const at::Tensor& gradient) {
+  take_gradient(unit, 0, 0, gradient);
 }
 
 void Core::State::unit_complete(int unit) {
-  if (!planned) backward_order.end(unit);
+  order->end(Op::kBackward, unit);
   driver->leave(Op::kBackward, unit);
 }
 
 void Core::State::end_backward() {
   complete_frozen(-1);
-  if (!planned) backward_order.end(0);
+  order->end(Op::kBackward, 0);
   driver->finish();
-  backward_armed = scaled = false;
-  ++seen;
-  if (!planned) replan();
+  window->on(engine::Call::kBackwardEnd);
+  if (order->done()) return;
+  // Step one is over: from here on the plan follows the order that was seen, the same everywhere.
+  model = order->agree(driver->off_plan_events(),
+                       [this](const std::string& label, const std::string& text) {
+                         return share_text(label, text);
+                       });
+  make_plans();
 }
 
 // The backward before this forward threw: nothing of its window can be trusted.
 void Core::State::recover() {
   driver->abandon();
-  executor->discard_gradients();
-  backward_armed = scaled = false;
-  seen = 0;
-  bad.clear();
-}
-
-// Step one is over: from here on the plan follows the order that was seen, the same on every rank.
-void Core::State::replan() {
-  planned = true;
-  const int num_units = static_cast<int>(executor->units().size());
-  const auto merge = [&](const engine::OrderRecord& order, std::vector<Visit>& visits) {
-    if (order.empty()) return;
-    visits = order.visits(num_units);
-    // A tile that is used outside of the forward only is brought there.
-    std::erase_if(visits, [&](const Visit& visit) {
-      return &order == &forward_order && is_tile[visit.unit] && !order.has(visit.unit);
-    });
-    for (const int unit : spanning) {
-      std::erase_if(visits, [unit](const Visit& visit) { return visit.unit == unit; });
-      visits.insert(visits.begin() + 1, {unit, Mark::kBegin});
-      visits.insert(visits.end() - 1, {unit, Mark::kEnd});
-    }
-  };
-  if (unit_events) merge(forward_order, model.forward);
-  merge(backward_order, model.backward);
-  const std::string mine =
-      engine::visits_text(model.forward) + "\n" + engine::visits_text(model.backward);
-  const std::string difference = engine::first_difference(share_text("order of step one", mine));
-  if (!difference.empty()) {
-    // The order assumed so far serves ranks that skip different units. Where parameters move it
-    // must have served them all; reductions alone can be made in any common order.
-    bool served = true;
-    const std::string off_plan = std::to_string(driver->off_plan_events());
-    for (const std::string& count : share_text("off plan in step one", off_plan)) {
-      served &= count == "0";
-    }
-    if (moves_params && !served) {
-      throw RuntimeFault(
-          concat("[engine::replan] in step one the ranks ran their units in different orders: ",
-                 difference));
-    }
-    model = assumed;
-  }
-  make_plans();
+  executor->discard();
+  window->on(engine::Call::kDrop);
 }
 
 // ---- step
 
 double Core::State::divisor() const {
-  return static_cast<double>(std::min(seen, config.batch.accumulate)) * loss_scale.value();
+  return static_cast<double>(window->num_averaged()) * loss_scale.value();
 }
 
 bool Core::State::step(const std::vector<OptimizerConfig>& groups,
                        const std::function<void()>& external) {
-  if (backward_armed) {
+  if (const char* why = window->refusal(engine::Call::kUpdate)) {
     recover();
-    throw RuntimeFault("[engine::step] the last backward did not end: its window was dropped");
+    throw RuntimeFault(why);
   }
-  exec::Executor::Update update;
+  check_groups(config, groups);
+  exec::Update update;
   update.groups = groups;
   update.clip = config.clip;
   update.divisor = divisor();
-  update.bad = std::exchange(bad, "");
+  update.bad = window->take_blamed();
   update.external = external;
-  executor->begin_update(std::move(update));
-  const bool early = !reduced_last;
-  seen = 0;
-  forwards = 0;
-  driver->begin(early ? Section::kUpdateEarly : Section::kUpdate);
+  executor->updates().begin(std::move(update));
+  window->on(engine::Call::kUpdate);
+  driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
   try {
     driver->finish();
-    // Parameters that do not move are the model's own: the user may read them at once.
-    if (!config.offload.late_update || !moves_params) executor->finish_updates();
+    // Parameters that rest where they compute are the model's own: the user may read them at once.
+    if (!config.offload.late_update || executor->table().rests_whole()) {
+      executor->updates().finish();
+    }
   } catch (const exec::NonFinite& error) {
     driver->abandon();
     if (!loss_scale.overflow()) throw;
@@ -308,7 +316,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     return false;
   } catch (const std::exception& error) {  // thrown on, after the section is closed
     failed("update", error.what());
-    executor->discard_gradients();
+    executor->discard();
     driver->abandon();
     throw;
   }
@@ -340,28 +348,32 @@ void Core::State::close(bool whole) {
   executor->activations().close();
   if (whole) {
     driver->abandon();
-    executor->discard_gradients();
+    executor->discard();
   }
-  for (engine::Tiled& one : tiled) detach_whole(one);
+  tiled->close();
   if (!whole) tiers.close_disk();  // waits for what is still in flight into the copies below
   for (size_t index = 0; index < executor->units().size(); ++index) {
     const int unit = static_cast<int>(index);
-    if (whole && !executor->full(unit)) executor->run(executor->move_to(unit, Phase::kForward));
-    if (whole) executor->require(unit);
+    if (whole) executor->params().require(unit);
     exec::UnitState& state = executor->units()[unit];
     for (exec::Flat& flat : state.flats) {
-      if (is_tile[index] && state.attached) return_rows(unit);
+      const bool is_tile = tiled->is_tile(unit);
+      if (is_tile && state.attached) tiled->return_rows(unit);
       if (!whole) flat.say_gone();
-      if (!state.attached || is_tile[index]) flat.detach();
+      if (!state.attached || is_tile) flat.detach();
       for (exec::Slot& slot : flat.slots) {
-        if (state.attached && !is_tile[index]) slot.param.set_data(slot.param.detach().clone());
+        if (state.attached && !is_tile) slot.param.set_data(slot.param.detach().clone());
       }
       flat.free();
     }
+    state.leaving.clear();
     tiers.device.trim();
     tiers.host.trim();
   }
   tiers.close_disk();
+  executor->traffic().forget();
+  tiers.device.trim();
+  tiers.host.trim();
   group->close();
 }
 

@@ -15,6 +15,10 @@ bool is_forward(Section section) {
   return section == Section::kForward || section == Section::kEval;
 }
 
+bool is_backward(Section section) {
+  return section == Section::kBackward || section == Section::kBackwardLast;
+}
+
 }  // namespace
 
 Driver::Driver(Executor& executor) : executor_(executor) {
@@ -28,7 +32,7 @@ Driver::Driver(Executor& executor) : executor_(executor) {
 
 void Driver::set_plan(Section section, const Plan& plan) {
   PENSTOCK_ASSERT(!running_, "[exec::Driver::set_plan] a section is running");
-  plans_[section] = prepare(plan, executor_.units());
+  plans_[section] = executor_.prepare(plan);
 }
 
 Plan Driver::plan(Section section) const {
@@ -44,9 +48,9 @@ void Driver::begin(Section section) {
   next_ = 0;
   running_ = true;
   std::fill(done_.begin(), done_.end(), false);
-  if (is_forward(section)) {  // a forward that no backward followed leaves copies in `hold`
+  if (!is_backward(section)) {  // a forward that no backward followed leaves copies in `hold`
     for (size_t unit = 0; unit < active_.size(); ++unit) {
-      if (!pinned_[unit]) executor_.drop(static_cast<int>(unit));
+      if (!pinned_[unit]) executor_.params().drop(static_cast<int>(unit));
     }
   }
   if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
@@ -62,22 +66,19 @@ size_t Driver::find(Op op, int unit, bool end) const {
 
 void Driver::enter(Op op, int unit) {
   if (active_[unit]++ > 0) {  // it is whole already: a recomputation, or a call within a call
-    executor_.require(unit);
+    executor_.params().require(unit);
     return;
   }
   const size_t at = running_ ? find(op, unit, false) : kNotFound;
   if (at == kNotFound) {
     ++off_plan_;
     unforeseen_[unit] = true;
-    if (!executor_.full(unit)) {
-      executor_.run(
-          executor_.move_to(unit, is_forward(section_) ? Phase::kForward : Phase::kBackward));
-    }
   } else {
     pass(at);
     if ((*steps_)[at].step.mark == Mark::kBegin) run_moves();
+    if (!executor_.params().whole(unit)) ++off_plan_;
   }
-  executor_.require(unit);
+  executor_.params().require(unit);
 }
 
 void Driver::leave(Op op, int unit) {
@@ -108,9 +109,8 @@ void Driver::pin(int unit) {
   if (!pinned_[unit]) {
     pinned_[unit] = true;
     ++off_plan_;
-    if (!executor_.full(unit)) executor_.run(executor_.move_to(unit, Phase::kBackward));
   }
-  executor_.require(unit);
+  executor_.params().require(unit);
 }
 
 void Driver::pass(size_t line) {
@@ -123,9 +123,9 @@ void Driver::release(int unit) {
   if (pinned_[unit]) return;
   drop_later_[unit] = unforeseen_[unit] = false;
   if (section_ == Section::kForward && running_) {
-    executor_.run(executor_.move_to(unit, Phase::kHold));
+    executor_.params().move_to(unit, Phase::kHold);
   } else {
-    executor_.drop(unit);
+    executor_.params().drop(unit);
   }
 }
 
@@ -154,7 +154,7 @@ void Driver::run(const PlannedStep& planned) {
     return;
   }
   const bool frees = step.op == Op::kDrop || (step.op == Op::kMove && step.role == Role::kParam &&
-                                              step.moves.front().kind == MoveKind::kSlice);
+                                              executor_.params().leaves(step.moves));
   const auto in_use = [this](int unit) {
     return pinned_[unit] || (!finishing_ && active_[unit] > 0);
   };
@@ -183,8 +183,8 @@ void Driver::finish() {
   finishing_ = true;
   run_to(steps_->size());
   pump();
+  if (is_backward(section_)) run_late_moves();
   if (!is_forward(section_)) {
-    run_late_moves();
     std::fill(pinned_.begin(), pinned_.end(), false);
   }
   for (size_t unit = 0; unit < active_.size(); ++unit) {
@@ -197,15 +197,17 @@ void Driver::finish() {
 
 // A gradient that came after its unit's move (a block recomputed twice) is moved on its own.
 void Driver::run_late_moves() {
-  const auto late = [this](int unit) {
-    const std::vector<Flat>& flats = executor_.units()[unit].flats;
-    return std::any_of(flats.begin(), flats.end(),
-                       [](const Flat& flat) { return static_cast<bool>(flat.partial); });
-  };
+  std::vector<bool> is_late;
+  for (size_t unit = 0; unit < active_.size(); ++unit) {
+    is_late.push_back(executor_.gradients().late(static_cast<int>(unit)));
+  }
+  const auto late = [&](int unit) { return is_late[unit]; };
   for (const PlannedStep& planned : *steps_) {
     const Step& step = planned.step;
     if (step.op != Op::kMove || step.role != Role::kGrad) continue;
-    if (std::any_of(step.units.begin(), step.units.end(), late)) executor_.run(planned);
+    if (std::any_of(step.units.begin(), step.units.end(), late)) {
+      executor_.gradients().run(planned, true);
+    }
   }
 }
 

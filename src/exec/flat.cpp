@@ -80,38 +80,36 @@ void Flat::say_gone() {
 }
 
 void Flat::let_params_go() {
-  const char* begin = rest.data();
+  if (params.empty()) return;
+  const Buffer& kept = rest().one();
+  const char* begin = kept.data();
   for (Slot& slot : slots) {
     c10::StorageImpl* storage = slot.param.storage().unsafeGetStorageImpl();
     const auto* data = static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get());
-    const bool window = data == nullptr || (data >= begin && data < begin + rest.bytes);
+    const bool window = data == nullptr || (data >= begin && data < begin + kept.bytes());
     if (!window) continue;
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
     set_guard(*storage, slot.guard);
   }
 }
 
-void Flat::complete_partial() {
-  const int64_t size = partial.bytes() / numel;
+void Flat::complete(Buffer& sum) {
+  const int64_t size = dtype_bytes(sum.dtype);
   int64_t done = 0;
   for (Slot& slot : slots) {
     const int64_t begin = slot.written ? slot.offset : slot.offset + slot.numel;
-    std::memset(partial.data() + done * size, 0, (begin - done) * size);
+    std::memset(sum.at(done), 0, (begin - done) * size);
     done = slot.offset + slot.numel;
-    slot.written = false;
+    slot.written = true;
   }
-  std::memset(partial.data() + done * size, 0, (numel - done) * size);
+  std::memset(sum.at(done), 0, (numel - done) * size);
 }
 
 void Flat::free() {
-  for (mem::Lease* lease : {&current, &retired, &partial, &reduced.memory, &gradient32}) {
-    lease->reset();
-  }
-  rest.memory.reset();
-  for (ChunkState& chunk : chunks) {
-    for (Stored* copy : chunk.optimizer_state()) copy->memory.reset();
-    for (Stored* copy : {&chunk.param, &chunk.gradient}) copy->memory.reset();
-  }
+  params.clear();
+  grads.clear();
+  chunks.clear();
+  gradient32.reset();
 }
 
 bool UnitState::trainable() const {

@@ -13,10 +13,11 @@
 #include <string>
 #include <vector>
 
+#include "src/exec/copy.h"
 #include "src/exec/lane.h"
-#include "src/exec/stored.h"
 #include "src/mem/arena.h"
 #include "src/place/placement.h"
+#include "src/plan/copies.h"
 
 namespace penstock::exec {
 
@@ -33,7 +34,7 @@ struct Slot {
   int64_t updates = 0;   // optimizer steps taken so far
   bool arrived = false;  // its gradient came in this backward
   bool touched = false;  // got a gradient in this window; after the norm: on any rank
-  bool written = false;  // `partial` holds its contribution
+  bool written = false;  // the copy that backwards add to holds its contribution
   std::string guard;     // what reading it while freed says
 };
 
@@ -41,11 +42,11 @@ struct Slot {
 // There is one range, or as many as the plan streams from disk one after another.
 struct ChunkState {
   int64_t begin = 0, numel = 0;
-  Stored master;               // fp32; none when the resting parameter is the master
-  Stored exp_avg, exp_avg_sq;  // moments (exp_avg is the momentum buffer of SGD)
-  Stored param, gradient;      // its part of a `rest` and a `reduced` on disk
-
-  std::array<Stored*, 3> optimizer_state() { return {&master, &exp_avg, &exp_avg_sq}; }
+  // Of the optimizer, the resting one first. Buffers: the fp32 master (none where the resting
+  // parameter is the master), then the moments (the first is the momentum buffer of SGD).
+  std::vector<Copy> optim;
+  // The chunk's part of a resting parameter and of a held gradient on disk.
+  Buffer param, gradient;
 };
 
 class Flat {
@@ -64,8 +65,11 @@ class Flat {
   void say_gone();
   // As detach(), where some parameters may still have storages of their own.
   void let_params_go();
-  // Zeroes what no contribution was written to, gaps and padding included.
-  void complete_partial();
+  // Zeroes what no contribution was written to, gaps and padding included, of a full copy.
+  void complete(Buffer& sum);
+
+  Copy& rest() { return params.front(); }
+  const Copy& rest() const { return params.front(); }
 
   void free();  // gives all buffers back; the parameters must have no windows any more
 
@@ -76,12 +80,8 @@ class Flat {
   int64_t numel = 0;  // padded, after seal()
   std::vector<Slot> slots;
 
-  Stored rest;                     // parameters at rest: full or this rank's shard
-  mem::Lease current;              // gathered or secondary copy, while there is one
-  mem::Lease retired;              // source of a gather in flight
-  mem::Lease partial;              // gradient before its reduction, full size
-  Stored reduced;                  // gradient after it
-  bool summed = false;             // `reduced` holds one
+  std::vector<Copy> params;        // the resting one first
+  std::vector<Copy> grads;         // those on disk for good
   double squares = 0.0;            // of a gradient on disk: the sum of its own part's squares
   mem::Lease gradient32;           // scaled fp32 gradient, for an optimizer of the user's
   std::vector<ChunkState> chunks;  // none when frozen
@@ -90,11 +90,11 @@ class Flat {
 struct UnitState {
   std::string name;
   std::vector<Flat> flats;
-  Placement param_at;     // of `current`, or of `rest`
-  bool gathered = false;  // `current` is there (perhaps still on its way)
-  bool attached = false;  // the parameters have windows
-  Event param_ready;      // the last move of the parameters
-  Event updated;          // the last update, publishing included
+  Copies params, grads;               // the book: where copies of it are
+  bool attached = false;              // the parameters have windows
+  std::vector<mem::Lease> leaving{};  // what moves in flight still read
+  Event param_ready{};                // the last move of the parameters
+  Event updated{};                    // the last update, publishing included
 
   bool trainable() const;
 };

@@ -30,10 +30,10 @@ TEST(Flat, ParametersAreWindowsAndReadingAFreedOneNamesIt) {
   EXPECT_EQ(flat.slots[1].offset, 16);  // 64-byte alignment
   EXPECT_EQ(flat.numel % (3 * 128), 0);
 
-  flat.current = arena.take(flat.numel * 4, mem::Account::kParam);
-  auto* values = reinterpret_cast<float*>(flat.current.data());
+  const mem::Lease whole = arena.take(flat.numel * 4, mem::Account::kParam);
+  auto* values = reinterpret_cast<float*>(whole.data());
   for (int64_t i = 0; i < flat.numel; ++i) values[i] = 1.0F;
-  flat.attach(flat.current.data());
+  flat.attach(whole.data());
   EXPECT_FLOAT_EQ(a.sum().item<float>(), 6.0F);
   const at::Tensor view = a.t();
   flat.detach();
@@ -44,7 +44,7 @@ TEST(Flat, ParametersAreWindowsAndReadingAFreedOneNamesIt) {
   } catch (const c10::Error& error) {
     EXPECT_NE(std::string(error.what()).find("block.a"), std::string::npos);
   }
-  flat.attach(flat.current.data());
+  flat.attach(whole.data());
   EXPECT_FLOAT_EQ(view.sum().item<float>(), 6.0F);
   flat.detach();
 }
@@ -55,11 +55,13 @@ TEST(Flat, WhatNothingWasWrittenToIsZeroed) {
   Flat flat(Dtype::kFp32, true);
   for (const int n : {3, 20, 4}) flat.add(slot_of("p", at::arange(n, at::kFloat).clone()), "u");
   flat.seal(1);
-  flat.partial = arena.take(flat.numel * 4, mem::Account::kGrad);
-  std::memset(flat.partial.data(), 1, flat.numel * 4);
+  Buffer sum;
+  sum.numel = flat.numel;
+  sum.memory = arena.take(flat.numel * 4, mem::Account::kGrad);
+  std::memset(sum.data(), 1, flat.numel * 4);
   flat.slots[1].written = true;
-  flat.complete_partial();
-  const char* data = flat.partial.data();
+  flat.complete(sum);
+  const char* data = sum.data();
   for (int64_t i = 0; i < flat.numel; ++i) {
     const bool kept = i >= flat.slots[1].offset && i < flat.slots[1].offset + 20;
     EXPECT_EQ(data[i * 4], kept ? 1 : 0) << i;

@@ -58,7 +58,7 @@ void Lane::run() {
   while (true) {
     changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });
     if (closing_) break;
-    const Task task = std::move(queue_.front());
+    Task task = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
     if (!error_) {
@@ -68,6 +68,7 @@ void Lane::run() {
         error_ = std::current_exception();
       }
     }
+    task.work = nullptr;  // what it held is let go before anybody goes on
     task.event.set(error_);
     lock.lock();
   }

@@ -16,46 +16,38 @@
 #include <vector>
 
 #include "src/optim/split.h"
-#include "src/place/dtype_simd.h"
+#include "src/simd/dtypes.h"
+#include "src/simd/squares.h"
+
+#ifndef PENSTOCK_OPTIM_KERNELS_ONCE_
+#define PENSTOCK_OPTIM_KERNELS_ONCE_
+namespace penstock::optim {
+
+struct Taking {
+  void* dst;
+  Dtype dst_dtype;
+  const void* src;
+  Dtype src_dtype;
+  bool accumulate;
+};
+
+}  // namespace penstock::optim
+#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace penstock::optim::HWY_NAMESPACE {
 
 namespace simd = penstock::HWY_NAMESPACE;
 namespace hn = hwy::HWY_NAMESPACE;
-using F64 = hn::ScalableTag<double>;
 using F32 = hn::ScalableTag<float>;
+static_assert(kBlock == simd::kSquaresBlock);
 
-// Squares of fp32 values are exact in double, so only the order of the additions matters: four
-// partial sums, always from the start of a block.
+// Of one block.
 template <class T>
 HWY_NOINLINE double sum_squares_of(const T* values, int64_t numel) {
-  const F64 d;
-  const hn::Rebind<float, F64> d32;
-  constexpr size_t kLanes = hn::MaxLanes(F64());
-  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  auto sum0 = hn::Zero(d), sum1 = sum0, sum2 = sum0, sum3 = sum0;
-  int64_t i = 0;
-  for (; i + 4 * lanes <= numel; i += 4 * lanes) {
-    const auto x0 = hn::PromoteTo(d, simd::load_fp32(d32, values + i));
-    const auto x1 = hn::PromoteTo(d, simd::load_fp32(d32, values + i + lanes));
-    const auto x2 = hn::PromoteTo(d, simd::load_fp32(d32, values + i + 2 * lanes));
-    const auto x3 = hn::PromoteTo(d, simd::load_fp32(d32, values + i + 3 * lanes));
-    sum0 = hn::MulAdd(x0, x0, sum0);
-    sum1 = hn::MulAdd(x1, x1, sum1);
-    sum2 = hn::MulAdd(x2, x2, sum2);
-    sum3 = hn::MulAdd(x3, x3, sum3);
-  }
-  while (i < numel) {
-    HWY_ALIGN T rest[kLanes] = {};
-    const int64_t count = std::min(lanes, numel - i);
-    std::memcpy(rest, values + i, static_cast<size_t>(count) * sizeof(T));
-    const auto x = hn::PromoteTo(d, simd::load_fp32(d32, rest));
-    sum0 = hn::MulAdd(x, x, sum0);
-    i += count;
-  }
-  const auto sum = hn::Add(hn::Add(sum0, sum1), hn::Add(sum2, sum3));
-  return hn::GetLane(hn::SumOfLanes(d, sum));
+  simd::BlockSquares squares;
+  simd::add_squares(values, numel, squares);
+  return simd::total(squares);
 }
 
 double sum_squares_part(const void* values, Dtype dtype, int64_t begin, int64_t end) {
@@ -116,19 +108,37 @@ HWY_NOINLINE void take_values(Dst* dst, const Src* src, int64_t numel) {
   std::memcpy(dst + i, dst_rest, count * sizeof(Dst));
 }
 
-void take_part(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t begin,
-               int64_t end, bool accumulate) {
-  simd::visit_dtype(dst_dtype, [&](auto dst_type) {
-    simd::visit_dtype(src_dtype, [&](auto src_type) {
-      auto* to = static_cast<typename decltype(dst_type)::type*>(dst) + begin;
-      const auto* from = static_cast<const typename decltype(src_type)::type*>(src) + begin;
-      if (accumulate) {
+void take_part(const Taking& taking, int64_t begin, int64_t end) {
+  if (taking.dst_dtype == taking.src_dtype && !taking.accumulate) {
+    const int64_t bytes = dtype_bytes(taking.dst_dtype);
+    std::memmove(static_cast<char*>(taking.dst) + begin * bytes,
+                 static_cast<const char*>(taking.src) + begin * bytes,
+                 static_cast<size_t>((end - begin) * bytes));
+    return;
+  }
+  simd::visit_dtype(taking.dst_dtype, [&](auto dst_type) {
+    simd::visit_dtype(taking.src_dtype, [&](auto src_type) {
+      auto* to = static_cast<typename decltype(dst_type)::type*>(taking.dst) + begin;
+      const auto* from = static_cast<const typename decltype(src_type)::type*>(taking.src) + begin;
+      if (taking.accumulate) {
         take_values<true>(to, from, end - begin);
       } else {
         take_values<false>(to, from, end - begin);
       }
     });
   });
+}
+
+// In tiles that stay in the first cache, so that memory is read once for both.
+bool take_checked_part(const Taking& taking, int64_t begin, int64_t end) {
+  constexpr int64_t kTile = 2048;
+  bool finite = true;
+  for (int64_t at = begin; at < end; at += kTile) {
+    const int64_t to = std::min(at + kTile, end);
+    finite = finite && first_nonfinite_part(taking.src, taking.src_dtype, at, to) < 0;
+    take_part(taking, at, to);
+  }
+  return finite;
 }
 
 }  // namespace penstock::optim::HWY_NAMESPACE
@@ -141,6 +151,7 @@ namespace {
 HWY_EXPORT(sum_squares_part);
 HWY_EXPORT(first_nonfinite_part);
 HWY_EXPORT(take_part);
+HWY_EXPORT(take_checked_part);
 
 double sum_of_block(const void* values, Dtype dtype, int64_t numel, int64_t block) {
   return HWY_DYNAMIC_DISPATCH(sum_squares_part)(values, dtype, block * kBlock,
@@ -184,16 +195,20 @@ int64_t first_nonfinite(const void* values, Dtype dtype, int64_t numel) {
 
 void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t numel,
           bool accumulate) {
+  const Taking taking{dst, dst_dtype, src, src_dtype, accumulate};
   for_each_part(numel, [&](int64_t begin, int64_t end) {
-    if (dst_dtype == src_dtype && !accumulate) {
-      const int64_t bytes = dtype_bytes(dst_dtype);
-      std::memmove(static_cast<char*>(dst) + begin * bytes,
-                   static_cast<const char*>(src) + begin * bytes,
-                   static_cast<size_t>((end - begin) * bytes));
-      return;
-    }
-    HWY_DYNAMIC_DISPATCH(take_part)(dst, dst_dtype, src, src_dtype, begin, end, accumulate);
+    HWY_DYNAMIC_DISPATCH(take_part)(taking, begin, end);
   });
+}
+
+bool take_checked(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t numel,
+                  bool accumulate) {
+  const Taking taking{dst, dst_dtype, src, src_dtype, accumulate};
+  std::atomic<bool> finite = true;
+  for_each_part(numel, [&](int64_t begin, int64_t end) {
+    if (!HWY_DYNAMIC_DISPATCH(take_checked_part)(taking, begin, end)) finite = false;
+  });
+  return finite;
 }
 
 }  // namespace penstock::optim

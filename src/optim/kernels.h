@@ -69,4 +69,8 @@ int64_t first_nonfinite(const void* values, Dtype dtype, int64_t numel);
 void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t numel,
           bool accumulate);
 
+// take(), and whether every value of `src` is finite (dst is written all the same), in one pass.
+[[nodiscard]] bool take_checked(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype,
+                                int64_t numel, bool accumulate);
+
 }  // namespace penstock::optim

@@ -18,7 +18,7 @@
 #include "src/base/text.h"
 #include "src/optim/kernels.h"
 #include "src/optim/split.h"
-#include "src/place/dtype_simd.h"
+#include "src/simd/dtypes.h"
 
 #ifndef PENSTOCK_OPTIM_UPDATE_ONCE_
 #define PENSTOCK_OPTIM_UPDATE_ONCE_

@@ -1,50 +1,79 @@
 #include "src/place/mesh.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
 
 namespace penstock {
 
-const char* axis_name(Axis axis) {
-  static constexpr std::array<const char*, kNumAxes> kNames = {"node", "local", "tensor"};
-  return kNames[static_cast<size_t>(axis)];
+const char* axis_name(Axis axis) { return kAxes[static_cast<size_t>(axis)].name; }
+
+Mesh Mesh::of(std::initializer_list<std::pair<Axis, int>> sizes) {
+  Mesh mesh;
+  for (const auto& [axis, size] : sizes) {
+    PENSTOCK_ASSERT(size >= 1, concat("axis ", axis_name(axis), " of size ", size));
+    mesh.sizes[static_cast<size_t>(axis)] = size;
+  }
+  return mesh;
 }
 
-int Mesh::size(Axis axis) const {
-  const std::array<int, kNumAxes> sizes = {node, local, tensor};
-  return sizes[static_cast<size_t>(axis)];
+int Mesh::world() const {
+  int ranks = 1;
+  for (const int size : sizes) ranks *= size;
+  return ranks;
+}
+
+int Mesh::stride(Axis axis) const {
+  int ranks = 1;
+  for (size_t inner = static_cast<size_t>(axis) + 1; inner < kNumAxes; ++inner)
+    ranks *= sizes[inner];
+  return ranks;
 }
 
 int Mesh::coordinate(int rank, Axis axis) const {
   PENSTOCK_ASSERT(rank >= 0 && rank < world(), concat("rank ", rank, " outside ", text()));
-  switch (axis) {
-    case Axis::kNode:
-      return rank / tensor / local;
-    case Axis::kLocal:
-      return rank / tensor % local;
-    case Axis::kTensor:
-      return rank % tensor;
-  }
-  PENSTOCK_ASSERT(false, "no such axis");
+  return rank / stride(axis) % size(axis);
 }
 
 std::vector<int> Mesh::group(int rank, const std::vector<Axis>& axes) const {
-  std::vector<int> ranks;
-  for (int other = 0; other < world(); ++other) {
-    bool same = true;
-    for (const Axis axis : {Axis::kNode, Axis::kLocal, Axis::kTensor}) {
-      const bool free = std::find(axes.begin(), axes.end(), axis) != axes.end();
-      same = same && (free || coordinate(rank, axis) == coordinate(other, axis));
-    }
-    if (same) ranks.push_back(other);
+  std::vector<int> ranks = {rank};
+  for (const AxisRow& row : kAxes) {
+    if (std::find(axes.begin(), axes.end(), row.axis) == axes.end()) continue;
+    const int own = coordinate(rank, row.axis);
+    std::vector<int> wider;
+    for (const int member : ranks)
+      for (int i = 0; i < size(row.axis); ++i)
+        wider.push_back(member + (i - own) * stride(row.axis));
+    ranks = std::move(wider);
   }
   return ranks;
 }
 
 std::string Mesh::text() const {
-  return concat("node=", node, " local=", local, " tensor=", tensor);
+  std::vector<std::string> parts;
+  for (const AxisRow& row : kAxes) {
+    const bool always = std::find(kDataAxes.begin(), kDataAxes.end(), row.axis) != kDataAxes.end();
+    if (always || size(row.axis) > 1) parts.push_back(concat(row.name, "=", size(row.axis)));
+  }
+  return join(parts, " ");
+}
+
+Mesh Mesh::parse(const std::string& text) {
+  Mesh mesh;
+  for (const std::string& part : split(text, ' ')) {
+    for (const AxisRow& row : kAxes) {
+      const std::string begin = concat(row.name, "=");
+      if (part.starts_with(begin))
+        mesh.sizes[static_cast<size_t>(row.axis)] = std::atoi(part.c_str() + begin.size());
+    }
+  }
+  const bool positive = *std::min_element(mesh.sizes.begin(), mesh.sizes.end()) >= 1;
+  if (positive && mesh.text() == text) return mesh;
+  throw ConfigError(concat("[place::Mesh::parse] mesh '", text,
+                           "' is not like 'node=2 local=4 tensor=2': node and local, then the axes "
+                           "above size one"));
 }
 
 }  // namespace penstock

@@ -1,36 +1,64 @@
 #pragma once
 // Mesh: named axes over the ranks. A pure value; any thread.
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace penstock {
 
-// Axes in nesting order: the first splits outermost, so on data axes the position of a shard is
-// the data-parallel rank. `node` x `local` together are the data axis.
-enum class Axis : uint8_t { kNode, kLocal, kTensor };
-inline constexpr int kNumAxes = 3;
-// Axes a Placement may shard state over (tensor splits the model itself, see ModelDesc).
-inline constexpr int kNumDataAxes = 2;
+// In nesting order: ranks that differ only in the last axis are neighbours, those of two stages are
+// farthest apart. A new axis is one name here and one row below.
+enum class Axis : uint8_t { kPipeline, kNode, kLocal, kExpert, kSequence, kTensor };
+
+struct AxisRow {
+  Axis axis;
+  const char* name;
+  bool shards_state;  // false: a placement may not be S there
+};
+inline constexpr std::array kAxes = {
+    AxisRow{Axis::kPipeline, "pipeline", false},  // stages hold different state: nothing to share
+    AxisRow{Axis::kNode, "node", true},           // data-parallel ranks, across nodes
+    AxisRow{Axis::kLocal, "local", true},         // data-parallel ranks inside a node
+    AxisRow{Axis::kExpert, "expert", true},       // experts of one layer
+    AxisRow{Axis::kSequence, "sequence", true},   // tokens of one sample
+    AxisRow{Axis::kTensor, "tensor", true},       // pieces of one operator
+};
+inline constexpr size_t kNumAxes = kAxes.size();
+static_assert(std::all_of(kAxes.begin(), kAxes.end(), [](const AxisRow& row) {
+  return &row == &kAxes[static_cast<size_t>(row.axis)];
+}));
+
+// Together the data axis. They are neighbours in the nesting, so a rank's position on both is
+// node * local_size + local.
+inline constexpr std::array kDataAxes = {Axis::kNode, Axis::kLocal};
 
 const char* axis_name(Axis axis);
 
 struct Mesh {
-  int node = 1;
-  int local = 1;
-  int tensor = 1;
+  std::array<int, kNumAxes> sizes;  // in nesting order
 
-  int size(Axis axis) const;
-  int data() const { return node * local; }
-  int world() const { return node * local * tensor; }
-  // rank = (node * local_size + local) * tensor_size + tensor
+  Mesh() { sizes.fill(1); }
+  // Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 4}}); every other axis has size one.
+  static Mesh of(std::initializer_list<std::pair<Axis, int>> sizes);
+
+  int size(Axis axis) const { return sizes[static_cast<size_t>(axis)]; }
+  int data() const { return size(Axis::kNode) * size(Axis::kLocal); }
+  int world() const;
   int coordinate(int rank, Axis axis) const;
   // Ranks that differ from `rank` only along `axes`, ascending (so group position = shard
   // position).
   std::vector<int> group(int rank, const std::vector<Axis>& axes) const;
-  std::string text() const;  // "node=2 local=4 tensor=1"
+  std::string text() const;  // "node=2 local=4 tensor=2": these two, and each axis above size one
+  // Of such a text. Throws ConfigError.
+  static Mesh parse(const std::string& text);
   bool operator==(const Mesh&) const = default;
+
+ private:
+  int stride(Axis axis) const;  // how far apart in rank are neighbours along the axis
 };
 
 }  // namespace penstock

@@ -1,8 +1,6 @@
 #include "src/place/placement.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <optional>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
@@ -15,7 +13,6 @@ constexpr std::array<const char*, 3> kDtypeNames = {"fp32", "bf16", "fp16"};
 constexpr std::array<const char*, 3> kTierNames = {"device", "host", "disk"};
 constexpr std::array<const char*, 6> kMoveNames = {"all_gather", "reduce_scatter", "all_reduce",
                                                    "slice",      "copy",           "cast"};
-constexpr std::array<const char*, kNumAxes> kAxisNames = {"node", "local", "tensor"};
 constexpr std::string_view kLayoutLetters = "RSP";
 
 template <typename Enum, size_t N>
@@ -29,9 +26,14 @@ Enum parse_name(const char* what, std::string_view text, const std::array<const 
                            near.empty() ? "" : concat("; did you mean '", near, "'?")));
 }
 
-constexpr std::array<Axis, kNumDataAxes> kDataAxes = {Axis::kNode, Axis::kLocal};
+Axis parse_axis(std::string_view text) {
+  std::array<const char*, kNumAxes> names{};
+  for (const AxisRow& row : kAxes) names[static_cast<size_t>(row.axis)] = row.name;
+  return parse_name<Axis>("axis", text, names);
+}
 
-bool has(const std::vector<Axis>& axes, Axis axis) {
+template <class Axes>
+bool has(const Axes& axes, Axis axis) {
   return std::find(axes.begin(), axes.end(), axis) != axes.end();
 }
 
@@ -53,7 +55,11 @@ const Change* change_of(MoveKind kind) {
   return nullptr;
 }
 
-// Adds the move to the list; the same kind on the other axis widens the last move instead.
+bool cuts(const Change& change) {
+  return change.from == Layout::kSharded || change.to == Layout::kSharded;
+}
+
+// Adds the move to the list; the same kind on another axis widens the last move instead.
 void push(std::vector<Move>& moves, MoveKind kind, Axis axis) {
   if (!moves.empty() && moves.back().kind == kind) {
     auto& axes = moves.back().axes;
@@ -64,22 +70,86 @@ void push(std::vector<Move>& moves, MoveKind kind, Axis axis) {
   }
 }
 
+// The axes that stay sharded inside one that does not, or not yet: they are in the way.
+std::vector<Axis> reopened_axes(const Placement& from, const Placement& to) {
+  std::vector<Axis> reopened;
+  bool outer_changes = false;
+  for (const AxisRow& row : kAxes) {
+    const bool was = from.on(row.axis) == Layout::kSharded;
+    const bool is = to.on(row.axis) == Layout::kSharded;
+    if (outer_changes && was && is) reopened.push_back(row.axis);
+    outer_changes = outer_changes || was != is;
+  }
+  return reopened;
+}
+
 // Gathers run from the inner axis out and cuts from the outer axis in, so shards stay contiguous;
 // what remains to be summed is summed last, when it is smallest.
 std::vector<Move> layout_moves(const Placement& from, const Placement& to) {
+  const std::vector<Axis> reopened = reopened_axes(from, to);
   std::vector<Move> moves;
-  const auto wants = [&](Axis axis, MoveKind kind) {
-    const Change* change = change_of(kind);
-    return from.on(axis) == change->from && to.on(axis) == change->to;
+  const auto add = [&](Axis axis, MoveKind kind) {
+    const Change& change = *change_of(kind);
+    const bool wanted = from.on(axis) == change.from && to.on(axis) == change.to;
+    const bool reopens = kind == MoveKind::kAllGather || kind == MoveKind::kSlice;
+    if (wanted || (reopens && has(reopened, axis))) push(moves, kind, axis);
   };
-  for (const Axis axis : {Axis::kLocal, Axis::kNode})
-    if (wants(axis, MoveKind::kAllGather)) push(moves, MoveKind::kAllGather, axis);
-  for (const Axis axis : kDataAxes)
-    for (const MoveKind kind : {MoveKind::kReduceScatter, MoveKind::kSlice})
-      if (wants(axis, kind)) push(moves, kind, axis);
-  for (const Axis axis : kDataAxes)
-    if (wants(axis, MoveKind::kAllReduce)) push(moves, MoveKind::kAllReduce, axis);
+  for (auto row = kAxes.rbegin(); row != kAxes.rend(); ++row) add(row->axis, MoveKind::kAllGather);
+  for (const AxisRow& row : kAxes)
+    for (const MoveKind kind : {MoveKind::kReduceScatter, MoveKind::kSlice}) add(row.axis, kind);
+  for (const AxisRow& row : kAxes) add(row.axis, MoveKind::kAllReduce);
   return moves;
+}
+
+[[noreturn]] void refuse_placement(std::string_view text) {
+  throw ConfigError(concat("[place::parse] placement '", text,
+                           "' is unknown: write one of R S P for each of the axes node and local, "
+                           "then tier and dtype, as in 'SS@device:bf16'; other axes follow by "
+                           "name, as in 'SS,tensor=P@device:bf16'"));
+}
+
+Layout parse_letter(char letter, std::string_view placement) {
+  const size_t index = kLayoutLetters.find(letter);
+  if (index == std::string_view::npos) refuse_placement(placement);
+  return static_cast<Layout>(index);
+}
+
+// One "tensor=P"; an axis may be named once, and node and local not at all.
+void parse_layout(std::string_view text, std::string_view placement, Placement& place) {
+  const size_t equals = text.find('=');
+  if (equals == std::string_view::npos || equals + 2 != text.size()) refuse_placement(placement);
+  const Axis axis = parse_axis(text.substr(0, equals));
+  if (has(kDataAxes, axis) || place.on(axis) != Layout::kReplicated) refuse_placement(placement);
+  place.on(axis) = parse_letter(text.back(), placement);
+  if (place.on(axis) == Layout::kSharded && !kAxes[static_cast<size_t>(axis)].shards_state)
+    throw ConfigError(concat("[place::parse] placement '", placement, "': the ranks of axis ",
+                             axis_name(axis), " hold different state, which is R or P there"));
+}
+
+// "data" for node and local together, then names with commas between.
+std::string axes_text(const std::vector<Axis>& axes) {
+  const bool data = has(axes, Axis::kNode) && has(axes, Axis::kLocal);
+  std::vector<std::string> names;
+  for (const Axis axis : axes) {
+    if (data && axis == Axis::kLocal) continue;
+    names.emplace_back(data && axis == Axis::kNode ? "data" : axis_name(axis));
+  }
+  return join(names, ",");
+}
+
+std::vector<Axis> parse_axes(std::string_view text) {
+  std::vector<Axis> axes;
+  for (const std::string& name : split(text, ',')) {
+    if (name == "data") {
+      axes.insert(axes.end(), kDataAxes.begin(), kDataAxes.end());
+    } else {
+      axes.push_back(parse_axis(name));
+    }
+  }
+  std::sort(axes.begin(), axes.end());
+  if (std::adjacent_find(axes.begin(), axes.end()) != axes.end())
+    throw ConfigError(concat("[place::parse_move] '", text, "' names an axis twice"));
+  return axes;
 }
 
 void climb(std::vector<Move>& moves, Tier from, Tier to) {
@@ -106,26 +176,34 @@ bool Placement::sharded() const {
   return std::find(layout.begin(), layout.end(), Layout::kSharded) != layout.end();
 }
 
+bool Placement::partial() const {
+  return std::find(layout.begin(), layout.end(), Layout::kPartial) != layout.end();
+}
+
 std::string Placement::text() const {
-  std::string letters;
-  for (const Layout l : layout) letters += kLayoutLetters[static_cast<size_t>(l)];
-  return concat(letters, "@", tier_name(tier), ":", dtype_name(dtype));
+  std::string letters, others;
+  for (const AxisRow& row : kAxes) {
+    const char letter = kLayoutLetters[static_cast<size_t>(on(row.axis))];
+    if (has(kDataAxes, row.axis)) {
+      letters += letter;
+    } else if (on(row.axis) != Layout::kReplicated) {
+      others += concat(",", row.name, "=", letter);
+    }
+  }
+  return concat(letters, others, "@", tier_name(tier), ":", dtype_name(dtype));
 }
 
 Placement Placement::parse(std::string_view text) {
   const size_t at = text.find('@');
   const size_t colon = text.find(':');
+  if (at == std::string_view::npos || colon == std::string_view::npos || colon < at)
+    refuse_placement(text);
   Placement place;
-  bool ok = at == kNumDataAxes && colon != std::string_view::npos && colon > at;
-  for (size_t i = 0; ok && i < kNumDataAxes; ++i) {
-    const size_t letter = kLayoutLetters.find(text[i]);
-    ok = letter != std::string_view::npos;
-    if (ok) place.layout[i] = static_cast<Layout>(letter);
-  }
-  if (!ok)
-    throw ConfigError(concat("[place::parse] placement '", text,
-                             "' is unknown: write one of R S P for each of the axes node and "
-                             "local, then tier and dtype, as in 'SS@device:bf16'"));
+  const std::vector<std::string> layouts = split(text.substr(0, at), ',');
+  if (layouts[0].size() != kDataAxes.size()) refuse_placement(text);
+  for (size_t i = 0; i < kDataAxes.size(); ++i)
+    place.on(kDataAxes[i]) = parse_letter(layouts[0][i], text);
+  for (size_t i = 1; i < layouts.size(); ++i) parse_layout(layouts[i], text, place);
   place.tier = parse_tier(text.substr(at + 1, colon - at - 1));
   place.dtype = parse_dtype(text.substr(colon + 1));
   return place;
@@ -137,12 +215,8 @@ std::string Move::text() const {
     argument = concat(tier_name(from), ",", tier_name(to));
   } else if (kind == MoveKind::kCast) {
     argument = dtype_name(dtype);
-  } else if (axes == std::vector<Axis>{Axis::kNode, Axis::kLocal}) {
-    argument = "data";
   } else {
-    std::vector<std::string> names;
-    for (const Axis axis : axes) names.emplace_back(axis_name(axis));
-    argument = join(names, ",");
+    argument = axes_text(axes);
   }
   return concat(move_kind_name(kind), "(", argument, ")");
 }
@@ -168,46 +242,50 @@ Move parse_move(std::string_view text) {
     const size_t comma = std::min(argument.find(','), argument.size());
     move.from = parse_tier(argument.substr(0, comma));
     move.to = parse_tier(argument.substr(std::min(comma + 1, argument.size())));
-  } else if (argument == "data") {
-    move.axes = {Axis::kNode, Axis::kLocal};
   } else {
-    move.axes = {parse_name<Axis>("axis", argument, kAxisNames)};
+    move.axes = parse_axes(argument);
   }
   return move;
 }
 
 int num_shards(const Placement& place, const Mesh& mesh) {
   int shards = 1;
-  for (const Axis axis : kDataAxes)
-    if (place.on(axis) == Layout::kSharded) shards *= mesh.size(axis);
+  for (const AxisRow& row : kAxes)
+    if (place.on(row.axis) == Layout::kSharded) shards *= mesh.size(row.axis);
   return shards;
 }
 
 int shard_index(const Placement& place, const Mesh& mesh, int rank) {
   int index = 0;
-  for (const Axis axis : kDataAxes)
-    if (place.on(axis) == Layout::kSharded)
-      index = index * mesh.size(axis) + mesh.coordinate(rank, axis);
+  for (const AxisRow& row : kAxes)
+    if (place.on(row.axis) == Layout::kSharded)
+      index = index * mesh.size(row.axis) + mesh.coordinate(rank, row.axis);
   return index;
 }
 
 Placement normalize(Placement place, const Mesh& mesh) {
-  if (mesh.data() == 1) place.layout.fill(Layout::kReplicated);
+  for (const AxisRow& row : kAxes) {
+    const int size = has(kDataAxes, row.axis) ? mesh.data() : mesh.size(row.axis);
+    if (size == 1) place.on(row.axis) = Layout::kReplicated;
+  }
+  if (mesh.size(Axis::kNode) == 1) place.on(Axis::kNode) = place.on(Axis::kLocal);
+  if (mesh.size(Axis::kLocal) == 1) place.on(Axis::kLocal) = place.on(Axis::kNode);
   return place;
 }
 
 bool applies(const Placement& place, const Move& move) {
   if (move.kind == MoveKind::kCast) return true;
   if (move.kind == MoveKind::kCopy) return place.tier == move.from;
-  if (has(move.axes, Axis::kTensor) || move.axes.empty()) return false;
-  if (move.is_collective() && place.tier != Tier::kDevice) return false;
+  if (move.axes.empty() || (move.is_collective() && place.tier != Tier::kDevice)) return false;
   const Change& change = *change_of(move.kind);
   for (const Axis axis : move.axes)
     if (place.on(axis) != change.from) return false;
-  const bool cuts = change.from == Layout::kSharded || change.to == Layout::kSharded;
-  const bool inner_stays_cut =
-      !has(move.axes, Axis::kLocal) && place.on(Axis::kLocal) == Layout::kSharded;
-  return !(cuts && has(move.axes, Axis::kNode) && inner_stays_cut);
+  // Shards of an axis inside those that are gathered or cut would not stay contiguous.
+  const Axis outermost = *std::min_element(move.axes.begin(), move.axes.end());
+  return !cuts(change) || std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
+    return row.axis < outermost || has(move.axes, row.axis) ||
+           place.on(row.axis) != Layout::kSharded;
+  });
 }
 
 Placement apply(const Placement& place, const Move& move) {
@@ -219,13 +297,17 @@ Placement apply(const Placement& place, const Move& move) {
   } else if (move.kind == MoveKind::kCopy) {
     after.tier = move.to;
   } else {
-    for (const Axis axis : move.axes)
-      after.layout[static_cast<size_t>(axis)] = change_of(move.kind)->to;
+    for (const Axis axis : move.axes) after.on(axis) = change_of(move.kind)->to;
   }
   return after;
 }
 
 std::vector<Move> hops(const Placement& from, const Placement& to) {
+  for (const AxisRow& row : kAxes)
+    if (to.on(row.axis) == Layout::kPartial && from.on(row.axis) != Layout::kPartial)
+      throw ConfigError(concat("[place::hops] no move takes ", from.text(), " to ", to.text(),
+                               ": what is whole or sharded over ", row.name,
+                               " does not become a partial sum there"));
   const Move cast{.kind = MoveKind::kCast, .dtype = to.dtype};
   const bool widens = dtype_bytes(to.dtype) > dtype_bytes(from.dtype);
   std::vector<Move> moves;
@@ -238,14 +320,6 @@ std::vector<Move> hops(const Placement& from, const Placement& to) {
   moves.insert(moves.end(), relayout.begin(), relayout.end());
   climb(moves, tier, to.tier);
   if (widens) moves.push_back(cast);
-
-  std::optional<Placement> at = from;
-  for (const Move& move : moves)
-    at = at && applies(*at, move) ? std::optional(apply(*at, move)) : std::nullopt;
-  if (at != to)
-    throw ConfigError(concat("[place::hops] no move takes ", from.text(), " to ", to.text(),
-                             ": a sum is not undone (R or S to P), and an outer axis is not "
-                             "gathered or cut while an inner one stays sharded"));
   return moves;
 }
 

@@ -22,13 +22,17 @@ Dtype parse_dtype(std::string_view text);  // throws ConfigError
 Tier parse_tier(std::string_view text);    // throws ConfigError
 
 struct Placement {
-  std::array<Layout, kNumDataAxes> layout{Layout::kReplicated, Layout::kReplicated};
+  std::array<Layout, kNumAxes> layout{};  // R on every axis
   Tier tier = Tier::kDevice;
   Dtype dtype = Dtype::kFp32;
 
-  Layout on(Axis axis) const { return layout[static_cast<int>(axis)]; }
-  bool sharded() const;      // on any axis
-  std::string text() const;  // "SR@host:bf16"; "SR" = S over node, R over local
+  Layout on(Axis axis) const { return layout[static_cast<size_t>(axis)]; }
+  Layout& on(Axis axis) { return layout[static_cast<size_t>(axis)]; }
+  bool sharded() const;  // on any axis
+  bool partial() const;  // on any axis
+  // "SR@host:bf16"; "SR" = S over node, R over local. Other axes follow by name where they are not
+  // R: "SS,tensor=P@device:bf16".
+  std::string text() const;
   static Placement parse(std::string_view text);  // throws ConfigError
   bool operator==(const Placement&) const = default;
 };
@@ -42,26 +46,28 @@ struct Move {
   std::vector<Axis> axes{};                       // collectives and slice, in nesting order
   Tier from = Tier::kDevice, to = Tier::kDevice;  // copy
   Dtype dtype = Dtype::kFp32;                     // cast
-  // "all_gather(data)" (data = node and local together), "all_gather(local)", "copy(device,host)",
-  // "cast(bf16)".
+  // "all_gather(data)" (data = node and local together), "all_gather(local)",
+  // "all_reduce(data,tensor)", "copy(device,host)", "cast(bf16)".
   std::string text() const;
   bool is_collective() const;
   bool operator==(const Move&) const = default;
 };
 Move parse_move(std::string_view text);  // throws ConfigError
 
-// How many shards a copy with this placement is cut into, and which of them `rank` owns.
+// How many shards a copy with this placement is cut into, and which of them `rank` owns: shards are
+// numbered as the sharded axes nest.
 int num_shards(const Placement& place, const Mesh& mesh);
 int shard_index(const Placement& place, const Mesh& mesh, int rank);
 
-// With a single data-parallel rank every layout is R. (On larger meshes an axis of size one keeps
-// its letter, so that `zero3` moves over "data" whether or not the mesh splits in nodes.)
+// An axis of size one is R; but where one of `node` and `local` is, it means what the other does,
+// so that `zero3` moves over "data" whether or not the mesh splits in nodes.
 Placement normalize(Placement place, const Mesh& mesh);
 
 // Moves that take a copy from `from` to `to`, collectives on the device tier, narrowing casts
-// first and widening casts last, equal collectives on both axes joined to one wider one. Empty when
-// equal. Throws ConfigError when no move exists (R -> P, S -> P) or when gathering an outer axis
-// while an inner one stays sharded (the result would not be contiguous).
+// first and widening casts last, equal collectives on several axes joined to one wider one. Shards
+// stay contiguous: an inner axis that stays sharded while an outer one is gathered or cut is
+// gathered before and sliced after. Empty when equal. Throws ConfigError when some axis goes from R
+// or S to P: a sum is not undone.
 std::vector<Move> hops(const Placement& from, const Placement& to);
 
 // The placement after one move. Throws ConfigError when the move cannot start from `place`.

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "penstock/error.h"
@@ -23,16 +24,45 @@ std::vector<Placement> every_placement(const std::vector<Dtype>& dtypes) {
   for (const Layout node : {Layout::kReplicated, Layout::kSharded, Layout::kPartial})
     for (const Layout local : {Layout::kReplicated, Layout::kSharded, Layout::kPartial})
       for (const Tier tier : {Tier::kDevice, Tier::kHost, Tier::kDisk})
-        for (const Dtype dtype : dtypes) places.push_back({{node, local}, tier, dtype});
+        for (const Dtype dtype : dtypes) {
+          Placement place{.tier = tier, .dtype = dtype};
+          place.on(Axis::kNode) = node;
+          place.on(Axis::kLocal) = local;
+          places.push_back(place);
+        }
+  return places;
+}
+
+// Every mix of layouts over all axes, on the device in fp32.
+std::vector<Placement> every_layout() {
+  std::vector<Placement> places = {Placement()};
+  for (const AxisRow& row : kAxes) {
+    std::vector<Placement> wider;
+    for (Placement place : places) {
+      for (const Layout layout : {Layout::kReplicated, Layout::kSharded, Layout::kPartial}) {
+        if (layout == Layout::kSharded && !row.shards_state) continue;
+        place.on(row.axis) = layout;
+        wider.push_back(place);
+      }
+    }
+    places = wider;
+  }
   return places;
 }
 
 TEST(PlacementTest, TextParses) {
   for (const Placement& place : every_placement({Dtype::kFp32, Dtype::kBf16, Dtype::kFp16}))
     EXPECT_EQ(Placement::parse(place.text()), place);
+  for (const Placement& place : every_layout()) EXPECT_EQ(Placement::parse(place.text()), place);
+  for (const char* text : {"SS,tensor=P@device:bf16", "RR,pipeline=P,sequence=S@host:fp32"})
+    EXPECT_EQ(Placement::parse(text).text(), text);
+  EXPECT_EQ(Placement::parse("SS,tensor=R@host:bf16").text(), "SS@host:bf16");
   EXPECT_EQ(Placement::parse("SR@host:bf16").on(Axis::kNode), Layout::kSharded);
-  for (const char* wrong : {"", "SR", "SRR@host:bf16", "SX@host:bf16", "SR@hots:bf16",
-                            "SR@host:fp64", "SR@host", "S:R@host"})
+  for (const char* wrong :
+       {"", "SR", "SRR@host:bf16", "SX@host:bf16", "SR@hots:bf16", "SR@host:fp64", "SR@host",
+        "S:R@host", "SR,@host:bf16", "SR,tensor@host:bf16", "SR,tensor=@host:bf16",
+        "SR,tensor=X@host:bf16", "SR,tensor=SP@host:bf16", "SR,tensor=P,tensor=P@host:bf16",
+        "SR,node=P@host:bf16", "SR,tensro=P@host:bf16", "@host:bf16", "SR,pipeline=S@host:bf16"})
     EXPECT_THROW(Placement::parse(wrong), ConfigError) << wrong;
 }
 
@@ -48,15 +78,17 @@ TEST(PlacementTest, ErrorsNameTheNearestWord) {
 TEST(PlacementTest, MovesParse) {
   for (const char* text :
        {"all_gather(data)", "all_gather(local)", "reduce_scatter(node)", "all_reduce(tensor)",
-        "slice(local)", "copy(device,host)", "copy(disk,host)", "cast(bf16)"})
+        "slice(local)", "all_gather(data,tensor)", "all_reduce(pipeline,data,sequence)",
+        "slice(local,expert)", "copy(device,host)", "copy(disk,host)", "cast(bf16)"})
     EXPECT_EQ(parse_move(text).text(), text);
-  for (const char* wrong : {"", "gather(data)", "all_gather", "all_gather(", "all_gather(dat)",
-                            "copy(host)", "copy(host,)", "cast()"})
+  for (const char* wrong :
+       {"", "gather(data)", "all_gather", "all_gather(", "all_gather(dat)", "copy(host)",
+        "copy(host,)", "cast()", "slice(data,local)", "slice(local,)", "slice(tensor,tensor)"})
     EXPECT_THROW(parse_move(wrong), ConfigError) << wrong;
 }
 
 TEST(PlacementTest, ShardsNestWithNodeOutermost) {
-  const Mesh mesh{2, 3, 2};
+  const Mesh mesh = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 3}, {Axis::kTensor, 2}});
   const int rank = (1 * 3 + 2) * 2 + 1;  // node 1, local 2, tensor 1
   const auto shard = [&](const char* text) {
     const Placement place = Placement::parse(text);
@@ -66,12 +98,24 @@ TEST(PlacementTest, ShardsNestWithNodeOutermost) {
   EXPECT_EQ(shard("SR@device:fp32"), std::pair(1, 2));
   EXPECT_EQ(shard("RS@device:fp32"), std::pair(2, 3));
   EXPECT_EQ(shard("RP@device:fp32"), std::pair(0, 1));
+  EXPECT_EQ(shard("SS,tensor=S@device:fp32"), std::pair(11, 12));
+  EXPECT_EQ(shard("SR,tensor=S@device:fp32"), std::pair(3, 4));
+  EXPECT_EQ(shard("SR,sequence=S@device:fp32"), std::pair(1, 2));
 }
 
 TEST(PlacementTest, OneDataRankHoldsEverything) {
   const Placement place = Placement::parse("SP@host:bf16");
-  EXPECT_EQ(normalize(place, {1, 1, 4}).text(), "RR@host:bf16");
-  EXPECT_EQ(normalize(place, {1, 2, 1}), place);
+  EXPECT_EQ(normalize(place, Mesh::of({{Axis::kTensor, 4}})).text(), "RR@host:bf16");
+  // A data axis of one rank means what the other does.
+  EXPECT_EQ(normalize(place, Mesh::of({{Axis::kLocal, 2}})).text(), "PP@host:bf16");
+  EXPECT_EQ(normalize(place, Mesh::of({{Axis::kNode, 2}})).text(), "SS@host:bf16");
+  EXPECT_EQ(normalize(place, Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}})), place);
+}
+
+TEST(PlacementTest, AxesOfSizeOneAreReplicated) {
+  const Mesh mesh = Mesh::of({{Axis::kLocal, 2}, {Axis::kTensor, 2}});
+  EXPECT_EQ(normalize(Placement::parse("SS,pipeline=P,tensor=P@host:bf16"), mesh).text(),
+            "SS,tensor=P@host:bf16");
 }
 
 struct HopsCase {
@@ -98,23 +142,53 @@ TEST(HopsTest, MovesReadAsExpected) {
       {"SS@disk:fp32", "SS@host:fp32", "copy(disk,host)"},
       {"SS@device:bf16", "SS@device:fp16", "cast(fp16)"},
       {"SR@device:bf16", "RS@device:bf16", "all_gather(node); slice(local)"},
+      // An inner axis that stays sharded is opened for the change outside it.
+      {"SS@device:bf16", "RS@device:bf16", "all_gather(data); slice(local)"},
+      {"RS@device:bf16", "SS@device:bf16", "all_gather(local); slice(data)"},
+      {"PS@device:bf16", "SS@device:bf16", "all_gather(local); reduce_scatter(node); slice(local)"},
+      {"PS@device:bf16", "RS@device:bf16", "all_reduce(node)"},
+      {"RS@host:bf16", "SS@host:bf16",
+       "copy(host,device); all_gather(local); slice(data); copy(device,host)"},
+      {"SS,tensor=P@device:fp32", "SS@device:fp32", "all_reduce(tensor)"},
+      {"PP,tensor=P@device:fp32", "SS@device:fp32", "reduce_scatter(data); all_reduce(tensor)"},
+      {"SS,tensor=S@device:fp32", "RR@device:fp32", "all_gather(data,tensor)"},
+      {"RR,tensor=S@device:fp32", "SS,tensor=S@device:fp32",
+       "all_gather(tensor); slice(data,tensor)"},
+      // Not so where only sums go on outside it.
+      {"RR,pipeline=P,tensor=S@device:fp32", "RR,tensor=S@device:fp32", "all_reduce(pipeline)"},
   };
   for (const HopsCase& c : cases) EXPECT_EQ(hops_text(c.from, c.to), c.moves) << c.from;
 }
 
 TEST(HopsTest, WhatCannotMoveIsAnError) {
-  for (const auto& [from, to] : {std::pair("RR", "PP"),
-                                 {"SS", "PP"},
-                                 {"RR", "RP"},
-                                 {"SS", "RS"},
-                                 {"RS", "SS"},
-                                 {"PS", "SS"}})
-    EXPECT_THROW(hops_text(concat(from, "@device:fp32"), concat(to, "@device:fp32")), ConfigError)
-        << from << " to " << to;
-  EXPECT_THROW(apply(Placement::parse("SS@host:fp32"), parse_move("all_gather(data)")),
-               ConfigError);
-  EXPECT_THROW(apply(Placement::parse("SS@device:fp32"), parse_move("all_gather(tensor)")),
-               ConfigError);
+  for (const auto& [from, to, axis] : {std::tuple("RR", "PP", "node"),
+                                       {"SS", "PP", "node"},
+                                       {"RR", "RP", "local"},
+                                       {"RR", "RR,tensor=P", "tensor"}}) {
+    try {
+      hops_text(concat(from, "@device:fp32"), concat(to, "@device:fp32"));
+      ADD_FAILURE() << from << " to " << to;
+    } catch (const ConfigError& error) {
+      EXPECT_NE(std::string(error.what()).find(concat("over ", axis)), std::string::npos)
+          << error.what();
+    }
+  }
+}
+
+TEST(PlacementTest, MovesStartOnlyWhereTheyCan) {
+  const std::pair<const char*, const char*> wrong[] = {
+      {"SS@host:fp32", "all_gather(data)"},
+      {"SS@device:fp32", "all_gather(tensor)"},
+      {"SS@device:fp32", "all_gather(node)"},  // shards would not be contiguous
+      {"RS@device:fp32", "slice(node)"},
+      {"RR,sequence=S@device:fp32", "slice(local)"},
+      {"SS,tensor=S@device:fp32", "all_gather(data)"},
+  };
+  for (const auto& [from, move] : wrong)
+    EXPECT_THROW(apply(Placement::parse(from), parse_move(move)), ConfigError) << from << move;
+  EXPECT_EQ(
+      apply(Placement::parse("SS,tensor=S@device:fp32"), parse_move("all_gather(data,tensor)")),
+      Placement());
 }
 
 // All ranks' copies of one range of numbers, in one thread.
@@ -123,8 +197,8 @@ class World {
   World(const Mesh& mesh, const Placement& place) : mesh_(mesh), place_(place) {
     const int num_shards = penstock::num_shards(place, mesh);
     double share = 1;  // what each rank of a partial sum has of every number
-    for (const Axis axis : {Axis::kNode, Axis::kLocal})
-      if (place.on(axis) == Layout::kPartial) share /= mesh.size(axis);
+    for (const AxisRow& row : kAxes)
+      if (place.on(row.axis) == Layout::kPartial) share /= mesh.size(row.axis);
     for (int rank = 0; rank < mesh.world(); ++rank) {
       const int size = kNumel / num_shards;
       std::vector<double> mine;
@@ -166,33 +240,66 @@ class World {
   std::vector<std::vector<double>> copies_;
 };
 
-TEST(HopsTest, EveryPairMovesTheRightNumbersOrThrows) {
-  int num_moved = 0;
-  const auto places = every_placement({Dtype::kFp32, Dtype::kBf16});
-  for (const Mesh& mesh : {Mesh{2, 3, 1}, Mesh{1, 4, 1}, Mesh{4, 1, 2}}) {
-    for (const Placement& from : places) {
-      for (const Placement& to : places) {
-        std::vector<Move> moves;
-        try {
-          moves = hops(from, to);
-        } catch (const ConfigError&) {
-          continue;
-        }
-        World world(mesh, from);
-        for (const Move& move : moves) world.apply(move);
-        const World wanted(mesh, to);
-        for (int rank = 0; rank < mesh.world(); ++rank) {
-          const auto& mine = world.copies()[rank];
-          const auto& expected = wanted.copies()[rank];
-          ASSERT_EQ(mine.size(), expected.size()) << from.text() << " to " << to.text();
-          for (size_t i = 0; i < mine.size(); ++i)
-            ASSERT_NEAR(mine[i], expected[i], 1e-12) << from.text() << " to " << to.text();
-        }
-        ++num_moved;
-      }
-    }
+// A sum is not undone; everything else has a way.
+bool has_way(const Placement& from, const Placement& to) {
+  return std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
+    return to.on(row.axis) != Layout::kPartial || from.on(row.axis) == Layout::kPartial;
+  });
+}
+
+// Each of the ordered pairs, or one in `stride`.
+template <typename Check>
+void for_pairs(const std::vector<Placement>& places, size_t stride, const Check& check) {
+  for (size_t i = 0; i < places.size() * places.size(); i += stride)
+    check(places[i / places.size()], places[i % places.size()]);
+}
+
+void expect_moves(const Placement& from, const Placement& to) {
+  if (has_way(from, to)) {
+    Placement at = from;
+    for (const Move& move : hops(from, to)) at = apply(at, move);
+    ASSERT_EQ(at, to) << from.text() << " to " << to.text() << " ends at " << at.text();
+  } else {
+    ASSERT_THROW(hops(from, to), ConfigError) << from.text() << " to " << to.text();
   }
-  EXPECT_GT(num_moved, 2000);
+}
+
+TEST(HopsTest, EveryPairHasMovesUnlessASumWouldBeUndone) {
+  for_pairs(every_placement({Dtype::kFp32, Dtype::kBf16, Dtype::kFp16}), 1, expect_moves);
+  for_pairs(every_layout(), 11, expect_moves);
+}
+
+void expect_right_numbers(const Mesh& mesh, const Placement& from, const Placement& to) {
+  if (!has_way(from, to)) return;
+  World world(mesh, from);
+  for (const Move& move : hops(from, to)) world.apply(move);
+  const World wanted(mesh, to);
+  for (int rank = 0; rank < mesh.world(); ++rank) {
+    const auto& mine = world.copies()[rank];
+    const auto& expected = wanted.copies()[rank];
+    ASSERT_EQ(mine.size(), expected.size()) << from.text() << " to " << to.text();
+    for (size_t i = 0; i < mine.size(); ++i)
+      ASSERT_NEAR(mine[i], expected[i], 1e-12) << from.text() << " to " << to.text();
+  }
+}
+
+TEST(HopsTest, MovesBringTheRightNumbers) {
+  const auto places = every_placement({Dtype::kFp32, Dtype::kBf16});
+  const Mesh meshes[] = {
+      Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 3}}),
+      Mesh::of({{Axis::kLocal, 4}}),
+      Mesh::of({{Axis::kNode, 4}, {Axis::kTensor, 2}}),
+  };
+  for (const Mesh& mesh : meshes)
+    for_pairs(places, 1,
+              [&](const auto& from, const auto& to) { expect_right_numbers(mesh, from, to); });
+}
+
+TEST(HopsTest, MovesOverEveryAxisBringTheRightNumbers) {
+  const Mesh mesh =
+      Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}, {Axis::kSequence, 3}, {Axis::kTensor, 2}});
+  for_pairs(every_layout(), 37,
+            [&](const auto& from, const auto& to) { expect_right_numbers(mesh, from, to); });
 }
 
 }  // namespace

@@ -8,10 +8,12 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 #include <nlohmann/json.hpp>
 
 #include "penstock/error.h"
+#include "penstock/optimizer_kinds.h"
 #include "src/base/text.h"
 #include "src/place/placement.h"
 #include "src/plan/config_section.h"
@@ -52,7 +54,7 @@ std::string parse_placement(const std::string& path, const std::string& text) {
 
 void parse_table(const Json& value, Config* config) {
   static const std::map<std::string, std::vector<std::string>> kCells = {
-      {"param", {"rest", "forward", "hold", "backward", "update"}},
+      {"param", {"rest", "forward", "hold", "backward"}},
       {"grad", {"backward", "hold", "update"}},
       {"optim", {"rest", "update"}}};
   if (value.is_object() && value.contains("act"))
@@ -103,7 +105,21 @@ void parse_dtypes(const Json& value, Config* config) {
   }
 }
 
-void parse_offload(const Json& value, OffloadConfig* offload) {
+// Whether a cell that was written by hand is on the tier; of any role and phase where those are "".
+bool has_cell(const Config& config, const char* role, const char* phase, Tier tier) {
+  for (const auto& [name, phases] : config.table) {
+    for (const auto& [at, place] : phases) {
+      if ((*role == '\0' || name == role) && (*phase == '\0' || at == phase) &&
+          Placement::parse(place).tier == tier) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void parse_offload(const Json& value, Config* config) {
+  OffloadConfig* const offload = &config->offload;
   if (value == "auto") {
     offload->optimizer = offload->params = "auto";
     return;
@@ -124,14 +140,16 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
   section.read_text("path", &offload->path);
   section.read_bytes("window_bytes", &offload->window_bytes);
   if (offload->optimizer != "disk" && offload->optimizer != "auto" &&
+      !has_cell(*config, "optim", "rest", Tier::kDisk) &&
       offload->window_bytes != OffloadConfig{}.window_bytes) {
     section.refuse_without_effect({"window_bytes"}, "unless offload.optimizer is \"disk\"");
   }
   section.read("late_update", &offload->late_update);
   offload->gradients = section.choice("gradients", offload->gradients, {"none", "disk"});
   if (offload->optimizer == "none") {
-    section.refuse_without_effect({"late_update"}, "while offload.optimizer is \"none\"");
-    if (offload->gradients != "none")
+    if (!has_cell(*config, "optim", "update", Tier::kHost))
+      section.refuse_without_effect({"late_update"}, "while offload.optimizer is \"none\"");
+    if (offload->gradients == "disk")
       fail("\"offload.gradients\" is \"disk\", which needs offload.optimizer \"host\" or \"disk\"");
   }
   section.read("checksums", &offload->checksums);
@@ -140,6 +158,7 @@ void parse_offload(const Json& value, OffloadConfig* offload) {
        {offload->optimizer, offload->params, offload->gradients, offload->activations}) {
     if (tier == "disk" || tier == "auto") return;
   }
+  if (has_cell(*config, "", "", Tier::kDisk)) return;
   const std::string nothing = "while nothing is offloaded to disk";
   section.refuse_without_effect({"path", "checksums"}, nothing);
   if (offload->timeout_s != OffloadConfig{}.timeout_s)
@@ -165,75 +184,56 @@ void parse_activations(const Section& top, Config* config) {
                 "\"activations.checkpoint\" \"unit\" or a whole number"));
 }
 
-void parse_betas(const Section& section, OptimizerConfig* optimizer) {
-  const std::string allowed = "[beta1, beta2], two numbers in [0, 1)";
-  const Json* value = section.find("betas");
+const OptimizerKind& parse_optimizer_kind(const Section& section) {
+  const Json* value = section.find("type");
+  if (value == nullptr) return kind_of(OptimizerConfig{}.type);
+  const auto* name = value->get_ptr<const std::string*>();
+  if (const OptimizerKind* kind = find_optimizer(name == nullptr ? "" : *name)) return *kind;
+  std::vector<std::string> names;
+  for (const OptimizerKind& kind : optimizer_kinds()) names.push_back(kind.name);
+  fail_value(section.path("type"), *value,
+             quoted(names) + suggestion("", name == nullptr ? "" : *name, names));
+}
+
+void read_key(const Section& section, const OptimizerKey& key, double* out) {
+  section.read(key.name, out, key.least, HUGE_VAL, key.least == 0.0 ? "a number >= 0" : "a number");
+}
+
+void read_key(const Section& section, const OptimizerKey& key, bool* out) {
+  section.read(key.name, out);
+}
+
+// moments_dtype
+void read_key(const Section& section, const OptimizerKey& key, std::string* out) {
+  *out = section.choice(key.name, *out, {"fp32", "bf16"});
+}
+
+// betas
+void read_key(const Section& section, const OptimizerKey& key, std::array<double, 2>* out) {
+  const Json* value = section.find(key.name);
   if (value == nullptr) return;
   const auto is_beta = [](const Json& beta) {
     return beta.is_number() && beta.get<double>() >= 0.0 && beta.get<double>() < 1.0;
   };
   if (!value->is_array() || value->size() != 2 || !is_beta((*value)[0]) || !is_beta((*value)[1]))
-    fail_value(section.path("betas"), *value, allowed);
-  optimizer->beta1 = (*value)[0].get<double>();
-  optimizer->beta2 = (*value)[1].get<double>();
-}
-
-std::string parse_optimizer_type(const Section& section) {
-  static const std::vector<std::string> kTypes = {"AdamW", "Adam", "SGD", "Adagrad", "Lion"};
-  const Json* value = section.find("type");
-  if (value == nullptr) return kTypes.front();
-  if (value->is_string()) {
-    for (const std::string& type : kTypes)
-      if (lower(type) == lower(value->get<std::string>())) return type;
-  }
-  return Section::choice_of(section.path("type"), *value, kTypes);  // throws
-}
-
-// Defaults as in torch.optim, Lion's as in its paper (arXiv:2302.06675).
-OptimizerConfig optimizer_defaults(const std::string& type) {
-  OptimizerConfig optimizer;
-  optimizer.type = type;
-  if (type == "AdamW") optimizer.weight_decay = 0.01;
-  if (type == "Adagrad") optimizer.lr = 1e-2, optimizer.eps = 1e-10;
-  if (type == "Lion") optimizer.lr = 1e-4, optimizer.beta2 = 0.99;
-  return optimizer;
-}
-
-// The keys that each type takes besides type, lr and weight_decay.
-const std::map<std::string, std::vector<std::string>>& optimizer_keys() {
-  static const std::map<std::string, std::vector<std::string>> kKeys = {
-      {"AdamW", {"betas", "eps", "moments_dtype"}},
-      {"Adam", {"betas", "eps", "moments_dtype"}},
-      {"SGD", {"momentum", "dampening", "nesterov", "moments_dtype"}},
-      {"Adagrad", {"eps", "lr_decay"}},
-      {"Lion", {"betas", "moments_dtype"}}};
-  return kKeys;
+    fail_value(section.path(key.name), *value, "[beta1, beta2], two numbers in [0, 1)");
+  *out = value->get<std::array<double, 2>>();
 }
 
 OptimizerConfig parse_optimizer(const Json& value) {
-  const Section section(value, "optimizer",
-                        {"type", "lr", "betas", "eps", "weight_decay", "momentum", "dampening",
-                         "nesterov", "lr_decay", "moments_dtype"});
-  OptimizerConfig optimizer = optimizer_defaults(parse_optimizer_type(section));
-  const std::string with = concat("with optimizer.type \"", optimizer.type, "\"");
-  const std::vector<std::string>& own = optimizer_keys().at(optimizer.type);
-  for (const char* key :
-       {"betas", "eps", "momentum", "dampening", "nesterov", "lr_decay", "moments_dtype"}) {
-    if (std::find(own.begin(), own.end(), key) == own.end())
-      section.refuse_without_effect({key}, with);
+  std::vector<std::string> names = {"type"};
+  for (const OptimizerKey& key : optimizer_keys()) names.push_back(key.name);
+  const Section section(value, "optimizer", names);
+  const OptimizerKind& kind = parse_optimizer_kind(section);
+  OptimizerConfig optimizer = kind.defaults;
+  for (const OptimizerKey& key : optimizer_keys()) {
+    if (!kind.takes(key.name)) {
+      section.refuse_without_effect({key.name.c_str()},
+                                    concat("with optimizer.type \"", kind.name, "\""));
+    }
+    std::visit([&](auto field) { read_key(section, key, &(optimizer.*field)); }, key.field);
   }
-  const std::string positive = "a number >= 0";
-  section.read("lr", &optimizer.lr, 0.0, HUGE_VAL, positive);
-  parse_betas(section, &optimizer);
-  section.read("eps", &optimizer.eps, 0.0, HUGE_VAL, positive);
-  section.read("weight_decay", &optimizer.weight_decay, 0.0, HUGE_VAL, positive);
-  section.read("momentum", &optimizer.momentum, 0.0, HUGE_VAL, positive);
-  section.read("dampening", &optimizer.dampening, -HUGE_VAL, HUGE_VAL, "a number");
-  section.read("nesterov", &optimizer.nesterov);
-  section.read("lr_decay", &optimizer.lr_decay, 0.0, HUGE_VAL, positive);
-  optimizer.moments_dtype =
-      section.choice("moments_dtype", optimizer.moments_dtype, {"fp32", "bf16"});
-  if (optimizer.type == "SGD" && optimizer.momentum == 0.0 && optimizer.moments_dtype != "fp32")
+  if (num_moments(optimizer) == 0 && optimizer.moments_dtype != "fp32")
     section.refuse_without_effect({"moments_dtype"}, "while optimizer.momentum is 0");
   if (optimizer.momentum == 0.0 && optimizer.dampening != 0.0)
     section.refuse_without_effect({"dampening"}, "while optimizer.momentum is 0");
@@ -350,7 +350,7 @@ void parse_nested(const Section& top, Config* config) {
   if (const Json* value = top.find("table")) parse_table(*value, config);
   if (const Json* value = top.find("mesh")) parse_mesh(*value, &config->mesh);
   if (const Json* value = top.find("dtypes")) parse_dtypes(*value, config);
-  if (const Json* value = top.find("offload")) parse_offload(*value, &config->offload);
+  if (const Json* value = top.find("offload")) parse_offload(*value, config);
   if (const Json* value = top.find("memory")) {
     const Section memory(*value, "memory", {"device_bytes", "host_bytes"});
     memory.read_bytes("device_bytes", &config->memory.device_bytes);
@@ -365,7 +365,7 @@ void parse_nested(const Section& top, Config* config) {
   parse_activations(top, config);
   parse_loss_scale(top, config);
   refuse_section(top, "checkpoint",
-                 "this version has no checkpoint settings yet (engine.save takes a path)");
+                 "this version has no checkpoint settings yet, since it saves none");
   refuse_section(top, "monitor", "this version does not support monitors yet");
 }
 
@@ -379,16 +379,10 @@ Json or_null(int64_t value, int64_t not_set) {
 }
 
 nlohmann::json optimizer_json(const OptimizerConfig& optimizer) {
-  nlohmann::json out = {
-      {"type", optimizer.type}, {"lr", optimizer.lr}, {"weight_decay", optimizer.weight_decay}};
-  const nlohmann::json others = {{"betas", {optimizer.beta1, optimizer.beta2}},
-                                 {"eps", optimizer.eps},
-                                 {"momentum", optimizer.momentum},
-                                 {"dampening", optimizer.dampening},
-                                 {"nesterov", optimizer.nesterov},
-                                 {"lr_decay", optimizer.lr_decay},
-                                 {"moments_dtype", optimizer.moments_dtype}};
-  for (const std::string& key : optimizer_keys().at(optimizer.type)) out[key] = others.at(key);
+  const OptimizerKind& kind = kind_of(optimizer.type);
+  nlohmann::json out = {{"type", kind.name}};
+  for (const std::string& key : kind.keys)
+    std::visit([&](auto field) { out[key] = optimizer.*field; }, optimizer_key(key).field);
   return out;
 }
 

@@ -53,9 +53,9 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.mesh.node, 2);
   EXPECT_EQ(config.precision, "bf16");
   EXPECT_EQ(config.dtypes[0].first, "z.*");  // the order given, not sorted
-  EXPECT_EQ(config.optimizer->type, "AdamW");
+  EXPECT_EQ(config.optimizer->type, OptimizerType::kAdamW);
   EXPECT_EQ(config.optimizer->lr, 3e-4);
-  EXPECT_EQ(config.optimizer->beta2, 0.95);
+  EXPECT_EQ(config.optimizer->betas[1], 0.95);
   EXPECT_EQ(config.optimizer->eps, 1e-6);
   EXPECT_EQ(config.optimizer->moments_dtype, "bf16");
   EXPECT_EQ(config.optimizer->weight_decay, 0.1);

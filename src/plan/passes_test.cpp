@@ -139,7 +139,7 @@ TEST(ReadAheadTest, ReadsStartOneUnitEarly) {
 }
 
 TEST(ReadAheadTest, InputsHoldUpNoParameters) {
-  const Mesh mesh{1, 4, 1};
+  const Mesh mesh = Mesh::of({{Axis::kLocal, 4}});
   ModelDesc model = blocks(4);
   const auto plan = [&](Tier tier) {
     const Table table = preset("zero3", {.act_tier = tier});
@@ -154,7 +154,7 @@ TEST(ReadAheadTest, InputsHoldUpNoParameters) {
 }
 
 TEST(PrefetchTest, PeaksGrowByNoMoreThanTheBudget) {
-  const Mesh mesh{2, 2, 1};
+  const Mesh mesh = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}});
   const ModelDesc model = blocks(6);
   for (const char* name : {"zero3", "hpz", "mics"}) {
     const Table table = preset(name, {.precision = Dtype::kBf16});
@@ -170,7 +170,7 @@ TEST(PrefetchTest, PeaksGrowByNoMoreThanTheBudget) {
 }
 
 TEST(PassesTest, StepsAreOnlyReordered) {
-  const Mesh mesh{1, 4, 1};
+  const Mesh mesh = Mesh::of({{Axis::kLocal, 4}});
   const ModelDesc model = blocks(4);
   const Table table = preset("zero3", {.precision = Dtype::kBf16, .param_tier = Tier::kHost});
   const Plan plan = plan_step(table, model, mesh, 2);

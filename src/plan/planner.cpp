@@ -7,6 +7,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/plan/copies.h"
 
 namespace penstock {
 
@@ -21,7 +22,11 @@ bool trains(const UnitDesc& unit) {
 class SectionWriter {
  public:
   SectionWriter(const Table& table, const ModelDesc& model, const Mesh& mesh, Section section)
-      : table_(table.on(mesh)), model_(model), mesh_(mesh), section_(section) {}
+      : table_(table.on(mesh)),
+        model_(model),
+        mesh_(mesh),
+        section_(section),
+        publish_(table_.publish()) {}
 
   Plan write() && {
     switch (section_) {
@@ -36,7 +41,7 @@ class SectionWriter {
         backward();
         break;
       case Section::kUpdateEarly:
-        for (int unit = num_units() - 1; unit >= 0 && !waits_on_disk(); --unit)
+        for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit)
           move_grad(unit, Phase::kHold, Phase::kUpdate);
         [[fallthrough]];
       case Section::kUpdate:
@@ -60,15 +65,27 @@ class SectionWriter {
                            .chunk = chunk});
   }
 
+  // Makes a unit's cell true. Going back to rest is free: the authority never left.
   void settle_param(int unit, Phase phase) {
     const Placement& want = cell(Role::kParam, phase);
-    const Placement have = std::exchange(param_at_[unit], want);
-    if (have == want) return;
+    Copies& book = params_[unit];
+    if (book.current() == want) return;
     if (want == cell(Role::kParam, Phase::kRest)) {
       plan_.steps.push_back({.op = Op::kDrop, .units = {unit}, .role = Role::kParam});
-    } else {
-      move(unit, Role::kParam, have, want);
+      book.drop();
+      return;
     }
+    std::vector<Move> moves = book.way_to(want);
+    book.move(moves);
+    plan_.steps.push_back(
+        {.op = Op::kMove, .units = {unit}, .role = Role::kParam, .moves = std::move(moves)});
+  }
+
+  // The books of all units at the begin of a section that finds parameters in this phase.
+  void begin_params(Phase phase) {
+    Copies book = Copies::resting(cell(Role::kParam, Phase::kRest));
+    book.make(cell(Role::kParam, phase));
+    params_.assign(model_.units.size(), book);
   }
 
   void move_grad(int unit, Phase from, Phase to, Chunk chunk = {}) {
@@ -78,7 +95,7 @@ class SectionWriter {
 
   // The sum over tensor ranks that a split unit's output (forward) or input gradient needs.
   void sum_activations(int unit, TensorSplit split) {
-    if (mesh_.tensor == 1 || model_.units[unit].split != split) return;
+    if (mesh_.size(Axis::kTensor) == 1 || model_.units[unit].split != split) return;
     plan_.steps.push_back({.op = Op::kMove,
                            .units = {unit},
                            .role = Role::kAct,
@@ -92,7 +109,7 @@ class SectionWriter {
   }
 
   void forward(Phase after) {
-    param_at_.assign(model_.units.size(), cell(Role::kParam, Phase::kRest));
+    begin_params(Phase::kRest);
     for (const auto& [unit, mark] : model_.forward) {
       settle_param(unit, Phase::kForward);
       plan_.steps.push_back({.op = Op::kForward, .units = {unit}, .mark = mark});
@@ -105,7 +122,7 @@ class SectionWriter {
 
   void backward() {
     const bool last = section_ == Section::kBackwardLast;
-    param_at_.assign(model_.units.size(), cell(Role::kParam, Phase::kHold));
+    begin_params(Phase::kHold);
     std::vector<size_t> last_visit(model_.units.size(), 0);
     for (size_t i = 0; i < model_.backward.size(); ++i) last_visit[model_.backward[i].unit] = i;
     for (size_t i = 0; i < model_.backward.size(); ++i) {
@@ -128,39 +145,35 @@ class SectionWriter {
     const bool in_place = table_.holds_grad_in_place();
     const bool goes_straight = cell(Role::kGrad, Phase::kHold) == cell(Role::kGrad, Phase::kUpdate);
     if (!in_place) move_grad(unit, Phase::kBackward, Phase::kHold);
-    if (last && !goes_straight && !waits_on_disk()) move_grad(unit, Phase::kHold, Phase::kUpdate);
+    if (last && !goes_straight && !table_.grads_wait_on_disk())
+      move_grad(unit, Phase::kHold, Phase::kUpdate);
   }
-
-  // Gradients held on disk stay there until their unit is updated.
-  bool waits_on_disk() const { return cell(Role::kGrad, Phase::kHold).tier == Tier::kDisk; }
 
   void update() {
     plan_.steps.push_back({.op = Op::kNorm});
-    const Placement& param = cell(Role::kParam, Phase::kRest);
-    std::vector<Move> publish = hops(table_.master(), param);
-    // The master is a copy of its own in the same place (it rests on disk, the parameter does not).
-    if (publish.empty() && table_.has_master(param.dtype))
-      publish = {{.kind = MoveKind::kCast, .dtype = param.dtype}};
     for (int unit = 0; unit < num_units(); ++unit) {
       if (!trains(model_.units[unit])) continue;
+      // What changes its layout on the way moves whole.
+      if (table_.grads_wait_on_disk() && !table_.grads_come_in_chunks()) {
+        move_grad(unit, Phase::kHold, Phase::kUpdate);
+      }
       const int count = model_.units[unit].num_chunks;
-      for (int index = 0; index < count; ++index) update_chunk(unit, {index, count}, publish);
+      for (int index = 0; index < count; ++index) update_chunk(unit, {index, count});
     }
   }
 
-  void update_chunk(int unit, const Chunk& chunk, const std::vector<Move>& publish) {
+  void update_chunk(int unit, const Chunk& chunk) {
     const Placement& rest = cell(Role::kOptim, Phase::kRest);
     const Placement& at = cell(Role::kOptim, Phase::kUpdate);
     move(unit, Role::kOptim, rest, at, chunk);
-    if (waits_on_disk()) move_grad(unit, Phase::kHold, Phase::kUpdate, chunk);
+    if (table_.grads_come_in_chunks()) move_grad(unit, Phase::kHold, Phase::kUpdate, chunk);
     plan_.steps.push_back({.op = Op::kUpdate, .units = {unit}, .chunk = chunk});
-    // What goes to disk does so chunk by chunk; anything else once it is complete.
-    const bool to_disk = cell(Role::kParam, Phase::kRest).tier == Tier::kDisk;
-    if (!publish.empty() && (to_disk || chunk.last())) {
+    const bool chunks = table_.publishes_chunks();
+    if (!publish_.empty() && (chunks || chunk.last())) {
       plan_.steps.push_back({.op = Op::kPublish,
                              .units = {unit},
-                             .moves = publish,
-                             .chunk = to_disk ? chunk : Chunk{}});
+                             .moves = publish_,
+                             .chunk = chunks ? chunk : Chunk{}});
     }
     move(unit, Role::kOptim, at, rest, chunk);
   }
@@ -169,7 +182,8 @@ class SectionWriter {
   const ModelDesc& model_;
   const Mesh mesh_;
   const Section section_;
-  std::vector<Placement> param_at_;
+  const std::vector<Move> publish_;
+  std::vector<Copies> params_;
   Plan plan_;
 };
 

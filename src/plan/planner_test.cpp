@@ -9,6 +9,10 @@
 namespace penstock {
 namespace {
 
+const Mesh kTwoRanks = Mesh::of({{Axis::kLocal, 2}});
+const Mesh kTwoNodes = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}});
+const Mesh kTwoHalves = Mesh::of({{Axis::kTensor, 2}});
+
 ModelDesc blocks(int num_units) {
   ModelDesc model;
   for (int unit = 0; unit < num_units; ++unit)
@@ -59,7 +63,7 @@ TEST(PlannerTest, SectionsOfOneUnit) {
        "publish u0 param cast(bf16); copy(host,device)\nmove u0 optim copy(host,disk)\n"},
   };
   for (const SectionCase& c : cases)
-    EXPECT_EQ(plan_section(preset(c.strategy, c.options), blocks(1), {2, 2, 1}, c.section).text(),
+    EXPECT_EQ(plan_section(preset(c.strategy, c.options), blocks(1), kTwoNodes, c.section).text(),
               c.text)
         << c.strategy << " " << section_name(c.section);
 }
@@ -67,7 +71,7 @@ TEST(PlannerTest, SectionsOfOneUnit) {
 TEST(PlannerTest, FrozenUnitsMoveParametersOnly) {
   ModelDesc model = blocks(2);
   model.units[1].flats[0].trainable = false;
-  const Plan plan = plan_step(preset("zero3", kBf16), model, {1, 2, 1}, 1);
+  const Plan plan = plan_step(preset("zero3", kBf16), model, kTwoRanks, 1);
   int num_frozen_moves = 0;
   for (const Step& step : plan.steps) {
     if (step.units != std::vector<int>{1}) continue;
@@ -84,11 +88,11 @@ TEST(PlannerTest, SplitUnitsSumActivations) {
   model.units[0].split = TensorSplit::kColumn;
   model.units[1].split = TensorSplit::kRow;
   const Table table = preset("ddp", {});
-  EXPECT_EQ(plan_section(table, model, {1, 1, 2}, Section::kForward).text(),
+  EXPECT_EQ(plan_section(table, model, kTwoHalves, Section::kForward).text(),
             "forward u0\nforward u1\nmove u1 act all_reduce(tensor)\n");
-  EXPECT_EQ(plan_section(table, model, {1, 1, 2}, Section::kBackward).text(),
+  EXPECT_EQ(plan_section(table, model, kTwoHalves, Section::kBackward).text(),
             "backward u1\nbackward u0\nmove u0 act all_reduce(tensor)\n");
-  EXPECT_EQ(plan_section(table, model, {1, 2, 1}, Section::kForward).text(),
+  EXPECT_EQ(plan_section(table, model, kTwoRanks, Section::kForward).text(),
             "forward u0\nforward u1\n");
 }
 
@@ -105,7 +109,7 @@ TEST(PlannerTest, OneRankNeedsNoCollectives) {
 TEST(PlannerTest, AStepIsItsSections) {
   const ModelDesc model = blocks(2);
   const Table table = preset("zero3", kSums);
-  const Mesh mesh{1, 4, 1};
+  const Mesh mesh = Mesh::of({{Axis::kLocal, 4}});
   const auto text = [&](Section section) {
     return plan_section(table, model, mesh, section).text();
   };
@@ -121,9 +125,9 @@ TEST(PlannerTest, TheMomentsDtypeChangesNoStep) {
     for (const Dtype precision : {Dtype::kFp32, Dtype::kBf16})
       for (const Tier tier : {Tier::kDevice, Tier::kHost, Tier::kDisk}) {
         TableOptions options{.precision = precision, .optim_tier = tier};
-        const Plan plan = plan_step(preset(name, options), blocks(2), {1, 2, 1}, 1);
+        const Plan plan = plan_step(preset(name, options), blocks(2), kTwoRanks, 1);
         options.moments = Dtype::kBf16;
-        EXPECT_EQ(plan_step(preset(name, options), blocks(2), {1, 2, 1}, 1).text(), plan.text());
+        EXPECT_EQ(plan_step(preset(name, options), blocks(2), kTwoRanks, 1).text(), plan.text());
       }
 }
 
@@ -132,7 +136,7 @@ TEST(PlannerTest, TheMomentsDtypeChangesNoStep) {
 TEST(PlannerTest, HoldAndUpdateMayDifferInTier) {
   Table table = preset("zero2", {});
   table.set(Role::kGrad, Phase::kUpdate, Placement::parse("SS@host:fp32"));
-  EXPECT_EQ(plan_section(table, blocks(1), {1, 2, 1}, Section::kBackwardLast).text(),
+  EXPECT_EQ(plan_section(table, blocks(1), kTwoRanks, Section::kBackwardLast).text(),
             "backward u0\nmove u0 grad reduce_scatter(data)\nmove u0 grad copy(device,host)\n");
 }
 

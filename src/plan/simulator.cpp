@@ -7,6 +7,8 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/plan/copies.h"
+#include "src/plan/route.h"
 
 namespace penstock {
 
@@ -54,8 +56,8 @@ class Walk {
  public:
   Walk(const Table& table, const ModelDesc& model, const Mesh& mesh, double num_moments)
       : table_(table.on(mesh)), model_(model), mesh_(mesh), num_moments_(num_moments) {
-    gathered_.resize(model.units.size());
-    grads_.resize(model.units.size());
+    params_.assign(model.units.size(), Copies::resting(cell(Role::kParam, Phase::kRest)));
+    grads_.assign(model.units.size(), Copies::moving());
     staged_.resize(model.units.size());
     for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
       meter_.add(held(Role::kParam, unit, cell(Role::kParam, Phase::kRest)));
@@ -138,8 +140,9 @@ class Walk {
       read_.erase(read_.begin());
     }
     if (!chunk.last()) return;
-    for (const Placement& place : std::exchange(grads_[unit], {}))
+    for (const Placement& place : grads_[unit].places())
       meter_.free(held(Role::kGrad, unit, place));
+    grads_[unit].clear();
   }
 
   void publish(const Step& step, int unit) {
@@ -150,18 +153,17 @@ class Walk {
       write({Tier::kHost, Use::kParam, bytes(Role::kParam, unit, rest, step.chunk)});
   }
 
-  void begin_grad(int unit) {
-    const Placement& made = table_.grad_after_backward();
-    std::vector<Placement>& copies = grads_[unit];
-    if (std::find(copies.begin(), copies.end(), made) != copies.end()) return;
-    copies.insert(copies.begin(), made);
-    meter_.add(held(Role::kGrad, unit, made));
+  void begin_grad(int unit) { make_grad(unit, table_.grad_after_backward()); }
+
+  void make_grad(int unit, const Placement& place) {
+    if (!grads_[unit].has(place)) meter_.add(held(Role::kGrad, unit, place));
+    grads_[unit].make(place);
   }
 
   void drop_param(int unit) {
-    if (!gathered_[unit]) return;
-    meter_.free(held(Role::kParam, unit, *gathered_[unit]));
-    gathered_[unit].reset();
+    if (params_[unit].at_rest()) return;
+    meter_.free(held(Role::kParam, unit, params_[unit].current()));
+    params_[unit].drop();
   }
 
   void drain_lane() {
@@ -193,94 +195,75 @@ class Walk {
 
   void move_param(const Plan& plan, size_t index, int unit) {
     const std::vector<Move>& moves = plan.steps[index].moves;
-    std::vector<Placement> sources;
-    if (gathered_[unit]) sources.push_back(*gathered_[unit]);
-    sources.push_back(cell(Role::kParam, Phase::kRest));
-    const Placement from = source_of(sources, moves);
-    const Placement to = destination(from, moves);
-    send(moves, Role::kParam, unit, from, to.sharded() ? phase_ : phase_of_use(plan, index, unit));
-    if (from.tier == Tier::kDisk) {
-      const Held staging{Tier::kHost, Use::kParam, bytes(Role::kParam, unit, from)};
+    const Route way = route_of(params_[unit], moves);
+    send(moves, Role::kParam, unit, way.from,
+         way.to.sharded() ? phase_ : phase_of_use(plan, index, unit));
+    if (way.from.tier == Tier::kDisk) {
+      const Held staging{Tier::kHost, Use::kParam, bytes(Role::kParam, unit, way.from)};
       meter_.add(staging);
       staged_[unit].push_back(staging);
     }
-    meter_.add(held(Role::kParam, unit, to));
-    drop_param(unit);
-    gathered_[unit] = to;
+    if (way.to != cell(Role::kParam, Phase::kRest)) meter_.add(held(Role::kParam, unit, way.to));
+    const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, unit)};
+    meter_.add(buffers);
+    meter_.free(buffers);
+    if (!params_[unit].at_rest()) {
+      const Held left = held(Role::kParam, unit, params_[unit].current());
+      const bool read_until_use = way.to == cell(Role::kParam, Phase::kForward);
+      if (read_until_use) staged_[unit].push_back(left);
+      if (!read_until_use) meter_.free(left);
+    }
+    params_[unit].move(moves);
   }
 
   void move_grad(const Step& step, int unit) {
-    std::vector<Placement>& copies = grads_[unit];
+    Copies& copies = grads_[unit];
     // A section that starts with gradients in hold.
-    if (copies.empty()) begin_grad_held(unit);
-    const Placement from = source_of(copies, step.moves);
-    const Placement to = destination(from, step.moves);
-    send(step.moves, Role::kGrad, unit, from, phase_, step.chunk);
-    if (from.tier == Tier::kDisk) {
-      read_.push_back(held(Role::kGrad, unit, to, step.chunk));
+    if (copies.empty()) make_grad(unit, cell(Role::kGrad, Phase::kHold));
+    const Route way = route_of(copies, step.moves);
+    send(step.moves, Role::kGrad, unit, way.from, phase_, step.chunk);
+    if (way.from.tier == Tier::kDisk && phase_ == "update") {
+      read_.push_back(held(Role::kGrad, unit, way.to, step.chunk));
       meter_.add(read_.back());
       return;
     }
-    const bool in_place = std::all_of(step.moves.begin(), step.moves.end(), [](const Move& move) {
-      return move.kind == MoveKind::kAllReduce;
-    });
-    const Held buffer{Tier::kDevice, Use::kBuffers, receive_bytes(step.moves, unit, from)};
+    const Held buffer{Tier::kDevice, Use::kBuffers, buffer_bytes(way, unit)};
     meter_.add(buffer);
     lane_.push_back(buffer);
-    const auto source = std::find(copies.begin(), copies.end(), from);
-    if (in_place) {
-      *source = to;
-      return;
-    }
-    copies.erase(source);
-    lane_.push_back(held(Role::kGrad, unit, from));
-    if (std::find(copies.begin(), copies.end(), to) != copies.end()) return;
-    copies.push_back(to);
-    meter_.add(held(Role::kGrad, unit, to));
-    if (to.tier != Tier::kDisk) return;
-    made_.push_back({Tier::kHost, Use::kGrad, bytes(Role::kGrad, unit, to)});
+    const bool arrives = !copies.has(way.to);
+    copies.move(step.moves);
+    if (way.in_place() && arrives) return;
+    lane_.push_back(held(Role::kGrad, unit, way.from));
+    if (!arrives) return;
+    meter_.add(held(Role::kGrad, unit, way.to));
+    if (way.to.tier != Tier::kDisk) return;
+    made_.push_back({Tier::kHost, Use::kGrad, bytes(Role::kGrad, unit, way.to)});
     meter_.add(made_.back());
-  }
-
-  void begin_grad_held(int unit) {
-    grads_[unit].push_back(cell(Role::kGrad, Phase::kHold));
-    meter_.add(held(Role::kGrad, unit, grads_[unit].back()));
   }
 
   void move_optim(const Step& step, int unit) {
     const Placement& rest = cell(Role::kOptim, Phase::kRest);
     const Placement& at = cell(Role::kOptim, Phase::kUpdate);
-    const Placement from = source_of({rest, at}, step.moves);
-    send(step.moves, Role::kOptim, unit, from, "update", step.chunk);  // the first before the norm
+    const bool fetches = apply_all(rest, step.moves) == at;
+    send(step.moves, Role::kOptim, unit, fetches ? rest : at, "update", step.chunk);
+    const Held kept = held(Role::kOptim, unit, rest, step.chunk);
     const Held state = held(Role::kOptim, unit, at, step.chunk);
-    if (from == rest) {
+    if (fetches) {
       meter_.add(state);
+      if (rest.tier != Tier::kDisk) meter_.free(kept);
+    } else if (rest.tier != Tier::kDisk) {
+      meter_.add(kept);
+      meter_.free(state);
     } else {  // its memory is let go once it is written
       meter_.free(state);
-      write(state);
+      write({Tier::kHost, Use::kOptim, kept.bytes});
     }
   }
 
-  static bool fits(Placement place, const std::vector<Move>& moves) {
-    for (const Move& move : moves) {
-      if (!applies(place, move)) return false;
-      place = apply(place, move);
-    }
-    return true;
-  }
-
-  // The first of the copies that the moves can start from.
-  static Placement source_of(const std::vector<Placement>& copies, const std::vector<Move>& moves) {
-    const auto found = std::find_if(copies.begin(), copies.end(),
-                                    [&](const Placement& copy) { return fits(copy, moves); });
-    PENSTOCK_ASSERT(found != copies.end(),
-                    concat("no copy for ", moves.front().text(), " to start"));
-    return *found;
-  }
-
-  static Placement destination(Placement place, const std::vector<Move>& moves) {
-    for (const Move& move : moves) place = apply(place, move);
-    return place;
+  Route route_of(const Copies& copies, const std::vector<Move>& moves) const {
+    const std::optional<Placement> from = copies.source(moves);
+    PENSTOCK_ASSERT(from, concat("no copy for ", moves.front().text(), " to start"));
+    return route(*from, moves, mesh_, 0);
   }
 
   int group_size(const Move& move) const {
@@ -289,27 +272,37 @@ class Walk {
     return size;
   }
 
-  // The largest of the moves' receive buffers, as they follow one another; and the fp32 sums that
-  // stand between two collectives.
-  int64_t receive_bytes(const std::vector<Move>& moves, int unit, const Placement& place) const {
-    const auto collectives = std::count_if(moves.begin(), moves.end(),
-                                           [](const Move& move) { return move.is_collective(); });
+  int64_t group_size(const Pass& pass) const {
+    int64_t size = 1;
+    for (const Axis axis : pass.axes) size *= mesh_.size(axis);
+    return size;
+  }
+
+  // What stands between the passes of a unit's flats, and the largest of the receive buffers, as
+  // they follow one another.
+  int64_t buffer_bytes(const Route& way, int unit) const {
     int64_t sum = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
-      if (!flat.trainable) continue;
-      const Dtype dtype = table_.dtype_in(place, flat.dtype);
-      const bool widens = collectives > 1 && dtype != Dtype::kFp32;
-      int64_t stage = flat.numel * dtype_bytes(dtype), most = 0, between = 0;
-      for (const Move& move : moves) {
-        if (!move.is_collective()) continue;
-        const int64_t size = group_size(move);
-        most = std::max(most, stage / size * (size - 1));
-        if (move.kind == MoveKind::kReduceScatter) stage /= size;
-        if (widens && between == 0) stage = between = flat.numel / size * 4;
-      }
-      sum += most + between;
+      if (flat.trainable || !way.from.partial()) sum += buffer_bytes(way, flat);
     }
     return sum;
+  }
+
+  int64_t buffer_bytes(const Route& way, const FlatDesc& flat) const {
+    const Dtype first = table_.dtype_in(way.from, flat.dtype);
+    const Dtype last = table_.dtype_in(way.to, flat.dtype);
+    Dtype dtype = first;
+    int64_t most = 0, between = 0;
+    for (size_t i = 0; i < way.passes.size(); ++i) {
+      const Pass& pass = way.passes[i];
+      const int64_t here = flat.numel / num_shards(pass.from, mesh_) * dtype_bytes(dtype);
+      if (pass.sums()) most = std::max(most, here / group_size(pass) * (group_size(pass) - 1));
+      dtype = way.dtype_after(i, first, last);
+      const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
+      if (stands && i + 1 < way.passes.size())
+        between += flat.numel / num_shards(pass.to, mesh_) * dtype_bytes(dtype);
+    }
+    return most + between;
   }
 
   std::string phase_of_use(const Plan& plan, size_t index, int unit) const {
@@ -341,7 +334,7 @@ class Walk {
     if (move.kind == MoveKind::kAllReduce) sent *= 2;
     int64_t across = 0;  // of size - 1 peers
     for (const Axis axis : move.axes)
-      if (axis == Axis::kNode) across = size - size / mesh_.node;
+      if (axis == Axis::kNode) across = size - size / mesh_.size(axis);
     const int64_t node_bytes = sent * across / (size - 1);
     if (node_bytes > 0) ledger_.sent[phase]["node"] += node_bytes;
     if (sent > node_bytes) ledger_.sent[phase]["local"] += sent - node_bytes;
@@ -354,9 +347,8 @@ class Walk {
   Meter meter_;
   Ledger ledger_;
   std::string phase_ = "update";
-  std::vector<std::optional<Placement>> gathered_;
-  std::vector<std::vector<Placement>> grads_;
-  std::vector<std::vector<Held>> staged_;  // by unit: read from disk, not copied yet
+  std::vector<Copies> params_, grads_;     // by unit
+  std::vector<std::vector<Held>> staged_;  // by unit: what its gather reads, until it is used
   std::vector<Held> writing_;              // on its way to disk
   std::vector<Held> read_;                 // gradients from disk, for updates to come
   std::vector<Held> made_;                 // reduced by the lane, to be written

@@ -1,6 +1,6 @@
 #pragma once
-// The simulator: what a plan costs, before it runs. The memory ledger, `explain` and capacity
-// planning are this one function.
+// The simulator: what a plan costs, before it runs. The memory ledger, `penstock plan` and what
+// `"offload": "auto"` chooses come from this one function.
 #include <array>
 #include <cstdint>
 #include <map>

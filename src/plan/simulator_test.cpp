@@ -9,7 +9,7 @@
 namespace penstock {
 namespace {
 
-constexpr Mesh kMesh{2, 2, 1};
+const Mesh kMesh = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}});
 
 // 1024 and 2048 parameters.
 ModelDesc two_blocks(Dtype dtype) {
@@ -114,7 +114,7 @@ const LedgerCase kCases[] = {
     // Of the gradients one is made on the host while the one before it is written, and one is read.
     {"zero3_grad_disk",
      "zero3",
-     {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk, .grads_on_disk = true},
+     {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk, .grad_tier = Tier::kDisk},
      1,
      "param 5632 grad 6144 optim 0 buffers 3072 total 12800",
      "param 0 grad 1536 optim 9216 buffers 0 total 10240",
@@ -162,7 +162,7 @@ TEST(SimulatorTest, FrozenAndMixedFlatsCountAsTheyAre) {
       {.name = "mixed",
        .flats = {{1024, Dtype::kBf16}, {512, Dtype::kFp32}, {2048, Dtype::kBf16, false}}}};
   assume_order(model, false);
-  const Mesh mesh{1, 2, 1};
+  const Mesh mesh = Mesh::of({{Axis::kLocal, 2}});
   const Table table = preset("zero3", {.precision = Dtype::kBf16});
   const Ledger ledger = simulate(plan_step(table, model, mesh, 1), table, model, mesh);
   const int64_t full = 1024 * 2 + 512 * 4 + 2048 * 2;
@@ -179,8 +179,12 @@ TEST(SimulatorTest, OneRankSendsNothing) {
     const Table table = preset(name, {.precision = Dtype::kBf16});
     const ModelDesc model = two_blocks(Dtype::kBf16);
     const Ledger ledger = simulate(plan_step(table, model, {}, 1), table, model, {});
-    EXPECT_TRUE(ledger.sent.empty()) << name;
-    EXPECT_EQ(ledger.tier[0].param, 3072 * 2) << name;
+    for (const auto& [phase, links] : ledger.sent) {
+      for (const auto& [link, bytes] : links) EXPECT_EQ(link, "device-host") << name << phase;
+    }
+    const bool on_host = table.at(Role::kParam, Phase::kRest).tier == Tier::kHost;
+    EXPECT_EQ(ledger.sent.empty(), !on_host) << name;
+    EXPECT_EQ(ledger.tier[on_host ? 1 : 0].param, 3072 * 2) << name;
     EXPECT_EQ(ledger.tier[0].optim, 3072 * 12) << name;
   }
 }
@@ -199,7 +203,7 @@ TEST(SimulatorTest, ChunksBoundWhatStreamsFromDisk) {
                                        .accumulate = true,
                                        .optim_tier = Tier::kDisk,
                                        .param_tier = Tier::kDisk,
-                                       .grads_on_disk = true});
+                                       .grad_tier = Tier::kDisk});
   constexpr int64_t kChunk = 4 * kChunkGrain;
   ModelDesc model;
   model.units = {{.name = "block", .flats = {{kMesh.world() * 10 * kChunk, Dtype::kBf16}}}};

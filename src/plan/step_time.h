@@ -22,7 +22,7 @@ struct Work {
 
 struct StepTime {
   double forward = 0, backward = 0, update = 0;  // seconds
-  std::string longest;                           // phase and lane that take most: "update, disk"
+  std::string longest;                           // what takes most: "forward, host-disk link"
   double total() const { return forward + backward + update; }
 };
 

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/plan/route.h"
 
 namespace penstock {
 
@@ -14,8 +16,7 @@ namespace {
 // The cells that a role has; the others mean nothing.
 const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
   static const std::vector<std::pair<Role, std::vector<Phase>>> kUsed = {
-      {Role::kParam,
-       {Phase::kRest, Phase::kForward, Phase::kHold, Phase::kBackward, Phase::kUpdate}},
+      {Role::kParam, {Phase::kRest, Phase::kForward, Phase::kHold, Phase::kBackward}},
       {Role::kGrad, {Phase::kBackward, Phase::kHold, Phase::kUpdate}},
       {Role::kOptim, {Phase::kRest, Phase::kUpdate}},
       {Role::kAct, {Phase::kForward, Phase::kHold, Phase::kBackward}},
@@ -23,7 +24,7 @@ const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
   return kUsed;
 }
 
-// A preset: layouts over (node, local).
+// A preset: layouts over (node, local), with a tier where it is not the options' ("SS@host").
 struct Preset {
   const char* name;
   const char *param_rest, *param_hold, *grad_hold, *grad_update, *optim;
@@ -41,9 +42,15 @@ Placement place(const char* letters, Dtype dtype, Tier tier = Tier::kDevice) {
   return Placement::parse(concat(letters, "@", tier_name(tier), ":", dtype_name(dtype)));
 }
 
-Placement place_on(Tier tier_if_sharded, const char* letters, Dtype dtype) {
-  Placement cell = place(letters, dtype);
-  if (cell.sharded()) cell.tier = tier_if_sharded;
+// `text` may name the tier itself.
+Placement place_on(Tier tier_if_sharded, const std::string& text, Dtype dtype) {
+  Placement cell = place(text.substr(0, kDataAxes.size()).c_str(), dtype);
+  const size_t at = text.find('@');
+  if (at != std::string::npos) {
+    cell.tier = parse_tier(text.substr(at + 1));
+  } else if (cell.sharded()) {
+    cell.tier = tier_if_sharded;
+  }
   return cell;
 }
 
@@ -80,9 +87,15 @@ Dtype Table::dtype_in(const Placement& cell, Dtype own) const {
 }
 
 bool Table::has_master(Dtype dtype) const {
-  const Tier rest = at(Role::kParam, Phase::kRest).tier;
-  return dtype != Dtype::kFp32 || rest != at(Role::kOptim, Phase::kRest).tier ||
-         rest != at(Role::kOptim, Phase::kUpdate).tier;
+  const Placement& rest = at(Role::kParam, Phase::kRest);
+  const Placement& optim = at(Role::kOptim, Phase::kUpdate);
+  if (dtype_in(rest, dtype) != Dtype::kFp32 || rest.tier != optim.tier) return true;
+  const Placement& kept = at(Role::kOptim, Phase::kRest);
+  if (kept.tier != optim.tier || kept.layout != optim.layout) return true;
+  Placement master = rest;
+  master.layout = optim.layout;
+  const std::vector<Move> moves = hops(rest, master);
+  return moves.size() > 1 || (moves.size() == 1 && moves[0].kind != MoveKind::kSlice);
 }
 
 Placement Table::master() const {
@@ -91,8 +104,13 @@ Placement Table::master() const {
   return place;
 }
 
+bool Table::rests_whole() const {
+  return at(Role::kParam, Phase::kRest) == at(Role::kParam, Phase::kForward);
+}
+
 bool Table::moves_params() const {
-  return !(at(Role::kParam, Phase::kRest) == at(Role::kParam, Phase::kForward));
+  const Placement& computes = at(Role::kParam, Phase::kForward);
+  return !rests_whole() || at(Role::kParam, Phase::kHold) != computes;
 }
 
 bool Table::moves_activations() const {
@@ -109,6 +127,51 @@ const Placement& Table::grad_after_backward() const {
   return at(Role::kGrad, holds_grad_in_place() ? Phase::kHold : Phase::kBackward);
 }
 
+bool Table::uses_disk() const {
+  for (const auto& [role, phases] : used_cells()) {
+    for (const Phase phase : phases) {
+      if (role != Role::kAct && at(role, phase).tier == Tier::kDisk) return true;
+    }
+  }
+  return false;
+}
+
+bool Table::streams_state() const {
+  const Placement& rest = at(Role::kOptim, Phase::kRest);
+  if (rest.tier != Tier::kDisk || hops(rest, at(Role::kOptim, Phase::kUpdate)).size() != 1) {
+    return false;
+  }
+  const std::vector<Move> moves = publish();
+  return moves.empty() || publishes_chunks() || route(master(), moves, Mesh(), 0).joins_update();
+}
+
+bool Table::grads_wait_on_disk() const {
+  const Placement& held = at(Role::kGrad, Phase::kHold);
+  return held.tier == Tier::kDisk && !held.partial();
+}
+
+bool Table::grads_come_in_chunks() const {
+  return grads_wait_on_disk() &&
+         hops(at(Role::kGrad, Phase::kHold), at(Role::kGrad, Phase::kUpdate)).size() == 1;
+}
+
+std::vector<Move> Table::publish() const {
+  const Placement& rest = at(Role::kParam, Phase::kRest);
+  std::vector<Move> moves = hops(master(), rest);
+  if (moves.empty() && has_master(rest.dtype)) {
+    moves = {{.kind = MoveKind::kCast, .dtype = rest.dtype}};
+  }
+  return moves;
+}
+
+bool Table::publishes_chunks() const {
+  const std::vector<Move> moves = publish();
+  return at(Role::kParam, Phase::kRest).tier == Tier::kDisk &&
+         std::all_of(moves.begin(), moves.end(), [](const Move& move) {
+           return move.kind == MoveKind::kCast || move.kind == MoveKind::kCopy;
+         });
+}
+
 std::string Table::text() const {
   std::string out;
   for (const auto& [role, phases] : used_cells()) {
@@ -118,6 +181,33 @@ std::string Table::text() const {
     out += "\n";
   }
   return out;
+}
+
+Table Table::parse(const std::string& text) {
+  std::map<std::string, std::string> given;  // "param.rest" -> placement
+  for (const std::string& line : split(text, '\n')) {
+    const std::vector<std::string> words = split(trim(line), ' ');
+    for (size_t i = 1; i < words.size(); ++i) {
+      const size_t equals = std::min(words[i].find('='), words[i].size());
+      const std::string cell = concat(words[0], ".", words[i].substr(0, equals));
+      if (!given.emplace(cell, words[i].substr(std::min(equals + 1, words[i].size()))).second)
+        throw ConfigError(concat("[plan::Table::parse] cell ", cell, " is given twice"));
+    }
+  }
+  Table table;
+  for (const auto& [role, phases] : used_cells()) {
+    for (const Phase phase : phases) {
+      const std::string cell = concat(role_name(role), ".", phase_name(phase));
+      const auto found = given.find(cell);
+      if (found == given.end())
+        throw ConfigError(concat("[plan::Table::parse] cell ", cell, " is missing"));
+      table.set(role, phase, Placement::parse(found->second));
+      given.erase(found);
+    }
+  }
+  if (!given.empty())
+    throw ConfigError(concat("[plan::Table::parse] there is no cell ", given.begin()->first));
+  return table;
 }
 
 const std::vector<std::string>& preset_names() {
@@ -141,16 +231,16 @@ Table preset(const std::string& name, const TableOptions& options) {
   const Preset& cells = *found;
   const Dtype precision = options.precision;
   const Placement rest = place_on(options.param_tier, cells.param_rest, precision);
-  if (options.param_tier != Tier::kDevice && !rest.sharded())
+  const bool fixed = std::string_view(cells.param_rest).find('@') != std::string_view::npos;
+  if (options.param_tier != Tier::kDevice && (fixed || !rest.sharded()))
     throw ConfigError(concat("[plan::preset] offload.params '", tier_name(options.param_tier),
-                             "' needs parameters that rest sharded, which strategy '", name,
-                             "' has not: allowed with zero3, hpz, mics"));
-  const Placement held = place_on(Tier::kDisk, cells.grad_hold, precision);
-  if (options.grads_on_disk && held.tier != Tier::kDisk)
-    throw ConfigError(
-        concat("[plan::preset] offload.gradients 'disk' needs gradients that are "
-               "held sharded, which strategy '",
-               name, "' has not: allowed with zero2, zero3, hpz, mics"));
+                             "' needs parameters that rest sharded on the device, which strategy '",
+                             name, "' has not: allowed with zero3, hpz, mics"));
+  const bool shards_grads = place(cells.grad_hold, precision).sharded();
+  if (options.grad_tier && !shards_grads)
+    throw ConfigError(concat("[plan::preset] offload.gradients '", tier_name(*options.grad_tier),
+                             "' needs gradients that are held sharded, which strategy '", name,
+                             "' has not: allowed with zero2, zero3, hpz, mics"));
   const bool offloads = options.optim_tier != Tier::kDevice;
   const Tier update_tier = offloads ? Tier::kHost : Tier::kDevice;
   const Dtype sum = options.accumulate ? Dtype::kFp32 : precision;
@@ -160,10 +250,9 @@ Table preset(const std::string& name, const TableOptions& options) {
   table.set(Role::kParam, Phase::kForward, place("RR", precision));
   table.set(Role::kParam, Phase::kHold, place_on(options.param_tier, cells.param_hold, precision));
   table.set(Role::kParam, Phase::kBackward, place("RR", precision));
-  table.set(Role::kParam, Phase::kUpdate, rest);
   table.set(Role::kGrad, Phase::kBackward, place("PP", precision));
   table.set(Role::kGrad, Phase::kHold,
-            place_on(options.grads_on_disk ? Tier::kDisk : update_tier, cells.grad_hold, sum));
+            place_on(options.grad_tier.value_or(update_tier), cells.grad_hold, sum));
   table.set(Role::kGrad, Phase::kUpdate, place(cells.grad_update, sum, update_tier));
   table.set(Role::kOptim, Phase::kRest, place(cells.optim, options.moments, options.optim_tier));
   table.set(Role::kOptim, Phase::kUpdate, place(cells.optim, options.moments, update_tier));

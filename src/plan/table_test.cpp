@@ -19,14 +19,14 @@ TEST(TableTest, PresetsHaveTheseCells) {
       {"ddp",
        {},
        "param rest=RR@device:fp32 forward=RR@device:fp32 hold=RR@device:fp32 "
-       "backward=RR@device:fp32 update=RR@device:fp32\n"
+       "backward=RR@device:fp32\n"
        "grad backward=PP@device:fp32 hold=PP@device:fp32 update=RR@device:fp32\n"
        "optim rest=RR@device:fp32 update=RR@device:fp32\n"
        "act forward=SS@device:fp32 hold=SS@device:fp32 backward=SS@device:fp32\n"},
       {"zero1",
        {.precision = Dtype::kBf16, .accumulate = true, .optim_tier = Tier::kHost},
        "param rest=RR@device:bf16 forward=RR@device:bf16 hold=RR@device:bf16 "
-       "backward=RR@device:bf16 update=RR@device:bf16\n"
+       "backward=RR@device:bf16\n"
        "grad backward=PP@device:bf16 hold=PP@device:fp32 update=SS@host:fp32\n"
        "optim rest=SS@host:fp32 update=SS@host:fp32\n"
        "act forward=SS@device:bf16 hold=SS@device:bf16 backward=SS@device:bf16\n"},
@@ -36,33 +36,59 @@ TEST(TableTest, PresetsHaveTheseCells) {
         .param_tier = Tier::kHost,
         .act_tier = Tier::kDisk},
        "param rest=SS@host:bf16 forward=RR@device:bf16 hold=SS@host:bf16 "
-       "backward=RR@device:bf16 update=SS@host:bf16\n"
+       "backward=RR@device:bf16\n"
        "grad backward=PP@device:bf16 hold=SS@host:bf16 update=SS@host:bf16\n"
        "optim rest=SS@disk:fp32 update=SS@host:fp32\n"
        "act forward=SS@device:bf16 hold=SS@disk:bf16 backward=SS@device:bf16\n"},
       {"hpz",
        {.precision = Dtype::kFp16},
        "param rest=SS@device:fp16 forward=RR@device:fp16 hold=RS@device:fp16 "
-       "backward=RR@device:fp16 update=SS@device:fp16\n"
+       "backward=RR@device:fp16\n"
        "grad backward=PP@device:fp16 hold=SS@device:fp16 update=SS@device:fp16\n"
        "optim rest=SS@device:fp32 update=SS@device:fp32\n"
        "act forward=SS@device:fp16 hold=SS@device:fp16 backward=SS@device:fp16\n"},
       {"mics",
        {.accumulate = true, .act_tier = Tier::kHost},
        "param rest=RS@device:fp32 forward=RR@device:fp32 hold=RS@device:fp32 "
-       "backward=RR@device:fp32 update=RS@device:fp32\n"
+       "backward=RR@device:fp32\n"
        "grad backward=PP@device:fp32 hold=RS@device:fp32 update=RS@device:fp32\n"
        "optim rest=RS@device:fp32 update=RS@device:fp32\n"
        "act forward=SS@device:fp32 hold=SS@host:fp32 backward=SS@device:fp32\n"},
       {"ddp",
        {.optim_tier = Tier::kDisk, .moments = Dtype::kBf16},
        "param rest=RR@device:fp32 forward=RR@device:fp32 hold=RR@device:fp32 "
-       "backward=RR@device:fp32 update=RR@device:fp32\n"
+       "backward=RR@device:fp32\n"
        "grad backward=PP@device:fp32 hold=PP@device:fp32 update=RR@host:fp32\n"
        "optim rest=RR@disk:bf16 update=RR@host:bf16\n"
        "act forward=SS@device:fp32 hold=SS@device:fp32 backward=SS@device:fp32\n"},
   };
   for (const PresetCase& c : cases) EXPECT_EQ(preset(c.name, c.options).text(), c.text) << c.name;
+}
+
+TEST(TableTest, TextParsesBack) {
+  for (const std::string& name : preset_names()) {
+    const Table table = preset(name, {.precision = Dtype::kBf16, .act_tier = Tier::kDisk});
+    EXPECT_EQ(Table::parse(table.text()), table) << name;
+  }
+}
+
+TEST(TableTest, WhatIsNoTableIsRefusedByItsCell) {
+  const std::string text = preset("zero3", {}).text();
+  const auto refused = [](const std::string& wrong) -> std::string {
+    try {
+      Table::parse(wrong);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(refused(text.substr(text.find('\n') + 1)),
+            "[plan::Table::parse] cell param.rest is missing");
+  EXPECT_EQ(refused(text + "grad rest=SS@device:fp32"),
+            "[plan::Table::parse] there is no cell grad.rest");
+  EXPECT_EQ(refused(text + text), "[plan::Table::parse] cell param.rest is given twice");
+  EXPECT_EQ(refused(text + "grad rest"), "[plan::Table::parse] there is no cell grad.rest");
+  EXPECT_NE(refused("param rest=SS").find("placement 'SS'"), std::string::npos);
 }
 
 TEST(TableTest, WrongNamesAndIneffectiveTiersAreErrors) {
@@ -79,10 +105,10 @@ TEST(TableTest, WrongNamesAndIneffectiveTiersAreErrors) {
 
 TEST(TableTest, OneDataRankSeesNoShards) {
   const Table table = preset("zero3", {.optim_tier = Tier::kHost});
-  const Table alone = table.on({1, 1, 2});
+  const Table alone = table.on(Mesh::of({{Axis::kTensor, 2}}));
   EXPECT_EQ(alone.at(Role::kGrad, Phase::kHold).text(), "RR@host:fp32");
-  EXPECT_EQ(alone.on({1, 1, 2}), alone);
-  EXPECT_EQ(table.on({1, 2, 1}), table);
+  EXPECT_EQ(alone.on(Mesh::of({{Axis::kTensor, 2}})), alone);
+  EXPECT_EQ(table.on(Mesh::of({{Axis::kLocal, 2}})), table);
 }
 
 TEST(TableTest, AFlatKeepsItsOwnDtypeWhereTheTableSaysPrecision) {

@@ -5,25 +5,240 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class Program(NamedTuple):
+    """A C++ test program: quick to build, so it is what catches most bugs."""
+
+    path: str  # in the build folder; its name is its target's
+    arguments: tuple[str, ...] = ()
+
+
+class Pytest(NamedTuple):
+    """What only users of the Python front can see."""
+
+    arguments: tuple[str, ...]
+
+
+# Random tables in random loops, on ranks that are threads.
+TABLES = Program("tests/parity/tables/tables_test", ("--draws", "0:20"))
+
+
 class Mutation(NamedTuple):
     name: str
     file: str
     old: str  # must be there once
     new: str
-    tests: tuple[str, ...] = ()  # pytest's arguments; empty = run.py's
+    test: Program | Pytest = TABLES
 
 
-TILES = ("tests/parity/test_tiling.py",)
-ACTIVATIONS = ("tests/parity/test_activations.py", "-k", "gpt")
-GRADIENTS = "src/exec/gradients.cpp"
-UPDATE = "src/exec/update.cpp"
+def gtest(path: str, pattern: str) -> Program:
+    return Program(path, (f"--gtest_filter={pattern}",))
 
+
+def ranks(pattern: str) -> Program:
+    return gtest("tests/ranks/ranks_test", pattern)
+
+
+def draw(seed: int) -> Program:
+    return Program(TABLES.path, ("--draw", str(seed)))
+
+
+CHUNKS = ranks("*Chunks*")
+GRAD_DISK = ranks("*_grad_disk")
+RECOMPUTED = ranks("*Recomputed*")
+ALL_DISK = ranks("*world2*_all_disk")
+RULES = Program("tests/plans/plan_rules_test")
+VIEWS = gtest("src/exec/exec_test", "*ActivationsTest.WhatUnitsShare*")
+FORMULAS = gtest("src/exec/exec_test", "OptimizerStep.*")
+BYTES = gtest("src/mem/mem_test", "DiskTest.GivesBack*:Extents.*")
+TILES = Program("src/tiles/tiles_test")
+SCHEDULE = Pytest(("tests/python/test_api.py", "-k", "schedule_of_the_config"))
+SCALE = Pytest(("tests/parity/test_known_bugs.py", "-k", "b31 and zero3"))
+BATCH_NORM = Pytest(("tests/parity/test_activations.py", "-k", "conv_net and world1"))
+
+CHECK, COPIES, ROUTE = "src/plan/check.cpp", "src/plan/copies.cpp", "src/plan/route.cpp"
+WALK, PARAMS, VALUES = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/values.cpp"
+GRADIENTS, UPDATES = "src/exec/gradients.cpp", "src/exec/updates.cpp"
+OPTIMIZER_STEP = "src/exec/optimizer_step.cpp"
+
+# By file, so that the build makes each of them anew only once more.
 MUTATIONS = [
+    # ---- src/plan
     Mutation(
-        "drop a micro-batch: the last overwrites the shard",
+        "a forbidden cell goes through: gradients where no state is",
+        CHECK,
+        "if (grad.tier == optim.tier && grad.layout == optim.layout) return;",
+        "if (grad.tier == optim.tier) return;",
+        RULES,
+    ),
+    Mutation(
+        "a forbidden cell goes through: an update with a sum",
+        CHECK,
+        "if (!cell(role, phase).partial()) continue;",
+        "if (!cell(role, phase).partial() || role == Role::kGrad) continue;",
+        RULES,
+    ),
+    Mutation(
+        "a forbidden cell goes through: a phase that computes elsewhere",
+        CHECK,
+        "if (cell(role, phase) == normalize(wanted, mesh_)) return;",
+        "if (cell(role, phase).layout == normalize(wanted, mesh_).layout) return;",
+        RULES,
+    ),
+    Mutation(
+        "a forbidden cell goes through: gradients in fp16",
+        CHECK,
+        "if (dtype == precision_ || dtype == Dtype::kFp32) continue;",
+        "if (dtype == precision_ || role == Role::kGrad) continue;",
+        RULES,
+    ),
+    Mutation(
+        "wrong source: the copy that was made first",
+        COPIES,
+        "    if (apply_all(place, moves)) return place;\n",
+        "    if (apply_all(places_.back(), moves)) return places_.back();\n"
+        "    if (apply_all(place, moves)) return place;\n",
+        RULES,
+    ),
+    Mutation(
+        "stale copy: a move leaves the working copy in the book",
+        COPIES,
+        "    drop();\n    if (to != places_.back())",
+        "    if (to != places_.back())",
+    ),
+    Mutation(
+        "stale copy: what a gradient moved from stays in the book",
+        COPIES,
+        "  std::erase(places_, Placement(from));\n",
+        "",
+    ),
+    Mutation(
+        "stale copy: a write leaves the others in the book",
+        COPIES,
+        "{ places_ = {place}; }",
+        "{ make(place); }",
+        RULES,
+    ),
+    Mutation(
+        "stale copy: a drop leaves the working copy in the book",
+        COPIES,
+        "places_.erase(places_.begin(), places_.end() - 1);",
+        "if (places_.size() > 2) places_.erase(places_.begin(), places_.end() - 1);",
+    ),
+    Mutation(
+        "wrong part of a slice: the first on every rank",
+        ROUTE,
+        "pass.part = pass.part * mesh.size(axis) + mesh.coordinate(rank, axis);",
+        "pass.part = pass.part * mesh.size(axis) + mesh.coordinate(0 * rank, axis);",
+    ),
+    Mutation(
+        "wrong part of a slice: axes the wrong way round",
+        ROUTE,
+        "pass.part = pass.part * mesh.size(axis) + mesh.coordinate(rank, axis);",
+        "pass.part += pass.parts / mesh.size(axis) * mesh.coordinate(rank, axis);",
+    ),
+    Mutation(
+        "widened sum: not widened",
+        ROUTE,
+        "if (more && passes[i].sums()) passes[i].to.dtype = Dtype::kFp32;",
+        "if (more && passes[i].sums()) passes[i].to.dtype = wanted.dtype;",
+        RULES,
+    ),
+    Mutation(
+        "widened sum: rounded to what it came in",
+        ROUTE,
+        "return dtype == from.dtype ? first : Dtype::kFp32;",
+        "return first;",
+        RULES,
+    ),
+    Mutation(
+        "skipped cast: no publish where only the dtype differs",
+        "src/plan/table.cpp",
+        "if (moves.empty() && has_master(rest.dtype)) {",
+        "if (false) {",
+        draw(112),
+    ),
+    # ---- src/mem
+    Mutation(
+        "stripes over each other",
+        "src/mem/disk.cpp",
+        "index / num_files * stripe + at % stripe,",
+        "index / num_files * stripe,",
+        BYTES,
+    ),
+    Mutation(
+        "activations on disk over each other",
+        "src/mem/extents.cpp",
+        "free_.erase(first);",
+        "",
+        BYTES,
+    ),
+    # ---- src/exec
+    Mutation(
+        "skipped cast: a pass copies the bytes",
+        WALK,
+        "    optim::take(stops_[t][index], after, from,",
+        "    if (before != after && !adds_here(travel, index)) {\n"
+        "      std::memcpy(stops_[t][index], from, numel * dtype_bytes(after));\n"
+        "      continue;\n"
+        "    }\n"
+        "    optim::take(stops_[t][index], after, from,",
+    ),
+    Mutation(
+        "widened sum: read in the dtype that it ends in",
+        WALK,
+        "return pass == 0 ? travel.first : dtype_after(travel, pass - 1);",
+        "return pass == 0 ? travel.first : travel.last;",
+    ),
+    Mutation(
+        "drop a micro-batch: a sum that ends in place overwrites",
+        WALK,
+        "numel_at(travel, route_.to), travel.adds);",
+        "numel_at(travel, route_.to), false);",
+    ),
+    Mutation(
+        "swapped shards: the collective's",
+        WALK,
+        "char* own = stops_[t][index] + members_[index]->index * bytes;",
+        "const int other = members_[index]->size() - 1 - members_[index]->index;\n"
+        "    char* own = stops_[t][index] + other * bytes;",
+    ),
+    Mutation(
+        "reduce twice",
+        WALK,
+        "    channel.reduce_scatter(label, *members_[index], buffers);",
+        "    channel.reduce_scatter(label, *members_[index], buffers);\n"
+        "    for (comm::ReduceBuffer& buffer : buffers) buffer.accumulate = true;\n"
+        "    channel.reduce_scatter(label, *members_[index], buffers);",
+    ),
+    Mutation(
+        "wrong divisor: all ranks, where only some are summed",
+        WALK,
+        "1.0F / static_cast<float>(members_[index]->size());",
+        "1.0F / static_cast<float>(mesh_.data());",
+    ),
+    Mutation(
+        "wrong divisor: a sum does not divide",
+        WALK,
+        "1.0F / static_cast<float>(members_[index]->size());",
+        "1.0F;",
+    ),
+    Mutation(
+        "wrong source: a gather from the resting copy",
+        PARAMS,
+        "const Buffer& source = find(flat.params, from)->one();\n        std::vector<Copy> made;",
+        "const Buffer& source = flat.rest().one();\n        std::vector<Copy> made;",
+    ),
+    Mutation(
+        "stale copy: what was gathered once is used for ever",
+        PARAMS,
+        "if (unit.params.at_rest()) return;",
+        "if (unit.params.at_rest() || unit.attached) return;",
+    ),
+    Mutation(
+        "drop a micro-batch: the last overwrites the sum",
         GRADIENTS,
-        "buffer.accumulate = last && job.accumulate;",
-        "buffer.accumulate = false;",
+        "const bool adds = sum != nullptr;",
+        "const bool adds = false;",
     ),
     Mutation(
         "drop a micro-batch: the last overwrites the partial sum",
@@ -32,164 +247,229 @@ MUTATIONS = [
         "from, slot.numel, false);",
     ),
     Mutation(
-        "reduce twice",
+        "wrong source: a gradient from where the backward left it",
         GRADIENTS,
-        "reduce_channel_.reduce_scatter(job.label, group, {buffer});",
-        "reduce_channel_.reduce_scatter(job.label, group, {buffer});\n"
-        "      buffer.accumulate = last;\n"
-        "      if (last) reduce_channel_.reduce_scatter(job.label, group, {buffer});",
+        "return made != held && apply_all(made, moves) == held ? made : held;",
+        "return apply_all(made, moves) ? made : held;",
     ),
     Mutation(
-        "wrong divisor: ranks",
+        "stale copy: what a gradient moved from stays valid",
         GRADIENTS,
-        "float scale = 1.0F / static_cast<float>(mesh_.data());",
-        "float scale = 1.0F / static_cast<float>(mesh_.size(Axis::kLocal) + 1);",
+        "      source->valid = false;\n",
+        "",
     ),
     Mutation(
-        "wrong divisor: an incomplete window",
-        "src/engine/state.cpp",
-        "std::min(seen, config.batch.accumulate)",
-        "config.batch.accumulate",
+        "stale copy: a gradient on disk outlives its update",
+        GRADIENTS,
+        "    copy.valid = false;\n",
+        "",
+        GRAD_DISK,
     ),
     Mutation(
-        "stale gather: what was gathered once is used for ever",
-        "src/exec/executor.cpp",
-        "if (!unit.gathered) return;",
-        "if (!unit.gathered || unit.attached) return;",
+        "the norm counts every replica",
+        GRADIENTS,
+        "numel /= rank_.mesh.size(axis);",
+        "",
+    ),
+    Mutation(
+        "the norm leaves out gradients on disk",
+        GRADIENTS,
+        "flat.squares = own_squares(flat, &copy);",
+        "flat.squares = 0.0;",
+        GRAD_DISK,
+    ),
+    Mutation(
+        "sums of gradients are not written back",
+        GRADIENTS,
+        "rank_.traffic.put_back(copy.one());",
+        "copy.one().memory.reset();",
+        GRAD_DISK,
     ),
     Mutation(
         "missing unit in the norm",
-        UPDATE,
-        "const bool stored = flat.summed &&",
-        "if (&unit == &units_.back()) continue;\n      const bool stored = flat.summed &&",
-    ),
-    Mutation(
-        "swapped shards",
-        UPDATE,
-        "begin = shard_index(place, mesh_, group_.rank()) * numel;",
-        "begin = flat.numel - numel - shard_index(place, mesh_, group_.rank()) * numel;",
-    ),
-    Mutation(
-        "swapped shards: the collective's",
-        "src/exec/executor.cpp",
-        "group.index * buffers[i].shard_bytes,",
-        "(group.size() - 1 - group.index) * buffers[i].shard_bytes,",
-    ),
-    Mutation(
-        "cast of a buffer",
-        "src/engine/setup.cpp",
-        "at::Tensor buffer = tree.buffers[i].contiguous();",
-        "tree.buffers[i].set_data(tree.buffers[i].to(at::kBFloat16));\n"
-        "    at::Tensor buffer = tree.buffers[i].contiguous();",
+        UPDATES,
+        "own += gradients_.own_squares(",
+        "if (&unit != &rank_.units.back()) own += gradients_.own_squares(",
     ),
     Mutation(
         "clip factor ignored",
-        UPDATE,
+        UPDATES,
         "if (update_.clip > 0.0) scale *=",
         "if (update_.clip < 0.0) scale *=",
     ),
     Mutation(
-        "late gradient lost",
-        "src/exec/driver.cpp",
-        "if (std::any_of(step.units.begin(), step.units.end(), late)) executor_.run(planned);",
-        "for (const int unit : step.units) {\n"
-        "      for (Flat& flat : executor_.units()[unit].flats) {\n"
-        "        if (late(unit) && flat.partial) flat.complete_partial();\n"
-        "        flat.partial.reset();\n"
-        "      }\n"
-        "    }",
-    ),
-    Mutation(
-        "moment not carried over: SGD",
-        UPDATE,
-        "grad_scale_, slot.updates == 0});",
-        "grad_scale_, true});",
-    ),
-    Mutation(
-        "moment not carried over: Adam",
-        UPDATE,
-        "optim::adam(range, first, state",
-        "std::memset(first, 0, range.numel * 4);\n    optim::adam(range, first, state",
+        "swapped shards: the optimizer's",
+        UPDATES,
+        "begin = rank_.shard_of(place) * numel;",
+        "begin = flat.numel - numel - rank_.shard_of(place) * numel;",
     ),
     Mutation(
         "unused parameters are updated",
-        UPDATE,
+        UPDATES,
         "if (slot.touched && from < to)",
         "if (from < to)",
     ),
     Mutation(
         "second parameter group ignored",
-        UPDATE,
+        UPDATES,
         "update_.groups.at(slot.group)",
         "update_.groups.at(0)",
+        CHUNKS,
+    ),
+    Mutation(
+        "skipped cast: the optimizer's pass writes fp32",
+        UPDATES,
+        "range.param_dtype = rest.dtype;",
+        "range.param_dtype = Dtype::kFp32;",
+    ),
+    Mutation(
+        "skipped cast: a publish to disk copies the bytes",
+        UPDATES,
+        "optim::take(state.param.data(), state.param.dtype, master_of(flat, state), Dtype::kFp32,\n"
+        "                state.numel, false);",
+        "std::memcpy(state.param.data(), master_of(flat, state), state.param.bytes());",
+        CHUNKS,
     ),
     Mutation(
         "a chunk updates the values of the first",
-        UPDATE,
+        UPDATES,
         "begin = owned(flat).first + state.begin, end",
         "begin = owned(flat).first, end",
+        CHUNKS,
     ),
     Mutation(
         "a chunk takes the gradient of the first",
-        UPDATE,
-        "flat.reduced.data() + (state.begin + begin) * size",
-        "flat.reduced.data() + begin * size",
+        UPDATES,
+        "&sum == &chunk.gradient ? begin : chunk.begin + begin",
+        "begin",
+        CHUNKS,
+    ),
+    Mutation(
+        "a chunk is published over the first",
+        UPDATES,
+        "rest.at(owned(flat).first - first + chunk.begin + begin);",
+        "rest.at(owned(flat).first - first + begin);",
+        CHUNKS,
     ),
     Mutation(
         "step counts advance with every chunk",
-        UPDATE,
+        UPDATES,
         "if (!chunk.last()) continue;",
         "if (chunk.index > 0 && !chunk.last()) continue;",
-    ),
-    Mutation(
-        "the norm leaves out gradients on disk",
-        GRADIENTS,
-        "flat.squares = own_squares(flat);",
-        "flat.squares = 0.0;",
-    ),
-    Mutation(
-        "sums of gradients are not written back",
-        GRADIENTS,
-        "  traffic_.put_back(flat.reduced);",
-        "  flat.reduced.memory.reset();",
+        CHUNKS,
     ),
     Mutation(
         "optimizer state is not written back",
-        "src/exec/executor.cpp",
-        "if (move.to == Tier::kDisk) traffic_.put_back(*copy);",
-        "if (move.to == Tier::kDisk) traffic_.let_go(*copy);",
+        UPDATES,
+        "rank_.traffic.put_back(rest.buffers[i]);",
+        "rank_.traffic.drop(rest.buffers[i]);",
+        ALL_DISK,
     ),
     Mutation(
         "parameters on disk stay as they were",
-        UPDATE,
-        "traffic_.put_back(state.param);",
+        UPDATES,
+        "rank_.traffic.put_back(state.param);",
         "state.param.memory.reset();",
+        ALL_DISK,
     ),
     Mutation(
-        "stripes over each other",
-        "src/mem/disk.cpp",
-        "index / num_files * stripe + at % stripe,",
-        "index / num_files * stripe,",
+        "stale copy: state that was written back is not valid again",
+        UPDATES,
+        "    rest.valid = true;\n",
+        "",
+        CHUNKS,
     ),
     Mutation(
-        "targets of another tile",
-        "src/engine/tiled_ops.cpp",
-        "chunk.of(of.target).sub(one.first[tile]);",
-        "chunk.of(of.target).sub(one.first[0]);",
-        TILES,
+        "a write does not reach the masters",
+        VALUES,
+        "if (master.exists()) merge(",
+        "if (!master.exists()) merge(",
+    ),
+    Mutation(
+        "wrong part of a slice: of what was written",
+        VALUES,
+        "way.passes[0].part * rank_.numel_of(part, flat);",
+        "0 * rank_.numel_of(part, flat);",
+    ),
+    Mutation(
+        "moment not carried over: SGD",
+        OPTIMIZER_STEP,
+        "call.grad_scale, call.step == 1});",
+        "call.grad_scale, true});",
+        FORMULAS,
+    ),
+    Mutation(
+        "moment not carried over: Adam",
+        OPTIMIZER_STEP,
+        "  optim::adam(call.range, call.moment1",
+        "  float* mean = static_cast<float*>(call.moment1);\n"
+        "  for (int64_t i = 0; i < call.range.numel; ++i) mean[i] = 0.0F;\n"
+        "  optim::adam(call.range, call.moment1",
+        FORMULAS,
+    ),
+    Mutation(
+        "late gradient lost",
+        "src/exec/driver.cpp",
+        "executor_.gradients().run(planned, true);",
+        "for (const int unit : step.units) {\n"
+        "        for (Flat& flat : executor_.units()[unit].flats) {\n"
+        "          const auto is_late = [&](const Copy& copy) {\n"
+        "            return copy.place == executor_.table().grad_after_backward();\n"
+        "          };\n"
+        "          if (late(unit)) std::erase_if(flat.grads, is_late);\n"
+        "        }\n"
+        "      }",
+        RECOMPUTED,
     ),
     Mutation(
         "a saved view from the beginning of its storage",
         "src/exec/activations.cpp",
         "whole.as_strided(as.sizes, as.strides, whole.storage_offset() + after);",
-        "whole.as_strided(as.sizes, as.strides, whole.storage_offset());",
-        ("tests/parity/test_activations.py",),
+        "whole.as_strided(as.sizes, as.strides, whole.storage_offset() + 0 * after);",
+        VIEWS,
+    ),
+    # ---- src/tiles, src/engine
+    Mutation(
+        "targets of another tile",
+        "src/tiles/operators.cpp",
+        "chunk.of(of.target).sub(one.first[tile]);",
+        "chunk.of(of.target).sub(one.first[0]);",
+        TILES,
     ),
     Mutation(
-        "activations on disk over each other",
-        "src/mem/extents.cpp",
-        "free_.erase(first);",
-        "",
-        ACTIVATIONS,
+        "cast of a buffer",
+        "src/engine/adoption.cpp",
+        "at::Tensor buffer = buffers[i].contiguous();",
+        "buffers[i].set_data(buffers[i].to(at::kBFloat16));\n"
+        "    at::Tensor buffer = buffers[i].contiguous();",
+        CHUNKS,
+    ),
+    Mutation(
+        "wrong divisor: an incomplete window",
+        "src/engine/window.cpp",
+        "return std::min(seen_, accumulate_);",
+        "return accumulate_;",
+    ),
+    Mutation(
+        "wrong divisor: the loss scale stays in the gradient",
+        "src/engine/state.cpp",
+        "window->num_averaged()) * loss_scale.value();",
+        "window->num_averaged());",
+        SCALE,
+    ),
+    # ---- python
+    Mutation(
+        "the schedule is a step late",
+        "python/penstock/engine.py",
+        "self._core.steps + 1)",
+        "max(1, self._core.steps))",
+        SCHEDULE,
+    ),
+    Mutation(
+        "running again changes buffers again",
+        "python/penstock/recompute.py",
+        "            with buffers.as_before():\n                return inner(",
+        "            if buffers is not None:\n                return inner(",
+        BATCH_NORM,
     ),
 ]

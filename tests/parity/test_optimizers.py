@@ -62,6 +62,7 @@ OPTIM = torch.optim
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": functools.partial(OPTIM.AdamW, eps=1e-4, betas=(0.8, 0.95)),
     "Adam": functools.partial(OPTIM.Adam, eps=1e-4),
+    "Adam decoupled": functools.partial(OPTIM.Adam, eps=1e-4, decoupled_weight_decay=True),
     "SGD": OPTIM.SGD,
     "SGD momentum": functools.partial(OPTIM.SGD, momentum=0.9),
     "SGD Nesterov": functools.partial(OPTIM.SGD, momentum=0.9, nesterov=True),
@@ -229,6 +230,128 @@ def test_bf16_moments_beside_an_optimizer(strategy, pools):
     model = models.build("awkward")
     theirs = plain_weights(model, rounded(OPTIMIZERS["AdamW"])(two_groups(model)))
     assert compare.weight_deviation(ours, theirs) <= compare.WEIGHT_LIMIT
+
+
+# ---- the table of kinds
+
+
+def test_defaults_are_those_of_torch():
+    from penstock._native import _penstock  # noqa: PLC0415
+
+    parameter = nn.Parameter(torch.ones(2))
+    for kind in _penstock.OPTIMIZER_KINDS:
+        make = {"Lion": PlainLion}.get(kind.name) or getattr(OPTIM, kind.name)
+        group = make([parameter]).param_groups[0]
+        for key in set(kind.keys) - {"moments_dtype"}:
+            ours, theirs = kind.defaults[key], group[key]
+            assert (tuple(ours) if key == "betas" else ours) == theirs, f"{kind.name} {key}"
+
+
+# ---- hyperparameters that are tensors, or change
+
+
+def awkward_groups(model: nn.Module, way: str) -> list[dict[str, Any]]:
+    groups = two_groups(model)
+    if way == "one group decoupled":
+        groups[0]["decoupled_weight_decay"] = True
+    if way == "tensor lr":
+        for group in groups:
+            group["lr"] = torch.tensor(group["lr"])
+    return groups
+
+
+def awkwardly(way: str, offload: str) -> Tensors:
+    model = models.build("awkward")
+    # Disk: only the engine's own kernels work there.
+    config = base_config("zero3") | {"offload": {"optimizer": offload}}
+    return trained(model, config, OPTIMIZERS["Adam"](awkward_groups(model, way)))
+
+
+@pytest.mark.parametrize("way", ["one group decoupled", "tensor lr"])
+def test_awkward_groups_run_on_the_kernels(way, pools):
+    ours, _ = pools(WORLD).run(awkwardly, way, "disk")
+    model = models.build("awkward")
+    theirs = plain_weights(model, OPTIMIZERS["Adam"](awkward_groups(model, way)))
+    assert compare.weight_deviation(ours, theirs) <= compare.WEIGHT_LIMIT
+
+
+def small_engine(optimizer: Any, **settings: Any) -> Any:
+    """On one rank; with it a function that takes a step."""
+    import penstock  # noqa: PLC0415
+
+    model = nn.Linear(4, 3)
+    engine = penstock.initialize(model, settings, optimizer=optimizer(model.parameters()))
+
+    def step() -> bool:
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        return engine.step()
+
+    return engine, step
+
+
+def test_lr_that_becomes_a_tensor():
+    engine, step = small_engine(functools.partial(OPTIM.SGD, lr=0.1))
+    engine.optimizer.param_groups[0]["lr"] = torch.tensor(0.0)
+    before = engine.module.weight.detach().clone()
+    assert step()
+    assert torch.equal(engine.module.weight, before)
+    engine.optimizer.param_groups[0]["lr"].fill_(0.5)
+    assert step()
+    assert torch.allclose(engine.module.weight, before - 0.5 * 2)
+    engine.close()
+
+
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_momentum_that_comes_later_is_refused(offload):
+    import penstock  # noqa: PLC0415
+
+    engine, step = small_engine(
+        functools.partial(OPTIM.SGD, lr=0.1), offload={"optimizer": offload}
+    )
+    before = engine.module.weight.detach().clone()
+    engine.lr_scheduler = OPTIM.lr_scheduler.OneCycleLR(engine.optimizer, 0.1, total_steps=9)
+    with pytest.raises(penstock.ConfigError, match=r'"momentum" .*0\.95.*momentum > 0'):
+        step()
+    assert torch.equal(engine.module.weight, before)
+    engine.optimizer.param_groups[0]["momentum"] = 0.0  # the window is still there
+    assert engine.step()
+    assert not torch.equal(engine.module.weight, before)
+    engine.close()
+
+
+@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
+def test_options_that_come_later_are_refused(option):
+    import penstock  # noqa: PLC0415
+
+    engine, step = small_engine(OPTIM.AdamW)
+    assert step()
+    engine.optimizer.param_groups[0][option] = True
+    with pytest.raises(penstock.ConfigError, match=f'"{option}"'):
+        step()
+    engine.close()
+
+
+def test_a_hyperparameter_that_is_no_number():
+    import penstock  # noqa: PLC0415
+
+    engine, step = small_engine(OPTIM.AdamW)
+    engine.optimizer.param_groups[0]["betas"] = (0.9, "a")
+    with pytest.raises(penstock.ConfigError, match=r"\"betas\".*'a'"):
+        step()
+    engine.close()
+
+
+def test_optimizer_null_is_not_set():
+    import penstock  # noqa: PLC0415
+
+    engine = penstock.initialize(nn.Linear(2, 2), {"optimizer": None})
+    assert isinstance(engine.optimizer, OPTIM.AdamW)
+    engine.close()
+    model = nn.Linear(2, 2)
+    given = OPTIM.SGD(model.parameters(), lr=0.1)
+    engine = penstock.initialize(model, {"optimizer": None}, optimizer=given)
+    assert engine.optimizer is given
+    engine.close()
 
 
 # ---- what is refused

@@ -34,6 +34,8 @@ CASES = [
     ("mics", "fp32", 1, 4, CHUNKS | {"optimizer": DISK, "params": DISK}),
     ("hpz", "bf16", 1, 4, CHUNKS | {"optimizer": DISK, "params": HOST}),
     ("zero2", "bf16", 3, 2, {"optimizer": HOST, "gradients": DISK}),
+    ("zero2", "bf16", 1, 2, {"gradients": HOST}),
+    ("zero3", "fp32", 3, 2, {"gradients": HOST}),
     ("zero3", "fp32", 1, 2, ALL_ON_DISK),
     ("zero3", "bf16", 3, 3, CHUNKS | ALL_ON_DISK),
     ("zero3", "fp16", 1, 1, LATE | CHUNKS | ALL_ON_DISK),

@@ -44,8 +44,8 @@ Matrix loss_gradient(const Matrix& output, const Matrix& target) {
 
 // The columns of W on this tensor rank (column split); its rows else.
 Matrix cut(const Matrix& full, TensorSplit split, const Mesh& mesh, int tensor) {
-  if (mesh.tensor == 1) return full;
-  const int part = kWidth / mesh.tensor;
+  if (mesh.size(Axis::kTensor) == 1) return full;
+  const int part = kWidth / mesh.size(Axis::kTensor);
   Matrix local;
   for (int row = 0; row < kWidth; ++row)
     for (int column = 0; column < kWidth; ++column)
@@ -55,7 +55,7 @@ Matrix cut(const Matrix& full, TensorSplit split, const Mesh& mesh, int tensor) 
 }
 
 size_t first_flat_numel(const Mesh& mesh) {
-  return static_cast<size_t>(kWidth * kWidth / mesh.tensor / 2 - 1);
+  return static_cast<size_t>(kWidth * kWidth / mesh.size(Axis::kTensor) / 2 - 1);
 }
 
 }  // namespace
@@ -136,7 +136,7 @@ Trained train_reference(const Problem& problem) {
 ModelDesc describe(Variant variant, const Mesh& mesh) {
   ModelDesc model;
   const int64_t first = static_cast<int64_t>(first_flat_numel(mesh));
-  const int64_t second = kWidth * kWidth / mesh.tensor - first;
+  const int64_t second = kWidth * kWidth / mesh.size(Axis::kTensor) - first;
   const auto padded = [&](int64_t numel) {
     return (numel + mesh.data() - 1) / mesh.data() * mesh.data();
   };
@@ -145,7 +145,8 @@ ModelDesc describe(Variant variant, const Mesh& mesh) {
     UnitDesc desc{.name = "block" + std::to_string(unit), .flats = {}};
     desc.flats.push_back({padded(first), Dtype::kBf16, !(frozen && unit == 1)});
     desc.flats.push_back({padded(second), Dtype::kFp32, !(frozen && (unit == 1 || unit == 2))});
-    if (mesh.tensor > 1) desc.split = unit % 2 ? TensorSplit::kRow : TensorSplit::kColumn;
+    if (mesh.size(Axis::kTensor) > 1)
+      desc.split = unit % 2 ? TensorSplit::kRow : TensorSplit::kColumn;
     model.units.push_back(desc);
   }
   assume_order(model, variant == Variant::kTiedRoot);
@@ -168,7 +169,7 @@ std::vector<Matrix> to_flats(const ModelDesc& model, const Mesh& mesh, int tenso
 
 Matrix from_flats(const std::vector<Matrix>& flats, const Mesh& mesh) {
   const size_t first = first_flat_numel(mesh);
-  const size_t second = static_cast<size_t>(kWidth * kWidth / mesh.tensor) - first;
+  const size_t second = static_cast<size_t>(kWidth * kWidth / mesh.size(Axis::kTensor)) - first;
   Matrix local(flats[0].begin(), flats[0].begin() + static_cast<std::ptrdiff_t>(first));
   local.insert(local.end(), flats[1].begin(),
                flats[1].begin() + static_cast<std::ptrdiff_t>(second));

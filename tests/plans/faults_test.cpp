@@ -79,7 +79,8 @@ TEST(FaultsTest, NoPlantedFaultGoesUnseen) {
       {.strategy = "zero3", .optim_tier = Tier::kDisk, .param_tier = Tier::kHost}};
   std::map<std::string, int> num_seen;
   for (const TableCase& tables : cases) {
-    const Mesh mesh{2, 2, tables.strategy == "zero2" ? 2 : 1};
+    const Mesh mesh = Mesh::of(
+        {{Axis::kNode, 2}, {Axis::kLocal, 2}, {Axis::kTensor, tables.strategy == "zero2" ? 2 : 1}});
     const Table table = tables.table(true);
     const ModelDesc model = describe(Variant::kChain, mesh);
     const Plan plan = plan_step(table, model, mesh, 2);

@@ -1,4 +1,4 @@
-// Each *.plan file: a configuration in '#' lines, then the steps it must give. To accept new plans,
+// Each *.plan file: a config in '#' lines, then the steps it must give. To accept new plans,
 // run with PENSTOCK_UPDATE_GOLDEN=1 and read the difference.
 #include <gtest/gtest.h>
 
@@ -11,72 +11,79 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
-#include "src/plan/passes.h"
 #include "src/plan/planner.h"
+#include "src/plan/strategy.h"
 
 namespace penstock {
 namespace {
 
-using Config = std::map<std::string, std::string>;
+// A '#' line with the JSON of a config as users write it, then '# key = value' lines for what no
+// config says.
+struct Case {
+  Config config;
+  int ranks = 8;
+  int tensor = 1;       // ranks of the tensor axis, which configs may not have yet
+  int chunks = 1;       // of block1's optimizer state, which is too small to be split by itself
+  std::string section;  // its name; empty = a whole step
+  bool passes = false;  // that the config asks for
+};
 
-// "# key = value" lines over these defaults.
-Config read_config(const std::string& text) {
-  Config config = {{"strategy", ""},       {"precision", "bf16"}, {"optim", "device"},
-                   {"param", "device"},    {"act", "device"},     {"node", "2"},
-                   {"grad", "device"},     {"local", "4"},        {"tensor", "1"},
-                   {"micro", "1"},         {"section", ""},       {"read_ahead", ""},
-                   {"prefetch_bytes", ""}, {"bucket_bytes", ""},  {"chunks", "1"}};
+Case read_case(const std::string& text) {
+  Case read;
+  if (!text.starts_with("# {")) throw ConfigError("[golden] the first line is no '# {config}'");
   for (const std::string& line : split(text, '\n')) {
-    const size_t equals = line.find('=');
-    if (!line.starts_with('#') || equals == std::string::npos) continue;
-    const std::string key(trim(std::string_view(line).substr(1, equals - 1)));
-    if (!config.contains(key)) throw ConfigError(concat("[golden] unknown key '", key, "'"));
-    config[key] = trim(std::string_view(line).substr(equals + 1));
+    if (!line.starts_with('#')) continue;
+    const std::string setting(trim(std::string_view(line).substr(1)));
+    if (setting.starts_with('{')) {
+      read.config = Config::parse(setting);
+      continue;
+    }
+    const size_t equals = setting.find(" = ");
+    if (equals == std::string::npos) continue;
+    const std::string key = setting.substr(0, equals), value = setting.substr(equals + 3);
+    if (key == "section") {
+      read.section = value;
+    } else if (key == "passes") {
+      read.passes = value == "yes";
+    } else {
+      std::map<std::string, int*> numbers = {
+          {"ranks", &read.ranks}, {"tensor", &read.tensor}, {"chunks", &read.chunks}};
+      if (!numbers.contains(key)) throw ConfigError(concat("[golden] unknown key '", key, "'"));
+      *numbers[key] = std::stoi(value);
+    }
   }
-  return config;
+  return read;
 }
 
 // A root (say embedding and head) and two blocks, the second with an fp32 part.
-ModelDesc small_model(const Mesh& mesh) {
+ModelDesc small_model(const Config& config) {
+  const Dtype dtype = parse_dtype(config.precision.value_or("bf16"));
   ModelDesc model;
-  model.units = {{.name = "root", .flats = {{8192, Dtype::kBf16}}},
-                 {.name = "block1", .flats = {{4096, Dtype::kBf16}}},
-                 {.name = "block2", .flats = {{4096, Dtype::kBf16}, {512, Dtype::kFp32}}}};
-  if (mesh.tensor > 1) {
+  model.units = {{.name = "root", .flats = {{8192, dtype}}},
+                 {.name = "block1", .flats = {{4096, dtype}}},
+                 {.name = "block2", .flats = {{4096, dtype}, {512, Dtype::kFp32}}}};
+  if (config.mesh.tensor > 1) {
     model.units[1].split = TensorSplit::kColumn;
     model.units[2].split = TensorSplit::kRow;
   }
   assume_order(model, true);
+  mark_recomputed(config, model);
   return model;
 }
 
-Section find_section(const std::string& name) {
-  for (int i = 0; i <= static_cast<int>(Section::kUpdateEarly); ++i)
-    if (name == section_name(static_cast<Section>(i))) return static_cast<Section>(i);
-  throw ConfigError(concat("[golden] unknown section '", name, "'"));
-}
-
-Plan make_plan(const Config& config) {
-  const auto number = [&](const char* key) { return std::stoi(config.at(key)); };
-  const Mesh mesh{number("node"), number("local"), number("tensor")};
-  const Table table =
-      preset(config.at("strategy"), {.precision = parse_dtype(config.at("precision")),
-                                     .accumulate = number("micro") > 1,
-                                     .optim_tier = parse_tier(config.at("optim")),
-                                     .param_tier = parse_tier(config.at("param")),
-                                     .grads_on_disk = config.at("grad") == "disk",
-                                     .act_tier = parse_tier(config.at("act"))});
-  ModelDesc model = small_model(mesh);
-  for (size_t unit = 1; unit < model.units.size(); ++unit)
-    model.units[unit].recomputed = table.moves_activations();
-  model.units[1].num_chunks = number("chunks");
-  Plan plan = config.at("section").empty()
-                  ? plan_step(table, model, mesh, number("micro"))
-                  : plan_section(table, model, mesh, find_section(config.at("section")));
-  if (!config.at("read_ahead").empty()) plan = read_ahead(plan);
-  if (!config.at("bucket_bytes").empty()) plan = fuse(plan, model, number("bucket_bytes"));
-  if (!config.at("prefetch_bytes").empty()) plan = prefetch(plan, model, number("prefetch_bytes"));
-  return plan;
+Plan make_plan(Case one) {
+  Config& config = one.config;
+  config.mesh.tensor = one.tensor;
+  config.resolve(one.ranks);
+  const Mesh mesh = mesh_of(config);
+  ModelDesc model = small_model(config);
+  const Table table = table_of(config, model);
+  set_chunks(config, table.on(mesh), model);
+  if (one.chunks > 1) model.units[1].num_chunks = one.chunks;
+  const Plan plan = one.section.empty()
+                        ? plan_step(table, model, mesh, static_cast<int>(config.batch.accumulate))
+                        : plan_section(table, model, mesh, section_named(one.section));
+  return one.passes ? with_passes(plan, model, config) : plan;
 }
 
 std::string header(const std::string& text) {
@@ -100,7 +107,7 @@ TEST_P(GoldenTest, ConfigurationGivesTheseSteps) {
   const std::string path = concat(PENSTOCK_SOURCE_DIR "/tests/plans/", GetParam(), ".plan");
   std::stringstream text;
   text << std::ifstream(path).rdbuf();
-  const Plan plan = make_plan(read_config(text.str()));
+  const Plan plan = make_plan(read_case(text.str()));
   if (std::getenv("PENSTOCK_UPDATE_GOLDEN") != nullptr)
     std::ofstream(path) << header(text.str()) << plan.text();
   else

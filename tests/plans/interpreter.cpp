@@ -9,6 +9,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/plan/copies.h"
 #include "tests/plans/exchange.h"
 
 namespace penstock::plans {
@@ -23,22 +24,32 @@ struct Copy {
   Buffers buffers;
 };
 
+// A role's book, and the buffers of the copies that are in it.
+struct RoleState {
+  Copies book;
+  std::vector<Copy> copies;
+
+  Copy* at(const Placement& place) {
+    const auto found = std::find_if(copies.begin(), copies.end(),
+                                    [&](const Copy& copy) { return copy.place == place; });
+    return found == copies.end() ? nullptr : &*found;
+  }
+  void put(Copy copy) {
+    book.make(copy.place);
+    copies.push_back(std::move(copy));
+  }
+  // What the book no longer has goes.
+  void tidy() {
+    std::erase_if(copies, [&](const Copy& copy) { return !book.has(copy.place); });
+  }
+};
+
 struct UnitState {
-  std::optional<Copy> resting;   // absent between an update and its publish
-  std::optional<Copy> gathered;  // at most one, beside the resting copy
-  std::vector<Copy> grads;
-  std::vector<Copy> optims;
+  RoleState param, grad, optim;
+  bool published = true;  // the resting parameters are those of the last update
 };
 
 [[noreturn]] void fail(const std::string& why) { throw RuntimeFault("[plans::interpret] " + why); }
-
-bool fits(Placement place, const std::vector<Move>& moves) {
-  for (const Move& move : moves) {
-    if (!applies(place, move)) return false;
-    place = apply(place, move);
-  }
-  return true;
-}
 
 std::vector<double> part(const std::vector<double>& whole, size_t index, size_t num_parts) {
   const size_t size = whole.size() / num_parts;
@@ -69,7 +80,9 @@ class RankRun {
     for (int unit = 0; unit < num_units(); ++unit) {
       UnitState& state = units_.emplace_back();
       const Placement& rest = cell(Role::kParam, Phase::kRest);
-      state.resting = Copy{rest, shards(unit, run.problem.weights[unit], rest)};
+      state.param.book = Copies::resting(rest);
+      state.param.copies = {Copy{rest, shards(unit, run.problem.weights[unit], rest)}};
+      state.grad.book = state.optim.book = Copies::moving();
       const Placement& optim = cell(Role::kOptim, Phase::kRest);
       Copy copy{optim, shards(unit, run.problem.weights[unit], optim)};
       for (size_t flat = 0; flat < kNumFlats; ++flat)
@@ -77,7 +90,7 @@ class RankRun {
       copy.buffers.resize(3 * kNumFlats);
       for (size_t i = kNumFlats; i < copy.buffers.size(); ++i)
         copy.buffers[i].assign(copy.buffers[i % kNumFlats].size(), 0);
-      state.optims = {std::move(copy)};
+      state.optim.put(std::move(copy));
     }
   }
 
@@ -98,7 +111,7 @@ class RankRun {
     for (size_t i = 0; i < norms_.size(); ++i)
       raise_to(most, std::abs(norms_[i] - run_.expected.norms[i]));
     for (int unit = 0; unit < num_units(); ++unit) {
-      const Copy& mine = *units_[unit].resting;
+      const Copy& mine = units_[unit].param.copies.front();
       const Buffers wanted = shards(unit, run_.expected.weights[unit], mine.place);
       for (size_t flat = 0; flat < kNumFlats; ++flat)
         for (size_t i = 0; i < wanted[flat].size(); ++i)
@@ -135,7 +148,10 @@ class RankRun {
         backward(step.units[0], step.mark);
         break;
       case Op::kDrop:
-        for (const int unit : step.units) units_[unit].gathered.reset();
+        for (const int unit : step.units) {
+          units_[unit].param.book.drop();
+          units_[unit].param.tidy();
+        }
         break;
       case Op::kNorm:
         norm();
@@ -154,7 +170,8 @@ class RankRun {
 
   // This rank's rows of the global batch, which is cut by micro-batch, then by data-parallel rank.
   Matrix rows(const Matrix& global) const {
-    return part(global, static_cast<size_t>(micro_ * mesh_.data() + rank_ / mesh_.tensor),
+    return part(global,
+                static_cast<size_t>(micro_ * mesh_.data() + rank_ / mesh_.size(Axis::kTensor)),
                 static_cast<size_t>(run_.num_micro * mesh_.data()));
   }
 
@@ -173,12 +190,10 @@ class RankRun {
       raise_to(input_deviation_, std::abs(mine[i] - expected[i]));
   }
 
-  Matrix whole_param(int unit) const {
-    const UnitState& state = units_[unit];
-    for (const auto* copy : {&state.gathered, &state.resting})
-      if (*copy && (*copy)->place == cell(Role::kParam, Phase::kForward))
-        return from_flats((*copy)->buffers, mesh_);
-    fail(concat("the parameters of u", unit, " are not whole"));
+  Matrix whole_param(int unit) {
+    const Copy* whole = units_[unit].param.at(cell(Role::kParam, Phase::kForward));
+    if (whole == nullptr) fail(concat("the parameters of u", unit, " are not whole"));
+    return from_flats(whole->buffers, mesh_);
   }
 
   void backward(int unit, Mark mark) {
@@ -187,25 +202,22 @@ class RankRun {
     Copy made{table_.grad_after_backward(), pad_flats(model_, mesh_, unit, local)};
     for (size_t flat = 0; flat < kNumFlats; ++flat)
       if (!trains(unit, flat)) made.buffers[flat].clear();
-    const bool unmoved = find(units_[unit].grads, made.place) != nullptr;
+    const bool unmoved = units_[unit].grad.book.has(made.place);
     if (unmoved && mark != Mark::kEnd && !table_.holds_grad_in_place())
       fail(concat("the last gradient of u", unit, " was never moved"));
     add_grad(unit, std::move(made));
   }
 
-  static Copy* find(std::vector<Copy>& copies, const Placement& place) {
-    const auto found = std::find_if(copies.begin(), copies.end(),
-                                    [&](const Copy& copy) { return copy.place == place; });
-    return found == copies.end() ? nullptr : &*found;
+  void add_grad(int unit, Copy made) {
+    Copy* held = units_[unit].grad.at(made.place);
+    if (held == nullptr) return units_[unit].grad.put(std::move(made));
+    for (size_t flat = 0; flat < kNumFlats; ++flat) add(held->buffers[flat], made.buffers[flat]);
   }
 
-  void add_grad(int unit, Copy made) {
-    Copy* held = find(units_[unit].grads, made.place);
-    if (held == nullptr) {
-      units_[unit].grads.insert(units_[unit].grads.begin(), std::move(made));
-      return;
-    }
-    for (size_t flat = 0; flat < kNumFlats; ++flat) add(held->buffers[flat], made.buffers[flat]);
+  RoleState& state_of(int unit, Role role) {
+    UnitState& state = units_[unit];
+    if (role == Role::kParam) return state.param;
+    return role == Role::kGrad ? state.grad : state.optim;
   }
 
   void move(const Step& step) {
@@ -227,37 +239,27 @@ class RankRun {
     for (size_t i = 1; i < all->size(); ++i) add(chain_.in_flight(), (*all)[i][0]);
   }
 
-  // The copy that the moves start from: the first that they can start from. A gradient leaves.
+  // Of the copy that the moves start from.
   Copy take_source(int unit, const Step& step) {
-    UnitState& state = units_[unit];
-    if (step.role == Role::kParam) {
-      for (const auto* copy : {&state.gathered, &state.resting})
-        if (*copy && fits((*copy)->place, step.moves)) return **copy;
-    } else {
-      auto& copies = step.role == Role::kGrad ? state.grads : state.optims;
-      for (size_t i = 0; i < copies.size(); ++i) {
-        if (!fits(copies[i].place, step.moves)) continue;
-        Copy copy = copies[i];
-        if (step.role == Role::kGrad) copies.erase(copies.begin() + static_cast<std::ptrdiff_t>(i));
-        return copy;
-      }
-    }
-    fail(concat("u", unit, " has no ", role_name(step.role), " that this can start from"));
+    RoleState& state = state_of(unit, step.role);
+    const std::optional<Placement> from = state.book.source(step.moves);
+    if (!from)
+      fail(concat("u", unit, " has no ", role_name(step.role), " that this can start from"));
+    return *state.at(*from);
   }
 
   void settle(int unit, const Step& step, Copy copy) {
-    UnitState& state = units_[unit];
-    if (step.role == Role::kParam) {
-      if (state.gathered && state.gathered->place == copy.place) fail("it is there already");
-      state.gathered = std::move(copy);
-    } else if (step.role == Role::kGrad) {
-      if (copy.place != cell(Role::kGrad, Phase::kHold) &&
-          copy.place != cell(Role::kGrad, Phase::kUpdate))
-        fail(concat("no gradient belongs at ", copy.place.text()));
-      add_grad(unit, std::move(copy));
-    } else {
-      state.optims = {std::move(copy)};
-    }
+    RoleState& state = state_of(unit, step.role);
+    if (step.role == Role::kParam && state.book.current() == copy.place)
+      fail("it is there already");
+    if (step.role == Role::kGrad && copy.place != cell(Role::kGrad, Phase::kHold) &&
+        copy.place != cell(Role::kGrad, Phase::kUpdate))
+      fail(concat("no gradient belongs at ", copy.place.text()));
+    const bool adds = state.book.has(copy.place);
+    state.book.move(step.moves);
+    state.tidy();
+    if (adds && step.role == Role::kGrad) return add_grad(unit, std::move(copy));
+    if (!adds) state.copies.push_back(std::move(copy));
   }
 
   // One exchange for all copies of a step.
@@ -309,11 +311,11 @@ class RankRun {
     double sum = 0;
     for (int unit = 0; unit < num_units(); ++unit) {
       if (!trains(unit)) continue;
-      const Copy* grad = find(units_[unit].grads, place);
-      if (grad == nullptr || units_[unit].grads.size() != 1)
+      const Copy* grad = units_[unit].grad.at(place);
+      if (grad == nullptr || units_[unit].grad.copies.size() != 1)
         fail(concat("the gradient of u", unit, " is not where it is updated"));
       const bool split = model_.units[unit].split != TensorSplit::kNone;
-      const int owners = num_shards(place, mesh_) * (split ? mesh_.tensor : 1);
+      const int owners = num_shards(place, mesh_) * (split ? mesh_.size(Axis::kTensor) : 1);
       for (const auto& buffer : grad->buffers)
         for (const double value : buffer) sum += value * value * owners / mesh_.world();
     }
@@ -327,8 +329,8 @@ class RankRun {
 
   void update(int unit) {
     UnitState& state = units_[unit];
-    Copy* optim = find(state.optims, cell(Role::kOptim, Phase::kUpdate));
-    const Copy* grad = find(state.grads, cell(Role::kGrad, Phase::kUpdate));
+    Copy* optim = state.optim.at(cell(Role::kOptim, Phase::kUpdate));
+    const Copy* grad = state.grad.at(cell(Role::kGrad, Phase::kUpdate));
     if (optim == nullptr) fail(concat("the optimizer of u", unit, " is not where it updates"));
     if (grad == nullptr || grad->place.layout != optim->place.layout ||
         grad->place.tier != optim->place.tier)
@@ -338,40 +340,42 @@ class RankRun {
         Adam::apply(step_, grad->buffers[flat][i], optim->buffers[flat].at(i),
                     optim->buffers[flat + kNumFlats].at(i),
                     optim->buffers[flat + 2 * kNumFlats].at(i));
-    state.grads.clear();
-    const Placement& rest = cell(Role::kParam, Phase::kRest);
-    if (rest == optim->place) {
-      adopt(unit, *optim);
-    } else {
-      unpublished_ = std::exchange(state.resting, std::nullopt);
-    }
+    state.optim.book.write(optim->place);
+    state.grad.book.clear();
+    state.grad.tidy();
+    state.published = cell(Role::kParam, Phase::kRest) == optim->place;
+    if (state.published) adopt(unit, *optim);
   }
 
   // Master weights become the resting copy of what trains.
   void adopt(int unit, const Copy& master) {
     for (size_t flat = 0; flat < kNumFlats; ++flat)
-      if (trains(unit, flat)) units_[unit].resting->buffers[flat] = master.buffers[flat];
+      if (trains(unit, flat))
+        units_[unit].param.copies.front().buffers[flat] = master.buffers[flat];
   }
 
   void publish(int unit, const std::vector<Move>& moves) {
-    const Copy* optim = find(units_[unit].optims, cell(Role::kOptim, Phase::kUpdate));
-    if (optim == nullptr || !unpublished_) fail(concat("u", unit, " has nothing to publish"));
+    const Copy* optim = units_[unit].optim.at(cell(Role::kOptim, Phase::kUpdate));
+    if (optim == nullptr || units_[unit].published)
+      fail(concat("u", unit, " has nothing to publish"));
     std::vector<Copy> master = {{optim->place, {}}};
     master[0].buffers.assign(optim->buffers.begin(), optim->buffers.begin() + kNumFlats);
     walk(master, moves);
     if (master[0].place != cell(Role::kParam, Phase::kRest))
       fail(concat("no parameter rests at ", master[0].place.text()));
-    units_[unit].resting = std::exchange(unpublished_, std::nullopt);
+    units_[unit].published = true;
+    units_[unit].param.book.write(master[0].place);
     adopt(unit, master[0]);
   }
 
   void check_at_rest() {
     for (int unit = 0; unit < num_units(); ++unit) {
       UnitState& state = units_[unit];
-      if (!state.resting) fail(concat("the new weights of u", unit, " were not published"));
-      if (state.gathered) fail(concat("the parameters of u", unit, " did not go back to rest"));
-      if (!state.grads.empty()) fail(concat("the gradient of u", unit, " was not used"));
-      if (find(state.optims, cell(Role::kOptim, Phase::kRest)) == nullptr)
+      if (!state.published) fail(concat("the new weights of u", unit, " were not published"));
+      if (!state.param.book.at_rest())
+        fail(concat("the parameters of u", unit, " did not go back to rest"));
+      if (!state.grad.book.empty()) fail(concat("the gradient of u", unit, " was not used"));
+      if (state.optim.at(cell(Role::kOptim, Phase::kRest)) == nullptr)
         fail(concat("the optimizer of u", unit, " did not go back to rest"));
     }
   }
@@ -384,7 +388,6 @@ class RankRun {
   Exchange& exchange_;
   ChainModel chain_;
   std::vector<UnitState> units_;
-  std::optional<Copy> unpublished_;  // what rested before the update
   const Batch* batch_ = nullptr;
   std::vector<double> norms_;
   double input_deviation_ = 0;

@@ -45,8 +45,13 @@ Plan make_plan(const Table& table, const ModelDesc& model, const Mesh& mesh,
              : fuse(prefetch(plan, model, setting.prefetch_bytes), model, setting.bucket_bytes);
 }
 
-const Mesh kMeshes[] = {{1, 1, 1}, {1, 2, 1}, {2, 1, 1}, {1, 4, 1},
-                        {2, 2, 1}, {1, 1, 2}, {2, 2, 2}, {2, 2, 4}};
+Mesh make_mesh(int node, int local, int tensor = 1) {
+  return Mesh::of({{Axis::kNode, node}, {Axis::kLocal, local}, {Axis::kTensor, tensor}});
+}
+
+const Mesh kMeshes[] = {make_mesh(1, 1),    make_mesh(1, 2),   make_mesh(2, 1),
+                        make_mesh(1, 4),    make_mesh(2, 2),   make_mesh(1, 1, 2),
+                        make_mesh(2, 2, 2), make_mesh(2, 2, 4)};
 
 class InterpreterTest : public testing::Test {
  protected:
@@ -87,7 +92,7 @@ TEST_F(InterpreterTest, EveryTableOnEveryMeshEqualsTheReference) {
     run_all(Variant::kChain, mesh, mesh.world() > 8 ? 23 : mesh.world() > 1 ? 7 : 1);
   for (const Variant variant : {Variant::kTiedRoot, Variant::kFrozen})
     for (const Mesh& mesh : kMeshes)
-      if (mesh.tensor == 1) run_all(variant, mesh, mesh.world() > 2 ? 11 : 7);
+      if (mesh.size(Axis::kTensor) == 1) run_all(variant, mesh, mesh.world() > 2 ? 11 : 7);
   std::printf("%d cases, largest deviation %.1e\n", num_cases_, most_);
   EXPECT_GE(num_cases_, 200);
 }
@@ -95,7 +100,7 @@ TEST_F(InterpreterTest, EveryTableOnEveryMeshEqualsTheReference) {
 TEST_F(InterpreterTest, ARankThatSkipsACollectiveEndsAllRanks) {
   const Problem problem = Problem::make(Variant::kChain, 1);
   const Trained expected = train_reference(problem);
-  const Mesh mesh{1, 2, 1};
+  const Mesh mesh = make_mesh(1, 2);
   const Table table = preset("zero3", {});
   const Plan plan = plan_step(table, describe(Variant::kChain, mesh), mesh, 1);
   const Training run{.problem = problem,

@@ -1,5 +1,6 @@
 #pragma once
 // The tables that the plan tests run: every preset, every tier, and some that no preset has.
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,20 +22,21 @@ struct TableCase {
   Dtype precision = Dtype::kBf16;
   std::vector<Cell> cells{};  // that differ from the preset
   int most_micro = 2;
-  bool grads_on_disk = false;
+  std::optional<Tier> grad_tier{};
 
   Table table(bool accumulate) const {
     Table table = preset(strategy, {.precision = precision,
                                     .accumulate = accumulate,
                                     .optim_tier = optim_tier,
                                     .param_tier = param_tier,
-                                    .grads_on_disk = grads_on_disk});
+                                    .grad_tier = grad_tier});
     for (const Cell& cell : cells) table.set(cell.role, cell.phase, Placement::parse(cell.place));
     return table;
   }
   std::string text() const {
     return concat(strategy, " optim=", tier_name(optim_tier), " param=", tier_name(param_tier), " ",
-                  dtype_name(precision), grads_on_disk ? " gradients on disk" : "",
+                  dtype_name(precision),
+                  grad_tier ? concat(" gradients on ", tier_name(*grad_tier)) : "",
                   cells.empty() ? "" : " with other cells");
   }
 };
@@ -54,7 +56,7 @@ inline std::vector<TableCase> table_cases() {
       cases.push_back({.strategy = name, .optim_tier = tier, .param_tier = tier});
     }
   for (const char* name : {"zero2", "zero3", "hpz", "mics"})
-    cases.push_back({.strategy = name, .optim_tier = Tier::kDisk, .grads_on_disk = true});
+    cases.push_back({.strategy = name, .optim_tier = Tier::kDisk, .grad_tier = Tier::kDisk});
   // Parameters stay whole until the backward. (One micro-batch: a backward that is not the last
   // returns to `hold`, and the forward after it, which starts from `rest`, would gather again.)
   cases.push_back({.strategy = "zero3",

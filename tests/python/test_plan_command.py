@@ -66,9 +66,8 @@ def test_golden_numbers(capsys):
         assert host is None or one["host"] == host, key
         assert one["disk"] == disk, key
         assert one["seconds"] == pytest.approx(seconds, rel=1e-3), key
-    # Whatever rests whole stays on the device: three optimizer tiers; else nine, but hpz keeps no
-    # second copy on disk.
-    assert len(rows) == 3 * 3 + 2 * 9 + 6
+    # Whatever rests whole stays on the device: three optimizer tiers; else nine.
+    assert len(rows) == 3 * 3 + 3 * 9
 
 
 def test_best_first_and_why(capsys):

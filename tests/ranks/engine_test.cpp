@@ -2,67 +2,23 @@
 // do not divide, both precisions, accumulation, every tier, updates that end late, a shared
 // parameter, a frozen and an unused one.
 #include <gtest/gtest.h>
-#include <torch/nn.h>
 #include <torch/optim.h>
-
-#include <thread>
 
 #include "penstock/engine.h"
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "tests/ranks/thread_ranks.h"
 
 namespace penstock {
 namespace {
 
-constexpr int64_t kWidth = 13;  // odd, so that every shard border falls inside some parameter
-constexpr int64_t kRows = 2;    // per rank and micro-batch
+using ranks::build;
+using ranks::loss_of;
+using ranks::NetImpl;
+using ranks::run_ranks;
+
 constexpr int kSteps = 4;
-
-struct BlockImpl : torch::nn::Module {
-  BlockImpl() {
-    inner = register_module("inner", torch::nn::Linear(kWidth, kWidth));
-    frozen = register_module("frozen", torch::nn::Linear(kWidth, kWidth));
-    for (auto& p : frozen->parameters()) p.requires_grad_(false);
-  }
-  torch::Tensor forward(const torch::Tensor& x) {
-    return unit(*this, [&] { return x + torch::tanh(frozen(torch::tanh(inner(x)))); });
-  }
-  torch::nn::Linear inner{nullptr}, frozen{nullptr};
-};
-TORCH_MODULE(Block);
-
-struct NetImpl : torch::nn::Module {
-  NetImpl() {
-    embed = register_parameter("embed", torch::randn({kWidth, kWidth}) * 0.3);
-    unused = register_parameter("unused", torch::randn({3}));
-    blocks = register_module("blocks", torch::nn::ModuleList());
-    for (int i = 0; i < 3; ++i) blocks->push_back(Block());
-  }
-  torch::Tensor forward(torch::Tensor x) {
-    x = x.matmul(embed);
-    for (const int i : {0, 1, 2, 1}) x = blocks[i]->as<Block>()->forward(x);
-    return x.matmul(embed.t());  // tied
-  }
-  torch::Tensor embed, unused;
-  torch::nn::ModuleList blocks{nullptr};
-};
-
-std::shared_ptr<NetImpl> build() {
-  torch::manual_seed(1);
-  return std::make_shared<NetImpl>();
-}
-
-torch::Tensor rows_of(int step, int micro, int first, int count, int world, int64_t salt) {
-  torch::Generator generator = at::detail::createCPUGenerator(1000 * step + 10 * micro + salt);
-  return torch::randn({kRows * world, kWidth}, generator).narrow(0, first * kRows, count * kRows);
-}
-
-torch::Tensor loss_of(NetImpl& net, int step, int micro, int first, int count, int world) {
-  const auto x = rows_of(step, micro, first, count, world, 0);
-  const auto y = rows_of(step, micro, first, count, world, 5);
-  const auto dtype = net.embed.scalar_type();
-  return (net.forward(x.to(dtype)).to(torch::kFloat) - y).square().mean();
-}
+constexpr std::chrono::seconds kTimeout{60};
 
 std::map<std::string, torch::Tensor> reference(int world, int accumulate, double clip) {
   auto net = build();
@@ -75,7 +31,7 @@ std::map<std::string, torch::Tensor> reference(int world, int accumulate, double
   for (int step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
     for (int micro = 0; micro < accumulate; ++micro) {
-      (loss_of(*net, step, micro, 0, world, world) / accumulate).backward();
+      (loss_of(*net, {step, micro, 0, world, world}) / accumulate).backward();
     }
     torch::nn::utils::clip_grad_norm_(params, clip);
     optimizer.step();
@@ -113,6 +69,10 @@ Config config_of(const Case& c) {
              c.world % 2 == 0 ? 2 : 1, R"(}, "offload": {)", offload, "}}"));
 }
 
+double apart(const torch::Tensor& a, const torch::Tensor& b) {
+  return (a.detach().to(torch::kFloat) - b).abs().max().item<double>();
+}
+
 class Engines : public testing::TestWithParam<Case> {};
 
 TEST_P(Engines, TrainLikePlainTorch) {
@@ -120,40 +80,23 @@ TEST_P(Engines, TrainLikePlainTorch) {
   const Config config = config_of(c);
   const auto expected = reference(c.world, c.accumulate, 0.5);
   const double tolerance = std::string(c.precision) == "fp32" ? 1e-5 : 2e-2;
-  auto groups = Group::threads(c.world, std::chrono::seconds(60));
   std::vector<std::shared_ptr<NetImpl>> nets;
   for (int rank = 0; rank < c.world; ++rank) nets.push_back(build());
-  std::vector<std::string> errors(c.world);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < c.world; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        Engine engine(nets[rank], config, groups[rank]);
-        for (int step = 0; step < kSteps; ++step) {
-          for (int micro = 0; micro < c.accumulate; ++micro) {
-            const auto loss =
-                engine.run([&] { return loss_of(*nets[rank], step, micro, rank, 1, c.world); });
-            engine.backward(loss);
-            EXPECT_EQ(engine.step(), micro + 1 == c.accumulate);
-          }
-        }
-        for (const auto& [name, value] : engine.state()) {
-          const double off = (value - expected.at(name)).abs().max().item<double>();
-          EXPECT_LT(off, tolerance) << name << " on rank " << rank;
-        }
-        engine.close();
-        EXPECT_LT((nets[rank]->embed.detach().to(torch::kFloat) - expected.at("embed"))
-                      .abs()
-                      .max()
-                      .item<double>(),
-                  tolerance);
-      } catch (const std::exception& error) {
-        errors[rank] = error.what();
-        groups[rank]->close();
+  const auto errors = run_ranks(c.world, kTimeout, [&](int rank, const auto& group) {
+    Engine engine(nets[rank], config, group);
+    for (int step = 0; step < kSteps; ++step) {
+      for (int micro = 0; micro < c.accumulate; ++micro) {
+        engine.backward(
+            engine.run([&] { return loss_of(*nets[rank], {step, micro, rank, 1, c.world}); }));
+        EXPECT_EQ(engine.step(), micro + 1 == c.accumulate);
       }
-    });
-  }
-  for (auto& thread : threads) thread.join();
+    }
+    for (const auto& [name, value] : engine.state()) {
+      EXPECT_LT(apart(value, expected.at(name)), tolerance) << name << " on rank " << rank;
+    }
+    engine.close();
+    EXPECT_LT(apart(nets[rank]->embed, expected.at("embed")), tolerance);
+  });
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 

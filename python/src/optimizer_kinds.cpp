@@ -1,0 +1,75 @@
+#include "penstock/optimizer_kinds.h"
+
+#include <pybind11/stl.h>
+
+#include <string>
+#include <type_traits>
+#include <variant>
+
+#include "penstock/error.h"
+#include "python/src/module.h"
+
+namespace py = pybind11;
+
+namespace penstock::python {
+
+namespace {
+
+// "type" and every key of its kind, as the config's "optimizer" section has them.
+py::dict section_of(const OptimizerConfig& optimizer) {
+  const OptimizerKind& kind = kind_of(optimizer.type);
+  py::dict section;
+  section["type"] = kind.name;
+  for (const std::string& key : kind.keys) {
+    std::visit([&](auto field) { section[key.c_str()] = py::cast(optimizer.*field); },
+               optimizer_key(key).field);
+  }
+  return section;
+}
+
+// A tensor of one element counts as its value.
+void read_key(const OptimizerKey& key, const py::object& value, OptimizerConfig* out) {
+  try {
+    std::visit(
+        [&](auto field) {
+          auto& at = out->*field;
+          at = value.cast<std::remove_reference_t<decltype(at)>>();
+        },
+        key.field);
+  } catch (const py::cast_error&) {
+    throw ConfigError("[front::optimizer] \"" + key.name + "\" of a parameter group is " +
+                      std::string(py::repr(value)) + ", which is no value it can have");
+  }
+}
+
+// From a torch parameter group, whose other entries do not count.
+OptimizerConfig of_group(const std::string& name, const py::dict& group) {
+  const OptimizerKind* kind = find_optimizer(name);
+  PENSTOCK_ASSERT(kind != nullptr, "[front::optimizer] no kind " + name);
+  OptimizerConfig optimizer = kind->defaults;
+  for (const std::string& key : kind->keys) {
+    if (group.contains(key)) read_key(optimizer_key(key), group[key.c_str()], &optimizer);
+  }
+  return optimizer;
+}
+
+}  // namespace
+
+void bind_optimizer_kinds(py::module_& module) {
+  py::class_<OptimizerConfig>(module, "OptimizerConfig")
+      .def(py::init(&of_group), py::arg("kind"), py::arg("group"))
+      .def_property_readonly("section", &section_of)
+      .def_property_readonly("num_moments", &num_moments);
+  py::class_<OptimizerKind>(module, "OptimizerKind")
+      .def_readonly("name", &OptimizerKind::name)
+      .def_readonly("keys", &OptimizerKind::keys)
+      .def_property_readonly("defaults",
+                             [](const OptimizerKind& kind) { return section_of(kind.defaults); });
+  py::list kinds;
+  for (const OptimizerKind& kind : optimizer_kinds()) {
+    kinds.append(py::cast(kind, py::return_value_policy::reference));
+  }
+  module.attr("OPTIMIZER_KINDS") = py::tuple(kinds);
+}
+
+}  // namespace penstock::python

@@ -1,0 +1,150 @@
+#include "src/engine/adoption.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <exception>
+#include <utility>
+
+#include "penstock/error.h"
+#include "penstock/optimizer_kinds.h"
+#include "src/base/text.h"
+#include "src/engine/order.h"
+#include "src/engine/room.h"
+#include "src/plan/strategy.h"
+
+namespace penstock::engine {
+
+namespace {
+
+at::ScalarType scalar_type(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFp32:
+      return at::kFloat;
+    case Dtype::kBf16:
+      return at::kBFloat16;
+    case Dtype::kFp16:
+      return at::kHalf;
+  }
+  throw Bug("[engine::scalar_type] unknown dtype");
+}
+
+at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
+  if (!tree.init || !tree.init->holds(slot.param)) return slot.param.detach();
+  if (tree.params[slot.index].param.unsafeGetTensorImpl() == slot.param.unsafeGetTensorImpl()) {
+    return tree.init->take(slot.param);
+  }
+  // A tile: the parameter is taken when all its tiles have their values.
+  return tree.init->whole(slot.param)
+      .narrow(0, slot.param.storage_offset(), slot.param.numel())
+      .clone();
+}
+
+}  // namespace
+
+void own_storage(const at::Tensor& param, Dtype dtype) {
+  const auto options = param.options().dtype(scalar_type(dtype)).requires_grad(false);
+  const auto bytes = param.numel() * dtype_bytes(dtype);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                       c10::DataPtr(nullptr, param.device()),
+                                                       /*allocator=*/nullptr, /*resizable=*/false);
+  at::Tensor window = at::empty({0}, options);
+  window.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(storage)));
+  window.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
+  param.mutable_grad().reset();
+  param.set_data(window);
+}
+
+Adoption::~Adoption() {
+  if (committed_) return;
+  for (exec::UnitState& unit : executor_.units()) {
+    for (exec::Flat& flat : unit.flats) flat.let_params_go();
+  }
+  tiers_.close_disk();
+}
+
+void Adoption::claim(const Config& config, const ModelDesc& model, bool external_optimizer) {
+  std::exception_ptr error;
+  std::string mine;
+  try {
+    claim_here(config, model, external_optimizer);
+  } catch (const std::exception& problem) {
+    error = std::current_exception();
+    mine = problem.what();
+  }
+  const std::vector<std::string> texts = share_text(
+      "room for what rests", mine, [this](const std::string& label, const std::string& payload) {
+        return executor_.share(label, payload);
+      });
+  if (error) std::rethrow_exception(error);
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank].empty()) continue;
+    throw RuntimeFault(concat("[engine::initialize] rank ", rank, " failed with: ", texts[rank]));
+  }
+}
+
+// Says where each copy rests, and finds a disk that is too full.
+void Adoption::claim_here(const Config& config, const ModelDesc& model, bool external_optimizer) {
+  const Table& table = executor_.table();
+  mem::DiskOptions options;
+  options.paths = swap_folders(config.offload);
+  options.checksums = config.offload.checksums;
+  options.stall_s = config.offload.timeout_s;
+  if (table.uses_disk()) tiers_.disk.emplace(options);
+  // How large activations are is known when they are there: their file grows.
+  if (table.at(Role::kAct, Phase::kHold).tier == Tier::kDisk) {
+    executor_.activations().open_disk(options);
+  }
+  check_moments(config, external_optimizer);
+  executor_.claim(model, external_optimizer ? 0 : num_moments(config));
+}
+
+void Adoption::check_moments(const Config& config, bool external_optimizer) const {
+  const Placement& rest = executor_.table().at(Role::kOptim, Phase::kRest);
+  if (rest.dtype == Dtype::kFp32) return;
+  const OptimizerKind& kind = kind_of(config.optimizer.value_or(OptimizerConfig{}).type);
+  if (!external_optimizer && kind.takes("moments_dtype")) return;
+  throw ConfigError(concat("[engine::initialize] table.optim.rest is \"", rest.text(),
+                           "\": moments: bf16 moments (optimizer.moments_dtype) are not for ",
+                           external_optimizer
+                               ? "an optimizer of your own, which keeps its state itself"
+                               : concat(kind.name, ", whose state has to be fp32"),
+                           ": leave it at \"fp32\""));
+}
+
+void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>& tiled) {
+  for (size_t unit = 0; unit < executor_.units().size(); ++unit) {
+    std::vector<exec::Flat>& flats = executor_.units()[unit].flats;
+    for (size_t flat = 0; flat < flats.size(); ++flat) {
+      take_flat(flats[flat], concat("initial u", unit, ".", flat), tree);
+      mem::trim_heap(2 * flats[flat].numel * 4);
+    }
+  }
+  take_buffers(tree.buffers);
+  for (const tiles::TiledWeight& one : tiled) {
+    if (tree.init && tree.init->holds(one.whole)) tree.init->take(one.whole);
+    own_storage(one.whole, exec::dtype_of(one.tiles.front().scalar_type()));
+  }
+}
+
+// They become the resting copy, the master shard and the parameter's window.
+void Adoption::take_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree) {
+  at::Tensor full = at::zeros({flat.numel}, at::TensorOptions(at::kFloat));
+  for (exec::Slot& slot : flat.slots) {
+    const at::Tensor initial = initial_values(slot, tree);
+    full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
+    own_storage(slot.param, flat.dtype);
+  }
+  executor_.values().adopt(flat, full, label);
+}
+
+void Adoption::take_buffers(const std::vector<at::Tensor>& buffers) {
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    at::Tensor buffer = buffers[i].contiguous();
+    executor_.broadcast(concat("buffer ", i), buffer.data_ptr(),
+                        static_cast<int64_t>(buffer.nbytes()));
+    if (!buffers[i].is_contiguous()) buffers[i].copy_(buffer);
+  }
+}
+
+}  // namespace penstock::engine

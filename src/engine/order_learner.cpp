@@ -1,0 +1,88 @@
+#include "src/engine/order_learner.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock::engine {
+
+OrderLearner::OrderLearner(ModelDesc assumed, Scope scope)
+    : assumed_(std::move(assumed)), scope_(std::move(scope)) {}
+
+void OrderLearner::begin_forward(bool trains) {
+  in_forward_ = trains && !done_;
+  if (trains) forward_.clear();
+}
+
+void OrderLearner::begin_backward() {
+  if (!done_) backward_.clear();
+}
+
+void OrderLearner::begin(Op pass, int unit) {
+  if (records(pass)) record_of(pass).begin(unit);
+}
+
+void OrderLearner::end(Op pass, int unit) {
+  if (records(pass)) record_of(pass).end(unit);
+}
+
+void OrderLearner::add(Op pass, const Visit& visit) {
+  if (records(pass)) record_of(pass).add(visit);
+}
+
+bool OrderLearner::spans(int unit) const {
+  return std::find(spanning_.begin(), spanning_.end(), unit) != spanning_.end();
+}
+
+std::vector<Visit> OrderLearner::seen_forward() const {
+  if (!scope_.units_are_entered || forward_.empty()) return assumed_.forward;
+  std::vector<Visit> visits = forward_.visits(static_cast<int>(assumed_.units.size()));
+  // A tile that is used outside of the forward only is brought there.
+  std::erase_if(visits, [this](const Visit& visit) {
+    return scope_.is_tile(visit.unit) && !forward_.has(visit.unit);
+  });
+  add_spanning(visits);
+  return visits;
+}
+
+std::vector<Visit> OrderLearner::seen_backward() const {
+  if (backward_.empty()) return assumed_.backward;
+  std::vector<Visit> visits = backward_.visits(static_cast<int>(assumed_.units.size()));
+  add_spanning(visits);
+  return visits;
+}
+
+// Next to the root, which encloses all.
+void OrderLearner::add_spanning(std::vector<Visit>& visits) const {
+  for (const int unit : spanning_) {
+    std::erase_if(visits, [unit](const Visit& visit) { return visit.unit == unit; });
+    visits.insert(visits.begin() + 1, {unit, Mark::kBegin});
+    visits.insert(visits.end() - 1, {unit, Mark::kEnd});
+  }
+}
+
+ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {
+  done_ = true;
+  ModelDesc seen = assumed_;
+  seen.forward = seen_forward();
+  seen.backward = seen_backward();
+  const std::string mine = visits_text(seen.forward) + "\n" + visits_text(seen.backward);
+  const std::string difference = first_difference(share("order of step one", mine));
+  if (difference.empty()) return seen;
+  // The order assumed so far serves ranks that skip different units. Where parameters move it
+  // must have served them all; reductions alone can be made in any common order.
+  bool served = true;
+  for (const std::string& count : share("off plan in step one", std::to_string(off_plan))) {
+    served &= count == "0";
+  }
+  if (scope_.moves_params && !served) {
+    throw RuntimeFault(
+        concat("[engine::replan] in step one the ranks ran their units in different orders: ",
+               difference));
+  }
+  return assumed_;
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,16 @@
+#pragma once
+// One optimizer step over a range of one flat buffer: from a parameter group's settings to the
+// kernel that computes them. Stateless; any thread.
+#include <cstdint>
+
+#include "penstock/config.h"
+#include "src/optim/kernels.h"
+
+namespace penstock::exec {
+
+// `moment1` and `moment2` hold range.numel values of range.moment_dtype each, or are null beyond
+// num_moments(group). `step` is 1 for the range's first update; `grad_scale` multiplies gradients.
+void run_optimizer(const OptimizerConfig& group, const optim::Range& range, void* moment1,
+                   void* moment2, float grad_scale, int64_t step);
+
+}  // namespace penstock::exec

@@ -1,0 +1,191 @@
+#include "src/exec/params.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "src/base/text.h"
+
+namespace penstock::exec {
+
+bool Params::leaves(const std::vector<Move>& moves) const {
+  const std::optional<Placement> to = apply_all(rank_.whole(), moves);
+  return to && *to != rank_.whole();
+}
+
+bool Params::whole(int unit) const { return rank_.units[unit].params.current() == rank_.whole(); }
+
+// A plan starts from where one backward per forward leaves the parameters. Where a unit is
+// elsewhere (a second backward finds it at rest, not in `hold`), it goes the whole way from there
+// instead.
+void Params::run(const PlannedStep& planned) {
+  const std::vector<Move>& moves = planned.step.moves;
+  const bool away = leaves(moves);
+  std::vector<int> together;
+  for (const int unit : planned.step.units) {
+    if (away != whole(unit)) continue;  // off-plan reads and their ends come in between
+    const std::optional<Placement> from = rank_.units[unit].params.source(moves);
+    if (away || (from && apply_all(*from, moves) == rank_.whole())) {
+      together.push_back(unit);
+    } else {
+      move_to(unit, Phase::kBackward);
+    }
+  }
+  if (!together.empty()) go(together, moves, planned.label);
+}
+
+void Params::move_to(int index, Phase phase) {
+  const Placement& wanted = rank_.cell(Role::kParam, phase);
+  const Copies& book = rank_.units[index].params;
+  if (book.current() == wanted) return;
+  if (wanted == rank_.cell(Role::kParam, Phase::kRest)) return drop(index);
+  if (wanted != rank_.whole() && !whole(index)) return;  // rests, which does as well
+  const std::vector<Move> moves = book.way_to(wanted);
+  const Step step{.op = Op::kMove, .units = {index}, .moves = moves};
+  go({index}, moves, concat(step.text(), " (", rank_.units[index].name, ") off plan"));
+}
+
+void Params::go(const std::vector<int>& units, const std::vector<Move>& moves,
+                const comm::Label& label) {
+  const Placement from = *rank_.units[units.front()].params.source(moves);
+  if (apply_all(from, moves) == rank_.whole()) return bring(units, from, moves, label);
+  for (const int unit : units) put_away(unit, moves, label);
+}
+
+// What rests on disk is on its way.
+void Params::fetch(const std::vector<int>& units, const Placement& from) {
+  for (const int index : units) {
+    UnitState& unit = rank_.units[index];
+    unit.param_ready.wait();
+    if (from.tier == Tier::kDisk) unit.updated.wait();  // the read starts here
+    for (Flat& flat : unit.flats) {
+      rank_.traffic.fetch(find(flat.params, from)->one(), mem::Account::kParam);
+    }
+  }
+}
+
+void Params::bring(const std::vector<int>& units, const Placement& from,
+                   const std::vector<Move>& moves, const comm::Label& label) {
+  auto walk = std::make_shared<Walk>(rank_.walk(from, moves));
+  std::vector<std::vector<Copy>> arriving(units.size());
+  std::vector<Event> updated;
+  try {  // where there is not enough memory, nothing has changed
+    fetch(units, from);
+    for (size_t i = 0; i < units.size(); ++i) {
+      UnitState& unit = rank_.units[units[i]];
+      updated.push_back(unit.updated);
+      for (Flat& flat : unit.flats) {
+        const Buffer& source = find(flat.params, from)->one();
+        std::vector<Copy> made;
+        Copy& copy = rank_.open(made, walk->route().to, flat, mem::Account::kParam);
+        walk->add({source.data(), copy.one().data(), source.dtype, copy.one().dtype, flat.numel,
+                   false, source.moving});
+        arriving[i].push_back(std::move(copy));
+      }
+    }
+  } catch (...) {
+    for (const int index : units) {
+      for (Flat& flat : rank_.units[index].flats) {
+        Buffer& source = find(flat.params, from)->one();
+        if (source.on_disk()) rank_.traffic.drop(source);
+      }
+    }
+    throw;
+  }
+  for (size_t i = 0; i < units.size(); ++i) {
+    arrive(rank_.units[units[i]], moves, std::move(arriving[i]));
+  }
+  const Event ready = lanes_.gather.submit([this, walk, updated, label] {
+    for (const Event& update : updated) update.wait();
+    walk->run(rank_.gather_channel, label);
+  });
+  for (const int unit : units) rank_.units[unit].param_ready = ready;
+}
+
+// One new copy a flat, in place of the working copy there was.
+void Params::arrive(UnitState& unit, const std::vector<Move>& moves, std::vector<Copy> copies) {
+  const Placement rest = unit.params.places().back();
+  for (size_t f = 0; f < unit.flats.size(); ++f) {
+    std::vector<Copy>& params = unit.flats[f].params;
+    for (Copy& copy : params) {
+      if (copy.place == rest || !copy.valid) continue;
+      unit.leaving.push_back(std::move(copy.one().memory));
+      copy.valid = false;
+    }
+    std::erase_if(params, [](const Copy& copy) { return !copy.valid && !copy.one().on_disk(); });
+    params.push_back(std::move(copies[f]));
+  }
+  unit.params.move(moves);
+}
+
+void Params::put_away(int index, const std::vector<Move>& moves, const comm::Label& label) {
+  UnitState& unit = rank_.units[index];
+  unit.param_ready.wait();
+  unit.updated.wait();
+  const Placement from = *unit.params.source(moves);
+  Walk walk = rank_.walk(from, moves);
+  std::vector<Copy*> made;
+  for (Flat& flat : unit.flats) {
+    flat.params.reserve(flat.params.size() + 1);  // `source` stays where it is
+    const Buffer& source = find(flat.params, from)->one();
+    Copy& copy = rank_.open(flat.params, walk.route().to, flat, mem::Account::kParam);
+    walk.add({source.data(), copy.one().data(), source.dtype, copy.one().dtype, flat.numel});
+    made.push_back(&copy);
+  }
+  detach(unit);
+  walk.run(rank_.gather_channel, label);
+  for (size_t f = 0; f < made.size(); ++f) {
+    rank_.traffic.put_back(made[f]->one());
+    std::erase_if(unit.flats[f].params, [&](const Copy& copy) {
+      return copy.place == from && from != unit.params.places().back();
+    });
+  }
+  unit.params.move(moves);
+}
+
+void Params::require(int index) {
+  UnitState& unit = rank_.units[index];
+  move_to(index, Phase::kForward);
+  unit.updated.wait();
+  unit.param_ready.wait();
+  unit.leaving.clear();
+  for (Flat& flat : unit.flats) {
+    for (Copy& copy : flat.params) {
+      if (copy.place != rank_.whole()) rank_.traffic.let_go(copy.one());
+    }
+  }
+  attach(unit);
+}
+
+void Params::attach(UnitState& unit) {
+  if (unit.attached) return;
+  for (Flat& flat : unit.flats) flat.attach(find(flat.params, rank_.whole())->one().data());
+  unit.attached = true;
+}
+
+void Params::detach(UnitState& unit) {
+  if (!unit.attached) return;
+  for (Flat& flat : unit.flats) flat.detach();
+  unit.attached = false;
+}
+
+void Params::drop(int index) {
+  UnitState& unit = rank_.units[index];
+  if (unit.params.at_rest()) return;
+  unit.param_ready.wait();
+  detach(unit);
+  const Placement rest = unit.params.places().back();
+  for (Flat& flat : unit.flats) {
+    for (Copy& copy : flat.params) {
+      rank_.traffic.let_go(copy.one());
+      copy.valid = copy.place == rest;
+    }
+    std::erase_if(flat.params,
+                  [](const Copy& copy) { return !copy.valid && !copy.one().on_disk(); });
+  }
+  unit.leaving.clear();
+  unit.params.drop();
+  if (whole(index)) attach(unit);  // the model's own at rest
+}
+
+}  // namespace penstock::exec

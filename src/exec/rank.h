@@ -1,0 +1,75 @@
+#pragma once
+// Rank: what the parts of one rank's executor share. And the lanes that they give work to.
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/group.h"
+#include "src/comm/channel.h"
+#include "src/exec/copy.h"
+#include "src/exec/flat.h"
+#include "src/exec/lane.h"
+#include "src/exec/walk.h"
+#include "src/mem/tiers.h"
+#include "src/plan/plan.h"
+
+namespace penstock::exec {
+
+// A step, and the label of its collectives: its text and its units' modules.
+struct PlannedStep {
+  Step step;
+  comm::Label label;
+  bool writes_back = false;  // update: the optimizer's pass writes what a publish begins with
+};
+
+// Each ordered; between them only events count. Gathers, reductions, and updates on the host.
+struct Lanes {
+  Lane gather{"penstock-gather"}, reduce{"penstock-reduce"}, update{"penstock-update"};
+};
+
+struct Rank {
+  Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memory,
+       std::vector<UnitState> parts);
+
+  const Placement& cell(Role role, Phase phase) const { return table.at(role, phase); }
+  // What a phase computes with.
+  const Placement& whole() const { return cell(Role::kParam, Phase::kForward); }
+  Dtype dtype_of(const Placement& place, const Flat& flat) const {
+    return table.dtype_in(place, flat.dtype);
+  }
+  int64_t numel_of(const Placement& place, const Flat& flat) const {
+    return flat.numel / num_shards(place, mesh);
+  }
+  int shard_of(const Placement& place) const { return shard_index(place, mesh, group.rank()); }
+  Walk walk(const Placement& from, const std::vector<Move>& moves, bool consumes = true) {
+    return {route(from, moves, mesh, group.rank(), consumes), mesh, groups, tiers};
+  }
+  const Members& everyone() const { return groups.of({Axis::kNode, Axis::kLocal}); }
+  // What a flat keeps for good, without memory yet: copies that rest, and their places on disk.
+  void claim_params(Flat& flat);
+  void claim_state(Flat& flat, int num_chunks, int num_moments);
+  // A buffer of a flat there, without memory.
+  Buffer buffer_at(const Placement& place, const Flat& flat) const;
+  // The copy there, of values to come: with memory, and valid.
+  Copy& open(std::vector<Copy>& copies, const Placement& place, const Flat& flat,
+             mem::Account account);
+
+  void reserve(Buffer& buffer) {
+    if (buffer.on_disk() && buffer.exists()) buffer.offset = tiers.disk->reserve(buffer.bytes());
+  }
+
+  const Table table;
+  // Of the table; asked for in every update.
+  const bool grads_in_chunks, publishes_chunks;
+  const std::array<bool, 3> has_master;  // by Dtype
+  const Mesh mesh;
+  const Groups groups;
+  Group& group;
+  mem::Tiers& tiers;
+  std::vector<UnitState> units;
+  mem::DiskTraffic traffic;
+  comm::Channel gather_channel, reduce_channel, control_channel;
+};
+
+}  // namespace penstock::exec

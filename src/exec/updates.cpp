@@ -1,0 +1,444 @@
+#include "src/exec/updates.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "src/base/text.h"
+#include "src/exec/optimizer_step.h"
+#include "src/optim/kernels.h"
+
+namespace penstock::exec {
+
+namespace {
+
+constexpr size_t kBadBytes = 256;  // of the text that names a non-finite contribution
+
+bool is_fetch(const std::vector<Move>& moves) {
+  return moves.size() == 1 && moves[0].kind == MoveKind::kCopy && moves[0].from == Tier::kDisk;
+}
+
+bool is_put_back(const std::vector<Move>& moves) {
+  return moves.size() == 1 && moves[0].kind == MoveKind::kCopy && moves[0].to == Tier::kDisk;
+}
+
+}  // namespace
+
+Updates::Updates(Rank& rank, Lanes& lanes, Gradients& gradients)
+    : rank_(rank), lanes_(lanes), gradients_(gradients), channel_(rank.group, "update") {}
+
+void Updates::begin(Update update) {
+  finish();
+  update_ = std::move(update);
+}
+
+// In its turn: updates of the step before may still be on their lane.
+void Updates::set_step(int64_t step) {
+  on_lane({}, [this, step] { channel_.set_step(step); });
+}
+
+void Updates::finish() {
+  for (const UnitState& unit : rank_.units) unit.updated.wait();
+}
+
+void Updates::on_lane(const std::vector<int>& units, std::function<void()> work) {
+  if (rank_.cell(Role::kOptim, Phase::kUpdate).tier == Tier::kDevice) return work();
+  const Event done = lanes_.update.submit(std::move(work));
+  for (const int unit : units) rank_.units[unit].updated = done;
+}
+
+// ---- the norm
+
+void Updates::norm(const comm::Label& label) {
+  gradients_.finish();
+  rank_.traffic.settle();  // the last unit's write of the step before, long since done
+  gradients_.complete();
+  double total = 0.0;
+  const std::string bad = exchange_norm(label, &total);
+  if (!bad.empty() || !std::isfinite(total)) {
+    discard();
+    gradients_.discard();
+    throw NonFinite(concat(
+        "[exec::norm] the gradients are not finite; the weights are unchanged and the window was "
+        "dropped. ",
+        bad.empty() ? "Every contribution was finite: their sum overflowed"
+                    : "First seen: " + bad));
+  }
+  grad_norm_ = std::sqrt(total) / update_.divisor;
+  double scale = 1.0 / update_.divisor;
+  if (update_.clip > 0.0) scale *= std::min(1.0, update_.clip / (grad_norm_ + 1e-6));
+  grad_scale_ = static_cast<float>(scale);
+  if (update_.external) {
+    prepare_external();
+    update_.external();
+  }
+}
+
+// Payload: sum of squares, the first bad contribution, one flag a parameter.
+std::string Updates::exchange_norm(const comm::Label& label, double* total) {
+  std::vector<Slot*> slots;
+  double own = 0.0;
+  for (UnitState& unit : rank_.units) {
+    for (Flat& flat : unit.flats) {
+      own += gradients_.own_squares(flat, gradients_.held(flat));
+      for (Slot& slot : flat.slots) slots.push_back(&slot);
+    }
+  }
+  std::string payload(sizeof(double) + kBadBytes + slots.size(), '\0');
+  std::memcpy(payload.data(), &own, sizeof(own));
+  update_.bad.copy(payload.data() + sizeof(double), kBadBytes - 1);
+  for (size_t i = 0; i < slots.size(); ++i) {
+    payload[sizeof(double) + kBadBytes + i] = static_cast<char>(slots[i]->touched);
+  }
+  std::string bad;
+  for (const std::string& part : rank_.control_channel.share(label, rank_.everyone(), payload)) {
+    double sum = 0.0;
+    std::memcpy(&sum, part.data(), sizeof(sum));
+    *total += sum;
+    if (bad.empty()) bad = part.c_str() + sizeof(double);
+    for (size_t i = 0; i < slots.size(); ++i) {
+      slots[i]->touched |= part[sizeof(double) + kBadBytes + i] != 0;
+    }
+  }
+  return bad;
+}
+
+void Updates::prepare_external() {
+  for (UnitState& unit : rank_.units) {
+    for (Flat& flat : unit.flats) {
+      const Copy* gradient = flat.trainable ? gradients_.held(flat) : nullptr;
+      if (gradient == nullptr) continue;
+      const Buffer& sum = gradient->one();
+      flat.gradient32 = rank_.tiers.host.take(sum.numel * 4, mem::Account::kGrad);
+      auto* out = reinterpret_cast<float*>(flat.gradient32.data());
+      optim::take(out, Dtype::kFp32, sum.data(), sum.dtype, sum.numel, false);
+      for (int64_t i = 0; i < sum.numel; ++i) out[i] *= grad_scale_;
+    }
+  }
+}
+
+// ---- optimizer state, from where it rests and back
+
+void Updates::move(const PlannedStep& planned) {
+  on_lane(planned.step.units, [this, planned] {
+    if (planned.step.role == Role::kGrad) return gradients_.fetch(planned);
+    for (const int unit : planned.step.units) {
+      for (Flat& flat : rank_.units[unit].flats) {
+        if (flat.trainable) move_state(flat, flat.chunks.at(planned.step.chunk.index), planned);
+      }
+    }
+  });
+}
+
+void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& planned) {
+  const std::vector<Move>& moves = planned.step.moves;
+  Copy& rest = chunk.optim.front();
+  const Placement& at = rank_.cell(Role::kOptim, Phase::kUpdate);
+  const bool fetches = apply_all(rest.place, moves) == at;
+  PENSTOCK_ASSERT(fetches == (chunk.optim.size() == 1),
+                  concat("the optimizer's state is not where this starts: ", *planned.label.text));
+  if (!fetches) {
+    Copy& away = chunk.optim.back();
+    if (is_put_back(moves)) {  // the bytes stay where they are until they are written
+      for (size_t i = 0; i < rest.buffers.size(); ++i) {
+        rest.buffers[i].memory = std::move(away.buffers[i].memory);
+        rank_.traffic.put_back(rest.buffers[i]);
+      }
+    } else {
+      for (Buffer& buffer : rest.buffers) rank_.traffic.make_room(buffer, mem::Account::kOptim);
+      walk_state(flat, away, rest, planned);
+      for (Buffer& buffer : rest.buffers) rank_.traffic.put_back(buffer);
+    }
+    rest.valid = true;
+    chunk.optim.pop_back();
+    return;
+  }
+  Copy away{at, {}, true};
+  // All reads have begun before memory changes hands: what throws here throws before.
+  for (Buffer& kept : rest.buffers) rank_.traffic.fetch(kept, mem::Account::kOptim);
+  for (Buffer& kept : rest.buffers) {
+    Buffer& buffer = away.buffers.emplace_back();
+    buffer.dtype = kept.dtype;
+    buffer.tier = away.place.tier;
+    if (!kept.exists()) continue;
+    buffer.numel = is_fetch(moves) ? kept.numel : rank_.numel_of(away.place, flat);
+    if (!is_fetch(moves)) {
+      rank_.traffic.make_room(buffer, mem::Account::kOptim);
+      continue;
+    }
+    buffer.memory = std::move(kept.memory);
+    buffer.moving = kept.moving;
+  }
+  if (!is_fetch(moves)) {
+    walk_state(flat, rest, away, planned);
+    for (Buffer& kept : rest.buffers) rank_.traffic.drop(kept);
+    rest.valid = rest.place.tier == Tier::kDisk;
+  }
+  chunk.optim.push_back(std::move(away));
+}
+
+void Updates::walk_state(Flat& flat, Copy& from, Copy& to, const PlannedStep& planned) {
+  Walk walk = rank_.walk(from.place, planned.step.moves, false);
+  for (size_t i = 0; i < from.buffers.size(); ++i) {
+    const Buffer &source = from.buffers[i], &target = to.buffers[i];
+    if (!source.exists()) continue;
+    walk.add({source.data(), target.data(), source.dtype, target.dtype, flat.numel, false,
+              source.moving});
+  }
+  walk.run(channel_, planned.label);
+}
+
+void Updates::discard() {
+  for (UnitState& unit : rank_.units) {
+    unit.updated.settle();
+    for (Flat& flat : unit.flats) {
+      for (ChunkState& chunk : flat.chunks) {
+        if (chunk.optim.size() < 2 || !chunk.optim.front().valid) continue;
+        for (Buffer& buffer : chunk.optim.back().buffers) {
+          if (rank_.tiers.disk) rank_.tiers.disk->wait(buffer.moving);
+        }
+        chunk.optim.pop_back();
+      }
+    }
+  }
+}
+
+// ---- the optimizer
+
+std::pair<int64_t, int64_t> Updates::owned(const Flat& flat) const {
+  const Placement& place = rank_.cell(Role::kOptim, Phase::kUpdate);
+  const int64_t numel = rank_.numel_of(place, flat);
+  const int64_t begin = rank_.shard_of(place) * numel;
+  return {begin, begin + numel};
+}
+
+// Where the resting parameter is the master, this rank's part may be a slice of it.
+float* Updates::master_of(Flat& flat, ChunkState& chunk) {
+  if (!shares_master(flat)) {
+    return reinterpret_cast<float*>(chunk.optim.back().buffers.front().data());
+  }
+  Buffer& rest = flat.rest().one();
+  const int64_t first = rank_.shard_of(flat.rest().place) * rest.numel;
+  return reinterpret_cast<float*>(rest.at(owned(flat).first - first + chunk.begin));
+}
+
+float* Updates::fetch_master(Flat& flat, ChunkState& chunk) {
+  if (!shares_master(flat)) {
+    Buffer& master = chunk.optim.back().buffers.front();
+    rank_.traffic.fetch(master, mem::Account::kOptim);
+    rank_.traffic.wait_read(master);
+  }
+  return master_of(flat, chunk);
+}
+
+void Updates::update(const PlannedStep& planned) {
+  gradients_.finish();
+  on_lane(planned.step.units, [this, units = planned.step.units, chunk = planned.step.chunk,
+                               back = planned.writes_back] {
+    for (const int unit : units) update_unit(unit, chunk, back);
+  });
+}
+
+void Updates::update_unit(int index, const Chunk& chunk, bool writes_back) {
+  UnitState& unit = rank_.units[index];
+  for (Flat& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    ChunkState& state = flat.chunks.at(chunk.index);
+    for (const Buffer& buffer : state.optim.back().buffers) rank_.traffic.wait_read(buffer);
+    rank_.traffic.wait_read(state.gradient);
+    update_flat(flat, chunk, writes_back);
+    if (state.optim.size() > 1) state.optim.front().valid = false;
+    rank_.traffic.drop(state.gradient);
+    if (!chunk.last()) continue;
+    for (Slot& slot : flat.slots) {
+      slot.updates += slot.touched ? 1 : 0;
+      slot.touched = false;
+    }
+    gradients_.clear(flat);
+  }
+  if (chunk.last()) unit.grads.clear();
+  rank_.traffic.settle();  // what the chunk before wrote; this one's is written now
+}
+
+void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
+  const bool used = std::any_of(flat.slots.begin(), flat.slots.end(),
+                                [](const Slot& slot) { return slot.touched; });
+  ChunkState& state = flat.chunks[chunk.index];
+  if (!used || state.numel == 0) return;  // on no rank in this window
+  const Copy* gradient = gradients_.held(flat);
+  const Placement& wanted =
+      rank_.cell(Role::kGrad, rank_.grads_in_chunks ? Phase::kHold : Phase::kUpdate);
+  PENSTOCK_ASSERT(gradient != nullptr && gradient->place == wanted,
+                  concat("[exec::update] no step of the plan brought the gradient of ",
+                         flat.slots.front().name, " to where the optimizer runs"));
+  PENSTOCK_ASSERT(state.optim.back().place == rank_.cell(Role::kOptim, Phase::kUpdate),
+                  concat("[exec::update] no step of the plan brought the optimizer's state of ",
+                         flat.slots.front().name, " to where it runs"));
+  const int64_t begin = owned(flat).first + state.begin, end = begin + state.numel;
+  // Runs of neighbouring parameters that share hyperparameters and step count are one pass.
+  const size_t num_slots = flat.slots.size();
+  for (size_t first = 0; first < num_slots;) {
+    const Slot& slot = flat.slots[first];
+    size_t next = first + 1;
+    while (next < num_slots && flat.slots[next].group == slot.group &&
+           flat.slots[next].touched == slot.touched && flat.slots[next].updates == slot.updates) {
+      ++next;
+    }
+    const int64_t from = std::max(begin, slot.offset);
+    const int64_t to = std::min(end, next < num_slots ? flat.slots[next].offset : flat.numel);
+    if (slot.touched && from < to) {
+      update_range(flat, state, {from - begin, to - begin}, slot, writes_back);
+    }
+    first = next;
+  }
+}
+
+// The range counts from the chunk's first element.
+void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int64_t> part,
+                           const Slot& slot, bool writes_back) {
+  const int64_t begin = part.first;
+  const Buffer& sum = rank_.grads_in_chunks ? chunk.gradient : gradients_.held(flat)->one();
+  optim::Range range;
+  range.master = master_of(flat, chunk) + begin;
+  range.grad_dtype = sum.dtype;
+  range.grad = sum.at(&sum == &chunk.gradient ? begin : chunk.begin + begin);
+  range.numel = part.second - begin;
+  range.moment_dtype = rank_.cell(Role::kOptim, Phase::kUpdate).dtype;
+  const Buffer& rest = flat.rest().one();
+  range.param_dtype = rest.dtype;
+  if (writes_back && !shares_master(flat)) {
+    const int64_t first = rank_.shard_of(flat.rest().place) * rest.numel;
+    range.param_out = rest.at(owned(flat).first - first + chunk.begin + begin);
+  }
+  if (update_.external) {
+    if (range.param_out != nullptr) {
+      optim::take(range.param_out, range.param_dtype, range.master, Dtype::kFp32, range.numel,
+                  false);
+    }
+    return;
+  }
+  const OptimizerConfig& group = update_.groups.at(slot.group);
+  const std::vector<Buffer>& state = chunk.optim.back().buffers;
+  const auto moment = [&](size_t i) {
+    return state.size() > i && state[i].exists() ? static_cast<void*>(state[i].at(begin)) : nullptr;
+  };
+  run_optimizer(group, range, moment(1), moment(2), grad_scale_, slot.updates + 1);
+}
+
+// ---- publishing
+
+// Parameters that rest on disk go there whole, with the parts that this step did not touch.
+void Updates::publish_to_disk(int unit, const Chunk& chunk) {
+  for (Flat& flat : rank_.units[unit].flats) {
+    if (!flat.trainable) continue;
+    rank_.traffic.drop(flat.rest().one());  // should anybody have left the old values in memory
+    ChunkState& state = flat.chunks.at(chunk.index);
+    rank_.traffic.make_room(state.param, mem::Account::kParam);
+    if (!state.param.exists()) continue;
+    optim::take(state.param.data(), state.param.dtype, master_of(flat, state), Dtype::kFp32,
+                state.numel, false);
+    rank_.traffic.put_back(state.param);
+  }
+}
+
+// Masters are this rank's shards of what rests, and only have to be gathered there.
+bool Updates::gathers_masters(const std::vector<int>& units, const Route& way) const {
+  return way.passes.size() == 1 && way.passes[0].kind == PassKind::kAllGather &&
+         std::all_of(units.begin(), units.end(), [this](int unit) {
+           const std::vector<Flat>& flats = rank_.units[unit].flats;
+           return std::all_of(flats.begin(), flats.end(), [this](const Flat& flat) {
+             return !flat.trainable || shares_master(flat);
+           });
+         });
+}
+
+void Updates::publish(const PlannedStep& planned) {
+  const std::vector<int>& units = planned.step.units;
+  if (rank_.publishes_chunks) {
+    return on_lane(units, [this, step = planned.step] {
+      for (const int unit : step.units) publish_to_disk(unit, step.chunk);
+    });
+  }
+  auto walk = std::make_shared<Walk>(rank_.walk(rank_.table.master(), planned.step.moves, false));
+  const bool joined = walk->route().joins_update();
+  const bool in_window = gathers_masters(units, walk->route());
+  std::vector<Event> updated;
+  for (const int unit : units) updated.push_back(rank_.units[unit].updated);
+  const auto pack = [this, walk, units, joined] {
+    for (const int unit : units) {
+      for (Flat& flat : rank_.units[unit].flats) {
+        if (!flat.trainable || (shares_master(flat) && walk->route().local())) continue;
+        Buffer& rest = flat.rest().one();
+        rank_.traffic.make_room(rest, mem::Account::kParam);
+        float* master = joined ? nullptr : master_of(flat, flat.chunks.front());
+        walk->add(
+            {reinterpret_cast<char*>(master), rest.data(), Dtype::kFp32, rest.dtype, flat.numel});
+      }
+    }
+  };
+  if (joined || in_window) {  // the optimizer has made the first pass
+    if (walk->route().local()) return;
+    pack();
+    const Event ready =
+        lanes_.gather.submit([this, walk, updated, label = planned.label, first = joined ? 1 : 0] {
+          for (const Event& update : updated) update.wait();
+          walk->run(rank_.gather_channel, label, first);
+        });
+    for (const int unit : units) rank_.units[unit].param_ready = ready;
+    return;
+  }
+  on_lane(units, [this, walk, pack, units, label = planned.label] {
+    pack();
+    walk->run(channel_, label);
+    for (const int unit : units) {
+      for (Flat& flat : rank_.units[unit].flats) {
+        if (flat.trainable) rank_.traffic.put_back(flat.rest().one());
+      }
+    }
+  });
+}
+
+// ---- for an optimizer of the user's
+
+template <class View>
+void Updates::for_each_piece(const View& view) {
+  for (UnitState& unit : rank_.units) {
+    for (Flat& flat : unit.flats) {
+      if (!flat.trainable) continue;
+      const auto [begin, end] = owned(flat);
+      for (const Slot& slot : flat.slots) {
+        const int64_t from = std::max(begin, slot.offset);
+        const int64_t to = std::max(from, std::min(end, slot.offset + slot.numel));
+        view(flat, slot, from - begin, to - from);
+      }
+    }
+  }
+}
+
+std::vector<ShardView> Updates::shard_views() {
+  finish();
+  std::vector<ShardView> views;
+  for_each_piece([&](Flat& flat, const Slot& slot, int64_t from, int64_t numel) {
+    float* master = master_of(flat, flat.chunks.front()) + from;
+    views.push_back(
+        {slot.name, slot.param, at::from_blob(master, {numel}, at::TensorOptions(at::kFloat))});
+  });
+  return views;
+}
+
+std::vector<at::Tensor> Updates::shard_gradients() {
+  std::vector<at::Tensor> gradients;
+  for_each_piece([&](Flat& flat, const Slot& slot, int64_t from, int64_t numel) {
+    at::Tensor& gradient = gradients.emplace_back();
+    if (!slot.touched) return;
+    float* base = reinterpret_cast<float*>(flat.gradient32.data());
+    gradient = at::from_blob(base + from, {numel}, at::TensorOptions(at::kFloat));
+  });
+  return gradients;
+}
+
+}  // namespace penstock::exec

@@ -1,0 +1,91 @@
+#pragma once
+// Updates: the global norm, the optimizer, and publishing what it made.
+//
+// The optimizer works where its `update` cell is: on the compute thread, or on a lane of its own,
+// and then what a unit's update reads and writes is that lane's until the unit's event, so step()
+// may return before and the optimizer works while the device does.
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/config.h"
+#include "penstock/error.h"
+#include "src/exec/gradients.h"
+
+namespace penstock::exec {
+
+// Thrown on all ranks alike when gradients are not finite; the weights are unchanged.
+class NonFinite : public RuntimeFault {
+ public:
+  using RuntimeFault::RuntimeFault;
+};
+
+// What one step is asked for.
+struct Update {
+  std::vector<OptimizerConfig> groups;  // by parameter group
+  double clip = 0.0;
+  double divisor = 1.0;            // micro-batches averaged over, times the loss scale
+  std::string bad;                 // first non-finite contribution on this rank, or empty
+  std::function<void()> external;  // the user's optimizer; empty = our kernels
+};
+
+// A piece of a parameter that this rank updates, as the user's own optimizer sees it.
+struct ShardView {
+  std::string name;
+  at::Tensor param;   // the model's parameter it is a piece of
+  at::Tensor master;  // fp32, one dimension, may be empty
+};
+
+class Updates {
+ public:
+  Updates(Rank& rank, Lanes& lanes, Gradients& gradients);
+
+  void begin(Update update);
+  void finish();   // every unit has its new weights
+  void discard();  // what was read ahead of an update that does not come
+  double grad_norm() const { return grad_norm_; }
+  void set_step(int64_t step);
+
+  void norm(const comm::Label& label);
+  void move(const PlannedStep& planned);  // optimizer state, and gradients that wait on disk
+  void update(const PlannedStep& planned);
+  void publish(const PlannedStep& planned);
+  // The elements of a flat that this rank updates.
+  std::pair<int64_t, int64_t> owned(const Flat& flat) const;
+  // The chunk's fp32 masters, wherever they rest.
+  float* fetch_master(Flat& flat, ChunkState& chunk);
+  std::vector<ShardView> shard_views();
+  std::vector<at::Tensor> shard_gradients();  // fp32, aligned with shard_views()
+
+ private:
+  void on_lane(const std::vector<int>& units, std::function<void()> work);
+  void move_state(Flat& flat, ChunkState& chunk, const PlannedStep& planned);
+  void walk_state(Flat& flat, Copy& from, Copy& to, const PlannedStep& planned);
+  std::string exchange_norm(const comm::Label& label, double* total);
+  void prepare_external();
+  void update_unit(int unit, const Chunk& chunk, bool writes_back);
+  void update_flat(Flat& flat, const Chunk& chunk, bool writes_back);
+  void update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int64_t> range,
+                    const Slot& slot, bool writes_back);
+  void publish_to_disk(int unit, const Chunk& chunk);
+  float* master_of(Flat& flat, ChunkState& chunk);  // of the chunk's first element
+  bool gathers_masters(const std::vector<int>& units, const Route& way) const;
+  bool shares_master(const Flat& flat) const {
+    return !rank_.has_master[static_cast<size_t>(flat.dtype)];
+  }
+  template <class View>
+  void for_each_piece(const View& view);
+
+  Rank& rank_;
+  Lanes& lanes_;
+  Gradients& gradients_;
+  comm::Channel channel_;
+  Update update_;
+  double grad_norm_ = 0.0;
+  float grad_scale_ = 1.0F;
+};
+
+}  // namespace penstock::exec

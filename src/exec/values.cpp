@@ -1,0 +1,188 @@
+#include "src/exec/values.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <cstring>
+#include <vector>
+
+#include "src/base/text.h"
+#include "src/optim/kernels.h"
+
+namespace penstock::exec {
+
+namespace {
+
+at::Tensor zeros32(int64_t numel) { return at::zeros({numel}, at::TensorOptions(at::kFloat)); }
+char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
+
+}  // namespace
+
+// `own` is this rank's part, in the placement's dtype; it is not changed.
+at::Tensor Values::whole(Placement place, const void* own, const Flat& flat,
+                         const std::string& label) {
+  place.tier = Tier::kDevice;
+  Placement wanted = rank_.whole();
+  wanted.dtype = Dtype::kFp32;
+  at::Tensor full = zeros32(flat.numel);
+  Walk walk = rank_.walk(place, hops(place, wanted), false);
+  auto* from = static_cast<char*>(const_cast<void*>(own));
+  walk.add({from, bytes_of(full), place.dtype, Dtype::kFp32, flat.numel});
+  walk.run(rank_.control_channel, label);
+  return full;
+}
+
+// This rank's part from memory or disk, whatever its dtype.
+at::Tensor Values::read(Buffer& own, Placement place, mem::Account account, const Flat& flat,
+                        const std::string& label) {
+  rank_.traffic.fetch(own, account);
+  rank_.traffic.wait_read(own);
+  place.dtype = own.dtype;
+  at::Tensor full = whole(place, own.data(), flat, label);
+  rank_.traffic.let_go(own);
+  return full;
+}
+
+// In fp32, with chunks put together.
+at::Tensor Values::own_masters(Flat& flat) {
+  const auto [begin, end] = updates_.owned(flat);
+  const at::Tensor own = zeros32(end - begin);
+  for (ChunkState& chunk : flat.chunks) {
+    const float* master = updates_.fetch_master(flat, chunk);
+    std::memcpy(bytes_of(own) + chunk.begin * 4, master, chunk.numel * 4);
+    rank_.traffic.let_go(chunk.optim.back().buffers.front());
+  }
+  return own;
+}
+
+at::Tensor Values::parameters(int unit, int index) {
+  updates_.finish();
+  Flat& flat = rank_.units[unit].flats[index];
+  const std::string label = concat("read u", unit, ".", index, " param");
+  if (flat.trainable) {
+    const Placement& place = rank_.cell(Role::kOptim, Phase::kRest);
+    // What is in one chunk may be elsewhere than where it is updated.
+    if (flat.chunks.size() == 1 && rank_.table.has_master(flat.dtype)) {
+      Buffer& master = flat.chunks.front().optim.back().buffers.front();
+      return read(master, place, mem::Account::kOptim, flat, label);
+    }
+    return whole(rank_.table.master(), own_masters(flat).data_ptr(), flat, label);
+  }
+  return read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
+}
+
+// Of a sum that backwards may still add to, what was written counts.
+at::Tensor Values::open_sum(const Flat& flat, const Copy* sum, const std::string& label) {
+  const at::Tensor own = zeros32(flat.numel);
+  for (const Slot& slot : flat.slots) {
+    if (sum == nullptr || !slot.written) continue;
+    optim::take(bytes_of(own) + slot.offset * 4, Dtype::kFp32, sum->one().at(slot.offset),
+                sum->one().dtype, slot.numel, false);
+  }
+  Placement place = rank_.table.grad_after_backward();
+  place.dtype = Dtype::kFp32;
+  return whole(place, own.data_ptr(), flat, label);
+}
+
+at::Tensor Values::gradient(int unit, int index) {
+  updates_.finish();
+  gradients_.finish();
+  Flat& flat = rank_.units[unit].flats[index];
+  const std::string label = concat("read u", unit, ".", index, " grad");
+  const Placement& made = rank_.table.grad_after_backward();
+  at::Tensor full = zeros32(flat.numel);
+  for (Copy& copy : flat.grads) {
+    if (!copy.valid || copy.place == made) continue;
+    full.add_(read(copy.one(), copy.place, mem::Account::kGrad, flat, label));
+  }
+  // Where gradients rest as sums of this rank's, every rank must take part, whoever has some.
+  const Copy* open = find(flat.grads, made);
+  if (rank_.table.holds_grad_in_place() || open != nullptr) full.add_(open_sum(flat, open, label));
+  return full;
+}
+
+// This rank's part of `full`, in the dtype of the parameters, into the resting copy.
+void Values::put_into_rest(Flat& flat, const char* full, Dtype dtype) {
+  Placement part = flat.rest().place, from = rank_.whole();
+  part.tier = from.tier;
+  part.dtype = from.dtype;
+  const Route way = route(from, hops(from, part), rank_.mesh, rank_.group.rank());
+  const int64_t first = way.passes.empty() ? 0 : way.passes[0].part * rank_.numel_of(part, flat);
+  merge(flat.rest().one(), full + first * dtype_bytes(dtype), dtype, mem::Account::kParam);
+}
+
+void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
+  rank_.control_channel.broadcast(label, rank_.everyone(), full.data_ptr(), flat.numel * 4);
+  Placement from = rank_.whole();
+  from.dtype = Dtype::kFp32;
+  Buffer& rest = flat.rest().one();
+  rank_.traffic.make_room(rest, mem::Account::kParam);
+  Walk walk = rank_.walk(from, hops(from, flat.rest().place), false);
+  walk.add({bytes_of(full), rest.data(), Dtype::kFp32, rest.dtype, flat.numel});
+  walk.run(rank_.control_channel, label);
+  if (flat.rest().place == rank_.whole()) {
+    flat.attach(rest.data());
+  } else {
+    flat.detach();
+  }
+  rank_.traffic.put_back(rest);
+  for (ChunkState& chunk : flat.chunks) {
+    std::vector<Buffer>& buffers = chunk.optim.front().buffers;
+    const Placement& place = chunk.optim.front().place;
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      if (!buffers[i].exists()) continue;
+      rank_.traffic.settle();  // one of them in memory, beside the full values
+      rank_.traffic.make_room(buffers[i], mem::Account::kOptim);
+      const int64_t first = rank_.shard_of(place) * rank_.numel_of(place, flat) + chunk.begin;
+      if (i == 0) {
+        std::memcpy(buffers[i].data(), bytes_of(full) + first * 4, buffers[i].bytes());
+      } else {
+        std::memset(buffers[i].data(), 0, buffers[i].bytes());
+      }
+      rank_.traffic.put_back(buffers[i]);
+    }
+  }
+  rank_.traffic.settle();
+}
+
+void Values::refresh(int index) {
+  updates_.finish();
+  UnitState& unit = rank_.units[index];
+  for (Flat& flat : unit.flats) {
+    Buffer& whole = find(flat.params, rank_.whole())->one();
+    rank_.control_channel.broadcast(concat("refresh u", index), rank_.everyone(), whole.data(),
+                                    whole.bytes());
+    if (rank_.whole() != flat.rest().place) {
+      put_into_rest(flat, whole.data(), whole.dtype);
+    }
+    for (ChunkState& chunk : flat.chunks) {
+      Buffer& master = chunk.optim.front().buffers.front();
+      const Placement& place = chunk.optim.front().place;
+      const int64_t first = rank_.shard_of(place) * rank_.numel_of(place, flat) + chunk.begin;
+      if (master.exists()) merge(master, whole.at(first), whole.dtype, mem::Account::kOptim);
+    }
+  }
+}
+
+// Where the value in low precision did not change, wider copies keep their lower bits. `values` are
+// what was read from the parameters, in `dtype`.
+void Values::merge(Buffer& buffer, const char* values, Dtype dtype, mem::Account account) {
+  const int64_t size = dtype_bytes(dtype);
+  if (buffer.dtype == dtype) {
+    rank_.traffic.make_room(buffer, account);
+    std::memcpy(buffer.data(), values, buffer.bytes());
+    rank_.traffic.put_back(buffer);
+    return rank_.traffic.settle();
+  }
+  rank_.traffic.fetch(buffer, account);
+  rank_.traffic.wait_read(buffer);
+  std::vector<char> rounded(buffer.numel * size);
+  optim::take(rounded.data(), dtype, buffer.data(), buffer.dtype, buffer.numel, false);
+  for (int64_t i = 0; i < buffer.numel; ++i) {
+    if (std::memcmp(&rounded[i * size], values + i * size, size) == 0) continue;
+    optim::take(buffer.at(i), buffer.dtype, values + i * size, dtype, 1, false);
+  }
+  rank_.traffic.put_back(buffer);
+  rank_.traffic.settle();
+}
+
+}  // namespace penstock::exec

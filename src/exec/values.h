@@ -1,0 +1,38 @@
+#pragma once
+// Values: whole values of parameters and gradients, in and out of wherever their copies are.
+// Collective, outside the plan; every rank calls them in the same order. Compute thread only.
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "src/exec/updates.h"
+
+namespace penstock::exec {
+
+class Values {
+ public:
+  Values(Rank& rank, Gradients& gradients, Updates& updates)
+      : rank_(rank), gradients_(gradients), updates_(updates) {}
+
+  at::Tensor parameters(int unit, int flat);  // fp32, numel elements: the masters where it trains
+  at::Tensor gradient(int unit, int flat);    // fp32, as accumulated
+  // Rank 0's `full` (fp32) becomes the resting copy and the optimizer's first state.
+  void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
+  // After rank 0's whole parameters were edited: every copy follows.
+  void refresh(int unit);
+
+ private:
+  at::Tensor whole(Placement place, const void* own, const Flat& flat, const std::string& label);
+  at::Tensor read(Buffer& own, Placement place, mem::Account account, const Flat& flat,
+                  const std::string& label);
+  at::Tensor own_masters(Flat& flat);
+  at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);
+  void merge(Buffer& buffer, const char* values, Dtype dtype, mem::Account account);
+  void put_into_rest(Flat& flat, const char* full, Dtype dtype);
+
+  Rank& rank_;
+  Gradients& gradients_;
+  Updates& updates_;
+};
+
+}  // namespace penstock::exec

@@ -1,0 +1,57 @@
+#pragma once
+// Walk: buffers on their way along a route, from copy to copy. One function per kind of pass; the
+// buffers of all travel together, so a fused step is one exchange.
+#include <string>
+#include <vector>
+
+#include "src/comm/channel.h"
+#include "src/mem/tiers.h"
+#include "src/place/groups.h"
+#include "src/plan/route.h"
+
+namespace penstock::exec {
+
+// One buffer's way. Memory is the caller's and stays until the walk has ended.
+struct Travel {
+  char* from = nullptr;
+  char* to = nullptr;
+  Dtype first = Dtype::kFp32, last = Dtype::kFp32;
+  int64_t numel = 0;           // of the whole flat
+  bool adds = false;           // to what is at `to`
+  mem::DiskTicket arriving{};  // the read into `from`
+};
+
+class Walk {
+ public:
+  // Mesh, groups and tiers outlive it. add() takes what stands between the passes, and the receive
+  // buffers, from the arenas.
+  Walk(Route route, const Mesh& mesh, const Groups& groups, mem::Tiers& tiers);
+  void add(const Travel& travel);
+
+  // The passes from `first` on. One thread; the channel is that lane's.
+  void run(comm::Channel& channel, const comm::Label& label, size_t first = 0) const;
+  const Route& route() const { return route_; }
+
+ private:
+  char* input(size_t travel, size_t pass) const;
+  Dtype dtype_before(const Travel& travel, size_t pass) const;
+  Dtype dtype_after(const Travel& travel, size_t pass) const;
+  int64_t numel_at(const Travel& travel, const Placement& place) const;
+  bool adds_here(const Travel& travel, size_t pass) const;
+  char* scratch(Tier tier, int64_t bytes);
+  void local(size_t pass) const;
+  void gather(size_t pass, comm::Channel& channel, const comm::Label& label) const;
+  void reduce(size_t pass, comm::Channel& channel, const comm::Label& label) const;
+  void arrive() const;
+
+  const Route route_;
+  const Mesh& mesh_;
+  mem::Tiers& tiers_;
+  std::vector<const Members*> members_;  // by pass
+  std::vector<Travel> travels_;
+  std::vector<std::vector<char*>> stops_;  // by travel, then by pass
+  std::vector<char*> received_;            // by travel
+  std::vector<mem::Lease> leases_;
+};
+
+}  // namespace penstock::exec

@@ -1,0 +1,72 @@
+#include "src/mem/disk_traffic.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace penstock::mem {
+
+void DiskTraffic::settle(int64_t begin, int64_t end) {
+  const auto overlaps = [&](const Write& write) {
+    return write.offset < end && begin < write.offset + write.bytes;
+  };
+  std::unique_lock lock(mutex_);
+  while (true) {
+    const auto found = std::find_if(writing_.begin(), writing_.end(), overlaps);
+    if (found == writing_.end()) return;
+    const auto [ticket, number] = std::pair(found->ticket, found->number);
+    lock.unlock();
+    tiers_.disk->wait(ticket);
+    lock.lock();
+    std::erase_if(writing_, [&](const Write& write) { return write.number == number; });
+  }
+}
+
+void DiskTraffic::settle() { settle(0, std::numeric_limits<int64_t>::max()); }
+
+void DiskTraffic::forget() {
+  const std::lock_guard lock(mutex_);
+  writing_.clear();
+}
+
+void DiskTraffic::make_room(Buffer& buffer, Account account) {
+  if (!buffer.exists()) return;
+  if (buffer.on_disk()) {
+    settle(buffer.offset, buffer.offset + buffer.bytes());
+    tiers_.disk->wait(buffer.moving);  // a read that nobody waited for
+    buffer.moving = {};
+  }
+  if (!buffer.memory) buffer.memory = tiers_.arena(buffer.tier).take(buffer.bytes(), account);
+}
+
+void DiskTraffic::fetch(Buffer& buffer, Account account) {
+  if (!buffer.on_disk() || !buffer.exists() || buffer.memory) return;
+  make_room(buffer, account);
+  buffer.moving = tiers_.disk->read(buffer.offset, buffer.data(), buffer.bytes());
+}
+
+void DiskTraffic::wait_read(const Buffer& buffer) const {
+  if (tiers_.disk) tiers_.disk->wait(buffer.moving);
+}
+
+void DiskTraffic::put_back(Buffer& buffer) {
+  if (!buffer.on_disk() || !buffer.exists()) return;
+  settle(buffer.offset, buffer.offset + buffer.bytes());
+  const std::lock_guard lock(mutex_);
+  Write write{buffer.offset, buffer.bytes(), {}, {}, num_writes_++};
+  write.ticket = tiers_.disk->write(buffer.offset, buffer.data(), buffer.bytes());
+  write.memory = std::move(buffer.memory);
+  writing_.push_back(std::move(write));
+}
+
+void DiskTraffic::let_go(Buffer& buffer) {
+  if (!buffer.on_disk()) return;
+  if (tiers_.disk->done(buffer.moving)) buffer.memory.reset();  // else close() does
+}
+
+void DiskTraffic::drop(Buffer& buffer) {
+  if (buffer.on_disk()) tiers_.disk->wait(buffer.moving);
+  buffer.memory.reset();
+}
+
+}  // namespace penstock::mem

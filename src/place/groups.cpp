@@ -1,0 +1,37 @@
+#include "src/place/groups.h"
+
+#include <algorithm>
+
+namespace penstock {
+
+namespace {
+
+unsigned bit(Axis axis) { return 1U << static_cast<unsigned>(axis); }
+
+std::vector<Axis> axes_in(unsigned set) {
+  std::vector<Axis> axes;
+  for (const AxisRow& row : kAxes)
+    if ((set & bit(row.axis)) != 0) axes.push_back(row.axis);
+  return axes;
+}
+
+}  // namespace
+
+Groups::Groups(const Mesh& mesh, int rank) : members_(size_t{1} << kNumAxes) {
+  for (const AxisRow& row : kAxes)
+    if (mesh.size(row.axis) > 1) used_axes_ |= bit(row.axis);
+  for (unsigned set = 0; set < members_.size(); ++set) {
+    if ((set & ~used_axes_) != 0) continue;
+    std::vector<int> ranks = mesh.group(rank, axes_in(set));
+    const auto own = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
+    members_[set] = {std::move(ranks), static_cast<int>(own)};
+  }
+}
+
+const Members& Groups::of(const std::vector<Axis>& axes) const {
+  unsigned set = 0;
+  for (const Axis axis : axes) set |= bit(axis);
+  return members_[set & used_axes_];
+}
+
+}  // namespace penstock

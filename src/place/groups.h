@@ -1,0 +1,31 @@
+#pragma once
+// Groups: the ranks that one rank meets in collectives, worked out once. A pure value; any thread.
+#include <vector>
+
+#include "src/place/mesh.h"
+
+namespace penstock {
+
+// The ranks of one collective, in shard order, and which of them this rank is.
+struct Members {
+  std::vector<int> ranks;
+  int index = 0;
+  int size() const { return static_cast<int>(ranks.size()); }
+};
+
+class Groups {
+ public:
+  Groups(const Mesh& mesh, int rank);
+
+  // The order of `axes` does not matter. The answer lives as long as this object; nothing is
+  // allocated.
+  const Members& of(const std::vector<Axis>& axes) const;
+
+ private:
+  // By the set of axes, one bit each. Axes of size one add nobody: their bit is left out, and sets
+  // with it stay empty.
+  std::vector<Members> members_;
+  unsigned used_axes_ = 0;
+};
+
+}  // namespace penstock

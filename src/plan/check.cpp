@@ -1,0 +1,152 @@
+#include "src/plan/check.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+
+namespace {
+
+class Checker {
+ public:
+  Checker(const Table& table, const Mesh& mesh, Dtype precision)
+      : written_(table), table_(table.on(mesh)), mesh_(mesh), precision_(precision) {}
+
+  void run(const Conditions& conditions) const {
+    computes();
+    sums();
+    dtypes();
+    updates();
+    if (conditions.own_optimizer) leaves_state_alone();
+    if (conditions.late_update && written_.rests_whole()) {
+      refuse(Role::kParam, Phase::kRest, "late",
+             "offload.late_update needs parameters that are fetched before each use, so that a use "
+             "can wait for its update: it can be sharded or on another tier");
+    }
+  }
+
+ private:
+  const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
+
+  [[noreturn]] void refuse(Role role, Phase phase, const char* principle,
+                           const std::string& why) const {
+    throw ConfigError(concat("[plan::check] table.", role_name(role), ".", phase_name(phase),
+                             " is \"", written_.at(role, phase).text(), "\": ", principle, ": ",
+                             why));
+  }
+
+  void must_be(Role role, Phase phase, const Placement& wanted, const std::string& why) const {
+    if (cell(role, phase) == normalize(wanted, mesh_)) return;
+    refuse(role, phase, "compute", concat(why, ": it can only be \"", wanted.text(), "\""));
+  }
+
+  static Placement on_device(const char* layout, Dtype dtype) {
+    return Placement::parse(concat(layout, "@device:", dtype_name(dtype)));
+  }
+
+  void computes() const {
+    for (const Phase phase : {Phase::kForward, Phase::kBackward}) {
+      must_be(Role::kParam, phase, on_device("RR", precision_),
+              "a unit computes with whole parameters on the device, in the precision");
+    }
+    Placement made = on_device("PP", cell(Role::kGrad, Phase::kBackward).dtype);
+    must_be(Role::kGrad, Phase::kBackward, made,
+            "a backward leaves each rank a sum over its own samples on the device");
+    for (const Phase phase : {Phase::kForward, Phase::kBackward}) {
+      must_be(Role::kAct, phase, on_device("SS", precision_),
+              "a rank computes with the activations of its own samples");
+    }
+  }
+
+  void sums() const {
+    const std::vector<std::pair<Role, Phase>> values = {{Role::kParam, Phase::kRest},
+                                                        {Role::kParam, Phase::kHold},
+                                                        {Role::kOptim, Phase::kRest},
+                                                        {Role::kOptim, Phase::kUpdate},
+                                                        {Role::kGrad, Phase::kUpdate}};
+    for (const auto& [role, phase] : values) {
+      if (!cell(role, phase).partial()) continue;
+      refuse(role, phase, "sum",
+             "P is a sum that is not made yet, which only gradients are, and only until their "
+             "update: each axis can be R or S");
+    }
+  }
+
+  void dtypes() const {
+    const std::vector<std::pair<Role, Phase>> cells = {{Role::kParam, Phase::kRest},
+                                                       {Role::kParam, Phase::kHold},
+                                                       {Role::kGrad, Phase::kBackward},
+                                                       {Role::kGrad, Phase::kHold},
+                                                       {Role::kGrad, Phase::kUpdate}};
+    for (const auto& [role, phase] : cells) {
+      const Dtype dtype = cell(role, phase).dtype;
+      if (dtype == precision_ || dtype == Dtype::kFp32) continue;
+      refuse(role, phase, "precision",
+             concat("a dtype narrower than the precision would change the result: it can be ",
+                    dtype_name(precision_), precision_ == Dtype::kFp32 ? "" : " or fp32"));
+    }
+    const Placement& rest = cell(Role::kOptim, Phase::kRest);
+    const Placement& at = cell(Role::kOptim, Phase::kUpdate);
+    const bool known = rest.dtype == Dtype::kFp32 || rest.dtype == Dtype::kBf16;
+    if (known && rest.dtype == at.dtype) return;
+    refuse(Role::kOptim, Phase::kRest, "moments",
+           concat("it and table.optim.update (\"", at.text(),
+                  "\") have the moments' dtype, fp32 or bf16 in both (optimizer.moments_dtype sets "
+                  "it); masters are fp32 in any case"));
+  }
+
+  void updates() const {
+    const Placement& optim = cell(Role::kOptim, Phase::kUpdate);
+    const Placement& grad = cell(Role::kGrad, Phase::kUpdate);
+    if (optim.tier == Tier::kDisk) {
+      refuse(Role::kOptim, Phase::kUpdate, "compute",
+             "nothing computes on disk: the tier can be device or host");
+    }
+    if (grad.tier == optim.tier && grad.layout == optim.layout) return;
+    refuse(Role::kGrad, Phase::kUpdate, "together",
+           concat("an element is updated where its gradient and its state are, and "
+                  "table.optim.update is \"",
+                  written_.at(Role::kOptim, Phase::kUpdate).text(),
+                  "\": layout and tier of the two must be the same"));
+  }
+
+  void leaves_state_alone() const {
+    const Placement& rest = cell(Role::kOptim, Phase::kRest);
+    if (table_.grads_wait_on_disk()) {
+      refuse(Role::kGrad, Phase::kHold, "own optimizer",
+             "an optimizer of your own reads all gradients at once: they can be held in memory");
+    }
+    if (rest.tier != Tier::kDisk && rest == cell(Role::kOptim, Phase::kUpdate)) return;
+    refuse(Role::kOptim, Phase::kRest, "own optimizer",
+           concat("an optimizer of your own keeps its state and works on masters that stay where "
+                  "they are: in memory, and table.optim.update (\"",
+                  written_.at(Role::kOptim, Phase::kUpdate).text(), "\") the same"));
+  }
+
+  const Table written_, table_;
+  const Mesh& mesh_;
+  const Dtype precision_;
+};
+
+}  // namespace
+
+Dtype precision_of(const ModelDesc& model) {
+  Dtype precision = Dtype::kFp32;
+  for (const UnitDesc& unit : model.units) {
+    for (const FlatDesc& flat : unit.flats) {
+      if (flat.trainable && flat.dtype != Dtype::kFp32) precision = flat.dtype;
+    }
+  }
+  return precision;
+}
+
+void check(const Table& table, const ModelDesc& model, const Mesh& mesh,
+           const Conditions& conditions) {
+  Checker(table, mesh, precision_of(model)).run(conditions);
+}
+
+}  // namespace penstock

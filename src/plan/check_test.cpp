@@ -1,0 +1,100 @@
+// Every principle refuses what it is for, by the cell's name, and docs/tables.md has each of them.
+#include "src/plan/check.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <sstream>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+namespace {
+
+const Mesh kMesh = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}});
+
+ModelDesc model() {
+  ModelDesc model;
+  model.units = {{.name = "root", .flats = {{8192, Dtype::kBf16}, {512, Dtype::kFp32}}}};
+  return model;
+}
+
+std::string refusal(const Table& table, const Conditions& conditions = {}) {
+  try {
+    check(table, model(), kMesh, conditions);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+Table zero3() { return preset("zero3", {.precision = Dtype::kBf16}); }
+
+Table with(Role role, Phase phase, const char* place) {
+  Table table = zero3();
+  table.set(role, phase, Placement::parse(place));
+  return table;
+}
+
+TEST(CheckTest, PresetsAreFine) {
+  for (const std::string& name : preset_names())
+    EXPECT_EQ(refusal(preset(name, {.precision = Dtype::kBf16})), "") << name;
+}
+
+TEST(CheckTest, CellsThatRun) {
+  EXPECT_EQ(refusal(with(Role::kParam, Phase::kRest, "SR@host:fp32")), "");
+  EXPECT_EQ(refusal(with(Role::kParam, Phase::kHold, "RR@disk:bf16")), "");
+  EXPECT_EQ(refusal(with(Role::kGrad, Phase::kHold, "PS@host:fp32")), "");
+  EXPECT_EQ(refusal(with(Role::kOptim, Phase::kRest, "RR@disk:fp32")), "");
+}
+
+struct Refused {
+  Role role;
+  Phase phase;
+  const char *place, *says;
+};
+
+TEST(CheckTest, RefusalsNameTheCellItsValueAndThePrinciple) {
+  const Refused cases[] = {
+      {Role::kParam, Phase::kForward, "SS@device:bf16", "compute"},
+      {Role::kParam, Phase::kBackward, "RR@host:bf16", "compute"},
+      {Role::kParam, Phase::kForward, "RR@device:fp32", "compute"},
+      {Role::kGrad, Phase::kBackward, "RR@device:bf16", "compute"},
+      {Role::kOptim, Phase::kUpdate, "SS@disk:fp32", "compute"},
+      {Role::kParam, Phase::kRest, "PS@device:bf16", "sum"},
+      {Role::kGrad, Phase::kUpdate, "SP@device:bf16", "sum"},
+      {Role::kGrad, Phase::kHold, "SS@device:fp16", "precision"},
+      {Role::kOptim, Phase::kRest, "SS@device:bf16", "moments"},
+      {Role::kGrad, Phase::kUpdate, "RR@device:bf16", "together"},
+      {Role::kGrad, Phase::kUpdate, "SS@host:bf16", "together"},
+  };
+  for (const Refused& one : cases) {
+    EXPECT_TRUE(refusal(with(one.role, one.phase, one.place))
+                    .starts_with(concat("[plan::check] table.", role_name(one.role), ".",
+                                        phase_name(one.phase), " is \"", one.place,
+                                        "\": ", one.says, ": ")))
+        << refusal(with(one.role, one.phase, one.place));
+  }
+}
+
+TEST(CheckTest, WhatElseTheRunAsksFor) {
+  const Table on_disk = preset("zero2", {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk});
+  EXPECT_NE(refusal(on_disk, {.own_optimizer = true}).find("own optimizer: "), std::string::npos);
+  const Table whole = preset("ddp", {.precision = Dtype::kBf16, .optim_tier = Tier::kHost});
+  EXPECT_NE(refusal(whole, {.late_update = true}).find("late: "), std::string::npos);
+  EXPECT_EQ(refusal(zero3(), {.late_update = true}), "");
+}
+
+TEST(CheckTest, EveryPrincipleIsDocumented) {
+  std::ifstream file(PENSTOCK_SOURCE_DIR "/docs/tables.md");
+  std::stringstream text;
+  text << file.rdbuf();
+  for (const char* principle :
+       {"compute", "sum", "precision", "moments", "together", "own optimizer", "late"}) {
+    EXPECT_NE(text.str().find(concat("- `", principle, "`: ")), std::string::npos) << principle;
+  }
+}
+
+}  // namespace
+}  // namespace penstock

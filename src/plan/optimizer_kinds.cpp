@@ -1,0 +1,100 @@
+#include "penstock/optimizer_kinds.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <iterator>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+
+namespace {
+
+bool same_but_case(std::string_view a, std::string_view b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](unsigned char x, unsigned char y) {
+    return std::tolower(x) == std::tolower(y);
+  });
+}
+
+}  // namespace
+
+std::span<const OptimizerKey> optimizer_keys() {
+  static const OptimizerKey kKeys[] = {
+      {"lr", &OptimizerConfig::lr},
+      {"betas", &OptimizerConfig::betas},
+      {"eps", &OptimizerConfig::eps},
+      {"weight_decay", &OptimizerConfig::weight_decay},
+      {"momentum", &OptimizerConfig::momentum},
+      {"dampening", &OptimizerConfig::dampening, -HUGE_VAL},
+      {"nesterov", &OptimizerConfig::nesterov},
+      {"lr_decay", &OptimizerConfig::lr_decay},
+      {"moments_dtype", &OptimizerConfig::moments_dtype},
+  };
+  return kKeys;
+}
+
+const OptimizerKey& optimizer_key(std::string_view name) {
+  for (const OptimizerKey& key : optimizer_keys())
+    if (key.name == name) return key;
+  throw Bug(concat("[plan::optimizer_key] no key \"", name, "\""));
+}
+
+bool OptimizerKind::takes(std::string_view key) const {
+  return std::find(keys.begin(), keys.end(), key) != keys.end();
+}
+
+// Defaults as in torch.optim, Lion's as in its paper (arXiv:2302.06675).
+std::span<const OptimizerKind> optimizer_kinds() {
+  using enum OptimizerType;
+  static const OptimizerKind kKinds[] = {
+      {.name = "AdamW",
+       .keys = {"lr", "weight_decay", "betas", "eps", "moments_dtype"},
+       .defaults = {.type = kAdamW, .weight_decay = 0.01},
+       .num_moments = 2,
+       .decoupled_decay = true},
+      {.name = "Adam",
+       .keys = {"lr", "weight_decay", "betas", "eps", "moments_dtype"},
+       .defaults = {.type = kAdam, .weight_decay = 0.0},
+       .num_moments = 2},
+      {.name = "SGD",
+       .keys = {"lr", "weight_decay", "momentum", "dampening", "nesterov", "moments_dtype"},
+       .defaults = {.type = kSgd, .weight_decay = 0.0},
+       .num_moments = 1,
+       .needs_momentum = true},
+      // Its sum only grows: in bf16 it would soon stand still.
+      {.name = "Adagrad",
+       .keys = {"lr", "weight_decay", "eps", "lr_decay"},
+       .defaults = {.type = kAdagrad, .lr = 1e-2, .eps = 1e-10, .weight_decay = 0.0},
+       .num_moments = 1},
+      {.name = "Lion",
+       .keys = {"lr", "weight_decay", "betas", "moments_dtype"},
+       .defaults = {.type = kLion, .lr = 1e-4, .betas = {0.9, 0.99}, .weight_decay = 0.0},
+       .num_moments = 1,
+       .decoupled_decay = true},
+  };
+  static_assert(std::size(kKinds) == kNumOptimizerTypes, "one row for each OptimizerType");
+  return kKinds;
+}
+
+const OptimizerKind& kind_of(OptimizerType type) {
+  const auto index = static_cast<size_t>(type);
+  PENSTOCK_ASSERT(
+      index < optimizer_kinds().size() && optimizer_kinds()[index].defaults.type == type,
+      concat("[plan::kind_of] no row for optimizer type ", index));
+  return optimizer_kinds()[index];
+}
+
+const OptimizerKind* find_optimizer(std::string_view name) {
+  for (const OptimizerKind& kind : optimizer_kinds())
+    if (same_but_case(kind.name, name)) return &kind;
+  return nullptr;
+}
+
+int num_moments(const OptimizerConfig& optimizer) {
+  const OptimizerKind& kind = kind_of(optimizer.type);
+  return kind.needs_momentum && optimizer.momentum == 0.0 ? 0 : kind.num_moments;
+}
+
+}  // namespace penstock

@@ -1,0 +1,106 @@
+#include "src/plan/route.h"
+
+#include <algorithm>
+
+namespace penstock {
+
+namespace {
+
+PassKind pass_kind(MoveKind kind) {
+  switch (kind) {
+    case MoveKind::kAllGather:
+      return PassKind::kAllGather;
+    case MoveKind::kReduceScatter:
+      return PassKind::kReduceScatter;
+    case MoveKind::kAllReduce:
+      return PassKind::kAllReduce;
+    case MoveKind::kSlice:
+    case MoveKind::kCopy:
+    case MoveKind::kCast:
+      break;
+  }
+  return PassKind::kLocal;
+}
+
+// This rank's part of what is cut over the axes.
+void cut(Pass& pass, const std::vector<Axis>& axes, const Mesh& mesh, int rank) {
+  for (const Axis axis : axes) {
+    pass.axes.push_back(axis);
+    pass.parts *= mesh.size(axis);
+    pass.part = pass.part * mesh.size(axis) + mesh.coordinate(rank, axis);
+  }
+}
+
+// Whether the pass before can do this move too.
+bool joins(const std::vector<Pass>& passes, const Move& move) {
+  if (passes.empty() || move.is_collective()) return false;
+  if (passes.back().kind == PassKind::kLocal) return true;
+  return passes.back().kind == PassKind::kReduceScatter && move.kind != MoveKind::kSlice;
+}
+
+// Between two sums values are wide, and a sum in place leaves what it found.
+void widen_between_sums(std::vector<Pass>& passes) {
+  const Placement wanted = passes.back().to;
+  for (size_t i = 0; i < passes.size(); ++i) {
+    if (i > 0) passes[i].from.dtype = passes[i - 1].to.dtype;
+    const bool more = std::any_of(passes.begin() + static_cast<std::ptrdiff_t>(i) + 1, passes.end(),
+                                  [](const Pass& pass) { return pass.sums(); });
+    if (more && passes[i].sums()) passes[i].to.dtype = Dtype::kFp32;
+    if (passes[i].kind == PassKind::kAllReduce) passes[i].to.dtype = passes[i].from.dtype;
+  }
+  if (passes.back().to != wanted) {
+    passes.push_back({PassKind::kLocal, {}, passes.back().to, wanted});
+  }
+}
+
+}  // namespace
+
+bool Route::in_place() const {
+  return std::all_of(passes.begin(), passes.end(),
+                     [](const Pass& pass) { return pass.kind == PassKind::kAllReduce; });
+}
+
+bool Route::local() const {
+  return std::all_of(passes.begin(), passes.end(),
+                     [](const Pass& pass) { return pass.kind == PassKind::kLocal; });
+}
+
+bool Route::into_next(size_t pass) const {
+  return passes[pass].kind == PassKind::kLocal && pass + 1 < passes.size() &&
+         passes[pass + 1].kind == PassKind::kAllGather;
+}
+
+bool Route::joins_update() const {
+  if (passes.empty() || passes[0].kind != PassKind::kLocal || !passes[0].axes.empty()) return false;
+  return to.tier != Tier::kDisk && (passes.size() == 1 || (passes.size() == 2 && into_next(0)));
+}
+
+Dtype Route::dtype_after(size_t pass, Dtype first, Dtype last) const {
+  const Dtype dtype = passes[pass].to.dtype;
+  if (pass + 1 == passes.size() || (dtype == to.dtype && dtype != from.dtype)) return last;
+  return dtype == from.dtype ? first : Dtype::kFp32;
+}
+
+Route route(const Placement& from, const std::vector<Move>& moves, const Mesh& mesh, int rank,
+            bool consumes) {
+  Route route{from, from, {}};
+  std::vector<Pass>& passes = route.passes;
+  for (const Move& move : moves) {
+    const Placement next = apply(route.to, move);
+    const PassKind kind = pass_kind(move.kind);
+    if (!consumes && passes.empty() && kind == PassKind::kAllReduce) {
+      passes.push_back({PassKind::kLocal, {}, from, from});
+    }
+    if (!joins(passes, move)) {
+      const bool collective = kind != PassKind::kLocal;
+      passes.push_back({kind, collective ? move.axes : std::vector<Axis>{}, route.to, next});
+    }
+    passes.back().to = next;
+    if (move.kind == MoveKind::kSlice) cut(passes.back(), move.axes, mesh, rank);
+    route.to = next;
+  }
+  if (!passes.empty()) widen_between_sums(passes);
+  return route;
+}
+
+}  // namespace penstock

@@ -1,0 +1,151 @@
+#include "src/plan/strategy.h"
+
+#include <algorithm>
+
+#include "penstock/error.h"
+#include "penstock/optimizer_kinds.h"
+#include "src/base/text.h"
+#include "src/plan/check.h"
+#include "src/plan/passes.h"
+
+namespace penstock {
+
+Section section_named(const std::string& name) {
+  std::vector<std::string> names;
+  for (const Section section : kSections) {
+    if (name == section_name(section)) return section;
+    names.emplace_back(section_name(section));
+  }
+  throw ConfigError(concat("[plan::section_named] no section \"", name, "\": ", join(names, ", ")));
+}
+
+Mesh mesh_of(const Config& config) {
+  const MeshConfig& mesh = config.mesh;
+  return Mesh::of({{Axis::kPipeline, mesh.pipeline},
+                   {Axis::kNode, mesh.node},
+                   {Axis::kLocal, mesh.data / mesh.node},
+                   {Axis::kSequence, mesh.sequence},
+                   {Axis::kTensor, mesh.tensor}});
+}
+
+Table table_of(const Config& config, const ModelDesc& model) {
+  TableOptions options;
+  options.precision = precision_of(model);
+  const auto tier_of = [](const std::string& name) {
+    return name == "none" ? Tier::kDevice : parse_tier(name);
+  };
+  options.optim_tier = tier_of(config.offload.optimizer);
+  options.param_tier = tier_of(config.offload.params);
+  if (config.offload.gradients != "none") options.grad_tier = tier_of(config.offload.gradients);
+  options.act_tier = tier_of(config.offload.activations);
+  options.accumulate = config.batch.accumulate > 1;
+  if (config.optimizer) options.moments = parse_dtype(config.optimizer->moments_dtype);
+  Table table = preset(config.strategy, options);
+  for (const auto& [role_text, phases] : config.table) {
+    for (const auto& [phase_text, place] : phases) {
+      for (int r = 0; r < kNumRoles; ++r) {
+        for (int p = 0; p < kNumPhases; ++p) {
+          const auto role = static_cast<Role>(r);
+          const auto phase = static_cast<Phase>(p);
+          if (role_text != role_name(role) || phase_text != phase_name(phase)) continue;
+          table.set(role, phase, Placement::parse(place));
+        }
+      }
+    }
+  }
+  return table;
+}
+
+bool can_rest_away(const std::string& strategy) {
+  const Table table = preset(strategy, {});
+  const Placement& rest = table.at(Role::kParam, Phase::kRest);
+  return rest.sharded() && rest.tier == Tier::kDevice;
+}
+
+Config adapted(Config config, const std::string& strategy, const std::string& optimizer) {
+  if (strategy != config.strategy) config.table.clear();  // cells of another preset
+  config.strategy = strategy;
+  config.offload.optimizer = optimizer;
+  const bool shards = can_rest_away(strategy), offloads = optimizer != "none";
+  if (!shards) config.offload.params = "none";
+  const bool needs_host = config.offload.gradients == "disk";
+  if ((needs_host && !offloads) || !preset(strategy, {}).at(Role::kGrad, Phase::kHold).sharded())
+    config.offload.gradients = "none";
+  config.offload.late_update &= shards && offloads;
+  return config;
+}
+
+void mark_recomputed(const Config& config, ModelDesc& model) {
+  const int64_t every = config.activations.checkpoint;
+  if (every == 0) return;
+  if (model.units.size() < 2) {
+    throw ConfigError(
+        "[plan::mark_recomputed] activations.checkpoint: the model is one unit, the root, which "
+        "is not computed again: name its blocks in units.modules, or lower units.max_bytes");
+  }
+  for (size_t unit = 1; unit < model.units.size(); unit += every) {
+    model.units[unit].recomputed = true;
+  }
+}
+
+namespace {
+
+// Of the first of so many chunks, which is the largest: what streams through memory for it.
+int64_t chunk_bytes(const Config& config, const Table& table, const UnitDesc& unit, int count) {
+  const Placement& optim = table.at(Role::kOptim, Phase::kRest);
+  const Placement& held = table.at(Role::kGrad, Phase::kHold);
+  int64_t bytes = 0;
+  for (const FlatDesc& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    int64_t of_element = 4 + num_moments(config) * dtype_bytes(optim.dtype);
+    if (held.tier == Tier::kDisk) of_element += dtype_bytes(table.dtype_in(held, flat.dtype));
+    if (table.at(Role::kParam, Phase::kRest).tier == Tier::kDisk)
+      of_element += dtype_bytes(flat.dtype);
+    bytes +=
+        range_of({0, count}, flat.numel / num_shards(optim, mesh_of(config))).second * of_element;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
+  // One chunk is read while another is updated and a third is written.
+  const int64_t most = config.offload.window_bytes / 3;
+  const Placement& optim = table.at(Role::kOptim, Phase::kRest);
+  const bool streams = table.streams_state();
+  const int num_shards = penstock::num_shards(optim, mesh_of(config));
+  for (UnitDesc& unit : model.units) {
+    unit.num_chunks = 1;
+    if (!streams) continue;
+    int64_t grains = 1;
+    for (const FlatDesc& flat : unit.flats) {
+      if (!flat.trainable) continue;
+      grains = std::max(grains, (flat.numel / num_shards + kChunkGrain - 1) / kChunkGrain);
+    }
+    const int64_t all = chunk_bytes(config, table, unit, 1);
+    unit.num_chunks = static_cast<int>(std::min(grains, all / std::max<int64_t>(1, most) + 1));
+    // Chunks are whole grains, so the first guess may be too coarse.
+    while (unit.num_chunks < grains && chunk_bytes(config, table, unit, unit.num_chunks) > most)
+      ++unit.num_chunks;
+  }
+}
+
+Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config) {
+  return fuse(prefetch(read_ahead(plan), model, config.prefetch_bytes), model,
+              config.comm.bucket_bytes);
+}
+
+int num_moments(const Config& config) {
+  return penstock::num_moments(config.optimizer.value_or(OptimizerConfig{}));
+}
+
+Ledger predict(const Config& config, ModelDesc model) {
+  const Mesh mesh = mesh_of(config);
+  const Table table = table_of(config, model).on(mesh);
+  set_chunks(config, table, model);
+  const Plan plan = plan_step(table, model, mesh, static_cast<int>(config.batch.accumulate));
+  return simulate(with_passes(plan, model, config), table, model, mesh, num_moments(config));
+}
+
+}  // namespace penstock

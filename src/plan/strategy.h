@@ -1,0 +1,43 @@
+#pragma once
+// From a Config to the values the planner works with. Pure.
+#include <array>
+#include <optional>
+#include <string>
+
+#include "penstock/config.h"
+#include "src/plan/planner.h"
+#include "src/plan/simulator.h"
+#include "src/plan/table.h"
+
+namespace penstock {
+
+inline constexpr std::array<Section, 6> kSections = {Section::kForward,  Section::kEval,
+                                                     Section::kBackward, Section::kBackwardLast,
+                                                     Section::kUpdate,   Section::kUpdateEarly};
+
+// "forward" "eval" "backward" "backward_last" "update" "update_early". Throws ConfigError.
+Section section_named(const std::string& name);
+
+Mesh mesh_of(const Config& config);  // after resolve()
+// Which units are computed again in backward. Throws ConfigError when there is no unit that can be.
+void mark_recomputed(const Config& config, ModelDesc& model);
+
+// In how many chunks each unit's optimizer state passes through memory. `table` as on the mesh.
+void set_chunks(const Config& config, const Table& table, ModelDesc& model);
+// The passes that the config asks for.
+Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config);
+
+// The strategy's preset with the config's own cells, at the precision of the narrowest parameters
+// that train (the others keep their dtype, see Table::dtype_in).
+Table table_of(const Config& config, const ModelDesc& model);
+// Whether the strategy's resting parameters are sharded, so that they can be elsewhere.
+bool can_rest_away(const std::string& strategy);
+// The same settings for another strategy and another tier of the optimizer, without those that mean
+// nothing there.
+Config adapted(Config config, const std::string& strategy, const std::string& optimizer);
+int num_moments(const Config& config);  // per parameter, beside the master
+
+// What one training step of this strategy takes.
+Ledger predict(const Config& config, ModelDesc model);
+
+}  // namespace penstock

@@ -1,0 +1,74 @@
+#include "src/plan/strategy.h"
+
+#include <gtest/gtest.h>
+
+#include "src/base/text.h"
+
+namespace penstock {
+namespace {
+
+constexpr int64_t kOwned = 100000;  // elements of a rank, of each flat but the last
+constexpr int kRanks = 2;
+
+ModelDesc model() {
+  ModelDesc model;
+  model.units = {{.name = "root", .flats = {{kRanks * 10, Dtype::kBf16}}},
+                 {.name = "block",
+                  .flats = {{kRanks * kOwned, Dtype::kBf16},
+                            {kRanks * kOwned, Dtype::kFp32},
+                            {kRanks * 300, Dtype::kFp32},
+                            {kRanks * 1000000, Dtype::kBf16, false}}}};
+  assume_order(model, true);
+  return model;
+}
+
+Config config(const std::string& offload) {
+  Config config = Config::parse(concat(R"({"optimizer": {}, "offload": )", offload, "}"));
+  config.resolve(kRanks);
+  return config;
+}
+
+ModelDesc chunked(const Config& config) {
+  ModelDesc one = model();
+  set_chunks(config, table_of(config, one).on(mesh_of(config)), one);
+  return one;
+}
+
+// Masters and moments 12, a gradient and a parameter of its dtype.
+int64_t streamed(const UnitDesc& unit, int index) {
+  int64_t bytes = 0;
+  for (const FlatDesc& flat : unit.flats) {
+    if (!flat.trainable) continue;
+    const auto [begin, end] = range_of({index, unit.num_chunks}, flat.numel / kRanks);
+    bytes += (end - begin) * (12 + 2 * dtype_bytes(flat.dtype));
+  }
+  return bytes;
+}
+
+TEST(Strategy, ThreeChunksFitTheWindow) {
+  const int64_t grain = kChunkGrain * (16 + 20) + 300 * 20;  // of both large flats, and the small
+  for (const int64_t window : {3 * grain, 300000L, 1000003L, 3000000L, 100000000L}) {
+    const UnitDesc block =
+        chunked(config(concat(R"({"optimizer": "disk", "params": "disk", "gradients": "disk",)",
+                              R"( "window_bytes": )", window, "}")))
+            .units[1];
+    for (int index = 0; index < block.num_chunks; ++index) {
+      EXPECT_LE(streamed(block, index), window / 3) << window << ", chunk " << index;
+    }
+    EXPECT_GT(streamed(block, block.num_chunks - 1), 0) << window << ": the last one is empty";
+    if (block.num_chunks == 1) continue;
+    EXPECT_GT(2 * streamed(block, 0), window / 3) << window << ": smaller than need be";
+  }
+}
+
+TEST(Strategy, AGrainIsTheLeastAndMemoryIsOneChunk) {
+  const std::vector<UnitDesc> least =
+      chunked(config(R"({"optimizer": "disk", "window_bytes": 1})")).units;
+  EXPECT_EQ(least[0].num_chunks, 1);
+  EXPECT_EQ(least[1].num_chunks, (kOwned + kChunkGrain - 1) / kChunkGrain);
+  EXPECT_EQ(chunked(config(R"({"optimizer": "host"})")).units[1].num_chunks, 1);
+  EXPECT_EQ(chunked(config(R"({"params": "disk"})")).units[1].num_chunks, 1);
+}
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,150 @@
+#include "src/tiles/weights.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/exec/torch_compat.h"
+
+namespace penstock::tiles {
+
+std::string TiledWeight::tile_name(size_t tile) const {
+  return concat(name, "[", first[tile], ":", first[tile + 1], "]");
+}
+
+TiledWeights::TiledWeights(Host& host, std::vector<TiledWeight> weights,
+                           const std::vector<std::string>& unit_names)
+    : host_(host), weights_(std::move(weights)), is_tile_(unit_names.size(), false) {
+  for (TiledWeight& one : weights_) {
+    for (size_t tile = 0; tile < one.tiles.size(); ++tile) {
+      const std::string name = one.tile_name(tile);
+      const auto found = std::find(unit_names.begin(), unit_names.end(), name);
+      PENSTOCK_ASSERT(found != unit_names.end(), concat("no unit ", name));
+      one.units.push_back(static_cast<int>(found - unit_names.begin()));
+      is_tile_[one.units.back()] = true;
+    }
+  }
+}
+
+size_t TiledWeights::index_of(const std::string& param) const {
+  const auto found = std::find_if(weights_.begin(), weights_.end(),
+                                  [&](const TiledWeight& one) { return one.name == param; });
+  if (found != weights_.end()) return found - weights_.begin();
+  throw ConfigError(concat("[tiles::index_of] parameter \"", param, "\" is not tiled"));
+}
+
+void TiledWeights::check_open() const {
+  if (closed_) throw RuntimeFault("[tiles::check_open] the engine is closed");
+}
+
+void TiledWeights::let_wholes_go() {
+  for (TiledWeight& one : weights_) detach(one);
+}
+
+void TiledWeights::detach(TiledWeight& one) {
+  c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+  exec::set_guard(*storage,
+                  concat("[tiles::detach] parameter \"", one.name, "\" is in ", one.tiles.size(),
+                         " tiles, and its values are not here as a whole. Read it inside `with "
+                         "engine.gathered():`, or keep its module out of \"tiling.modules\"."));
+  one.gathered.reset();
+}
+
+void TiledWeights::follow_freezing() {
+  for (const TiledWeight& one : weights_) {
+    for (const at::Tensor& tile : one.tiles) tile.set_requires_grad(one.whole.requires_grad());
+  }
+}
+
+bool TiledWeights::any_in(const TiledWeight& one, const std::vector<int>& units) const {
+  return std::any_of(units.begin(), units.end(), [&](int unit) {
+    return std::find(one.units.begin(), one.units.end(), unit) != one.units.end();
+  });
+}
+
+namespace {
+
+// Whole rows between the tiles and `whole`, in the dtype they compute in.
+void copy_rows(const TiledWeight& one, char* whole, bool to_tiles) {
+  for (const at::Tensor& tile : one.tiles) {
+    const auto bytes = static_cast<int64_t>(tile.nbytes());
+    auto* part = static_cast<char*>(tile.data_ptr());
+    std::memcpy(to_tiles ? part : whole, to_tiles ? whole : part, bytes);
+    whole += bytes;
+  }
+}
+
+}  // namespace
+
+void TiledWeights::gather(const std::vector<int>& units, mem::Arena& memory) {
+  for (TiledWeight& one : weights_) {
+    if (one.gathered || !any_in(one, units)) continue;
+    one.gathered = memory.take(static_cast<int64_t>(one.whole.nbytes()), mem::Account::kParam);
+    copy_rows(one, one.gathered.data(), false);
+    c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(c10::DataPtr(one.gathered.data(), storage->device()));
+    exec::clear_guard(*storage);
+  }
+}
+
+void TiledWeights::release(const std::vector<int>& units, bool write) {
+  for (TiledWeight& one : weights_) {
+    if (!one.gathered || !any_in(one, units)) continue;
+    if (write) copy_rows(one, one.gathered.data(), true);
+    detach(one);
+  }
+}
+
+std::map<int, at::Tensor> TiledWeights::whole_values(
+    bool only_trainable, std::vector<std::pair<std::string, at::Tensor>>* tensors) const {
+  std::map<int, at::Tensor> rows;
+  for (const TiledWeight& one : weights_) {
+    if (only_trainable && !one.trainable) continue;
+    const at::Tensor whole = at::empty(one.whole.sizes(), at::TensorOptions(at::kFloat));
+    tensors->emplace_back(one.name, whole);
+    for (size_t tile = 0; tile < one.tiles.size(); ++tile) {
+      rows[one.units[tile]] = whole.narrow(0, one.first[tile], one.rows(tile));
+    }
+  }
+  return rows;
+}
+
+void TiledWeights::split_rows(std::map<std::string, at::Tensor>& by_name) const {
+  for (const TiledWeight& one : weights_) {
+    const auto given = by_name.find(one.name);
+    if (given == by_name.end()) continue;
+    const at::Tensor value = given->second;
+    if (value.sizes() != one.whole.sizes()) {
+      throw ConfigError(concat("[tiles::split_rows] \"", one.name, "\" has shape ", value.sizes(),
+                               ", its parameter ", one.whole.sizes()));
+    }
+    by_name.erase(given);
+    for (size_t tile = 0; tile < one.tiles.size(); ++tile) {
+      by_name[one.tile_name(tile)] = value.narrow(0, one.first[tile], one.rows(tile));
+    }
+  }
+}
+
+void TiledWeights::close() {
+  closed_ = true;
+  let_wholes_go();
+}
+
+void TiledWeights::return_rows(int unit) {
+  for (TiledWeight& one : weights_) {
+    const auto found = std::find(one.units.begin(), one.units.end(), unit);
+    if (found == one.units.end()) continue;
+    if (!one.returned.defined()) {
+      one.returned = at::empty(one.whole.sizes(), one.whole.options().requires_grad(false));
+    }
+    const size_t tile = found - one.units.begin();
+    one.returned.narrow(0, one.first[tile], one.rows(tile)).copy_(one.tiles[tile].detach());
+    if (++one.num_returned == one.tiles.size()) one.whole.set_data(one.returned);
+  }
+}
+
+}  // namespace penstock::tiles
