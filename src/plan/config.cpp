@@ -145,7 +145,7 @@ void parse_offload(const Json& value, Config* config) {
     section.refuse_without_effect({"window_bytes"}, "unless offload.optimizer is \"disk\"");
   }
   section.read("late_update", &offload->late_update);
-  offload->gradients = section.choice("gradients", offload->gradients, {"none", "disk"});
+  offload->gradients = section.choice("gradients", offload->gradients, {"none", "host", "disk"});
   if (offload->optimizer == "none") {
     if (!has_cell(*config, "optim", "update", Tier::kHost))
       section.refuse_without_effect({"late_update"}, "while offload.optimizer is \"none\"");

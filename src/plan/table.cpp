@@ -252,7 +252,8 @@ Table preset(const std::string& name, const TableOptions& options) {
   table.set(Role::kParam, Phase::kBackward, place("RR", precision));
   table.set(Role::kGrad, Phase::kBackward, place("PP", precision));
   table.set(Role::kGrad, Phase::kHold,
-            place_on(options.grad_tier.value_or(update_tier), cells.grad_hold, sum));
+            place_on(options.grad_tier.value_or(update_tier), cells.grad_hold,
+                     options.grad_tier == Tier::kHost ? precision : sum));
   table.set(Role::kGrad, Phase::kUpdate, place(cells.grad_update, sum, update_tier));
   table.set(Role::kOptim, Phase::kRest, place(cells.optim, options.moments, options.optim_tier));
   table.set(Role::kOptim, Phase::kUpdate, place(cells.optim, options.moments, update_tier));

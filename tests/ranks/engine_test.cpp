@@ -133,6 +133,7 @@ struct Tiers {
 const Tiers kTiers[] = {
     {"optim_host", R"("optimizer": "host")", {"ddp", "zero1", "zero2", "zero3"}},
     {"optim_disk", R"("optimizer": "disk")", {"ddp", "zero1", "zero2", "zero3"}},
+    {"grad_host", R"("gradients": "host")", {"zero2", "zero3"}},
     {"grad_disk", R"("optimizer": "host", "gradients": "disk")", {"zero2", "zero3"}},
     {"param_disk", R"("params": "disk")", {"zero3"}},
     {"all_host", R"("optimizer": "host", "params": "host")", {"zero3", "hpz"}},
