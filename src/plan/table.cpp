@@ -29,12 +29,13 @@ struct Preset {
   const char* name;
   const char *param_rest, *param_hold, *grad_hold, *grad_update, *optim;
 };
-constexpr std::array<Preset, 6> kPresets = {{
+constexpr std::array<Preset, 7> kPresets = {{
     {"ddp", "RR", "RR", "PP", "RR", "RR"},
     {"zero1", "RR", "RR", "PP", "SS", "SS"},
     {"zero2", "RR", "RR", "SS", "SS", "SS"},
     {"zero3", "SS", "SS", "SS", "SS", "SS"},
     {"hpz", "SS", "RS", "SS", "SS", "SS"},
+    {"hpz_host", "SS@host", "RS@device", "SS", "SS", "SS"},
     {"mics", "RS", "RS", "RS", "RS", "RS"},
 }};
 

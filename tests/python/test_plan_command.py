@@ -66,8 +66,9 @@ def test_golden_numbers(capsys):
         assert host is None or one["host"] == host, key
         assert one["disk"] == disk, key
         assert one["seconds"] == pytest.approx(seconds, rel=1e-3), key
-    # Whatever rests whole stays on the device: three optimizer tiers; else nine.
-    assert len(rows) == 3 * 3 + 3 * 9
+    # Whatever rests whole stays on the device, and hpz_host on the host: three optimizer tiers;
+    # else nine.
+    assert len(rows) == 4 * 3 + 3 * 9
 
 
 def test_best_first_and_why(capsys):
@@ -109,7 +110,7 @@ def test_tiles_are_units(capsys):
 def test_what_is_equal_on_a_mesh_is_shown_once(capsys):
     rows, report = alternatives(capsys, "--params", "1e6", "--units", "4", "--world", "2")
     assert report["same"] == {"hpz": "zero3", "mics": "zero3"}
-    assert {key[0] for key in rows} == {"ddp", "zero1", "zero2", "zero3"}
+    assert {key[0] for key in rows} == {"ddp", "zero1", "zero2", "zero3", "hpz_host"}
     rows, report = alternatives(capsys, "--params", "1e6", "--world", "1")
     assert report["same"]["zero1"] == "ddp" and "zero3" not in report["same"]
 

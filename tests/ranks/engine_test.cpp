@@ -113,7 +113,7 @@ TEST(Engine, RefusesToComputeUnitsAgain) {
 
 std::vector<Case> cases() {
   std::vector<Case> all;
-  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hpz", "mics"}) {
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hpz", "hpz_host", "mics"}) {
     for (const int world : {1, 2, 3, 4, 7}) {
       for (const int accumulate : {1, 3}) {
         all.push_back({strategy, world, accumulate, "fp32"});
