@@ -53,6 +53,7 @@ struct LedgerEntry {
   int64_t disk = 0;
   int64_t device = 0, host = 0;  // the peaks of `total`, by tier
   int64_t act = 0;  // measured only: inputs of recomputed units in host memory, beside the total
+  int64_t exchanges = 0;  // with peers in a step; measured: in the last one
 };
 struct LedgerReport {
   std::map<std::string, LedgerEntry> predicted;

@@ -57,10 +57,13 @@ class PENSTOCK_API Group {
   virtual void close() = 0;
 
   // `timeout` bounds every exchange. The process group must have a CPU backend (gloo) with
-  // point-to-point operations and should serve Penstock alone.
+  // point-to-point operations and should serve Penstock alone. `downward`, when there is one, is
+  // another over the same ranks, for what goes to lower ranks: a connection of gloo's that is
+  // written and read at once makes the thread that reads spin until the writer lets it go.
   static std::shared_ptr<Group> from_process_group(
       const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
-      std::chrono::milliseconds timeout);
+      std::chrono::milliseconds timeout,
+      const c10::intrusive_ptr<c10d::ProcessGroup>& downward = {});
   // `size` ranks in one process, one thread each.
   static std::vector<std::shared_ptr<Group>> threads(
       int size, std::chrono::milliseconds timeout = std::chrono::minutes(10));

@@ -1,7 +1,7 @@
 #pragma once
 // The optimizers that the engine computes, one row each: name, keys, defaults, what is kept per
 // parameter. Whoever asks what an optimizer is (config, planner, engine, Python) reads these rows;
-// the kernel that each one runs is a row of src/exec/optimizer_step.cpp. Pure values; any thread.
+// the kernel that each one runs is a row of src/optim/optimizer_step.cpp. Pure values; any thread.
 #include <array>
 #include <span>
 #include <string>

@@ -265,7 +265,8 @@ class Engine:
 
         Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
         peaks of "param", "grad", "optim", "buffers" and of their "total", in memory; "device" and
-        "host", the total by tier; and "disk". "measured" also counts the bytes moved so far:
+        "host", the total by tier; and "disk". "exchanges" counts those with other ranks in a step
+        (measured: in the last one). "measured" also counts the bytes moved so far:
         "disk_read" and "disk_written"; and "act", beside the total: what of offloaded activations
         was in host memory (how large they are shows in the first forward).
         """

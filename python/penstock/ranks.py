@@ -9,24 +9,26 @@ from penstock._native import _penstock
 
 
 class Ranks:
-    """A gloo process group of our own over all ranks; nothing for a single one."""
+    """Gloo process groups of our own over all ranks, one a direction; none for a single rank."""
 
     def __init__(self, timeout_s: float) -> None:
         timeout = datetime.timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo", timeout=timeout)
-        self._process_group: dist.ProcessGroup | None = None
+        self._process_groups: list[dist.ProcessGroup] = []
         if not dist.is_initialized() or dist.get_world_size() == 1:
             self.group = _penstock.Group.alone()
             return
-        self._process_group = dist.new_group(backend="gloo", timeout=timeout)
-        self.group = _penstock.Group.from_process_group(self._process_group, timeout_s)
+        up, down = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        self._process_groups = [up, down]
+        self.group = _penstock.Group.from_process_group(up, timeout_s, down)
 
     def close(self) -> None:
-        """Lets go of the process group; no rank needs to be there."""
-        if self._process_group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._process_group)
-        self._process_group = None
+        """Lets go of the process groups; no rank needs to be there."""
+        for group in self._process_groups:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._process_groups = []
 
 
 def rank() -> int:

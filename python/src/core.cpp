@@ -46,6 +46,7 @@ py::dict dict_of(const LedgerEntry& entry) {
   dict["device"] = entry.device;
   dict["host"] = entry.host;
   dict["act"] = entry.act;
+  dict["exchanges"] = entry.exchanges;
   return dict;
 }
 

@@ -14,11 +14,13 @@ void bind_group(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "Group")
       .def_static(
           "from_process_group",
-          [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, double timeout_s) {
+          [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, double timeout_s,
+             const c10::intrusive_ptr<c10d::ProcessGroup>& downward) {
             const auto milliseconds = static_cast<int64_t>(timeout_s * 1000.0);
-            return Group::from_process_group(group, std::chrono::milliseconds(milliseconds));
+            return Group::from_process_group(group, std::chrono::milliseconds(milliseconds),
+                                             downward);
           },
-          py::arg("process_group"), py::arg("timeout_s"))
+          py::arg("process_group"), py::arg("timeout_s"), py::arg("downward"))
       .def_static("alone", &Group::alone)
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &Group::rank)

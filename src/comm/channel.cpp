@@ -6,6 +6,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/comm/sum.h"
+#include "src/place/packing.h"
 
 namespace penstock::comm {
 namespace {
@@ -22,18 +23,11 @@ int64_t shard_bytes(const Members& /*members*/, const GatherBuffer& buffer) {
   return buffer.shard_bytes;
 }
 
-// What each peer gets in one piece: nothing where fewer than two buffers are small.
 template <class Buffer>
-int64_t packed_bytes(const Members& members, const std::vector<Buffer>& buffers) {
-  int64_t packed = 0;
-  int num_small = 0;
-  for (const Buffer& buffer : buffers) {
-    const int64_t bytes = shard_bytes(members, buffer);
-    if (bytes > Channel::kPackBytes) continue;
-    packed += bytes;
-    ++num_small;
-  }
-  return members.size() > 1 && num_small > 1 ? packed : 0;
+Packing packing_of(const Members& members, const std::vector<Buffer>& buffers) {
+  Packing packing;
+  for (const Buffer& buffer : buffers) packing.add(shard_bytes(members, buffer));
+  return packing;
 }
 
 // 0: nothing is packed.
@@ -44,7 +38,7 @@ int64_t packed_in(std::span<char> staging, const Members& members,
   const auto lent = static_cast<int64_t>(staging.size());
   const int64_t needed = Channel::staging_bytes(members, buffers);
   PENSTOCK_ASSERT(lent >= needed, concat("[comm::Channel] ", lent, " bytes lent of ", needed));
-  return packed_bytes(members, buffers);
+  return packing_of(members, buffers).piece(members.size());
 }
 
 // `staging`: each member's shards, one buffer after the other.
@@ -55,7 +49,7 @@ void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, co
     const char* from = staging + i * packed;
     for (const GatherBuffer& buffer : buffers) {
       const int64_t bytes = buffer.shard_bytes;
-      if (bytes > Channel::kPackBytes) continue;
+      if (bytes > kPackBytes) continue;
       std::memcpy(static_cast<char*>(buffer.full) + i * bytes, from, static_cast<size_t>(bytes));
       from += bytes;
     }
@@ -65,11 +59,11 @@ void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, co
 }  // namespace
 
 int64_t Channel::staging_bytes(const Members& members, const std::vector<GatherBuffer>& buffers) {
-  return members.size() * packed_bytes(members, buffers);
+  return packing_of(members, buffers).gather_bytes(members.size());
 }
 
 int64_t Channel::staging_bytes(const Members& members, const std::vector<ReduceBuffer>& buffers) {
-  return 2 * (members.size() - 1) * packed_bytes(members, buffers);
+  return packing_of(members, buffers).reduce_bytes(members.size());
 }
 
 Label::Label(std::string words) : hash(hash_text(words)) {

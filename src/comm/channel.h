@@ -55,16 +55,11 @@ struct ReduceBuffer {
 
 // Once warm, a collective allocates nothing itself and makes no text (share() does both).
 //
-// [Note: Staging] A message costs more than copying some KiB. Where several small buffers travel
-// together and the caller lends memory, they are packed into one piece for each peer; large ones
-// still go from and to their own places. The results are the same bits. All ranks must lend alike.
+// [Note: Staging] Where several small buffers travel together (src/place/packing.h) and the caller
+// lends memory, they are packed into one piece for each peer; large ones still go from and to their
+// own places. All ranks must lend alike.
 class Channel {
  public:
-  // A shard of at most this many bytes is packed with others. Two processes over gloo, two busy
-  // cores, packed / not, gather and reduce: 8 buffers with shards of 512 B take 0.28-0.56 of the
-  // time, 16 KiB 0.6-0.8, 128 KiB 0.81-0.83, 512 KiB 0.86-0.95, 1 MiB 1.09-1.17; 2 buffers
-  // 16 KiB 0.8-0.9, 128 KiB 0.98-1.02, 256 KiB 0.94-1.71.
-  static constexpr int64_t kPackBytes = 128 << 10;
   // Bytes to lend: 0 where nothing would be packed. all_reduce needs what reduce_scatter does.
   static int64_t staging_bytes(const Members& members, const std::vector<GatherBuffer>& buffers);
   static int64_t staging_bytes(const Members& members, const std::vector<ReduceBuffer>& buffers);

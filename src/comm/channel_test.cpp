@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "penstock/error.h"
+#include "src/place/packing.h"
 
 namespace {
 thread_local int64_t allocations = 0;
@@ -98,7 +99,7 @@ TEST_P(Channels, CollectivesGiveTheSumsAndCopiesTheyPromise) {
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 // Fused buffers: shards of each of `kShards` values, the last too large to be packed.
-constexpr int64_t kShards[] = {5, 1000, 1, 0, 77, Channel::kPackBytes / 4 + 3};
+constexpr int64_t kShards[] = {5, 1000, 1, 0, 77, kPackBytes / 4 + 3};
 
 struct Fused {
   std::vector<std::vector<float>> full, scratch, result;

@@ -21,9 +21,11 @@ constexpr std::chrono::milliseconds kArrival = std::chrono::seconds(60);
 class ProcessGroupGroup final : public Group {
  public:
   ProcessGroupGroup(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-                    std::chrono::milliseconds timeout)
+                    std::chrono::milliseconds timeout,
+                    const c10::intrusive_ptr<c10d::ProcessGroup>& downward)
       : process_group_(std::move(process_group)),
-        backend_(process_group_->getBackend(c10::DeviceType::CPU)) {
+        up_(process_group_->getBackend(c10::DeviceType::CPU)),
+        down_(downward ? downward->getBackend(c10::DeviceType::CPU) : up_) {
     // A failed exchange, the roll call and its repetition elsewhere together stay within `timeout`.
     const auto grace = std::clamp<std::chrono::milliseconds>(timeout / 8, std::chrono::seconds(1),
                                                              std::chrono::seconds(5));
@@ -32,8 +34,8 @@ class ProcessGroupGroup final : public Group {
                        grace);
   }
 
-  int rank() const override { return backend_->getRank(); }
-  int size() const override { return backend_->getSize(); }
+  int rank() const override { return up_->getRank(); }
+  int size() const override { return up_->getSize(); }
 
   void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
                 uint32_t tag) override {
@@ -41,11 +43,13 @@ class ProcessGroupGroup final : public Group {
     works.reserve(sends.size() + receives.size());
     for (const Piece& piece : receives) {
       std::vector<at::Tensor> tensors{wrap(piece)};
-      works.push_back(backend_->recv(tensors, piece.peer, static_cast<int>(tag)));
+      c10d::Backend& backend = piece.peer < rank() ? *up_ : *down_;
+      works.push_back(backend.recv(tensors, piece.peer, static_cast<int>(tag)));
     }
     for (const Piece& piece : sends) {
       std::vector<at::Tensor> tensors{wrap(piece)};
-      works.push_back(backend_->send(tensors, piece.peer, static_cast<int>(tag)));
+      c10d::Backend& backend = piece.peer > rank() ? *up_ : *down_;
+      works.push_back(backend.send(tensors, piece.peer, static_cast<int>(tag)));
     }
     const bool first = !met_.exchange(true);
     const auto limit = first ? std::max(timeout_, kArrival) : timeout_;
@@ -57,7 +61,8 @@ class ProcessGroupGroup final : public Group {
 
   void close() override {
     roll_call_.reset();
-    backend_.reset();
+    up_.reset();
+    down_.reset();
     process_group_.reset();
   }
 
@@ -67,7 +72,7 @@ class ProcessGroupGroup final : public Group {
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  c10::intrusive_ptr<c10d::Backend> up_, down_;  // for what goes to higher and to lower ranks
   std::chrono::milliseconds timeout_{};
   std::atomic<bool> met_ = false;
   std::optional<comm::RollCall> roll_call_;
@@ -76,9 +81,9 @@ class ProcessGroupGroup final : public Group {
 }  // namespace
 
 std::shared_ptr<Group> Group::from_process_group(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
-    std::chrono::milliseconds timeout) {
-  return std::make_shared<ProcessGroupGroup>(process_group, timeout);
+    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group, std::chrono::milliseconds timeout,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& downward) {
+  return std::make_shared<ProcessGroupGroup>(process_group, timeout, downward);
 }
 
 }  // namespace penstock

@@ -25,6 +25,7 @@ LedgerEntry entry_of(const Ledger& ledger) {
     entry.buffers += tier.buffers;
     entry.total += tier.total;
   }
+  entry.exchanges = ledger.exchanges;
   return entry;
 }
 
@@ -55,6 +56,7 @@ LedgerReport Core::ledger() const {
   }
   const exec::Activations& activations = state_->executor->activations();
   report.measured.act = activations.peak_bytes();
+  report.measured.exchanges = state_->executor->exchanges();
   report.measured.disk += activations.disk_bytes();
   return report;
 }

@@ -41,8 +41,9 @@ std::vector<PlannedStep> Executor::prepare(const Plan& plan) const {
     if (plan.steps[i].op != Op::kUpdate) continue;
     const auto next =
         std::find_if(plan.steps.begin() + static_cast<std::ptrdiff_t>(i), plan.steps.end(),
-                     [&](const Step& step) {
-                       return step.op == Op::kPublish && step.units == plan.steps[i].units;
+                     [unit = plan.steps[i].units.front()](const Step& step) {
+                       return step.op == Op::kPublish &&
+                              std::count(step.units.begin(), step.units.end(), unit) > 0;
                      });
     if (next == plan.steps.end()) continue;
     prepared[i].writes_back =
@@ -125,8 +126,9 @@ void Executor::broadcast(const std::string& label, void* data, int64_t bytes) {
   rank_.control_channel.broadcast(label, rank_.everyone(), data, bytes);
 }
 
-// Between steps, when the lanes are idle (the step is part of every collective's tag).
 void Executor::set_step(int64_t step) {
+  const int64_t so_far = rank_.exchanges() + updates_.exchanges();
+  exchanges_ = so_far - std::exchange(exchanges_before_, so_far);
   rank_.gather_channel.set_step(step);
   rank_.reduce_channel.set_step(step);
   rank_.control_channel.set_step(step);

@@ -40,7 +40,9 @@ class Executor {
   void discard();
   std::vector<std::string> share(const std::string& label, const std::string& payload);
   void broadcast(const std::string& label, void* data, int64_t bytes);
+  // Begins a step. Between steps, when the lanes are idle: the step is part of every tag.
   void set_step(int64_t step);
+  int64_t exchanges() const { return exchanges_; }  // with peers, in the last whole step
 
   std::vector<UnitState>& units() { return rank_.units; }
   const std::vector<UnitState>& units() const { return rank_.units; }
@@ -54,6 +56,7 @@ class Executor {
   void move(const PlannedStep& planned);
   void move_act(const PlannedStep& planned);
 
+  int64_t exchanges_ = 0, exchanges_before_ = 0;
   Rank rank_;
   Params params_;
   Gradients gradients_;

@@ -51,6 +51,8 @@ struct ChunkState {
 
 class Flat {
  public:
+  static constexpr double kUncounted = -1.0;
+
   Flat(Dtype dtype, bool trainable) : dtype(dtype), trainable(trainable) {}
 
   // Adds a parameter of this dtype; called before seal().
@@ -82,7 +84,7 @@ class Flat {
 
   std::vector<Copy> params;        // the resting one first
   std::vector<Copy> grads;         // those on disk for good
-  double squares = 0.0;            // of a gradient on disk: the sum of its own part's squares
+  double squares = kUncounted;     // of the held gradient: the sum of its own part's squares
   mem::Lease gradient32;           // scaled fp32 gradient, for an optimizer of the user's
   std::vector<ChunkState> chunks;  // none when frozen
 };

@@ -36,6 +36,7 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
                               "embedding with sparse=False"));
   }
   state.updated.wait();
+  flat.squares = Flat::kUncounted;
   const Buffer& sum = sum_of(flat).one();
   state.grads.make(rank_.table.grad_after_backward());
   const at::Tensor dense = gradient.contiguous();
@@ -91,13 +92,15 @@ void Gradients::run(const PlannedStep& planned, bool late) {
         sum = &rank_.open(flat.grads, to, flat, mem::Account::kGrad);
       }
       char* data = start.memory ? start.data() : sum->one().data();
-      walk->add(
-          {data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds, start.moving});
+      flat.squares = Flat::kUncounted;
+      walk->add({data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds,
+                 start.moving, &flat.squares});
       moved_.push_back({&flat, to, std::move(source->one().memory), start.moving});
       source->valid = false;
       std::erase_if(flat.grads, [](const Copy& c) { return !c.valid && !c.one().on_disk(); });
     }
   }
+  walk->ready();
   walk_ = walk;
   done_ = lanes_.reduce.submit(
       [this, walk, label = planned.label] { walk->run(rank_.reduce_channel, label); });
@@ -142,8 +145,8 @@ void Gradients::complete() {
 
 double Gradients::own_squares(const Flat& flat, const Copy* copy) const {
   if (copy == nullptr) return 0.0;
+  if (!(flat.squares < 0.0)) return flat.squares;
   const Buffer& sum = copy->one();
-  if (!sum.memory) return flat.squares;
   int64_t numel = sum.numel, begin = 0;
   for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
     if (copy->place.on(axis) != Layout::kReplicated) continue;
@@ -161,6 +164,7 @@ void Gradients::clear(Flat& flat) {
   for (ChunkState& chunk : flat.chunks) rank_.traffic.drop(chunk.gradient);
   std::erase_if(flat.grads, [](const Copy& copy) { return !copy.one().on_disk(); });
   flat.gradient32.reset();
+  flat.squares = Flat::kUncounted;
 }
 
 void Gradients::discard() {
@@ -189,6 +193,7 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   Flat& flat = state.flats[flat_index];
   Slot& slot = flat.slots[slot_index];
   slot.touched = true;
+  flat.squares = Flat::kUncounted;
   Copy* copy = held(flat);
   if (copy == nullptr) {  // one rank, where nothing contributed to this unit
     copy = &sum_of(flat);

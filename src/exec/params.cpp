@@ -83,6 +83,7 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
         arriving[i].push_back(std::move(copy));
       }
     }
+    walk->ready();
   } catch (...) {
     for (const int index : units) {
       for (Flat& flat : rank_.units[index].flats) {

@@ -55,6 +55,10 @@ struct Rank {
   Copy& open(std::vector<Copy>& copies, const Placement& place, const Flat& flat,
              mem::Account account);
 
+  int64_t exchanges() const {
+    return gather_channel.exchanges() + reduce_channel.exchanges() + control_channel.exchanges();
+  }
+
   void reserve(Buffer& buffer) {
     if (buffer.on_disk() && buffer.exists()) buffer.offset = tiers.disk->reserve(buffer.bytes());
   }

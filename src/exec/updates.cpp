@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "src/base/text.h"
-#include "src/exec/optimizer_step.h"
 #include "src/optim/kernels.h"
+#include "src/optim/optimizer_step.h"
 
 namespace penstock::exec {
 
@@ -326,7 +326,7 @@ void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int
   const auto moment = [&](size_t i) {
     return state.size() > i && state[i].exists() ? static_cast<void*>(state[i].at(begin)) : nullptr;
   };
-  run_optimizer(group, range, moment(1), moment(2), grad_scale_, slot.updates + 1);
+  optim::run_optimizer(group, range, moment(1), moment(2), grad_scale_, slot.updates + 1);
 }
 
 // ---- publishing
@@ -383,6 +383,7 @@ void Updates::publish(const PlannedStep& planned) {
   if (joined || in_window) {  // the optimizer has made the first pass
     if (walk->route().local()) return;
     pack();
+    walk->ready();
     const Event ready =
         lanes_.gather.submit([this, walk, updated, label = planned.label, first = joined ? 1 : 0] {
           for (const Event& update : updated) update.wait();

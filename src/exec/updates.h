@@ -47,6 +47,7 @@ class Updates {
   void finish();   // every unit has its new weights
   void discard();  // what was read ahead of an update that does not come
   double grad_norm() const { return grad_norm_; }
+  int64_t exchanges() const { return channel_.exchanges(); }
   void set_step(int64_t step);
 
   void norm(const comm::Label& label);

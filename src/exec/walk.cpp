@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "src/optim/kernels.h"
+#include "src/place/packing.h"
 
 namespace penstock::exec {
 
@@ -41,21 +42,15 @@ char* Walk::scratch(Tier tier, int64_t bytes) {
   return leases_.back().data();
 }
 
-void Walk::add(const Travel& travel) {
+void Walk::lay_out(size_t index) {
+  const Travel& travel = travels_[index];
   const std::vector<Pass>& passes = route_.passes;
-  std::vector<char*>& stops = stops_.emplace_back(passes.size());
-  travels_.push_back(travel);
-  int64_t receives = 0;
+  std::vector<char*>& stops = stops_[index];
   // The last pass that has an output of its own writes to the end, if nothing is to be added there.
   bool ends = !travel.adds;
   for (size_t i = passes.size(); i-- > 0;) {
     const Pass& pass = passes[i];
     const int64_t bytes = numel_at(travel, pass.to) * dtype_bytes(dtype_after(travel, i));
-    if (pass.sums()) {
-      const int64_t here = numel_at(travel, pass.from) * dtype_bytes(dtype_before(travel, i));
-      const int64_t size = members_[i]->size();
-      receives = std::max(receives, here / size * (size - 1));
-    }
     if (pass.kind == PassKind::kAllReduce) continue;  // in place
     if (ends || adds_here(travel, i)) {
       stops[i] = travel.to;
@@ -69,10 +64,83 @@ void Walk::add(const Travel& travel) {
   for (size_t i = 0; i < passes.size(); ++i) {
     if (passes[i].kind == PassKind::kAllReduce) stops[i] = i == 0 ? travel.from : stops[i - 1];
   }
-  received_.push_back(receives > 0 ? scratch(Tier::kDevice, receives) : nullptr);
 }
 
-void Walk::run(comm::Channel& channel, const comm::Label& label, size_t first) const {
+void Walk::lay_out_gather(size_t index) {
+  for (size_t t = 0; t < travels_.size(); ++t) {
+    const Travel& travel = travels_[t];
+    const int64_t numel = numel_at(travel, route_.passes[index].from);
+    gathers_[index].push_back({stops_[t][index], numel * dtype_bytes(dtype_after(travel, index))});
+  }
+}
+
+void Walk::lay_out_reduce(size_t index) {
+  const Pass& pass = route_.passes[index];
+  const float scale = 1.0F / static_cast<float>(members_[index]->size());
+  const bool counts = index + 1 == route_.passes.size() && counts_squares();
+  for (size_t t = 0; t < travels_.size(); ++t) {
+    const Travel& travel = travels_[t];
+    const bool ends = stops_[t][index] == travel.to;  // else arrive() has the last word
+    reduces_[index].push_back({input(t, index), nullptr, stops_[t][index],
+                               dtype_before(travel, index), dtype_after(travel, index),
+                               numel_at(travel, pass.from), scale, adds_here(travel, index),
+                               counts && ends ? travel.squares : nullptr});
+  }
+}
+
+// One for each travel, whichever pass it is in; none where all its passes pack it.
+void Walk::take_receive_buffers() {
+  for (size_t t = 0; t < travels_.size(); ++t) {
+    std::vector<comm::ReduceBuffer*> buffers;
+    int64_t bytes = 0;
+    for (size_t i = 0; i < route_.passes.size(); ++i) {
+      if (!route_.passes[i].sums()) continue;
+      comm::ReduceBuffer& buffer = reduces_[i][t];
+      const int64_t size = members_[i]->size();
+      const int64_t shard = buffer.numel / size * dtype_bytes(buffer.dtype);
+      const bool packs = comm::Channel::staging_bytes(*members_[i], reduces_[i]) > 0;
+      if (packs && shard <= kPackBytes) continue;
+      buffers.push_back(&buffer);
+      bytes = std::max(bytes, shard * (size - 1));
+    }
+    if (bytes == 0) continue;
+    char* const received = scratch(Tier::kDevice, bytes);
+    for (comm::ReduceBuffer* buffer : buffers) buffer->scratch = received;
+  }
+}
+
+void Walk::ready() {
+  const size_t num_passes = route_.passes.size();
+  stops_.assign(travels_.size(), std::vector<char*>(num_passes));
+  for (size_t t = 0; t < travels_.size(); ++t) lay_out(t);
+  gathers_.resize(num_passes);
+  reduces_.resize(num_passes);
+  int64_t staging = 0;
+  for (size_t i = 0; i < num_passes; ++i) {
+    if (route_.passes[i].kind == PassKind::kAllGather) lay_out_gather(i);
+    if (route_.passes[i].sums()) lay_out_reduce(i);
+    staging = std::max({staging, comm::Channel::staging_bytes(*members_[i], gathers_[i]),
+                        comm::Channel::staging_bytes(*members_[i], reduces_[i])});
+  }
+  take_receive_buffers();
+  if (staging > 0) staging_ = {scratch(Tier::kDevice, staging), static_cast<size_t>(staging)};
+  ready_ = true;
+}
+
+// The shard that this rank sums is its own part of what arrives.
+bool Walk::counts_squares() const {
+  if (route_.passes.empty() || !route_.passes.back().sums()) return false;
+  const Pass& last = route_.passes.back();
+  for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
+    const bool replicated = mesh_.size(axis) > 1 && last.to.on(axis) == Layout::kReplicated;
+    const bool summed = std::find(last.axes.begin(), last.axes.end(), axis) != last.axes.end();
+    if (replicated != (summed && last.kind == PassKind::kAllReduce)) return false;
+  }
+  return true;
+}
+
+void Walk::run(comm::Channel& channel, const comm::Label& label, size_t first) {
+  if (!ready_) ready();
   for (const Travel& travel : travels_) {
     if (tiers_.disk) tiers_.disk->wait(travel.arriving);
   }
@@ -105,33 +173,21 @@ void Walk::local(size_t index) const {
   }
 }
 
-void Walk::gather(size_t index, comm::Channel& channel, const comm::Label& label) const {
-  const Pass& pass = route_.passes[index];
-  std::vector<comm::GatherBuffer> buffers;
+void Walk::gather(size_t index, comm::Channel& channel, const comm::Label& label) {
+  const std::vector<comm::GatherBuffer>& buffers = gathers_[index];
   for (size_t t = 0; t < travels_.size(); ++t) {
-    const int64_t bytes =
-        numel_at(travels_[t], pass.from) * dtype_bytes(dtype_after(travels_[t], index));
+    const int64_t bytes = buffers[t].shard_bytes;
     char* own = stops_[t][index] + members_[index]->index * bytes;
     if (own != input(t, index)) std::memcpy(own, input(t, index), bytes);
-    buffers.push_back({stops_[t][index], bytes});
   }
-  channel.all_gather(label, *members_[index], buffers);
+  channel.all_gather(label, *members_[index], buffers, staging_);
 }
 
-void Walk::reduce(size_t index, comm::Channel& channel, const comm::Label& label) const {
-  const Pass& pass = route_.passes[index];
-  const float scale = 1.0F / static_cast<float>(members_[index]->size());
-  std::vector<comm::ReduceBuffer> buffers;
-  for (size_t t = 0; t < travels_.size(); ++t) {
-    const Travel& travel = travels_[t];
-    buffers.push_back({input(t, index), received_[t], stops_[t][index], dtype_before(travel, index),
-                       dtype_after(travel, index), numel_at(travel, pass.from), scale,
-                       adds_here(travel, index)});
-  }
-  if (pass.kind == PassKind::kAllReduce) {
-    channel.all_reduce(label, *members_[index], buffers);
+void Walk::reduce(size_t index, comm::Channel& channel, const comm::Label& label) {
+  if (route_.passes[index].kind == PassKind::kAllReduce) {
+    channel.all_reduce(label, *members_[index], reduces_[index], staging_);
   } else {
-    channel.reduce_scatter(label, *members_[index], buffers);
+    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_);
   }
 }
 

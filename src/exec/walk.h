@@ -1,7 +1,7 @@
 #pragma once
 // Walk: buffers on their way along a route, from copy to copy. One function per kind of pass; the
 // buffers of all travel together, so a fused step is one exchange.
-#include <string>
+#include <span>
 #include <vector>
 
 #include "src/comm/channel.h"
@@ -19,18 +19,25 @@ struct Travel {
   int64_t numel = 0;           // of the whole flat
   bool adds = false;           // to what is at `to`
   mem::DiskTicket arriving{};  // the read into `from`
+  // Where not null and Walk::counts_squares(): the sum of squares of this rank's own part of what
+  // is at `to` in the end, with the bits of optim::sum_squares ([Note: Squares]).
+  double* squares = nullptr;
 };
 
 class Walk {
  public:
-  // Mesh, groups and tiers outlive it. add() takes what stands between the passes, and the receive
-  // buffers, from the arenas.
+  // Mesh, groups and tiers outlive it.
   Walk(Route route, const Mesh& mesh, const Groups& groups, mem::Tiers& tiers);
-  void add(const Travel& travel);
+  void add(const Travel& travel) { travels_.push_back(travel); }
+  // Takes from the arenas what stands between the passes, what is received and what is packed.
+  // After the last add(); run() only follows what is laid out here.
+  void ready();
 
   // The passes from `first` on. One thread; the channel is that lane's.
-  void run(comm::Channel& channel, const comm::Label& label, size_t first = 0) const;
+  void run(comm::Channel& channel, const comm::Label& label, size_t first = 0);
   const Route& route() const { return route_; }
+  // Whether the last pass makes the sums of squares.
+  bool counts_squares() const;
 
  private:
   char* input(size_t travel, size_t pass) const;
@@ -39,9 +46,13 @@ class Walk {
   int64_t numel_at(const Travel& travel, const Placement& place) const;
   bool adds_here(const Travel& travel, size_t pass) const;
   char* scratch(Tier tier, int64_t bytes);
+  void lay_out(size_t travel);
+  void lay_out_gather(size_t pass);
+  void lay_out_reduce(size_t pass);
+  void take_receive_buffers();
   void local(size_t pass) const;
-  void gather(size_t pass, comm::Channel& channel, const comm::Label& label) const;
-  void reduce(size_t pass, comm::Channel& channel, const comm::Label& label) const;
+  void gather(size_t pass, comm::Channel& channel, const comm::Label& label);
+  void reduce(size_t pass, comm::Channel& channel, const comm::Label& label);
   void arrive() const;
 
   const Route route_;
@@ -49,9 +60,12 @@ class Walk {
   mem::Tiers& tiers_;
   std::vector<const Members*> members_;  // by pass
   std::vector<Travel> travels_;
-  std::vector<std::vector<char*>> stops_;  // by travel, then by pass
-  std::vector<char*> received_;            // by travel
+  std::vector<std::vector<char*>> stops_;                 // by travel, then by pass
+  std::vector<std::vector<comm::GatherBuffer>> gathers_;  // by pass, then by travel
+  std::vector<std::vector<comm::ReduceBuffer>> reduces_;
+  std::span<char> staging_;  // of one pass after the other
   std::vector<mem::Lease> leases_;
+  bool ready_ = false;
 };
 
 }  // namespace penstock::exec

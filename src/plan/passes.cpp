@@ -20,9 +20,15 @@ bool shares_unit(const Step& a, const Step& b) {
 
 bool is_move(const Step& step, Role role) { return step.op == Op::kMove && step.role == role; }
 
-bool is_collective_move(const Step& step, Role role) {
-  return is_move(step, role) && std::any_of(step.moves.begin(), step.moves.end(),
-                                            [](const Move& move) { return move.is_collective(); });
+bool is_collective(const Step& step) {
+  return std::any_of(step.moves.begin(), step.moves.end(),
+                     [](const Move& move) { return move.is_collective(); });
+}
+
+// What may share a collective.
+bool is_fusible(const Step& step) {
+  return is_collective(step) &&
+         (is_move(step, Role::kParam) || is_move(step, Role::kGrad) || step.op == Op::kPublish);
 }
 
 // An order between two steps that a parameter move must keep: activations move on their own.
@@ -126,22 +132,31 @@ void join_units(Step& into, const Step& first, const Step& second) {
   into.units = std::move(units);
 }
 
-// Where the collective before the one at `later` is, if the two can meet; steps.size() if not. A
-// gradient's move goes down to the later one, a parameter's goes up to the earlier one.
+// Gathers go up to the earlier one, so that none is late; what is reduced or published waits for
+// the later one.
+bool goes_up(const Step& step) { return is_move(step, Role::kParam); }
+
+// Whether the one before can go down past this step.
+bool lets_pass(const Step& between, const Step& step) {
+  if (!shares_unit(between, step)) return true;
+  return step.op != Op::kPublish && !between.is_compute() && !is_move(between, Role::kGrad);
+}
+
+// Where the collective before the one at `later` is, if the two can meet; steps.size() if not.
 size_t partner(const std::vector<Step>& steps, size_t later) {
-  const Role role = steps[later].role;
+  const Step& own = steps[later];
   for (size_t i = later; i > 0; --i) {
     const Step& step = steps[i - 1];
-    if (is_wall(step)) break;
-    if (role == Role::kParam && in_order(step, steps[later])) break;
-    if (!is_collective_move(step, role)) continue;
+    const bool alike = is_fusible(step) && step.op == own.op && step.role == own.role;
+    const bool own_update = own.op == Op::kPublish && step.op == Op::kUpdate;
+    if (is_wall(step) && !alike && !own_update) break;
+    if (goes_up(own) && in_order(step, own)) break;
+    if (!alike) continue;
     const auto end = steps.begin() + static_cast<std::ptrdiff_t>(later);
-    const bool blocked =
-        role == Role::kGrad &&
-        std::any_of(end - static_cast<std::ptrdiff_t>(later - i), end, [&](const Step& between) {
-          return shares_unit(between, step) &&
-                 (between.is_compute() || is_move(between, Role::kGrad));
-        });
+    const bool blocked = !goes_up(own) && std::any_of(end - static_cast<std::ptrdiff_t>(later - i),
+                                                      end, [&](const Step& between) {
+                                                        return !lets_pass(between, step);
+                                                      });
     return blocked ? steps.size() : i - 1;
   }
   return steps.size();
@@ -194,8 +209,8 @@ Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes) {
   std::vector<Step>& steps = fused.steps;
   for (const Step& step : plan.steps) {
     steps.push_back(step);
-    const bool earlier_waits = step.role == Role::kGrad;
-    if (!is_collective_move(step, Role::kParam) && !is_collective_move(step, Role::kGrad)) continue;
+    if (!is_fusible(step)) continue;
+    const bool earlier_waits = !goes_up(step);
     const size_t later = steps.size() - 1;
     const size_t earlier = partner(steps, later);
     if (earlier == steps.size() || !can_join(steps[earlier], step, model, bucket_bytes)) continue;

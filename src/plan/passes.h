@@ -12,7 +12,7 @@ namespace penstock {
 Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes);
 
 // Neighbouring moves of the same kind share one collective while their parameters together are
-// smaller than `bucket_bytes`: parameter moves join the earlier one, gradient moves the later one.
+// smaller than `bucket_bytes`: gathers join the earlier one, gradients and publishes the later one.
 Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
 
 // What an update needs is read from disk while the one before runs: each read starts before that

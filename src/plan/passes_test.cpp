@@ -86,6 +86,15 @@ TEST(FuseTest, NeighboursShareACollective) {
       {"gradients join the later", 1000, kBackward,
        "backward u2\ndrop u2 param\nbackward u1\ndrop u1 param\nbackward u0\n"
        "move u2+u1+u0 grad reduce_scatter(data)\ndrop u0 param\nnorm\n"},
+      {"publishes join the later", 1000,
+       "update u0\npublish u0 param all_gather(data)\nupdate u1\n"
+       "publish u1 param all_gather(data)\n",
+       "update u0\nupdate u1\npublish u0+u1 param all_gather(data)\n"},
+      {"a publish not over what takes its masters away", 1000,
+       "update u0\npublish u0 param all_gather(data)\nmove u0 optim copy(device,host)\n"
+       "update u1\npublish u1 param all_gather(data)\nmove u1 optim copy(device,host)\n",
+       "update u0\npublish u0 param all_gather(data)\nmove u0 optim copy(device,host)\n"
+       "update u1\npublish u1 param all_gather(data)\nmove u1 optim copy(device,host)\n"},
       {"not over a micro line", 1000,
        "move u1 grad reduce_scatter(data)\nmicro 1\nmove u0 grad reduce_scatter(data)\n",
        "move u1 grad reduce_scatter(data)\nmicro 1\nmove u0 grad reduce_scatter(data)\n"},

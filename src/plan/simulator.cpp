@@ -7,6 +7,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/place/packing.h"
 #include "src/plan/copies.h"
 #include "src/plan/route.h"
 
@@ -123,12 +124,14 @@ class Walk {
       case Op::kNorm:
         phase_ = "update";
         drain_lane();
+        ledger_.exchanges += mesh_.world() > 1 ? 1 : 0;
         break;
       case Op::kUpdate:
         free_all(writing_);
         for (const int unit : step.units) update(unit, step.chunk);
         break;
       case Op::kPublish:
+        count_exchanges(step);
         for (const int unit : step.units) publish(step, unit);
         break;
     }
@@ -185,11 +188,20 @@ class Walk {
 
   void move(const Plan& plan, size_t index) {
     const Step& step = plan.steps[index];
+    count_exchanges(step);
     if (step.role == Role::kGrad) drain_lane();
     for (const int unit : step.units) {
       if (step.role == Role::kParam) move_param(plan, index, unit);
       if (step.role == Role::kGrad) move_grad(step, unit);
       if (step.role == Role::kOptim) move_optim(step, unit);
+    }
+  }
+
+  // All units of a step travel together.
+  void count_exchanges(const Step& step) {
+    for (const Move& move : step.moves) {
+      if (!move.is_collective() || group_size(move) == 1) continue;
+      ledger_.exchanges += move.kind == MoveKind::kAllReduce ? 2 : 1;
     }
   }
 
@@ -204,9 +216,11 @@ class Walk {
       staged_[unit].push_back(staging);
     }
     if (way.to != cell(Role::kParam, Phase::kRest)) meter_.add(held(Role::kParam, unit, way.to));
-    const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, unit)};
-    meter_.add(buffers);
-    meter_.free(buffers);
+    if (unit == plan.steps[index].units.back()) {
+      const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, plan.steps[index].units)};
+      meter_.add(buffers);
+      meter_.free(buffers);
+    }
     if (!params_[unit].at_rest()) {
       const Held left = held(Role::kParam, unit, params_[unit].current());
       const bool read_until_use = way.to == cell(Role::kParam, Phase::kForward);
@@ -227,9 +241,11 @@ class Walk {
       meter_.add(read_.back());
       return;
     }
-    const Held buffer{Tier::kDevice, Use::kBuffers, buffer_bytes(way, unit)};
-    meter_.add(buffer);
-    lane_.push_back(buffer);
+    if (unit == step.units.back()) {
+      const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, step.units)};
+      meter_.add(buffers);
+      lane_.push_back(buffers);
+    }
     const bool arrives = !copies.has(way.to);
     copies.move(step.moves);
     if (way.in_place() && arrives) return;
@@ -278,31 +294,59 @@ class Walk {
     return size;
   }
 
-  // What stands between the passes of a unit's flats, and the largest of the receive buffers, as
-  // they follow one another.
-  int64_t buffer_bytes(const Route& way, int unit) const {
-    int64_t sum = 0;
-    for (const FlatDesc& flat : model_.units[unit].flats) {
-      if (flat.trainable || !way.from.partial()) sum += buffer_bytes(way, flat);
+  // Of a step whose flats all go the same way: what stands between the passes, and the largest of
+  // what is received and of what is packed, as passes follow one another.
+  int64_t buffer_bytes(const Route& way, const std::vector<int>& units) const {
+    std::vector<Packing> packing(way.passes.size());
+    for_each_flat(way, units, [&](const FlatDesc& flat) {
+      for (size_t i = 0; i < way.passes.size(); ++i) packing[i].add(shard_bytes(way, i, flat));
+    });
+    int64_t sum = 0, packed = 0;
+    for (size_t i = 0; i < way.passes.size(); ++i) {
+      const int64_t size = group_size(way.passes[i]);
+      if (way.passes[i].sums()) packed = std::max(packed, packing[i].reduce_bytes(size));
+      if (way.passes[i].kind == PassKind::kAllGather)
+        packed = std::max(packed, packing[i].gather_bytes(size));
     }
-    return sum;
+    for_each_flat(way, units, [&](const FlatDesc& flat) {
+      int64_t received = 0;
+      for (size_t i = 0; i < way.passes.size(); ++i) {
+        const Pass& pass = way.passes[i];
+        const bool packs = packing[i].piece(group_size(pass)) > 0;
+        const int64_t shard = shard_bytes(way, i, flat);
+        if (pass.sums() && !(packs && shard <= kPackBytes))
+          received = std::max(received, shard * (group_size(pass) - 1));
+        const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
+        if (stands && i + 1 < way.passes.size())
+          sum += flat.numel / num_shards(pass.to, mesh_) * dtype_bytes(dtype_after(way, i, flat));
+      }
+      sum += received;
+    });
+    return sum + packed;
   }
 
-  int64_t buffer_bytes(const Route& way, const FlatDesc& flat) const {
-    const Dtype first = table_.dtype_in(way.from, flat.dtype);
-    const Dtype last = table_.dtype_in(way.to, flat.dtype);
-    Dtype dtype = first;
-    int64_t most = 0, between = 0;
-    for (size_t i = 0; i < way.passes.size(); ++i) {
-      const Pass& pass = way.passes[i];
-      const int64_t here = flat.numel / num_shards(pass.from, mesh_) * dtype_bytes(dtype);
-      if (pass.sums()) most = std::max(most, here / group_size(pass) * (group_size(pass) - 1));
-      dtype = way.dtype_after(i, first, last);
-      const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
-      if (stands && i + 1 < way.passes.size())
-        between += flat.numel / num_shards(pass.to, mesh_) * dtype_bytes(dtype);
+  template <class Visit>
+  void for_each_flat(const Route& way, const std::vector<int>& units, const Visit& visit) const {
+    for (const int unit : units) {
+      for (const FlatDesc& flat : model_.units[unit].flats) {
+        if (flat.trainable || !way.from.partial()) visit(flat);
+      }
     }
-    return most + between;
+  }
+
+  Dtype dtype_after(const Route& way, size_t pass, const FlatDesc& flat) const {
+    return way.dtype_after(pass, table_.dtype_in(way.from, flat.dtype),
+                           table_.dtype_in(way.to, flat.dtype));
+  }
+
+  // Of a collective pass.
+  int64_t shard_bytes(const Route& way, size_t index, const FlatDesc& flat) const {
+    const Pass& pass = way.passes[index];
+    const int64_t numel = flat.numel / num_shards(pass.from, mesh_);
+    if (!pass.sums()) return numel * dtype_bytes(dtype_after(way, index, flat));
+    const Dtype before =
+        index == 0 ? table_.dtype_in(way.from, flat.dtype) : dtype_after(way, index - 1, flat);
+    return numel * dtype_bytes(before) / group_size(pass);
   }
 
   std::string phase_of_use(const Plan& plan, size_t index, int unit) const {

@@ -12,7 +12,7 @@ namespace penstock {
 
 inline constexpr int kNumTiers = 3;
 
-// Bytes on one rank. `buffers` are collective receive buffers.
+// Bytes on one rank. `buffers` are what collectives receive into, pack, and keep between passes.
 struct MemoryPeak {
   int64_t param = 0, grad = 0, optim = 0, buffers = 0;  // each one's own peak
   int64_t total = 0;                                    // peak of the sum
@@ -24,6 +24,7 @@ struct Ledger {
   // Bytes this rank sends in one training step: phase ("forward" "backward" "update") -> link
   // ("node" crosses nodes, "local" inside one, "device-host", "host-disk") -> bytes.
   std::map<std::string, std::map<std::string, int64_t>> sent;
+  int64_t exchanges = 0;  // with peers, in one training step
   std::string text() const;
 };
 

@@ -241,6 +241,41 @@ TEST(SimulatorTest, FusingSendsTheSameBytes) {
             sent_text(simulate(plan, table, model, kMesh)));
 }
 
+// Two units: a gather each in forward and backward, a reduction each, the norm, a publish each. An
+// all_reduce is two.
+TEST(SimulatorTest, ExchangesByHand) {
+  struct ExchangeCase {
+    const char* strategy;
+    int64_t alone, fused;
+  };
+  const ModelDesc model = two_blocks(Dtype::kBf16);
+  for (const ExchangeCase& c :
+       {ExchangeCase{"ddp", 5, 3}, {"zero1", 5, 3}, {"zero2", 5, 3}, {"zero3", 7, 4}}) {
+    const Table table = preset(c.strategy, {.precision = Dtype::kBf16});
+    const Plan plan = plan_step(table, model, kMesh, 1);
+    EXPECT_EQ(simulate(plan, table, model, kMesh).exchanges, c.alone) << c.strategy;
+    const Plan fused = fuse(prefetch(plan, model, 1 << 20), model, 1 << 20);
+    EXPECT_EQ(simulate(fused, table, model, kMesh).exchanges, c.fused) << c.strategy;
+  }
+  const Table table = preset("zero3", {.precision = Dtype::kBf16});
+  const Mesh alone = Mesh::of({});
+  EXPECT_EQ(simulate(plan_step(table, model, alone, 1), table, model, alone).exchanges, 0);
+}
+
+// Small shards that travel together are packed: a piece to and from each peer for their receive
+// buffers.
+TEST(SimulatorTest, PackedBuffersByHand) {
+  const Table table = preset("zero2", {.precision = Dtype::kBf16});
+  const ModelDesc model = two_blocks(Dtype::kBf16);
+  const Plan plan = plan_step(table, model, kMesh, 1);
+  const int64_t alone = simulate(plan, table, model, kMesh).tier[0].buffers;
+  const int64_t fused = simulate(fuse(plan, model, 1 << 20), table, model, kMesh).tier[0].buffers;
+  EXPECT_EQ(alone, 3072);
+  int64_t shards = 0;
+  for (const UnitDesc& unit : model.units) shards += unit.flats[0].numel * 2 / kMesh.world();
+  EXPECT_EQ(fused, 2 * (kMesh.world() - 1) * shards);
+}
+
 TEST(SimulatorTest, TextNamesTiersAndLinks) {
   const Table table = preset("zero3", {.precision = Dtype::kBf16});
   const ModelDesc model = two_blocks(Dtype::kBf16);

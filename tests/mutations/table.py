@@ -58,7 +58,7 @@ BATCH_NORM = Pytest(("tests/parity/test_activations.py", "-k", "conv_net and wor
 CHECK, COPIES, ROUTE = "src/plan/check.cpp", "src/plan/copies.cpp", "src/plan/route.cpp"
 WALK, PARAMS, VALUES = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/values.cpp"
 GRADIENTS, UPDATES = "src/exec/gradients.cpp", "src/exec/updates.cpp"
-OPTIMIZER_STEP = "src/exec/optimizer_step.cpp"
+OPTIMIZER_STEP = "src/optim/optimizer_step.cpp"
 
 # By file, so that the build makes each of them anew only once more.
 MUTATIONS = [

@@ -100,6 +100,37 @@ TEST_P(Engines, TrainLikePlainTorch) {
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
+// Apart, each unit's moves are exchanges of their own; fused, small ones travel packed together.
+TEST(Engine, ExchangesAsOftenAsPredicted) {
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hpz", "hpz_host", "mics"}) {
+    for (const char* bucket : {"1", "1048576"}) {
+      const Config config = Config::parse(
+          concat(R"({"strategy": ")", strategy, R"(", "precision": "bf16", "mesh": {"node": 2},)",
+                 R"( "units": {"modules": ["Block"]}, "comm": {"bucket_bytes": )", bucket, "}}"));
+      std::vector<std::shared_ptr<NetImpl>> nets;
+      for (int rank = 0; rank < 4; ++rank) {
+        NetImpl* net = nets.emplace_back(build()).get();
+        // Each block once: a second call is off plan.
+        net->run_block = [net, calls = 0](int i, const torch::Tensor& x) mutable {
+          return calls++ % 4 == 3 ? x : net->blocks[i]->as<ranks::Block>()->forward(x);
+        };
+      }
+      const auto errors = run_ranks(4, kTimeout, [&](int rank, const auto& group) {
+        Engine engine(nets[rank], config, group);
+        for (int step = 0; step < 3; ++step) {
+          engine.backward(engine.run([&] { return loss_of(*nets[rank], {step, 0, rank, 1, 4}); }));
+          engine.step();
+        }
+        const LedgerReport ledger = engine.ledger();
+        EXPECT_GT(ledger.measured.exchanges, 0);
+        EXPECT_EQ(ledger.measured.exchanges, ledger.predicted.at(strategy).exchanges)
+            << strategy << " bucket " << bucket;
+      });
+      for (const auto& error : errors) EXPECT_EQ(error, "");
+    }
+  }
+}
+
 TEST(Engine, RefusesToComputeUnitsAgain) {
   const Config config =
       Config::parse(R"({"activations": {"checkpoint": "unit"}, "units": {"modules": ["Block"]}})");

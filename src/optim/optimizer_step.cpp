@@ -1,4 +1,4 @@
-#include "src/exec/optimizer_step.h"
+#include "src/optim/optimizer_step.h"
 
 #include <iterator>
 
@@ -6,13 +6,13 @@
 #include "penstock/optimizer_kinds.h"
 #include "src/base/text.h"
 
-namespace penstock::exec {
+namespace penstock::optim {
 
 namespace {
 
 struct Call {
   const OptimizerConfig& group;
-  const optim::Range& range;
+  const Range& range;
   void *moment1, *moment2;
   float grad_scale;
   int64_t step;
@@ -67,16 +67,16 @@ static_assert(std::size(kKernels) == kNumOptimizerTypes && in_order(),
 
 }  // namespace
 
-void run_optimizer(const OptimizerConfig& group, const optim::Range& range, void* moment1,
-                   void* moment2, float grad_scale, int64_t step) {
+void run_optimizer(const OptimizerConfig& group, const Range& range, void* moment1, void* moment2,
+                   float grad_scale, int64_t step) {
   const OptimizerKind& kind = kind_of(group.type);
   const int kept = (moment1 != nullptr ? 1 : 0) + (moment2 != nullptr ? 1 : 0);
   PENSTOCK_ASSERT(kept >= num_moments(group),
-                  concat("[exec::run_optimizer] ", kind.name, " with ", kept, " moments"));
+                  concat("[optim::run_optimizer] ", kind.name, " with ", kept, " moments"));
   PENSTOCK_ASSERT(range.moment_dtype == Dtype::kFp32 || kind.takes("moments_dtype"),
-                  concat("[exec::run_optimizer] ", kind.name, " with moments in ",
+                  concat("[optim::run_optimizer] ", kind.name, " with moments in ",
                          dtype_name(range.moment_dtype)));
   kKernels[static_cast<size_t>(group.type)].run({group, range, moment1, moment2, grad_scale, step});
 }
 
-}  // namespace penstock::exec
+}  // namespace penstock::optim

@@ -1,4 +1,4 @@
-#include "src/exec/optimizer_step.h"
+#include "src/optim/optimizer_step.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include "penstock/error.h"
 #include "penstock/optimizer_kinds.h"
 
-namespace penstock::exec {
+namespace penstock::optim {
 namespace {
 
 using enum OptimizerType;
@@ -63,7 +63,7 @@ void expect_as_written(const OptimizerConfig& group) {
   Value value;
   for (int step = 1; step <= 3; ++step) {
     const auto grad = static_cast<float>(kGrad[step - 1]);
-    optim::Range range;
+    Range range;
     range.master = &master;
     range.grad = &grad;
     range.numel = 1;
@@ -102,7 +102,7 @@ TEST(OptimizerStep, EverySettingArrives) {
 TEST(OptimizerStep, MissingMomentsAreABug) {
   float master = 2.0F, moment = 0.0F;
   const float grad = 1.0F;
-  optim::Range range;
+  Range range;
   range.master = &master;
   range.grad = &grad;
   range.numel = 1;
@@ -115,4 +115,4 @@ TEST(OptimizerStep, MissingMomentsAreABug) {
 }
 
 }  // namespace
-}  // namespace penstock::exec
+}  // namespace penstock::optim

@@ -1,0 +1,37 @@
+#pragma once
+// Packing: which buffers of one collective travel as one piece to each peer.
+//
+// [Note: Packing] A message costs more than copying some KiB: where at least two shards of a
+// collective are small, these are packed together. The channel packs by this rule and the simulator
+// counts the memory by it. Two processes over gloo, two busy cores, packed / not, gather and
+// reduce: 8 buffers with shards of 512 B take 0.28-0.56 of the time, 16 KiB 0.6-0.8, 128 KiB
+// 0.81-0.83, 512 KiB 0.86-0.95, 1 MiB 1.09-1.17; 2 buffers 16 KiB 0.8-0.9, 128 KiB 0.98-1.02, 256
+// KiB 0.94-1.71. The results are the same bits.
+#include <cstdint>
+
+namespace penstock {
+
+inline constexpr int64_t kPackBytes = 128 << 10;
+
+// Of one collective's buffers, by the bytes of their shards.
+class Packing {
+ public:
+  void add(int64_t shard_bytes) {
+    if (shard_bytes > kPackBytes) return;
+    bytes_ += shard_bytes;
+    ++num_;
+  }
+  // Of one piece; 0 where nothing is packed.
+  int64_t piece(int64_t num_members) const { return num_members > 1 && num_ > 1 ? bytes_ : 0; }
+  // Memory for the pieces of all members, and for one to and one from each peer.
+  int64_t gather_bytes(int64_t num_members) const { return num_members * piece(num_members); }
+  int64_t reduce_bytes(int64_t num_members) const {
+    return 2 * (num_members - 1) * piece(num_members);
+  }
+
+ private:
+  int64_t bytes_ = 0;
+  int num_ = 0;
+};
+
+}  // namespace penstock
