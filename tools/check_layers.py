@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 # Folder -> layers of ours whose headers it may include, beside its own.
 PURE = ("src/base", "src/place", "src/plan")
 FOURS = ("src/mem", "src/comm", "src/optim")
-CORE = (*PURE, *FOURS, "src/exec")
+CORE = (*PURE, *FOURS, "src/activations", "src/exec")
 LAYERS: dict[str, tuple[str, ...]] = {
     "src/base": (),
     "src/place": ("src/base",),
@@ -26,7 +26,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "src/mem": ("src/base", "src/place"),
     "src/comm": ("src/base", "src/place", "src/simd"),
     "src/optim": ("src/base", "src/place", "src/simd"),
-    "src/exec": (*PURE, *FOURS),
+    "src/activations": ("src/base", "src/place", "src/mem"),
+    "src/exec": (*PURE, *FOURS, "src/activations"),
     "src/tiles": CORE,
     "src/engine": (*CORE, "src/tiles"),
     "src/ckpt": CORE,
@@ -43,6 +44,7 @@ POSITION = {
     "src/place": 2,
     "src/plan": 3,
     "src/simd": 3,
+    "src/activations": 4,
     "src/exec": 5,
     "src/tiles": 6,
 }

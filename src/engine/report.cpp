@@ -54,7 +54,7 @@ LedgerReport Core::ledger() const {
     report.disk_read = state_->tiers.disk->bytes_read();
     report.disk_written = state_->tiers.disk->bytes_written();
   }
-  const exec::Activations& activations = state_->executor->activations();
+  activations::Activations& activations = state_->executor->activations();
   report.measured.act = activations.peak_bytes();
   report.measured.exchanges = state_->executor->exchanges();
   report.measured.disk += activations.disk_bytes();

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "src/exec/activations.h"
+#include "src/activations/activations.h"
 #include "src/exec/gradients.h"
 #include "src/exec/params.h"
 #include "src/exec/rank.h"
@@ -33,8 +33,7 @@ class Executor {
   Gradients& gradients() { return gradients_; }
   Updates& updates() { return updates_; }
   Values& values() { return values_; }
-  Activations& activations() { return activations_; }
-  const Activations& activations() const { return activations_; }
+  activations::Activations& activations() { return activations_; }
 
   // Throws away the window: gradients, and what was read for an update that does not come.
   void discard();
@@ -62,7 +61,7 @@ class Executor {
   Gradients gradients_;
   Updates updates_;
   Values values_;
-  Activations activations_;
+  activations::Activations activations_;
   // Last, so that the lanes end first.
   Lanes lanes_;
 };

@@ -201,7 +201,7 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   }
   slot.written |= copy->place == rank_.table.grad_after_backward();
   Buffer& sum = copy->one();
-  const int64_t begin = rank_.shard_of(copy->place) * sum.numel;
+  const int64_t begin = rank_.begin_of(copy->place, flat);
   const int64_t from = std::max(begin, slot.offset);
   const int64_t to = std::min(begin + sum.numel, slot.offset + slot.numel);
   if (from >= to) return;

@@ -41,7 +41,10 @@ struct Rank {
   int64_t numel_of(const Placement& place, const Flat& flat) const {
     return flat.numel / num_shards(place, mesh);
   }
-  int shard_of(const Placement& place) const { return shard_index(place, mesh, group.rank()); }
+  // The first element of this rank's shard there.
+  int64_t begin_of(const Placement& place, const Flat& flat) const {
+    return shard_index(place, mesh, group.rank()) * numel_of(place, flat);
+  }
   Walk walk(const Placement& from, const std::vector<Move>& moves, bool consumes = true) {
     return {route(from, moves, mesh, group.rank(), consumes), mesh, groups, tiers};
   }

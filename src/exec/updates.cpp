@@ -18,12 +18,10 @@ namespace {
 
 constexpr size_t kBadBytes = 256;  // of the text that names a non-finite contribution
 
-bool is_fetch(const std::vector<Move>& moves) {
-  return moves.size() == 1 && moves[0].kind == MoveKind::kCopy && moves[0].from == Tier::kDisk;
-}
-
-bool is_put_back(const std::vector<Move>& moves) {
-  return moves.size() == 1 && moves[0].kind == MoveKind::kCopy && moves[0].to == Tier::kDisk;
+// The bytes are in host memory on their way to and from disk, and need not be copied there.
+bool stays_in_memory(const std::vector<Move>& moves) {
+  return moves.size() == 1 && moves[0].kind == MoveKind::kCopy &&
+         (moves[0].from == Tier::kDisk || moves[0].to == Tier::kDisk);
 }
 
 }  // namespace
@@ -136,60 +134,49 @@ void Updates::move(const PlannedStep& planned) {
 
 void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& planned) {
   const std::vector<Move>& moves = planned.step.moves;
-  Copy& rest = chunk.optim.front();
   const Placement& at = rank_.cell(Role::kOptim, Phase::kUpdate);
-  const bool fetches = apply_all(rest.place, moves) == at;
+  const bool fetches = apply_all(chunk.optim.front().place, moves) == at;
   PENSTOCK_ASSERT(fetches == (chunk.optim.size() == 1),
                   concat("the optimizer's state is not where this starts: ", *planned.label.text));
-  if (!fetches) {
-    Copy& away = chunk.optim.back();
-    if (is_put_back(moves)) {  // the bytes stay where they are until they are written
-      for (size_t i = 0; i < rest.buffers.size(); ++i) {
-        rest.buffers[i].memory = std::move(away.buffers[i].memory);
-        rank_.traffic.put_back(rest.buffers[i]);
-      }
-    } else {
-      for (Buffer& buffer : rest.buffers) rank_.traffic.make_room(buffer, mem::Account::kOptim);
-      walk_state(flat, away, rest, planned);
-      for (Buffer& buffer : rest.buffers) rank_.traffic.put_back(buffer);
+  if (fetches) {
+    // All reads have begun before memory changes hands: what throws here throws before.
+    for (Buffer& kept : chunk.optim.front().buffers)
+      rank_.traffic.fetch(kept, mem::Account::kOptim);
+    Copy away{at, {}, true};
+    for (const Buffer& kept : chunk.optim.front().buffers) {
+      Buffer& buffer = away.buffers.emplace_back();
+      buffer.dtype = kept.dtype;
+      buffer.tier = at.tier;
+      if (kept.exists())
+        buffer.numel = stays_in_memory(moves) ? kept.numel : rank_.numel_of(at, flat);
     }
+    chunk.optim.push_back(std::move(away));
+  }
+  Copy& rest = chunk.optim.front();
+  Copy& away = chunk.optim.back();
+  Copy &from = fetches ? rest : away, &to = fetches ? away : rest;
+  Walk walk = rank_.walk(from.place, moves, false);
+  for (size_t i = 0; i < from.buffers.size(); ++i) {
+    Buffer &source = from.buffers[i], &target = to.buffers[i];
+    if (stays_in_memory(moves)) {
+      target.memory = std::move(source.memory);
+      target.moving = source.moving;
+    } else if (source.exists()) {
+      rank_.traffic.make_room(target, mem::Account::kOptim);
+      walk.add({source.data(), target.data(), source.dtype, target.dtype, flat.numel, false,
+                source.moving});
+    }
+  }
+  if (!stays_in_memory(moves)) walk.run(channel_, planned.label);
+  if (fetches) {  // on disk it stays true until the update
+    if (!stays_in_memory(moves))
+      for (Buffer& kept : rest.buffers) rank_.traffic.drop(kept);
+    rest.valid = rest.place.tier == Tier::kDisk;
+  } else {
+    for (Buffer& kept : rest.buffers) rank_.traffic.put_back(kept);
     rest.valid = true;
     chunk.optim.pop_back();
-    return;
   }
-  Copy away{at, {}, true};
-  // All reads have begun before memory changes hands: what throws here throws before.
-  for (Buffer& kept : rest.buffers) rank_.traffic.fetch(kept, mem::Account::kOptim);
-  for (Buffer& kept : rest.buffers) {
-    Buffer& buffer = away.buffers.emplace_back();
-    buffer.dtype = kept.dtype;
-    buffer.tier = away.place.tier;
-    if (!kept.exists()) continue;
-    buffer.numel = is_fetch(moves) ? kept.numel : rank_.numel_of(away.place, flat);
-    if (!is_fetch(moves)) {
-      rank_.traffic.make_room(buffer, mem::Account::kOptim);
-      continue;
-    }
-    buffer.memory = std::move(kept.memory);
-    buffer.moving = kept.moving;
-  }
-  if (!is_fetch(moves)) {
-    walk_state(flat, rest, away, planned);
-    for (Buffer& kept : rest.buffers) rank_.traffic.drop(kept);
-    rest.valid = rest.place.tier == Tier::kDisk;
-  }
-  chunk.optim.push_back(std::move(away));
-}
-
-void Updates::walk_state(Flat& flat, Copy& from, Copy& to, const PlannedStep& planned) {
-  Walk walk = rank_.walk(from.place, planned.step.moves, false);
-  for (size_t i = 0; i < from.buffers.size(); ++i) {
-    const Buffer &source = from.buffers[i], &target = to.buffers[i];
-    if (!source.exists()) continue;
-    walk.add({source.data(), target.data(), source.dtype, target.dtype, flat.numel, false,
-              source.moving});
-  }
-  walk.run(channel_, planned.label);
 }
 
 void Updates::discard() {
@@ -211,19 +198,21 @@ void Updates::discard() {
 
 std::pair<int64_t, int64_t> Updates::owned(const Flat& flat) const {
   const Placement& place = rank_.cell(Role::kOptim, Phase::kUpdate);
-  const int64_t numel = rank_.numel_of(place, flat);
-  const int64_t begin = rank_.shard_of(place) * numel;
-  return {begin, begin + numel};
+  const int64_t begin = rank_.begin_of(place, flat);
+  return {begin, begin + rank_.numel_of(place, flat)};
 }
 
-// Where the resting parameter is the master, this rank's part may be a slice of it.
+// An element of those that this rank updates, in the resting parameter; they may be a slice of it.
+char* Updates::rest_at(Flat& flat, int64_t element) const {
+  return flat.rest().one().at(owned(flat).first - rank_.begin_of(flat.rest().place, flat) +
+                              element);
+}
+
 float* Updates::master_of(Flat& flat, ChunkState& chunk) {
   if (!shares_master(flat)) {
     return reinterpret_cast<float*>(chunk.optim.back().buffers.front().data());
   }
-  Buffer& rest = flat.rest().one();
-  const int64_t first = rank_.shard_of(flat.rest().place) * rest.numel;
-  return reinterpret_cast<float*>(rest.at(owned(flat).first - first + chunk.begin));
+  return reinterpret_cast<float*>(rest_at(flat, chunk.begin));
 }
 
 float* Updates::fetch_master(Flat& flat, ChunkState& chunk) {
@@ -308,12 +297,8 @@ void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int
   range.grad = sum.at(&sum == &chunk.gradient ? begin : chunk.begin + begin);
   range.numel = part.second - begin;
   range.moment_dtype = rank_.cell(Role::kOptim, Phase::kUpdate).dtype;
-  const Buffer& rest = flat.rest().one();
-  range.param_dtype = rest.dtype;
-  if (writes_back && !shares_master(flat)) {
-    const int64_t first = rank_.shard_of(flat.rest().place) * rest.numel;
-    range.param_out = rest.at(owned(flat).first - first + chunk.begin + begin);
-  }
+  range.param_dtype = flat.rest().one().dtype;
+  if (writes_back && !shares_master(flat)) range.param_out = rest_at(flat, chunk.begin + begin);
   if (update_.external) {
     if (range.param_out != nullptr) {
       optim::take(range.param_out, range.param_dtype, range.master, Dtype::kFp32, range.numel,

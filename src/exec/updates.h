@@ -64,7 +64,6 @@ class Updates {
  private:
   void on_lane(const std::vector<int>& units, std::function<void()> work);
   void move_state(Flat& flat, ChunkState& chunk, const PlannedStep& planned);
-  void walk_state(Flat& flat, Copy& from, Copy& to, const PlannedStep& planned);
   std::string exchange_norm(const comm::Label& label, double* total);
   void prepare_external();
   void update_unit(int unit, const Chunk& chunk, bool writes_back);
@@ -72,6 +71,7 @@ class Updates {
   void update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int64_t> range,
                     const Slot& slot, bool writes_back);
   void publish_to_disk(int unit, const Chunk& chunk);
+  char* rest_at(Flat& flat, int64_t element) const;
   float* master_of(Flat& flat, ChunkState& chunk);  // of the chunk's first element
   bool gathers_masters(const std::vector<int>& units, const Route& way) const;
   bool shares_master(const Flat& flat) const {

@@ -100,16 +100,6 @@ at::Tensor Values::gradient(int unit, int index) {
   return full;
 }
 
-// This rank's part of `full`, in the dtype of the parameters, into the resting copy.
-void Values::put_into_rest(Flat& flat, const char* full, Dtype dtype) {
-  Placement part = flat.rest().place, from = rank_.whole();
-  part.tier = from.tier;
-  part.dtype = from.dtype;
-  const Route way = route(from, hops(from, part), rank_.mesh, rank_.group.rank());
-  const int64_t first = way.passes.empty() ? 0 : way.passes[0].part * rank_.numel_of(part, flat);
-  merge(flat.rest().one(), full + first * dtype_bytes(dtype), dtype, mem::Account::kParam);
-}
-
 void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
   rank_.control_channel.broadcast(label, rank_.everyone(), full.data_ptr(), flat.numel * 4);
   Placement from = rank_.whole();
@@ -132,7 +122,7 @@ void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label)
       if (!buffers[i].exists()) continue;
       rank_.traffic.settle();  // one of them in memory, beside the full values
       rank_.traffic.make_room(buffers[i], mem::Account::kOptim);
-      const int64_t first = rank_.shard_of(place) * rank_.numel_of(place, flat) + chunk.begin;
+      const int64_t first = rank_.begin_of(place, flat) + chunk.begin;
       if (i == 0) {
         std::memcpy(buffers[i].data(), bytes_of(full) + first * 4, buffers[i].bytes());
       } else {
@@ -151,13 +141,14 @@ void Values::refresh(int index) {
     Buffer& whole = find(flat.params, rank_.whole())->one();
     rank_.control_channel.broadcast(concat("refresh u", index), rank_.everyone(), whole.data(),
                                     whole.bytes());
-    if (rank_.whole() != flat.rest().place) {
-      put_into_rest(flat, whole.data(), whole.dtype);
+    const Placement& rest = flat.rest().place;
+    if (rank_.whole() != rest) {
+      const char* own = whole.at(rank_.begin_of(rest, flat));
+      merge(flat.rest().one(), own, whole.dtype, mem::Account::kParam);
     }
     for (ChunkState& chunk : flat.chunks) {
       Buffer& master = chunk.optim.front().buffers.front();
-      const Placement& place = chunk.optim.front().place;
-      const int64_t first = rank_.shard_of(place) * rank_.numel_of(place, flat) + chunk.begin;
+      const int64_t first = rank_.begin_of(chunk.optim.front().place, flat) + chunk.begin;
       if (master.exists()) merge(master, whole.at(first), whole.dtype, mem::Account::kOptim);
     }
   }

@@ -28,7 +28,6 @@ class Values {
   at::Tensor own_masters(Flat& flat);
   at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);
   void merge(Buffer& buffer, const char* values, Dtype dtype, mem::Account account);
-  void put_into_rest(Flat& flat, const char* full, Dtype dtype);
 
   Rank& rank_;
   Gradients& gradients_;

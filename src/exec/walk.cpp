@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "src/optim/kernels.h"
-#include "src/place/packing.h"
 
 namespace penstock::exec {
 
@@ -48,9 +47,15 @@ void Walk::lay_out(size_t index) {
   std::vector<char*>& stops = stops_[index];
   // The last pass that has an output of its own writes to the end, if nothing is to be added there.
   bool ends = !travel.adds;
+  int64_t receives = 0;  // one pass after the other
   for (size_t i = passes.size(); i-- > 0;) {
     const Pass& pass = passes[i];
     const int64_t bytes = numel_at(travel, pass.to) * dtype_bytes(dtype_after(travel, i));
+    if (pass.sums()) {
+      const int64_t here = numel_at(travel, pass.from) * dtype_bytes(dtype_before(travel, i));
+      const int64_t size = members_[i]->size();
+      receives = std::max(receives, here / size * (size - 1));
+    }
     if (pass.kind == PassKind::kAllReduce) continue;  // in place
     if (ends || adds_here(travel, i)) {
       stops[i] = travel.to;
@@ -64,65 +69,44 @@ void Walk::lay_out(size_t index) {
   for (size_t i = 0; i < passes.size(); ++i) {
     if (passes[i].kind == PassKind::kAllReduce) stops[i] = i == 0 ? travel.from : stops[i - 1];
   }
+  received_.push_back(receives > 0 ? scratch(Tier::kDevice, receives) : nullptr);
 }
 
-void Walk::lay_out_gather(size_t index) {
-  for (size_t t = 0; t < travels_.size(); ++t) {
-    const Travel& travel = travels_[t];
-    const int64_t numel = numel_at(travel, route_.passes[index].from);
-    gathers_[index].push_back({stops_[t][index], numel * dtype_bytes(dtype_after(travel, index))});
-  }
-}
-
-void Walk::lay_out_reduce(size_t index) {
+// What each collective is given; returns what it packs into.
+int64_t Walk::lay_out_collective(size_t index) {
   const Pass& pass = route_.passes[index];
-  const float scale = 1.0F / static_cast<float>(members_[index]->size());
+  const Members& members = *members_[index];
+  const float scale = 1.0F / static_cast<float>(members.size());
   const bool counts = index + 1 == route_.passes.size() && counts_squares();
   for (size_t t = 0; t < travels_.size(); ++t) {
     const Travel& travel = travels_[t];
-    const bool ends = stops_[t][index] == travel.to;  // else arrive() has the last word
-    reduces_[index].push_back({input(t, index), nullptr, stops_[t][index],
-                               dtype_before(travel, index), dtype_after(travel, index),
-                               numel_at(travel, pass.from), scale, adds_here(travel, index),
-                               counts && ends ? travel.squares : nullptr});
-  }
-}
-
-// One for each travel, whichever pass it is in; none where all its passes pack it.
-void Walk::take_receive_buffers() {
-  for (size_t t = 0; t < travels_.size(); ++t) {
-    std::vector<comm::ReduceBuffer*> buffers;
-    int64_t bytes = 0;
-    for (size_t i = 0; i < route_.passes.size(); ++i) {
-      if (!route_.passes[i].sums()) continue;
-      comm::ReduceBuffer& buffer = reduces_[i][t];
-      const int64_t size = members_[i]->size();
-      const int64_t shard = buffer.numel / size * dtype_bytes(buffer.dtype);
-      const bool packs = comm::Channel::staging_bytes(*members_[i], reduces_[i]) > 0;
-      if (packs && shard <= kPackBytes) continue;
-      buffers.push_back(&buffer);
-      bytes = std::max(bytes, shard * (size - 1));
+    const int64_t numel = numel_at(travel, pass.from);
+    const Dtype before = dtype_before(travel, index), after = dtype_after(travel, index);
+    char* const to = stops_[t][index];
+    if (!pass.sums()) {
+      gathers_[index].push_back({to, numel * dtype_bytes(after)});
+      continue;
     }
-    if (bytes == 0) continue;
-    char* const received = scratch(Tier::kDevice, bytes);
-    for (comm::ReduceBuffer* buffer : buffers) buffer->scratch = received;
+    // Where a pass does not end at the end, arrive() has the last word.
+    double* const squares = counts && to == travel.to ? travel.squares : nullptr;
+    reduces_[index].push_back({input(t, index), received_[t], to, before, after, numel, scale,
+                               adds_here(travel, index), squares});
   }
+  return std::max(comm::Channel::staging_bytes(members, gathers_[index]),
+                  comm::Channel::staging_bytes(members, reduces_[index]));
 }
 
 void Walk::ready() {
   const size_t num_passes = route_.passes.size();
   stops_.assign(travels_.size(), std::vector<char*>(num_passes));
-  for (size_t t = 0; t < travels_.size(); ++t) lay_out(t);
   gathers_.resize(num_passes);
   reduces_.resize(num_passes);
+  for (size_t t = 0; t < travels_.size(); ++t) lay_out(t);
   int64_t staging = 0;
   for (size_t i = 0; i < num_passes; ++i) {
-    if (route_.passes[i].kind == PassKind::kAllGather) lay_out_gather(i);
-    if (route_.passes[i].sums()) lay_out_reduce(i);
-    staging = std::max({staging, comm::Channel::staging_bytes(*members_[i], gathers_[i]),
-                        comm::Channel::staging_bytes(*members_[i], reduces_[i])});
+    if (route_.passes[i].kind != PassKind::kLocal)
+      staging = std::max(staging, lay_out_collective(i));
   }
-  take_receive_buffers();
   if (staging > 0) staging_ = {scratch(Tier::kDevice, staging), static_cast<size_t>(staging)};
   ready_ = true;
 }

@@ -47,9 +47,7 @@ class Walk {
   bool adds_here(const Travel& travel, size_t pass) const;
   char* scratch(Tier tier, int64_t bytes);
   void lay_out(size_t travel);
-  void lay_out_gather(size_t pass);
-  void lay_out_reduce(size_t pass);
-  void take_receive_buffers();
+  int64_t lay_out_collective(size_t pass);
   void local(size_t pass) const;
   void gather(size_t pass, comm::Channel& channel, const comm::Label& label);
   void reduce(size_t pass, comm::Channel& channel, const comm::Label& label);
@@ -61,6 +59,7 @@ class Walk {
   std::vector<const Members*> members_;  // by pass
   std::vector<Travel> travels_;
   std::vector<std::vector<char*>> stops_;                 // by travel, then by pass
+  std::vector<char*> received_;                           // by travel
   std::vector<std::vector<comm::GatherBuffer>> gathers_;  // by pass, then by travel
   std::vector<std::vector<comm::ReduceBuffer>> reduces_;
   std::span<char> staging_;  // of one pass after the other

@@ -295,7 +295,7 @@ class Walk {
   }
 
   // Of a step whose flats all go the same way: what stands between the passes, and the largest of
-  // what is received and of what is packed, as passes follow one another.
+  // each one's receive buffers and of what is packed, as passes follow one another.
   int64_t buffer_bytes(const Route& way, const std::vector<int>& units) const {
     std::vector<Packing> packing(way.passes.size());
     for_each_flat(way, units, [&](const FlatDesc& flat) {
@@ -312,10 +312,8 @@ class Walk {
       int64_t received = 0;
       for (size_t i = 0; i < way.passes.size(); ++i) {
         const Pass& pass = way.passes[i];
-        const bool packs = packing[i].piece(group_size(pass)) > 0;
-        const int64_t shard = shard_bytes(way, i, flat);
-        if (pass.sums() && !(packs && shard <= kPackBytes))
-          received = std::max(received, shard * (group_size(pass) - 1));
+        if (pass.sums())
+          received = std::max(received, shard_bytes(way, i, flat) * (group_size(pass) - 1));
         const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
         if (stands && i + 1 < way.passes.size())
           sum += flat.numel / num_shards(pass.to, mesh_) * dtype_bytes(dtype_after(way, i, flat));

@@ -262,7 +262,7 @@ TEST(SimulatorTest, ExchangesByHand) {
   EXPECT_EQ(simulate(plan_step(table, model, alone, 1), table, model, alone).exchanges, 0);
 }
 
-// Small shards that travel together are packed: a piece to and from each peer for their receive
+// Small shards that travel together are packed: a piece to and from each peer, beside their receive
 // buffers.
 TEST(SimulatorTest, PackedBuffersByHand) {
   const Table table = preset("zero2", {.precision = Dtype::kBf16});
@@ -273,7 +273,7 @@ TEST(SimulatorTest, PackedBuffersByHand) {
   EXPECT_EQ(alone, 3072);
   int64_t shards = 0;
   for (const UnitDesc& unit : model.units) shards += unit.flats[0].numel * 2 / kMesh.world();
-  EXPECT_EQ(fused, 2 * (kMesh.world() - 1) * shards);
+  EXPECT_EQ(fused, 3 * (kMesh.world() - 1) * shards);
 }
 
 TEST(SimulatorTest, TextNamesTiersAndLinks) {

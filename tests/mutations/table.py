@@ -423,7 +423,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a saved view from the beginning of its storage",
-        "src/exec/activations.cpp",
+        "src/activations/activations.cpp",
         "whole.as_strided(as.sizes, as.strides, whole.storage_offset() + after);",
         "whole.as_strided(as.sizes, as.strides, whole.storage_offset() + 0 * after);",
         VIEWS,

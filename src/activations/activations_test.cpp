@@ -1,4 +1,4 @@
-#include "src/exec/activations.h"
+#include "src/activations/activations.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
@@ -16,7 +16,7 @@
 
 #include "penstock/error.h"
 
-namespace penstock::exec {
+namespace penstock::activations {
 namespace {
 
 using Fetch = std::function<at::Tensor()>;
@@ -264,4 +264,4 @@ TEST_P(ActivationsTest, MayBeLetGoOnAnyThreadAndAfterTheEngine) {
 }
 
 }  // namespace
-}  // namespace penstock::exec
+}  // namespace penstock::activations

@@ -1,4 +1,4 @@
-#include "src/exec/activations.h"
+#include "src/activations/activations.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
@@ -12,7 +12,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 
-namespace penstock::exec {
+namespace penstock::activations {
 
 namespace {
 
@@ -67,7 +67,7 @@ bool is_plain(const at::Tensor& tensor) {
 
 void check_unchanged(const at::Tensor& tensor, int64_t version, const std::string& who) {
   if (tensor._version() == version) return;
-  throw RuntimeFault(concat("[exec::Activations] ", who,
+  throw RuntimeFault(concat("[activations] ", who,
                             " was changed in place: its forward cannot be computed again from it. "
                             "Let the module work on a copy, or do without activations.checkpoint"));
 }
@@ -137,7 +137,7 @@ struct Activations::Entry {
     }
     if (closed) {
       throw RuntimeFault(
-          "[exec::Activations] the engine is closed: what this backward starts from is gone");
+          "[activations] the engine is closed: what this backward starts from is gone");
     }
     bring();
     arrive();
@@ -313,4 +313,4 @@ int64_t Activations::live_bytes() const {
   return store_->arena.usage().total_now + (store_->extents ? store_->extents->bytes_in_use() : 0);
 }
 
-}  // namespace penstock::exec
+}  // namespace penstock::activations

@@ -21,7 +21,7 @@
 #include "src/mem/extents.h"
 #include "src/place/placement.h"
 
-namespace penstock::exec {
+namespace penstock::activations {
 
 // Compute thread only. What save() returned may be called there and may be destroyed on any thread,
 // also after this object.
@@ -67,4 +67,4 @@ class Activations {
   std::unordered_map<const c10::StorageImpl*, Call> seen_;  // in this forward
 };
 
-}  // namespace penstock::exec
+}  // namespace penstock::activations
