@@ -47,6 +47,10 @@ TEST(CheckTest, CellsThatRun) {
   EXPECT_EQ(refusal(with(Role::kParam, Phase::kHold, "RR@disk:bf16")), "");
   EXPECT_EQ(refusal(with(Role::kGrad, Phase::kHold, "PS@host:fp32")), "");
   EXPECT_EQ(refusal(with(Role::kOptim, Phase::kRest, "RR@disk:fp32")), "");
+  EXPECT_EQ(refusal(with(Role::kGrad, Phase::kHold, "PP@device:fp32")), "");
+  Table table = with(Role::kGrad, Phase::kUpdate, "RS@device:bf16");  // with their state
+  table.set(Role::kOptim, Phase::kUpdate, Placement::parse("RS@device:fp32"));
+  EXPECT_EQ(refusal(table), "");
 }
 
 struct Refused {
@@ -62,9 +66,13 @@ TEST(CheckTest, RefusalsNameTheCellItsValueAndThePrinciple) {
       {Role::kParam, Phase::kForward, "RR@device:fp32", "compute"},
       {Role::kGrad, Phase::kBackward, "RR@device:bf16", "compute"},
       {Role::kOptim, Phase::kUpdate, "SS@disk:fp32", "compute"},
+      {Role::kParam, Phase::kForward, "RS@device:bf16", "compute"},
+      {Role::kParam, Phase::kBackward, "RR@disk:bf16", "compute"},
       {Role::kParam, Phase::kRest, "PS@device:bf16", "sum"},
+      {Role::kOptim, Phase::kRest, "SP@device:fp32", "sum"},
       {Role::kGrad, Phase::kUpdate, "SP@device:bf16", "sum"},
       {Role::kGrad, Phase::kHold, "SS@device:fp16", "precision"},
+      {Role::kParam, Phase::kRest, "RR@device:fp16", "precision"},
       {Role::kOptim, Phase::kRest, "SS@device:bf16", "moments"},
       {Role::kGrad, Phase::kUpdate, "RR@device:bf16", "together"},
       {Role::kGrad, Phase::kUpdate, "SS@host:bf16", "together"},
@@ -78,9 +86,17 @@ TEST(CheckTest, RefusalsNameTheCellItsValueAndThePrinciple) {
   }
 }
 
+TEST(CheckTest, MomentsAreFp32OrBf16) {
+  Table table = with(Role::kOptim, Phase::kRest, "SS@device:fp16");
+  table.set(Role::kOptim, Phase::kUpdate, Placement::parse("SS@device:fp16"));
+  EXPECT_NE(refusal(table).find("moments: "), std::string::npos);
+}
+
 TEST(CheckTest, WhatElseTheRunAsksFor) {
   const Table on_disk = preset("zero2", {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk});
   EXPECT_NE(refusal(on_disk, {.own_optimizer = true}).find("own optimizer: "), std::string::npos);
+  const Table moves = with(Role::kOptim, Phase::kRest, "RS@device:fp32");
+  EXPECT_NE(refusal(moves, {.own_optimizer = true}).find("own optimizer: "), std::string::npos);
   const Table whole = preset("ddp", {.precision = Dtype::kBf16, .optim_tier = Tier::kHost});
   EXPECT_NE(refusal(whole, {.late_update = true}).find("late: "), std::string::npos);
   EXPECT_EQ(refusal(zero3(), {.late_update = true}), "");

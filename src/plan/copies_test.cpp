@@ -38,9 +38,12 @@ TEST(CopiesTest, WhatMovesLeavesItsPlaceAndIsAddedToWhatIsThere) {
   book.make(at("PP@device:bf16"));
   book.move(moves({"reduce_scatter(data)"}));
   EXPECT_EQ(book.places(), std::vector<Placement>{at("SS@device:bf16")});
+  book.make(at("PP@device:bf16"));  // the next backward's
   book.make(at("PP@device:bf16"));
+  EXPECT_EQ(book.places().size(), 2U);
   book.move(moves({"reduce_scatter(data)"}));
   EXPECT_EQ(book.places(), std::vector<Placement>{at("SS@device:bf16")});
+  EXPECT_THROW(book.drop(), Bug);
   book.clear();
   EXPECT_TRUE(book.empty());
 }
@@ -60,6 +63,7 @@ TEST(CopiesTest, MovesStartFromTheLastCopyThatFitsThem) {
   EXPECT_EQ(book.source(moves({"all_gather(data)"})), at("SS@device:bf16"));
   EXPECT_EQ(book.source(moves({"copy(host,device)"})), std::nullopt);
   EXPECT_THROW(book.move(moves({"copy(host,device)"})), Bug);
+  EXPECT_THROW(book.move(moves({"slice(local)"}), at("RR@device:bf16")), Bug);
 }
 
 TEST(CopiesTest, TheWayIsTheShortestAndThatAtHandFirst) {
@@ -71,6 +75,9 @@ TEST(CopiesTest, TheWayIsTheShortestAndThatAtHandFirst) {
   book.make(at("SS@disk:bf16"));
   EXPECT_EQ(text(book.way_to(at("RR@device:bf16"))), "all_gather(data);");
   EXPECT_EQ(text(book.way_to(at("SS@disk:bf16"))), "");
+  book = Copies::resting(at("SS@device:bf16"));
+  book.make(at("RS@device:bf16"));
+  EXPECT_EQ(text(book.way_to(at("RR@device:bf16"))), "all_gather(local);");
 }
 
 }  // namespace

@@ -43,6 +43,14 @@ TEST(RouteTest, SlicesCopiesAndCastsAreOnePass) {
   EXPECT_EQ(text(between("RR@device:fp32", "SS@disk:fp32")), "local 3/4 SS@disk:fp32");
 }
 
+TEST(RouteTest, ASliceIsTheShardOfItsRank) {
+  for (int rank = 0; rank < kMesh.world(); ++rank) {
+    const Route cut = route(at("RR@device:fp32"), {parse_move("slice(node,local)")}, kMesh, rank);
+    const int shard = shard_index(at("SS@device:fp32"), kMesh, rank);
+    EXPECT_EQ(text(cut), concat("local ", shard, "/4 SS@device:fp32"));
+  }
+}
+
 TEST(RouteTest, ASumIsWrittenWhereItEnds) {
   EXPECT_EQ(text(between("PP@device:bf16", "SS@host:fp32")), "reduce_scatter SS@host:fp32");
 }
@@ -60,6 +68,9 @@ TEST(RouteTest, BetweenTwoSumsValuesAreWide) {
             "reduce_scatter PS@device:fp32 | all_reduce RS@device:fp32 | local RS@device:bf16");
   EXPECT_EQ(way.dtype_after(0, Dtype::kBf16, Dtype::kBf16), Dtype::kFp32);
   EXPECT_EQ(way.dtype_after(2, Dtype::kBf16, Dtype::kBf16), Dtype::kBf16);
+  // A buffer in a dtype of its own: where values do not widen, they keep it.
+  EXPECT_EQ(between("PP@device:bf16", "SS@device:bf16").dtype_after(0, Dtype::kFp32, Dtype::kFp32),
+            Dtype::kFp32);
   EXPECT_EQ(text(between("PP@device:bf16", "RS@host:fp32")),
             "reduce_scatter PS@device:fp32 | all_reduce RS@device:fp32 | local RS@host:fp32");
 }
