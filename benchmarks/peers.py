@@ -179,6 +179,9 @@ class Penstock:
         config |= json.loads(os.environ.get("PENSTOCK_BENCH_CONFIG", "{}"))
         self.engine = penstock.initialize(model, config)
 
+    def exchanges(self) -> int:
+        return self.engine.ledger()["measured"]["exchanges"]
+
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = self.engine(inputs, targets)
         self.engine.backward(loss)

@@ -117,6 +117,11 @@ class Run:
         dist.all_reduce(losses)
         return (losses / (1 if self._alone else dist.get_world_size())).tolist()
 
+    def exchanges(self) -> int | None:
+        """With other ranks in a step, where the trainer counts them."""
+        count = getattr(self._trainer, "exchanges", None)
+        return count() if count else None
+
     def close(self) -> None:
         if self._trainer is not None:
             self._trainer.close()
@@ -127,9 +132,10 @@ def time_worker(options: argparse.Namespace) -> dict:
     actions = {name: run.step for name, run in runs.items()}
     seconds = interleave(actions, options.rounds, options.steps)
     losses = {name: run.mean_losses() for name, run in runs.items()}
+    exchanges = {name: run.exchanges() for name, run in runs.items()}
     for run in runs.values():
         run.close()
-    return {"seconds": seconds, "losses": losses}
+    return {"seconds": seconds, "losses": losses, "exchanges": exchanges}
 
 
 def memory_worker(options: argparse.Namespace) -> dict:
@@ -171,17 +177,19 @@ def report(figures: dict, options: argparse.Namespace) -> None:
             print(f"{peer}: {why_missing(peer)}")
     print(
         f"\n{'trainer':<12}{'ms/step':>9}{'tokens/s':>10}{'/ compute':>11}{'/ DDP':>8}"
-        f"{'peak MiB':>10}{'last loss':>11}{'gap':>9}"
+        f"{'peak MiB':>10}{'exchanges':>11}{'last loss':>11}{'gap':>9}"
     )
     for name, times in seconds.items():
         median = statistics.median(times)
         over_limit = ratio(times, seconds["compute"])[0] if "compute" in seconds else float("nan")
         over_ddp = ratio(times, seconds["DDP"])[0] if "DDP" in seconds else float("nan")
         gap = loss_gap(losses[name], losses["torch"]) if "torch" in losses else float("nan")
+        exchanges = figures["exchanges"][name]
         learned = "" if name == "compute" else f"{losses[name][-1]:>11.4f}{gap:>9.1e}"
         print(
             f"{name:<12}{1000 * median:>9.1f}{tokens / median:>10.0f}{over_limit:>11.3f}"
-            f"{over_ddp:>8.3f}{figures['peak_bytes'][name] / 2**20:>10.0f}{learned}"
+            f"{over_ddp:>8.3f}{figures['peak_bytes'][name] / 2**20:>10.0f}"
+            f"{'' if exchanges is None else exchanges:>11}{learned}"
         )
     print(f"\n{'ours / peer':<24}{'time':>7}{'quartiles':>16}{'peak memory':>14}")
     for ours, peers in PEERS.items():

@@ -36,7 +36,6 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
                               "embedding with sparse=False"));
   }
   state.updated.wait();
-  flat.squares = Flat::kUncounted;
   const Buffer& sum = sum_of(flat).one();
   state.grads.make(rank_.table.grad_after_backward());
   const at::Tensor dense = gradient.contiguous();

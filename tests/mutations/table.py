@@ -47,10 +47,11 @@ GRAD_DISK = ranks("*_grad_disk")
 RECOMPUTED = ranks("*Recomputed*")
 ALL_DISK = ranks("*world2*_all_disk")
 RULES = Program("src/plan/plan_test")
-VIEWS = gtest("src/exec/exec_test", "*ActivationsTest.WhatUnitsShare*")
-FORMULAS = gtest("src/exec/exec_test", "OptimizerStep.*")
+VIEWS = gtest("src/activations/activations_test", "*ActivationsTest.WhatUnitsShare*")
+FORMULAS = gtest("src/optim/optim_test", "OptimizerStep.*")
 BYTES = gtest("src/mem/mem_test", "DiskTest.GivesBack*:Extents.*")
 TILES = Program("src/tiles/tiles_test")
+EDITED = Pytest(("tests/parity/test_loops.py", "-k", "edited and zero2"))
 SCHEDULE = Pytest(("tests/python/test_api.py", "-k", "schedule_of_the_config"))
 SCALE = Pytest(("tests/parity/test_known_bugs.py", "-k", "b31 and zero3"))
 BATCH_NORM = Pytest(("tests/parity/test_activations.py", "-k", "conv_net and world1"))
@@ -205,21 +206,33 @@ MUTATIONS = [
     Mutation(
         "reduce twice",
         WALK,
-        "    channel.reduce_scatter(label, *members_[index], buffers);",
-        "    channel.reduce_scatter(label, *members_[index], buffers);\n"
-        "    for (comm::ReduceBuffer& buffer : buffers) buffer.accumulate = true;\n"
-        "    channel.reduce_scatter(label, *members_[index], buffers);",
+        "    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_);",
+        "    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_);\n"
+        "    for (comm::ReduceBuffer& buffer : reduces_[index]) buffer.accumulate = true;\n"
+        "    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_);",
+    ),
+    Mutation(
+        "squares of a part that this rank does not count",
+        WALK,
+        "if (replicated != (summed && last.kind == PassKind::kAllReduce)) return false;",
+        "(void)replicated, (void)summed;",
+    ),
+    Mutation(
+        "packed pieces are unpacked from one's own",
+        "src/comm/channel.cpp",
+        "const char* from = staging + i * packed;",
+        "const char* from = staging + members.index * packed;",
     ),
     Mutation(
         "wrong divisor: all ranks, where only some are summed",
         WALK,
-        "1.0F / static_cast<float>(members_[index]->size());",
+        "1.0F / static_cast<float>(members.size());",
         "1.0F / static_cast<float>(mesh_.data());",
     ),
     Mutation(
         "wrong divisor: a sum does not divide",
         WALK,
-        "1.0F / static_cast<float>(members_[index]->size());",
+        "1.0F / static_cast<float>(members.size());",
         "1.0F;",
     ),
     Mutation(
@@ -298,10 +311,23 @@ MUTATIONS = [
         "if (update_.clip < 0.0) scale *=",
     ),
     Mutation(
+        "a fused publish is written for its first unit alone",
+        "src/exec/executor.cpp",
+        "std::count(step.units.begin(), step.units.end(), unit) > 0;",
+        "step.units.front() == unit;",
+    ),
+    Mutation(
+        "the norm of gradients that were replaced",
+        GRADIENTS,
+        "slot.touched = true;\n  flat.squares = Flat::kUncounted;",
+        "slot.touched = true;",
+        EDITED,
+    ),
+    Mutation(
         "swapped shards: the optimizer's",
         UPDATES,
-        "begin = rank_.shard_of(place) * numel;",
-        "begin = flat.numel - numel - rank_.shard_of(place) * numel;",
+        "begin = rank_.begin_of(place, flat);\n",
+        "begin = flat.numel - rank_.numel_of(place, flat) - rank_.begin_of(place, flat);\n",
     ),
     Mutation(
         "unused parameters are updated",
@@ -319,7 +345,7 @@ MUTATIONS = [
     Mutation(
         "skipped cast: the optimizer's pass writes fp32",
         UPDATES,
-        "range.param_dtype = rest.dtype;",
+        "range.param_dtype = flat.rest().one().dtype;",
         "range.param_dtype = Dtype::kFp32;",
     ),
     Mutation(
@@ -347,8 +373,8 @@ MUTATIONS = [
     Mutation(
         "a chunk is published over the first",
         UPDATES,
-        "rest.at(owned(flat).first - first + chunk.begin + begin);",
-        "rest.at(owned(flat).first - first + begin);",
+        "range.param_out = rest_at(flat, chunk.begin + begin);",
+        "range.param_out = rest_at(flat, begin);",
         CHUNKS,
     ),
     Mutation(
@@ -361,8 +387,8 @@ MUTATIONS = [
     Mutation(
         "optimizer state is not written back",
         UPDATES,
-        "rank_.traffic.put_back(rest.buffers[i]);",
-        "rank_.traffic.drop(rest.buffers[i]);",
+        "for (Buffer& kept : rest.buffers) rank_.traffic.put_back(kept);",
+        "for (Buffer& kept : rest.buffers) rank_.traffic.drop(kept);",
         ALL_DISK,
     ),
     Mutation(
@@ -388,8 +414,8 @@ MUTATIONS = [
     Mutation(
         "wrong part of a slice: of what was written",
         VALUES,
-        "way.passes[0].part * rank_.numel_of(part, flat);",
-        "0 * rank_.numel_of(part, flat);",
+        "whole.at(rank_.begin_of(rest, flat));",
+        "whole.at(0 * rank_.begin_of(rest, flat));",
     ),
     Mutation(
         "moment not carried over: SGD",

@@ -76,9 +76,10 @@ class Plain:
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad /= self.divisor
+        self.seen = 0
+        self.grad_norm = compare.norm(self.full_grads())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.seen = 0
         return True
 
 
@@ -230,6 +231,7 @@ def edited_gradients(engine: Any, data: Data) -> list[float]:
         engine.set_grads(edited)
         norms.append(compare.norm(engine.full_grads()))
         engine.step()
+        norms.append(engine.grad_norm)
     return norms
 
 
