@@ -15,7 +15,7 @@
 #include "src/engine/loss_scale.h"
 #include "src/engine/order_learner.h"
 #include "src/engine/window.h"
-#include "src/exec/driver.h"
+#include "src/engine/driver.h"
 #include "src/exec/executor.h"
 #include "src/mem/tiers.h"
 #include "src/plan/planner.h"
@@ -63,7 +63,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   ModelDesc model;
   std::string choice;  // what `offload: "auto"` chose from, and why; else empty
   std::optional<exec::Executor> executor;
-  std::optional<exec::Driver> driver;
+  std::optional<engine::Driver> driver;
   std::vector<engine::GradientHook> hooks;
   bool moves_params = false;  // resting parameters are sharded
   bool unit_events = false;   // a unit's begin and end move something of it

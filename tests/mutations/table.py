@@ -435,11 +435,11 @@ MUTATIONS = [
     ),
     Mutation(
         "late gradient lost",
-        "src/exec/driver.cpp",
+        "src/engine/driver.cpp",
         "executor_.gradients().run(planned, true);",
         "for (const int unit : step.units) {\n"
-        "        for (Flat& flat : executor_.units()[unit].flats) {\n"
-        "          const auto is_late = [&](const Copy& copy) {\n"
+        "        for (exec::Flat& flat : executor_.units()[unit].flats) {\n"
+        "          const auto is_late = [&](const exec::Copy& copy) {\n"
         "            return copy.place == executor_.table().grad_after_backward();\n"
         "          };\n"
         "          if (late(unit)) std::erase_if(flat.grads, is_late);\n"

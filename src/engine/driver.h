@@ -15,11 +15,11 @@
 #include "src/exec/executor.h"
 #include "src/plan/planner.h"
 
-namespace penstock::exec {
+namespace penstock::engine {
 
 class Driver {
  public:
-  explicit Driver(Executor& executor);
+  explicit Driver(exec::Executor& executor);
 
   void set_plan(Section section, const Plan& plan);
   // The window's next section; finishes the one before where an exception cut it short.
@@ -45,27 +45,27 @@ class Driver {
   size_t find(Op op, int unit, bool end) const;
   void run_to(size_t end);
   void run_moves();  // up to the next compute line
-  void run(const PlannedStep& planned);
+  void run(const exec::PlannedStep& planned);
   void pass(size_t line);
   void run_late_moves();
   void pump();  // gradient moves whose units are complete
-  bool complete(const PlannedStep& planned) const;
+  bool complete(const exec::PlannedStep& planned) const;
   void release(int unit);
 
-  Executor& executor_;
-  std::map<Section, std::vector<PlannedStep>> plans_;
-  const std::vector<PlannedStep>* steps_ = nullptr;
+  exec::Executor& executor_;
+  std::map<Section, std::vector<exec::PlannedStep>> plans_;
+  const std::vector<exec::PlannedStep>* steps_ = nullptr;
   Section section_ = Section::kForward;
   size_t next_ = 0;
   bool running_ = false;
   bool finishing_ = false;
-  std::vector<int> active_;              // by unit: how many times entered and not left
-  std::vector<bool> done_;               // by unit: gradients complete
-  std::vector<bool> drop_later_;         // by unit: the plan dropped it while it was active
-  std::vector<bool> unforeseen_;         // by unit: gathered on demand
-  std::vector<bool> pinned_;             // by unit: see pin()
-  std::deque<const PlannedStep*> owed_;  // gradient moves that wait
+  std::vector<int> active_;                    // by unit: how many times entered and not left
+  std::vector<bool> done_;                     // by unit: gradients complete
+  std::vector<bool> drop_later_;               // by unit: the plan dropped it while it was active
+  std::vector<bool> unforeseen_;               // by unit: gathered on demand
+  std::vector<bool> pinned_;                   // by unit: see pin()
+  std::deque<const exec::PlannedStep*> owed_;  // gradient moves that wait
   int64_t off_plan_ = 0;
 };
 
-}  // namespace penstock::exec
+}  // namespace penstock::engine

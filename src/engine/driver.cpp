@@ -1,11 +1,11 @@
-#include "src/exec/driver.h"
+#include "src/engine/driver.h"
 
 #include <algorithm>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
 
-namespace penstock::exec {
+namespace penstock::engine {
 
 namespace {
 
@@ -21,7 +21,7 @@ bool is_backward(Section section) {
 
 }  // namespace
 
-Driver::Driver(Executor& executor) : executor_(executor) {
+Driver::Driver(exec::Executor& executor) : executor_(executor) {
   const size_t num_units = executor.units().size();
   active_.assign(num_units, 0);
   done_.assign(num_units, false);
@@ -31,13 +31,13 @@ Driver::Driver(Executor& executor) : executor_(executor) {
 }
 
 void Driver::set_plan(Section section, const Plan& plan) {
-  PENSTOCK_ASSERT(!running_, "[exec::Driver::set_plan] a section is running");
+  PENSTOCK_ASSERT(!running_, "[engine::Driver::set_plan] a section is running");
   plans_[section] = executor_.prepare(plan);
 }
 
 Plan Driver::plan(Section section) const {
   Plan plan;
-  for (const PlannedStep& planned : plans_.at(section)) plan.steps.push_back(planned.step);
+  for (const exec::PlannedStep& planned : plans_.at(section)) plan.steps.push_back(planned.step);
   return plan;
 }
 
@@ -146,7 +146,7 @@ void Driver::run_moves() {
   while (next_ < steps_->size() && !(*steps_)[next_].step.is_compute()) run((*steps_)[next_++]);
 }
 
-void Driver::run(const PlannedStep& planned) {
+void Driver::run(const exec::PlannedStep& planned) {
   const Step& step = planned.step;
   if (step.op == Op::kMove && step.role == Role::kGrad && !is_forward(section_)) {
     owed_.push_back(&planned);
@@ -165,7 +165,7 @@ void Driver::run(const PlannedStep& planned) {
   executor_.run(planned);
 }
 
-bool Driver::complete(const PlannedStep& planned) const {
+bool Driver::complete(const exec::PlannedStep& planned) const {
   if (finishing_ || section_ == Section::kUpdateEarly) return true;
   return std::all_of(planned.step.units.begin(), planned.step.units.end(),
                      [this](int unit) { return done_[unit]; });
@@ -202,7 +202,7 @@ void Driver::run_late_moves() {
     is_late.push_back(executor_.gradients().late(static_cast<int>(unit)));
   }
   const auto late = [&](int unit) { return is_late[unit]; };
-  for (const PlannedStep& planned : *steps_) {
+  for (const exec::PlannedStep& planned : *steps_) {
     const Step& step = planned.step;
     if (step.op != Op::kMove || step.role != Role::kGrad) continue;
     if (std::any_of(step.units.begin(), step.units.end(), late)) {
@@ -221,4 +221,4 @@ void Driver::abandon() {
   }
 }
 
-}  // namespace penstock::exec
+}  // namespace penstock::engine
