@@ -132,6 +132,8 @@ class Walk {
         break;
       case Op::kPublish:
         count_exchanges(step);
+        pass_through(route(table_.master(), step.moves, mesh_, 0, /*consumes=*/false), Role::kOptim,
+                     step.units);
         for (const int unit : step.units) publish(step, unit);
         break;
     }
@@ -216,11 +218,8 @@ class Walk {
       staged_[unit].push_back(staging);
     }
     if (way.to != cell(Role::kParam, Phase::kRest)) meter_.add(held(Role::kParam, unit, way.to));
-    if (unit == plan.steps[index].units.back()) {
-      const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, plan.steps[index].units)};
-      meter_.add(buffers);
-      meter_.free(buffers);
-    }
+    if (unit == plan.steps[index].units.back())
+      pass_through(way, Role::kParam, plan.steps[index].units);
     if (!params_[unit].at_rest()) {
       const Held left = held(Role::kParam, unit, params_[unit].current());
       const bool read_until_use = way.to == cell(Role::kParam, Phase::kForward);
@@ -242,7 +241,7 @@ class Walk {
       return;
     }
     if (unit == step.units.back()) {
-      const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, step.units)};
+      const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, step.role, step.units)};
       meter_.add(buffers);
       lane_.push_back(buffers);
     }
@@ -294,11 +293,18 @@ class Walk {
     return size;
   }
 
+  // What a move needs beside its copies, for as long as it takes.
+  void pass_through(const Route& way, Role role, const std::vector<int>& units) {
+    const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, role, units)};
+    meter_.add(buffers);
+    meter_.free(buffers);
+  }
+
   // Of a step whose flats all go the same way: what stands between the passes, and the largest of
   // each one's receive buffers and of what is packed, as passes follow one another.
-  int64_t buffer_bytes(const Route& way, const std::vector<int>& units) const {
+  int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units) const {
     std::vector<Packing> packing(way.passes.size());
-    for_each_flat(way, units, [&](const FlatDesc& flat) {
+    for_each_flat(role, units, [&](const FlatDesc& flat) {
       for (size_t i = 0; i < way.passes.size(); ++i) packing[i].add(shard_bytes(way, i, flat));
     });
     int64_t sum = 0, packed = 0;
@@ -308,7 +314,7 @@ class Walk {
       if (way.passes[i].kind == PassKind::kAllGather)
         packed = std::max(packed, packing[i].gather_bytes(size));
     }
-    for_each_flat(way, units, [&](const FlatDesc& flat) {
+    for_each_flat(role, units, [&](const FlatDesc& flat) {
       int64_t received = 0;
       for (size_t i = 0; i < way.passes.size(); ++i) {
         const Pass& pass = way.passes[i];
@@ -324,10 +330,10 @@ class Walk {
   }
 
   template <class Visit>
-  void for_each_flat(const Route& way, const std::vector<int>& units, const Visit& visit) const {
+  void for_each_flat(Role role, const std::vector<int>& units, const Visit& visit) const {
     for (const int unit : units) {
       for (const FlatDesc& flat : model_.units[unit].flats) {
-        if (flat.trainable || !way.from.partial()) visit(flat);
+        if (flat.trainable || role == Role::kParam) visit(flat);
       }
     }
   }
