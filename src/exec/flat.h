@@ -10,6 +10,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,8 @@
 #include "src/plan/copies.h"
 
 namespace penstock::exec {
+
+class Walk;
 
 // Throws RuntimeFault for any dtype but float32, bfloat16 and float16.
 Dtype dtype_of(at::ScalarType type);
@@ -95,6 +98,7 @@ struct UnitState {
   Copies params, grads;               // the book: where copies of it are
   bool attached = false;              // the parameters have windows
   std::vector<mem::Lease> leaving{};  // what moves in flight still read
+  std::shared_ptr<Walk> gathering{};  // the last of them; keeps its memory until the unit is used
   Event param_ready{};                // the last move of the parameters
   Event updated{};                    // the last update, publishing included
 

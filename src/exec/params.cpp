@@ -100,7 +100,18 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
     for (const Event& update : updated) update.wait();
     walk->run(rank_.gather_channel, label);
   });
-  for (const int unit : units) rank_.units[unit].param_ready = ready;
+  for (const int unit : units) {
+    rank_.units[unit].param_ready = ready;
+    rank_.units[unit].gathering = walk;
+  }
+}
+
+// The last move is done; what it read and took is let go here, so that peaks do not vary.
+void Params::settle(UnitState& unit) {
+  unit.param_ready.wait();
+  unit.leaving.clear();
+  if (unit.gathering) unit.gathering->let_go();
+  unit.gathering.reset();
 }
 
 // One new copy a flat, in place of the working copy there was.
@@ -121,7 +132,7 @@ void Params::arrive(UnitState& unit, const std::vector<Move>& moves, std::vector
 
 void Params::put_away(int index, const std::vector<Move>& moves, const comm::Label& label) {
   UnitState& unit = rank_.units[index];
-  unit.param_ready.wait();
+  settle(unit);
   unit.updated.wait();
   const Placement from = *unit.params.source(moves);
   Walk walk = rank_.walk(from, moves);
@@ -148,8 +159,7 @@ void Params::require(int index) {
   UnitState& unit = rank_.units[index];
   move_to(index, Phase::kForward);
   unit.updated.wait();
-  unit.param_ready.wait();
-  unit.leaving.clear();
+  settle(unit);
   for (Flat& flat : unit.flats) {
     for (Copy& copy : flat.params) {
       if (copy.place != rank_.whole()) rank_.traffic.let_go(copy.one());
@@ -173,7 +183,7 @@ void Params::detach(UnitState& unit) {
 void Params::drop(int index) {
   UnitState& unit = rank_.units[index];
   if (unit.params.at_rest()) return;
-  unit.param_ready.wait();
+  settle(unit);
   detach(unit);
   const Placement rest = unit.params.places().back();
   for (Flat& flat : unit.flats) {
@@ -184,7 +194,6 @@ void Params::drop(int index) {
     std::erase_if(flat.params,
                   [](const Copy& copy) { return !copy.valid && !copy.one().on_disk(); });
   }
-  unit.leaving.clear();
   unit.params.drop();
   if (whole(index)) attach(unit);  // the model's own at rest
 }

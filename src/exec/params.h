@@ -30,6 +30,7 @@ class Params {
              const comm::Label& label);
   void put_away(int unit, const std::vector<Move>& moves, const comm::Label& label);
   void fetch(const std::vector<int>& units, const Placement& from);
+  void settle(UnitState& unit);
   void attach(UnitState& unit);
   void detach(UnitState& unit);
   void arrive(UnitState& unit, const std::vector<Move>& moves, std::vector<Copy> copies);

@@ -368,7 +368,6 @@ void Updates::publish(const PlannedStep& planned) {
   if (joined || in_window) {  // the optimizer has made the first pass
     if (walk->route().local()) return;
     pack();
-    walk->ready();
     const Event ready =
         lanes_.gather.submit([this, walk, updated, label = planned.label, first = joined ? 1 : 0] {
           for (const Event& update : updated) update.wait();

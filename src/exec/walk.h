@@ -35,6 +35,7 @@ class Walk {
 
   // The passes from `first` on. One thread; the channel is that lane's.
   void run(comm::Channel& channel, const comm::Label& label, size_t first = 0);
+  void let_go() { leases_.clear(); }  // what ready() took; after run()
   const Route& route() const { return route_; }
   // Whether the last pass makes the sums of squares.
   bool counts_squares() const;

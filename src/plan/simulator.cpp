@@ -218,8 +218,7 @@ class Walk {
       staged_[unit].push_back(staging);
     }
     if (way.to != cell(Role::kParam, Phase::kRest)) meter_.add(held(Role::kParam, unit, way.to));
-    if (unit == plan.steps[index].units.back())
-      pass_through(way, Role::kParam, plan.steps[index].units);
+    if (unit == plan.steps[index].units.back()) carry(plan, index, way);
     if (!params_[unit].at_rest()) {
       const Held left = held(Role::kParam, unit, params_[unit].current());
       const bool read_until_use = way.to == cell(Role::kParam, Phase::kForward);
@@ -351,6 +350,22 @@ class Walk {
     const Dtype before =
         index == 0 ? table_.dtype_in(way.from, flat.dtype) : dtype_after(way, index - 1, flat);
     return numel * dtype_bytes(before) / group_size(pass);
+  }
+
+  // What a gather takes is kept until one of its units is used, so that peaks do not vary.
+  void carry(const Plan& plan, size_t index, const Route& way) {
+    const std::vector<int>& units = plan.steps[index].units;
+    if (way.to != cell(Role::kParam, Phase::kForward))
+      return pass_through(way, Role::kParam, units);
+    const auto use = std::find_if(
+        plan.steps.begin() + static_cast<std::ptrdiff_t>(index), plan.steps.end(),
+        [&](const Step& step) {
+          return step.is_compute() && std::count(units.begin(), units.end(), step.units[0]) > 0;
+        });
+    const int user = use == plan.steps.end() ? units.front() : use->units[0];
+    const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, Role::kParam, units)};
+    meter_.add(buffers);
+    staged_[user].push_back(buffers);
   }
 
   std::string phase_of_use(const Plan& plan, size_t index, int unit) const {

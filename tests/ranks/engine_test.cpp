@@ -101,7 +101,7 @@ TEST_P(Engines, TrainLikePlainTorch) {
 }
 
 // Apart, each unit's moves are exchanges of their own; fused, small ones travel packed together.
-TEST(Engine, ExchangesAsOftenAsPredicted) {
+TEST(Engine, ExchangesAndTakesMemoryAsPredicted) {
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hpz", "hpz_host", "mics"}) {
     for (const char* bucket : {"1", "1048576"}) {
       const Config config = Config::parse(
@@ -123,8 +123,10 @@ TEST(Engine, ExchangesAsOftenAsPredicted) {
         }
         const LedgerReport ledger = engine.ledger();
         EXPECT_GT(ledger.measured.exchanges, 0);
-        EXPECT_EQ(ledger.measured.exchanges, ledger.predicted.at(strategy).exchanges)
-            << strategy << " bucket " << bucket;
+        const LedgerEntry& predicted = ledger.predicted.at(strategy);
+        EXPECT_EQ(ledger.measured.exchanges, predicted.exchanges) << strategy << " " << bucket;
+        EXPECT_NEAR(ledger.measured.total, predicted.total, predicted.total / 10) << strategy;
+        EXPECT_EQ(ledger.measured.buffers, predicted.buffers) << strategy << " " << bucket;
       });
       for (const auto& error : errors) EXPECT_EQ(error, "");
     }
