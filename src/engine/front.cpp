@@ -2,12 +2,15 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <map>
 #include <unordered_map>
 #include <utility>
 
 #include "penstock/engine.h"
 #include "penstock/error.h"
+#include "penstock/report.h"
+#include "penstock/values.h"
 #include "src/base/text.h"
 
 namespace penstock {
@@ -74,15 +77,16 @@ Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& co
     : state_(std::make_unique<State>()) {
   state_->config = config;
   state_->core.emplace(tree_of(*model), config, std::move(group));
-  if (!state_->core->recomputed_units().empty()) {
+  const std::vector<UnitInfo> units = state_->core->units();
+  if (std::any_of(units.begin(), units.end(), [](const UnitInfo& u) { return u.recomputed; })) {
     throw ConfigError(
         "[engine::Engine] \"activations.checkpoint\": the C++ front computes no unit again; set it "
         "to \"none\"");
   }
-  const std::vector<std::string>& names = state_->core->unit_modules();
   for (const auto& item : model->named_modules("", /*include_self=*/true)) {
-    for (size_t unit = 1; unit < names.size(); ++unit) {
-      if (names[unit] == item.key()) state_->unit_of[item.value().get()] = static_cast<int>(unit);
+    for (size_t unit = 1; unit < units.size(); ++unit) {
+      if (units[unit].module == item.key())
+        state_->unit_of[item.value().get()] = static_cast<int>(unit);
     }
   }
 }
@@ -123,12 +127,12 @@ bool Engine::step(bool force) {
   return state_->core->step({state_->settings()});
 }
 
-double Engine::grad_norm() const { return state_->core->grad_norm(); }
+double Engine::grad_norm() const { return Report(*state_->core).grad_norm(); }
 double Engine::lr() const { return state_->settings().lr; }
-LedgerReport Engine::ledger() const { return state_->core->ledger(); }
-std::string Engine::explain() const { return state_->core->explain(); }
+LedgerReport Engine::ledger() const { return Report(*state_->core).ledger(); }
+std::string Engine::explain() const { return Report(*state_->core).explain(); }
 std::vector<std::pair<std::string, at::Tensor>> Engine::state() {
-  return state_->core->full("param");
+  return Values(*state_->core).full("param");
 }
 void Engine::close(bool gather) { state_->core->close(gather); }
 
