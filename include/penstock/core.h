@@ -57,6 +57,8 @@ class PENSTOCK_API Core {
        bool external_optimizer = false);
   ~Core();
 
+  // As it is in effect: resolved for the ranks, with the tiers that "auto" became.
+  const Config& config() const;
   std::vector<UnitInfo> units() const;
   // Whether units need begin/end events (something of theirs moves); the root always does.
   bool needs_unit_events() const;

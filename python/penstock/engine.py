@@ -44,27 +44,35 @@ def config_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
 
 
 class Engine:
-    """Trains one model. Made by `initialize()`; use it like the model."""
+    """Trains one model. Made by `initialize()`; use it like the model.
+
+    Attributes:
+        module: the model.
+        config: every setting in effect, in read-only sections: `config.offload.optimizer`.
+        optimizer: the torch optimizer that has the parameter groups.
+        lr_scheduler: the one that was given, or None.
+    """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        config: dict[str, Any],
+        values: dict[str, Any],
         optimizer: OptimizerLike,
         lr_scheduler: Any,
     ) -> None:
         self._hooks: list[Any] = []
         self.module = model
-        given, config = optim.prepare(optimizer, model, config)
-        self.config = tiling.with_head(model, config)
+        given, values = optim.prepare(optimizer, model, values)
+        config = tiling.with_head(model, _penstock.Config(values))
         if given is None:
-            given = optim.from_config(model, json.loads(self.config.json())["optimizer"])
+            given = optim.from_config(model, config.optimizer)
         self.optimizer = given
         self._native = optim.is_native(given)
         self._names = tree.names_of(model)
         described = tree.model_tree(model, optim.group_of(given, model), sharded_init.waiting())
-        self._ranks = ranks.Ranks(self.config.timeout_s)
-        self._core = _penstock.Core(described, self.config, self._ranks.group, not self._native)
+        self._ranks = ranks.Ranks(config.comm.timeout_s)
+        self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
+        self.config = self._core.config
         sharded_init.let_go()
         if self.config.seed >= 0:
             torch.manual_seed(self.config.seed + ranks.rank())
@@ -80,7 +88,7 @@ class Engine:
         self._external = None if self._native else optim.ShardStep(given, self._core.values)
         self._groups_seen = optim.group_members(given)
         self._peak_lrs = [float(group["lr"]) for group in given.param_groups]
-        self._scheduled = json.loads(self.config.json())["schedule"]["type"] != "none"
+        self._scheduled = self.config.schedule.type != "none"
         if lr_scheduler is not None and self._scheduled:
             raise ConfigError(
                 "[front::initialize] a scheduler is given both as an argument and as the key "
@@ -330,7 +338,7 @@ class Engine:
     def _schedule_lr(self) -> None:
         if not self._scheduled:  # the user may change lr at any time
             return
-        factor = _penstock.lr_factor(self.config, self._core.steps + 1)
+        factor = self.config.schedule.lr_factor(self._core.steps + 1)
         for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=False):
             group["lr"] = peak * factor
 
@@ -342,11 +350,10 @@ class Engine:
             return
         whole = type(self.module).__name__ == "OptimizedModule"  # of torch.compile()
         if whole or tree.is_compiled_in_place(self.module):
-            settings = json.loads(self.config.json())
             why = (
                 '"activations.checkpoint" runs its blocks again'
                 if recomputed
-                else f'strategy "{settings["strategy"]}" moves its parameters'
+                else f'strategy "{self.config.strategy}" moves its parameters'
             )
             raise ConfigError(
                 f"[front::initialize] the whole model is compiled and {why}: compile its blocks "

@@ -83,11 +83,11 @@ def prepare(
     return given, config
 
 
-def from_config(model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+def from_config(model: torch.nn.Module, section: Any) -> torch.optim.Optimizer:
     """A torch optimizer that holds the parameter groups of the config's `optimizer` section."""
-    engines_own = ("type", "moments_dtype")
-    options = {key: value for key, value in config.items() if key not in engines_own}
-    make: Any = _CLASSES[config["type"]]
+    keys = [key for key in _KINDS[section.type].keys if key != "moments_dtype"]
+    options = {key: getattr(section, key) for key in keys}
+    make: Any = _CLASSES[section.type]
     # Some classes allocate state for what they are built with.
     made: torch.optim.Optimizer = make([torch.nn.Parameter(torch.zeros(1))], **options)
     made.state.clear()

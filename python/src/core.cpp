@@ -71,6 +71,8 @@ void bind_core(py::module_& module) {
       .def(py::init<const ModelTree&, const Config&, std::shared_ptr<Group>, bool>(),
            py::arg("tree"), py::arg("config"), py::arg("group"), py::arg("external_optimizer"),
            NoGil())
+      // A copy: a reference would keep the core alive.
+      .def_property_readonly("config", [](const Core& core) { return Config(core.config()); })
       .def_property_readonly("units", &Core::units)
       .def_property_readonly("needs_unit_events", &Core::needs_unit_events)
       .def("set_groups", &Core::set_groups)

@@ -20,6 +20,8 @@ Core::Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> g
 
 Core::~Core() = default;
 
+const Config& Core::config() const { return state_->config; }
+
 std::vector<UnitInfo> Core::units() const {
   std::vector<UnitInfo> units;
   for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "penstock/engine.h"
 #include "penstock/error.h"
@@ -16,11 +18,11 @@
 namespace penstock {
 
 struct Engine::State {
-  Config config;
   std::optional<Core> core;
   std::unordered_map<const torch::nn::Module*, int> unit_of;
 
   OptimizerConfig settings() const {
+    const Config& config = core->config();
     OptimizerConfig group = config.optimizer.value_or(OptimizerConfig{});
     group.lr *= lr_factor(config.schedule, core->steps() + 1);
     return group;
@@ -75,7 +77,6 @@ ModelTree tree_of(const torch::nn::Module& model) {
 Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& config,
                std::shared_ptr<Group> group)
     : state_(std::make_unique<State>()) {
-  state_->config = config;
   state_->core.emplace(tree_of(*model), config, std::move(group));
   const std::vector<UnitInfo> units = state_->core->units();
   if (std::any_of(units.begin(), units.end(), [](const UnitInfo& u) { return u.recomputed; })) {
