@@ -21,6 +21,7 @@
 #include "penstock/core.h"
 #include "penstock/export.h"
 #include "penstock/group.h"
+#include "penstock/report.h"
 
 namespace torch::nn {
 class Module;

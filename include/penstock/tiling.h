@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "penstock/core.h"
 #include "penstock/export.h"
@@ -36,6 +37,8 @@ class PENSTOCK_API Tiles {
  public:
   // Throws ConfigError when `param` is not tiled.
   Tiles(const Core& core, const std::string& param);
+  // Of the parameters that are tiled.
+  static std::vector<std::string> names(const Core& core);
   // Without a core: `loss_tokens` as in the config.
   Tiles(std::shared_ptr<tiles::TiledWeights> weights, const std::string& param,
         int64_t loss_tokens);

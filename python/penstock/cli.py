@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import pathlib
 import platform
@@ -35,7 +34,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     text = pathlib.Path(args.config).read_text(encoding="utf-8")
-    print(json.dumps(json.loads(_penstock.explain_config(text, args.world)), indent=2))
+    print(_penstock.Config(text).resolved(args.world).json(indent=2))
     return 0
 
 

@@ -44,27 +44,35 @@ def config_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
 
 
 class Engine:
-    """Trains one model. Made by `initialize()`; use it like the model."""
+    """Trains one model. Made by `initialize()`; use it like the model.
+
+    Attributes:
+        module: the model.
+        config: every setting in effect, in read-only sections: `config.offload.optimizer`.
+        optimizer: the torch optimizer that has the parameter groups.
+        lr_scheduler: the one that was given, or None.
+    """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        config: dict[str, Any],
+        values: dict[str, Any],
         optimizer: OptimizerLike,
         lr_scheduler: Any,
     ) -> None:
         self._hooks: list[Any] = []
         self.module = model
-        given, config = optim.prepare(optimizer, model, config)
-        self.config = tiling.with_head(model, config)
+        given, values = optim.prepare(optimizer, model, values)
+        config = tiling.with_head(model, _penstock.Config(values))
         if given is None:
-            given = optim.from_config(model, json.loads(self.config.json())["optimizer"])
+            given = optim.from_config(model, config.optimizer)
         self.optimizer = given
         self._native = optim.is_native(given)
         self._names = tree.names_of(model)
         described = tree.model_tree(model, optim.group_of(given, model), sharded_init.waiting())
-        self._ranks = ranks.Ranks(self.config.timeout_s)
-        self._core = _penstock.Core(described, self.config, self._ranks.group, not self._native)
+        self._ranks = ranks.Ranks(config.comm.timeout_s)
+        self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
+        self.config = self._core.config
         sharded_init.let_go()
         if self.config.seed >= 0:
             torch.manual_seed(self.config.seed + ranks.rank())
@@ -77,10 +85,10 @@ class Engine:
         atexit.register(_forget, weakref.ref(self))
 
     def _finish_setup(self, given: torch.optim.Optimizer, lr_scheduler: Any) -> None:
-        self._external = None if self._native else optim.ShardStep(given, self._core)
+        self._external = None if self._native else optim.ShardStep(given, self._core.values)
         self._groups_seen = optim.group_members(given)
         self._peak_lrs = [float(group["lr"]) for group in given.param_groups]
-        self._scheduled = json.loads(self.config.json())["schedule"]["type"] != "none"
+        self._scheduled = self.config.schedule.type != "none"
         if lr_scheduler is not None and self._scheduled:
             raise ConfigError(
                 "[front::initialize] a scheduler is given both as an argument and as the key "
@@ -176,22 +184,22 @@ class Engine:
     @property
     def grad_norm(self) -> float:
         """Global L2 norm of the last applied step's averaged gradient, before clipping."""
-        return float(self._core.grad_norm)
+        return float(self._core.report.grad_norm)
 
     @property
     def loss_scale(self) -> float:
         """What the next backward multiplies the loss by; 1 without fp16."""
-        return float(self._core.loss_scale)
+        return float(self._core.report.loss_scale)
 
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped because fp16 gradients overflowed."""
-        return int(self._core.skipped_steps)
+        return int(self._core.report.skipped_steps)
 
     @property
     def overflow(self) -> str:
         """What the last skipped step found: the first parameter, rank and micro-step; or ""."""
-        return str(self._core.overflow)
+        return str(self._core.report.overflow)
 
     @property
     def lr(self) -> float:
@@ -219,18 +227,19 @@ class Engine:
         if any(param not in self._names for param in chosen):
             raise ConfigError("[front::gathered] a tensor is no parameter of the engine's model")
         names = [self._names[param][0] for param in chosen]
-        units = self._core.units_of(names) if names else []
-        self._core.gather(units)
+        values = self._core.values
+        units = values.units_of(names) if names else []
+        values.gather(units)
         try:
             yield
         except BaseException:
-            self._core.release(units, False)
+            values.release(units, False)
             raise
-        self._core.release(units, write)
+        values.release(units, write)
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Averaged full fp32 gradients by name, after backward and before step, on all ranks."""
-        return dict(self._core.full("grad"))
+        return dict(self._core.values.full("grad"))
 
     def set_grads(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Replaces gradients, after the window's last backward and before step.
@@ -243,7 +252,7 @@ class Engine:
             RuntimeFault: in the middle of a window.
             ConfigError: a name that does not train, or a shape that is not its parameter's.
         """
-        self._core.set_gradients(list(grads.items()))
+        self._core.values.set_gradients(list(grads.items()))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Full weights on rank 0, {} elsewhere. All ranks call it.
@@ -251,7 +260,7 @@ class Engine:
         Trained parameters come from their fp32 masters; frozen ones have no master and carry the
         precision they compute in. Buffers are as they are.
         """
-        full = dict(self._core.full("param"))
+        full = dict(self._core.values.full("param"))
         if ranks.rank() != 0:
             return {}
         by_param = {id(param): full[names[0]] for param, names in self._names.items()}
@@ -270,13 +279,13 @@ class Engine:
         "disk_read" and "disk_written"; and "act", beside the total: what of offloaded activations
         was in host memory (how large they are shows in the first forward).
         """
-        return dict(self._core.ledger())
+        return dict(self._core.report.ledger())
 
     def explain(self) -> str:
         """Every effective setting, the table, the units and the plan of each section."""
         made = type(self.optimizer)
         given = f"optimizer {made.__module__}.{made.__qualname__}, as given\n"
-        return ("" if self._native else given) + str(self._core.explain())
+        return ("" if self._native else given) + str(self._core.report.explain())
 
     # ---- the model's own
 
@@ -330,35 +339,35 @@ class Engine:
     def _schedule_lr(self) -> None:
         if not self._scheduled:  # the user may change lr at any time
             return
-        factor = _penstock.lr_factor(self.config, self._core.steps + 1)
+        factor = self.config.schedule.lr_factor(self._core.steps + 1)
         for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=False):
             group["lr"] = peak * factor
 
     def _install_hooks(self) -> None:
         core = self._core
-        recomputed = set(core.recomputed_units)
+        units = core.units
+        recomputed = any(unit.recomputed for unit in units)
         if not core.needs_unit_events and not recomputed:
             return
         whole = type(self.module).__name__ == "OptimizedModule"  # of torch.compile()
         if whole or tree.is_compiled_in_place(self.module):
-            settings = json.loads(self.config.json())
             why = (
                 '"activations.checkpoint" runs its blocks again'
                 if recomputed
-                else f'strategy "{settings["strategy"]}" moves its parameters'
+                else f'strategy "{self.config.strategy}" moves its parameters'
             )
             raise ConfigError(
                 f"[front::initialize] the whole model is compiled and {why}: compile its blocks "
                 f"instead (block.compile())"
             )
-        for unit, name in enumerate(core.unit_modules):
-            if unit > 0 and not core.is_tile(unit):
+        for index, unit in enumerate(units):
+            if index > 0 and not unit.is_tile:
                 # What torch.compile() returns holds the module: hooks go around both.
-                module = self.module.get_submodule(name.removesuffix("._orig_mod"))
-                if unit in recomputed:
-                    self._hooks.append(recompute.Recomputed(module, unit, core))
+                module = self.module.get_submodule(unit.module.removesuffix("._orig_mod"))
+                if unit.recomputed:
+                    self._hooks.append(recompute.Recomputed(module, index, core.recomputation))
                 if core.needs_unit_events:
-                    self._hook_unit(module, unit)
+                    self._hook_unit(module, index)
 
     def _hook_unit(self, module: torch.nn.Module, unit: int) -> None:
         core = self._core

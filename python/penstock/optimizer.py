@@ -83,11 +83,11 @@ def prepare(
     return given, config
 
 
-def from_config(model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+def from_config(model: torch.nn.Module, section: Any) -> torch.optim.Optimizer:
     """A torch optimizer that holds the parameter groups of the config's `optimizer` section."""
-    engines_own = ("type", "moments_dtype")
-    options = {key: value for key, value in config.items() if key not in engines_own}
-    make: Any = _CLASSES[config["type"]]
+    keys = [key for key in _KINDS[section.type].keys if key != "moments_dtype"]
+    options = {key: getattr(section, key) for key in keys}
+    make: Any = _CLASSES[section.type]
     # Some classes allocate state for what they are built with.
     made: torch.optim.Optimizer = make([torch.nn.Parameter(torch.zeros(1))], **options)
     made.state.clear()
@@ -233,13 +233,13 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 class ShardStep:
     """Lets any elementwise torch optimizer work on this rank's fp32 shards."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, core: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, values: Any) -> None:
         _check_fresh(optimizer)
         self._optimizer = optimizer
-        self._core = core
+        self._values = values
         shards: dict[torch.Tensor, list[torch.Tensor]] = defaultdict(list)  # in tiles: several
         self._masters: list[torch.Tensor] = []
-        for _, param, master in core.shards():
+        for _, param, master in values.shards():
             shards[param].append(master)
             self._masters.append(master)
         for group in optimizer.param_groups:
@@ -249,7 +249,7 @@ class ShardStep:
         optimizer.state.update({master: state for master, state in fresh.items() if state})
 
     def __call__(self) -> None:
-        for master, gradient in zip(self._masters, self._core.shard_gradients(), strict=True):
+        for master, gradient in zip(self._masters, self._values.shard_gradients(), strict=True):
             master.grad = gradient
         self._optimizer.step()
         for master in self._masters:

@@ -53,7 +53,7 @@ def _config_of(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
 
 def _plan(args: argparse.Namespace) -> int:
     model = _model_of(args)
-    config = _penstock.Config.parse(json.dumps(_config_of(args, model)))
+    config = _penstock.Config(_config_of(args, model))
     machine = _penstock.Machine()
     for field in _MACHINE:
         setattr(machine, field, getattr(args, f"machine_{field}"))

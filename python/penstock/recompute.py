@@ -53,8 +53,8 @@ class _Buffers:
 class Recomputed:
     """A unit's forward, computed again in backward. `remove()` gives the module its own back."""
 
-    def __init__(self, module: torch.nn.Module, unit: int, core: Any) -> None:
-        self._module, self._unit, self._core = module, unit, core
+    def __init__(self, module: torch.nn.Module, unit: int, recomputation: Any) -> None:
+        self._module, self._unit, self._recomputation = module, unit, recomputation
         self._name = "_compiled_call_impl" if tree.is_compiled_in_place(module) else "forward"
         self._had = module.__dict__.get(self._name)  # None: the class has it
         inner = getattr(module, self._name)
@@ -84,7 +84,7 @@ class Recomputed:
                 own_args, own_kwargs = first.pop()
                 return inner(*own_args, **own_kwargs)
             again_args, again_kwargs = tree.put_in(inputs, left)
-            self._core.unit_again(self._unit)
+            self._recomputation.begin(self._unit)
             with buffers.as_before():
                 return inner(*again_args, **again_kwargs)
 
@@ -94,8 +94,8 @@ class Recomputed:
         return output
 
     def _hooks(self) -> contextlib.AbstractContextManager[Any]:
-        if not self._core.moves_activations:
+        if not self._recomputation.moves_inputs:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self._core.save_input(self._unit, tensor), lambda fetch: fetch()
+            lambda tensor: self._recomputation.save(self._unit, tensor), lambda fetch: fetch()
         )

@@ -4,7 +4,6 @@ Modules and parameters stay the user's objects: only `forward` of the modules co
 while the engine is on. What is computed is in C++ (src/tiles/operators.cpp).
 """
 
-import json
 from typing import Any
 
 import torch
@@ -14,14 +13,11 @@ from penstock._native import ConfigError, _penstock
 from penstock.lazy_logits import Head, LazyLogits
 
 
-def with_head(model: torch.nn.Module, config: dict[str, Any]) -> Any:
-    """The parsed config, with `tiling.head` filled in where it is needed and not given."""
-    parsed = _penstock.Config.parse(json.dumps(config))
-    section = json.loads(parsed.json())["tiling"]
-    if section["loss_tokens"] == 0 or section["head"]:
-        return parsed
-    section["head"] = _find_head(model)
-    return _penstock.Config.parse(json.dumps({**config, "tiling": section}))
+def with_head(model: torch.nn.Module, config: Any) -> Any:
+    """The config, with `tiling.head` filled in where it is needed and not given."""
+    if config.tiling.loss_tokens == 0 or config.tiling.head:
+        return config
+    return config.with_head(_find_head(model))
 
 
 def _find_head(model: torch.nn.Module) -> str:
@@ -40,14 +36,13 @@ def _find_head(model: torch.nn.Module) -> str:
 
 def install(model: torch.nn.Module, core: Any, config: Any) -> list[torch.nn.Module]:
     """Replaces the forward of every module whose weight is in tiles; those modules."""
-    section = json.loads(config.json())["tiling"]
     tiles = {name: _penstock.Tiles(core, name) for name in _penstock.Tiles.names(core)}
     of_param = {p: tiles[n] for n, p in model.named_parameters() if n in tiles}
     changed = []
     for name, module in model.named_modules():
         if not tree.has_rows(module) or module.weight not in of_param:
             continue
-        is_head = section["loss_tokens"] > 0 and name == section["head"]
+        is_head = config.tiling.loss_tokens > 0 and name == config.tiling.head
         module.forward = _forward(module, of_param[module.weight], core if is_head else None)
         changed.append(module)
     return changed

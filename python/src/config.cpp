@@ -8,28 +8,112 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
+namespace {
+
+// A dict is read as the JSON text that Python makes of it, so it means what that text means.
+Config config_of(const py::object& given) {
+  if (py::isinstance<py::str>(given)) return Config::parse(given.cast<std::string>());
+  const py::object text = py::module_::import("json").attr("dumps")(given);
+  return Config::parse(text.cast<std::string>());
+}
+
+void bind_state_sections(py::module_& module) {
+  py::class_<MeshConfig>(module, "MeshConfig")
+      .def_readonly("data", &MeshConfig::data)
+      .def_readonly("tensor", &MeshConfig::tensor)
+      .def_readonly("pipeline", &MeshConfig::pipeline)
+      .def_readonly("sequence", &MeshConfig::sequence)
+      .def_readonly("expert", &MeshConfig::expert)
+      .def_readonly("node", &MeshConfig::node);
+  py::class_<OffloadConfig>(module, "OffloadConfig")
+      .def_readonly("optimizer", &OffloadConfig::optimizer)
+      .def_readonly("params", &OffloadConfig::params)
+      .def_readonly("activations", &OffloadConfig::activations)
+      .def_readonly("gradients", &OffloadConfig::gradients)
+      .def_readonly("path", &OffloadConfig::path)
+      .def_readonly("window_bytes", &OffloadConfig::window_bytes)
+      .def_readonly("late_update", &OffloadConfig::late_update)
+      .def_readonly("checksums", &OffloadConfig::checksums)
+      .def_readonly("timeout_s", &OffloadConfig::timeout_s);
+  py::class_<MemoryConfig>(module, "MemoryConfig")
+      .def_readonly("device_bytes", &MemoryConfig::device_bytes)
+      .def_readonly("host_bytes", &MemoryConfig::host_bytes);
+  py::class_<ActivationsConfig>(module, "ActivationsConfig")
+      .def_readonly("checkpoint", &ActivationsConfig::checkpoint);
+  py::class_<UnitsConfig>(module, "UnitsConfig")
+      .def_readonly("modules", &UnitsConfig::modules)
+      .def_readonly("max_bytes", &UnitsConfig::max_bytes);
+  py::class_<TilingConfig>(module, "TilingConfig")
+      .def_readonly("max_bytes", &TilingConfig::max_bytes)
+      .def_readonly("modules", &TilingConfig::modules)
+      .def_readonly("loss_tokens", &TilingConfig::loss_tokens)
+      .def_readonly("head", &TilingConfig::head);
+}
+
+// "optimizer" is in optimizer_kinds.cpp.
+void bind_step_sections(py::module_& module) {
+  py::class_<ScheduleConfig>(module, "ScheduleConfig")
+      .def_readonly("type", &ScheduleConfig::type)
+      .def_readonly("warmup_steps", &ScheduleConfig::warmup_steps)
+      .def_readonly("total_steps", &ScheduleConfig::total_steps)
+      .def_readonly("min_ratio", &ScheduleConfig::min_ratio)
+      .def("lr_factor", &lr_factor, py::arg("step"));
+  py::class_<BatchConfig>(module, "BatchConfig")
+      .def_readonly("micro", &BatchConfig::micro)
+      .def_readonly("accumulate", &BatchConfig::accumulate)
+      .def_readonly("global_", &BatchConfig::global);  // a keyword of Python
+  py::class_<LossScaleConfig>(module, "LossScaleConfig")
+      .def_readonly("initial", &LossScaleConfig::initial)
+      .def_readonly("window", &LossScaleConfig::window)
+      .def_readonly("min", &LossScaleConfig::min);
+  py::class_<CommConfig>(module, "CommConfig")
+      .def_readonly("backend", &CommConfig::backend)
+      .def_readonly("codec", &CommConfig::codec)
+      .def_readonly("bucket_bytes", &CommConfig::bucket_bytes)
+      .def_readonly("timeout_s", &CommConfig::timeout_s);
+}
+
+}  // namespace
+
 void bind_config(py::module_& module) {
+  bind_state_sections(module);
+  bind_step_sections(module);
   py::class_<Config>(module, "Config")
-      .def_static("parse", &Config::parse, py::arg("json_text"))
-      .def("json", &Config::json)
-      .def("resolve", &Config::resolve, py::arg("world_size"))
+      .def(py::init(&config_of), py::arg("config"))
       .def_readonly("strategy", &Config::strategy)
+      .def_readonly("table", &Config::table)
+      .def_readonly("mesh", &Config::mesh)
+      .def_readonly("precision", &Config::precision)
+      .def_readonly("dtypes", &Config::dtypes)
+      .def_readonly("offload", &Config::offload)
+      .def_readonly("memory", &Config::memory)
+      .def_readonly("activations", &Config::activations)
+      .def_readonly("optimizer", &Config::optimizer)
+      .def_readonly("schedule", &Config::schedule)
+      .def_readonly("batch", &Config::batch)
+      .def_readonly("loss_scale", &Config::loss_scale)
       .def_readonly("clip", &Config::clip)
+      .def_readonly("units", &Config::units)
+      .def_readonly("tiling", &Config::tiling)
+      .def_readonly("prefetch_bytes", &Config::prefetch_bytes)
+      .def_readonly("comm", &Config::comm)
       .def_readonly("seed", &Config::seed)
-      .def_property_readonly("timeout_s", [](const Config& c) { return c.comm.timeout_s; })
-      .def_property_readonly("accumulate", [](const Config& c) { return c.batch.accumulate; });
-  module.def(
-      "explain_config",
-      [](const std::string& json_text, int world_size) {
-        Config config = Config::parse(json_text);
-        config.resolve(world_size);
-        return config.json();
-      },
-      py::arg("config_json"), py::arg("world_size"));
-  module.def(
-      "lr_factor",
-      [](const Config& config, int64_t step) { return lr_factor(config.schedule, step); },
-      py::arg("config"), py::arg("step"));
+      .def("json", &Config::json, py::arg("indent") = -1)
+      // Copies that differ.
+      .def(
+          "resolved",
+          [](Config config, int world_size) {
+            config.resolve(world_size);
+            return config;
+          },
+          py::arg("world_size"))
+      .def(
+          "with_head",
+          [](Config config, std::string module_name) {
+            config.tiling.head = std::move(module_name);
+            return config;
+          },
+          py::arg("module_name"));
 }
 
 }  // namespace penstock::python

@@ -10,7 +10,9 @@ void bind_init(pybind11::module_& module);
 void bind_core(pybind11::module_& module);
 void bind_optimizer_kinds(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
+void bind_report(pybind11::module_& module);
 void bind_tiling(pybind11::module_& module);
+void bind_values(pybind11::module_& module);
 
 // C++ errors become penstock.ConfigError(ValueError), RuntimeFault(RuntimeError),
 // Bug(AssertionError).

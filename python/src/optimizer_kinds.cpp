@@ -56,10 +56,15 @@ OptimizerConfig of_group(const std::string& name, const py::dict& group) {
 }  // namespace
 
 void bind_optimizer_kinds(py::module_& module) {
-  py::class_<OptimizerConfig>(module, "OptimizerConfig")
-      .def(py::init(&of_group), py::arg("kind"), py::arg("group"))
+  py::class_<OptimizerConfig> optimizer(module, "OptimizerConfig");
+  optimizer.def(py::init(&of_group), py::arg("kind"), py::arg("group"))
+      .def_property_readonly("type",
+                             [](const OptimizerConfig& self) { return kind_of(self.type).name; })
       .def_property_readonly("section", &section_of)
       .def_property_readonly("num_moments", &num_moments);
+  for (const OptimizerKey& key : optimizer_keys()) {
+    std::visit([&](auto field) { optimizer.def_readonly(key.name.c_str(), field); }, key.field);
+  }
   py::class_<OptimizerKind>(module, "OptimizerKind")
       .def_readonly("name", &OptimizerKind::name)
       .def_readonly("keys", &OptimizerKind::keys)

@@ -24,8 +24,7 @@ void bind_tiling(py::module_& module) {
   using MaybeTensor = std::optional<at::Tensor>;
   py::class_<Tiles>(module, "Tiles")
       .def(py::init<const Core&, const std::string&>(), py::arg("core"), py::arg("param"))
-      .def_static(
-          "names", [](const Core& core) { return core.tiled(); }, py::arg("core"))
+      .def_static("names", &Tiles::names, py::arg("core"))
       .def_property_readonly("count", &Tiles::count)
       .def(
           "linear",

@@ -2,22 +2,27 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <map>
+#include <optional>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "penstock/engine.h"
 #include "penstock/error.h"
+#include "penstock/report.h"
+#include "penstock/values.h"
 #include "src/base/text.h"
 
 namespace penstock {
 
 struct Engine::State {
-  Config config;
   std::optional<Core> core;
   std::unordered_map<const torch::nn::Module*, int> unit_of;
 
   OptimizerConfig settings() const {
+    const Config& config = core->config();
     OptimizerConfig group = config.optimizer.value_or(OptimizerConfig{});
     group.lr *= lr_factor(config.schedule, core->steps() + 1);
     return group;
@@ -72,17 +77,17 @@ ModelTree tree_of(const torch::nn::Module& model) {
 Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& config,
                std::shared_ptr<Group> group)
     : state_(std::make_unique<State>()) {
-  state_->config = config;
   state_->core.emplace(tree_of(*model), config, std::move(group));
-  if (!state_->core->recomputed_units().empty()) {
+  const std::vector<UnitInfo> units = state_->core->units();
+  if (std::any_of(units.begin(), units.end(), [](const UnitInfo& u) { return u.recomputed; })) {
     throw ConfigError(
         "[engine::Engine] \"activations.checkpoint\": the C++ front computes no unit again; set it "
         "to \"none\"");
   }
-  const std::vector<std::string>& names = state_->core->unit_modules();
   for (const auto& item : model->named_modules("", /*include_self=*/true)) {
-    for (size_t unit = 1; unit < names.size(); ++unit) {
-      if (names[unit] == item.key()) state_->unit_of[item.value().get()] = static_cast<int>(unit);
+    for (size_t unit = 1; unit < units.size(); ++unit) {
+      if (units[unit].module == item.key())
+        state_->unit_of[item.value().get()] = static_cast<int>(unit);
     }
   }
 }
@@ -123,12 +128,12 @@ bool Engine::step(bool force) {
   return state_->core->step({state_->settings()});
 }
 
-double Engine::grad_norm() const { return state_->core->grad_norm(); }
+double Engine::grad_norm() const { return Report(*state_->core).grad_norm(); }
 double Engine::lr() const { return state_->settings().lr; }
-LedgerReport Engine::ledger() const { return state_->core->ledger(); }
-std::string Engine::explain() const { return state_->core->explain(); }
+LedgerReport Engine::ledger() const { return Report(*state_->core).ledger(); }
+std::string Engine::explain() const { return Report(*state_->core).explain(); }
 std::vector<std::pair<std::string, at::Tensor>> Engine::state() {
-  return state_->core->full("param");
+  return Values(*state_->core).full("param");
 }
 void Engine::close(bool gather) { state_->core->close(gather); }
 

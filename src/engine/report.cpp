@@ -1,7 +1,5 @@
-// What the engine says about itself: ledger, plans, explain.
-#include <algorithm>
+#include "penstock/report.h"
 
-#include "penstock/core.h"
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/engine/state.h"
@@ -31,7 +29,12 @@ LedgerEntry entry_of(const Ledger& ledger) {
 
 }  // namespace
 
-LedgerReport Core::ledger() const {
+double Report::grad_norm() const { return state_->executor->updates().grad_norm(); }
+double Report::loss_scale() const { return state_->loss_scale.value(); }
+int64_t Report::skipped_steps() const { return state_->skipped; }
+std::string Report::overflow() const { return state_->overflow; }
+
+LedgerReport Report::ledger() const {
   LedgerReport report;
   report.strategy = state_->config.strategy;
   for (const std::string& name : preset_names()) {
@@ -61,15 +64,7 @@ LedgerReport Core::ledger() const {
   return report;
 }
 
-std::string Core::plan_text(const std::string& section) const {
-  return state_->driver->plan(section_named(section)).text();
-}
-
-void Core::set_plan_text(const std::string& section, const std::string& text) {
-  state_->driver->set_plan(section_named(section), parse_plan(text));
-}
-
-std::string Core::explain() const {
+std::string Report::explain() const {
   std::string out = concat("config ", state_->config.json(), "\n", state_->choice, "mesh ",
                            state_->executor->mesh().text(), "\ntable\n",
                            state_->executor->table().text(), "\nunits\n");

@@ -1,6 +1,6 @@
 #pragma once
 // Core::State: what happens at each event of eager code (state.cpp). From a model to its first plan
-// is in setup.cpp, reports are in report.cpp, the other public calls in core.cpp.
+// is in setup.cpp; the public calls are in core.cpp, values.cpp and report.cpp.
 #include <exception>
 #include <map>
 #include <memory>

@@ -458,7 +458,7 @@ std::string Config::lines() const {
   return text;
 }
 
-std::string Config::json() const {
+std::string Config::json(int indent) const {
   nlohmann::json out = {{"strategy", strategy},
                         {"table", table},
                         {"precision", precision ? nlohmann::json(*precision) : nullptr},
@@ -506,7 +506,7 @@ std::string Config::json() const {
   Json rules = Json::object();
   for (const auto& [pattern, dtype] : dtypes) rules[pattern] = dtype;
   ordered["dtypes"] = rules;
-  return ordered.dump();
+  return ordered.dump(indent);
 }
 
 void Config::resolve(int world_size) {

@@ -250,7 +250,7 @@ def after_errors(strategy: str, overrides: dict[str, Any]) -> tuple[list[float],
             traceback.clear_frames(error.__traceback__)
         loss = None
         gc.collect()
-        assert engine._core.saved_bytes == 0
+        assert engine._core.recomputation.saved_bytes == 0
     engine.close()
     return losses, training.digest(engine.module)
 

@@ -140,7 +140,7 @@ def train(case: Case, overrides: dict[str, Any]) -> Outcome:
             engine.step()
         norms.append(engine.grad_norm)
     del loss
-    assert engine._core.saved_bytes == 0
+    assert engine._core.recomputation.saved_bytes == 0
     weights = engine.state_dict()
     buffers = dict(model.named_buffers())
     measured, explained = engine.ledger()["measured"], engine.explain()
@@ -226,7 +226,7 @@ def train_recomputed(case: Case, overrides: dict[str, Any]) -> tuple[list[float]
         engine.backward(loss)
         engine.step()
     del loss
-    assert engine._core.saved_bytes == 0
+    assert engine._core.recomputation.saved_bytes == 0
     engine.close()
     return losses, training.digest(model)
 
@@ -260,7 +260,7 @@ def run_loop(name: str, strategy: str, overrides: dict[str, Any]) -> tuple[dict,
     engine = test_loops.start(strategy, loop.accumulate, **overrides)
     numbers = loop.run(engine, data) or []
     gc.collect()
-    assert engine._core.saved_bytes == 0
+    assert engine._core.recomputation.saved_bytes == 0
     assert (engine.ledger()["measured"]["act"] > 0) == ("offload" in overrides)
     weights = engine.state_dict()
     engine.close()
@@ -356,7 +356,7 @@ def run_takers(strategy: str, overrides: dict[str, Any]) -> tuple[list[float], s
         engine.step()
     del loss
     gc.collect()
-    assert engine._core.saved_bytes == 0
+    assert engine._core.recomputation.saved_bytes == 0
     calls, act = [block.calls for block in model.blocks], engine.ledger()["measured"]["act"]
     engine.close()
     digest = training.digest(model) + str([b.sum().item() for b in model.buffers()])

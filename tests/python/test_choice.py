@@ -95,12 +95,10 @@ def bytes_of_offload(case: Case, offload):
 
 def plan_of(case: Case):
     """The alternatives of `penstock plan` for the case's model and config."""
-    import json  # noqa: PLC0415
-
     from penstock import tree  # noqa: PLC0415
     from penstock._native import _penstock  # noqa: PLC0415
 
-    config = _penstock.Config.parse(json.dumps(case.config()))
+    config = _penstock.Config(case.config())
     described = tree.model_tree(models.build(case.model), {})
     machine = _penstock.Machine()
     return _penstock.plan_report(described, config, case.world, 64.0, machine)["alternatives"]

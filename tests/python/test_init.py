@@ -179,7 +179,7 @@ def build_large(layers, width):
         optimizer={"type": "SGD", "lr": 0.1},
     )
     adopted = peak_kib() - before
-    assert len(engine._core.unit_modules) == layers + 1
+    assert len(engine._core.units) == layers + 1
     return built, adopted
 
 

@@ -15,6 +15,7 @@
 
 #include "penstock/config.h"
 #include "penstock/core.h"
+#include "penstock/values.h"
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 
@@ -182,7 +183,7 @@ TEST_P(Chunks, TrainLikePlainTorch) {
         const Net net;
         Core core(net.tree(), config_of(c), group);
         train(c, net, core, rank);
-        const double apart = deviation(core.full("param"), expected);
+        const double apart = deviation(Values(core).full("param"), expected);
         EXPECT_LT(apart, limit) << "on rank " << rank;
         EXPECT_TRUE(net.buffer.equal(expected.buffer)) << "on rank " << rank;
         core.close(true);

@@ -7,6 +7,7 @@
 #include <torch/optim.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <ostream>
@@ -70,13 +71,14 @@ struct Again : torch::autograd::Function<Again> {
   static torch::Tensor forward(AutogradContext* context, const torch::Tensor& x,
                                const c10::intrusive_ptr<Saved>& saved) {
     saved->input = [x] { return x; };
-    if (saved->core->moves_activations()) saved->input = saved->core->save_input(saved->unit, x);
+    Recomputation recomputation(*saved->core);
+    if (recomputation.moves_inputs()) saved->input = recomputation.save(saved->unit, x);
     context->saved_data["saved"] = c10::IValue::make_capsule(saved);
     return block(x, saved->weight);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     auto& saved = static_cast<Saved&>(*context->saved_data["saved"].toCapsule());
-    saved.core->unit_again(saved.unit);
+    Recomputation(*saved.core).begin(saved.unit);
     const torch::Tensor x = std::exchange(saved.input, {})().detach().requires_grad_();
     const torch::AutoGradMode enabled(true);
     torch::autograd::backward({block(x, saved.weight)}, {gradients[0]});
@@ -147,12 +149,16 @@ void train(const Case& c, int rank, const std::shared_ptr<Group>& group,
   const Config config = config_of(c);
   const std::vector<torch::Tensor> params = weights();
   Core core(tree_of(params), config, group);
-  ASSERT_EQ(core.recomputed_units().size(), kBlocks);
+  const Recomputation recomputation(core);
+  const std::vector<UnitInfo> units = core.units();
+  ASSERT_EQ(
+      std::count_if(units.begin(), units.end(), [](const UnitInfo& u) { return u.recomputed; }),
+      kBlocks);
   for (int step = 0; step < kSteps; ++step) {
     const torch::Tensor loss = forward(core, params, rows_of(step, rank, 1, c.world));
-    EXPECT_EQ(core.saved_bytes() > 0, core.moves_activations());
+    EXPECT_EQ(recomputation.saved_bytes() > 0, recomputation.moves_inputs());
     loss.backward(core.start_backward(loss));
-    EXPECT_EQ(core.saved_bytes(), 0);
+    EXPECT_EQ(recomputation.saved_bytes(), 0);
     EXPECT_TRUE(core.step({*config.optimizer}));
   }
   core.close(true);

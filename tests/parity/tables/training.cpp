@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "penstock/config.h"
+#include "penstock/report.h"
+#include "penstock/values.h"
 
 namespace penstock::tables {
 
@@ -173,25 +175,25 @@ class OnEngine final : public Trainer {
   void backward(const torch::Tensor& loss, bool again) override {
     loss.backward(core_.start_backward(loss), again);
   }
-  Tensors gradients() override { return values_of(core_.full("grad")); }
+  Tensors gradients() override { return values_of(values_.full("grad")); }
   bool step(bool force) override {
     return core_.window_complete(force) && core_.step({*config_.optimizer});
   }
-  double grad_norm() const override { return core_.grad_norm(); }
+  double grad_norm() const override { return Report(core_).grad_norm(); }
   Tensors read() override {
-    const std::vector<int> units = core_.units_of(kGathered);
-    core_.gather(units);
+    const std::vector<int> units = values_.units_of(kGathered);
+    values_.gather(units);
     Tensors values = gathered_of(*net_);
-    core_.release(units, /*write=*/false);
+    values_.release(units, /*write=*/false);
     return values;
   }
   void write() override {
-    const std::vector<int> units = core_.units_of(kGathered);
-    core_.gather(units);
+    const std::vector<int> units = values_.units_of(kGathered);
+    values_.gather(units);
     if (rank_ == 0) shrink(*net_);
-    core_.release(units, /*write=*/true);
+    values_.release(units, /*write=*/true);
   }
-  Tensors weights() override { return values_of(core_.full("param")); }
+  Tensors weights() override { return values_of(values_.full("param")); }
   Tensors close() override {
     core_.close(true);
     return values_of(*net_);
@@ -202,6 +204,7 @@ class OnEngine final : public Trainer {
   const int rank_, world_;
   const std::shared_ptr<ranks::NetImpl> net_;
   Core core_;
+  Values values_{core_};
 };
 
 // Forward and backward of one micro-batch. Returns whether a step followed and was taken.

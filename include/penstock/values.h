@@ -1,0 +1,48 @@
+#pragma once
+// Values: parameters and gradients of a core's model, whole or as this rank's shards.
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/core.h"
+#include "penstock/export.h"
+
+namespace penstock {
+
+// A piece of a parameter for an optimizer of the user's own: fp32, one dimension, maybe empty.
+struct Shard {
+  std::string name;
+  at::Tensor param;
+  at::Tensor master;
+};
+
+// A view of a core, for the thread that runs the model. Methods marked [all ranks] are collective.
+// All but units_of() and release() throw RuntimeFault after close().
+class PENSTOCK_API Values {
+ public:
+  explicit Values(Core& core) : state_(core.state_) {}
+
+  // [all ranks] Full fp32 values by parameter name; `role` is "grad" or "param".
+  std::vector<std::pair<std::string, at::Tensor>> full(const std::string& role);
+  // Replaces gradients of a complete window, by full fp32 values that are equal on every rank.
+  // Throws RuntimeFault in the middle of a window, ConfigError for a name or shape that is wrong.
+  void set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients);
+
+  // The units that these parameters are in; every unit when empty.
+  std::vector<int> units_of(const std::vector<std::string>& params) const;
+  // [all ranks] Parameters of these units are whole until release().
+  void gather(const std::vector<int>& units);
+  void release(const std::vector<int>& units, bool write);
+
+  // For an optimizer of the user's own.
+  std::vector<Shard> shards();
+  std::vector<at::Tensor> shard_gradients();
+
+ private:
+  std::shared_ptr<Core::State> state_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,37 @@
+#include "penstock/values.h"
+
+#include <pybind11/stl.h>
+
+#include "python/src/module.h"
+
+namespace py = pybind11;
+
+namespace penstock::python {
+
+void bind_values(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Values>(module, "Values")
+      .def("full", &Values::full, NoGil())
+      .def("set_gradients", &Values::set_gradients, NoGil())
+      .def("units_of", &Values::units_of)
+      .def("gather", &Values::gather, NoGil())
+      .def("release", &Values::release, NoGil())
+      .def("shards",
+           [](Values& values) {
+             std::vector<py::tuple> shards;
+             for (auto& [name, param, master] : values.shards()) {
+               shards.push_back(py::make_tuple(name, param, master));
+             }
+             return shards;
+           })
+      .def("shard_gradients", [](Values& values) {
+        std::vector<std::optional<at::Tensor>> gradients;
+        for (at::Tensor& gradient : values.shard_gradients()) {
+          gradients.emplace_back();
+          if (gradient.defined()) gradients.back() = gradient;
+        }
+        return gradients;
+      });
+}
+
+}  // namespace penstock::python
