@@ -76,7 +76,7 @@ struct TilingConfig {
 struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
   // optimizer and params also "auto", until the engine has chosen (src/plan/choice.h)
-  std::string gradients = "none";  // "none" (where the optimizer works) "disk"
+  std::string gradients = "none";  // "none" (where the optimizer works) "host" "disk"
   std::string path;
   int64_t window_bytes = 192LL << 20;  // of memory, through which optimizer state on disk streams
   bool late_update = false;  // step() returns once the norm is known; updates end before each use

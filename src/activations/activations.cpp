@@ -67,7 +67,7 @@ bool is_plain(const at::Tensor& tensor) {
 
 void check_unchanged(const at::Tensor& tensor, int64_t version, const std::string& who) {
   if (tensor._version() == version) return;
-  throw RuntimeFault(concat("[activations] ", who,
+  throw RuntimeFault(concat("[activations::save] ", who,
                             " was changed in place: its forward cannot be computed again from it. "
                             "Let the module work on a copy, or do without activations.checkpoint"));
 }
@@ -137,7 +137,7 @@ struct Activations::Entry {
     }
     if (closed) {
       throw RuntimeFault(
-          "[activations] the engine is closed: what this backward starts from is gone");
+          "[activations::save] the engine is closed: what this backward starts from is gone");
     }
     bring();
     arrive();

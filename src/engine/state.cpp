@@ -339,7 +339,7 @@ void Core::State::close(bool whole) {
   try {
     executor->drain();
     if (tiers.disk) tiers.disk->wait_for_all();  // reads of an update that did not come
-  } catch (const RuntimeFault&) {  // thrown where it happened; what is left needs no peer
+  } catch (const std::exception&) {  // thrown where it happened; what is left needs no peer
     faulted = true;
   }
   whole = whole && !faulted;
@@ -367,6 +367,7 @@ void Core::State::close(bool whole) {
       flat.free();
     }
     state.leaving.clear();
+    state.gathering.reset();
     tiers.device.trim();
     tiers.host.trim();
   }

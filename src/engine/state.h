@@ -65,7 +65,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::optional<exec::Executor> executor;
   std::optional<engine::Driver> driver;
   std::vector<engine::GradientHook> hooks;
-  bool moves_params = false;  // resting parameters are sharded
+  bool moves_params = false;  // parameters do not rest where they compute
   bool unit_events = false;   // a unit's begin and end move something of it
 
   int64_t steps = 0;

@@ -146,6 +146,8 @@ double Gradients::own_squares(const Flat& flat, const Copy* copy) const {
   if (copy == nullptr) return 0.0;
   if (!(flat.squares < 0.0)) return flat.squares;
   const Buffer& sum = copy->one();
+  PENSTOCK_ASSERT(sum.memory, concat("the squares of ", flat.slots.front().name,
+                                     "'s gradient were not counted before it left memory"));
   int64_t numel = sum.numel, begin = 0;
   for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
     if (copy->place.on(axis) != Layout::kReplicated) continue;
@@ -192,7 +194,6 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   Flat& flat = state.flats[flat_index];
   Slot& slot = flat.slots[slot_index];
   slot.touched = true;
-  flat.squares = Flat::kUncounted;
   Copy* copy = held(flat);
   if (copy == nullptr) {  // one rank, where nothing contributed to this unit
     copy = &sum_of(flat);
@@ -204,6 +205,7 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   const int64_t from = std::max(begin, slot.offset);
   const int64_t to = std::min(begin + sum.numel, slot.offset + slot.numel);
   if (from >= to) return;
+  flat.squares = Flat::kUncounted;
   rank_.traffic.fetch(sum, mem::Account::kGrad);
   rank_.traffic.wait_read(sum);
   const at::Tensor part = full.reshape({-1}).narrow(0, from - slot.offset, to - from).mul(factor);

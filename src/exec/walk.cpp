@@ -45,8 +45,6 @@ void Walk::lay_out(size_t index) {
   const Travel& travel = travels_[index];
   const std::vector<Pass>& passes = route_.passes;
   std::vector<char*>& stops = stops_[index];
-  // The last pass that has an output of its own writes to the end, if nothing is to be added there.
-  bool ends = !travel.adds;
   int64_t receives = 0;  // one pass after the other
   for (size_t i = passes.size(); i-- > 0;) {
     const Pass& pass = passes[i];
@@ -57,14 +55,13 @@ void Walk::lay_out(size_t index) {
       receives = std::max(receives, here / size * (size - 1));
     }
     if (pass.kind == PassKind::kAllReduce) continue;  // in place
-    if (ends || adds_here(travel, i)) {
+    if ((route_.ends_at(i) && !travel.adds) || adds_here(travel, i)) {
       stops[i] = travel.to;
     } else if (route_.into_next(i)) {
       stops[i] = stops[i + 1] + members_[i + 1]->index * bytes;
     } else {
       stops[i] = scratch(pass.to.tier, bytes);
     }
-    ends = false;
   }
   for (size_t i = 0; i < passes.size(); ++i) {
     if (passes[i].kind == PassKind::kAllReduce) stops[i] = i == 0 ? travel.from : stops[i - 1];
@@ -116,7 +113,8 @@ bool Walk::counts_squares() const {
   if (route_.passes.empty() || !route_.passes.back().sums()) return false;
   const Pass& last = route_.passes.back();
   for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
-    const bool replicated = mesh_.size(axis) > 1 && last.to.on(axis) == Layout::kReplicated;
+    if (mesh_.size(axis) == 1) continue;
+    const bool replicated = last.to.on(axis) == Layout::kReplicated;
     const bool summed = std::find(last.axes.begin(), last.axes.end(), axis) != last.axes.end();
     if (replicated != (summed && last.kind == PassKind::kAllReduce)) return false;
   }

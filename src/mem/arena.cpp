@@ -87,7 +87,7 @@ void trim_heap(int64_t bytes) {
 
 Lease::Lease(Lease&& other) noexcept
     : arena_(std::exchange(other.arena_, nullptr)),
-      data_(std::move(other.data_)),
+      data_(std::exchange(other.data_, c10::DataPtr())),
       bytes_(std::exchange(other.bytes_, 0)),
       account_(other.account_) {}
 
@@ -95,7 +95,7 @@ Lease& Lease::operator=(Lease&& other) noexcept {
   if (this != &other) {
     reset();
     arena_ = std::exchange(other.arena_, nullptr);
-    data_ = std::move(other.data_);
+    data_ = std::exchange(other.data_, c10::DataPtr());
     bytes_ = std::exchange(other.bytes_, 0);
     account_ = other.account_;
   }
@@ -105,6 +105,7 @@ Lease& Lease::operator=(Lease&& other) noexcept {
 void Lease::reset() {
   if (arena_ != nullptr) arena_->give_back(*this);
   arena_ = nullptr;
+  data_ = c10::DataPtr();
   bytes_ = 0;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
-// Copies: the book of where a unit's role has copies, and which of them counts. Planner, check,
-// simulator, the tests' interpreter and the executor keep the same book. A pure value.
+// Copies: the book of where a unit's role has copies, and which of them counts. Planner, simulator,
+// the tests' interpreter and the executor (of parameters and gradients) keep the same book. A pure
+// value.
 //
 // [Note: Copies] Parameters rest: one copy is the authority and stays where it is, beside it there
 // is at most one working copy, and going back to rest is dropping that one: free. Gradients and

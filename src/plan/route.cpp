@@ -70,6 +70,11 @@ bool Route::into_next(size_t pass) const {
          passes[pass + 1].kind == PassKind::kAllGather;
 }
 
+bool Route::ends_at(size_t pass) const {
+  return std::all_of(passes.begin() + static_cast<std::ptrdiff_t>(pass) + 1, passes.end(),
+                     [](const Pass& later) { return later.kind == PassKind::kAllReduce; });
+}
+
 bool Route::joins_update() const {
   if (passes.empty() || passes[0].kind != PassKind::kLocal || !passes[0].axes.empty()) return false;
   return to.tier != Tier::kDisk && (passes.size() == 1 || (passes.size() == 2 && into_next(0)));

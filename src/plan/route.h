@@ -40,6 +40,8 @@ struct Route {
   bool local() const;  // no peer takes part
   // Whether a pass writes into this rank's shard of what the next one gathers.
   bool into_next(size_t pass) const;
+  // Whether a pass writes to where the route ends: those after it are made in place.
+  bool ends_at(size_t pass) const;
   // Of a publish: its first pass can be the optimizer's.
   bool joins_update() const;
   // The dtype after a pass, for a buffer that comes in one dtype and ends in another.

@@ -75,6 +75,14 @@ TEST(RouteTest, BetweenTwoSumsValuesAreWide) {
             "reduce_scatter PS@device:fp32 | all_reduce RS@device:fp32 | local RS@host:fp32");
 }
 
+TEST(RouteTest, WhatIsSummedInPlaceIsWhereItEnds) {
+  const Route way = between("PP@device:fp32", "RS@device:fp32");
+  EXPECT_EQ(text(way), "reduce_scatter PS@device:fp32 | all_reduce RS@device:fp32");
+  EXPECT_TRUE(way.ends_at(0));
+  EXPECT_TRUE(way.ends_at(1));
+  EXPECT_FALSE(between("PP@device:bf16", "RS@device:bf16").ends_at(0));
+}
+
 TEST(RouteTest, AnUpdateDoesTheFirstPassOfItsPublish) {
   EXPECT_TRUE(between("SS@host:fp32", "RR@device:bf16").joins_update());
   EXPECT_TRUE(between("SS@device:fp32", "SS@device:bf16").joins_update());

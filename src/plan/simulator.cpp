@@ -240,7 +240,8 @@ class Walk {
       return;
     }
     if (unit == step.units.back()) {
-      const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, step.role, step.units)};
+      const Held buffers{Tier::kDevice, Use::kBuffers,
+                         buffer_bytes(way, step.role, step.units, copies.has(way.to))};
       meter_.add(buffers);
       lane_.push_back(buffers);
     }
@@ -301,7 +302,8 @@ class Walk {
 
   // Of a step whose flats all go the same way: what stands between the passes, and the largest of
   // each one's receive buffers and of what is packed, as passes follow one another.
-  int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units) const {
+  int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units,
+                       bool adds = false) const {
     std::vector<Packing> packing(way.passes.size());
     for_each_flat(role, units, [&](const FlatDesc& flat) {
       for (size_t i = 0; i < way.passes.size(); ++i) packing[i].add(shard_bytes(way, i, flat));
@@ -320,7 +322,7 @@ class Walk {
         if (pass.sums())
           received = std::max(received, shard_bytes(way, i, flat) * (group_size(pass) - 1));
         const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
-        if (stands && i + 1 < way.passes.size())
+        if (stands && !(adds ? i + 1 == way.passes.size() : way.ends_at(i)))
           sum += flat.numel / num_shards(pass.to, mesh_) * dtype_bytes(dtype_after(way, i, flat));
       }
       sum += received;

@@ -24,7 +24,8 @@ const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
   return kUsed;
 }
 
-// A preset: layouts over (node, local), with a tier where it is not the options' ("SS@host").
+// A preset: layouts over (node, local); those of parameters with a tier where it is not the
+// options' ("SS@host").
 struct Preset {
   const char* name;
   const char *param_rest, *param_hold, *grad_hold, *grad_update, *optim;
@@ -241,7 +242,7 @@ Table preset(const std::string& name, const TableOptions& options) {
   if (options.grad_tier && !shards_grads)
     throw ConfigError(concat("[plan::preset] offload.gradients '", tier_name(*options.grad_tier),
                              "' needs gradients that are held sharded, which strategy '", name,
-                             "' has not: allowed with zero2, zero3, hpz, mics"));
+                             "' has not: allowed with zero2, zero3, hpz, hpz_host, mics"));
   const bool offloads = options.optim_tier != Tier::kDevice;
   const Tier update_tier = offloads ? Tier::kHost : Tier::kDevice;
   const Dtype sum = options.accumulate ? Dtype::kFp32 : precision;

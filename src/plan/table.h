@@ -76,8 +76,7 @@ struct TableOptions {
   Tier act_tier = Tier::kDevice;
 };
 
-// The presets: "ddp" "zero1" "zero2" "zero3" "hpz" "mics". Throws ConfigError with the nearest
-// name.
+// One of preset_names(). Throws ConfigError with the nearest name.
 Table preset(const std::string& name, const TableOptions& options);
 const std::vector<std::string>& preset_names();
 

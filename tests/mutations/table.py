@@ -319,8 +319,8 @@ MUTATIONS = [
     Mutation(
         "the norm of gradients that were replaced",
         GRADIENTS,
-        "slot.touched = true;\n  flat.squares = Flat::kUncounted;",
-        "slot.touched = true;",
+        "if (from >= to) return;\n  flat.squares = Flat::kUncounted;",
+        "if (from >= to) return;",
         EDITED,
     ),
     Mutation(

@@ -24,7 +24,7 @@ def _layouts() -> list[tuple[int, str]]:
     return [
         (world, strategy)
         for world in WORLDS
-        for strategy in STRATEGIES + (NODE_STRATEGIES if world == 4 else [])
+        for strategy in STRATEGIES + ([*NODE_STRATEGIES, "hpz_host"] if world == 4 else [])
     ]
 
 

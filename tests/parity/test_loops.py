@@ -8,7 +8,7 @@ returns numbers that must agree, too, once averaged over the ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import compare
@@ -104,6 +104,8 @@ def loss_of(engine: Any, part: Part) -> torch.Tensor:
 
 
 # ---- the loops
+
+GRADIENTS_ON_DISK = {"optimizer": "host", "gradients": "disk"}
 
 Data = list[list[Part]]
 
@@ -235,6 +237,18 @@ def edited_gradients(engine: Any, data: Data) -> list[float]:
     return norms
 
 
+def edited_biases(engine: Any, data: Data) -> list[float]:
+    """Edits that may lie outside of a rank's shard."""
+    norms = []
+    for (part,) in data:
+        engine.backward(loss_of(engine, part))
+        gradients = engine.full_grads()
+        engine.set_grads({name: g + 1.0 for name, g in gradients.items() if "bias" in name})
+        engine.step()
+        norms.append(engine.grad_norm)
+    return norms
+
+
 def freeze_and_unfreeze(engine: Any, data: Data) -> None:
     for step, (part,) in enumerate(data):
         engine.module.blocks[0].requires_grad_(not 1 <= step <= 2)
@@ -316,6 +330,8 @@ class Loop(NamedTuple):
     micros: int = 1  # micro-batches a step
     accumulate: int = 1  # of the config
     exact: bool = True  # no low precision in it
+    # Of the config, where strategies hold gradients sharded.
+    offload: Mapping[str, str] = {}
 
 
 LOOPS = {
@@ -335,6 +351,8 @@ LOOPS = {
     "divided by the engine": Loop(divided_by_engine, 3, accumulate=3),
     "edited gradients": Loop(edited_gradients, 2),
     "edited gradients, averaged": Loop(edited_gradients, 2, accumulate=2),
+    "edited gradients, on disk": Loop(edited_gradients, 2, offload=GRADIENTS_ON_DISK),
+    "edited biases, on disk": Loop(edited_biases, offload=GRADIENTS_ON_DISK),
     "freeze": Loop(freeze_and_unfreeze),
     "unfreeze": Loop(unfrozen_from_the_top),
     "lr by hand": Loop(change_lr),
@@ -374,7 +392,8 @@ def run_plain(loop: Loop) -> tuple[Tensors, list[float]]:
 
 def on_ranks(name: str, strategy: str) -> tuple[Tensors, list[float]]:
     loop = LOOPS[name]
-    engine = start(strategy, loop.accumulate)
+    offload = loop.offload if strategy in ("zero2", "zero3") else {}
+    engine = start(strategy, loop.accumulate, offload=dict(offload))
     numbers = loop.run(engine, data_of(loop.micros, WORLD, dist.get_rank())) or []
     weights = engine.state_dict()
     engine.close()

@@ -55,7 +55,7 @@ class Case:
             "comm": {"timeout_s": 60} | ({"bucket_bytes": 0} if alone else {}),
             "units": {"modules": zoo.ENTRIES[self.model].units},
             "loss_scale": {"initial": LOSS_SCALE} if self.precision == "fp16" else {},
-            "mesh": {"node": 2} if self.strategy in ("hpz", "mics") else {},
+            "mesh": {"node": 2} if self.strategy in ("hpz", "hpz_host", "mics") else {},
         }
 
     def __str__(self) -> str:
