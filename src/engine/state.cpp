@@ -173,10 +173,13 @@ void Core::State::backward_enter(int unit) {
   start_backward();
   if (!unit_events) return;
   if (unit != 0) complete_frozen(unit);
+  const bool spans = order->spans(unit);
+  // The plan of step one has it where its module is; going there would skip what is before.
+  if (spans && !order->done()) return driver->pin(unit);
   order->begin(Op::kBackward, unit);
   driver->enter(Op::kBackward, unit);
   const bool all_frozen = waiting[unit] == 0 && !executor->units()[unit].trainable();
-  if (all_frozen && unit != 0) frozen_open.push_back(unit);
+  if (all_frozen && unit != 0 && !spans) frozen_open.push_back(unit);
 }
 
 // A frozen weight has no gradient to tell that it was used for the last time; by the order in which
