@@ -36,6 +36,10 @@ bool OrderLearner::spans(int unit) const {
   return std::find(spanning_.begin(), spanning_.end(), unit) != spanning_.end();
 }
 
+bool OrderLearner::enters_again(int unit) const {
+  return scope_.moves_params && in_forward_ && forward_.has(unit);
+}
+
 std::vector<Visit> OrderLearner::seen_forward() const {
   if (!scope_.units_are_entered || forward_.empty()) return assumed_.forward;
   std::vector<Visit> visits = forward_.visits(static_cast<int>(assumed_.units.size()));

@@ -82,6 +82,23 @@ TEST(OrderLearner, UnitsReadOutsideTheirModuleAreWholeForEntirePasses) {
   EXPECT_EQ(visits_text(model.backward), "u0 begin\nu1 begin\nu2\nu1 end\nu0 end");
 }
 
+TEST(OrderLearner, TellsWhatAForwardEntersAgain) {
+  OrderLearner learner(chain(3), moving()), still(chain(3), {true, false, {}});
+  for (OrderLearner* one : {&learner, &still}) {
+    one->begin_forward(true);
+    EXPECT_FALSE(one->enters_again(1));
+    one->begin(kForward, 1);
+    one->end(kForward, 1);
+    EXPECT_EQ(one->enters_again(1), one == &learner);
+    EXPECT_FALSE(one->enters_again(2));
+  }
+  learner.begin_forward(true);
+  EXPECT_FALSE(learner.enters_again(1));
+  learner.begin(kForward, 1);
+  learner.end_forward();
+  EXPECT_FALSE(learner.enters_again(1));
+}
+
 TEST(OrderLearner, ATileThatIsNotUsedInForwardIsNotBroughtThere) {
   OrderLearner learner(chain(3), moving(/*tile=*/2));
   run(learner, kForward, {1});

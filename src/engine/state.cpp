@@ -91,6 +91,11 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
 
 void Core::State::unit_begin(int unit) {
   if (engine::in_backward()) return backward_enter(unit);
+  // A layer that is used here and there stays, as it would in the root.
+  if (!model.units[unit].block && !order->spans(unit) && order->enters_again(unit)) {
+    order->span(unit);
+    driver->enter(Op::kForward, unit);
+  }
   order->begin(Op::kForward, unit);
   driver->enter(Op::kForward, unit);
 }

@@ -43,9 +43,10 @@ class Case:
         return self.world * self.accumulate * MICRO
 
     def config(self) -> dict[str, Any]:
-        # In the zoo, two and four ranks move each unit by itself and in time, others early and
-        # together.
+        # In the zoo, two and four ranks move each unit, a layer too, by itself and in time,
+        # others early and together.
         alone = self.model in zoo.ZOO and self.world % 2 == 0
+        entry = zoo.ENTRIES[self.model]
         return ({"prefetch_bytes": 0} if alone else {}) | {
             "strategy": self.strategy,
             "precision": None if self.precision == "own" else self.precision,
@@ -53,9 +54,9 @@ class Case:
             "batch": {"micro": MICRO, "accumulate": self.accumulate},
             "clip": CLIP[self.model] if self.clip else 0.0,
             "comm": {"timeout_s": 60} | ({"bucket_bytes": 0} if alone else {}),
-            "units": {"modules": zoo.ENTRIES[self.model].units},
+            "units": {"modules": entry.units, "layer_bytes": 1 if alone else entry.layer_bytes},
             "loss_scale": {"initial": LOSS_SCALE} if self.precision == "fp16" else {},
-            "mesh": {"node": 2} if self.strategy in ("hpz", "mics") else {},
+            "mesh": {"node": min(2, self.world)} if self.strategy in ("hpz", "mics") else {},
         }
 
     def __str__(self) -> str:
