@@ -352,8 +352,7 @@ class Engine:
             )
         for unit, name in enumerate(core.unit_modules):
             if unit > 0 and not core.is_tile(unit):
-                # What torch.compile() returns holds the module: hooks go around both.
-                module = self.module.get_submodule(name.removesuffix("._orig_mod"))
+                module = tree.place_of_hooks(self.module, name)
                 if unit in recomputed:
                     self._hooks.append(recompute.Recomputed(module, unit, core))
                 if core.needs_unit_events:
