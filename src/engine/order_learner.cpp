@@ -25,7 +25,12 @@ void OrderLearner::begin(Op pass, int unit) {
 }
 
 void OrderLearner::end(Op pass, int unit) {
-  if (records(pass)) record_of(pass).end(unit);
+  if (!records(pass)) return;
+  // Its gradients came and nobody asked for its parameters: it needs none, as a table of rows.
+  if (pass == Op::kBackward && scope_.moves_params && !backward_.has(unit)) {
+    return backward_.add({unit, Mark::kGradient});
+  }
+  record_of(pass).end(unit);
 }
 
 void OrderLearner::add(Op pass, const Visit& visit) {
@@ -54,6 +59,11 @@ std::vector<Visit> OrderLearner::seen_forward() const {
 std::vector<Visit> OrderLearner::seen_backward() const {
   if (backward_.empty()) return assumed_.backward;
   std::vector<Visit> visits = backward_.visits(static_cast<int>(assumed_.units.size()));
+  // What was not reached (frozen, say) needs no more than was assumed.
+  for (const Visit& visit : assumed_.backward) {
+    if (visit.mark != Mark::kGradient || backward_.has(visit.unit)) continue;
+    std::replace(visits.begin(), visits.end(), Visit{visit.unit, Mark::kWhole}, visit);
+  }
   add_spanning(visits);
   return visits;
 }

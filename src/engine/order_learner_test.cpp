@@ -82,6 +82,17 @@ TEST(OrderLearner, UnitsReadOutsideTheirModuleAreWholeForEntirePasses) {
   EXPECT_EQ(visits_text(model.backward), "u0 begin\nu1 begin\nu2\nu1 end\nu0 end");
 }
 
+TEST(OrderLearner, ATableThatNoGradientReachedStillNeedsNoParameters) {
+  ModelDesc model = chain(3);
+  for (Visit& visit : model.backward) {
+    if (visit.unit == 1) visit.mark = Mark::kGradient;
+  }
+  OrderLearner learner(model, moving());
+  run(learner, kForward, {1, 2});
+  run(learner, kBackward, {2});
+  EXPECT_EQ(visits_text(learner.agree(0, alone).backward), "u0 begin\nu2\nu1 gradient\nu0 end");
+}
+
 TEST(OrderLearner, TellsWhatAForwardEntersAgain) {
   OrderLearner learner(chain(3), moving()), still(chain(3), {true, false, {}});
   for (OrderLearner* one : {&learner, &still}) {
@@ -106,11 +117,11 @@ TEST(OrderLearner, ATileThatIsNotUsedInForwardIsNotBroughtThere) {
   learner.begin(kBackward, 0);
   learner.add(kBackward, {2, Mark::kUse});
   learner.add(kBackward, {2, Mark::kGradient});
-  learner.end(kBackward, 1);
+  learner.end(kBackward, 1);  // which was not entered
   learner.end(kBackward, 0);
   const ModelDesc model = learner.agree(0, alone);
   EXPECT_EQ(visits_text(model.forward), "u0 begin\nu1\nu0 end");
-  EXPECT_EQ(visits_text(model.backward), "u0 begin\nu2 use\nu2 gradient\nu1\nu0 end");
+  EXPECT_EQ(visits_text(model.backward), "u0 begin\nu2 use\nu2 gradient\nu1 gradient\nu0 end");
 }
 
 TEST(OrderLearner, WhereRanksDifferTheAssumedOrderStaysIfItServedThemAll) {

@@ -105,7 +105,8 @@ void Core::State::unit_again(int unit) {
 }
 
 void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
-  if (unit_events || unit == 0) {
+  const bool reads_none = !model.units[unit].block && engine::only_looked_up(outputs);
+  if (unit == 0 || (unit_events && !reads_none)) {
     engine::before_backward_of(outputs, [weak = weak_from_this(), unit] {
       const auto self = weak.lock();
       if (self && !self->closed) self->in_hook([&] { self->backward_enter(unit); });

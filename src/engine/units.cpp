@@ -143,7 +143,8 @@ class Finder {
 // Walks the modules in order; a unit is open while its descendants come.
 class OrderWriter {
  public:
-  OrderWriter(const ModelTree& tree, const std::vector<UnitSpec>& specs) : tree_(tree) {
+  OrderWriter(const ModelTree& tree, const std::vector<UnitSpec>& specs)
+      : tree_(tree), specs_(specs) {
     for (size_t unit = 0; unit < specs.size(); ++unit) {
       unit_named_[specs[unit].module] = static_cast<int>(unit);
     }
@@ -163,10 +164,9 @@ class OrderWriter {
       if (unit != unit_named_.end()) open(unit->second, static_cast<int>(m));
       const auto tiles = tiles_.find(module.rows);
       if (tiles == tiles_.end()) continue;
-      const bool looks_up = module.type == "Embedding";  // needs no weight in backward
       for (const int tile : tiles->second) {
         forward_.push_back({tile, Mark::kWhole});
-        backward_.push_back({tile, looks_up ? Mark::kGradient : Mark::kWhole});
+        backward_.push_back({tile, backward_of(module)});
       }
     }
     if (open_ > 0) close();
@@ -178,6 +178,11 @@ class OrderWriter {
   }
 
  private:
+  // A table of rows needs no weight in backward.
+  static Mark backward_of(const ModuleInfo& module) {
+    return module.rows >= 0 && module.type == "Embedding" ? Mark::kGradient : Mark::kWhole;
+  }
+
   bool inside(int module, int outer) const {
     while (module > outer) module = tree_.modules[module].parent;
     return module == outer;
@@ -192,7 +197,9 @@ class OrderWriter {
 
   void close() {
     if (forward_.back().unit == open_) {
-      forward_.back().mark = backward_.back().mark = Mark::kWhole;
+      const bool block = specs_[open_].block;
+      forward_.back().mark = Mark::kWhole;
+      backward_.back().mark = block ? Mark::kWhole : backward_of(tree_.modules[open_module_]);
     } else {
       forward_.push_back({open_, Mark::kEnd});
       backward_.push_back({open_, Mark::kBegin});
@@ -201,6 +208,7 @@ class OrderWriter {
   }
 
   const ModelTree& tree_;
+  const std::vector<UnitSpec>& specs_;
   std::map<std::string, int> unit_named_;
   std::map<int, std::vector<int>> tiles_;  // units, by parameter
   std::vector<Visit> forward_, backward_;

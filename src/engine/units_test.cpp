@@ -130,10 +130,15 @@ TEST(FindUnits, WithoutBlocksNoLayerIsAUnit) {
 TEST(AssumeOrder, LayersAreWhereTheModelHasThem) {
   UnitsConfig config;
   config.layer_bytes = 64;
+  ModelTree tree = untied();
+  tree.modules[1].rows = 0;
   ModelDesc model;
-  assume_order(model, untied(), find_units(untied(), config));
+  assume_order(model, tree, find_units(tree, config));
   const std::vector<Visit> forward = {{0, Mark::kBegin}, {1}, {2}, {3}, {4}, {0, Mark::kEnd}};
   EXPECT_EQ(model.forward, forward);
+  const std::vector<Visit> backward = {{0, Mark::kBegin}, {4}, {3}, {2}, {1, Mark::kGradient},
+                                       {0, Mark::kEnd}};
+  EXPECT_EQ(model.backward, backward);  // the embedding needs no weight there
 }
 
 TEST(FindUnits, AModelWithoutParametersIsAnError) {

@@ -50,6 +50,7 @@ class Seen:
     units: list[str] = field(default_factory=list)
     recomputed: list[str] = field(default_factory=list)
     explained: str = ""
+    backward: str = ""  # its plan
     ledger: dict[str, Any] = field(default_factory=dict)
 
 
@@ -82,6 +83,7 @@ def see(kind, others, sharded=False) -> Seen:
     seen.units = list(engine._core.unit_modules)
     seen.recomputed = [seen.units[unit] for unit in engine._core.recomputed_units]
     seen.explained, seen.ledger = engine.explain(), engine.ledger()
+    seen.backward = engine._core.plan_text("backward_last")
     engine.close()
     return seen
 
@@ -94,6 +96,20 @@ def test_they_are_there_only_while_they_run(pools):
     assert seen.units == ["", "tokens", "places", "blocks.0", "blocks.1", "head"]
     assert seen.whole == [NORM, NORM]
     assert "units read outside their module: 0\nevents off plan so far: 0\n" in seen.explained
+
+
+GATHERED = {
+    "Untied": {"u0", "u3", "u4", "u5"},  # not the embeddings
+    "Hooked": {"u0", "u1", "u3", "u4", "u5"},
+    "Frozen": {"u0", "u3", "u4", "u5"},
+    "NoGrad": {"u0", "u3", "u4", "u5"},
+}
+
+
+@pytest.mark.parametrize("kind", GATHERED)
+def test_embeddings_need_no_weights_in_backward(kind, pools):
+    seen = pools(2).run(see, kind, {"comm": {"timeout_s": 60, "bucket_bytes": 0}})[0]
+    assert set(re.findall(r"^move (u\d) param all_gather", seen.backward, re.M)) == GATHERED[kind]
 
 
 @pytest.mark.parametrize(
