@@ -68,13 +68,12 @@ std::vector<Visit> OrderLearner::seen_backward() const {
   return visits;
 }
 
-// Next to the root, which encloses all.
+// Next to the root, which encloses all, in the order in which they are entered and left.
 void OrderLearner::add_spanning(std::vector<Visit>& visits) const {
-  for (const int unit : spanning_) {
-    std::erase_if(visits, [unit](const Visit& visit) { return visit.unit == unit; });
-    visits.insert(visits.begin() + 1, {unit, Mark::kBegin});
-    visits.insert(visits.end() - 1, {unit, Mark::kEnd});
-  }
+  std::erase_if(visits, [this](const Visit& visit) { return spans(visit.unit); });
+  auto begin = visits.begin() + 1;
+  for (const int unit : spanning_) begin = visits.insert(begin, {unit, Mark::kBegin}) + 1;
+  for (const int unit : spanning_) visits.insert(visits.end() - 1, {unit, Mark::kEnd});
 }
 
 ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {

@@ -71,15 +71,17 @@ TEST(OrderLearner, WithoutEventsInForwardItsOrderStaysAssumed) {
 }
 
 TEST(OrderLearner, UnitsReadOutsideTheirModuleAreWholeForEntirePasses) {
-  OrderLearner learner(chain(3), moving());
+  OrderLearner learner(chain(4), moving());
+  learner.span(3);
   learner.span(1);
   EXPECT_TRUE(learner.spans(1));
   EXPECT_FALSE(learner.spans(2));
-  run(learner, kForward, {1, 2});
-  run(learner, kBackward, {2, 1});
+  run(learner, kForward, {1, 2, 3});
+  run(learner, kBackward, {3, 2, 1});
   const ModelDesc model = learner.agree(0, alone);
-  EXPECT_EQ(visits_text(model.forward), "u0 begin\nu1 begin\nu2\nu1 end\nu0 end");
-  EXPECT_EQ(visits_text(model.backward), "u0 begin\nu1 begin\nu2\nu1 end\nu0 end");
+  const std::string expected = "u0 begin\nu3 begin\nu1 begin\nu2\nu3 end\nu1 end\nu0 end";
+  EXPECT_EQ(visits_text(model.forward), expected);
+  EXPECT_EQ(visits_text(model.backward), expected);
 }
 
 TEST(OrderLearner, ATableThatNoGradientReachedStillNeedsNoParameters) {

@@ -53,6 +53,7 @@ BYTES = gtest("src/mem/mem_test", "DiskTest.GivesBack*:Extents.*")
 TILES = Program("src/tiles/tiles_test")
 SCHEDULE = Pytest(("tests/python/test_api.py", "-k", "schedule_of_the_config"))
 SCALE = Pytest(("tests/parity/test_known_bugs.py", "-k", "b31 and zero3"))
+LAYERS = Pytest(("tests/parity/test_root_layers.py", "-k", "stays"))
 BATCH_NORM = Pytest(("tests/parity/test_activations.py", "-k", "conv_net and world1"))
 
 CHECK, COPIES, ROUTE = "src/plan/check.cpp", "src/plan/copies.cpp", "src/plan/route.cpp"
@@ -456,6 +457,20 @@ MUTATIONS = [
         "window->num_averaged()) * loss_scale.value();",
         "window->num_averaged());",
         SCALE,
+    ),
+    Mutation(
+        "a frozen table that the head reads goes with the next backward",
+        "src/engine/state.cpp",
+        "all_frozen && unit != 0 && !spans",
+        "all_frozen && unit != 0",
+        LAYERS,
+    ),
+    Mutation(
+        "a layer that comes back is whole for its first use only",
+        "src/engine/state.cpp",
+        "if (spans && !order->done()) return driver->pin(unit);",
+        "",
+        LAYERS,
     ),
     # ---- python
     Mutation(

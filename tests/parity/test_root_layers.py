@@ -49,6 +49,7 @@ class Seen:
     whole: list[set[str]] = field(default_factory=list)  # outside of blocks, after each block
     units: list[str] = field(default_factory=list)
     recomputed: list[str] = field(default_factory=list)
+    off_plan: list[int] = field(default_factory=list)  # events so far, after each step
     explained: str = ""
     backward: str = ""  # its plan
     ledger: dict[str, Any] = field(default_factory=dict)
@@ -63,17 +64,19 @@ def is_whole(parameter):
 
 
 def see(kind, others, sharded=False) -> Seen:
-    """On a rank: two steps of a model that nothing is prefetched for; `whole` is of the second."""
+    """On a rank: two steps, each unit moved by itself and in time; `whole` is of the second."""
     import penstock  # noqa: PLC0415
 
     with penstock.init() if sharded else contextlib.nullcontext():
         model = models.fill(getattr(layer_models, kind)())
-    config = Case(model="called").config() | {"prefetch_bytes": 0}
-    engine = penstock.initialize(model, config | others)
+    alone = {"prefetch_bytes": 0, "comm": {"timeout_s": 60, "bucket_bytes": 0}}
+    engine = penstock.initialize(model, Case(model="called").config() | alone | others)
     seen = Seen()
     for batch in zoo.batches("called", 2 * training.MICRO)[:2]:
         seen.losses.append(training.backwards(engine, batch, 1))
         engine.step()
+        told = re.search(r"events off plan so far: (\d+)", engine.explain())
+        seen.off_plan.append(int(told.group(1)))
         for block in model.blocks if not seen.whole else ():
             block.register_forward_hook(
                 lambda *_: seen.whole.append(
@@ -108,7 +111,7 @@ GATHERED = {
 
 @pytest.mark.parametrize("kind", GATHERED)
 def test_embeddings_need_no_weights_in_backward(kind, pools):
-    seen = pools(2).run(see, kind, {"comm": {"timeout_s": 60, "bucket_bytes": 0}})[0]
+    seen = pools(2).run(see, kind, {})[0]
     assert set(re.findall(r"^move (u\d) param all_gather", seen.backward, re.M)) == GATHERED[kind]
 
 
@@ -116,12 +119,16 @@ def test_embeddings_need_no_weights_in_backward(kind, pools):
     ("kind", "also"),
     [
         ("Read", {"tokens.weight"}),
+        ("FrozenRead", {"tokens.weight"}),
         ("Twice", {"tokens.weight", "places.weight", "head.weight", "head.bias"}),
     ],
 )
 def test_what_is_used_here_and_there_stays(kind, also, pools):
     seen = pools(2).run(see, kind, {})[0]
     assert seen.whole == [NORM | also] * 2
+    assert seen.off_plan[0] == seen.off_plan[1] > 0
+    foreseen, measured = seen.ledger["predicted"]["zero3"], seen.ledger["measured"]
+    assert measured["grad"] <= foreseen["grad"]  # in step one, too
 
 
 def test_they_take_less_memory_as_foreseen(pools):
