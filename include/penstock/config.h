@@ -61,6 +61,7 @@ struct CommConfig {
 struct UnitsConfig {
   std::vector<std::string> modules;  // class names that are units; empty = found by itself
   int64_t max_bytes = 256LL << 20;   // for modules without repeated blocks
+  int64_t layer_bytes = 1LL << 20;   // of a layer outside of them that is a unit, too
 };
 
 // Large Linear and Embedding weights in tiles of rows, each a unit of its own.

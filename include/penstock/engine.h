@@ -7,7 +7,8 @@
 //   engine.step();
 //
 // torch::nn modules have no forward hooks, so a module whose parameters should move as a unit of
-// its own says so in its forward (without it the whole model is one unit, and just as right):
+// its own says so in its forward (without it the whole model is one unit, and just as right); so
+// does a large layer, where it is used: penstock::unit(*embed, [&] { return embed(x); }):
 //
 //   at::Tensor forward(at::Tensor x) {
 //     return penstock::unit(*this, [&] { return x + mlp(norm(x)); });
@@ -34,7 +35,7 @@ namespace penstock {
 class PENSTOCK_API Engine {
  public:
   // [all ranks] The optimizer and its schedule come from the config. Units are the modules whose
-  // class is named in `config.units.modules`, or repeated blocks.
+  // class is named in `config.units.modules`, or repeated blocks, and large layers beside them.
   Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& config,
          std::shared_ptr<Group> group = Group::alone());
   ~Engine();

@@ -362,8 +362,7 @@ class Engine:
             )
         for index, unit in enumerate(units):
             if index > 0 and not unit.is_tile:
-                # What torch.compile() returns holds the module: hooks go around both.
-                module = self.module.get_submodule(unit.module.removesuffix("._orig_mod"))
+                module = tree.place_of_hooks(self.module, unit.module)
                 if unit.recomputed:
                     self._hooks.append(recompute.Recomputed(module, index, core.recomputation))
                 if core.needs_unit_events:

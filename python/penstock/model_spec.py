@@ -50,6 +50,8 @@ class PlainGpt(nn.Module):
             nn.TransformerEncoderLayer(hidden, 1, 4 * hidden) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        self.head.weight = self.tokens.weight
         self.seq = seq
 
 

@@ -48,6 +48,23 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def place_of_hooks(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    """The module whose begin and end are those of the unit `name`.
+
+    A layer inside compiled code is there as long as that code runs, which sees no hooks.
+    """
+    # What torch.compile() returns holds the module: hooks go around both.
+    outer = model.get_submodule(name.removesuffix("._orig_mod"))
+    if next(model.get_submodule(name).children(), None) is not None:
+        return outer
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        module = model.get_submodule(".".join(parts[:depth]))
+        if type(module).__name__ == "OptimizedModule" or is_compiled_in_place(module):
+            return module
+    return outer
+
+
 class AroundCompiled:
     """Hooks around a module compiled in place, outside the compiled code: no graph break."""
 

@@ -43,11 +43,11 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
   return units;
 }
 
-ModelDesc describe(const std::vector<exec::UnitState>& units) {
+ModelDesc describe(const std::vector<exec::UnitState>& units, const std::vector<UnitSpec>& specs) {
   ModelDesc model;
-  for (const exec::UnitState& unit : units) {
-    UnitDesc desc{unit.name, {}, TensorSplit::kNone};
-    for (const exec::Flat& flat : unit.flats) {
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    UnitDesc desc{.name = units[unit].name, .flats = {}, .block = specs[unit].block};
+    for (const exec::Flat& flat : units[unit].flats) {
       desc.flats.push_back({flat.numel, flat.dtype, flat.trainable});
     }
     model.units.push_back(desc);
@@ -95,7 +95,7 @@ Blueprint draw(const ModelTree& tree, const Config& config) {
       tree, config.tiling, [&](const ParamInfo& param) { return compute_dtype(config, param); });
   drawn.specs = find_units(drawn.split.tree, config.units);
   drawn.units = lay_out(drawn.split.tree, drawn.specs, config, drawn.mesh.data());
-  drawn.model = describe(drawn.units);
+  drawn.model = describe(drawn.units, drawn.specs);
   return drawn;
 }
 

@@ -84,6 +84,16 @@ void before_backward_of(const std::vector<at::Tensor>& outputs,
   }
 }
 
+bool only_looked_up(const std::vector<at::Tensor>& outputs) {
+  return std::all_of(outputs.begin(), outputs.end(), [](const at::Tensor& output) {
+    if (!output.defined() || !output.requires_grad()) return true;
+    const auto& node = output.grad_fn();
+    if (!node || node->name() != "EmbeddingBackward0") return false;
+    const auto& weight = node->next_edge(0).function;
+    return weight && weight->num_outputs() == 0;  // an accumulator: it was not computed
+  });
+}
+
 GradientHook::GradientHook(const at::Tensor& leaf, std::function<void()> taken)
     : accumulator_(torch::autograd::impl::grad_accumulator(leaf)) {
   key_ = accumulator_->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(

@@ -23,6 +23,9 @@ void at_end_of_backward(std::function<void()> done);
 void before_backward_of(const std::vector<at::Tensor>& outputs,
                         const std::function<void()>& before);
 
+// Whether their backward reads no parameter: each was looked up in one, row by row.
+bool only_looked_up(const std::vector<at::Tensor>& outputs);
+
 // Runs `taken` each time autograd has finished accumulating into a leaf's .grad. Removed with the
 // object. Move-only.
 class GradientHook {

@@ -25,7 +25,12 @@ void OrderLearner::begin(Op pass, int unit) {
 }
 
 void OrderLearner::end(Op pass, int unit) {
-  if (records(pass)) record_of(pass).end(unit);
+  if (!records(pass)) return;
+  // Its gradients came and nobody asked for its parameters: it needs none, as a table of rows.
+  if (pass == Op::kBackward && scope_.moves_params && !backward_.has(unit)) {
+    return backward_.add({unit, Mark::kGradient});
+  }
+  record_of(pass).end(unit);
 }
 
 void OrderLearner::add(Op pass, const Visit& visit) {
@@ -34,6 +39,10 @@ void OrderLearner::add(Op pass, const Visit& visit) {
 
 bool OrderLearner::spans(int unit) const {
   return std::find(spanning_.begin(), spanning_.end(), unit) != spanning_.end();
+}
+
+bool OrderLearner::enters_again(int unit) const {
+  return scope_.moves_params && in_forward_ && forward_.has(unit);
 }
 
 std::vector<Visit> OrderLearner::seen_forward() const {
@@ -50,17 +59,21 @@ std::vector<Visit> OrderLearner::seen_forward() const {
 std::vector<Visit> OrderLearner::seen_backward() const {
   if (backward_.empty()) return assumed_.backward;
   std::vector<Visit> visits = backward_.visits(static_cast<int>(assumed_.units.size()));
+  // What was not reached (frozen, say) needs no more than was assumed.
+  for (const Visit& visit : assumed_.backward) {
+    if (visit.mark != Mark::kGradient || backward_.has(visit.unit)) continue;
+    std::replace(visits.begin(), visits.end(), Visit{visit.unit, Mark::kWhole}, visit);
+  }
   add_spanning(visits);
   return visits;
 }
 
-// Next to the root, which encloses all.
+// Next to the root, which encloses all, in the order in which they are entered and left.
 void OrderLearner::add_spanning(std::vector<Visit>& visits) const {
-  for (const int unit : spanning_) {
-    std::erase_if(visits, [unit](const Visit& visit) { return visit.unit == unit; });
-    visits.insert(visits.begin() + 1, {unit, Mark::kBegin});
-    visits.insert(visits.end() - 1, {unit, Mark::kEnd});
-  }
+  std::erase_if(visits, [this](const Visit& visit) { return spans(visit.unit); });
+  auto begin = visits.begin() + 1;
+  for (const int unit : spanning_) begin = visits.insert(begin, {unit, Mark::kBegin}) + 1;
+  for (const int unit : spanning_) visits.insert(visits.end() - 1, {unit, Mark::kEnd});
 }
 
 ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {

@@ -43,6 +43,8 @@ class OrderLearner {
   void span(int unit) { spanning_.push_back(unit); }
   const std::vector<int>& spanning() const { return spanning_; }
   bool spans(int unit) const;
+  // Whether it moves and was entered before in the forward that is recorded.
+  bool enters_again(int unit) const;
 
   // [all ranks] The model in the order that was seen, where it was the same on every rank; else in
   // the assumed one. `off_plan`: events of this rank that the assumed order did not foresee. Throws

@@ -71,15 +71,45 @@ TEST(OrderLearner, WithoutEventsInForwardItsOrderStaysAssumed) {
 }
 
 TEST(OrderLearner, UnitsReadOutsideTheirModuleAreWholeForEntirePasses) {
-  OrderLearner learner(chain(3), moving());
+  OrderLearner learner(chain(4), moving());
+  learner.span(3);
   learner.span(1);
   EXPECT_TRUE(learner.spans(1));
   EXPECT_FALSE(learner.spans(2));
-  run(learner, kForward, {1, 2});
-  run(learner, kBackward, {2, 1});
+  run(learner, kForward, {1, 2, 3});
+  run(learner, kBackward, {3, 2, 1});
   const ModelDesc model = learner.agree(0, alone);
-  EXPECT_EQ(visits_text(model.forward), "u0 begin\nu1 begin\nu2\nu1 end\nu0 end");
-  EXPECT_EQ(visits_text(model.backward), "u0 begin\nu1 begin\nu2\nu1 end\nu0 end");
+  const std::string expected = "u0 begin\nu3 begin\nu1 begin\nu2\nu3 end\nu1 end\nu0 end";
+  EXPECT_EQ(visits_text(model.forward), expected);
+  EXPECT_EQ(visits_text(model.backward), expected);
+}
+
+TEST(OrderLearner, ATableThatNoGradientReachedStillNeedsNoParameters) {
+  ModelDesc model = chain(3);
+  for (Visit& visit : model.backward) {
+    if (visit.unit == 1) visit.mark = Mark::kGradient;
+  }
+  OrderLearner learner(model, moving());
+  run(learner, kForward, {1, 2});
+  run(learner, kBackward, {2});
+  EXPECT_EQ(visits_text(learner.agree(0, alone).backward), "u0 begin\nu2\nu1 gradient\nu0 end");
+}
+
+TEST(OrderLearner, TellsWhatAForwardEntersAgain) {
+  OrderLearner learner(chain(3), moving()), still(chain(3), {true, false, {}});
+  for (OrderLearner* one : {&learner, &still}) {
+    one->begin_forward(true);
+    EXPECT_FALSE(one->enters_again(1));
+    one->begin(kForward, 1);
+    one->end(kForward, 1);
+    EXPECT_EQ(one->enters_again(1), one == &learner);
+    EXPECT_FALSE(one->enters_again(2));
+  }
+  learner.begin_forward(true);
+  EXPECT_FALSE(learner.enters_again(1));
+  learner.begin(kForward, 1);
+  learner.end_forward();
+  EXPECT_FALSE(learner.enters_again(1));
 }
 
 TEST(OrderLearner, ATileThatIsNotUsedInForwardIsNotBroughtThere) {
@@ -89,11 +119,11 @@ TEST(OrderLearner, ATileThatIsNotUsedInForwardIsNotBroughtThere) {
   learner.begin(kBackward, 0);
   learner.add(kBackward, {2, Mark::kUse});
   learner.add(kBackward, {2, Mark::kGradient});
-  learner.end(kBackward, 1);
+  learner.end(kBackward, 1);  // which was not entered
   learner.end(kBackward, 0);
   const ModelDesc model = learner.agree(0, alone);
   EXPECT_EQ(visits_text(model.forward), "u0 begin\nu1\nu0 end");
-  EXPECT_EQ(visits_text(model.backward), "u0 begin\nu2 use\nu2 gradient\nu1\nu0 end");
+  EXPECT_EQ(visits_text(model.backward), "u0 begin\nu2 use\nu2 gradient\nu1 gradient\nu0 end");
 }
 
 TEST(OrderLearner, WhereRanksDifferTheAssumedOrderStaysIfItServedThemAll) {

@@ -91,6 +91,11 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
 
 void Core::State::unit_begin(int unit) {
   if (engine::in_backward()) return backward_enter(unit);
+  // A layer that is used here and there stays, as it would in the root.
+  if (!model.units[unit].block && !order->spans(unit) && order->enters_again(unit)) {
+    order->span(unit);
+    driver->enter(Op::kForward, unit);
+  }
   order->begin(Op::kForward, unit);
   driver->enter(Op::kForward, unit);
 }
@@ -100,7 +105,8 @@ void Core::State::unit_again(int unit) {
 }
 
 void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
-  if (unit_events || unit == 0) {
+  const bool reads_none = !model.units[unit].block && engine::only_looked_up(outputs);
+  if (unit == 0 || (unit_events && !reads_none)) {
     engine::before_backward_of(outputs, [weak = weak_from_this(), unit] {
       const auto self = weak.lock();
       if (self && !self->closed) self->in_hook([&] { self->backward_enter(unit); });
@@ -173,10 +179,13 @@ void Core::State::backward_enter(int unit) {
   start_backward();
   if (!unit_events) return;
   if (unit != 0) complete_frozen(unit);
+  const bool spans = order->spans(unit);
+  // The plan of step one has it where its module is; going there would skip what is before.
+  if (spans && !order->done()) return driver->pin(unit);
   order->begin(Op::kBackward, unit);
   driver->enter(Op::kBackward, unit);
   const bool all_frozen = waiting[unit] == 0 && !executor->units()[unit].trainable();
-  if (all_frozen && unit != 0) frozen_open.push_back(unit);
+  if (all_frozen && unit != 0 && !spans) frozen_open.push_back(unit);
 }
 
 // A frozen weight has no gradient to tell that it was used for the last time; by the order in which

@@ -18,22 +18,32 @@ class Finder {
     while (num_modules > 1 && is_tile(tree, num_modules - 1)) --num_modules;
     children_.resize(num_modules);
     bytes_.assign(num_modules, 0);
+    num_users_.assign(tree.params.size(), 0);
     for (size_t m = 1; m < num_modules; ++m) children_[tree.modules[m].parent].push_back(m);
     for (size_t m = num_modules; m-- > 0;) {
-      for (const int p : tree.modules[m].params) bytes_[m] += tree.params[p].param.nbytes();
+      for (const int p : tree.modules[m].params) {
+        bytes_[m] += tree.params[p].param.nbytes();
+        ++num_users_[p];
+      }
       if (m > 0) bytes_[tree.modules[m].parent] += bytes_[m];
     }
   }
 
-  std::vector<int> units() {
+  std::vector<int> blocks() {
     if (!config_.modules.empty()) {
       named(0);
       check_names();
     } else {
       repeated(0);
-      if (units_.empty()) by_size(0);
+      if (blocks_.empty()) by_size(0);
     }
-    return units_;
+    return blocks_;
+  }
+
+  // Large layers outside of blocks(), where there are any.
+  std::vector<int> layers() {
+    if (!blocks_.empty()) large(0);
+    return layers_;
   }
 
   static bool is_tile(const ModelTree& tree, size_t module) {
@@ -48,7 +58,7 @@ class Finder {
       const auto& wanted = config_.modules;
       if (std::find(wanted.begin(), wanted.end(), type) != wanted.end()) {
         found_.insert(type);
-        units_.push_back(child);
+        blocks_.push_back(child);
       } else {
         named(child);
       }
@@ -74,7 +84,7 @@ class Finder {
     }
     for (const int child : children_[module]) {
       if (is_block(child) && count[tree_.modules[child].type] >= 2) {
-        units_.push_back(child);
+        blocks_.push_back(child);
       } else {
         repeated(child);
       }
@@ -92,25 +102,49 @@ class Finder {
     for (const int child : children_[module]) {
       if (bytes_[child] == 0) continue;
       if (bytes_[child] <= config_.max_bytes || children_[child].empty()) {
-        units_.push_back(child);
+        blocks_.push_back(child);
       } else {
         by_size(child);
       }
     }
   }
 
+  void large(int module) {
+    for (const int child : children_[module]) {
+      if (std::find(blocks_.begin(), blocks_.end(), child) != blocks_.end()) continue;
+      large(child);
+      if (!children_[child].empty()) continue;
+      if (own_bytes(child) >= config_.layer_bytes) layers_.push_back(child);
+    }
+  }
+
+  // Without what it shares, which the root keeps. A layer in tiles has units as it is.
+  int64_t own_bytes(int module) const {
+    const ModuleInfo& info = tree_.modules[module];
+    int64_t bytes = 0;
+    for (const int p : info.params) {
+      if (num_users_[p] == 1) bytes += static_cast<int64_t>(tree_.params[p].param.nbytes());
+    }
+    const bool tiled = std::any_of(tree_.params.begin(), tree_.params.end(), [&](const auto& one) {
+      return one.whole >= 0 && one.whole == info.rows;
+    });
+    return tiled ? 0 : bytes;
+  }
+
   const ModelTree& tree_;
   const UnitsConfig& config_;
   std::vector<std::vector<int>> children_;
   std::vector<int64_t> bytes_;
-  std::vector<int> units_;
+  std::vector<int> num_users_;  // modules, by parameter
+  std::vector<int> blocks_, layers_;
   std::set<std::string> found_;
 };
 
 // Walks the modules in order; a unit is open while its descendants come.
 class OrderWriter {
  public:
-  OrderWriter(const ModelTree& tree, const std::vector<UnitSpec>& specs) : tree_(tree) {
+  OrderWriter(const ModelTree& tree, const std::vector<UnitSpec>& specs)
+      : tree_(tree), specs_(specs) {
     for (size_t unit = 0; unit < specs.size(); ++unit) {
       unit_named_[specs[unit].module] = static_cast<int>(unit);
     }
@@ -130,10 +164,9 @@ class OrderWriter {
       if (unit != unit_named_.end()) open(unit->second, static_cast<int>(m));
       const auto tiles = tiles_.find(module.rows);
       if (tiles == tiles_.end()) continue;
-      const bool looks_up = module.type == "Embedding";  // needs no weight in backward
       for (const int tile : tiles->second) {
         forward_.push_back({tile, Mark::kWhole});
-        backward_.push_back({tile, looks_up ? Mark::kGradient : Mark::kWhole});
+        backward_.push_back({tile, backward_of(module)});
       }
     }
     if (open_ > 0) close();
@@ -145,6 +178,11 @@ class OrderWriter {
   }
 
  private:
+  // A table of rows needs no weight in backward.
+  static Mark backward_of(const ModuleInfo& module) {
+    return module.rows >= 0 && module.type == "Embedding" ? Mark::kGradient : Mark::kWhole;
+  }
+
   bool inside(int module, int outer) const {
     while (module > outer) module = tree_.modules[module].parent;
     return module == outer;
@@ -159,7 +197,9 @@ class OrderWriter {
 
   void close() {
     if (forward_.back().unit == open_) {
-      forward_.back().mark = backward_.back().mark = Mark::kWhole;
+      const bool block = specs_[open_].block;
+      forward_.back().mark = Mark::kWhole;
+      backward_.back().mark = block ? Mark::kWhole : backward_of(tree_.modules[open_module_]);
     } else {
       forward_.push_back({open_, Mark::kEnd});
       backward_.push_back({open_, Mark::kBegin});
@@ -168,6 +208,7 @@ class OrderWriter {
   }
 
   const ModelTree& tree_;
+  const std::vector<UnitSpec>& specs_;
   std::map<std::string, int> unit_named_;
   std::map<int, std::vector<int>> tiles_;  // units, by parameter
   std::vector<Visit> forward_, backward_;
@@ -185,7 +226,11 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
     throw ConfigError(
         "[engine::find_units] the model has no parameters: there is nothing to train");
   }
-  std::vector<int> modules = Finder(tree, config).units();
+  Finder finder(tree, config);
+  std::vector<int> modules = finder.blocks();
+  const std::set<int> blocks(modules.begin(), modules.end());
+  const std::vector<int> layers = finder.layers();
+  modules.insert(modules.end(), layers.begin(), layers.end());
   const auto place = [&tree](int m) {
     return Finder::is_tile(tree, m) ? tree.modules[m].parent : m;
   };
@@ -194,11 +239,12 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
   }
   std::stable_sort(modules.begin(), modules.end(),
                    [&](int a, int b) { return place(a) < place(b); });
-  std::vector<UnitSpec> specs{{"", tree.modules[0].type, {}}};
+  std::vector<UnitSpec> specs{{"", tree.modules[0].type, {}, false}};
   std::vector<int> unit_of_module(tree.modules.size(), 0);
   for (const int module : modules) {
     unit_of_module[module] = static_cast<int>(specs.size());
-    specs.push_back({tree.modules[module].name, tree.modules[module].type, {}});
+    const ModuleInfo& info = tree.modules[module];
+    specs.push_back({info.name, info.type, {}, blocks.contains(module)});
   }
   // Parents come first, so one pass hands each unit down to what it contains.
   for (size_t m = 1; m < tree.modules.size(); ++m) {

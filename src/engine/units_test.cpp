@@ -57,6 +57,90 @@ TEST(FindUnits, BySizeWhereNothingRepeats) {
   EXPECT_EQ(find_units(tree, config).size(), 3U);
 }
 
+// The model above with a head and a norm of their own, and 64 bytes a parameter.
+ModelTree untied() {
+  ModelTree tree = gpt();
+  for (const char* name : {"head.weight", "norm.weight"}) {
+    tree.params.push_back({name, at::zeros({name[0] == 'h' ? 8 : 1, 4}), 0});
+  }
+  tree.modules[7].params = {4};
+  tree.modules.push_back({"out", "Out", 0, {}});
+  tree.modules.push_back({"out.norm", "LayerNorm", 8, {5}});
+  return tree;
+}
+
+std::vector<std::string> names(const std::vector<UnitSpec>& units) {
+  std::vector<std::string> names;
+  for (const UnitSpec& unit : units) names.push_back(unit.module);
+  return names;
+}
+
+using Names = std::vector<std::string>;
+
+TEST(FindUnits, LargeLayersOutsideOfBlocksAreUnitsToo) {
+  UnitsConfig config;
+  config.layer_bytes = 64;
+  EXPECT_EQ(names(find_units(untied(), config)),
+            (Names{"", "emb", "blocks.0", "blocks.1", "head"}));
+  config.layer_bytes = 65;
+  EXPECT_EQ(names(find_units(untied(), config)), (Names{"", "blocks.0", "blocks.1", "head"}));
+  config.layer_bytes = 1;
+  config.modules = {"Block"};
+  const auto units = find_units(untied(), config);
+  EXPECT_EQ(names(units), (Names{"", "emb", "blocks.0", "blocks.1", "head", "out.norm"}));
+  for (const UnitSpec& unit : units) {
+    EXPECT_EQ(unit.block, unit.module.starts_with("blocks.")) << unit.module;
+  }
+}
+
+TEST(FindUnits, WhatALayerSharesDoesNotMakeItAUnit) {
+  UnitsConfig config;
+  config.layer_bytes = 1;
+  ModelTree tied = gpt();
+  EXPECT_EQ(names(find_units(tied, config)), (Names{"", "blocks.0", "blocks.1"}));
+  tied.params.push_back({"head.bias", at::zeros({1}), 0});
+  tied.modules[7].params.push_back(4);
+  EXPECT_EQ(find_units(tied, config)[3].params, std::vector<int>{4});
+  config.layer_bytes = 5;
+  EXPECT_EQ(find_units(tied, config).size(), 3U);
+}
+
+TEST(FindUnits, ALayerInTilesIsNoUnitBesides) {
+  ModelTree tree = untied();
+  tree.modules[7].rows = 4;
+  tree.params.push_back({"head.bias", at::zeros({8}), 0});
+  tree.modules[7].params = {6};
+  tree.params.push_back({"head.weight[0:8]", at::zeros({8, 4}), 0, 4});
+  tree.modules.push_back({"head.weight[0:8]", "Tile", 7, {7}});
+  UnitsConfig config;
+  config.layer_bytes = 20;
+  const auto units = find_units(tree, config);
+  EXPECT_EQ(names(units), (Names{"", "emb", "blocks.0", "blocks.1", "head.weight[0:8]"}));
+  EXPECT_FALSE(units.back().block);
+}
+
+TEST(FindUnits, WithoutBlocksNoLayerIsAUnit) {
+  ModelTree tree = untied();
+  tree.modules[5].type = "Other";
+  UnitsConfig config;
+  config.layer_bytes = 1;
+  EXPECT_EQ(find_units(tree, config).size(), 1U);
+}
+
+TEST(AssumeOrder, LayersAreWhereTheModelHasThem) {
+  UnitsConfig config;
+  config.layer_bytes = 64;
+  ModelTree tree = untied();
+  tree.modules[1].rows = 0;
+  ModelDesc model;
+  assume_order(model, tree, find_units(tree, config));
+  const std::vector<Visit> forward = {{0, Mark::kBegin}, {1}, {2}, {3}, {4}, {0, Mark::kEnd}};
+  EXPECT_EQ(model.forward, forward);
+  const std::vector<Visit> backward = {{0, Mark::kBegin}, {4}, {3}, {2}, {1, Mark::kGradient},
+                                       {0, Mark::kEnd}};
+  EXPECT_EQ(model.backward, backward);  // the embedding needs no weight there
+}
+
 TEST(FindUnits, AModelWithoutParametersIsAnError) {
   ModelTree tree;
   tree.modules = {{"", "Empty", -1, {}}};

@@ -305,8 +305,9 @@ void parse_names(const Section& section, const std::string& key, const std::stri
 }
 
 void parse_units(const Json& value, UnitsConfig* units) {
-  const Section section(value, "units", {"modules", "max_bytes"});
+  const Section section(value, "units", {"modules", "max_bytes", "layer_bytes"});
   section.read_int("max_bytes", &units->max_bytes, 1, "a whole number of bytes >= 1");
+  section.read_int("layer_bytes", &units->layer_bytes, 1, "a whole number of bytes >= 1");
   parse_names(section, "modules", "a list of class names, such as [\"LlamaDecoderLayer\"]",
               &units->modules);
 }
@@ -493,7 +494,9 @@ std::string Config::json(int indent) const {
   out["batch"] = {{"micro", or_null(batch.micro, 0)},
                   {"accumulate", or_null(batch.accumulate, 0)},
                   {"global", or_null(batch.global, 0)}};
-  out["units"] = {{"modules", units.modules}, {"max_bytes", units.max_bytes}};
+  out["units"] = {{"modules", units.modules},
+                  {"max_bytes", units.max_bytes},
+                  {"layer_bytes", units.layer_bytes}};
   out["tiling"] = {{"max_bytes", tiling.max_bytes},
                    {"modules", tiling.modules},
                    {"loss_tokens", tiling.loss_tokens},

@@ -40,7 +40,8 @@ const char* const kEverything = R"({
   "optimizer": {"type": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1,
                 "moments_dtype": "bf16"},
   "schedule": {"type": "cosine", "warmup_steps": 10, "total_steps": 100, "min_ratio": 0.1},
-  "batch": {"micro": 2, "global": 64}, "clip": 1, "units": {"modules": ["Block"], "max_bytes": 1e6},
+  "batch": {"micro": 2, "global": 64}, "clip": 1,
+  "units": {"modules": ["Block"], "max_bytes": 1e6, "layer_bytes": 4096},
   "tiling": {"max_bytes": 1e8, "modules": ["*.up"], "loss_tokens": 512, "head": "lm_head"},
   "prefetch_bytes": 5e8, "comm": {"backend": "gloo", "bucket_bytes": 0, "timeout_s": 30},
   "checkpoint": {}, "monitor": null, "seed": 7})";
@@ -65,6 +66,7 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.clip, 1.0);
   EXPECT_EQ(config.units.modules, std::vector<std::string>{"Block"});
   EXPECT_EQ(config.units.max_bytes, 1000000);
+  EXPECT_EQ(config.units.layer_bytes, 4096);
   EXPECT_EQ(config.tiling.max_bytes, 100000000);
   EXPECT_EQ(config.tiling.modules, std::vector<std::string>{"*.up"});
   EXPECT_EQ(config.tiling.loss_tokens, 512);
@@ -205,6 +207,7 @@ INSTANTIATE_TEST_SUITE_P(
             {R"("schedule.warmup_steps" is 5)", "which is 4"}},
         Bad{R"({"schedule": {"type": "cosine", "total_steps": 4, "min_ratio": 2}})",
             {"from 0 to 1"}},
+        Bad{R"({"units": {"layer_bytes": 0}})", {R"("units.layer_bytes" is 0)"}},
         Bad{R"({"tiling": {"max_bytes": -1}})", {R"("tiling.max_bytes" is -1)"}},
         Bad{R"({"tiling": {"modules": [""]}})", {R"("tiling.modules" is [""])", "module names"}},
         Bad{R"({"activations": {"checkpoint": 1}})",

@@ -26,6 +26,7 @@ struct UnitDesc {
   std::string name;
   std::vector<FlatDesc> flats;
   TensorSplit split = TensorSplit::kNone;
+  bool block = true;        // else one layer or a tile of one, which is never computed again
   bool recomputed = false;  // its forward runs again in backward, from its inputs
   int num_chunks = 1;       // in which its optimizer state passes through memory
   bool operator==(const UnitDesc&) const = default;

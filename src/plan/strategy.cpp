@@ -78,14 +78,14 @@ Config adapted(Config config, const std::string& strategy, const std::string& op
 void mark_recomputed(const Config& config, ModelDesc& model) {
   const int64_t every = config.activations.checkpoint;
   if (every == 0) return;
-  if (model.units.size() < 2) {
-    throw ConfigError(
-        "[plan::mark_recomputed] activations.checkpoint: the model is one unit, the root, which "
-        "is not computed again: name its blocks in units.modules, or lower units.max_bytes");
+  int64_t num_blocks = 0;
+  for (size_t unit = 1; unit < model.units.size(); ++unit) {
+    if (model.units[unit].block) model.units[unit].recomputed = num_blocks++ % every == 0;
   }
-  for (size_t unit = 1; unit < model.units.size(); unit += every) {
-    model.units[unit].recomputed = true;
-  }
+  if (num_blocks > 0) return;
+  throw ConfigError(
+      "[plan::mark_recomputed] activations.checkpoint: the model has no blocks, and the root is "
+      "not computed again: name blocks in units.modules, or lower units.max_bytes");
 }
 
 namespace {

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <utility>
+
+#include "penstock/error.h"
 #include "src/base/text.h"
 
 namespace penstock {
@@ -43,6 +46,28 @@ int64_t streamed(const UnitDesc& unit, int index) {
     bytes += (end - begin) * (12 + 2 * dtype_bytes(flat.dtype));
   }
   return bytes;
+}
+
+TEST(Strategy, EveryKthBlockIsComputedAgain) {
+  ModelDesc some;
+  for (const bool block : {false, false, true, true, false, true, false}) {
+    some.units.push_back({.name = "u", .flats = {}, .block = block});
+  }
+  Config every;
+  for (const auto& [k, recomputed] :
+       {std::pair{0, std::vector<int>{}}, {1, {2, 3, 5}}, {2, {2, 5}}, {3, {2}}}) {
+    ModelDesc model = some;
+    every.activations.checkpoint = k;
+    mark_recomputed(every, model);
+    std::vector<int> marked;
+    for (int unit = 0; unit < 7; ++unit) {
+      if (model.units[unit].recomputed) marked.push_back(unit);
+    }
+    EXPECT_EQ(marked, recomputed) << k;
+  }
+  ModelDesc layers = some;
+  for (UnitDesc& unit : layers.units) unit.block = false;
+  EXPECT_THROW(mark_recomputed(every, layers), ConfigError);
 }
 
 TEST(Strategy, ThreeChunksFitTheWindow) {

@@ -54,6 +54,7 @@ TILES = Program("src/tiles/tiles_test")
 EDITED = Pytest(("tests/parity/test_loops.py", "-k", "edited and zero2"))
 SCHEDULE = Pytest(("tests/python/test_api.py", "-k", "schedule_of_the_config"))
 SCALE = Pytest(("tests/parity/test_known_bugs.py", "-k", "b31 and zero3"))
+LAYERS = Pytest(("tests/parity/test_root_layers.py", "-k", "stays"))
 BATCH_NORM = Pytest(("tests/parity/test_activations.py", "-k", "conv_net and world1"))
 
 CHECK, COPIES, ROUTE = "src/plan/check.cpp", "src/plan/copies.cpp", "src/plan/route.cpp"
@@ -482,6 +483,20 @@ MUTATIONS = [
         "window->num_averaged()) * loss_scale.value();",
         "window->num_averaged());",
         SCALE,
+    ),
+    Mutation(
+        "a frozen table that the head reads goes with the next backward",
+        "src/engine/state.cpp",
+        "all_frozen && unit != 0 && !spans",
+        "all_frozen && unit != 0",
+        LAYERS,
+    ),
+    Mutation(
+        "a layer that comes back is whole for its first use only",
+        "src/engine/state.cpp",
+        "if (spans && !order->done()) return driver->pin(unit);",
+        "",
+        LAYERS,
     ),
     # ---- python
     Mutation(

@@ -20,6 +20,7 @@ Tensors = dict[str, torch.Tensor]
 Loss = Callable[[Any, Part], torch.Tensor]  # of a model or an engine, on some samples
 
 STEPS = 20
+BY_NODE = {"hpz", "hpz_host", "mics"}  # strategies that tell nodes apart
 MICRO = 2  # samples per rank and backward
 ADAMW = {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}
 # Below every gradient norm of the first steps of that model.
@@ -43,9 +44,12 @@ class Case:
         return self.world * self.accumulate * MICRO
 
     def config(self) -> dict[str, Any]:
-        # In the zoo, two and four ranks move each unit by itself and in time, others early and
-        # together.
+        # In the zoo, two and four ranks move each unit, a layer too, by itself and in time,
+        # others early and together.
         alone = self.model in zoo.ZOO and self.world % 2 == 0
+        entry = zoo.ENTRIES[self.model]
+        # Ranks that differ have to run layers in the order of the modules, which the zoo does not.
+        layer_bytes = 1 if alone and not entry.by_rank else entry.layer_bytes
         return ({"prefetch_bytes": 0} if alone else {}) | {
             "strategy": self.strategy,
             "precision": None if self.precision == "own" else self.precision,
@@ -53,9 +57,9 @@ class Case:
             "batch": {"micro": MICRO, "accumulate": self.accumulate},
             "clip": CLIP[self.model] if self.clip else 0.0,
             "comm": {"timeout_s": 60} | ({"bucket_bytes": 0} if alone else {}),
-            "units": {"modules": zoo.ENTRIES[self.model].units},
+            "units": {"modules": entry.units, "layer_bytes": layer_bytes},
             "loss_scale": {"initial": LOSS_SCALE} if self.precision == "fp16" else {},
-            "mesh": {"node": 2} if self.strategy in ("hpz", "hpz_host", "mics") else {},
+            "mesh": {"node": min(2, self.world)} if self.strategy in BY_NODE else {},
         }
 
     def __str__(self) -> str:

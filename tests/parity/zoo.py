@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import layer_models
 import models
 import torch
 import torch.nn.functional as F
@@ -449,6 +450,7 @@ class Entry:
     units: list[str] = dataclasses.field(default_factory=list)  # empty: as the engine finds them
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
     steps: int = 8
+    layer_bytes: int = 1 << 20  # of one outside of blocks that is a unit
     # Each rank's samples give their own statistics or take their own way, so the reference, too,
     # takes them one rank at a time.
     by_rank: bool = False
@@ -483,12 +485,49 @@ ZOO = {
     "by_rank_later": Entry(Conditional, loss=_by_rank_later, by_rank=True),
 }
 
-ENTRIES = ZOO | {
-    "gpt": Entry(models.Gpt, "gpt", steps=20),
-    "awkward": Entry(models.Awkward, steps=20),
-    "order_by_rank": Entry(Conditional, loss=_order_by_rank, by_rank=True),
-    "order_by_rank_later": Entry(Conditional, loss=_order_by_rank_later, by_rank=True),
+
+def _adapts_by_rank(model: Any, part: Part, place: Place) -> torch.Tensor:
+    return model(*part, sum(place) % 2 == 0)
+
+
+def _layered(make: Callable[..., nn.Module]) -> Entry:
+    return Entry(make, "gpt", steps=6, layer_bytes=1000)  # embedding and head, no norm
+
+
+LAYERED = {
+    "called": _layered(layer_models.Untied),
+    "read": _layered(layer_models.Read),
+    "read_first": _layered(layer_models.ReadFirst),
+    "never_called": _layered(layer_models.NeverCalled),
+    "hooked": _layered(layer_models.Hooked),
+    "hooked_before": _layered(layer_models.HookedBefore),
+    "hooked_later": _layered(layer_models.HookedLater),
+    "twice": _layered(layer_models.Twice),
+    "no_grad": _layered(layer_models.NoGrad),
+    "frozen": _layered(layer_models.Frozen),
+    "frozen_read": _layered(layer_models.FrozenRead),
+    "run_again": _layered(layer_models.Recomputed),
+    "left_out": dataclasses.replace(
+        _layered(layer_models.Sometimes), loss=_adapts_by_rank, by_rank=True
+    ),
 }
+
+UNORDERED = dataclasses.replace(
+    LAYERED["left_out"], make=functools.partial(layer_models.Sometimes, in_order=False)
+)
+
+ENTRIES = (
+    ZOO
+    | LAYERED
+    | {
+        "unordered": UNORDERED,
+        "unordered_in_root": dataclasses.replace(UNORDERED, layer_bytes=1 << 20),
+        "gpt": Entry(models.Gpt, "gpt", steps=20),
+        "awkward": Entry(models.Awkward, steps=20),
+        "order_by_rank": Entry(Conditional, loss=_order_by_rank, by_rank=True),
+        "order_by_rank_later": Entry(Conditional, loss=_order_by_rank_later, by_rank=True),
+    }
+)
 
 
 def build(name: str, recompute: str = "off") -> nn.Module:

@@ -31,6 +31,27 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
+class Enter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Entered(Net):
+    """Two layers in a module that is compiled by itself, and one after the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        rest = [self._modules.pop(name) for name in ("blocks", "head")]
+        self.enter, self.blocks, self.head = Enter(), *rest
+
+    def forward(self, x):
+        return super().forward(self.enter(x))
+
+
 def in_place(model):
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
@@ -40,6 +61,17 @@ def in_place(model):
 def wrapped(model):
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block, backend="aot_eager", fullgraph=True)
+    return model
+
+
+def layers_in_place(model):
+    model.enter.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def layers_wrapped(model):
+    model.enter = torch.compile(model.enter, backend="aot_eager", fullgraph=True)
+    model.head = torch.compile(model.head, backend="aot_eager", fullgraph=True)
     return model
 
 
@@ -59,13 +91,13 @@ def eager(model):
 RECOMPUTED = {"activations": {"checkpoint": "unit"}, "offload": {"activations": "host"}}
 
 
-def train(how, strategy, steps=6, overrides=None):
+def train(how, strategy, steps=6, overrides=None, make=Net):
     import penstock  # noqa: PLC0415
 
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    model = how(Net())
+    model = how(make())
     engine = penstock.initialize(
         model, {"strategy": strategy, "optimizer": {"type": "SGD", "lr": 0.1}} | (overrides or {})
     )
@@ -96,6 +128,15 @@ CASES = [
 def test_compiled(how, strategy, pools):
     expected, _ = pools(2).run(train, eager, strategy)
     losses, _ = pools(2).run(train, how, strategy)
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("how", [layers_in_place, layers_wrapped])
+def test_layers_that_are_units_in_compiled_code(how, strategy, pools):
+    units = {"units": {"modules": ["Block"], "layer_bytes": 1}}
+    expected, _ = pools(2).run(train, eager, strategy, 6, units, Entered)
+    losses, _ = pools(2).run(train, how, strategy, 6, units, Entered)
     assert losses == pytest.approx(expected, rel=1e-6)
 
 

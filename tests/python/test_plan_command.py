@@ -107,6 +107,42 @@ def test_tiles_are_units(capsys):
     assert units[1] > units[0]
 
 
+UNTIED = """
+import torch
+from torch import nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+class Gpt(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.tokens = nn.Embedding(8192, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 8192, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+def tied():
+    return Gpt(tied=True)
+"""
+
+
+def test_large_layers_are_units(capsys, tmp_path):
+    (tmp_path / "gpts.py").write_text(UNTIED)
+    settings = {"precision": "bf16", "prefetch_bytes": 0}
+    bytes_of, units = {}, {}
+    for name, kind, limit in [
+        ("own", "Gpt", 1 << 20), ("root", "Gpt", 1 << 30), ("tied", "tied", 1 << 20)
+    ]:  # fmt: skip
+        config = json.dumps(settings | {"units": {"layer_bytes": limit}})
+        args = ["--model", f"{tmp_path}/gpts.py:{kind}", "--world", "4", "--config", config]
+        bytes_of[name] = alternatives(capsys, *args)[0]["zero3", "none", "none"]["device"]
+        units[name] = re.search(r"in (\d+) units", plan(capsys, *args)[1]).group(1)
+    assert units == {"own": "6", "root": "4", "tied": "4"}
+    # One of two layers of 1 MiB and its gradient are not there at a time.
+    assert bytes_of["root"] - bytes_of["own"] >= 2 << 20
+
+
 def test_what_is_equal_on_a_mesh_is_shown_once(capsys):
     rows, report = alternatives(capsys, "--params", "1e6", "--units", "4", "--world", "2")
     assert report["same"] == {"hpz": "zero3", "mics": "zero3"}

@@ -133,6 +133,70 @@ TEST(Engine, ExchangesAndTakesMemoryAsPredicted) {
   }
 }
 
+// Layers beside the blocks, which tell the engine when they run, or do not.
+struct LayeredImpl : torch::nn::Module {
+  explicit LayeredImpl(bool tells) : tells(tells) {
+    enter = register_module("enter", torch::nn::Linear(ranks::kWidth, ranks::kWidth));
+    blocks = register_module("blocks", torch::nn::ModuleList());
+    for (int i = 0; i < 2; ++i) blocks->push_back(ranks::Block());
+    head = register_module("head", torch::nn::Linear(ranks::kWidth, 1));
+    double end = 0.2;
+    const torch::NoGradGuard guard;
+    for (auto& p : parameters())  // the same in every copy
+      p.copy_(torch::linspace(-0.2, end += 0.01, p.numel()).view_as(p));
+  }
+
+  torch::Tensor run(torch::nn::Linear& layer, const torch::Tensor& x) const {
+    return tells ? unit(*layer, [&] { return layer(x); }) : layer(x);
+  }
+
+  torch::Tensor loss(int step, int rank, int world) {
+    torch::Tensor rows = torch::linspace(-1, 1 + 0.1 * step, 2 * world * ranks::kWidth);
+    torch::Tensor x = run(enter, rows.view({world, 2, ranks::kWidth})[rank]);
+    for (const auto& block : *blocks) {
+      x = unit(*block, [&] { return block->as<ranks::Block>()->forward(x); });
+    }
+    return run(head, x).square().mean();
+  }
+
+  bool tells;
+  torch::nn::Linear enter{nullptr}, head{nullptr};
+  torch::nn::ModuleList blocks{nullptr};
+};
+
+class Layers : public testing::TestWithParam<std::tuple<const char*, int, bool>> {};
+
+TEST_P(Layers, TrainLikePlainTorchAsUnits) {
+  const auto [strategy, world, tells] = GetParam();
+  LayeredImpl plain(false);
+  torch::optim::SGD optimizer(plain.parameters(), 0.1);
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    for (int rank = 0; rank < world; ++rank) (plain.loss(step, rank, world) / world).backward();
+    optimizer.step();
+  }
+  const auto expected = plain.named_parameters();
+  const Config config = Config::parse(
+      concat(R"({"strategy": ")", strategy, R"(", "units": {"layer_bytes": 1}, "mesh": {"node": )",
+             world, R"(}, "optimizer": {"type": "SGD", "lr": 0.1}})"));
+  const auto errors = run_ranks(world, kTimeout, [&, tells = tells](int rank, const auto& group) {
+    const auto net = std::make_shared<LayeredImpl>(tells);
+    Engine engine(net, config, group);
+    EXPECT_NE(engine.explain().find("\nu4 head "), std::string::npos) << engine.explain();
+    for (int step = 0; step < kSteps; ++step) {
+      engine.backward(engine.run([&, world = world] { return net->loss(step, rank, world); }));
+      engine.step();
+    }
+    for (const auto& [name, value] : engine.state()) {
+      EXPECT_LT(apart(value, expected[name]), 1e-5) << name;
+    }
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+INSTANTIATE_TEST_SUITE_P(Told, Layers,
+                         testing::Combine(testing::Values("zero2", "zero3", "hpz"),
+                                          testing::Values(1, 2), testing::Bool()));
+
 TEST(Engine, RefusesToComputeUnitsAgain) {
   const Config config =
       Config::parse(R"({"activations": {"checkpoint": "unit"}, "units": {"modules": ["Block"]}})");
