@@ -43,7 +43,7 @@ class DroppedMlp(zoo.Mlp):
 
 
 ENTRIES = zoo.ENTRIES | {"dropped": zoo.Entry(Dropped)}
-MODELS = [name for name in ENTRIES if "order_by_rank" not in name]
+MODELS = [*zoo.EVERYWHERE, "dropped"]
 
 
 class Setting(NamedTuple):

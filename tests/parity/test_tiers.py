@@ -80,7 +80,7 @@ def name_of(chosen):
 
 def pytest_generate_tests(metafunc):
     full = metafunc.config.getoption("full")
-    models = [name for name in zoo.ENTRIES if "order_by_rank" not in name] if full else DAILY
+    models = zoo.EVERYWHERE if full else DAILY
     pairs = [
         pytest.param(chosen, model, id=f"{name_of(chosen)}-{model}")
         for chosen in CASES

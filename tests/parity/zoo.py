@@ -529,6 +529,8 @@ ENTRIES = (
     }
 )
 
+EVERYWHERE = [*ZOO, "gpt", "awkward"]  # what trains under every strategy, with no hooks of its own
+
 
 def build(name: str, recompute: str = "off") -> nn.Module:
     options = {} if recompute == "off" else {"recompute": recompute}
