@@ -11,11 +11,11 @@
 
 #include "penstock/core.h"
 #include "penstock/plan.h"
+#include "src/engine/driver.h"
 #include "src/engine/hooks.h"
 #include "src/engine/loss_scale.h"
 #include "src/engine/order_learner.h"
 #include "src/engine/window.h"
-#include "src/engine/driver.h"
 #include "src/exec/executor.h"
 #include "src/mem/tiers.h"
 #include "src/plan/planner.h"

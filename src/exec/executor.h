@@ -1,7 +1,7 @@
 #pragma once
-// Executor: the interpreter of the plan. It knows a line's text (whose copies move, and how) and the
-// table's cells, no strategy. Moves are made by one function per kind (walk.h), from copy to copy;
-// what only changes between host memory and disk keeps its bytes where they are.
+// Executor: the interpreter of the plan. It knows a line's text (whose copies move, and how) and
+// the table's cells, no strategy. Moves are made by one function per kind (walk.h), from copy to
+// copy; what only changes between host memory and disk keeps its bytes where they are.
 //
 // Compute thread only (autograd's thread while a backward runs); it hands work to ordered lanes and
 // waits for their events.
