@@ -23,6 +23,11 @@ int64_t shard_bytes(const Members& /*members*/, const GatherBuffer& buffer) {
   return buffer.shard_bytes;
 }
 
+// A shard of no bytes may have no address.
+void copy(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
 template <class Buffer>
 Packing packing_of(const Members& members, const std::vector<Buffer>& buffers) {
   Packing packing;
@@ -50,7 +55,7 @@ void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, co
     for (const GatherBuffer& buffer : buffers) {
       const int64_t bytes = buffer.shard_bytes;
       if (bytes > kPackBytes) continue;
-      std::memcpy(static_cast<char*>(buffer.full) + i * bytes, from, static_cast<size_t>(bytes));
+      copy(static_cast<char*>(buffer.full) + i * bytes, from, bytes);
       from += bytes;
     }
   }
@@ -120,7 +125,7 @@ void Channel::all_gather(const Label& label, const Members& members,
     }
     sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
     const char* shard = static_cast<const char*>(buffer.full) + members.index * bytes;
-    std::memcpy(own, shard, static_cast<size_t>(bytes));
+    copy(own, shard, bytes);
     own += bytes;
   }
   if (packed > 0) add_gather(members, {staging.data(), packed});
@@ -152,7 +157,7 @@ void Channel::add_packed(const Members& members, const std::vector<ReduceBuffer>
       const int64_t bytes = shard_bytes(members, buffer);
       if (bytes > kPackBytes) continue;
       const char* shard = static_cast<const char*>(buffer.partial) + i * bytes;
-      std::memcpy(to, shard, static_cast<size_t>(bytes));
+      copy(to, shard, bytes);
       to += bytes;
     }
     sends_.push_back({members.ranks[i], send, packed});
