@@ -42,7 +42,8 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("checkpoint", &ActivationsConfig::checkpoint);
   py::class_<UnitsConfig>(module, "UnitsConfig")
       .def_readonly("modules", &UnitsConfig::modules)
-      .def_readonly("max_bytes", &UnitsConfig::max_bytes);
+      .def_readonly("max_bytes", &UnitsConfig::max_bytes)
+      .def_readonly("layer_bytes", &UnitsConfig::layer_bytes);
   py::class_<TilingConfig>(module, "TilingConfig")
       .def_readonly("max_bytes", &TilingConfig::max_bytes)
       .def_readonly("modules", &TilingConfig::modules)

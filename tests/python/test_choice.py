@@ -47,7 +47,7 @@ def trained(case: Case, **others):
 AUTO = [
     # The device's budget, as a share of what everything there takes; where the optimizer may go.
     ("zero3", 1, 2, 0.7),
-    ("zero3", 3, 2, 0.65),
+    ("zero3", 3, 2, 0.75),
     ("zero2", 1, 2, 0.8),
     ("zero3", 1, 1, 0.6),
 ]
