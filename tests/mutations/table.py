@@ -316,6 +316,7 @@ MUTATIONS = [
         "src/exec/executor.cpp",
         "std::count(step.units.begin(), step.units.end(), unit) > 0;",
         "step.units.front() == unit;",
+        draw(118),
     ),
     Mutation(
         "the norm of gradients that were replaced",

@@ -70,7 +70,7 @@ Config config_of(const Case& c) {
 }
 
 double apart(const torch::Tensor& a, const torch::Tensor& b) {
-  return (a.detach().to(torch::kFloat) - b).abs().max().item<double>();
+  return (a.detach().to(torch::kFloat) - b.detach()).abs().max().item<double>();
 }
 
 class Engines : public testing::TestWithParam<Case> {};
