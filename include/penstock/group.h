@@ -58,8 +58,8 @@ class PENSTOCK_API Group {
 
   // `timeout` bounds every exchange. The process group must have a CPU backend (gloo) with
   // point-to-point operations and should serve Penstock alone. `downward`, when there is one, is
-  // another over the same ranks, for what goes to lower ranks: a connection of gloo's that is
-  // written and read at once makes the thread that reads spin until the writer lets it go.
+  // another over the same ranks, for what goes to lower ranks: with a connection for
+  // each direction gloo's thread takes less of the processor (benchmarks/README.md).
   static std::shared_ptr<Group> from_process_group(
       const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
       std::chrono::milliseconds timeout,

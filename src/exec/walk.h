@@ -30,7 +30,7 @@ class Walk {
   Walk(Route route, const Mesh& mesh, const Groups& groups, mem::Tiers& tiers);
   void add(const Travel& travel) { travels_.push_back(travel); }
   // Takes from the arenas what stands between the passes, what is received and what is packed.
-  // After the last add(); run() only follows what is laid out here.
+  // After the last add(); run() does it, on its own thread, where the caller has not.
   void ready();
 
   // The passes from `first` on. One thread; the channel is that lane's.

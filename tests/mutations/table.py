@@ -52,6 +52,7 @@ FORMULAS = gtest("src/optim/optim_test", "OptimizerStep.*")
 BYTES = gtest("src/mem/mem_test", "DiskTest.GivesBack*:Extents.*")
 TILES = Program("src/tiles/tiles_test")
 EDITED = Pytest(("tests/parity/test_loops.py", "-k", "edited and zero2"))
+EDITED_ON_DISK = Pytest(("tests/parity/test_loops.py", "-k", "biases and zero3"))
 SCHEDULE = Pytest(("tests/python/test_api.py", "-k", "schedule_of_the_config"))
 SCALE = Pytest(("tests/parity/test_known_bugs.py", "-k", "b31 and zero3"))
 LAYERS = Pytest(("tests/parity/test_root_layers.py", "-k", "stays"))
@@ -317,6 +318,13 @@ MUTATIONS = [
         "std::count(step.units.begin(), step.units.end(), unit) > 0;",
         "step.units.front() == unit;",
         draw(118),
+    ),
+    Mutation(
+        "squares of a gradient on disk are forgotten by an edit outside of this rank's shard",
+        GRADIENTS,
+        "slot.touched = true;\n  Copy* copy = held(flat);",
+        "slot.touched = true;\n  flat.squares = Flat::kUncounted;\n  Copy* copy = held(flat);",
+        EDITED_ON_DISK,
     ),
     Mutation(
         "the norm of gradients that were replaced",
