@@ -68,6 +68,10 @@ class PENSTOCK_API Core {
   void unit_begin(int unit, bool grad_enabled);
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
+  // [all ranks] Whether any rank is about to run a forward (`mine`: this one is).
+  bool any_forward(bool mine);
+  // Modules were put in or moved: the order of the units is learned again.
+  void relearn();
 
   // To be called before backward(loss, gradient): the gradient to start from, `gradient` (default:
   // ones) times the loss scale; undefined when torch's own default will do. Throws RuntimeFault
@@ -76,11 +80,13 @@ class PENSTOCK_API Core {
   // After a backward that threw `error`: throws what a hook of the engine threw, if one did.
   void backward_failed(const std::string& error);
   // Whether a step would apply now: enough backwards were seen, or one and `force`.
-  bool window_complete(bool force) const;
+  bool window_complete(bool force);
   // [all ranks] Updates; `groups` by parameter group, `external` the user's optimizer. False when
   // fp16 gradients overflowed: the weights are unchanged and the loss scale is smaller. Throws
   // RuntimeFault naming the first parameter whose gradient is not finite when no scale helps.
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {});
+  // Drops what backwards accumulated since the last step.
+  void zero_grad();
   int64_t steps() const;
 
   // The plan of a section ("forward", ...), and another in its place, which must do the same.

@@ -35,13 +35,19 @@ class PENSTOCK_API Values {
   std::vector<int> units_of(const std::vector<std::string>& params) const;
   // [all ranks] Parameters of these units are whole until release().
   void gather(const std::vector<int>& units);
+  // `write`: rank 0's values become the weights. Else throws RuntimeFault where they were changed.
   void release(const std::vector<int>& units, bool write);
+  // release() after an exception on this rank, and not collective: what was written is lost where
+  // parameters do not rest whole.
+  void let_go(const std::vector<int>& units);
 
   // For an optimizer of the user's own.
   std::vector<Shard> shards();
   std::vector<at::Tensor> shard_gradients();
 
  private:
+  void refuse_edits(const std::vector<int>& units);
+
   std::shared_ptr<Core::State> state_;
 };
 

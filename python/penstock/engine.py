@@ -15,6 +15,8 @@ import torch
 from penstock import optimizer as optim
 from penstock import ranks, recompute, sharded_init, tiling, tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.forwards import Forwards, Uneven
+from penstock.structure import Structure
 
 OptimizerLike = (
     torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | Mapping[str, Any] | None
@@ -49,8 +51,6 @@ class Engine:
     Attributes:
         module: the model.
         config: every setting in effect, in read-only sections: `config.offload.optimizer`.
-        optimizer: the torch optimizer that has the parameter groups.
-        lr_scheduler: the one that was given, or None.
     """
 
     def __init__(
@@ -60,16 +60,19 @@ class Engine:
         optimizer: OptimizerLike,
         lr_scheduler: Any,
     ) -> None:
-        self._hooks: list[Any] = []
         self.module = model
+        _refuse_shared(model)
         given, values = optim.prepare(optimizer, model, values)
         config = tiling.with_head(model, _penstock.Config(values))
         if given is None:
             given = optim.from_config(model, config.optimizer)
-        self.optimizer = given
+        self._optimizer = given
         self._native = optim.is_native(given)
-        self._names = tree.names_of(model)
-        described = tree.model_tree(model, optim.group_of(given, model), sharded_init.waiting())
+        self._structure = Structure(model)
+        self._lr_scheduler = self._scheduler(lr_scheduler, config)
+        described = tree.model_tree(
+            model, optim.group_of(given, self._structure.own), sharded_init.waiting()
+        )
         self._ranks = ranks.Ranks(config.comm.timeout_s)
         self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
         self.config = self._core.config
@@ -77,42 +80,52 @@ class Engine:
         if self.config.seed >= 0:
             torch.manual_seed(self.config.seed + ranks.rank())
         self._tiled = tiling.install(model, self._core, self.config)
+        self._forwards = Forwards(model, self._core, self._begin_forward)
         try:
-            self._finish_setup(given, lr_scheduler)
+            self._finish_setup(given)
         except ConfigError:  # on every rank alike, so the model can be given back together
             self.close()
             raise
+        _alive.add(self)
         atexit.register(_forget, weakref.ref(self))
 
-    def _finish_setup(self, given: torch.optim.Optimizer, lr_scheduler: Any) -> None:
+    def _finish_setup(self, given: torch.optim.Optimizer) -> None:
         self._external = None if self._native else optim.ShardStep(given, self._core.values)
+        optim.take_over(given, self._native, self._core)
         self._groups_seen = optim.group_members(given)
-        self._peak_lrs = [float(group["lr"]) for group in given.param_groups]
-        self._scheduled = self.config.schedule.type != "none"
-        if lr_scheduler is not None and self._scheduled:
+        if self._lr_scheduler is None:
+            self._schedule_lr()
+        self._install_hooks()
+
+    def _scheduler(self, given: Any, config: Any) -> Any:
+        """The scheduler that was given, made where it is a callable."""
+        optimizer = self._optimizer
+        self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._scheduled = config.schedule.type != "none"
+        if given is not None and self._scheduled:
             raise ConfigError(
                 "[front::initialize] a scheduler is given both as an argument and as the key "
                 '"schedule": keep one'
             )
-        if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
-            lr_scheduler = lr_scheduler(given)
-        self.lr_scheduler = lr_scheduler
-        if lr_scheduler is None:
-            self._schedule_lr()
-        self._install_hooks()
+        if callable(given) and not hasattr(given, "step"):
+            given = given(optimizer)
+        return given
 
     # ---- training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, on the same arguments."""
-        self._core.unit_begin(0, torch.is_grad_enabled())
-        try:
-            output = self.module(*args, **kwargs)
-        except BaseException as error:
-            self._core.forward_failed(f"{type(error).__name__}: {error}")
-            raise
-        self._core.unit_end(0, list(tree.tensors_in(output)))
-        return output
+        self._forwards.reset()
+        return self._forwards.run(self.module, *args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`. Ranks may stop at different lengths."""
+        return self.module.generate(*args, **kwargs)
+
+    def uneven(self) -> Uneven:
+        """Within this context ranks may call the model a different number of times, without
+        gradients: who leaves it first takes part in the others' forwards until all have left."""
+        return self._forwards.uneven()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Gradients of `loss`; any number of times before `step()`, adding up as in torch.
@@ -160,18 +173,32 @@ class Engine:
         """
         if not self._core.window_complete(force):
             return False
-        if optim.group_members(self.optimizer) != self._groups_seen:
+        self._structure.look()
+        optimizer = self._optimizer
+        if optim.group_members(optimizer) != self._groups_seen:
             self._regroup()
-        groups = optim.settings(self.optimizer) if self._native else []
+        groups = optim.settings(optimizer) if self._native else []
+        if self._native:
+            optim.call_hooks(optimizer, before=True)
         if not self._core.step(groups, self._external):
             return False
-        if self.lr_scheduler is not None:
-            # torch's schedulers warn unless they see the optimizer step.
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
-            self.lr_scheduler.step()
-        else:
+        if self._native:
+            optim.call_hooks(optimizer, before=False)
+        if self._lr_scheduler is None:
             self._schedule_lr()
+        elif optim.steps_alone(self._lr_scheduler):
+            # torch's schedulers warn unless they see the optimizer step.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            self._lr_scheduler.step()
         return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients accumulated since the last step, as in torch.
+
+        `step()` drops those it applied, so a loop does not need this. `set_to_none` makes no
+        difference: the engine decides where gradients are.
+        """
+        self._core.zero_grad()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -180,6 +207,16 @@ class Engine:
         To reduce once per window set `batch.accumulate`.
         """
         yield
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer that has the parameter groups."""
+        return self._optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler that was given, or None."""
+        return self._lr_scheduler
 
     @property
     def grad_norm(self) -> float:
@@ -223,17 +260,18 @@ class Engine:
             params: parameters of the model; their whole units are gathered.
             write: on exit rank 0's values go to every rank and become the weights.
         """
-        chosen = list(self._names) if params is None else list(params)
-        if any(param not in self._names for param in chosen):
+        own = self._structure.own
+        chosen = list(own) if params is None else list(params)
+        if any(param not in own for param in chosen):
             raise ConfigError("[front::gathered] a tensor is no parameter of the engine's model")
-        names = [self._names[param][0] for param in chosen]
+        names = [own[param] for param in chosen]
         values = self._core.values
         units = values.units_of(names) if names else []
         values.gather(units)
         try:
             yield
         except BaseException:
-            values.release(units, False)
+            values.let_go(units)
             raise
         values.release(units, write)
 
@@ -263,7 +301,7 @@ class Engine:
         full = dict(self._core.values.full("param"))
         if ranks.rank() != 0:
             return {}
-        by_param = {id(param): full[names[0]] for param, names in self._names.items()}
+        by_param = {id(param): full[name] for param, name in self._structure.own.items()}
         state: dict[str, torch.Tensor] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             state[name] = by_param[id(value)] if id(value) in by_param else value.detach().clone()
@@ -311,9 +349,8 @@ class Engine:
         With ``gather=False`` the values are dropped, which a model larger than memory needs:
         reading a parameter that was sharded raises RuntimeError from then on.
         """
-        for hook in reversed(self._hooks):  # one may be around another
-            hook.remove()
-        self._hooks.clear()
+        _alive.discard(self)
+        self._forwards.remove()
         tiling.remove(self._tiled)
         try:
             self._core.close(gather)
@@ -326,15 +363,14 @@ class Engine:
         """The optimizer's parameter groups changed since they were last looked at."""
         if self._external is not None:
             raise ConfigError(
-                f"[front::step] the groups of {type(self.optimizer).__name__} changed: it steps on "
-                f"shards, so its groups stay as they were at initialize()"
+                f"[front::step] the groups of {type(self._optimizer).__name__} changed: it works "
+                f"on shards, so its groups stay as they were at initialize()"
             )
-        group_of = optim.group_of(self.optimizer, self.module)
-        params = [param for _, param in self.module.named_parameters()]
-        self._core.set_groups([group_of.get(param, 0) for param in params])
-        for group in self.optimizer.param_groups[len(self._peak_lrs) :]:
+        group_of = optim.group_of(self._optimizer, self._structure.own)
+        self._core.set_groups([group_of.get(param, 0) for param in self._structure.own])
+        for group in self._optimizer.param_groups[len(self._peak_lrs) :]:
             self._peak_lrs.append(float(group["lr"]))
-        self._groups_seen = optim.group_members(self.optimizer)
+        self._groups_seen = optim.group_members(self._optimizer)
 
     def _schedule_lr(self) -> None:
         if not self._scheduled:  # the user may change lr at any time
@@ -360,28 +396,36 @@ class Engine:
                 f"[front::initialize] the whole model is compiled and {why}: compile its blocks "
                 f"instead (block.compile())"
             )
+        modules = {}
         for index, unit in enumerate(units):
             if index > 0 and not unit.is_tile:
-                module = tree.place_of_hooks(self.module, unit.module)
+                module = modules[index] = tree.place_of_hooks(self.module, unit.module)
                 if unit.recomputed:
-                    self._hooks.append(recompute.Recomputed(module, index, core.recomputation))
+                    self._forwards.add(recompute.Recomputed(module, index, core.recomputation))
                 if core.needs_unit_events:
-                    self._hook_unit(module, index)
+                    self._forwards.watch(module, index)
+        if core.needs_unit_events:
+            for module in tree.parts_around(self.module, list(modules.values())):
+                self._forwards.watch_part(module)
 
-    def _hook_unit(self, module: torch.nn.Module, unit: int) -> None:
-        core = self._core
+    def _begin_forward(self) -> None:
+        """Before a forward of the whole model."""
+        if self._structure.look():
+            self._core.relearn()
 
-        def begin(*_: Any) -> None:
-            core.unit_begin(unit, True)
 
-        def end(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            core.unit_end(unit, list(tree.tensors_in(output)))
+_alive: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
-        if tree.is_compiled_in_place(module):
-            self._hooks.append(tree.AroundCompiled(module, begin, end))
-            return
-        self._hooks.append(module.register_forward_pre_hook(begin))
-        self._hooks.append(module.register_forward_hook(end))
+
+def _refuse_shared(model: torch.nn.Module) -> None:
+    """Raises ConfigError for a parameter that another engine trains."""
+    for engine in _alive:
+        for param, names in tree.names_of(model).items():
+            if param in engine._structure.own:
+                raise ConfigError(
+                    f'[front::initialize] parameter "{names[0]}" is in another engine already: '
+                    f"close() that one first"
+                )
 
 
 def _forget(engine: "weakref.ref[Engine]") -> None:
@@ -424,10 +468,8 @@ def initialize(
             "[front::initialize] optimizer is a class: pass an object, or a callable such as "
             "lambda params: torch.optim.AdamW(params, lr=1e-3)"
         )
-    if not any(param.requires_grad for param in model.parameters()):
-        raise ConfigError(
-            "[front::initialize] the model has no parameters that train: there is nothing to do"
-        )
+    if next(model.parameters(), None) is None:
+        raise ConfigError("[front::initialize] the model has no parameters: there is nothing to do")
     if isinstance(optimizer, Mapping):  # the config key of that name
         overrides["optimizer"] = dict(optimizer)
         optimizer = None

@@ -6,10 +6,15 @@ class steps on fp32 shards.
 """
 
 import copy
+import inspect
+import types
+import weakref
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
 
@@ -147,14 +152,26 @@ def settings(optimizer: torch.optim.Optimizer) -> list[Any]:
     return all_settings
 
 
-def group_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[torch.Tensor, int]:
-    """Which group each parameter is in. Raises ConfigError for a trainable one in none."""
+def group_of(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+) -> dict[torch.Tensor, int]:
+    """Which group each parameter is in; `names` are those of the model's parameters.
+
+    Raises ConfigError for a trainable one in none, and for one that is not the model's.
+    """
     groups = {
         param: index
         for index, group in enumerate(optimizer.param_groups)
         for param in group["params"]
     }
-    for name, param in model.named_parameters():
+    for param, index in groups.items():
+        if param not in names:
+            raise ConfigError(
+                f"[front::initialize] group {index} of the optimizer holds a parameter of shape "
+                f"{tuple(param.shape)} that is not the model's, so the engine would not train it: "
+                f"make it a Parameter of the model, or give it an optimizer of its own"
+            )
+    for param, name in names.items():
         if param.requires_grad and param not in groups:
             raise ConfigError(
                 f'[front::initialize] parameter "{name}" is in no group of the optimizer: '
@@ -202,6 +219,24 @@ def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return flat[:11], flat[11:]
 
 
+def _close(whole: torch.Tensor, halves: list[torch.nn.Parameter]) -> bool:
+    return torch.allclose(whole.flatten(), torch.cat([*halves]), rtol=1e-6, atol=1e-7)
+
+
+def _each_alone(optimizer: torch.optim.Optimizer, shape: torch.Size) -> list[torch.nn.Parameter]:
+    """Two pieces after the same steps, each by an optimizer of its own: the other ranks'."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(shape, generator=generator)
+    halves = [torch.nn.Parameter(half.clone()) for half in _halves(whole)]
+    probes = [_on_probe(optimizer, [half]) for half in halves]
+    for _ in range(3):
+        gradient = torch.randn(shape, generator=generator)
+        for half, part, probe in zip(halves, _halves(gradient), probes, strict=True):
+            half.grad = part.clone()
+            probe.step()
+    return halves
+
+
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigError unless pieces of a parameter are updated as the whole would be.
 
@@ -219,8 +254,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 half.grad = gradient.clone()
             on_whole.step()
             on_halves.step()
-        same = torch.allclose(whole.flatten(), torch.cat([*halves]), rtol=1e-6, atol=1e-7)
+        same = _close(whole, halves)
         cause = "it updates a parameter and its pieces differently"
+        if same:
+            same = _close(whole, _each_alone(optimizer, whole.shape))
+            cause = "its step on one parameter depends on the others"
     except Exception as error:  # noqa: BLE001 - whatever it is, this class cannot step on pieces
         same, cause = False, f"on pieces of a parameter it raised {type(error).__name__}: {error}"
     if not same:
@@ -228,6 +266,76 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             f"[front::initialize] {name} is not elementwise ({cause}), so it cannot run on shards: "
             f"use {', '.join(_KINDS)} or another elementwise optimizer"
         )
+
+
+class _State(defaultdict[Any, Any]):
+    """In place of the state of an optimizer that the engine computes."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeFault(
+            "[front::optimizer] the optimizer's state (its moments, its step counts) is sharded "
+            "in the engine, and not in optimizer.state: there is nothing to read, clear or save "
+            "here"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    __bool__ = get = keys = values = items = pop = popitem = clear = update = _refuse
+    setdefault = copy = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _refuse_state_dict(*_: Any) -> None:
+    raise RuntimeFault(
+        "[front::optimizer] the optimizer's state is sharded in the engine, so state_dict() and "
+        "load_state_dict() of the optimizer itself would save and load nothing of it"
+    )
+
+
+def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None:
+    """From here on the engine steps this optimizer and keeps its gradients and its state."""
+    kept = weakref.ref(core)
+
+    def step(_self: Any, closure: Any = None) -> Any:
+        raise RuntimeFault(
+            "[front::optimizer] optimizer.step() of an engine's optimizer updates nothing: call "
+            "engine.step()"
+        )
+
+    def zero_grad(_self: Any, set_to_none: bool = True) -> None:
+        own = kept()
+        if own is not None:
+            own.zero_grad()
+
+    # Where a scheduler has wrapped it, it looks for that.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    changed: Any = optimizer
+    changed.step = types.MethodType(step, optimizer)
+    changed.zero_grad = types.MethodType(zero_grad, optimizer)
+    optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+    optimizer.register_load_state_dict_pre_hook(_refuse_state_dict)
+    if native:
+        changed.state = _State()
+
+
+def call_hooks(optimizer: torch.optim.Optimizer, before: bool) -> None:
+    """The optimizer's own step hooks and the global ones, around a step of the engine's kernels."""
+    if before:
+        both = [_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks]
+    else:
+        both = [optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks]
+    for hooks in both:
+        for hook in list(hooks.values()):
+            hook(optimizer, (), {})
+
+
+def steps_alone(scheduler: Any) -> bool:
+    """Whether step() needs nothing: ReduceLROnPlateau's metric is only known to users, who call it
+    as in torch."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    return all(
+        one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        for one in parameters
+    )
 
 
 class ShardStep:
@@ -244,6 +352,7 @@ class ShardStep:
             self._masters.append(master)
         for group in optimizer.param_groups:
             group["params"] = [piece for p in group["params"] for piece in shards.get(p, ())]
+        self._step = optimizer.step
         fresh = {master: _fresh_state(optimizer, master) for master in self._masters}
         optimizer.state.clear()
         optimizer.state.update({master: state for master, state in fresh.items() if state})
@@ -251,6 +360,6 @@ class ShardStep:
     def __call__(self) -> None:
         for master, gradient in zip(self._masters, self._values.shard_gradients(), strict=True):
             master.grad = gradient
-        self._optimizer.step()
+        self._step()
         for master in self._masters:
             master.grad = None

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from penstock import tree
+from penstock.forwards import Forward
 
 
 class _Buffers:
@@ -55,22 +56,15 @@ class Recomputed:
 
     def __init__(self, module: torch.nn.Module, unit: int, recomputation: Any) -> None:
         self._module, self._unit, self._recomputation = module, unit, recomputation
-        self._name = "_compiled_call_impl" if tree.is_compiled_in_place(module) else "forward"
-        self._had = module.__dict__.get(self._name)  # None: the class has it
-        inner = getattr(module, self._name)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return inner(*args, **kwargs)
-            return self._checkpoint(inner, args, kwargs)
-
-        module.__dict__[self._name] = forward
+        self._forward = Forward(module, self._around)
 
     def remove(self) -> None:
-        if self._had is None:
-            del self._module.__dict__[self._name]
-        else:
-            self._module.__dict__[self._name] = self._had
+        self._forward.remove()
+
+    def _around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        return self._checkpoint(inner, args, kwargs)
 
     def _checkpoint(
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -10,6 +10,7 @@ import torch
 
 from penstock import tree
 from penstock._native import ConfigError, _penstock
+from penstock.forwards import Forward
 from penstock.lazy_logits import Head, LazyLogits
 
 
@@ -34,8 +35,8 @@ def _find_head(model: torch.nn.Module) -> str:
     )
 
 
-def install(model: torch.nn.Module, core: Any, config: Any) -> list[torch.nn.Module]:
-    """Replaces the forward of every module whose weight is in tiles; those modules."""
+def install(model: torch.nn.Module, core: Any, config: Any) -> list[Forward]:
+    """Replaces the forward of every module whose weight is in tiles."""
     tiles = {name: _penstock.Tiles(core, name) for name in _penstock.Tiles.names(core)}
     of_param = {p: tiles[n] for n, p in model.named_parameters() if n in tiles}
     changed = []
@@ -43,27 +44,27 @@ def install(model: torch.nn.Module, core: Any, config: Any) -> list[torch.nn.Mod
         if not tree.has_rows(module) or module.weight not in of_param:
             continue
         is_head = config.tiling.loss_tokens > 0 and name == config.tiling.head
-        module.forward = _forward(module, of_param[module.weight], core if is_head else None)
-        changed.append(module)
+        own = _forward(module, of_param[module.weight], core if is_head else None)
+        changed.append(Forward(module, own))
     return changed
 
 
-def remove(changed: list[torch.nn.Module]) -> None:
+def remove(changed: list[Forward]) -> None:
     """Gives the modules their own forward back."""
-    for module in changed:
-        del module.forward
+    for one in reversed(changed):
+        one.remove()
     changed.clear()
 
 
 def _forward(module: Any, tiles: Any, lazy_in: Any) -> Any:
-    def embedding(ids: torch.Tensor) -> Any:
+    def embedding(_inner: Any, ids: torch.Tensor) -> Any:
         padding = -1 if module.padding_idx is None else module.padding_idx
         return tiles.embedding(ids, padding, module.scale_grad_by_freq)
 
-    def linear(input: torch.Tensor) -> Any:  # noqa: A002 - torch's name
+    def linear(_inner: Any, input: torch.Tensor) -> Any:  # noqa: A002 - torch's name
         return tiles.linear(input, module.bias)
 
-    def head(input: torch.Tensor) -> Any:  # noqa: A002
+    def head(_inner: Any, input: torch.Tensor) -> Any:  # noqa: A002
         values = None if module.bias is None else module.bias.detach().clone()
         return LazyLogits.of(Head(tiles, module.bias, values, module.out_features, lazy_in), input)
 

@@ -65,24 +65,16 @@ def place_of_hooks(model: torch.nn.Module, name: str) -> torch.nn.Module:
     return outer
 
 
-class AroundCompiled:
-    """Hooks around a module compiled in place, outside the compiled code: no graph break."""
-
-    def __init__(self, module: torch.nn.Module, begin: Any, end: Any) -> None:
-        compiled: Any = module._compiled_call_impl
-        self._module, self._compiled = module, compiled
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin()
-            output = compiled(*args, **kwargs)
-            end(module, args, output)
-            return output
-
-        module._compiled_call_impl = call
-
-    def remove(self) -> None:
-        """Gives the module its compiled call back."""
-        self._module._compiled_call_impl = self._compiled
+def parts_around(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules outside of the units that hold parameters, but for the model itself."""
+    inside = {module for unit in units for module in unit.modules()}
+    return [
+        module
+        for module in model.modules()
+        if module is not model
+        and module not in inside
+        and next(module.parameters(), None) is not None
+    ]
 
 
 def names_of(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
@@ -94,21 +86,33 @@ def names_of(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings and objects with fields."""
-    if isinstance(value, torch.Tensor):
-        yield with_history(value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):  # slots have no __dict__
-            yield from tensors_in(getattr(value, field.name, None))
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
-        for item in vars(value).values():
-            yield from tensors_in(item)
+    """The tensors in nested tuples, lists, mappings and objects with fields, each object once."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, torch.Tensor):
+            yield with_history(one)
+        elif id(one) not in seen:
+            seen.add(id(one))
+            waiting.extend(reversed(_items_of(one)))
+
+
+def _items_of(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if value is None or isinstance(value, (str, bytes, int, float, type, torch.nn.Module)):
+        return []
+    names = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    items = [getattr(value, name) for name in names if hasattr(value, name)]
+    return items + list(getattr(value, "__dict__", {}).values())
+
+
+def _slots_of(kind: type) -> Sequence[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)
 
 
 class _Place:

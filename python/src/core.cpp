@@ -78,6 +78,8 @@ void bind_core(py::module_& module) {
       .def("set_groups", &Core::set_groups)
       .def("unit_begin", &Core::unit_begin, NoGil())
       .def("unit_end", &Core::unit_end, NoGil())
+      .def("any_forward", &Core::any_forward, NoGil())
+      .def("relearn", &Core::relearn)
       .def("forward_failed", &Core::forward_failed, NoGil())
       .def("start_backward",
            [](Core& core, const at::Tensor& loss, const std::optional<at::Tensor>& gradient) {
@@ -87,6 +89,7 @@ void bind_core(py::module_& module) {
       .def("backward_failed", &Core::backward_failed)
       .def("window_complete", &Core::window_complete)
       .def("step", &step, py::arg("groups"), py::arg("external") = py::none())
+      .def("zero_grad", &Core::zero_grad, NoGil())
       .def_property_readonly("steps", &Core::steps)
       .def("plan_text", &Core::plan_text)
       .def("set_plan_text", &Core::set_plan_text)

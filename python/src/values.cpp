@@ -16,6 +16,7 @@ void bind_values(py::module_& module) {
       .def("units_of", &Values::units_of)
       .def("gather", &Values::gather, NoGil())
       .def("release", &Values::release, NoGil())
+      .def("let_go", &Values::let_go, NoGil())
       .def("shards",
            [](Values& values) {
              std::vector<py::tuple> shards;

@@ -51,7 +51,6 @@ void own_storage(const at::Tensor& param, Dtype dtype) {
   at::Tensor window = at::empty({0}, options);
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(storage)));
   window.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
-  param.mutable_grad().reset();
   param.set_data(window);
 }
 
@@ -123,6 +122,7 @@ void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>
   take_buffers(tree.buffers);
   for (const tiles::TiledWeight& one : tiled) {
     if (tree.init && tree.init->holds(one.whole)) tree.init->take(one.whole);
+    one.whole.mutable_grad().reset();
     own_storage(one.whole, exec::dtype_of(one.tiles.front().scalar_type()));
   }
 }
@@ -133,7 +133,9 @@ void Adoption::take_flat(exec::Flat& flat, const std::string& label, const Model
   for (exec::Slot& slot : flat.slots) {
     const at::Tensor initial = initial_values(slot, tree);
     full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
+    slot.param.mutable_grad().reset();
     own_storage(slot.param, flat.dtype);
+    slot.window = slot.param.storage();
   }
   executor_.values().adopt(flat, full, label);
 }

@@ -1,7 +1,9 @@
 #include "penstock/core.h"
 
-#include <ATen/ops/full_like.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/scalar_tensor.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "penstock/error.h"
@@ -45,13 +47,28 @@ void Core::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
 
 void Core::forward_failed(const std::string& error) { state_->forward_failed(error); }
 
+bool Core::any_forward(bool mine) {
+  state_->check_open("forward");
+  const std::vector<std::string> all = state_->executor->share("any forward", mine ? "1" : "0");
+  return std::find(all.begin(), all.end(), "1") != all.end();
+}
+
+void Core::relearn() { state_->relearn(); }
+
 at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {
   state_->check_open("backward");
   state_->window->on(engine::Call::kBackward);
   state_->fault = nullptr;
+  if (!state_->window->armed()) {
+    state_->look_at_gradients(true);
+    state_->border->hide_gradients();
+  }
   const double scale = state_->loss_scale.value();
   if (scale == 1.0 || (!gradient.defined() && loss.numel() != 1)) return gradient;
-  return gradient.defined() ? gradient.mul(scale) : at::full_like(loss, scale);
+  // Beyond what a loss in fp16 can be it is infinite: the step is skipped and the scale halved.
+  const at::Tensor factor = at::scalar_tensor(scale, at::TensorOptions(at::kFloat));
+  const at::Tensor start = gradient.defined() ? gradient : at::ones_like(loss);
+  return start.mul(factor.to(start.scalar_type()));
 }
 
 void Core::backward_failed(const std::string& error) {
@@ -59,14 +76,20 @@ void Core::backward_failed(const std::string& error) {
   if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
 }
 
-bool Core::window_complete(bool force) const {
+bool Core::window_complete(bool force) {
   state_->check_open("step");
+  state_->look_at_gradients(false);
   state_->window->check(engine::Call::kStep);
   return force || state_->window->complete();
 }
 
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external) {
   return state_->step(groups, external);
+}
+
+void Core::zero_grad() {
+  state_->check_open("zero_grad");
+  if (!state_->window->armed()) state_->drop_gradients();
 }
 
 int64_t Core::steps() const { return state_->steps; }

@@ -28,6 +28,7 @@ Driver::Driver(exec::Executor& executor) : executor_(executor) {
   drop_later_.assign(num_units, false);
   unforeseen_.assign(num_units, false);
   pinned_.assign(num_units, false);
+  held_.assign(num_units, 0);
 }
 
 void Driver::set_plan(Section section, const Plan& plan) {
@@ -50,7 +51,7 @@ void Driver::begin(Section section) {
   std::fill(done_.begin(), done_.end(), false);
   if (!is_backward(section)) {  // a forward that no backward followed leaves copies in `hold`
     for (size_t unit = 0; unit < active_.size(); ++unit) {
-      if (!pinned_[unit]) executor_.params().drop(static_cast<int>(unit));
+      if (!pinned_[unit] && held_[unit] == 0) executor_.params().drop(static_cast<int>(unit));
     }
   }
   if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
@@ -113,6 +114,20 @@ void Driver::pin(int unit) {
   executor_.params().require(unit);
 }
 
+void Driver::hold(const std::vector<int>& units) {
+  for (const int unit : units) ++held_[unit];
+}
+
+void Driver::let_go(const std::vector<int>& units) {
+  for (const int unit : units) {
+    if (--held_[unit] == 0 && active_[unit] == 0) release(unit);
+  }
+}
+
+bool Driver::holds() const {
+  return std::any_of(held_.begin(), held_.end(), [](int times) { return times > 0; });
+}
+
 void Driver::pass(size_t line) {
   if (line == kNotFound) return;
   run_to(line);
@@ -120,7 +135,7 @@ void Driver::pass(size_t line) {
 }
 
 void Driver::release(int unit) {
-  if (pinned_[unit]) return;
+  if (pinned_[unit] || held_[unit] > 0) return;
   drop_later_[unit] = unforeseen_[unit] = false;
   if (section_ == Section::kForward && running_) {
     executor_.params().move_to(unit, Phase::kHold);
@@ -156,7 +171,7 @@ void Driver::run(const exec::PlannedStep& planned) {
   const bool frees = step.op == Op::kDrop || (step.op == Op::kMove && step.role == Role::kParam &&
                                               executor_.params().leaves(step.moves));
   const auto in_use = [this](int unit) {
-    return pinned_[unit] || (!finishing_ && active_[unit] > 0);
+    return pinned_[unit] || held_[unit] > 0 || (!finishing_ && active_[unit] > 0);
   };
   if (frees && in_use(step.units.front())) {
     drop_later_[step.units.front()] = true;

@@ -33,6 +33,11 @@ class Driver {
   // Whole from now to the end of the next backward section, on demand: torch.autograd.grad() went
   // through the unit, and what it built may be differentiated again.
   void pin(int unit);
+  // Whole until let_go(), as often as held, whatever runs meanwhile: users look at them.
+  void hold(const std::vector<int>& units);
+  void let_go(const std::vector<int>& units);
+  int held(int unit) const { return held_[static_cast<size_t>(unit)]; }
+  bool holds() const;  // any unit
   // Runs everything left of the section, in plan order.
   void finish();
   // After an error in the user's code: forget the section, free what is gathered.
@@ -64,6 +69,7 @@ class Driver {
   std::vector<bool> drop_later_;               // by unit: the plan dropped it while it was active
   std::vector<bool> unforeseen_;               // by unit: gathered on demand
   std::vector<bool> pinned_;                   // by unit: see pin()
+  std::vector<int> held_;                      // by unit: see hold()
   std::deque<const exec::PlannedStep*> owed_;  // gradient moves that wait
   int64_t off_plan_ = 0;
 };

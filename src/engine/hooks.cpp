@@ -1,5 +1,6 @@
 #include "src/engine/hooks.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/engine.h>
@@ -76,10 +77,13 @@ void at_end_of_backward(std::function<void()> done) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(done));
 }
 
-void before_backward_of(const std::vector<at::Tensor>& outputs,
+uint64_t now() { return at::sequence_number::peek(); }
+
+void before_backward_of(const std::vector<at::Tensor>& outputs, uint64_t since,
                         const std::function<void()>& before) {
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad() || !output.grad_fn()) continue;
+    if (output.grad_fn()->sequence_nr() < since) continue;
     output.grad_fn()->add_pre_hook(std::make_unique<BeforeBackward>(before));
   }
 }
@@ -95,16 +99,31 @@ bool only_looked_up(const std::vector<at::Tensor>& outputs) {
 }
 
 GradientHook::GradientHook(const at::Tensor& leaf, std::function<void()> taken)
-    : accumulator_(torch::autograd::impl::grad_accumulator(leaf)) {
+    : leaf_(leaf), taken_(std::move(taken)) {
+  install();
+}
+
+GradientHook::~GradientHook() { remove(); }
+
+void GradientHook::install() {
+  accumulator_ = torch::autograd::impl::grad_accumulator(leaf_);
+  if (!accumulator_) return;  // frozen meanwhile
   key_ = accumulator_->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-      [taken = std::move(taken)](const variable_list& outputs, const variable_list&) {
+      [taken = taken_](const variable_list& outputs, const variable_list&) {
         taken();
         return outputs;
       }));
 }
 
-GradientHook::~GradientHook() {
+void GradientHook::remove() {
   if (accumulator_) accumulator_->del_post_hook(key_);
+}
+
+void GradientHook::follow() {
+  if (!leaf_.requires_grad()) return;
+  if (torch::autograd::impl::try_get_grad_accumulator(leaf_) == accumulator_) return;
+  remove();
+  install();
 }
 
 OutsideReads::OutsideReads(std::unordered_map<const c10::StorageImpl*, int> unit_of_storage,

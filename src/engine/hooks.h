@@ -19,8 +19,12 @@ bool in_side_backward();
 // Runs `done` when the outermost backward in progress ends without an error.
 void at_end_of_backward(std::function<void()> done);
 
-// Runs `before` when the backward reaches one of the tensors that need a gradient.
-void before_backward_of(const std::vector<at::Tensor>& outputs,
+// Of the graph that this thread records.
+uint64_t now();
+
+// Runs `before` when the backward reaches one of the tensors that need a gradient, of those that
+// were made since then: a unit may return what it was given.
+void before_backward_of(const std::vector<at::Tensor>& outputs, uint64_t since,
                         const std::function<void()>& before);
 
 // Whether their backward reads no parameter: each was looked up in one, row by row.
@@ -34,8 +38,15 @@ class GradientHook {
   GradientHook(GradientHook&& other) noexcept = default;
   GradientHook& operator=(GradientHook&&) = delete;
   ~GradientHook();
+  // Follows a leaf that got another accumulator (Tensor.set_(), say).
+  void follow();
 
  private:
+  void install();
+  void remove();
+
+  at::Tensor leaf_;
+  std::function<void()> taken_;
   exec::NodePtr accumulator_;  // tensors hold it weakly only
   uintptr_t key_ = 0;
 };

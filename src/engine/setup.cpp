@@ -1,6 +1,7 @@
 // Core::State: from a model to flat buffers, hooks and plans.
 #include <algorithm>
 #include <cstdio>
+#include <tuple>
 #include <utility>
 
 #include "penstock/error.h"
@@ -20,6 +21,42 @@ void check_devices(const ModelTree& tree) {
     if (info.param.device().is_cpu()) continue;
     throw ConfigError(concat("[engine::Core] parameter \"", info.name, "\" is on ",
                              info.param.device().str(), "; this version trains on the CPU"));
+  }
+}
+
+// No element belongs to two parameters.
+void check_memory(const ModelTree& tree) {
+  struct Extent {
+    const void* storage;
+    int64_t begin, end;
+    const std::string* name;
+    bool operator<(const Extent& other) const {
+      return std::tie(storage, begin) < std::tie(other.storage, other.begin);
+    }
+  };
+  std::vector<Extent> extents;
+  for (const ParamInfo& info : tree.params) {
+    if (info.param.numel() == 0 || !info.param.has_storage()) continue;
+    int64_t last = 0;
+    for (int64_t dim = 0; dim < info.param.dim(); ++dim) {
+      last += (info.param.size(dim) - 1) * info.param.stride(dim);
+    }
+    const int64_t begin = info.param.storage_offset();
+    extents.push_back(
+        {info.param.storage().unsafeGetStorageImpl(), begin, begin + last + 1, &info.name});
+  }
+  std::sort(extents.begin(), extents.end());
+  for (size_t i = 1; i < extents.size(); ++i) {
+    const Extent &one = extents[i - 1], &next = extents[i];
+    if (one.storage != next.storage || next.begin >= one.end) continue;
+    throw ConfigError(concat("[engine::Core] parameters \"", *one.name, "\" and \"", *next.name,
+                             "\" share memory: to tie weights, give both modules the same "
+                             "Parameter object; else clone one of them"));
+  }
+  for (const at::Tensor& buffer : tree.buffers) {
+    if (buffer.device().is_cpu()) continue;
+    throw ConfigError(concat("[engine::Core] a buffer of shape ", buffer.sizes(), " is on ",
+                             buffer.device().str(), "; this version trains on the CPU"));
   }
 }
 
@@ -67,6 +104,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
   config.resolve(group->size());
   check_devices(tree);
+  check_memory(tree);
   engine::Blueprint blueprint = engine::draw(tree, config);
   engine::foresee(blueprint);
   for (const engine::UnitSpec& spec : blueprint.specs) unit_modules.push_back(spec.module);
@@ -87,12 +125,13 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   adoption.claim(config, model, external_optimizer);
   adoption.take(blueprint.split.tree, tiled->all());
   tiled->let_wholes_go();
-  order.emplace(model, engine::OrderLearner::Scope{unit_events, moves_params, [this](int unit) {
-                                                     return tiled->is_tile(unit);
-                                                   }});
-  window.emplace(config.batch.accumulate, loss_scale.active());
+  relearn();
+  window.emplace(config.batch.accumulate, loss_scale.active(), unit_events);
   waiting.assign(executor->units().size(), 0);
+  expected.assign(waiting.size(), false);
+  began.assign(waiting.size(), 0);
   make_plans();
+  border.emplace(*executor, *tiled);
   adoption.commit();
 }
 
@@ -122,6 +161,13 @@ void Core::State::install_hooks() {
       }
     }
   }
+}
+
+void Core::State::relearn() {
+  if (window && window->armed()) return;
+  order.emplace(model, engine::OrderLearner::Scope{unit_events, moves_params, [this](int unit) {
+                                                     return tiled->is_tile(unit);
+                                                   }});
 }
 
 void Core::State::make_plans() {

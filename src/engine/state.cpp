@@ -1,5 +1,7 @@
 #include "src/engine/state.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -66,9 +68,11 @@ void Core::State::forward_begin(bool grad_enabled) {
   if (window->armed()) recover();
   faulted = false;
   executor->activations().begin_forward();
+  border->look_at_params();
   driver->begin(grad_enabled ? Section::kForward : Section::kEval);
   if (grad_enabled) {
     tiled->follow_freezing();
+    for (engine::GradientHook& hook : hooks) hook.follow();
     check_frozen(executor->units());
     window->on(engine::Call::kForward);
   }
@@ -81,7 +85,11 @@ void Core::State::forward_begin(bool grad_enabled) {
 void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (!engine::in_backward()) {
     outside_reads.reset();
-    for (const int unit : order->spanning()) driver->leave(Op::kForward, unit);
+    for (const int unit : order->spanning()) {
+      if (driver->held(unit) == 0)
+        engine::Border::refuse_edit(border->edited(unit, false), "in forward");
+      driver->leave(Op::kForward, unit);
+    }
   }
   unit_end(0, outputs);
   if (engine::in_backward()) return;
@@ -90,6 +98,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
 }
 
 void Core::State::unit_begin(int unit) {
+  began[unit] = engine::now();
   if (engine::in_backward()) return backward_enter(unit);
   // A layer that is used here and there stays, as it would in the root.
   if (!model.units[unit].block && !order->spans(unit) && order->enters_again(unit)) {
@@ -107,12 +116,14 @@ void Core::State::unit_again(int unit) {
 void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
   const bool reads_none = !model.units[unit].block && engine::only_looked_up(outputs);
   if (unit == 0 || (unit_events && !reads_none)) {
-    engine::before_backward_of(outputs, [weak = weak_from_this(), unit] {
+    engine::before_backward_of(outputs, began[unit], [weak = weak_from_this(), unit] {
       const auto self = weak.lock();
       if (self && !self->closed) self->in_hook([&] { self->backward_enter(unit); });
     });
   }
   if (engine::in_backward()) return;  // what is recomputed stays until its gradients are there
+  if (driver->held(unit) == 0)
+    engine::Border::refuse_edit(border->edited(unit, false), "in forward");
   order->end(Op::kForward, unit);
   driver->leave(Op::kForward, unit);
 }
@@ -148,18 +159,52 @@ void Core::State::watch_outside_reads() {
 
 // ---- backward
 
+bool Core::State::anything_trains() const {
+  for (const exec::UnitState& unit : executor->units()) {
+    for (const exec::Flat& flat : unit.flats) {
+      if (std::any_of(flat.slots.begin(), flat.slots.end(),
+                      [](const exec::Slot& slot) { return slot.param.requires_grad(); })) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void Core::State::look_at_gradients(bool adds) {
+  if (border->look_at_gradients(adds) != engine::Border::Gradients::kAllDropped) return;
+  if (!window->complete()) {
+    TORCH_WARN_ONCE("penstock: gradients of ", window->seen(), " of ", config.batch.accumulate,
+                    " backwards were dropped (zero_grad() or .grad = None in the middle of a "
+                    "window): engine.step() clears gradients itself when it has applied them");
+  }
+  drop_gradients();
+}
+
+void Core::State::drop_gradients() {
+  border->hide_gradients();
+  executor->discard();
+  window->on(engine::Call::kDrop);
+}
+
 void Core::State::start_backward() {
   if (window->armed()) return;
+  look_at_gradients(true);
+  border->hide_gradients();
   window->on(engine::Call::kBackwardBegin);
   driver->begin(window->reduces() ? Section::kBackwardLast : Section::kBackward);
   for (size_t unit = 0; unit < waiting.size(); ++unit) {
     waiting[unit] = 0;
     for (exec::Flat& flat : executor->units()[unit].flats) {
-      for (exec::Slot& slot : flat.slots) slot.arrived = false;
-      if (flat.trainable) waiting[unit] += static_cast<int>(flat.slots.size());
+      for (exec::Slot& slot : flat.slots) {
+        slot.arrived = false;
+        waiting[unit] += flat.trainable && slot.param.requires_grad() ? 1 : 0;
+      }
     }
+    expected[unit] = waiting[unit] > 0;
   }
   frozen_open.clear();
+  executor->gradients().begin_backward();
   order->begin_backward();
   engine::at_end_of_backward([weak = weak_from_this()] {
     const auto self = weak.lock();
@@ -172,7 +217,8 @@ void Core::State::start_backward() {
 }
 
 void Core::State::backward_enter(int unit) {
-  if (!window->armed() && engine::in_side_backward()) {
+  // Another model's backward may pass through this one while it is frozen.
+  if (!window->armed() && (engine::in_side_backward() || !anything_trains())) {
     if (moves_params) driver->pin(unit);
     return;
   }
@@ -184,8 +230,7 @@ void Core::State::backward_enter(int unit) {
   if (spans && !order->done()) return driver->pin(unit);
   order->begin(Op::kBackward, unit);
   driver->enter(Op::kBackward, unit);
-  const bool all_frozen = waiting[unit] == 0 && !executor->units()[unit].trainable();
-  if (all_frozen && unit != 0 && !spans) frozen_open.push_back(unit);
+  if (!expected[unit] && unit != 0 && !spans) frozen_open.push_back(unit);
 }
 
 // A frozen weight has no gradient to tell that it was used for the last time; by the order in which
@@ -212,8 +257,10 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   // Where each use of a module is recomputed in a backward of its own, gradients come once a use.
   if (std::exchange(slot.arrived, true) || --waiting[unit] != 0) return;
   const std::vector<exec::Flat>& flats = executor->units()[unit].flats;
-  const bool has_frozen =
-      std::any_of(flats.begin(), flats.end(), [](const exec::Flat& one) { return !one.trainable; });
+  const bool has_frozen = std::any_of(flats.begin(), flats.end(), [](const exec::Flat& one) {
+    return std::any_of(one.slots.begin(), one.slots.end(),
+                       [](const exec::Slot& slot) { return !slot.param.requires_grad(); });
+  });
   if (unit == 0 || order->spans(unit)) return;
   if (has_frozen && moves_params) {
     frozen_open.push_back(unit);
@@ -273,6 +320,7 @@ void Core::State::end_backward() {
   order->end(Op::kBackward, 0);
   driver->finish();
   window->on(engine::Call::kBackwardEnd);
+  border->show_gradients();
   if (order->done()) return;
   // Step one is over: from here on the plan follows the order that was seen, the same everywhere.
   model = order->agree(driver->off_plan_events(),
@@ -285,8 +333,7 @@ void Core::State::end_backward() {
 // The backward before this forward threw: nothing of its window can be trusted.
 void Core::State::recover() {
   driver->abandon();
-  executor->discard();
-  window->on(engine::Call::kDrop);
+  drop_gradients();
 }
 
 // ---- step
@@ -302,6 +349,14 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     throw RuntimeFault(why);
   }
   check_groups(config, groups);
+  if (driver->holds() && !executor->table().rests_whole()) {
+    throw RuntimeFault(
+        "[engine::step] step() inside gathered(): the gathered values would stay what they were. "
+        "Leave the block before");
+  }
+  look_at_gradients(false);
+  border->look_at_params();
+  border->hide_gradients();
   exec::Update update;
   update.groups = groups;
   update.clip = config.clip;
@@ -359,6 +414,7 @@ void Core::State::close(bool whole) {
     driver->abandon();
     executor->discard();
   }
+  border->hide_gradients();
   tiled->close();
   if (!whole) tiers.close_disk();  // waits for what is still in flight into the copies below
   for (size_t index = 0; index < executor->units().size(); ++index) {

@@ -11,6 +11,7 @@
 
 #include "penstock/core.h"
 #include "penstock/plan.h"
+#include "src/engine/border.h"
 #include "src/engine/driver.h"
 #include "src/engine/hooks.h"
 #include "src/engine/loss_scale.h"
@@ -47,12 +48,19 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void take_tile_gradient(int unit, const at::Tensor& gradient) override;
   void run_in_backward(const std::function<void()>& work) override { in_hook(work); }
 
+  void relearn();
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external);
+  // What users did to gradients since the last call. `adds`: a backward begins.
+  void look_at_gradients(bool adds);
+  // Drops the window: nothing was accumulated.
+  void drop_gradients();
   // By how much what was accumulated exceeds the averaged gradient.
   double divisor() const;
   // `whole`: a collective, after which every rank has full parameters. Else only what needs no
   // peer.
   void close(bool whole);
+  // Every rank's text, in rank order.
+  std::vector<std::string> share_text(const std::string& label, const std::string& text);
   void check_open(const char* call) const;  // throws RuntimeFault when closed
 
   Config config;
@@ -64,6 +72,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::string choice;  // what `offload: "auto"` chose from, and why; else empty
   std::optional<exec::Executor> executor;
   std::optional<engine::Driver> driver;
+  std::optional<engine::Border> border;
   std::vector<engine::GradientHook> hooks;
   bool moves_params = false;  // parameters do not rest where they compute
   bool unit_events = false;   // a unit's begin and end move something of it
@@ -71,7 +80,9 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   int64_t steps = 0;
   std::optional<engine::Window> window;
   std::optional<engine::OrderLearner> order;
+  std::vector<uint64_t> began;   // by unit: when its last forward did
   std::vector<int> waiting;      // by unit: gradients still to come in this backward
+  std::vector<bool> expected;    // by unit: some were, when it began
   std::vector<int> frozen_open;  // units whose frozen weights may still be read
   std::exception_ptr fault;      // thrown by a hook: autograd passes on its text, not its class
   engine::LossScale loss_scale;
@@ -95,6 +106,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   }
 
   void watch_outside_reads();
+  bool anything_trains() const;
   void start_backward();
   void backward_enter(int unit);
   void gradient_arrived(int unit, int flat, int slot);
@@ -105,8 +117,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void recover();
   void make_plans();
 
-  // Every rank's text, in rank order.
-  std::vector<std::string> share_text(const std::string& label, const std::string& text);
   std::string where() const;  // "rank 1, step 7, micro-step 0"
 };
 

@@ -35,6 +35,8 @@ std::vector<std::pair<std::string, at::Tensor>> Values::full(const std::string& 
   }
   state_->check_open(role == "grad" ? "full_grads" : "state_dict");
   const bool grad = role == "grad";
+  if (grad) state_->look_at_gradients(false);
+  if (!grad) state_->border->look_at_params();
   if (grad) state_->window->check(engine::Call::kFullGrads);
   const double divisor = grad ? state_->divisor() : 1.0;
   std::vector<std::pair<std::string, at::Tensor>> tensors;
@@ -62,6 +64,7 @@ std::vector<std::pair<std::string, at::Tensor>> Values::full(const std::string& 
 
 void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
   state_->check_open("set_grads");
+  state_->look_at_gradients(false);
   state_->window->check(engine::Call::kSetGrads);
   std::map<std::string, at::Tensor> by_name(gradients.begin(), gradients.end());
   state_->tiled->split_rows(by_name);
@@ -94,10 +97,13 @@ void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>
                                       static_cast<int>(index), value.to(at::kFloat),
                                       state_->divisor());
   });
+  state_->border->show_gradients();
+  if (!state_->border->any_bad()) state_->window->take_blamed();
 }
 
 void Values::gather(const std::vector<int>& units) {
   state_->check_open("gathered");
+  state_->border->look_at_params();
   exec::Executor& executor = *state_->executor;
   std::vector<int> brought;
   try {
@@ -110,21 +116,42 @@ void Values::gather(const std::vector<int>& units) {
     for (const int unit : brought) executor.params().drop(unit);
     throw;
   }
+  state_->driver->hold(units);
 }
 
 void Values::release(const std::vector<int>& units, bool write) {
   if (state_->closed) return;  // inside: the parameters are the model's own again
-  for (const int unit : units) {
-    if (!write || state_->executor->params().whole(unit)) continue;
-    throw RuntimeFault(concat(
-        "[engine::gathered] a forward or another gathered() inside gathered(write=True) let go of ",
-        state_->unit_names[unit], ": what was written to it is lost. Leave the block before"));
+  try {
+    state_->border->look_at_params();
+    state_->tiled->release(units, write);
+    for (const int unit : units) {
+      if (write) state_->executor->values().refresh(unit);
+    }
+    if (!write) refuse_edits(units);
+  } catch (...) {
+    state_->driver->let_go(units);
+    throw;
   }
-  state_->tiled->release(units, write);
+  state_->driver->let_go(units);
+}
+
+// On every rank alike: one compares only its own part.
+void Values::refuse_edits(const std::vector<int>& units) {
+  if (state_->executor->table().rests_whole()) return;
+  std::string mine;
   for (const int unit : units) {
-    if (write) state_->executor->values().refresh(unit);
-    state_->executor->params().drop(unit);
+    // Inside another gathered() that one sees to it.
+    if (mine.empty() && state_->driver->held(unit) == 1) mine = state_->border->edited(unit, true);
   }
+  for (const std::string& edited : state_->share_text("edits", mine)) {
+    engine::Border::refuse_edit(edited, "inside engine.gathered()");
+  }
+}
+
+void Values::let_go(const std::vector<int>& units) {
+  if (state_->closed) return;
+  state_->tiled->release(units, false);
+  state_->driver->let_go(units);
 }
 
 std::vector<int> Values::units_of(const std::vector<std::string>& params) const {

@@ -62,8 +62,11 @@ const Rule& rule_of(Call call) { return kRules[static_cast<size_t>(call)]; }
 
 }  // namespace
 
-Window::Window(int64_t accumulate, bool scales_loss)
-    : accumulate_(accumulate), standing_(scales_loss ? kNone : kScaled), facts_(standing_) {}
+Window::Window(int64_t accumulate, bool scales_loss, bool sees_forwards)
+    : accumulate_(accumulate),
+      standing_(static_cast<uint8_t>((scales_loss ? kNone : kScaled) |
+                                     (sees_forwards ? kNone : kForwarded))),
+      facts_(standing_) {}
 
 uint8_t Window::facts() const {
   return facts_ | (seen_ > 0 ? kSeen : kNone) | (complete() ? kComplete : kNone);

@@ -29,8 +29,9 @@ enum class Call : uint8_t {
 
 class Window {
  public:
-  // `scales_loss`: a backward has to come through engine.backward(loss).
-  Window(int64_t accumulate, bool scales_loss);
+  // `scales_loss`: a backward has to come through engine.backward(loss). `sees_forwards`: every
+  // forward is told, so that a backward without one is an error.
+  Window(int64_t accumulate, bool scales_loss, bool sees_forwards);
 
   const char* refusal(Call call) const;  // null when the call is legal now
   void check(Call call) const;           // throws RuntimeFault with the refusal

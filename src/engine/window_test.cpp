@@ -51,13 +51,13 @@ TEST(Window, EachStateRefusesWhatItCannotServe) {
       {"dropped", {f, b, a, e, f, b, a, d}, "gsw", "agsw"},
   };
   for (const auto& one : cases) {
-    EXPECT_EQ(refused(after({2, false}, one.calls)), one.refused) << one.state;
-    EXPECT_EQ(refused(after({2, true}, one.calls)), one.refused_scaled) << one.state;
+    EXPECT_EQ(refused(after({2, false, true}, one.calls)), one.refused) << one.state;
+    EXPECT_EQ(refused(after({2, true, true}, one.calls)), one.refused_scaled) << one.state;
   }
 }
 
 TEST(Window, ARefusedCallThrowsWhatTheUserReadsAndChangesNothing) {
-  Window window(1, true);
+  Window window(1, true, true);
   try {
     window.on(Call::kBackward);
     FAIL();
@@ -71,7 +71,7 @@ TEST(Window, ARefusedCallThrowsWhatTheUserReadsAndChangesNothing) {
 }
 
 TEST(Window, TheLastBackwardReducesAndTheAverageIsOverWhatWasSeen) {
-  Window window(2, false);
+  Window window(2, false, true);
   const std::vector<std::pair<bool, int64_t>> expected = {{false, 1}, {true, 2}, {true, 2}};
   for (const auto& [reduces, num_averaged] : expected) {
     window.on(Call::kBackwardBegin);
@@ -83,7 +83,7 @@ TEST(Window, TheLastBackwardReducesAndTheAverageIsOverWhatWasSeen) {
 }
 
 TEST(Window, TheFirstBadContributionIsKeptUntilItIsTakenOrDropped) {
-  Window window(1, false);
+  Window window(1, false, true);
   window.blame("a");
   window.blame("b");
   EXPECT_EQ(window.take_blamed(), "a");

@@ -1,9 +1,11 @@
 #include "src/exec/flat.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
@@ -54,21 +56,30 @@ void Flat::seal(int num_ranks) {
   numel = round_up(std::max<int64_t>(used, 1), num_ranks * kShardBytes / element_bytes());
 }
 
+void Flat::point(Slot& slot, char* base) {
+  c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
+  char* data = base == nullptr ? nullptr : base + slot.offset * element_bytes();
+  storage->set_data_ptr_noswap(c10::DataPtr(data, storage->device()));
+  if (base == nullptr) return set_guard(*storage, slot.guard);
+  clear_guard(*storage);
+  slot.version = slot.param._version();
+}
+
 void Flat::attach(char* base) {
-  for (Slot& slot : slots) {
-    c10::StorageImpl* storage = slot.param.storage().unsafeGetStorageImpl();
-    storage->set_data_ptr_noswap(
-        c10::DataPtr(base + slot.offset * element_bytes(), storage->device()));
-    clear_guard(*storage);
-  }
+  for (Slot& slot : slots) point(slot, base);
 }
 
 void Flat::detach() {
-  for (Slot& slot : slots) {
-    c10::StorageImpl* storage = slot.param.storage().unsafeGetStorageImpl();
-    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
-    set_guard(*storage, slot.guard);
-  }
+  for (Slot& slot : slots) point(slot, nullptr);
+}
+
+void Flat::let_go(Slot& slot) {
+  c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
+  const void* data = storage->_mutable_data_ptr_no_checks().get();
+  if (data == nullptr) return;
+  c10::DataPtr own = c10::GetCPUAllocator()->allocate(storage->nbytes());
+  std::memcpy(own.get(), data, storage->nbytes());
+  storage->set_data_ptr_noswap(std::move(own));
 }
 
 void Flat::say_gone() {
@@ -84,7 +95,8 @@ void Flat::let_params_go() {
   const Buffer& kept = rest().one();
   const char* begin = kept.data();
   for (Slot& slot : slots) {
-    c10::StorageImpl* storage = slot.param.storage().unsafeGetStorageImpl();
+    c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
+    if (storage == nullptr) continue;  // not taken yet
     const auto* data = static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get());
     const bool window = data == nullptr || (data >= begin && data < begin + kept.bytes());
     if (!window) continue;

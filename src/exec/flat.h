@@ -31,13 +31,16 @@ Dtype dtype_of(at::ScalarType type);
 struct Slot {
   std::string name;
   at::Tensor param;
-  int index = 0;  // in the model
+  c10::Storage window;   // that the engine gave the parameter; users may put another in its place
+  uint32_t version = 0;  // of the parameter, when its window was set
+  int index = 0;         // in the model
   int64_t offset = 0, numel = 0;
   int group = 0;         // optimizer parameter group
   int64_t updates = 0;   // optimizer steps taken so far
   bool arrived = false;  // its gradient came in this backward
   bool touched = false;  // got a gradient in this window; after the norm: on any rank
   bool written = false;  // the copy that backwards add to holds its contribution
+  bool bad = false;      // a contribution of this rank to this window was not finite
   std::string guard;     // what reading it while freed says
 };
 
@@ -66,6 +69,10 @@ class Flat {
   // Points the parameters into `base` (a full copy), or frees them.
   void attach(char* base);
   void detach();
+  // One of them; null frees it.
+  void point(Slot& slot, char* base);
+  // The slot's window becomes memory of its own, with its values, for those who still look at it.
+  void let_go(Slot& slot);
   // What reading a parameter says after the next detach(): that its values are nowhere any more.
   void say_gone();
   // As detach(), where some parameters may still have storages of their own.
@@ -87,6 +94,7 @@ class Flat {
 
   std::vector<Copy> params;        // the resting one first
   std::vector<Copy> grads;         // those on disk for good
+  int64_t summed_since = 0;        // the backward that made the copy that backwards add to
   double squares = kUncounted;     // of the held gradient: the sum of its own part's squares
   mem::Lease gradient32;           // scaled fp32 gradient, for an optimizer of the user's
   std::vector<ChunkState> chunks;  // none when frozen

@@ -1,5 +1,7 @@
 #include "src/exec/gradients.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -17,7 +19,29 @@ Copy& Gradients::sum_of(Flat& flat) {
   Copy* sum = find(flat.grads, made);
   if (sum != nullptr) return *sum;
   for (Slot& slot : flat.slots) slot.written = false;
+  flat.summed_since = backward_;
   return rank_.open(flat.grads, made, flat, mem::Account::kGrad);
+}
+
+// Sums over backwards are fp32. Where the table has room for one backward alone, what it left is
+// widened when the next one comes.
+void Gradients::widen(Copy& copy) {
+  Buffer& sum = copy.one();
+  if (sum.dtype == Dtype::kFp32) return;
+  if (sum.on_disk()) {
+    throw RuntimeFault(
+        concat("[exec::gradients] a second backward before step() adds to gradients "
+               "that are on disk in ",
+               dtype_name(sum.dtype),
+               ": set \"batch\": {\"accumulate\": k}, which keeps their sums in "
+               "fp32"));
+  }
+  Buffer wide;
+  wide.numel = sum.numel;
+  wide.tier = sum.tier;
+  rank_.traffic.make_room(wide, mem::Account::kGrad);
+  optim::take(wide.data(), wide.dtype, sum.data(), sum.dtype, sum.numel, false);
+  sum = std::move(wide);
 }
 
 Copy& Gradients::zeros_at(const Placement& place, Flat& flat) {
@@ -36,13 +60,19 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
                               "embedding with sparse=False"));
   }
   state.updated.wait();
-  const Buffer& sum = sum_of(flat).one();
+  Copy& copy = sum_of(flat);
+  // One that is moved keeps the dtype of its move.
+  if (flat.summed_since != backward_ && copy.place == rank_.cell(Role::kGrad, Phase::kUpdate)) {
+    widen(copy);
+  }
+  const Buffer& sum = copy.one();
   state.grads.make(rank_.table.grad_after_backward());
   const at::Tensor dense = gradient.contiguous();
   const Dtype from = dtype_of(dense.scalar_type());
   const bool finite = optim::take_checked(sum.at(slot.offset), sum.dtype, dense.const_data_ptr(),
                                           from, slot.numel, slot.written);
   slot.written = slot.touched = true;
+  slot.bad |= !finite;
   return finite;
 }
 
@@ -80,6 +110,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       Copy* sum = find(flat.grads, to);
       const bool adds = sum != nullptr;
       if (adds) {
+        widen(*sum);
         rank_.traffic.fetch(sum->one(), mem::Account::kGrad);
         rank_.traffic.wait_read(sum->one());
       } else if (walk->route().in_place() && to.tier != Tier::kDisk) {
@@ -175,7 +206,7 @@ void Gradients::discard() {
     unit.grads.clear();
     for (Flat& flat : unit.flats) {
       clear(flat);
-      for (Slot& slot : flat.slots) slot.written = slot.touched = false;
+      for (Slot& slot : flat.slots) slot.written = slot.touched = slot.bad = false;
     }
   }
 }
@@ -194,14 +225,20 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   Flat& flat = state.flats[flat_index];
   Slot& slot = flat.slots[slot_index];
   slot.touched = true;
+  slot.bad = false;
   Copy* copy = held(flat);
   if (copy == nullptr) {  // one rank, where nothing contributed to this unit
     copy = &sum_of(flat);
     state.grads.make(copy->place);
   }
   slot.written |= copy->place == rank_.table.grad_after_backward();
-  Buffer& sum = copy->one();
-  const int64_t begin = rank_.begin_of(copy->place, flat);
+  write(flat, *copy, slot, full, factor);
+}
+
+void Gradients::write(Flat& flat, Copy& copy, const Slot& slot, const at::Tensor& full,
+                      double factor) {
+  Buffer& sum = copy.one();
+  const int64_t begin = rank_.begin_of(copy.place, flat);
   const int64_t from = std::max(begin, slot.offset);
   const int64_t to = std::min(begin + sum.numel, slot.offset + slot.numel);
   if (from >= to) return;
@@ -211,7 +248,16 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   const at::Tensor part = full.reshape({-1}).narrow(0, from - slot.offset, to - from).mul(factor);
   optim::take(sum.at(from - begin), sum.dtype, part.const_data_ptr(), Dtype::kFp32, to - from,
               false);
-  put_back(flat, *copy);
+  put_back(flat, copy);
+}
+
+void Gradients::forget(Flat& flat, Slot& slot) {
+  finish();
+  const at::Tensor zeros = at::zeros({slot.numel}, at::TensorOptions(at::kFloat));
+  for (Copy& copy : flat.grads) {
+    if (copy.valid) write(flat, copy, slot, zeros, 1.0);
+  }
+  slot.written = slot.touched = slot.bad = false;
 }
 
 void Gradients::fetch(const PlannedStep& planned) {

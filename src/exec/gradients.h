@@ -17,6 +17,7 @@ class Gradients {
  public:
   Gradients(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}
 
+  void begin_backward() { ++backward_; }
   // Adds one parameter's gradient to the copy that a backward leaves. False when it is not finite.
   bool take(int unit, int flat, int slot, const at::Tensor& gradient);
   // A move. A late one is made again for some of its units; the others have nothing to add.
@@ -31,6 +32,8 @@ class Gradients {
   bool late(int unit) const;
   // Replaces what was accumulated by `full` (fp32, the same on every rank) times `factor`.
   void set(int unit, int flat, int slot, const at::Tensor& full, double factor);
+  // Nothing came for this parameter in this window.
+  void forget(Flat& flat, Slot& slot);
   // The copy that holds the gradient now; null where there is none.
   Copy* held(Flat& flat) const;
   // Sums that no backward will add to become whole.
@@ -48,12 +51,15 @@ class Gradients {
   };
 
   Copy& sum_of(Flat& flat);
+  void widen(Copy& sum);
   Placement begin_of(const std::vector<Move>& moves) const;
   Copy& zeros_at(const Placement& place, Flat& flat);
   void put_back(Flat& flat, Copy& copy);
+  void write(Flat& flat, Copy& copy, const Slot& slot, const at::Tensor& full, double factor);
 
   Rank& rank_;
   Lanes& lanes_;
+  int64_t backward_ = 0;
   std::vector<Moved> moved_;
   std::shared_ptr<Walk> walk_;  // its buffers go when the others do, so that peaks do not vary
   Event done_;

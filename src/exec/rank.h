@@ -45,6 +45,12 @@ struct Rank {
   int64_t begin_of(const Placement& place, const Flat& flat) const {
     return shard_index(place, mesh, group.rank()) * numel_of(place, flat);
   }
+  // The resting parameters are the model's own, and their masters are elsewhere: an edit by users
+  // is in the one and not yet in the other.
+  bool users_write(const Flat& flat) const {
+    return flat.trainable && flat.rest().place == whole() &&
+           has_master[static_cast<size_t>(flat.dtype)];
+  }
   Walk walk(const Placement& from, const std::vector<Move>& moves, bool consumes = true) {
     return {route(from, moves, mesh, group.rank(), consumes), mesh, groups, tiers};
   }

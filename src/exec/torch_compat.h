@@ -30,4 +30,14 @@ inline void clear_guard(c10::StorageImpl& storage) {
 #endif
 }
 
+// The Python object of a tensor; null where there is none, and in 2.11.
+inline const void* python_object(const at::Tensor& tensor) {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+#else
+  (void)tensor;
+  return nullptr;
+#endif
+}
+
 }  // namespace penstock::exec

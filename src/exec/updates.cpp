@@ -70,6 +70,7 @@ void Updates::norm(const comm::Label& label) {
   double scale = 1.0 / update_.divisor;
   if (update_.clip > 0.0) scale *= std::min(1.0, update_.clip / (grad_norm_ + 1e-6));
   grad_scale_ = static_cast<float>(scale);
+  bump_versions();
   if (update_.external) {
     prepare_external();
     update_.external();
@@ -105,6 +106,17 @@ std::string Updates::exchange_norm(const comm::Label& label, double* total) {
   return bad;
 }
 
+// For a graph that was kept: autograd says that what it saved has changed.
+void Updates::bump_versions() {
+  for (UnitState& unit : rank_.units) {
+    for (Flat& flat : unit.flats) {
+      for (Slot& slot : flat.slots) {
+        if (slot.touched) slot.param.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+  }
+}
+
 void Updates::prepare_external() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
@@ -112,6 +124,9 @@ void Updates::prepare_external() {
       if (gradient == nullptr) continue;
       const Buffer& sum = gradient->one();
       flat.gradient32 = rank_.tiers.host.take(sum.numel * 4, mem::Account::kGrad);
+      for (ChunkState& chunk : flat.chunks) {
+        take_edits(flat, master_of(flat, chunk), chunk.begin, chunk.numel);
+      }
       auto* out = reinterpret_cast<float*>(flat.gradient32.data());
       optim::take(out, Dtype::kFp32, sum.data(), sum.dtype, sum.numel, false);
       for (int64_t i = 0; i < sum.numel; ++i) out[i] *= grad_scale_;
@@ -136,7 +151,7 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
   const std::vector<Move>& moves = planned.step.moves;
   const Placement& at = rank_.cell(Role::kOptim, Phase::kUpdate);
   const bool fetches = apply_all(chunk.optim.front().place, moves) == at;
-  PENSTOCK_ASSERT(fetches == (chunk.optim.size() == 1),
+  PENSTOCK_ASSERT(fetches == (chunk.optim.size() == 1) && (!fetches || chunk.optim.front().valid),
                   concat("the optimizer's state is not where this starts: ", *planned.label.text));
   if (fetches) {
     // All reads have begun before memory changes hands: what throws here throws before.
@@ -206,6 +221,12 @@ std::pair<int64_t, int64_t> Updates::owned(const Flat& flat) const {
 char* Updates::rest_at(Flat& flat, int64_t element) const {
   return flat.rest().one().at(owned(flat).first - rank_.begin_of(flat.rest().place, flat) +
                               element);
+}
+
+void Updates::take_edits(Flat& flat, float* master, int64_t element, int64_t numel) const {
+  if (!rank_.users_write(flat)) return;
+  const Buffer& rest = flat.rest().one();
+  optim::take_edits(master, Dtype::kFp32, rest_at(flat, element), rest.dtype, numel);
 }
 
 float* Updates::master_of(Flat& flat, ChunkState& chunk) {
@@ -307,6 +328,7 @@ void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int
     return;
   }
   const OptimizerConfig& group = update_.groups.at(slot.group);
+  take_edits(flat, range.master, chunk.begin + begin, range.numel);
   const std::vector<Buffer>& state = chunk.optim.back().buffers;
   const auto moment = [&](size_t i) {
     return state.size() > i && state[i].exists() ? static_cast<void*>(state[i].at(begin)) : nullptr;

@@ -65,6 +65,7 @@ class Updates {
   void on_lane(const std::vector<int>& units, std::function<void()> work);
   void move_state(Flat& flat, ChunkState& chunk, const PlannedStep& planned);
   std::string exchange_norm(const comm::Label& label, double* total);
+  void bump_versions();
   void prepare_external();
   void update_unit(int unit, const Chunk& chunk, bool writes_back);
   void update_flat(Flat& flat, const Chunk& chunk, bool writes_back);
@@ -72,6 +73,8 @@ class Updates {
                     const Slot& slot, bool writes_back);
   void publish_to_disk(int unit, const Chunk& chunk);
   char* rest_at(Flat& flat, int64_t element) const;
+  // What users wrote to parameters of this range goes to their masters.
+  void take_edits(Flat& flat, float* master, int64_t element, int64_t numel) const;
   float* master_of(Flat& flat, ChunkState& chunk);  // of the chunk's first element
   bool gathers_masters(const std::vector<int>& units, const Route& way) const;
   bool shares_master(const Flat& flat) const {

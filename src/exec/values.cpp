@@ -2,8 +2,8 @@
 
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "src/base/text.h"
 #include "src/optim/kernels.h"
@@ -57,17 +57,25 @@ at::Tensor Values::own_masters(Flat& flat) {
 at::Tensor Values::parameters(int unit, int index) {
   updates_.finish();
   Flat& flat = rank_.units[unit].flats[index];
-  const std::string label = concat("read u", unit, ".", index, " param");
-  if (flat.trainable) {
-    const Placement& place = rank_.cell(Role::kOptim, Phase::kRest);
-    // What is in one chunk may be elsewhere than where it is updated.
-    if (flat.chunks.size() == 1 && rank_.table.has_master(flat.dtype)) {
-      Buffer& master = flat.chunks.front().optim.back().buffers.front();
-      return read(master, place, mem::Account::kOptim, flat, label);
-    }
-    return whole(rank_.table.master(), own_masters(flat).data_ptr(), flat, label);
+  const at::Tensor full = masters(flat, concat("read u", unit, ".", index, " param"));
+  if (rank_.users_write(flat)) {
+    const Buffer& rest = flat.rest().one();
+    optim::take_edits(full.data_ptr(), Dtype::kFp32, rest.data(), rest.dtype, flat.numel);
   }
-  return read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
+  return full;
+}
+
+at::Tensor Values::masters(Flat& flat, const std::string& label) {
+  if (!flat.trainable) {
+    return read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
+  }
+  const Placement& place = rank_.cell(Role::kOptim, Phase::kRest);
+  // What is in one chunk may be elsewhere than where it is updated.
+  if (flat.chunks.size() == 1 && rank_.table.has_master(flat.dtype)) {
+    Buffer& master = flat.chunks.front().optim.back().buffers.front();
+    return read(master, place, mem::Account::kOptim, flat, label);
+  }
+  return whole(rank_.table.master(), own_masters(flat).data_ptr(), flat, label);
 }
 
 // Of a sum that backwards may still add to, what was written counts.
@@ -136,44 +144,56 @@ void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label)
 
 void Values::refresh(int index) {
   updates_.finish();
-  UnitState& unit = rank_.units[index];
-  for (Flat& flat : unit.flats) {
+  for (Flat& flat : rank_.units[index].flats) {
     Buffer& whole = find(flat.params, rank_.whole())->one();
     rank_.control_channel.broadcast(concat("refresh u", index), rank_.everyone(), whole.data(),
                                     whole.bytes());
-    const Placement& rest = flat.rest().place;
-    if (rank_.whole() != rest) {
-      const char* own = whole.at(rank_.begin_of(rest, flat));
-      merge(flat.rest().one(), own, whole.dtype, mem::Account::kParam);
-    }
-    for (ChunkState& chunk : flat.chunks) {
-      Buffer& master = chunk.optim.front().buffers.front();
-      const int64_t first = rank_.begin_of(chunk.optim.front().place, flat) + chunk.begin;
-      if (master.exists()) merge(master, whole.at(first), whole.dtype, mem::Account::kOptim);
-    }
+    write(flat, 0, flat.numel, whole.data());
+    for (Slot& slot : flat.slots) slot.version = slot.param._version();
   }
 }
 
-// Where the value in low precision did not change, wider copies keep their lower bits. `values` are
-// what was read from the parameters, in `dtype`.
-void Values::merge(Buffer& buffer, const char* values, Dtype dtype, mem::Account account) {
-  const int64_t size = dtype_bytes(dtype);
-  if (buffer.dtype == dtype) {
-    rank_.traffic.make_room(buffer, account);
-    std::memcpy(buffer.data(), values, buffer.bytes());
+void Values::write(Flat& flat, int64_t first, int64_t numel, const char* values) {
+  const int64_t size = flat.element_bytes();
+  const auto into = [&](Buffer& buffer, int64_t begin, mem::Account account) {
+    const int64_t from = std::max(first, begin);
+    const int64_t to = std::min(first + numel, begin + buffer.numel);
+    if (from >= to) return;
+    rank_.traffic.fetch(buffer, account);
+    rank_.traffic.wait_read(buffer);
+    optim::take_edits(buffer.at(from - begin), buffer.dtype, values + (from - first) * size,
+                      flat.dtype, to - from);
     rank_.traffic.put_back(buffer);
-    return rank_.traffic.settle();
+    rank_.traffic.settle();
+  };
+  const Placement& rest = flat.rest().place;
+  if (rank_.whole() != rest) {
+    into(flat.rest().one(), rank_.begin_of(rest, flat), mem::Account::kParam);
   }
-  rank_.traffic.fetch(buffer, account);
-  rank_.traffic.wait_read(buffer);
-  std::vector<char> rounded(buffer.numel * size);
-  optim::take(rounded.data(), dtype, buffer.data(), buffer.dtype, buffer.numel, false);
-  for (int64_t i = 0; i < buffer.numel; ++i) {
-    if (std::memcmp(&rounded[i * size], values + i * size, size) == 0) continue;
-    optim::take(buffer.at(i), buffer.dtype, values + i * size, dtype, 1, false);
+  for (ChunkState& chunk : flat.chunks) {
+    Buffer& master = chunk.optim.front().buffers.front();
+    const int64_t begin = rank_.begin_of(chunk.optim.front().place, flat) + chunk.begin;
+    if (master.exists()) into(master, begin, mem::Account::kOptim);
   }
-  rank_.traffic.put_back(buffer);
-  rank_.traffic.settle();
+}
+
+std::string Values::edited(int index) {
+  for (Flat& flat : rank_.units[index].flats) {
+    const Placement& rest = flat.rest().place;
+    if (rank_.whole() == rest) continue;
+    const Buffer& whole = find(flat.params, rank_.whole())->one();
+    const int64_t begin = rank_.begin_of(rest, flat);
+    Buffer& own = flat.rest().one();
+    rank_.traffic.fetch(own, mem::Account::kParam);
+    rank_.traffic.wait_read(own);
+    const int64_t at =
+        optim::first_edit(own.data(), own.dtype, whole.at(begin), whole.dtype, own.numel);
+    rank_.traffic.let_go(own);
+    for (const Slot& slot : flat.slots) {
+      if (at >= 0 && begin + at < slot.offset + slot.numel) return slot.name;
+    }
+  }
+  return "";
 }
 
 }  // namespace penstock::exec

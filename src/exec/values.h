@@ -20,14 +20,20 @@ class Values {
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
   // After rank 0's whole parameters were edited: every copy follows.
   void refresh(int unit);
+  // The first parameter of which this rank's part rests with other values than were gathered:
+  // users wrote to it. Empty where there is none. Not collective.
+  std::string edited(int unit);
+  // Values of the elements from `first`, in the flat's dtype and equal on every rank, go to every
+  // copy that rests but for one that computes. Not collective.
+  void write(Flat& flat, int64_t first, int64_t numel, const char* values);
 
  private:
   at::Tensor whole(Placement place, const void* own, const Flat& flat, const std::string& label);
   at::Tensor read(Buffer& own, Placement place, mem::Account account, const Flat& flat,
                   const std::string& label);
+  at::Tensor masters(Flat& flat, const std::string& label);
   at::Tensor own_masters(Flat& flat);
   at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);
-  void merge(Buffer& buffer, const char* values, Dtype dtype, mem::Account account);
 
   Rank& rank_;
   Gradients& gradients_;

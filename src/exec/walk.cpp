@@ -22,6 +22,7 @@ Dtype Walk::dtype_before(const Travel& travel, size_t pass) const {
 }
 
 Dtype Walk::dtype_after(const Travel& travel, size_t pass) const {
+  if (route_.passes[pass].kind == PassKind::kAllReduce) return dtype_before(travel, pass);
   return route_.dtype_after(pass, travel.first, travel.last);
 }
 
@@ -177,9 +178,11 @@ void Walk::reduce(size_t index, comm::Channel& channel, const comm::Label& label
 void Walk::arrive() const {
   for (size_t t = 0; t < travels_.size(); ++t) {
     const Travel& travel = travels_[t];
-    const char* at = route_.passes.empty() ? travel.from : stops_[t].back();
+    const bool moved = !route_.passes.empty();
+    const char* at = moved ? stops_[t].back() : travel.from;
     if (at == travel.to) continue;
-    optim::take(travel.to, travel.last, at, travel.last, numel_at(travel, route_.to), travel.adds);
+    const Dtype dtype = moved ? dtype_after(travel, stops_[t].size() - 1) : travel.first;
+    optim::take(travel.to, travel.last, at, dtype, numel_at(travel, route_.to), travel.adds);
   }
 }
 

@@ -73,4 +73,11 @@ void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t 
 [[nodiscard]] bool take_checked(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype,
                                 int64_t numel, bool accumulate);
 
+// Where `values` are not what `kept` rounds to, they were changed since, and `kept` becomes them.
+// Elsewhere it keeps its lower bits.
+void take_edits(void* kept, Dtype kept_dtype, const void* values, Dtype dtype, int64_t numel);
+// The first such place, or -1.
+[[nodiscard]] int64_t first_edit(const void* kept, Dtype kept_dtype, const void* values,
+                                 Dtype dtype, int64_t numel);
+
 }  // namespace penstock::optim

@@ -322,8 +322,8 @@ MUTATIONS = [
     Mutation(
         "squares of a gradient on disk are forgotten by an edit outside of this rank's shard",
         GRADIENTS,
-        "slot.touched = true;\n  Copy* copy = held(flat);",
-        "slot.touched = true;\n  flat.squares = Flat::kUncounted;\n  Copy* copy = held(flat);",
+        "slot.bad = false;\n  Copy* copy = held(flat);",
+        "slot.bad = false;\n  flat.squares = Flat::kUncounted;\n  Copy* copy = held(flat);",
         EDITED_ON_DISK,
     ),
     Mutation(
@@ -418,14 +418,14 @@ MUTATIONS = [
     Mutation(
         "a write does not reach the masters",
         VALUES,
-        "if (master.exists()) merge(",
-        "if (!master.exists()) merge(",
+        "if (master.exists()) into(",
+        "if (!master.exists()) into(",
     ),
     Mutation(
         "wrong part of a slice: of what was written",
         VALUES,
-        "whole.at(rank_.begin_of(rest, flat));",
-        "whole.at(0 * rank_.begin_of(rest, flat));",
+        "values + (from - first) * size,",
+        "values + 0 * size,",
     ),
     Mutation(
         "moment not carried over: SGD",
@@ -496,8 +496,8 @@ MUTATIONS = [
     Mutation(
         "a frozen table that the head reads goes with the next backward",
         "src/engine/state.cpp",
-        "all_frozen && unit != 0 && !spans",
-        "all_frozen && unit != 0",
+        "!expected[unit] && unit != 0 && !spans",
+        "!expected[unit] && unit != 0",
         LAYERS,
     ),
     Mutation(
