@@ -28,7 +28,7 @@ def nearest(word: str, words: Sequence[str]) -> str:
 
 
 def pairs(text: str, keys: Sequence[str], option: str) -> dict[str, str]:
-    """Reads `key=value,key=value`. Raises ValueError for a key that is not one of `keys`."""
+    """Reads `key=value,key=value`. Raises ValueError for a key not of `keys`, or given twice."""
     found: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -36,6 +36,8 @@ def pairs(text: str, keys: Sequence[str], option: str) -> dict[str, str]:
             raise ValueError(f'[plan] {option} has no "{key}": {nearest(key, keys)}')
         if not equals or not value:
             raise ValueError(f'[plan] {option}: "{part}" should read {key}=value')
+        if key in found:
+            raise ValueError(f'[plan] {option} has "{key}" twice: {found[key]} and {value}')
         found[key] = value
     return found
 

@@ -43,7 +43,7 @@ def _config_of(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
     if args.node is not None:
         config["mesh"] = {**config.get("mesh", {}), "node": args.node}
     if args.budget is not None:
-        budgets = model_spec.pairs(args.budget, ("device", "host"), "--budget")
+        budgets = model_spec.pairs(",".join(args.budget), ("device", "host"), "--budget")
         limits = {f"{tier}_bytes": size for tier, size in budgets.items()}
         config["memory"] = {**config.get("memory", {}), **limits}
     if isinstance(model, model_spec.Blocks):
@@ -96,8 +96,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     plan.add_argument(
         "--budget",
+        action="append",
         metavar="TIER=BYTES,...",
-        help="most for a rank, such as device=80GiB,host=64GiB; without it everything fits",
+        help="most for a rank, such as device=80GiB,host=64GiB, also as two options; "
+        "without it everything fits",
     )
     plan.add_argument("--config", metavar="JSON", help="text or path: precision, optimizer, ...")
     plan.add_argument(
