@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -82,6 +83,15 @@ def whole(text: str, what: str) -> int:
     if number < 1 or number != int(number):
         raise ValueError(f'[plan] {what} is "{text}", not a whole number >= 1')
     return int(number)
+
+
+def num_blocks(numel: int) -> int:
+    """Layers of a plausible transformer of so many parameters.
+
+    It is 128 times as wide as deep (GPT-3, arXiv:2005.14165, and LLaMA, arXiv:2302.13971, from 7e9
+    on) with 12 x width^2 parameters a layer; embeddings are not counted.
+    """
+    return max(1, round(math.pow(numel / (12 * 128**2), 1 / 3)))
 
 
 def _gpt(text: str) -> nn.Module:

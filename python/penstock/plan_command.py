@@ -30,7 +30,9 @@ def _model_of(args: argparse.Namespace) -> nn.Module:
     if args.model is not None:
         return model_spec.build(args.model)
     total = model_spec.whole(str(args.params), "--params")
-    count = model_spec.whole(str(args.units), "--units")
+    count = model_spec.num_blocks(total)
+    if args.units is not None:
+        count = model_spec.whole(args.units, "--units")
     share, rest = divmod(total, count)
     sizes = [str(share + (1 if unit < rest else 0)) for unit in range(count)]
     return model_spec.build(",".join(sizes))
@@ -89,7 +91,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     which = plan.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", metavar="SPEC", help=model_spec.SPECS)
     which.add_argument("--params", metavar="P", help="all parameters, such as 7e9, in equal blocks")
-    plan.add_argument("--units", default="32", metavar="N", help="blocks for --params (default 32)")
+    plan.add_argument(
+        "--units",
+        metavar="N",
+        help="blocks for --params (default: the layers of a transformer 128 times as wide as deep)",
+    )
     plan.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     plan.add_argument(
         "--node", "--nodes", type=int, metavar="M", help="nodes that the ranks are spread over"

@@ -105,6 +105,14 @@ def test_budgets_add_up(capsys):
     assert two == one and "device 21.00 KiB, host 10.50 KiB" in one[1]
 
 
+def test_parameters_alone_are_a_plausible_transformer(capsys):
+    # GPT-3 of 175e9 has 96 layers, LLaMA of 7e9 32. And the root.
+    for numel, layers in {"1e6": 2, "7e9": 33, "7e10": 71, "1.75e11": 96, "1e12": 172}.items():
+        _, out, _ = plan(capsys, "--params", numel, "--world", "64")
+        assert f" in {layers + 1} units" in out.splitlines()[0], out
+        assert plan(capsys, "--params", numel, "--world", "64", "--units", str(layers))[1] == out
+
+
 def test_tiles_are_units(capsys):
     gpt = ["--model", "gpt:layers=1,hidden=64,vocab=100,seq=16", "--world", "2", "--config"]
     _, whole, _ = plan(capsys, *gpt, "{}")
