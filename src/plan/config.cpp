@@ -306,15 +306,15 @@ void parse_names(const Section& section, const std::string& key, const std::stri
 
 void parse_units(const Json& value, UnitsConfig* units) {
   const Section section(value, "units", {"modules", "max_bytes", "layer_bytes"});
-  section.read_int("max_bytes", &units->max_bytes, 1, "a whole number of bytes >= 1");
-  section.read_int("layer_bytes", &units->layer_bytes, 1, "a whole number of bytes >= 1");
+  section.read_bytes("max_bytes", &units->max_bytes);
+  section.read_bytes("layer_bytes", &units->layer_bytes);
   parse_names(section, "modules", "a list of class names, such as [\"LlamaDecoderLayer\"]",
               &units->modules);
 }
 
 void parse_tiling(const Json& value, TilingConfig* tiling) {
   const Section section(value, "tiling", {"max_bytes", "modules", "loss_tokens", "head"});
-  section.read_int("max_bytes", &tiling->max_bytes, 0, "a whole number of bytes >= 0 (0 = off)");
+  section.read_bytes("max_bytes", &tiling->max_bytes, 0, " (0 = off)");
   parse_names(section, "modules", "a list of module names, such as [\"lm_head\", \"*.mlp.up\"]",
               &tiling->modules);
   section.read_int("loss_tokens", &tiling->loss_tokens, 0,
@@ -336,7 +336,7 @@ void parse_comm(const Json& value, CommConfig* comm) {
   if (comm->codec != "none")
     fail_unsupported("comm.codec", comm->codec,
                      "this version does not support codecs yet, only \"none\"");
-  section.read_int("bucket_bytes", &comm->bucket_bytes, 0, "a whole number of bytes >= 0");
+  section.read_bytes("bucket_bytes", &comm->bucket_bytes, 0);
   section.read("timeout_s", &comm->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
 }
 
@@ -444,7 +444,7 @@ Config Config::parse(const std::string& json_text) {
   if (const Json* value = top.find("precision"))
     config.precision = parse_compute_dtype("precision", *value);
   top.read("clip", &config.clip, 0.0, HUGE_VAL, "a number >= 0 (0 = off)");
-  top.read_int("prefetch_bytes", &config.prefetch_bytes, 0, "a whole number of bytes >= 0");
+  top.read_bytes("prefetch_bytes", &config.prefetch_bytes, 0);
   top.read_int("seed", &config.seed, 0, "a whole number >= 0");
   parse_nested(top, &config);
   return config;

@@ -84,6 +84,37 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(Config::parse(R"({"activations": {"checkpoint": "none"}})").activations.checkpoint, 0);
 }
 
+TEST(Config, BytesMayBeTextWithAUnit) {
+  const Config config = Config::parse(
+      R"({"offload": {"optimizer": "disk", "window_bytes": "64KiB"}, "prefetch_bytes": "1.5GiB",
+          "memory": {"device_bytes": "1MB", "host_bytes": "2 TiB"},
+          "units": {"max_bytes": "3MiB", "layer_bytes": "64 KiB"}, "tiling": {"max_bytes": "1MiB"},
+          "comm": {"bucket_bytes": "0"}})");
+  EXPECT_EQ(config.offload.window_bytes, 64 << 10);
+  EXPECT_EQ(config.prefetch_bytes, 3LL << 29);
+  EXPECT_EQ(config.memory.device_bytes, 1'000'000);
+  EXPECT_EQ(config.memory.host_bytes, 2LL << 40);
+  EXPECT_EQ(config.units.max_bytes, 3 << 20);
+  EXPECT_EQ(config.units.layer_bytes, 64 << 10);
+  EXPECT_EQ(config.tiling.max_bytes, 1 << 20);
+  EXPECT_EQ(config.comm.bucket_bytes, 0);
+}
+
+// Every key of bytes, so that no new one is forgotten.
+TEST(Config, EveryKeyOfBytesTakesText) {
+  const json flat = json::parse(Config().json()).flatten();
+  int num_keys = 0;
+  for (const auto& [path, value] : flat.items()) {
+    if (!path.ends_with("_bytes")) continue;
+    json config = {{"offload", {{"optimizer", "disk"}}}};
+    config[json::json_pointer(path)] = "5 MiB";
+    const json read = json::parse(Config::parse(config.dump()).json());
+    EXPECT_EQ(read[json::json_pointer(path)], 5 << 20) << path;
+    ++num_keys;
+  }
+  EXPECT_EQ(num_keys, 8);
+}
+
 TEST(Config, AutoIsOneWordOrOnePerRole) {
   const OffloadConfig both = Config::parse(R"({"offload": "auto"})").offload;
   EXPECT_EQ(both.optimizer + both.params + both.activations, "autoautonone");
@@ -176,7 +207,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"clip": "x"})", {R"("clip" is "x"; allowed: a number >= 0)"}},
         Bad{R"({"clip": -1})", {R"("clip" is -1)"}}, Bad{R"({"clip": true})", {"is true"}},
         Bad{R"({"seed": -1})", {R"("seed" is -1)"}}, Bad{R"({"seed": 1.5})", {"a whole number"}},
-        Bad{R"({"prefetch_bytes": "64MB"})", {R"("prefetch_bytes" is "64MB")"}},
+        Bad{R"({"prefetch_bytes": "64 M"})",
+            {R"("prefetch_bytes" is "64 M"; allowed: a whole number of bytes >= 0, or text)"}},
         Bad{R"({"mesh": {"data": 0}})", {R"("mesh.data" is 0)", ">= 1"}},
         Bad{R"({"mesh": 8})", {R"("mesh" is 8; allowed: an object)"}},
         Bad{R"({"mesh": {"data": 4294967297}})", {R"("mesh.data" is 4294967297)"}},
