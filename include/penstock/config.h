@@ -125,7 +125,8 @@ struct PENSTOCK_API Config {
   static Config parse(const std::string& json_text);
   // Canonical JSON with every value, for `explain`; on one line, or indented by so many spaces.
   std::string json(int indent = -1) const;
-  // The same, one "config /optimizer/lr = 0.001" a line, which ranks compare.
+  // The same, one "config /optimizer/lr = 0.001" a line, which ranks compare: without offload.path,
+  // which is a machine's own.
   std::string lines() const;
   // Checks what depends on the number of ranks and fills in what follows from it (mesh.data,
   // batch). Throws ConfigError naming key, value and what would fit.

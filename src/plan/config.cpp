@@ -451,9 +451,11 @@ Config Config::parse(const std::string& json_text) {
 }
 
 std::string Config::lines() const {
+  static const std::set<std::string> kOfTheMachine = {"/offload/path"};
   std::string text;
   const nlohmann::json flat = nlohmann::json::parse(json()).flatten();  // outlives items()
   for (const auto& [path, value] : flat.items()) {
+    if (kOfTheMachine.contains(path)) continue;
     text += concat("config ", path, " = ", value.dump(), "\n");
   }
   return text;

@@ -115,6 +115,18 @@ TEST(Config, EveryKeyOfBytesTakesText) {
   EXPECT_EQ(num_keys, 8);
 }
 
+TEST(Config, FoldersOfAMachineAreNotCompared) {
+  const auto lines = [](const std::string& offload, const std::string& comm) {
+    return Config::parse(concat(R"({"offload": {"optimizer": "disk")", offload, R"(}, "comm": {)",
+                                comm, "}}"))
+        .lines();
+  };
+  const std::string plain = lines("", "");
+  EXPECT_EQ(lines(R"(, "path": "/scratch/0")", ""), plain);
+  EXPECT_NE(lines("", R"("timeout_s": 3)"), plain);
+  EXPECT_NE(plain.find("config /offload/optimizer = \"disk\"\n"), std::string::npos);
+}
+
 TEST(Config, AutoIsOneWordOrOnePerRole) {
   const OffloadConfig both = Config::parse(R"({"offload": "auto"})").offload;
   EXPECT_EQ(both.optimizer + both.params + both.activations, "autoautonone");

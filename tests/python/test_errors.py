@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 import time
 
@@ -258,6 +259,31 @@ def other_model(kind):
 def test_ranks_with_different_models(kind, name, pools):
     outcomes = pools(2).attempt(other_model, kind)
     assert_fails(outcomes, "RuntimeFault", name, "rank 0", "rank 1")
+
+
+def own_folders(folders):
+    """Folders are a machine's own: the ranks need not agree on them."""
+    folder = folders[dist.get_rank()]
+    config = Case("zero3").config() | {
+        "offload": {"optimizer": "disk", "path": folder},
+    }
+    model = models.build("gpt")
+    engine = initialize(model, config)
+    for batch in models.batches("gpt", 2, 2 * training.MICRO):
+        engine.backward(engine(*training.rank_part(batch, 0)))
+        engine.step()
+    weights = engine.state_dict()
+    engine.close()
+    return weights
+
+
+def test_ranks_may_have_folders_of_their_own(pools, tmp_path):
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    for folder in folders:
+        pathlib.Path(folder).mkdir()
+    weights = pools(2).run(own_folders, folders)[0]
+    same = pools(2).run(own_folders, [str(tmp_path)] * 2)[0]
+    assert all(torch.equal(weights[name], same[name]) for name in same)
 
 
 def other_config(key, values):
