@@ -70,7 +70,8 @@ class Engine:
         self._native = optim.is_native(given)
         self._names = tree.names_of(model)
         described = tree.model_tree(model, optim.group_of(given, model), sharded_init.waiting())
-        self._ranks = ranks.Ranks(config.comm.timeout_s)
+        comm = config.comm
+        self._ranks = ranks.Ranks(comm.timeout_s, comm.warn_s, comm.report_dir)
         self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
         self.config = self._core.config
         sharded_init.let_go()

@@ -327,7 +327,8 @@ void parse_tiling(const Json& value, TilingConfig* tiling) {
 }
 
 void parse_comm(const Json& value, CommConfig* comm) {
-  const Section section(value, "comm", {"backend", "codec", "bucket_bytes", "timeout_s"});
+  const Section section(value, "comm",
+                        {"backend", "codec", "bucket_bytes", "timeout_s", "warn_s", "report_dir"});
   section.read_text("backend", &comm->backend);
   if (comm->backend != "auto" && comm->backend != "gloo")
     fail_unsupported("comm.backend", comm->backend,
@@ -338,6 +339,8 @@ void parse_comm(const Json& value, CommConfig* comm) {
                      "this version does not support codecs yet, only \"none\"");
   section.read_bytes("bucket_bytes", &comm->bucket_bytes, 0);
   section.read("timeout_s", &comm->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
+  section.read("warn_s", &comm->warn_s, 0.0, 1e9, "seconds, a number from 0 (never) to 1e9");
+  section.read_text("report_dir", &comm->report_dir);
 }
 
 void refuse_section(const Section& top, const std::string& key, const std::string& sentence) {
@@ -451,7 +454,7 @@ Config Config::parse(const std::string& json_text) {
 }
 
 std::string Config::lines() const {
-  static const std::set<std::string> kOfTheMachine = {"/offload/path"};
+  static const std::set<std::string> kOfTheMachine = {"/offload/path", "/comm/report_dir"};
   std::string text;
   const nlohmann::json flat = nlohmann::json::parse(json()).flatten();  // outlives items()
   for (const auto& [path, value] : flat.items()) {
@@ -503,10 +506,9 @@ std::string Config::json(int indent) const {
                    {"modules", tiling.modules},
                    {"loss_tokens", tiling.loss_tokens},
                    {"head", tiling.head}};
-  out["comm"] = {{"backend", comm.backend},
-                 {"codec", comm.codec},
-                 {"bucket_bytes", comm.bucket_bytes},
-                 {"timeout_s", comm.timeout_s}};
+  out["comm"] = {
+      {"backend", comm.backend},     {"codec", comm.codec},   {"bucket_bytes", comm.bucket_bytes},
+      {"timeout_s", comm.timeout_s}, {"warn_s", comm.warn_s}, {"report_dir", comm.report_dir}};
   Json ordered = out;
   Json rules = Json::object();
   for (const auto& [pattern, dtype] : dtypes) rules[pattern] = dtype;

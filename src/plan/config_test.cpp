@@ -43,7 +43,8 @@ const char* const kEverything = R"({
   "batch": {"micro": 2, "global": 64}, "clip": 1,
   "units": {"modules": ["Block"], "max_bytes": 1e6, "layer_bytes": 4096},
   "tiling": {"max_bytes": 1e8, "modules": ["*.up"], "loss_tokens": 512, "head": "lm_head"},
-  "prefetch_bytes": 5e8, "comm": {"backend": "gloo", "bucket_bytes": 0, "timeout_s": 30},
+  "prefetch_bytes": 5e8, "comm": {"backend": "gloo", "bucket_bytes": 0, "timeout_s": 30,
+                                    "warn_s": 2.5, "report_dir": "/tmp"},
   "checkpoint": {}, "monitor": null, "seed": 7})";
 
 TEST(Config, ReadsEveryKey) {
@@ -75,6 +76,8 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.comm.backend, "gloo");
   EXPECT_EQ(config.comm.bucket_bytes, 0);
   EXPECT_EQ(config.comm.timeout_s, 30.0);
+  EXPECT_EQ(config.comm.warn_s, 2.5);
+  EXPECT_EQ(config.comm.report_dir, "/tmp");
   EXPECT_EQ(config.seed, 7);
   EXPECT_EQ(config.memory.device_bytes, 3LL << 29);
   EXPECT_EQ(config.memory.host_bytes, 2000000000);
@@ -122,8 +125,8 @@ TEST(Config, FoldersOfAMachineAreNotCompared) {
         .lines();
   };
   const std::string plain = lines("", "");
-  EXPECT_EQ(lines(R"(, "path": "/scratch/0")", ""), plain);
-  EXPECT_NE(lines("", R"("timeout_s": 3)"), plain);
+  EXPECT_EQ(lines(R"(, "path": "/scratch/0")", R"("report_dir": "/var/log")"), plain);
+  EXPECT_NE(lines("", R"("warn_s": 3)"), plain);
   EXPECT_NE(plain.find("config /offload/optimizer = \"disk\"\n"), std::string::npos);
 }
 

@@ -225,8 +225,8 @@ def arrive_late():
 
     made = penstock.ranks.Ranks.__init__
 
-    def dawdle(self, timeout_s):
-        made(self, timeout_s)
+    def dawdle(self, *settings):
+        made(self, *settings)
         time.sleep(4.0 if dist.get_rank() == 1 else 0.0)
 
     penstock.ranks.Ranks.__init__ = dawdle
@@ -266,6 +266,7 @@ def own_folders(folders):
     folder = folders[dist.get_rank()]
     config = Case("zero3").config() | {
         "offload": {"optimizer": "disk", "path": folder},
+        "comm": {**SHORT["comm"], "report_dir": folder},
     }
     model = models.build("gpt")
     engine = initialize(model, config)
