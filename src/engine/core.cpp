@@ -6,6 +6,7 @@
 
 #include "penstock/error.h"
 #include "penstock/tiling.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/engine/state.h"
 #include "src/plan/strategy.h"
@@ -66,7 +67,10 @@ bool Core::window_complete(bool force) const {
 }
 
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external) {
-  return state_->step(groups, external);
+  show(state_->group->board(), "update");
+  const bool applied = state_->step(groups, external);
+  show(state_->group->board(), "the caller's code, after step");
+  return applied;
 }
 
 int64_t Core::steps() const { return state_->steps; }

@@ -116,6 +116,7 @@ void Driver::pin(int unit) {
 void Driver::pass(size_t line) {
   if (line == kNotFound) return;
   run_to(line);
+  executor_.run((*steps_)[line]);
   next_ = line + 1;
 }
 

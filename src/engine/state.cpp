@@ -5,6 +5,7 @@
 
 #include "penstock/error.h"
 #include "penstock/optimizer_kinds.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/plan/strategy.h"
 
@@ -87,6 +88,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (engine::in_backward()) return;
   driver->finish();
   order->end_forward();
+  show(group->board(), "the caller's code, after forward");
 }
 
 void Core::State::unit_begin(int unit) {
@@ -126,6 +128,7 @@ void Core::State::forward_failed(const std::string& error) {
 // For the other ranks, which will miss this one in their next collective.
 void Core::State::failed(const char* what, const std::string& error) {
   faulted = true;
+  show(group->board(), concat("the caller's code, after its ", what, " raised"));
   group->set_position(
       Position::of(concat("step ", steps + 1, ", where its ", what, " raised ", error)));
 }
@@ -150,6 +153,7 @@ void Core::State::watch_outside_reads() {
 
 void Core::State::start_backward() {
   if (window->armed()) return;
+  show(group->board(), "backward");
   window->on(engine::Call::kBackwardBegin);
   driver->begin(window->reduces() ? Section::kBackwardLast : Section::kBackward);
   for (size_t unit = 0; unit < waiting.size(); ++unit) {
@@ -273,6 +277,7 @@ void Core::State::end_backward() {
   order->end(Op::kBackward, 0);
   driver->finish();
   window->on(engine::Call::kBackwardEnd);
+  show(group->board(), "the caller's code, after backward");
   if (order->done()) return;
   // Step one is over: from here on the plan follows the order that was seen, the same everywhere.
   model = order->agree(driver->off_plan_events(),
