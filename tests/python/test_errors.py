@@ -287,6 +287,31 @@ def test_ranks_may_have_folders_of_their_own(pools, tmp_path):
     assert all(torch.equal(weights[name], same[name]) for name in same)
 
 
+def lose_a_peer(folder):
+    comm = {"timeout_s": 5, "report_dir": folder}
+    engine = initialize(models.build("gpt"), Case("zero3").config() | {"comm": comm})
+    batches = models.batches("gpt", 2, 2 * training.MICRO)
+    engine.backward(engine(*training.rank_part(batches[0], 0)))
+    engine.step()
+    if dist.get_rank() == 1:
+        engine.close(gather=False)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        engine(*training.rank_part(batches[1], 0))
+    engine.close(gather=False)
+    return str(caught.value)
+
+
+def test_a_lost_peer_leaves_a_report_of_the_plans_last_lines(pools, tmp_path):
+    text = pools(2).run(lose_a_peer, str(tmp_path))[0]
+    found = re.search(r"; the plan's last lines on rank 0: (`.*`); the report is (\S+)$", text)
+    assert found and found[1].count("`") == 10, text
+    lines = pathlib.Path(found[2]).read_text().splitlines()
+    assert lines[0] == text[: found.start()]
+    assert any(re.match(r"step 1, [\d.e-]+ s before: update u1 ", line) for line in lines)
+    assert f"`{lines[-1].partition(' before: ')[2]}`" in found[1]
+
+
 def other_config(key, values):
     rank = dist.get_rank()
     initialize(models.build("gpt"), Case("zero3").config() | SHORT | {key: values[rank]})
