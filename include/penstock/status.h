@@ -14,7 +14,8 @@ namespace penstock {
 inline constexpr const char* kStatusFile = "penstock-status";
 
 struct PENSTOCK_API RankStatus {
-  // Text as it was at the time; of long ones the beginning.
+  // Text as it was at the time; of long ones the beginning; "?" of a process that was stopped while
+  // it wrote.
   struct Line {
     int64_t step = 0;
     double age_s = 0.0;  // since it began

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <fstream>
 #include <new>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,7 +25,7 @@ namespace {
 
 constexpr uint64_t kMagic = 0x31306b636f74736eULL;  // of this layout
 constexpr int kWords = kBoardText / 8;
-constexpr int kTries = 1000;      // of reading a cell that is written all the time
+constexpr int kTries = 10000;     // of reading a cell; its writer may have been stopped half-way
 constexpr size_t kLastLines = 5;  // in an error's text
 
 template <class T>
@@ -58,9 +59,10 @@ struct Board::Cell {
                        std::min<size_t>(size, kBoardText));
       if (size > kBoardText) line.text += "...";
       std::atomic_thread_fence(std::memory_order_acquire);
-      if (before % 2 == 0 && version.load(relaxed) == before) break;
+      if (before % 2 == 0 && version.load(relaxed) == before) return line;
+      std::this_thread::yield();
     }
-    return line;
+    return {.text = "?"};
   }
 
   static constexpr std::memory_order relaxed = std::memory_order_relaxed;

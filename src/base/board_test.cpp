@@ -104,7 +104,7 @@ TEST(Board, IsWholeWhileItIsWritten) {
   while (board.status().at.text == "initialize") std::this_thread::yield();
   for (int i = 0; i < 20000; ++i) {
     const std::string text = board.status().at.text;
-    EXPECT_EQ(text, std::string(text.size(), text.front()));
+    EXPECT_EQ(text, std::string(text.size(), text.front()));  // or "?"
   }
   ends = true;
   writer.join();
