@@ -56,6 +56,8 @@ struct CommConfig {
   std::string codec = "none";
   int64_t bucket_bytes = 1 << 20;  // neighbouring moves below it share one collective
   double timeout_s = 600.0;        // every wait on a peer
+  double warn_s = 30.0;            // a longer one is a line on stderr; 0 = never
+  std::string report_dir;          // where an error of a lost peer leaves a report; empty = nowhere
 };
 
 struct UnitsConfig {
@@ -125,7 +127,8 @@ struct PENSTOCK_API Config {
   static Config parse(const std::string& json_text);
   // Canonical JSON with every value, for `explain`; on one line, or indented by so many spaces.
   std::string json(int indent = -1) const;
-  // The same, one "config /optimizer/lr = 0.001" a line, which ranks compare.
+  // The same, one "config /optimizer/lr = 0.001" a line, which ranks compare: without the folders,
+  // which are a machine's own (offload.path, comm.report_dir).
   std::string lines() const;
   // Checks what depends on the number of ranks and fills in what follows from it (mesh.data,
   // batch). Throws ConfigError naming key, value and what would fit.

@@ -17,6 +17,8 @@ class ProcessGroup;
 
 namespace penstock {
 
+class Board;
+
 // A piece of CPU memory that goes to or comes from `peer`.
 struct Piece {
   int peer = 0;
@@ -37,6 +39,12 @@ struct PENSTOCK_API Position {
   std::string text() const;
 };
 
+// What is told of waits for peers, and of those that fail.
+struct WatchOptions {
+  std::chrono::milliseconds warn = std::chrono::seconds(30);  // a line on stderr after; 0: none
+  std::string report_dir;  // where an error leaves the plan's last lines; "": nowhere
+};
+
 // Owned by whoever made it, shared with the engine (a lane thread may still use it while the user
 // lets go of it). exchange() may be called from several lane threads at once.
 class PENSTOCK_API Group {
@@ -53,6 +61,8 @@ class PENSTOCK_API Group {
   virtual void set_position(Position position) = 0;
   // After a failure: asks every rank for its position and says who does not answer.
   virtual std::string roll_call(const std::string& error) = 0;
+  // Where this rank is, for `penstock status`; none after close(), nor in groups that keep none.
+  virtual Board* board() { return nullptr; }
   // No more exchanges; joins what the group started. Called once, by the engine.
   virtual void close() = 0;
 
@@ -63,10 +73,11 @@ class PENSTOCK_API Group {
   static std::shared_ptr<Group> from_process_group(
       const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
       std::chrono::milliseconds timeout,
-      const c10::intrusive_ptr<c10d::ProcessGroup>& downward = {});
+      const c10::intrusive_ptr<c10d::ProcessGroup>& downward = {}, const WatchOptions& watch = {});
   // `size` ranks in one process, one thread each.
   static std::vector<std::shared_ptr<Group>> threads(
-      int size, std::chrono::milliseconds timeout = std::chrono::minutes(10));
+      int size, std::chrono::milliseconds timeout = std::chrono::minutes(10),
+      const WatchOptions& watch = {});
   // A single rank.
   static std::shared_ptr<Group> alone();
 };

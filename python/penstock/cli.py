@@ -1,4 +1,4 @@
-"""The command line: run, plan, explain, doctor."""
+"""The command line: run, status, plan, explain, doctor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed
 
-from penstock import plan_command
+from penstock import plan_command, status_command
 from penstock._native import _penstock
 from penstock.launch import LaunchOptions, launch
 
@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
 
     plan_command.add_to(commands)
+    status_command.add_to(commands)
 
     explain = commands.add_parser("explain", help="print every effective value of a config")
     explain.add_argument("--config", required=True, metavar="FILE", help="JSON, native dialect")

@@ -73,7 +73,8 @@ class Engine:
         described = tree.model_tree(
             model, optim.group_of(given, self._structure.own), sharded_init.waiting()
         )
-        self._ranks = ranks.Ranks(config.comm.timeout_s)
+        comm = config.comm
+        self._ranks = ranks.Ranks(comm.timeout_s, comm.warn_s, comm.report_dir)
         self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
         self.config = self._core.config
         sharded_init.let_go()

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ def nearest(word: str, words: Sequence[str]) -> str:
 
 
 def pairs(text: str, keys: Sequence[str], option: str) -> dict[str, str]:
-    """Reads `key=value,key=value`. Raises ValueError for a key that is not one of `keys`."""
+    """Reads `key=value,key=value`. Raises ValueError for a key not of `keys`, or given twice."""
     found: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -36,6 +37,8 @@ def pairs(text: str, keys: Sequence[str], option: str) -> dict[str, str]:
             raise ValueError(f'[plan] {option} has no "{key}": {nearest(key, keys)}')
         if not equals or not value:
             raise ValueError(f'[plan] {option}: "{part}" should read {key}=value')
+        if key in found:
+            raise ValueError(f'[plan] {option} has "{key}" twice: {found[key]} and {value}')
         found[key] = value
     return found
 
@@ -80,6 +83,15 @@ def whole(text: str, what: str) -> int:
     if number < 1 or number != int(number):
         raise ValueError(f'[plan] {what} is "{text}", not a whole number >= 1')
     return int(number)
+
+
+def num_blocks(numel: int) -> int:
+    """Layers of a plausible transformer of so many parameters.
+
+    It is 128 times as wide as deep (GPT-3, arXiv:2005.14165, and LLaMA, arXiv:2302.13971, from 7e9
+    on) with 12 x width^2 parameters a layer; embeddings are not counted.
+    """
+    return max(1, round(math.pow(numel / (12 * 128**2), 1 / 3)))
 
 
 def _gpt(text: str) -> nn.Module:

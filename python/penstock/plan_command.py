@@ -30,7 +30,9 @@ def _model_of(args: argparse.Namespace) -> nn.Module:
     if args.model is not None:
         return model_spec.build(args.model)
     total = model_spec.whole(str(args.params), "--params")
-    count = model_spec.whole(str(args.units), "--units")
+    count = model_spec.num_blocks(total)
+    if args.units is not None:
+        count = model_spec.whole(args.units, "--units")
     share, rest = divmod(total, count)
     sizes = [str(share + (1 if unit < rest else 0)) for unit in range(count)]
     return model_spec.build(",".join(sizes))
@@ -43,7 +45,7 @@ def _config_of(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
     if args.node is not None:
         config["mesh"] = {**config.get("mesh", {}), "node": args.node}
     if args.budget is not None:
-        budgets = model_spec.pairs(args.budget, ("device", "host"), "--budget")
+        budgets = model_spec.pairs(",".join(args.budget), ("device", "host"), "--budget")
         limits = {f"{tier}_bytes": size for tier, size in budgets.items()}
         config["memory"] = {**config.get("memory", {}), **limits}
     if isinstance(model, model_spec.Blocks):
@@ -89,15 +91,21 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     which = plan.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", metavar="SPEC", help=model_spec.SPECS)
     which.add_argument("--params", metavar="P", help="all parameters, such as 7e9, in equal blocks")
-    plan.add_argument("--units", default="32", metavar="N", help="blocks for --params (default 32)")
+    plan.add_argument(
+        "--units",
+        metavar="N",
+        help="blocks for --params (default: the layers of a transformer 128 times as wide as deep)",
+    )
     plan.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     plan.add_argument(
         "--node", "--nodes", type=int, metavar="M", help="nodes that the ranks are spread over"
     )
     plan.add_argument(
         "--budget",
+        action="append",
         metavar="TIER=BYTES,...",
-        help="most for a rank, such as device=80GiB,host=64GiB; without it everything fits",
+        help="most for a rank, such as device=80GiB,host=64GiB, also as two options; "
+        "without it everything fits",
     )
     plan.add_argument("--config", metavar="JSON", help="text or path: precision, optimizer, ...")
     plan.add_argument(

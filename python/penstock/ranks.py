@@ -11,7 +11,7 @@ from penstock._native import _penstock
 class Ranks:
     """Gloo process groups of our own over all ranks, one a direction; none for a single rank."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, warn_s: float = 30.0, report_dir: str = "") -> None:
         timeout = datetime.timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo", timeout=timeout)
@@ -21,7 +21,7 @@ class Ranks:
             return
         up, down = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         self._process_groups = [up, down]
-        self.group = _penstock.Group.from_process_group(up, timeout_s, down)
+        self.group = _penstock.Group.from_process_group(up, timeout_s, down, warn_s, report_dir)
 
     def close(self) -> None:
         """Lets go of the process groups; no rank needs to be there."""

@@ -71,7 +71,9 @@ void bind_step_sections(py::module_& module) {
       .def_readonly("backend", &CommConfig::backend)
       .def_readonly("codec", &CommConfig::codec)
       .def_readonly("bucket_bytes", &CommConfig::bucket_bytes)
-      .def_readonly("timeout_s", &CommConfig::timeout_s);
+      .def_readonly("timeout_s", &CommConfig::timeout_s)
+      .def_readonly("warn_s", &CommConfig::warn_s)
+      .def_readonly("report_dir", &CommConfig::report_dir);
 }
 
 }  // namespace

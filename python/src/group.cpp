@@ -10,17 +10,26 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
+namespace {
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000.0));
+}
+
+}  // namespace
+
 void bind_group(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "Group")
       .def_static(
           "from_process_group",
           [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, double timeout_s,
-             const c10::intrusive_ptr<c10d::ProcessGroup>& downward) {
-            const auto milliseconds = static_cast<int64_t>(timeout_s * 1000.0);
-            return Group::from_process_group(group, std::chrono::milliseconds(milliseconds),
-                                             downward);
+             const c10::intrusive_ptr<c10d::ProcessGroup>& downward, double warn_s,
+             const std::string& report_dir) {
+            return Group::from_process_group(group, milliseconds(timeout_s), downward,
+                                             {milliseconds(warn_s), report_dir});
           },
-          py::arg("process_group"), py::arg("timeout_s"), py::arg("downward"))
+          py::arg("process_group"), py::arg("timeout_s"), py::arg("downward"), py::arg("warn_s"),
+          py::arg("report_dir"))
       .def_static("alone", &Group::alone)
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &Group::rank)

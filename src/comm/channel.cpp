@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "penstock/error.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/comm/sum.h"
 #include "src/place/packing.h"
@@ -75,7 +76,10 @@ Label::Label(std::string words) : hash(hash_text(words)) {
   text = std::make_shared<const std::string>(std::move(words));
 }
 
-Channel::Channel(Group& group, std::string name) : group_(group), name_(std::move(name)) {}
+Channel::Channel(Group& group, std::string name)
+    : group_(group),
+      name_(std::move(name)),
+      lane_(group.board() == nullptr ? -1 : group.board()->lane(*name_.text)) {}
 
 // What was added since the last one.
 void Channel::exchange(const Label& label) {
@@ -86,11 +90,15 @@ void Channel::exchange(const Label& label) {
   // gloo takes tags of 31 bits.
   const auto tag = static_cast<uint32_t>(mix(hash, sizes_) & 0x7fffffffU);
   sequence_.fetch_add(1, std::memory_order_relaxed);
+  Board* const board = group_.board();
+  const Waiting waiting(board, lane_, {step_, position.sequence, tag}, *label.text);
   try {
     group_.exchange(sends_, receives_, tag);
   } catch (const std::exception& error) {
-    throw RuntimeFault(concat("[comm::exchange] rank ", group_.rank(), " at ", position.text(),
-                              " lost a peer: ", group_.roll_call(error.what())));
+    const std::string text =
+        concat("[comm::exchange] rank ", group_.rank(), " at ", position.text(),
+               " lost a peer: ", group_.roll_call(error.what()));
+    throw RuntimeFault(text + (board == nullptr ? "" : board->report(text)));
   }
 }
 

@@ -97,6 +97,7 @@ class Channel {
 
   Group& group_;
   const Label name_;
+  const int lane_;                     // of the group's board
   std::atomic<int64_t> sequence_ = 0;  // of the next exchange
   int64_t step_ = 0;
   // Of the collective under way; members, so that their memory is reused.

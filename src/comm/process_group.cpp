@@ -10,6 +10,7 @@
 
 #include "penstock/group.h"
 #include "src/comm/roll_call.h"
+#include "src/comm/watch.h"
 
 namespace penstock {
 namespace {
@@ -22,7 +23,8 @@ class ProcessGroupGroup final : public Group {
  public:
   ProcessGroupGroup(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                     std::chrono::milliseconds timeout,
-                    const c10::intrusive_ptr<c10d::ProcessGroup>& downward)
+                    const c10::intrusive_ptr<c10d::ProcessGroup>& downward,
+                    const WatchOptions& watch)
       : process_group_(std::move(process_group)),
         up_(process_group_->getBackend(c10::DeviceType::CPU)),
         down_(downward ? downward->getBackend(c10::DeviceType::CPU) : up_) {
@@ -32,6 +34,7 @@ class ProcessGroupGroup final : public Group {
     timeout_ = std::max(timeout - 2 * grace, timeout / 2);
     roll_call_.emplace(process_group_->getStore(), process_group_->getGroupName(), rank(), size(),
                        grace);
+    watch_.emplace(rank(), size(), watch);
   }
 
   int rank() const override { return up_->getRank(); }
@@ -53,13 +56,21 @@ class ProcessGroupGroup final : public Group {
     }
     const bool first = !met_.exchange(true);
     const auto limit = first ? std::max(timeout_, kArrival) : timeout_;
-    for (const auto& work : works) work->wait(limit);
+    for (size_t i = 0; i < works.size(); ++i) {
+      const size_t num_received = receives.size();
+      const Piece& piece = i < num_received ? receives[i] : sends[i - num_received];
+      watch_->board().waits_for(tag, piece.peer);
+      works[i]->wait(limit);
+    }
   }
 
   void set_position(Position position) override { roll_call_->set_position(std::move(position)); }
   std::string roll_call(const std::string& error) override { return roll_call_->call(error); }
 
+  Board* board() override { return watch_ ? &watch_->board() : nullptr; }
+
   void close() override {
+    watch_.reset();
     roll_call_.reset();
     up_.reset();
     down_.reset();
@@ -76,14 +87,15 @@ class ProcessGroupGroup final : public Group {
   std::chrono::milliseconds timeout_{};
   std::atomic<bool> met_ = false;
   std::optional<comm::RollCall> roll_call_;
+  std::optional<comm::Watch> watch_;
 };
 
 }  // namespace
 
 std::shared_ptr<Group> Group::from_process_group(
     const c10::intrusive_ptr<c10d::ProcessGroup>& process_group, std::chrono::milliseconds timeout,
-    const c10::intrusive_ptr<c10d::ProcessGroup>& downward) {
-  return std::make_shared<ProcessGroupGroup>(process_group, timeout, downward);
+    const c10::intrusive_ptr<c10d::ProcessGroup>& downward, const WatchOptions& watch) {
+  return std::make_shared<ProcessGroupGroup>(process_group, timeout, downward, watch);
 }
 
 }  // namespace penstock

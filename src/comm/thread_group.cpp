@@ -4,11 +4,13 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 
 #include "penstock/group.h"
 #include "src/base/text.h"
+#include "src/comm/watch.h"
 
 namespace penstock {
 namespace {
@@ -27,8 +29,10 @@ struct Mailbox {
 class ThreadGroup final : public Group {
  public:
   ThreadGroup(std::shared_ptr<Mailbox> mailbox, int rank, int size,
-              std::chrono::milliseconds timeout)
-      : mailbox_(std::move(mailbox)), rank_(rank), size_(size), timeout_(timeout) {}
+              std::chrono::milliseconds timeout, const WatchOptions& watch)
+      : mailbox_(std::move(mailbox)), rank_(rank), size_(size), timeout_(timeout) {
+    watch_.emplace(rank, size, watch);
+  }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -64,7 +68,10 @@ class ThreadGroup final : public Group {
     return mailbox_->verdict;
   }
 
+  Board* board() override { return watch_ ? &watch_->board() : nullptr; }
+
   void close() override {
+    watch_.reset();
     const std::lock_guard lock(mailbox_->mutex);
     mailbox_->closed[rank_] = true;
     mailbox_->changed.notify_all();
@@ -74,6 +81,7 @@ class ThreadGroup final : public Group {
   void receive(std::unique_lock<std::mutex>& lock, const Piece& piece, uint32_t tag,
                std::chrono::steady_clock::time_point deadline) {
     const std::tuple<int, int, uint32_t> key{piece.peer, rank_, tag};
+    if (watch_) watch_->board().waits_for(tag, piece.peer);
     auto& letters = mailbox_->letters;
     const auto ready = [&] {
       return letters.contains(key) || mailbox_->closed[piece.peer] || !mailbox_->verdict.empty();
@@ -97,17 +105,19 @@ class ThreadGroup final : public Group {
   std::shared_ptr<Mailbox> mailbox_;
   const int rank_, size_;
   const std::chrono::milliseconds timeout_;
+  std::optional<comm::Watch> watch_;
 };
 
 }  // namespace
 
-std::vector<std::shared_ptr<Group>> Group::threads(int size, std::chrono::milliseconds timeout) {
+std::vector<std::shared_ptr<Group>> Group::threads(int size, std::chrono::milliseconds timeout,
+                                                   const WatchOptions& watch) {
   auto mailbox = std::make_shared<Mailbox>();
   mailbox->positions.assign(size, Position::of("before step 1"));
   mailbox->closed.assign(size, false);
   std::vector<std::shared_ptr<Group>> groups;
   for (int rank = 0; rank < size; ++rank) {
-    groups.push_back(std::make_shared<ThreadGroup>(mailbox, rank, size, timeout));
+    groups.push_back(std::make_shared<ThreadGroup>(mailbox, rank, size, timeout, watch));
   }
   return groups;
 }

@@ -8,6 +8,7 @@
 
 #include "penstock/error.h"
 #include "penstock/tiling.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/engine/state.h"
 #include "src/plan/strategy.h"
@@ -84,7 +85,10 @@ bool Core::window_complete(bool force) {
 }
 
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external) {
-  return state_->step(groups, external);
+  show(state_->group->board(), "update");
+  const bool applied = state_->step(groups, external);
+  show(state_->group->board(), "the caller's code, after step");
+  return applied;
 }
 
 void Core::zero_grad() {

@@ -131,6 +131,7 @@ bool Driver::holds() const {
 void Driver::pass(size_t line) {
   if (line == kNotFound) return;
   run_to(line);
+  executor_.run((*steps_)[line]);
   next_ = line + 1;
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <filesystem>
 #include <sstream>
 
@@ -13,12 +14,14 @@
 
 namespace penstock::engine {
 
-std::string Found::text() const { return concat(memory, " ", model, " ", disk, " ", host); }
+std::string Found::text() const {
+  return concat(memory, " ", model, " ", disk, " ", pid, " ", when_ns, " ", host);
+}
 
 Found Found::parse(const std::string& text) {
   Found found;
   std::istringstream words(text);
-  words >> found.memory >> found.model >> found.disk >> found.host;
+  words >> found.memory >> found.model >> found.disk >> found.pid >> found.when_ns >> found.host;
   PENSTOCK_ASSERT(!words.fail(), concat("not what a rank found: ", text));
   return found;
 }
@@ -32,6 +35,8 @@ Found find_room(const Config& config, const ModelTree& tree, int world_size) {
   Found found;
   std::array<char, 256> name{};
   found.host = gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "?";
+  found.pid = getpid();
+  found.when_ns = std::chrono::steady_clock::now().time_since_epoch().count();
   found.memory = mem::free_host_bytes();
   found.disk = mem::free_disk_bytes(swap_folders(config.offload));
   for (const ParamInfo& info : tree.params) {

@@ -15,6 +15,8 @@ struct Found {
   int64_t memory = 0;  // free in host memory
   int64_t model = 0;   // of this process's memory: parameters, which the engine takes over
   int64_t disk = 0;    // free where swap files go
+  int64_t pid = 0;
+  int64_t when_ns = 0;  // by its machine's clock: tells a process's engines apart
 
   std::string text() const;  // one line, for the other ranks
   static Found parse(const std::string& text);

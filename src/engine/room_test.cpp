@@ -46,11 +46,13 @@ TEST(Room, BudgetsAndWhatIsFound) {
 }
 
 TEST(Room, WhatARankFoundTravelsAsText) {
-  const Found found = Found::parse(Found{"host-1", 7, 8, 9}.text());
+  const Found found = Found::parse(Found{"host-1", 7, 8, 9, 10, 11}.text());
   EXPECT_EQ(found.host, "host-1");
   EXPECT_EQ(found.memory, 7);
   EXPECT_EQ(found.model, 8);
   EXPECT_EQ(found.disk, 9);
+  EXPECT_EQ(found.pid, 10);
+  EXPECT_EQ(found.when_ns, 11);
 }
 
 }  // namespace

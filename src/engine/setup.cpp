@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "penstock/error.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/engine/adoption.h"
 #include "src/engine/blueprint.h"
@@ -66,6 +67,18 @@ bool trains_in_fp16(const Config& config, const ModelTree& tree) {
   });
 }
 
+// Writes down who the ranks are, for `penstock status`.
+void meet(Board* board, const std::vector<engine::Found>& by_rank) {
+  if (board == nullptr) return;
+  std::vector<std::string> roster;
+  uint64_t run = hash_text("");
+  for (const engine::Found& found : by_rank) {
+    roster.push_back(concat(found.host, " ", found.pid));
+    run = hash_text(found.text(), run);
+  }
+  board->meet(run, join(roster, "\n"));
+}
+
 // The ranks compare models and configs, and tell each other what memory they found.
 Room agree(const Config& config, Group& group, const ModelTree& tree, const std::string& print) {
   comm::Channel channel(group, "start");
@@ -83,6 +96,7 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
     by_rank.push_back(engine::Found::parse(text.substr(0, line)));
     text.erase(0, line + 1);
   }
+  meet(group.board(), by_rank);
   const std::string difference = engine::first_difference(texts);
   if (difference.empty()) return engine::room_of(config.memory, by_rank);
   throw RuntimeFault(
@@ -133,6 +147,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   make_plans();
   border.emplace(*executor, *tiled);
   adoption.commit();
+  show(group->board(), "the caller's code, after initialize");
 }
 
 Core::State::~State() {

@@ -7,6 +7,7 @@
 
 #include "penstock/error.h"
 #include "penstock/optimizer_kinds.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/plan/strategy.h"
 
@@ -95,6 +96,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (engine::in_backward()) return;
   driver->finish();
   order->end_forward();
+  show(group->board(), "the caller's code, after forward");
 }
 
 void Core::State::unit_begin(int unit) {
@@ -137,6 +139,7 @@ void Core::State::forward_failed(const std::string& error) {
 // For the other ranks, which will miss this one in their next collective.
 void Core::State::failed(const char* what, const std::string& error) {
   faulted = true;
+  show(group->board(), concat("the caller's code, after its ", what, " raised"));
   group->set_position(
       Position::of(concat("step ", steps + 1, ", where its ", what, " raised ", error)));
 }
@@ -189,6 +192,7 @@ void Core::State::drop_gradients() {
 
 void Core::State::start_backward() {
   if (window->armed()) return;
+  show(group->board(), "backward");
   look_at_gradients(true);
   border->hide_gradients();
   window->on(engine::Call::kBackwardBegin);
@@ -321,6 +325,7 @@ void Core::State::end_backward() {
   driver->finish();
   window->on(engine::Call::kBackwardEnd);
   border->show_gradients();
+  show(group->board(), "the caller's code, after backward");
   if (order->done()) return;
   // Step one is over: from here on the plan follows the order that was seen, the same everywhere.
   model = order->agree(driver->off_plan_events(),

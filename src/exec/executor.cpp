@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "penstock/error.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 
 namespace penstock::exec {
@@ -54,6 +55,7 @@ std::vector<PlannedStep> Executor::prepare(const Plan& plan) const {
 
 void Executor::run(const PlannedStep& planned) {
   const Step& step = planned.step;
+  if (Board* const board = rank_.group.board()) board->log(*planned.label.text, step.is_compute());
   switch (step.op) {
     case Op::kMove:
       return move(planned);
@@ -69,7 +71,7 @@ void Executor::run(const PlannedStep& planned) {
     case Op::kMicro:
     case Op::kForward:
     case Op::kBackward:
-      return;  // compute is the user's
+      return;
   }
 }
 
@@ -132,6 +134,7 @@ void Executor::set_step(int64_t step) {
   rank_.gather_channel.set_step(step);
   rank_.reduce_channel.set_step(step);
   rank_.control_channel.set_step(step);
+  if (Board* const board = rank_.group.board()) board->set_step(step);
   updates_.set_step(step);
 }
 

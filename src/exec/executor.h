@@ -27,6 +27,7 @@ class Executor {
   // Where each copy rests. Throws RuntimeFault when a disk is too full; nothing is moved yet.
   void claim(const ModelDesc& model, int num_moments);
   std::vector<PlannedStep> prepare(const Plan& plan) const;
+  // Of compute, which is the user's, it only notes that it was come to.
   void run(const PlannedStep& planned);
   void drain();  // waits for all lanes
 

@@ -306,15 +306,15 @@ void parse_names(const Section& section, const std::string& key, const std::stri
 
 void parse_units(const Json& value, UnitsConfig* units) {
   const Section section(value, "units", {"modules", "max_bytes", "layer_bytes"});
-  section.read_int("max_bytes", &units->max_bytes, 1, "a whole number of bytes >= 1");
-  section.read_int("layer_bytes", &units->layer_bytes, 1, "a whole number of bytes >= 1");
+  section.read_bytes("max_bytes", &units->max_bytes);
+  section.read_bytes("layer_bytes", &units->layer_bytes);
   parse_names(section, "modules", "a list of class names, such as [\"LlamaDecoderLayer\"]",
               &units->modules);
 }
 
 void parse_tiling(const Json& value, TilingConfig* tiling) {
   const Section section(value, "tiling", {"max_bytes", "modules", "loss_tokens", "head"});
-  section.read_int("max_bytes", &tiling->max_bytes, 0, "a whole number of bytes >= 0 (0 = off)");
+  section.read_bytes("max_bytes", &tiling->max_bytes, 0, " (0 = off)");
   parse_names(section, "modules", "a list of module names, such as [\"lm_head\", \"*.mlp.up\"]",
               &tiling->modules);
   section.read_int("loss_tokens", &tiling->loss_tokens, 0,
@@ -327,7 +327,8 @@ void parse_tiling(const Json& value, TilingConfig* tiling) {
 }
 
 void parse_comm(const Json& value, CommConfig* comm) {
-  const Section section(value, "comm", {"backend", "codec", "bucket_bytes", "timeout_s"});
+  const Section section(value, "comm",
+                        {"backend", "codec", "bucket_bytes", "timeout_s", "warn_s", "report_dir"});
   section.read_text("backend", &comm->backend);
   if (comm->backend != "auto" && comm->backend != "gloo")
     fail_unsupported("comm.backend", comm->backend,
@@ -336,8 +337,10 @@ void parse_comm(const Json& value, CommConfig* comm) {
   if (comm->codec != "none")
     fail_unsupported("comm.codec", comm->codec,
                      "this version does not support codecs yet, only \"none\"");
-  section.read_int("bucket_bytes", &comm->bucket_bytes, 0, "a whole number of bytes >= 0");
+  section.read_bytes("bucket_bytes", &comm->bucket_bytes, 0);
   section.read("timeout_s", &comm->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
+  section.read("warn_s", &comm->warn_s, 0.0, 1e9, "seconds, a number from 0 (never) to 1e9");
+  section.read_text("report_dir", &comm->report_dir);
 }
 
 void refuse_section(const Section& top, const std::string& key, const std::string& sentence) {
@@ -444,16 +447,18 @@ Config Config::parse(const std::string& json_text) {
   if (const Json* value = top.find("precision"))
     config.precision = parse_compute_dtype("precision", *value);
   top.read("clip", &config.clip, 0.0, HUGE_VAL, "a number >= 0 (0 = off)");
-  top.read_int("prefetch_bytes", &config.prefetch_bytes, 0, "a whole number of bytes >= 0");
+  top.read_bytes("prefetch_bytes", &config.prefetch_bytes, 0);
   top.read_int("seed", &config.seed, 0, "a whole number >= 0");
   parse_nested(top, &config);
   return config;
 }
 
 std::string Config::lines() const {
+  static const std::set<std::string> kOfTheMachine = {"/offload/path", "/comm/report_dir"};
   std::string text;
   const nlohmann::json flat = nlohmann::json::parse(json()).flatten();  // outlives items()
   for (const auto& [path, value] : flat.items()) {
+    if (kOfTheMachine.contains(path)) continue;
     text += concat("config ", path, " = ", value.dump(), "\n");
   }
   return text;
@@ -501,10 +506,9 @@ std::string Config::json(int indent) const {
                    {"modules", tiling.modules},
                    {"loss_tokens", tiling.loss_tokens},
                    {"head", tiling.head}};
-  out["comm"] = {{"backend", comm.backend},
-                 {"codec", comm.codec},
-                 {"bucket_bytes", comm.bucket_bytes},
-                 {"timeout_s", comm.timeout_s}};
+  out["comm"] = {
+      {"backend", comm.backend},     {"codec", comm.codec},   {"bucket_bytes", comm.bucket_bytes},
+      {"timeout_s", comm.timeout_s}, {"warn_s", comm.warn_s}, {"report_dir", comm.report_dir}};
   Json ordered = out;
   Json rules = Json::object();
   for (const auto& [pattern, dtype] : dtypes) rules[pattern] = dtype;

@@ -97,14 +97,16 @@ class Section {
     *out = static_cast<Int>(number);
   }
 
-  // Bytes, as a number or as text with a unit.
-  void read_bytes(const std::string& key, int64_t* out) const {
-    const std::string allowed = "a whole number of bytes >= 1, or text such as \"4GiB\"";
+  // Bytes, as a number or as text with a unit; `note` ends what is allowed.
+  void read_bytes(const std::string& key, int64_t* out, int64_t low = 1,
+                  const std::string& note = "") const {
+    const std::string allowed =
+        concat("a whole number of bytes >= ", low, ", or text such as \"4GiB\"", note);
     const Json* value = find(key);
     if (value == nullptr) return;
-    if (!value->is_string()) return read_int(key, out, 1, allowed);
+    if (!value->is_string()) return read_int(key, out, low, allowed);
     const std::optional<int64_t> bytes = parse_bytes(value->get<std::string>());
-    if (bytes.value_or(0) < 1) fail_value(path(key), *value, allowed);
+    if (bytes.value_or(-1) < low) fail_value(path(key), *value, allowed);
     *out = *bytes;
   }
 

@@ -43,7 +43,8 @@ const char* const kEverything = R"({
   "batch": {"micro": 2, "global": 64}, "clip": 1,
   "units": {"modules": ["Block"], "max_bytes": 1e6, "layer_bytes": 4096},
   "tiling": {"max_bytes": 1e8, "modules": ["*.up"], "loss_tokens": 512, "head": "lm_head"},
-  "prefetch_bytes": 5e8, "comm": {"backend": "gloo", "bucket_bytes": 0, "timeout_s": 30},
+  "prefetch_bytes": 5e8, "comm": {"backend": "gloo", "bucket_bytes": 0, "timeout_s": 30,
+                                    "warn_s": 2.5, "report_dir": "/tmp"},
   "checkpoint": {}, "monitor": null, "seed": 7})";
 
 TEST(Config, ReadsEveryKey) {
@@ -75,6 +76,8 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.comm.backend, "gloo");
   EXPECT_EQ(config.comm.bucket_bytes, 0);
   EXPECT_EQ(config.comm.timeout_s, 30.0);
+  EXPECT_EQ(config.comm.warn_s, 2.5);
+  EXPECT_EQ(config.comm.report_dir, "/tmp");
   EXPECT_EQ(config.seed, 7);
   EXPECT_EQ(config.memory.device_bytes, 3LL << 29);
   EXPECT_EQ(config.memory.host_bytes, 2000000000);
@@ -82,6 +85,49 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.offload.activations, "host");
   EXPECT_EQ(Config::parse(R"({"activations": {"checkpoint": "unit"}})").activations.checkpoint, 1);
   EXPECT_EQ(Config::parse(R"({"activations": {"checkpoint": "none"}})").activations.checkpoint, 0);
+}
+
+TEST(Config, BytesMayBeTextWithAUnit) {
+  const Config config = Config::parse(
+      R"({"offload": {"optimizer": "disk", "window_bytes": "64KiB"}, "prefetch_bytes": "1.5GiB",
+          "memory": {"device_bytes": "1MB", "host_bytes": "2 TiB"},
+          "units": {"max_bytes": "3MiB", "layer_bytes": "64 KiB"}, "tiling": {"max_bytes": "1MiB"},
+          "comm": {"bucket_bytes": "0"}})");
+  EXPECT_EQ(config.offload.window_bytes, 64 << 10);
+  EXPECT_EQ(config.prefetch_bytes, 3LL << 29);
+  EXPECT_EQ(config.memory.device_bytes, 1'000'000);
+  EXPECT_EQ(config.memory.host_bytes, 2LL << 40);
+  EXPECT_EQ(config.units.max_bytes, 3 << 20);
+  EXPECT_EQ(config.units.layer_bytes, 64 << 10);
+  EXPECT_EQ(config.tiling.max_bytes, 1 << 20);
+  EXPECT_EQ(config.comm.bucket_bytes, 0);
+}
+
+// Every key of bytes, so that no new one is forgotten.
+TEST(Config, EveryKeyOfBytesTakesText) {
+  const json flat = json::parse(Config().json()).flatten();
+  int num_keys = 0;
+  for (const auto& [path, value] : flat.items()) {
+    if (!path.ends_with("_bytes")) continue;
+    json config = {{"offload", {{"optimizer", "disk"}}}};
+    config[json::json_pointer(path)] = "5 MiB";
+    const json read = json::parse(Config::parse(config.dump()).json());
+    EXPECT_EQ(read[json::json_pointer(path)], 5 << 20) << path;
+    ++num_keys;
+  }
+  EXPECT_EQ(num_keys, 8);
+}
+
+TEST(Config, FoldersOfAMachineAreNotCompared) {
+  const auto lines = [](const std::string& offload, const std::string& comm) {
+    return Config::parse(concat(R"({"offload": {"optimizer": "disk")", offload, R"(}, "comm": {)",
+                                comm, "}}"))
+        .lines();
+  };
+  const std::string plain = lines("", "");
+  EXPECT_EQ(lines(R"(, "path": "/scratch/0")", R"("report_dir": "/var/log")"), plain);
+  EXPECT_NE(lines("", R"("warn_s": 3)"), plain);
+  EXPECT_NE(plain.find("config /offload/optimizer = \"disk\"\n"), std::string::npos);
 }
 
 TEST(Config, AutoIsOneWordOrOnePerRole) {
@@ -176,7 +222,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"clip": "x"})", {R"("clip" is "x"; allowed: a number >= 0)"}},
         Bad{R"({"clip": -1})", {R"("clip" is -1)"}}, Bad{R"({"clip": true})", {"is true"}},
         Bad{R"({"seed": -1})", {R"("seed" is -1)"}}, Bad{R"({"seed": 1.5})", {"a whole number"}},
-        Bad{R"({"prefetch_bytes": "64MB"})", {R"("prefetch_bytes" is "64MB")"}},
+        Bad{R"({"prefetch_bytes": "64 M"})",
+            {R"("prefetch_bytes" is "64 M"; allowed: a whole number of bytes >= 0, or text)"}},
         Bad{R"({"mesh": {"data": 0}})", {R"("mesh.data" is 0)", ">= 1"}},
         Bad{R"({"mesh": 8})", {R"("mesh" is 8; allowed: an object)"}},
         Bad{R"({"mesh": {"data": 4294967297}})", {R"("mesh.data" is 4294967297)"}},

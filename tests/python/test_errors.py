@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 import time
 
@@ -224,8 +225,8 @@ def arrive_late():
 
     made = penstock.ranks.Ranks.__init__
 
-    def dawdle(self, timeout_s):
-        made(self, timeout_s)
+    def dawdle(self, *settings):
+        made(self, *settings)
         time.sleep(4.0 if dist.get_rank() == 1 else 0.0)
 
     penstock.ranks.Ranks.__init__ = dawdle
@@ -258,6 +259,57 @@ def other_model(kind):
 def test_ranks_with_different_models(kind, name, pools):
     outcomes = pools(2).attempt(other_model, kind)
     assert_fails(outcomes, "RuntimeFault", name, "rank 0", "rank 1")
+
+
+def own_folders(folders):
+    """Folders are a machine's own: the ranks need not agree on them."""
+    folder = folders[dist.get_rank()]
+    config = Case("zero3").config() | {
+        "offload": {"optimizer": "disk", "path": folder},
+        "comm": {**SHORT["comm"], "report_dir": folder},
+    }
+    model = models.build("gpt")
+    engine = initialize(model, config)
+    for batch in models.batches("gpt", 2, 2 * training.MICRO):
+        engine.backward(engine(*training.rank_part(batch, 0)))
+        engine.step()
+    weights = engine.state_dict()
+    engine.close()
+    return weights
+
+
+def test_ranks_may_have_folders_of_their_own(pools, tmp_path):
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    for folder in folders:
+        pathlib.Path(folder).mkdir()
+    weights = pools(2).run(own_folders, folders)[0]
+    same = pools(2).run(own_folders, [str(tmp_path)] * 2)[0]
+    assert all(torch.equal(weights[name], same[name]) for name in same)
+
+
+def lose_a_peer(folder):
+    comm = {"timeout_s": 5, "report_dir": folder}
+    engine = initialize(models.build("gpt"), Case("zero3").config() | {"comm": comm})
+    batches = models.batches("gpt", 2, 2 * training.MICRO)
+    engine.backward(engine(*training.rank_part(batches[0], 0)))
+    engine.step()
+    if dist.get_rank() == 1:
+        engine.close(gather=False)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        engine(*training.rank_part(batches[1], 0))
+    engine.close(gather=False)
+    return str(caught.value)
+
+
+def test_a_lost_peer_leaves_a_report_of_the_plans_last_lines(pools, tmp_path):
+    text = pools(2).run(lose_a_peer, str(tmp_path))[0]
+    found = re.search(r"; the plan's last lines on rank 0: (`.*`); the report is (\S+)$", text)
+    assert found and found[1].count("`") == 10, text
+    lines = pathlib.Path(found[2]).read_text().splitlines()
+    assert lines[0] == text[: found.start()]
+    assert any(re.match(r"step 1, [\d.e-]+ s before: update u1 ", line) for line in lines)
+    assert f"`{lines[-1].partition(' before: ')[2]}`" in found[1]
 
 
 def other_config(key, values):

@@ -99,6 +99,20 @@ def test_best_first_and_why(capsys):
     )
 
 
+def test_budgets_add_up(capsys):
+    one = plan(capsys, *BLOCKS, "--budget", "device=21504,host=10751B")
+    two = plan(capsys, *BLOCKS, "--budget", "device=21504", "--budget", "host=10751B")
+    assert two == one and "device 21.00 KiB, host 10.50 KiB" in one[1]
+
+
+def test_parameters_alone_are_a_plausible_transformer(capsys):
+    # GPT-3 of 175e9 has 96 layers, LLaMA of 7e9 32. And the root.
+    for numel, layers in {"1e6": 2, "7e9": 33, "7e10": 71, "1.75e11": 96, "1e12": 172}.items():
+        _, out, _ = plan(capsys, "--params", numel, "--world", "64")
+        assert f" in {layers + 1} units" in out.splitlines()[0], out
+        assert plan(capsys, "--params", numel, "--world", "64", "--units", str(layers))[1] == out
+
+
 def test_tiles_are_units(capsys):
     gpt = ["--model", "gpt:layers=1,hidden=64,vocab=100,seq=16", "--world", "2", "--config"]
     _, whole, _ = plan(capsys, *gpt, "{}")
@@ -201,6 +215,10 @@ WRONG = {
     "tier": (["--params", "1e6", "--budget", "devise=1GiB"], 'did you mean "device"?'),
     "bytes": (["--params", "1e6", "--budget", "device=1gig"], '"memory.device_bytes" is "1gig"'),
     "no value": (["--params", "1e6", "--budget", "device"], "should read device=value"),
+    "tier twice": (
+        ["--params", "1e6", "--budget", "device=1GiB", "--budget", "host=2GiB,device=3GiB"],
+        '--budget has "device" twice: 1GiB and 3GiB',
+    ),
     "params": (["--params", "many"], '--params is "many", not a whole number >= 1'),
     "nodes": (["--params", "1e6", "--node", "3"], '"mesh.node" is 3'),
     "config": (["--params", "1e6", "--config", '{"stratgy": 1}'], 'did you mean "strategy"?'),

@@ -1,0 +1,46 @@
+#pragma once
+// Status: where a rank is and what it waits for, as `penstock status` reads it from another
+// process. A pure value; any thread.
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/export.h"
+
+namespace penstock {
+
+// The name of the anonymous file that each rank keeps open: /proc/PID/fd shows it.
+inline constexpr const char* kStatusFile = "penstock-status";
+
+struct PENSTOCK_API RankStatus {
+  // Text as it was at the time; of long ones the beginning; "?" of a process that was stopped while
+  // it wrote.
+  struct Line {
+    int64_t step = 0;
+    double age_s = 0.0;  // since it began
+    std::string text;
+  };
+  // One of the rank's threads that talk to peers.
+  struct Lane {
+    std::string name;
+    bool waits = false;    // now, in `line`; else that is its last one
+    int peer = -1;         // for whom; -1: not known yet
+    int64_t sequence = 0;  // the lane's collectives before this one
+    Line line;
+  };
+
+  int rank = 0, size = 1;
+  int64_t pid = 0;   // as the rank itself sees it
+  uint64_t run = 0;  // the same on all ranks of a run; 0: they have not met yet
+  Line at;           // what the model's thread does
+  std::vector<Lane> lanes;
+  std::vector<Line> log;            // the last lines of the plan, the oldest first
+  std::vector<std::string> roster;  // by rank: "host pid"; empty: they have not met yet
+
+  // Of a file, such as "/proc/123/fd/9". Nothing where it is no status of this version. Throws
+  // RuntimeFault when it cannot be read.
+  static std::optional<RankStatus> read(const std::string& path);
+};
+
+}  // namespace penstock

@@ -1,0 +1,35 @@
+#include "penstock/status.h"
+
+#include <pybind11/stl.h>
+
+#include "python/src/module.h"
+
+namespace py = pybind11;
+
+namespace penstock::python {
+
+void bind_status(py::module_& module) {
+  py::class_<RankStatus> status(module, "RankStatus");
+  py::class_<RankStatus::Line>(status, "Line")
+      .def_readonly("step", &RankStatus::Line::step)
+      .def_readonly("age_s", &RankStatus::Line::age_s)
+      .def_readonly("text", &RankStatus::Line::text);
+  py::class_<RankStatus::Lane>(status, "Lane")
+      .def_readonly("name", &RankStatus::Lane::name)
+      .def_readonly("waits", &RankStatus::Lane::waits)
+      .def_readonly("peer", &RankStatus::Lane::peer)
+      .def_readonly("sequence", &RankStatus::Lane::sequence)
+      .def_readonly("line", &RankStatus::Lane::line);
+  status.def_static("read", &RankStatus::read, py::arg("path"))
+      .def_readonly("rank", &RankStatus::rank)
+      .def_readonly("size", &RankStatus::size)
+      .def_readonly("pid", &RankStatus::pid)
+      .def_readonly("run", &RankStatus::run)
+      .def_readonly("at", &RankStatus::at)
+      .def_readonly("lanes", &RankStatus::lanes)
+      .def_readonly("log", &RankStatus::log)
+      .def_readonly("roster", &RankStatus::roster);
+  module.attr("STATUS_FILE") = kStatusFile;
+}
+
+}  // namespace penstock::python

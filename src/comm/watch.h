@@ -1,0 +1,47 @@
+#pragma once
+// Watch: a rank's board, and a line on stderr for each wait that is longer than it should be.
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "penstock/group.h"
+#include "src/base/board.h"
+
+namespace penstock::comm {
+
+// Owned by a group. A transport's own waits cannot be woken half-way (gloo gives a connection up
+// whose wait has timed out), so a thread looks at the board: once per `warn`, and when a wait that
+// it saw then is due.
+class Watch {
+ public:
+  using Say = std::function<void(const std::string& line)>;  // from the watch's thread
+
+  // No thread without peers, nor where `warn` is 0.
+  Watch(int rank, int size, const WatchOptions& options, Say say = to_stderr);
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  Board& board() { return board_; }
+
+ private:
+  static void to_stderr(const std::string& line);
+  void run();
+  // Warns of what is due, and says how long nothing else is.
+  std::chrono::milliseconds look();
+
+  Board board_;
+  const std::chrono::milliseconds warn_;
+  const Say say_;
+  std::map<std::string, int64_t> warned_;  // watch's thread only: by lane, its last such collective
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool closing_ = false;  // guarded by mutex_
+  std::thread thread_;
+};
+
+}  // namespace penstock::comm
