@@ -193,6 +193,9 @@ class Echo final : public Group {
   }
   void set_position(Position where) override { position = std::move(where); }
   std::string roll_call(const std::string& error) override { return error; }
+  std::string last_call(const std::string& /*fault*/) override { return ""; }
+  void end_exchanges(const std::string& /*why*/) override {}
+  void renew() override {}
   void close() override {}
 
   uint32_t tag = 0;
