@@ -100,11 +100,12 @@ void TiledWeights::release(const std::vector<int>& units, bool write) {
 }
 
 std::map<int, at::Tensor> TiledWeights::whole_values(
-    bool only_trainable, std::vector<std::pair<std::string, at::Tensor>>* tensors) const {
+    bool only_trainable, const at::TensorOptions& options,
+    std::vector<std::pair<std::string, at::Tensor>>* tensors) const {
   std::map<int, at::Tensor> rows;
   for (const TiledWeight& one : weights_) {
     if (only_trainable && !one.trainable) continue;
-    const at::Tensor whole = at::empty(one.whole.sizes(), at::TensorOptions(at::kFloat));
+    const at::Tensor whole = at::empty(one.whole.sizes(), options);
     tensors->emplace_back(one.name, whole);
     for (size_t tile = 0; tile < one.tiles.size(); ++tile) {
       rows[one.units[tile]] = whole.narrow(0, one.first[tile], one.rows(tile));

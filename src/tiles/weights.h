@@ -74,9 +74,10 @@ class TiledWeights {
   void gather(const std::vector<int>& units, mem::Arena& memory);
   void release(const std::vector<int>& units, bool write);
 
-  // fp32 tensors for the weights, among `tensors` by name; where each tile's unit writes.
+  // Tensors for the weights, among `tensors` by name; where each tile's unit writes.
   std::map<int, at::Tensor> whole_values(
-      bool only_trainable, std::vector<std::pair<std::string, at::Tensor>>* tensors) const;
+      bool only_trainable, const at::TensorOptions& options,
+      std::vector<std::pair<std::string, at::Tensor>>* tensors) const;
   // Replaces values of weights by those of their tiles. Throws ConfigError for a wrong shape.
   void split_rows(std::map<std::string, at::Tensor>& by_name) const;
 
