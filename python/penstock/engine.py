@@ -6,6 +6,8 @@ import inspect
 import json
 import os
 import pathlib
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -80,7 +82,7 @@ class Engine:
         try:
             self._finish_setup(given, lr_scheduler)
         except ConfigError:  # on every rank alike, so the model can be given back together
-            self.close()
+            self._end(True, "")
             raise
         atexit.register(_forget, weakref.ref(self))
 
@@ -332,17 +334,33 @@ class Engine:
     def close(self, gather: bool = True) -> None:
         """Gives the model its full parameters back and returns all memory. All ranks call it.
 
+        Views of parameters (`state_dict()` of the model, `detach()`, `data`) stay views of them. In
+        a `finally:` it gives the weights back after an error too, on this rank or another, when
+        every rank comes: those before the step that failed. After a `step()` that was cut short
+        some may be new already; a RuntimeWarning says so.
+
         With ``gather=False`` the values are dropped, which a model larger than memory needs:
-        reading a parameter that was sharded raises RuntimeError from then on.
+        reading a parameter that was sharded, or a view of it, raises RuntimeError from then on.
+
+        Raises:
+            RuntimeFault: the weights could not be gathered, and why (a rank is gone, or did not
+                come within `comm.timeout_s`). All memory is returned before; what was sharded
+                reads as with ``gather=False``.
         """
+        error = sys.exc_info()[1]  # on its way through a `finally:`
+        self._end(gather, "" if error is None else f"{type(error).__name__}: {error}")
+
+    def _end(self, gather: bool, why: str) -> None:
         for hook in reversed(self._hooks):  # one may be around another
             hook.remove()
         self._hooks.clear()
         tiling.remove(self._tiled)
         try:
-            self._core.close(gather)
+            said = self._core.close(gather, why)
         finally:
             self._ranks.close()
+        if said:
+            warnings.warn(f"[front::close] {said}", RuntimeWarning, stacklevel=3)
 
     # ---- set-up
 

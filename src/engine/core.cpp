@@ -7,6 +7,7 @@
 #include "penstock/error.h"
 #include "penstock/tiling.h"
 #include "src/base/text.h"
+#include "src/engine/lent.h"
 #include "src/engine/state.h"
 #include "src/plan/strategy.h"
 
@@ -66,7 +67,17 @@ bool Core::window_complete(bool force) const {
 }
 
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external) {
-  return state_->step(groups, external);
+  if (!external) return state_->step(groups, external);
+  // Its gradients are windows into memory that the step lets go of.
+  return state_->step(groups, [&] {
+    try {
+      external();
+    } catch (...) {
+      engine::take_back(state_->lent_gradients);
+      throw;
+    }
+    engine::take_back(state_->lent_gradients);
+  });
 }
 
 int64_t Core::steps() const { return state_->steps; }
@@ -87,7 +98,7 @@ void Core::set_groups(const std::vector<int>& group_of_param) {
   }
 }
 
-void Core::close(bool gather) { state_->close(gather); }
+std::string Core::close(bool gather, const std::string& why) { return state_->close(gather, why); }
 
 // ---- views of a core
 

@@ -19,6 +19,7 @@ std::vector<Shard> Values::shards() {
   std::vector<Shard> shards;
   for (auto& [name, param, master] : state_->executor->updates().shard_views()) {
     shards.push_back({name, param, master});
+    state_->lent.push_back(master);
     for (const tiles::TiledWeight& one : state_->tiled->all()) {
       for (const int unit : one.units) {
         if (state_->unit_names[unit] == name) shards.back().param = one.whole;
@@ -30,7 +31,11 @@ std::vector<Shard> Values::shards() {
 
 std::vector<at::Tensor> Values::shard_gradients() {
   state_->check_open("shard_gradients");
-  return state_->executor->updates().shard_gradients();
+  std::vector<at::Tensor> gradients = state_->executor->updates().shard_gradients();
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.defined()) state_->lent_gradients.push_back(gradient);
+  }
+  return gradients;
 }
 
 std::vector<std::pair<std::string, at::Tensor>> Values::full(const std::string& role) {

@@ -40,17 +40,24 @@ void TiledWeights::check_open() const {
   if (closed_) throw RuntimeFault("[tiles::check_open] the engine is closed");
 }
 
-void TiledWeights::let_wholes_go() {
-  for (TiledWeight& one : weights_) detach(one);
+namespace {
+
+std::string elsewhere(const TiledWeight& one) {
+  return concat("[tiles::detach] parameter \"", one.name, "\" is in ", one.tiles.size(),
+                " tiles, and its values are not here as a whole. Read it inside `with "
+                "engine.gathered():`, or keep its module out of \"tiling.modules\".");
 }
 
-void TiledWeights::detach(TiledWeight& one) {
+}  // namespace
+
+void TiledWeights::let_wholes_go() {
+  for (TiledWeight& one : weights_) detach(one, elsewhere(one));
+}
+
+void TiledWeights::detach(TiledWeight& one, const std::string& why) {
   c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
-  exec::set_guard(*storage,
-                  concat("[tiles::detach] parameter \"", one.name, "\" is in ", one.tiles.size(),
-                         " tiles, and its values are not here as a whole. Read it inside `with "
-                         "engine.gathered():`, or keep its module out of \"tiling.modules\"."));
+  exec::set_guard(*storage, why);
   one.gathered.reset();
 }
 
@@ -95,7 +102,7 @@ void TiledWeights::release(const std::vector<int>& units, bool write) {
   for (TiledWeight& one : weights_) {
     if (!one.gathered || !any_in(one, units)) continue;
     if (write) copy_rows(one, one.gathered.data(), true);
-    detach(one);
+    detach(one, elsewhere(one));
   }
 }
 
@@ -132,7 +139,11 @@ void TiledWeights::split_rows(std::map<std::string, at::Tensor>& by_name) const 
 
 void TiledWeights::close() {
   closed_ = true;
-  let_wholes_go();
+  for (TiledWeight& one : weights_) {
+    detach(one, concat("[tiles::close] parameter \"", one.name,
+                       "\" has no values: the engine that kept them was closed without gathering "
+                       "them"));
+  }
 }
 
 void TiledWeights::return_rows(int unit) {
@@ -144,7 +155,15 @@ void TiledWeights::return_rows(int unit) {
     }
     const size_t tile = found - one.units.begin();
     one.returned.narrow(0, one.first[tile], one.rows(tile)).copy_(one.tiles[tile].detach());
-    if (++one.num_returned == one.tiles.size()) one.whole.set_data(one.returned);
+    if (++one.num_returned < one.tiles.size()) continue;
+    // Its storage stays, and so do the user's views of it.
+    c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
+    c10::StorageImpl* filled = one.returned.storage().unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(filled->set_data_ptr(c10::DataPtr(nullptr, storage->device())));
+    exec::clear_guard(*storage);
+    storage->set_allocator(filled->allocator());
+    storage->set_resizable(true);
+    one.returned.reset();
   }
 }
 

@@ -82,12 +82,12 @@ class TiledWeights {
   void split_rows(std::map<std::string, at::Tensor>& by_name) const;
 
   // The end: operators refuse to run. return_rows() of each tile then gives the user's parameters
-  // memory of their own again.
+  // (their storages) memory of their own again.
   void close();
   void return_rows(int unit);
 
  private:
-  void detach(TiledWeight& one);
+  void detach(TiledWeight& one, const std::string& why);
   bool any_in(const TiledWeight& one, const std::vector<int>& units) const;
 
   Host& host_;
