@@ -92,7 +92,7 @@ mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrive
   const Table& table = executor.table();
   std::vector<std::string> problems = {problem};
   if (!table.rests_whole() || num_shards(table.master(), executor.mesh()) > 1) {
-    problems = engine::share_text("read: room", problem,
+    problems = engine::share_text("read room", problem,
                                   [&](const std::string& label, const std::string& payload) {
                                     return executor.share(label, payload);
                                   });

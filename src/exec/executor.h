@@ -28,7 +28,7 @@ class Executor {
   void claim(const ModelDesc& model, int num_moments);
   std::vector<PlannedStep> prepare(const Plan& plan) const;
   void run(const PlannedStep& planned);
-  void drain();                                    // waits for all lanes
+  void drain();  // waits for all lanes
 
   Params& params() { return params_; }
   Gradients& gradients() { return gradients_; }
