@@ -93,9 +93,13 @@ class PENSTOCK_API Core {
   std::string plan_text(const std::string& section) const;
   void set_plan_text(const std::string& section, const std::string& text);
 
-  // [all ranks] Parameters become ordinary full tensors again, or without `gather` empty ones whose
-  // reading raises; all memory is returned.
-  void close(bool gather);
+  // [all ranks] Parameters become ordinary full tensors again, and so do views of them; without
+  // `gather` those that are sharded have no values any more, and reading them raises. All memory is
+  // returned. It gathers after failures too, on connections of its own, when every rank comes:
+  // ranks that wait for this one are told. `why`: the error that it is closed for, if any. Returns
+  // what is to be said of the weights (a step was cut short), or nothing. Throws RuntimeFault, with
+  // everything let go of, when the weights could not be gathered.
+  std::string close(bool gather, const std::string& why = {});
 
  private:
   friend class Recomputation;

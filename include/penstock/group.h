@@ -5,8 +5,10 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/export.h"
@@ -63,17 +65,32 @@ class PENSTOCK_API Group {
   virtual std::string roll_call(const std::string& error) = 0;
   // Where this rank is, for `penstock status`; none after close(), nor in groups that keep none.
   virtual Board* board() { return nullptr; }
+  // [Note: Last call] What a run does last, whatever happened before, without exchanges.
+  // [all ranks] Returns when every rank has called it: "" when no rank had failed, else what the
+  // first of those said as `fault`; then this rank's exchanges have ended, and renew() has to
+  // come. A rank that has failed waits a second for the others (what was on its way arrives); then
+  // it ends the exchanges of all ranks, which throw `fault`, since they may wait for it for ever.
+  // Throws std::exception when a rank is gone or did not come within the timeout.
+  virtual std::string last_call(const std::string& fault) = 0;
+  // From any thread: this rank's exchanges throw `why`, those under way too, until renew().
+  virtual void end_exchanges(const std::string& why) = 0;
+  // [all ranks] When nothing of this rank exchanges: connections that no failed exchange has used.
+  virtual void renew() = 0;
   // No more exchanges; joins what the group started. Called once, by the engine.
   virtual void close() = 0;
 
+  using ProcessGroups =
+      std::pair<c10::intrusive_ptr<c10d::ProcessGroup>, c10::intrusive_ptr<c10d::ProcessGroup>>;
   // `timeout` bounds every exchange. The process group must have a CPU backend (gloo) with
   // point-to-point operations and should serve Penstock alone. `downward`, when there is one, is
   // another over the same ranks, for what goes to lower ranks: with a connection for
-  // each direction gloo's thread takes less of the processor (benchmarks/README.md).
+  // each direction gloo's thread takes less of the processor (benchmarks/README.md). `connect`
+  // [all ranks] makes two such groups anew, for renew(), which fails without it.
   static std::shared_ptr<Group> from_process_group(
       const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
       std::chrono::milliseconds timeout,
-      const c10::intrusive_ptr<c10d::ProcessGroup>& downward = {}, const WatchOptions& watch = {});
+      const c10::intrusive_ptr<c10d::ProcessGroup>& downward = {},
+      std::function<ProcessGroups()> connect = {}, const WatchOptions& watch = {});
   // `size` ranks in one process, one thread each.
   static std::vector<std::shared_ptr<Group>> threads(
       int size, std::chrono::milliseconds timeout = std::chrono::minutes(10),

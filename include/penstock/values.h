@@ -19,6 +19,13 @@ struct Shard {
   at::Tensor master;
 };
 
+// What Values::weights() makes.
+struct WeightsOptions {
+  at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;
+  bool everywhere = true;  // else on rank 0
+};
+
 // A view of a core, for the thread that runs the model. Methods marked [all ranks] are collective.
 // All but units_of() and release() throw RuntimeFault after close().
 class PENSTOCK_API Values {
@@ -27,6 +34,11 @@ class PENSTOCK_API Values {
 
   // [all ranks] Full fp32 values by parameter name; `role` is "grad" or "param".
   std::vector<std::pair<std::string, at::Tensor>> full(const std::string& role);
+  // [all ranks] Full values by parameter name, each in memory of its own, where they are wanted;
+  // elsewhere nothing. They go one unit's flat after the other through memory that is counted with
+  // the buffers: a rank that does not want them sends its shards, and holds no more. Throws
+  // RuntimeFault on every rank where one has no room for that.
+  std::vector<std::pair<std::string, at::Tensor>> weights(const WeightsOptions& options = {});
   // Replaces gradients of a complete window, by full fp32 values that are equal on every rank.
   // Throws RuntimeFault in the middle of a window, ConfigError for a name or shape that is wrong.
   void set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients);

@@ -6,6 +6,8 @@ import inspect
 import json
 import os
 import pathlib
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -85,7 +87,7 @@ class Engine:
         try:
             self._finish_setup(given)
         except ConfigError:  # on every rank alike, so the model can be given back together
-            self.close()
+            self._end(True, "")
             raise
         _alive.add(self)
         atexit.register(_forget, weakref.ref(self))
@@ -293,20 +295,44 @@ class Engine:
         """
         self._core.values.set_gradients(list(grads.items()))
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Full weights on rank 0, {} elsewhere. All ranks call it.
+    def state_dict(
+        self,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        rank0_only: bool = True,
+    ) -> dict[str, Any]:
+        """Full weights by name on rank 0, {} elsewhere. All ranks call it.
 
         Trained parameters come from their fp32 masters; frozen ones have no master and carry the
-        precision they compute in. Buffers are as they are.
+        precision they compute in. Buffers are as they are. All tensors are copies, and what a
+        module's `get_extra_state()` gives is in the dict as in torch's.
+
+        A unit's parameters come together at a time: rank 0 holds the dict and at most one unit
+        beside it (which counts as "buffers" in the ledger and towards a budget), other ranks at
+        most their shard of a unit.
+
+        State-dict hooks of modules see full values in the dict. They run on rank 0, after the last
+        collective, so one that raises (since it reads a sharded parameter of a module itself, say)
+        raises there alone; inside `with engine.gathered():` it may read them.
+
+        Args:
+            dtype: of the parameters; default: float32. Each unit is converted as it comes.
+            device: where the tensors go; default: the CPU.
+            rank0_only: False gives every rank the whole dict.
+
+        Raises:
+            RuntimeFault: a rank without room for a unit (on all ranks); a peer that is gone.
+            ConfigError: a dtype that is not a floating one.
         """
-        full = dict(self._core.values.full("param"))
-        if ranks.rank() != 0:
+        made = torch.float32 if dtype is None else dtype
+        if not made.is_floating_point:
+            raise ConfigError(f"[front::state_dict] dtype is {made}: a floating dtype is needed")
+        place = torch.device("cpu" if device is None else device)
+        full = dict(self._core.values.weights(made, place, not rank0_only))
+        if rank0_only and ranks.rank() != 0:
             return {}
         by_param = {id(param): full[name] for param, name in self._structure.own.items()}
-        state: dict[str, torch.Tensor] = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            state[name] = by_param[id(value)] if id(value) in by_param else value.detach().clone()
-        return state
+        return tree.filled_state_dict(self.module, by_param, device)
 
     def ledger(self) -> dict[str, Any]:
         """Bytes per rank: predicted for each strategy, and measured for the one running.
@@ -347,16 +373,32 @@ class Engine:
     def close(self, gather: bool = True) -> None:
         """Gives the model its full parameters back and returns all memory. All ranks call it.
 
+        Views of parameters (`state_dict()` of the model, `detach()`, `data`) stay views of them. In
+        a `finally:` it gives the weights back after an error too, on this rank or another, when
+        every rank comes: those before the step that failed. After a `step()` that was cut short
+        some may be new already; a RuntimeWarning says so.
+
         With ``gather=False`` the values are dropped, which a model larger than memory needs:
-        reading a parameter that was sharded raises RuntimeError from then on.
+        reading a parameter that was sharded, or a view of it, raises RuntimeError from then on.
+
+        Raises:
+            RuntimeFault: the weights could not be gathered, and why (a rank is gone, or did not
+                come within `comm.timeout_s`). All memory is returned before; what was sharded
+                reads as with ``gather=False``.
         """
+        error = sys.exc_info()[1]  # on its way through a `finally:`
+        self._end(gather, "" if error is None else f"{type(error).__name__}: {error}")
+
+    def _end(self, gather: bool, why: str) -> None:
         _alive.discard(self)
         self._forwards.remove()
         tiling.remove(self._tiled)
         try:
-            self._core.close(gather)
+            said = self._core.close(gather, why)
         finally:
             self._ranks.close()
+        if said:
+            warnings.warn(f"[front::close] {said}", RuntimeWarning, stacklevel=3)
 
     # ---- set-up
 

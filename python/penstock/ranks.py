@@ -19,16 +19,24 @@ class Ranks:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             self.group = _penstock.Group.alone()
             return
-        up, down = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-        self._process_groups = [up, down]
-        self.group = _penstock.Group.from_process_group(up, timeout_s, down, warn_s, report_dir)
+        made = self._process_groups  # not self, which owns the group that keeps this function
+
+        def connect() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+            up, down = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+            made.extend((up, down))
+            return up, down
+
+        up, down = connect()
+        self.group = _penstock.Group.from_process_group(
+            up, timeout_s, down, connect, warn_s, report_dir
+        )
 
     def close(self) -> None:
         """Lets go of the process groups; no rank needs to be there."""
         for group in self._process_groups:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
-        self._process_groups = []
+        self._process_groups.clear()
 
 
 def rank() -> int:

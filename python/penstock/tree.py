@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,37 @@ def model_tree(
         kind = type(module).__name__
         modules.append(_penstock.ModuleInfo(name, kind, indices[parent] if name else -1, own, rows))
     return _penstock.ModelTree(modules, infos, list(model.buffers()), init)
+
+
+class _Filled(OrderedDict[str, Any]):
+    """Has full values where a module saves a parameter, so that hooks of modules find them."""
+
+    def __init__(self, full: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._full = full
+        self._metadata: OrderedDict[str, Any] = OrderedDict()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, self._full.get(id(value), value))
+
+
+def filled_state_dict(
+    model: torch.nn.Module,
+    full: Mapping[int, torch.Tensor],
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
+    """The model's state_dict() with these values, by id of the parameter; no memory of its own."""
+    found = model.state_dict(destination=_Filled(full), keep_vars=True)
+    ours = {id(value) for value in full.values()}
+    state: OrderedDict[str, Any] = OrderedDict()
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor) and id(value) not in ours:
+            value = value.detach().clone()  # noqa: PLW2901 - a buffer, or what a hook made
+            state[name] = value if device is None else value.to(device)
+        else:
+            state[name] = value
+    state._metadata = getattr(found, "_metadata", OrderedDict())  # type: ignore[attr-defined]
+    return state
 
 
 def has_rows(module: torch.nn.Module) -> bool:

@@ -96,7 +96,7 @@ void bind_core(py::module_& module) {
       .def_property_readonly("recomputation", [](Core& core) { return Recomputation(core); })
       .def_property_readonly("report", [](const Core& core) { return Report(core); })
       .def_property_readonly("values", [](Core& core) { return Values(core); })
-      .def("close", &Core::close, py::arg("gather"), NoGil());
+      .def("close", &Core::close, py::arg("gather"), py::arg("why"), NoGil());
 }
 
 }  // namespace penstock::python

@@ -1,6 +1,8 @@
 #include "penstock/group.h"
 
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -23,13 +25,15 @@ void bind_group(py::module_& module) {
       .def_static(
           "from_process_group",
           [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, double timeout_s,
-             const c10::intrusive_ptr<c10d::ProcessGroup>& downward, double warn_s,
+             const c10::intrusive_ptr<c10d::ProcessGroup>& downward,
+             std::function<Group::ProcessGroups()> connect, double warn_s,
              const std::string& report_dir) {
             return Group::from_process_group(group, milliseconds(timeout_s), downward,
+                                             std::move(connect),
                                              {milliseconds(warn_s), report_dir});
           },
-          py::arg("process_group"), py::arg("timeout_s"), py::arg("downward"), py::arg("warn_s"),
-          py::arg("report_dir"))
+          py::arg("process_group"), py::arg("timeout_s"), py::arg("downward"), py::arg("connect"),
+          py::arg("warn_s"), py::arg("report_dir"))
       .def_static("alone", &Group::alone)
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &Group::rank)

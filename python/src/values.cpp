@@ -12,6 +12,13 @@ void bind_values(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<Values>(module, "Values")
       .def("full", &Values::full, NoGil())
+      .def(
+          "weights",
+          [](Values& values, at::ScalarType dtype, const at::Device& device, bool everywhere) {
+            const py::gil_scoped_release release;
+            return values.weights({dtype, device, everywhere});
+          },
+          py::arg("dtype"), py::arg("device"), py::arg("everywhere"))
       .def("set_gradients", &Values::set_gradients, NoGil())
       .def("units_of", &Values::units_of)
       .def("gather", &Values::gather, NoGil())

@@ -245,6 +245,17 @@ void Channel::broadcast(const Label& label, const Members& members, void* data, 
   exchange(label);
 }
 
+void Channel::collect(const Label& label, const Members& owners, void* data, int64_t shard_bytes) {
+  if (owners.size() == 1) return;
+  start();
+  sizes_ = mix(sizes_, static_cast<uint64_t>(shard_bytes));
+  if (owners.index > 0) sends_.push_back({owners.ranks[0], data, shard_bytes});
+  for (int i = 1; i < owners.size() && owners.index == 0; ++i) {
+    receives_.push_back({owners.ranks[i], static_cast<char*>(data) + i * shard_bytes, shard_bytes});
+  }
+  exchange(label);
+}
+
 std::vector<std::string> Channel::share(const Label& label, const Members& members,
                                         const std::string& payload) {
   const auto size = static_cast<int64_t>(payload.size());

@@ -67,6 +67,8 @@ class Channel {
   Channel(Group& group, std::string name);
 
   void set_step(int64_t step) { step_ = step; }  // for tags and messages
+  // After the group's renew(): ranks may have come from different collectives.
+  void renew() { step_ = sequence_ = 0; }
   // Calls of Group::exchange since construction. From any thread.
   int64_t exchanges() const { return sequence_.load(std::memory_order_relaxed); }
 
@@ -81,6 +83,10 @@ class Channel {
                   const std::vector<ReduceBuffer>& buffers, std::span<char> staging = {});
   // Member 0's bytes to all.
   void broadcast(const Label& label, const Members& members, void* data, int64_t bytes);
+  // Shards to the first owner: `owners` has the rank of each shard, in order. There `data` has room
+  // for all of them, with its own in place; elsewhere it is this rank's. A rank that owns none
+  // (index < 0) takes part by calling.
+  void collect(const Label& label, const Members& owners, void* data, int64_t shard_bytes);
   // Each member's payload (same size everywhere), in member order.
   std::vector<std::string> share(const Label& label, const Members& members,
                                  const std::string& payload);

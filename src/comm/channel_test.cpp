@@ -193,6 +193,9 @@ class Echo final : public Group {
   }
   void set_position(Position where) override { position = std::move(where); }
   std::string roll_call(const std::string& error) override { return error; }
+  std::string last_call(const std::string& /*fault*/) override { return ""; }
+  void end_exchanges(const std::string& /*why*/) override {}
+  void renew() override {}
   void close() override {}
 
   uint32_t tag = 0;
@@ -301,6 +304,38 @@ TEST(Channel, AllocatesNothingOnceWarm) {
   EXPECT_GT(before, 0);  // it counts
   EXPECT_EQ(allocations, before);
   EXPECT_EQ(channel.exchanges(), 5 * 8);
+}
+
+TEST(Channel, CollectBringsShardsToTheFirstOwnerAlone) {
+  const auto errors = on_ranks(4, [](Group& group) {
+    Channel channel(group, "control");
+    const Members owners{{0, 2, 3}, group.rank() == 1 ? -1 : std::max(0, group.rank() - 1)};
+    std::vector<int> data(3, group.rank());
+    channel.collect("read u1.0", owners, data.data(), sizeof(int));
+    const std::vector<int> all = {0, 2, 3};
+    EXPECT_EQ(data, group.rank() == 0 ? all : std::vector<int>(3, group.rank()));
+    EXPECT_EQ(channel.exchanges(), 1);
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST(Channel, AfterRenewRanksMatchAgain) {
+  const auto errors = on_ranks(2, [](Group& group) {
+    Channel channel(group, "control");
+    std::vector<float> full(2, static_cast<float>(group.rank() + 1));
+    if (group.rank() == 0) {
+      channel.set_step(7);
+      EXPECT_THROW(channel.all_gather("of rank 0", everyone(group), {{full.data(), 4}}),
+                   RuntimeFault);
+    }
+    EXPECT_EQ(group.last_call(group.rank() == 1 ? "no data" : ""), "rank 1: no data");
+    EXPECT_THROW(channel.all_gather("late", everyone(group), {{full.data(), 4}}), RuntimeFault);
+    group.renew();
+    channel.renew();
+    channel.all_gather("last", everyone(group), {{full.data(), 4}});
+    EXPECT_EQ(full, (std::vector<float>{1.0F, 2.0F}));
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
 TEST(Channel, APeerThatLeavesEndsTheOthers) {

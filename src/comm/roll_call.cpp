@@ -1,6 +1,7 @@
 #include "src/comm/roll_call.h"
 
 #include <exception>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,12 @@ namespace {
 
 constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 constexpr const char* kClose = "close";
+constexpr const char* kFault = "fault";
+// Until then what was on its way when a rank failed has arrived.
+constexpr std::chrono::milliseconds kInFlight = std::chrono::seconds(1);
+// Answers to the last call. Any other says why there is nothing to be done together.
+constexpr const char* kAllWell = "all well";
+constexpr const char* kSomeFailed = "some failed";
 
 std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
@@ -23,13 +30,15 @@ std::string get_text(c10d::Store& store, const std::string& key) {
 }  // namespace
 
 RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix,
-                   int rank, int size, std::chrono::milliseconds grace)
+                   int rank, int size, std::chrono::milliseconds grace,
+                   std::function<void(const std::string&)> end_exchanges)
     : store_(store->clone()),
       watch_store_(store->clone()),
       prefix_(prefix),
       rank_(rank),
       size_(size),
-      grace_(grace) {
+      grace_(grace),
+      end_exchanges_(std::move(end_exchanges)) {
   watcher_ = std::thread([this] { watch(); });
 }
 
@@ -37,7 +46,10 @@ RollCall::~RollCall() {
   try {
     // Those that miss this rank later still read how it ended.
     store_->set(key("here", rank_), bytes_of(here() + ", and has closed its engine"));
-    store_->set(key("wake", rank_), bytes_of(kClose));
+    if (!called_last_) {
+      decide(concat("rank ", rank_, " has closed its engine without gathering: it is at ", here()));
+    }
+    wake(rank_, kClose);
   } catch (const std::exception&) {
     // The store's host is gone, and with it the connection that the watch sleeps on: it ends too.
   }
@@ -58,11 +70,24 @@ std::string RollCall::here() {
   return position_.text();
 }
 
+void RollCall::wake(int rank, const std::string& why) {
+  const int64_t number = store_->add(key("wakes", rank), 1);
+  store_->set(concat(key("wake", rank), "/", number), bytes_of(why));
+}
+
 void RollCall::watch() {
   try {
-    watch_store_->wait({key("wake", rank_)}, kForever);
-    if (get_text(*watch_store_, key("wake", rank_)) == kClose) return;
-    watch_store_->set(key("here", rank_), bytes_of(here()));
+    for (int64_t number = 1;; ++number) {
+      const std::string next = concat(key("wake", rank_), "/", number);
+      watch_store_->wait({next}, kForever);
+      const std::string why = get_text(*watch_store_, next);
+      if (why == kClose) return;
+      if (why == kFault) {
+        watch_store_->set(key("here", rank_), bytes_of(here()));
+      } else if (end_exchanges_) {
+        end_exchanges_(why);
+      }
+    }
   } catch (const std::exception&) {
     // The rank that hosts the store ended; there is nobody left to answer.
   }
@@ -92,9 +117,13 @@ std::string RollCall::collect(const std::string& error) {
       alive.push_back(concat("rank ", rank, " is at ", at));
     }
   }
-  if (failed.empty()) failed.push_back("every rank answers");
+  const bool all_answer = failed.empty();
+  if (all_answer) failed.push_back("every rank answers");
   failed.insert(failed.end(), alive.begin(), alive.end());
-  return concat(join(failed, "; "), "; rank ", rank_, " failed at ", here(), ": ", error);
+  std::string verdict =
+      concat(join(failed, "; "), "; rank ", rank_, " failed at ", here(), ": ", error);
+  if (!all_answer) decide(verdict);
+  return verdict;
 }
 
 std::string RollCall::call(const std::string& error) {
@@ -107,7 +136,7 @@ std::string RollCall::call(const std::string& error) {
       return get_text(*store_, key("verdict", 0));
     }
     for (int rank = 0; rank < size_; ++rank) {
-      if (rank != rank_) store_->set(key("wake", rank), bytes_of("fault"));
+      if (rank != rank_) wake(rank, kFault);
     }
     const std::string verdict = collect(error);
     store_->set(key("verdict", 0), bytes_of(verdict));
@@ -116,6 +145,45 @@ std::string RollCall::call(const std::string& error) {
     return concat("the rendezvous store does not answer, so the rank that hosts it is dead (",
                   fault.what(), "); ", error);
   }
+}
+
+// ---- the last call
+
+void RollCall::decide(const std::string& answer) {
+  store_->compareSet(key("last call", 0), std::string(), answer);
+}
+
+bool RollCall::decided(std::chrono::milliseconds within) {
+  try {
+    store_->wait({key("last call", 0)}, within);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+std::string RollCall::last_call(const std::string& fault, std::chrono::milliseconds limit) {
+  called_last_ = true;
+  if (!fault.empty()) {
+    store_->compareSet(key("fault", 0), std::string(), concat("rank ", rank_, ": ", fault));
+  }
+  // Counted after that: the last one knows of every fault.
+  if (store_->add(key("came", 0), 1) == size_) {
+    decide(store_->check({key("fault", 0)}) ? kSomeFailed : kAllWell);
+  }
+  if (!fault.empty() && !decided(kInFlight)) {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_) wake(rank, concat("rank ", rank_, " failed and is closing: ", fault));
+    }
+  }
+  if (!decided(limit)) {
+    decide(call(
+        concat("not every rank came to close its engine within ", limit.count() / 1000.0, " s")));
+  }
+  const std::string answer = get_text(*store_, key("last call", 0));
+  if (answer == kAllWell) return "";
+  if (answer == kSomeFailed) return get_text(*store_, key("fault", 0));
+  throw std::runtime_error(answer);
 }
 
 }  // namespace penstock::comm

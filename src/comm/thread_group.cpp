@@ -23,8 +23,24 @@ struct Mailbox {
       letters;  // from, to, tag
   std::vector<Position> positions;
   std::vector<bool> closed;
+  std::vector<std::string> ended;  // by rank: why it exchanges nothing any more
   std::string verdict;
+  // The last call: how many came, what the first that had failed said, and why it came to nothing.
+  int came = 0;
+  std::string fault, refusal;
+  std::shared_ptr<Mailbox> next;  // after renew()
 };
+
+std::shared_ptr<Mailbox> make_mailbox(int size) {
+  auto mailbox = std::make_shared<Mailbox>();
+  mailbox->positions.assign(size, Position::of("before step 1"));
+  mailbox->closed.assign(size, false);
+  mailbox->ended.assign(size, "");
+  return mailbox;
+}
+
+// Until then what was on its way when a rank failed has arrived.
+constexpr std::chrono::milliseconds kInFlight = std::chrono::seconds(1);
 
 class ThreadGroup final : public Group {
  public:
@@ -69,11 +85,52 @@ class ThreadGroup final : public Group {
   }
 
   Board* board() override { return watch_ ? &watch_->board() : nullptr; }
+  std::string last_call(const std::string& fault) override {
+    std::unique_lock lock(mailbox_->mutex);
+    Mailbox& box = *mailbox_;
+    const std::string mine = fault.empty() ? box.verdict : concat("rank ", rank_, ": ", fault);
+    if (box.fault.empty()) box.fault = mine;
+    ++box.came;
+    box.changed.notify_all();
+    const auto decided = [&] { return box.came == size_ || !box.refusal.empty(); };
+    if (!mine.empty() && !box.changed.wait_for(lock, kInFlight, decided)) {
+      for (std::string& ended : box.ended) {
+        if (ended.empty()) ended = concat("rank ", rank_, " failed and is closing: ", mine);
+      }
+      box.changed.notify_all();
+    }
+    if (!box.changed.wait_for(lock, timeout_, decided)) {
+      box.refusal = "not every rank came to close its engine in time";
+    }
+    if (!box.refusal.empty() || !box.fault.empty()) {
+      box.ended[rank_] = "the last call";
+      box.changed.notify_all();
+    }
+    if (!box.refusal.empty()) throw std::runtime_error(box.refusal);
+    return box.fault;
+  }
+
+  void end_exchanges(const std::string& why) override {
+    const std::lock_guard lock(mailbox_->mutex);
+    if (mailbox_->ended[rank_].empty()) mailbox_->ended[rank_] = why;
+    mailbox_->changed.notify_all();
+  }
+
+  void renew() override {
+    const std::shared_ptr<Mailbox> old = mailbox_;
+    const std::lock_guard lock(old->mutex);
+    if (!old->next) old->next = make_mailbox(size_);
+    mailbox_ = old->next;
+  }
 
   void close() override {
     watch_.reset();
     const std::lock_guard lock(mailbox_->mutex);
     mailbox_->closed[rank_] = true;
+    if (mailbox_->came < size_ && mailbox_->refusal.empty()) {
+      mailbox_->refusal = concat("rank ", rank_, " has closed its engine without gathering: it is ",
+                                 "at ", mailbox_->positions[rank_].text());
+    }
     mailbox_->changed.notify_all();
   }
 
@@ -83,12 +140,15 @@ class ThreadGroup final : public Group {
     const std::tuple<int, int, uint32_t> key{piece.peer, rank_, tag};
     if (watch_) watch_->board().waits_for(tag, piece.peer);
     auto& letters = mailbox_->letters;
+    const std::string& ended = mailbox_->ended[rank_];
     const auto ready = [&] {
-      return letters.contains(key) || mailbox_->closed[piece.peer] || !mailbox_->verdict.empty();
+      return letters.contains(key) || mailbox_->closed[piece.peer] || !mailbox_->verdict.empty() ||
+             !ended.empty();
     };
     const bool in_time = mailbox_->changed.wait_until(lock, deadline, ready);
     const auto found = letters.find(key);
     if (found == letters.end()) {
+      if (!ended.empty()) throw std::runtime_error(ended);
       throw std::runtime_error(
           concat(in_time ? "peer is gone: rank " : "timed out on rank ", piece.peer));
     }
@@ -112,9 +172,7 @@ class ThreadGroup final : public Group {
 
 std::vector<std::shared_ptr<Group>> Group::threads(int size, std::chrono::milliseconds timeout,
                                                    const WatchOptions& watch) {
-  auto mailbox = std::make_shared<Mailbox>();
-  mailbox->positions.assign(size, Position::of("before step 1"));
-  mailbox->closed.assign(size, false);
+  const auto mailbox = make_mailbox(size);
   std::vector<std::shared_ptr<Group>> groups;
   for (int rank = 0; rank < size; ++rank) {
     groups.push_back(std::make_shared<ThreadGroup>(mailbox, rank, size, timeout, watch));

@@ -10,6 +10,7 @@
 #include "penstock/tiling.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/engine/lent.h"
 #include "src/engine/state.h"
 #include "src/plan/strategy.h"
 
@@ -86,7 +87,17 @@ bool Core::window_complete(bool force) {
 
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external) {
   show(state_->group->board(), "update");
-  const bool applied = state_->step(groups, external);
+  // Its gradients are windows into memory that the step lets go of.
+  const std::function<void()> lending = [&] {
+    try {
+      external();
+    } catch (...) {
+      engine::take_back(state_->lent_gradients);
+      throw;
+    }
+    engine::take_back(state_->lent_gradients);
+  };
+  const bool applied = state_->step(groups, external ? lending : external);
   show(state_->group->board(), "the caller's code, after step");
   return applied;
 }
@@ -114,7 +125,7 @@ void Core::set_groups(const std::vector<int>& group_of_param) {
   }
 }
 
-void Core::close(bool gather) { state_->close(gather); }
+std::string Core::close(bool gather, const std::string& why) { return state_->close(gather, why); }
 
 // ---- views of a core
 

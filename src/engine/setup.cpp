@@ -152,7 +152,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
 
 Core::State::~State() {
   try {
-    close(false);
+    close(false, "");
   } catch (const std::exception&) {
     // A destructor has nobody to tell; close() is the call that reports.
   }

@@ -140,8 +140,8 @@ void Core::State::forward_failed(const std::string& error) {
 void Core::State::failed(const char* what, const std::string& error) {
   faulted = true;
   show(group->board(), concat("the caller's code, after its ", what, " raised"));
-  group->set_position(
-      Position::of(concat("step ", steps + 1, ", where its ", what, " raised ", error)));
+  trouble = concat("step ", steps + 1, ", where its ", what, " raised ", error);
+  group->set_position(Position::of(trouble));
 }
 
 void Core::State::watch_outside_reads() {
@@ -400,52 +400,6 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
 
 void Core::State::check_open(const char* call) const {
   if (closed) throw RuntimeFault(concat("[engine::", call, "] the engine is closed"));
-}
-
-void Core::State::close(bool whole) {
-  if (closed) return;
-  closed = true;
-  try {
-    executor->drain();
-    if (tiers.disk) tiers.disk->wait_for_all();  // reads of an update that did not come
-  } catch (const std::exception&) {  // thrown where it happened; what is left needs no peer
-    faulted = true;
-  }
-  whole = whole && !faulted;
-  outside_reads.reset();
-  hooks.clear();
-  executor->activations().close();
-  if (whole) {
-    driver->abandon();
-    executor->discard();
-  }
-  border->hide_gradients();
-  tiled->close();
-  if (!whole) tiers.close_disk();  // waits for what is still in flight into the copies below
-  for (size_t index = 0; index < executor->units().size(); ++index) {
-    const int unit = static_cast<int>(index);
-    if (whole) executor->params().require(unit);
-    exec::UnitState& state = executor->units()[unit];
-    for (exec::Flat& flat : state.flats) {
-      const bool is_tile = tiled->is_tile(unit);
-      if (is_tile && state.attached) tiled->return_rows(unit);
-      if (!whole) flat.say_gone();
-      if (!state.attached || is_tile) flat.detach();
-      for (exec::Slot& slot : flat.slots) {
-        if (state.attached && !is_tile) slot.param.set_data(slot.param.detach().clone());
-      }
-      flat.free();
-    }
-    state.leaving.clear();
-    state.gathering.reset();
-    tiers.device.trim();
-    tiers.host.trim();
-  }
-  tiers.close_disk();
-  executor->traffic().forget();
-  tiers.device.trim();
-  tiers.host.trim();
-  group->close();
 }
 
 }  // namespace penstock

@@ -1,6 +1,7 @@
 #pragma once
 // Core::State: what happens at each event of eager code (state.cpp). From a model to its first plan
-// is in setup.cpp; the public calls are in core.cpp, values.cpp and report.cpp.
+// is in setup.cpp, the end in close.cpp; the public calls are in core.cpp, values.cpp and
+// report.cpp.
 #include <exception>
 #include <map>
 #include <memory>
@@ -56,9 +57,11 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void drop_gradients();
   // By how much what was accumulated exceeds the averaged gradient.
   double divisor() const;
-  // `whole`: a collective, after which every rank has full parameters. Else only what needs no
-  // peer.
-  void close(bool whole);
+  // `gather`: a collective, after which every rank has full parameters, also after failures. Else
+  // only what needs no peer. `why` it ends, where that is an error of the user's. Returns what is
+  // to be said of the weights, or nothing. Throws RuntimeFault, when all is let go of, if the
+  // weights could not be gathered.
+  std::string close(bool gather, const std::string& why);
   // Every rank's text, in rank order.
   std::vector<std::string> share_text(const std::string& label, const std::string& text);
   void check_open(const char* call) const;  // throws RuntimeFault when closed
@@ -84,16 +87,21 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::vector<int> waiting;      // by unit: gradients still to come in this backward
   std::vector<bool> expected;    // by unit: some were, when it began
   std::vector<int> frozen_open;  // units whose frozen weights may still be read
-  std::exception_ptr fault;      // thrown by a hook: autograd passes on its text, not its class
+  std::vector<at::Tensor> lent;  // windows into state that users have: an optimizer's shards
+  std::vector<at::Tensor> lent_gradients;  // and their gradients, while it steps
+  std::exception_ptr fault;  // thrown by a hook: autograd passes on its text, not its class
   engine::LossScale loss_scale;
   int64_t skipped = 0;   // steps, for overflow
   std::string overflow;  // what the last of them says
   bool faulted = false;  // a forward raised and none came after it: the other ranks wait elsewhere
+  std::string trouble;   // where and with what
   bool closed = false;
   std::optional<tiles::TiledWeights> tiled;
   std::optional<engine::OutsideReads> outside_reads;
 
  private:
+  struct Closing;  // close.cpp
+
   // Runs a hook's work and keeps what it throws, for Core::backward_failed().
   template <class Work>
   void in_hook(const Work& work) {

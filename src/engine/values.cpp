@@ -1,11 +1,15 @@
 #include "penstock/values.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
 #include <algorithm>
 #include <map>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/engine/order.h"
 #include "src/engine/state.h"
 
 namespace penstock {
@@ -15,6 +19,7 @@ std::vector<Shard> Values::shards() {
   std::vector<Shard> shards;
   for (auto& [name, param, master] : state_->executor->updates().shard_views()) {
     shards.push_back({name, param, master});
+    state_->lent.push_back(master);
     for (const tiles::TiledWeight& one : state_->tiled->all()) {
       for (const int unit : one.units) {
         if (state_->unit_names[unit] == name) shards.back().param = one.whole;
@@ -26,28 +31,30 @@ std::vector<Shard> Values::shards() {
 
 std::vector<at::Tensor> Values::shard_gradients() {
   state_->check_open("shard_gradients");
-  return state_->executor->updates().shard_gradients();
+  std::vector<at::Tensor> gradients = state_->executor->updates().shard_gradients();
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.defined()) state_->lent_gradients.push_back(gradient);
+  }
+  return gradients;
 }
 
 std::vector<std::pair<std::string, at::Tensor>> Values::full(const std::string& role) {
   if (role != "grad" && role != "param") {
     throw ConfigError(concat("[engine::full] no role \"", role, "\": grad or param"));
   }
-  state_->check_open(role == "grad" ? "full_grads" : "state_dict");
-  const bool grad = role == "grad";
-  if (grad) state_->look_at_gradients(false);
-  if (!grad) state_->border->look_at_params();
-  if (grad) state_->window->check(engine::Call::kFullGrads);
-  const double divisor = grad ? state_->divisor() : 1.0;
+  if (role == "param") return weights();
+  state_->check_open("full_grads");
+  state_->look_at_gradients(false);
+  state_->window->check(engine::Call::kFullGrads);
+  const double divisor = state_->divisor();
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  std::map<int, at::Tensor> rows_of = state_->tiled->whole_values(grad, &tensors);
+  std::map<int, at::Tensor> rows_of = state_->tiled->whole_values(true, at::kFloat, &tensors);
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
     const std::vector<exec::Flat>& flats = state_->executor->units()[unit].flats;
     for (size_t flat = 0; flat < flats.size(); ++flat) {
-      if (grad && !flats[flat].trainable) continue;
-      const auto u = static_cast<int>(unit), f = static_cast<int>(flat);
-      exec::Values& values = state_->executor->values();
-      at::Tensor full = grad ? values.gradient(u, f) : values.parameters(u, f);
+      if (!flats[flat].trainable) continue;
+      at::Tensor full =
+          state_->executor->values().gradient(static_cast<int>(unit), static_cast<int>(flat));
       if (divisor != 1.0) full.div_(divisor);
       for (const exec::Slot& slot : flats[flat].slots) {
         const at::Tensor value = full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes());
@@ -55,6 +62,79 @@ std::vector<std::pair<std::string, at::Tensor>> Values::full(const std::string& 
           rows_of.at(static_cast<int>(unit)).copy_(value);
         } else {
           tensors.emplace_back(slot.name, value);
+        }
+      }
+    }
+  }
+  return tensors;
+}
+
+namespace {
+
+// Memory for the largest flat where it arrives, elsewhere for a rank's part of it.
+mem::Lease room_for_a_flat(exec::Executor& executor, mem::Arena& memory, bool arrives) {
+  int64_t numel = 0;
+  for (const exec::UnitState& unit : executor.units()) {
+    for (const exec::Flat& flat : unit.flats) numel = std::max(numel, flat.numel);
+  }
+  const int parts = arrives ? 1 : num_shards(executor.table().master(), executor.mesh());
+  return memory.take(numel / parts * 4, mem::Account::kBuffers);
+}
+
+// As room_for_a_flat(), or an error on every rank.
+mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrives) {
+  mem::Lease room;
+  std::string problem;
+  try {
+    room = room_for_a_flat(executor, memory, arrives);
+  } catch (const RuntimeFault& error) {
+    problem = error.what();
+  }
+  const Table& table = executor.table();
+  std::vector<std::string> problems = {problem};
+  if (!table.rests_whole() || num_shards(table.master(), executor.mesh()) > 1) {
+    problems = engine::share_text("read room", problem,
+                                  [&](const std::string& label, const std::string& payload) {
+                                    return executor.share(label, payload);
+                                  });
+  }
+  for (size_t rank = 0; rank < problems.size(); ++rank) {
+    if (problems[rank].empty()) continue;
+    throw RuntimeFault(concat("[engine::state_dict] rank ", rank, ": ", problems[rank]));
+  }
+  return room;
+}
+
+at::ScalarType scalar_of(Dtype dtype) {
+  return dtype == Dtype::kFp32 ? at::kFloat : dtype == Dtype::kBf16 ? at::kBFloat16 : at::kHalf;
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, at::Tensor>> Values::weights(const WeightsOptions& wanted) {
+  state_->check_open("state_dict");
+  state_->border->look_at_params();
+  exec::Executor& executor = *state_->executor;
+  const bool arrives = wanted.everywhere || state_->group->rank() == 0;
+  const auto options = at::TensorOptions(wanted.dtype).device(wanted.device);
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  const mem::Lease room = agreed_room(executor, state_->tiers.device, arrives);
+  std::map<int, at::Tensor> rows_of;
+  if (arrives) rows_of = state_->tiled->whole_values(false, options, &tensors);
+  for (size_t u = 0; u < executor.units().size(); ++u) {
+    const std::vector<exec::Flat>& flats = executor.units()[u].flats;
+    for (size_t f = 0; f < flats.size(); ++f) {
+      const auto unit = static_cast<int>(u);
+      const Dtype dtype =
+          executor.values().parameters(unit, static_cast<int>(f), room.data(), wanted.everywhere);
+      if (!arrives) continue;
+      const at::Tensor full = at::from_blob(room.data(), {flats[f].numel}, scalar_of(dtype));
+      for (const exec::Slot& slot : flats[f].slots) {
+        const at::Tensor value = full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes());
+        if (state_->tiled->is_tile(unit)) {
+          rows_of.at(unit).copy_(value);
+        } else {
+          tensors.emplace_back(slot.name, at::empty(value.sizes(), options).copy_(value));
         }
       }
     }

@@ -141,7 +141,13 @@ void Gradients::finish() {
   for (const Moved& moved : moved_) {  // also where a move was not begun after its reads
     if (rank_.tiers.disk) rank_.tiers.disk->wait(moved.arriving);
   }
-  done_.wait();
+  try {
+    done_.wait();
+  } catch (...) {  // nobody asks again
+    moved_.clear();
+    walk_.reset();
+    throw;
+  }
   if (rank_.cell(Role::kGrad, Phase::kHold).tier == Tier::kDisk) rank_.traffic.settle();
   for (Moved& moved : moved_) put_back(*moved.flat, *find(moved.flat->grads, moved.to));
   moved_.clear();

@@ -20,15 +20,19 @@ char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data
 // `own` is this rank's part, in the placement's dtype; it is not changed.
 at::Tensor Values::whole(Placement place, const void* own, const Flat& flat,
                          const std::string& label) {
-  place.tier = Tier::kDevice;
-  Placement wanted = rank_.whole();
-  wanted.dtype = Dtype::kFp32;
   at::Tensor full = zeros32(flat.numel);
-  Walk walk = rank_.walk(place, hops(place, wanted), false);
-  auto* from = static_cast<char*>(const_cast<void*>(own));
-  walk.add({from, bytes_of(full), place.dtype, Dtype::kFp32, flat.numel});
-  walk.run(rank_.control_channel, label);
+  gather(place, static_cast<const char*>(own), flat, label, bytes_of(full));
   return full;
+}
+
+void Values::gather(const Placement& from, const char* own, const Flat& flat,
+                    const std::string& label, char* full) {
+  Placement place = from, wanted = rank_.whole();
+  place.tier = Tier::kDevice;
+  wanted.dtype = Dtype::kFp32;
+  Walk walk = rank_.walk(place, hops(place, wanted), false);
+  walk.add({const_cast<char*>(own), full, place.dtype, Dtype::kFp32, flat.numel});
+  walk.run(rank_.control_channel, label);
 }
 
 // This rank's part from memory or disk, whatever its dtype.
@@ -43,39 +47,56 @@ at::Tensor Values::read(Buffer& own, Placement place, mem::Account account, cons
 }
 
 // In fp32, with chunks put together.
-at::Tensor Values::own_masters(Flat& flat) {
-  const auto [begin, end] = updates_.owned(flat);
-  const at::Tensor own = zeros32(end - begin);
+void Values::own_masters(Flat& flat, char* to) {
   for (ChunkState& chunk : flat.chunks) {
     const float* master = updates_.fetch_master(flat, chunk);
-    std::memcpy(bytes_of(own) + chunk.begin * 4, master, chunk.numel * 4);
+    std::memcpy(to + chunk.begin * 4, master, chunk.numel * 4);
     rank_.traffic.let_go(chunk.optim.back().buffers.front());
   }
-  return own;
 }
 
-at::Tensor Values::parameters(int unit, int index) {
+Dtype Values::parameters(int unit, int index, char* room, bool everywhere) {
   updates_.finish();
   Flat& flat = rank_.units[unit].flats[index];
-  const at::Tensor full = masters(flat, concat("read u", unit, ".", index, " param"));
-  if (rank_.users_write(flat)) {
-    const Buffer& rest = flat.rest().one();
-    optim::take_edits(full.data_ptr(), Dtype::kFp32, rest.data(), rest.dtype, flat.numel);
+  const std::string label = concat("read u", unit, ".", index, " param");
+  // What is in one chunk may be elsewhere than where it is updated.
+  const bool one = flat.trainable && flat.chunks.size() == 1 && rank_.table.has_master(flat.dtype);
+  Buffer* kept = one ? &flat.chunks.front().optim.back().buffers.front() : nullptr;
+  Placement place = one ? rank_.cell(Role::kOptim, Phase::kRest) : rank_.table.master();
+  if (!flat.trainable) {
+    kept = &flat.rest().one();
+    place = flat.rest().place;
   }
-  return full;
+  place.dtype = kept == nullptr ? Dtype::kFp32 : kept->dtype;
+  if (kept != nullptr) {
+    rank_.traffic.fetch(*kept, one ? mem::Account::kOptim : mem::Account::kParam);
+    rank_.traffic.wait_read(*kept);
+  }
+  const int64_t part_bytes = rank_.numel_of(place, flat) * dtype_bytes(place.dtype);
+  const bool arrives = everywhere || rank_.group.rank() == 0;
+  char* own =
+      arrives ? room + shard_index(place, rank_.mesh, rank_.group.rank()) * part_bytes : room;
+  if (kept == nullptr) own_masters(flat, own);
+  if (everywhere) {
+    gather(place, kept == nullptr ? own : kept->data(), flat, label, room);
+  } else {
+    if (kept != nullptr && arrives) std::memcpy(own, kept->data(), part_bytes);
+    rank_.control_channel.collect(label, owners(place, rank_.mesh, rank_.group.rank()),
+                                  kept == nullptr || arrives ? own : kept->data(), part_bytes);
+  }
+  if (kept != nullptr) rank_.traffic.let_go(*kept);
+  const Dtype made = everywhere ? Dtype::kFp32 : place.dtype;
+  if (arrives && rank_.users_write(flat)) {
+    const Buffer& rest = flat.rest().one();
+    optim::take_edits(room, made, rest.data(), rest.dtype, flat.numel);
+  }
+  return made;
 }
 
-at::Tensor Values::masters(Flat& flat, const std::string& label) {
-  if (!flat.trainable) {
-    return read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
-  }
-  const Placement& place = rank_.cell(Role::kOptim, Phase::kRest);
-  // What is in one chunk may be elsewhere than where it is updated.
-  if (flat.chunks.size() == 1 && rank_.table.has_master(flat.dtype)) {
-    Buffer& master = flat.chunks.front().optim.back().buffers.front();
-    return read(master, place, mem::Account::kOptim, flat, label);
-  }
-  return whole(rank_.table.master(), own_masters(flat).data_ptr(), flat, label);
+at::Tensor Values::resting(int unit, int index) {
+  Flat& flat = rank_.units[unit].flats[index];
+  const std::string label = concat("last u", unit, ".", index, " param");
+  return read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
 }
 
 // Of a sum that backwards may still add to, what was written counts.

@@ -14,8 +14,12 @@ class Values {
   Values(Rank& rank, Gradients& gradients, Updates& updates)
       : rank_(rank), gradients_(gradients), updates_(updates) {}
 
-  at::Tensor parameters(int unit, int flat);  // fp32, numel elements: the masters where it trains
-  at::Tensor gradient(int unit, int flat);    // fp32, as accumulated
+  // The masters where it trains. They arrive on every rank, or on rank 0, in `room`, which takes
+  // numel elements of fp32 there and elsewhere this rank's part. Returns what arrives' dtype.
+  Dtype parameters(int unit, int flat, char* room, bool everywhere);
+  at::Tensor resting(int unit, int flat);          // fp32, of the parameters as they rest
+  void renew() { rank_.control_channel.renew(); }  // after the group's
+  at::Tensor gradient(int unit, int flat);         // fp32, as accumulated
   // Rank 0's `full` (fp32) becomes the resting copy and the optimizer's first state.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
   // After rank 0's whole parameters were edited: every copy follows.
@@ -31,8 +35,9 @@ class Values {
   at::Tensor whole(Placement place, const void* own, const Flat& flat, const std::string& label);
   at::Tensor read(Buffer& own, Placement place, mem::Account account, const Flat& flat,
                   const std::string& label);
-  at::Tensor masters(Flat& flat, const std::string& label);
-  at::Tensor own_masters(Flat& flat);
+  void own_masters(Flat& flat, char* to);
+  void gather(const Placement& place, const char* own, const Flat& flat, const std::string& label,
+              char* full);
   at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);
 
   Rank& rank_;

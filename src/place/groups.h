@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "src/place/mesh.h"
+#include "src/place/placement.h"
 
 namespace penstock {
 
@@ -12,6 +13,10 @@ struct Members {
   int index = 0;
   int size() const { return static_cast<int>(ranks.size()); }
 };
+
+// The lowest rank that holds each shard under `place`, in shard order, and which of these `rank`
+// is; < 0: none.
+Members owners(const Placement& place, const Mesh& mesh, int rank);
 
 class Groups {
  public:

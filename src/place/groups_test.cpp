@@ -36,5 +36,18 @@ TEST(GroupsTest, TheSameGroupIsTheSameObject) {
   EXPECT_EQ(&data, &groups.of({Axis::kLocal}));  // there is one node
 }
 
+TEST(GroupsTest, AShardIsOwnedByTheLowestRankThatHoldsIt) {
+  const Mesh mesh = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}});
+  const auto owners_of = [&](const char* place) {
+    return owners(Placement::parse(place), mesh, 2).ranks;
+  };
+  EXPECT_EQ(owners_of("SS@device:fp32"), (std::vector<int>{0, 1, 2, 3}));
+  EXPECT_EQ(owners_of("RS@device:fp32"), (std::vector<int>{0, 1}));
+  EXPECT_EQ(owners_of("SR@device:fp32"), (std::vector<int>{0, 2}));
+  EXPECT_EQ(owners_of("RR@device:fp32"), (std::vector<int>{0}));
+  EXPECT_EQ(owners(Placement::parse("RS@device:fp32"), mesh, 1).index, 1);
+  EXPECT_EQ(owners(Placement::parse("RS@device:fp32"), mesh, 3).index, -1);
+}
+
 }  // namespace
 }  // namespace penstock

@@ -117,7 +117,7 @@ TEST_F(OperatorsTest, WhatHasNoGradientOrNoEngineIsRefused) {
 
 TEST_F(OperatorsTest, WholeValuesAndTheirRows) {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  const std::map<int, at::Tensor> rows = weights_->whole_values(true, &tensors);
+  const std::map<int, at::Tensor> rows = weights_->whole_values(true, at::kFloat, &tensors);
   for (const auto& [unit, part] : rows) part.fill_(unit);
   EXPECT_EQ(tensors.at(0).second.select(1, 0).sum().item<double>(), 1 * 2 + 2 * 2 + 3 * 3);
   std::map<std::string, at::Tensor> by_name = {{"w", tensors[0].second}, {"v", torch::ones({1})}};

@@ -40,17 +40,24 @@ void TiledWeights::check_open() const {
   if (closed_) throw RuntimeFault("[tiles::check_open] the engine is closed");
 }
 
-void TiledWeights::let_wholes_go() {
-  for (TiledWeight& one : weights_) detach(one);
+namespace {
+
+std::string elsewhere(const TiledWeight& one) {
+  return concat("[tiles::detach] parameter \"", one.name, "\" is in ", one.tiles.size(),
+                " tiles, and its values are not here as a whole. Read it inside `with "
+                "engine.gathered():`, or keep its module out of \"tiling.modules\".");
 }
 
-void TiledWeights::detach(TiledWeight& one) {
+}  // namespace
+
+void TiledWeights::let_wholes_go() {
+  for (TiledWeight& one : weights_) detach(one, elsewhere(one));
+}
+
+void TiledWeights::detach(TiledWeight& one, const std::string& why) {
   c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
-  exec::set_guard(*storage,
-                  concat("[tiles::detach] parameter \"", one.name, "\" is in ", one.tiles.size(),
-                         " tiles, and its values are not here as a whole. Read it inside `with "
-                         "engine.gathered():`, or keep its module out of \"tiling.modules\"."));
+  exec::set_guard(*storage, why);
   one.gathered.reset();
 }
 
@@ -95,16 +102,17 @@ void TiledWeights::release(const std::vector<int>& units, bool write) {
   for (TiledWeight& one : weights_) {
     if (!one.gathered || !any_in(one, units)) continue;
     if (write) copy_rows(one, one.gathered.data(), true);
-    detach(one);
+    detach(one, elsewhere(one));
   }
 }
 
 std::map<int, at::Tensor> TiledWeights::whole_values(
-    bool only_trainable, std::vector<std::pair<std::string, at::Tensor>>* tensors) const {
+    bool only_trainable, const at::TensorOptions& options,
+    std::vector<std::pair<std::string, at::Tensor>>* tensors) const {
   std::map<int, at::Tensor> rows;
   for (const TiledWeight& one : weights_) {
     if (only_trainable && !one.trainable) continue;
-    const at::Tensor whole = at::empty(one.whole.sizes(), at::TensorOptions(at::kFloat));
+    const at::Tensor whole = at::empty(one.whole.sizes(), options);
     tensors->emplace_back(one.name, whole);
     for (size_t tile = 0; tile < one.tiles.size(); ++tile) {
       rows[one.units[tile]] = whole.narrow(0, one.first[tile], one.rows(tile));
@@ -131,7 +139,11 @@ void TiledWeights::split_rows(std::map<std::string, at::Tensor>& by_name) const 
 
 void TiledWeights::close() {
   closed_ = true;
-  let_wholes_go();
+  for (TiledWeight& one : weights_) {
+    detach(one, concat("[tiles::close] parameter \"", one.name,
+                       "\" has no values: the engine that kept them was closed without gathering "
+                       "them"));
+  }
 }
 
 void TiledWeights::return_rows(int unit) {
@@ -143,7 +155,15 @@ void TiledWeights::return_rows(int unit) {
     }
     const size_t tile = found - one.units.begin();
     one.returned.narrow(0, one.first[tile], one.rows(tile)).copy_(one.tiles[tile].detach());
-    if (++one.num_returned == one.tiles.size()) one.whole.set_data(one.returned);
+    if (++one.num_returned < one.tiles.size()) continue;
+    // Its storage stays, and so do the user's views of it.
+    c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
+    c10::StorageImpl* filled = one.returned.storage().unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(filled->set_data_ptr(c10::DataPtr(nullptr, storage->device())));
+    exec::clear_guard(*storage);
+    storage->set_allocator(filled->allocator());
+    storage->set_resizable(true);
+    one.returned.reset();
   }
 }
 

@@ -74,19 +74,20 @@ class TiledWeights {
   void gather(const std::vector<int>& units, mem::Arena& memory);
   void release(const std::vector<int>& units, bool write);
 
-  // fp32 tensors for the weights, among `tensors` by name; where each tile's unit writes.
+  // Tensors for the weights, among `tensors` by name; where each tile's unit writes.
   std::map<int, at::Tensor> whole_values(
-      bool only_trainable, std::vector<std::pair<std::string, at::Tensor>>* tensors) const;
+      bool only_trainable, const at::TensorOptions& options,
+      std::vector<std::pair<std::string, at::Tensor>>* tensors) const;
   // Replaces values of weights by those of their tiles. Throws ConfigError for a wrong shape.
   void split_rows(std::map<std::string, at::Tensor>& by_name) const;
 
   // The end: operators refuse to run. return_rows() of each tile then gives the user's parameters
-  // memory of their own again.
+  // (their storages) memory of their own again.
   void close();
   void return_rows(int unit);
 
  private:
-  void detach(TiledWeight& one);
+  void detach(TiledWeight& one, const std::string& why);
   bool any_in(const TiledWeight& one, const std::vector<int>& units) const;
 
   Host& host_;

@@ -47,6 +47,7 @@ GRAD_DISK = ranks("*_grad_disk")
 RECOMPUTED = ranks("*Recomputed*")
 ALL_DISK = ranks("*world2*_all_disk")
 RULES = Program("src/plan/plan_test")
+PLACES = Program("src/place/place_test")
 VIEWS = gtest("src/activations/activations_test", "*ActivationsTest.WhatUnitsShare*")
 FORMULAS = gtest("src/optim/optim_test", "OptimizerStep.*")
 BYTES = gtest("src/mem/mem_test", "DiskTest.GivesBack*:Extents.*")
@@ -506,6 +507,34 @@ MUTATIONS = [
         "if (spans && !order->done()) return driver->pin(unit);",
         "",
         LAYERS,
+    ),
+    Mutation(
+        "a shard is sent by the last rank that holds it",
+        "src/place/groups.cpp",
+        "for (int holder = mesh.world() - 1; holder >= 0; --holder) {",
+        "for (int holder = 0; holder < mesh.world(); ++holder) {",
+        PLACES,
+    ),
+    Mutation(
+        "views of what was sharded dangle after the end",
+        "src/engine/close.cpp",
+        "    flat.say_gone();\n    return flat.detach();\n",
+        "    return;\n",
+        ranks("*Views*"),
+    ),
+    Mutation(
+        "an optimizer's shards dangle after the end",
+        "src/engine/close.cpp",
+        "  engine::take_back(lent);\n",
+        "",
+        ranks("*Shards.*"),
+    ),
+    Mutation(
+        "close() gathers on connections that have failed",
+        "src/engine/close.cpp",
+        "      state.group->renew();\n",
+        "",
+        ranks("*Failures*"),
     ),
     # ---- python
     Mutation(

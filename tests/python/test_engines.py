@@ -262,3 +262,126 @@ def test_what_is_larger_than_memory_closes_without_gathering(strategy, offload, 
             assert said == "values"
         else:
             assert 'parameter "0.weight" has no values' in said and "without gathering" in said
+
+
+# ---- what the user keeps beyond the engine
+
+
+def kept_beyond(strategy, how, config):
+    """What views say that were made before training, and whether they are the parameters still."""
+    import penstock  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(3)])
+    engine = penstock.initialize(
+        model, {"strategy": strategy, "units": {"modules": ["Linear"]}, **config}
+    )
+    weight = model[1].weight
+    kept = [model.state_dict()["1.weight"], weight.detach(), weight.data, weight.t()]
+    engine.backward(engine(torch.ones(2, 512)).square().mean())
+    engine.step()
+    expected = engine.state_dict().get("1.weight")
+    if how == "gathered":
+        engine.close()
+    elif how == "dropped":
+        engine.close(gather=False)
+    else:  # the model's hooks hold the engine's inside, so both end
+        del engine, model, weight
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    said = []
+    for view in kept:
+        try:
+            said.append(view.clone() if view.is_contiguous() else view.detach().t().clone())
+        except RuntimeError as error:
+            said.append(str(error))
+    if how == "gathered":
+        with torch.no_grad():
+            model[1].weight.fill_(3.0)
+        assert all(bool((view == 3.0).all()) for view in kept), "views left their parameter"
+        kept[0].untyped_storage().resize_(0)
+        assert weight.untyped_storage().nbytes() == 0
+    return expected, said
+
+
+ENDS = ["gathered", "dropped", "deleted"]
+KEPT = [("zero3", {}), ("zero2", {}), ("ddp", {}), ("zero3", {"tiling": {"max_bytes": 300_000}})]
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize(("strategy", "config"), KEPT, ids=str)
+def test_views_outlive_the_engine(strategy, config, how, pools):
+    outcomes = pools(2).run(kept_beyond, strategy, how, config)
+    expected = outcomes[0][0]
+    for _, said in outcomes:
+        for value in said:
+            if strategy == "zero3" and how != "gathered":
+                assert '1.weight" has no values' in value
+            else:
+                assert value.equal(expected)
+
+
+def results_beyond(strategy):
+    engine = start(strategy)
+    batch = training.rank_part(batches()[0], 0)
+    engine.backward(engine(*batch))
+    weights, gradients = engine.state_dict(), engine.full_grads()
+    copies = [{n: t.clone() for n, t in part.items()} for part in (weights, gradients)]
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
+    for _ in range(2):
+        engine.step()
+        engine.backward(engine(*batch))
+    engine.close()
+    for ours, before in zip((weights, gradients), copies, strict=True):
+        assert all(ours[name].equal(before[name]) for name in ours)
+    return len(weights), len(pointers)
+
+
+@every_strategy
+def test_results_are_copies(strategy, pools):
+    names, memories = pools(2).run(results_beyond, strategy)[0]
+    assert memories == names - 1, "tensors share memory that are not tied"
+
+
+def shards_beyond(how):
+    import penstock  # noqa: PLC0415
+
+    class Keeps(torch.optim.RMSprop):
+        def step(self, closure=None):
+            kept.extend(p.grad for group in self.param_groups for p in group["params"])
+            if how == "raises" and armed:
+                raise ValueError("no step today")
+            return super().step(closure)
+
+    kept, armed = [], []
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    engine = penstock.initialize(
+        model, {"strategy": "zero3"}, optimizer=lambda params: Keeps(params, lr=0.01)
+    )
+    optimizer = engine.optimizer
+    kept.clear()  # those of a trial on another matrix
+    armed.append(True)
+    engine.backward(engine(torch.ones(2, 64)).square().mean())
+    if how == "raises":
+        with pytest.raises(ValueError, match="no step today"):
+            engine.step()
+    else:
+        engine.step()
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(bool(p.isfinite().all()) for p in masters)
+    engine.close()
+    said = []
+    for tensor in [*masters, *(gradient for gradient in kept if gradient is not None)]:
+        if tensor.numel() > 0:
+            try:
+                said.append(float(tensor.sum()))
+            except RuntimeError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("how", ["steps", "raises"])
+def test_an_optimizers_shards_never_dangle(how, pools):
+    for said in pools(2).run(shards_beyond, how):
+        assert said
+        assert [text for text in said if "belonged to" not in str(text)] == []

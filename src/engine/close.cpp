@@ -1,0 +1,159 @@
+// Core::State: the end. Parameters become ordinary tensors, in the storages that they have had all
+// along, so views that the user keeps stay theirs; what is not there any more raises when it is
+// read.
+#include <exception>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/engine/lent.h"
+#include "src/engine/state.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr const char* kUpdateRaised = ", where its update raised ";  // as failed() says it
+
+}  // namespace
+
+// One close().
+struct Core::State::Closing {
+  State& state;
+  const bool gathers;  // asks the other ranks for what they have of the weights
+  std::string lost{};  // why that, or giving them back, has failed
+
+  std::string drained();
+  void discard();
+  std::string part(const std::string& why);
+  void give_back(int unit);
+  void give_back(int unit, exec::Flat& flat, const at::Tensor& values);
+  at::Tensor values_of(int unit, int flat);
+};
+
+// What the lanes ended with, or nothing.
+std::string Core::State::Closing::drained() {
+  try {
+    state.executor->drain();
+    if (state.tiers.disk) state.tiers.disk->wait_for_all();  // reads of an update that did not come
+    return "";
+  } catch (const std::exception& error) {  // thrown where it happened, if anybody waited for it
+    return error.what();
+  }
+}
+
+void Core::State::Closing::discard() {
+  try {
+    state.executor->discard();
+  } catch (const std::exception&) {
+    // Of gradients, which nobody wants any more.
+  }
+}
+
+// Meets the other ranks, whatever became of them. Returns what the first of those that failed said.
+// After it the lanes are idle.
+std::string Core::State::Closing::part(const std::string& why) {
+  std::string fault = state.faulted ? state.trouble : why;
+  if (fault.empty()) fault = drained();
+  if (!state.faulted) {
+    state.group->set_position(Position::of(concat("step ", state.steps + 1, ", closing its engine",
+                                                  why.empty() ? "" : " after ", why)));
+  }
+  std::string first = fault;
+  try {
+    if (gathers) {
+      first = state.group->last_call(fault);
+    } else if (!fault.empty()) {
+      state.group->end_exchanges(fault);
+    }
+    drained();
+    if (gathers && !first.empty()) {
+      state.group->renew();
+      state.executor->values().renew();
+    }
+  } catch (const std::exception& error) {
+    lost = error.what();
+    drained();
+  }
+  return first;
+}
+
+// Of a whole flat, in fp32; undefined where its parameters have theirs, or there are none.
+at::Tensor Core::State::Closing::values_of(int unit, int flat) {
+  const bool rests_whole = state.executor->table().rests_whole();
+  if (rests_whole && state.executor->units()[unit].attached) return {};
+  if (!rests_whole && !(gathers && lost.empty())) return {};
+  return state.executor->values().resting(unit, flat);
+}
+
+void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tensor& values) {
+  if (!values.defined() && !state.executor->units()[unit].attached) {
+    flat.say_gone();
+    return flat.detach();
+  }
+  for (exec::Slot& slot : flat.slots) {
+    if (slot.param.storage().unsafeGetStorageImpl() != slot.window.unsafeGetStorageImpl()) {
+      flat.let_go(slot);  // users have put other memory in its place, which stays
+      continue;
+    }
+    engine::own_values(slot.param, values.defined() ? values.narrow(0, slot.offset, slot.numel)
+                                                    : slot.param.variable_data());
+  }
+  if (!state.tiled->is_tile(unit)) return;
+  state.tiled->return_rows(unit);
+  flat.detach();
+}
+
+void Core::State::Closing::give_back(int unit) {
+  exec::UnitState& parts = state.executor->units()[unit];
+  for (size_t f = 0; f < parts.flats.size(); ++f) {
+    exec::Flat& flat = parts.flats[f];
+    try {
+      give_back(unit, flat, values_of(unit, static_cast<int>(f)));
+    } catch (const std::exception& error) {  // thrown by close(), when all is let go of
+      if (lost.empty()) lost = error.what();
+      state.tiers.close_disk();
+      flat.say_gone();
+      flat.detach();
+    }
+    flat.free();
+  }
+  parts.leaving.clear();
+  parts.gathering.reset();
+  state.tiers.device.trim();
+  state.tiers.host.trim();
+}
+
+std::string Core::State::close(bool gather, const std::string& why) {
+  if (closed) return "";
+  closed = true;
+  Closing closing{*this, gather && !executor->table().rests_whole()};
+  const std::string first = closing.part(why);
+  if (gather && closing.lost.empty()) closing.discard();
+  outside_reads.reset();
+  hooks.clear();
+  executor->activations().close();
+  engine::take_back(lent);
+  engine::take_back(lent_gradients);
+  border->hide_gradients();
+  tiled->close();
+  // Waits for what is still in flight into the copies below.
+  if (!closing.gathers || !closing.lost.empty()) tiers.close_disk();
+  for (size_t unit = 0; unit < executor->units().size(); ++unit) {
+    closing.give_back(static_cast<int>(unit));
+  }
+  tiers.close_disk();
+  executor->traffic().forget();
+  tiers.device.trim();
+  tiers.host.trim();
+  group->close();
+  if (gather && !closing.lost.empty()) {
+    throw RuntimeFault(concat("[engine::close] the weights could not be gathered, so what was ",
+                              "sharded of the model has no values any more: ", closing.lost));
+  }
+  if (!gather || first.find(kUpdateRaised) == std::string::npos) return "";
+  return concat("a step was cut short (", first,
+                "): parameters that were updated by then have their new values, the others those "
+                "before that step");
+}
+
+}  // namespace penstock

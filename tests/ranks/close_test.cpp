@@ -1,0 +1,136 @@
+// The end of an engine: what the user keeps beyond it stays valid memory (the sanitizers watch),
+// and weights come back after a failure on one rank.
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <stdexcept>
+
+#include "penstock/engine.h"
+#include "penstock/error.h"
+#include "penstock/values.h"
+#include "src/base/text.h"
+#include "tests/ranks/thread_ranks.h"
+
+namespace penstock {
+namespace {
+
+constexpr std::chrono::seconds kTimeout{60};
+
+Config config_of(const char* strategy) {
+  return Config::parse(concat(R"({"strategy": ")", strategy,
+                              R"(", "optimizer": {"type": "SGD", "lr": 0.1},)",
+                              R"( "units": {"modules": ["Block"]}})"));
+}
+
+// Not on several threads at once: build() seeds torch's generator.
+std::vector<std::shared_ptr<ranks::NetImpl>> nets(int world) {
+  std::vector<std::shared_ptr<ranks::NetImpl>> all;
+  for (int rank = 0; rank < world; ++rank) all.push_back(ranks::build());
+  return all;
+}
+
+void train(Engine& engine, ranks::NetImpl& net, int step, int rank, int world) {
+  engine.backward(engine.run([&] { return ranks::loss_of(net, {step, 0, rank, 1, world}); }));
+  engine.step();
+}
+
+struct End {
+  const char *strategy, *how;
+};
+
+class Views : public testing::TestWithParam<End> {};
+
+TEST_P(Views, OutliveTheEngine) {
+  const auto [strategy, how] = GetParam();
+  const bool gathers = std::string(how) == "gathers";
+  const auto all = nets(2);
+  const auto errors = ranks::run_ranks(2, kTimeout, [&](int rank, const auto& group) {
+    ranks::NetImpl& net = *all[rank];
+    std::optional<Engine> engine(std::in_place, all[rank], config_of(strategy), group);
+    at::Tensor& weight = net.blocks[1]->as<ranks::Block>()->inner->weight;
+    const at::Tensor detached = weight.detach(), row = weight.data()[3];
+    train(*engine, net, 0, rank, 2);
+    at::Tensor expected;
+    for (const auto& [name, value] : engine->state()) {
+      if (name == "blocks.1.inner.weight") expected = value;
+    }
+    if (std::string(how) != "ends") engine->close(gathers);
+    engine.reset();
+    if (!gathers && std::string(strategy) == "zero3") {
+      EXPECT_THROW(detached.sum(), c10::Error);
+      EXPECT_THROW(row.sum(), c10::Error);
+      return;
+    }
+    EXPECT_TRUE(detached.equal(expected));
+    EXPECT_TRUE(row.equal(expected[3]));
+    EXPECT_EQ(weight.storage().data(), detached.storage().data());
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+INSTANTIATE_TEST_SUITE_P(Ends, Views,
+                         testing::Values(End{"zero3", "gathers"}, End{"zero3", "drops"},
+                                         End{"zero3", "ends"}, End{"zero2", "gathers"},
+                                         End{"zero2", "drops"}, End{"ddp", "ends"}),
+                         [](const auto& info) {
+                           return concat(info.param.strategy, "_", info.param.how);
+                         });
+
+TEST(Shards, RaiseWhenTheEngineHasClosed) {
+  const auto all = nets(1);
+  const auto group = Group::alone();
+  ModelTree tree;
+  tree.modules.push_back({"", "Linear", -1, {0}});
+  tree.params.push_back({"weight", torch::ones({8}).requires_grad_(), 0});
+  Core core(tree, Config::parse(R"({"strategy": "zero1"})"), group, true);
+  const std::vector<Shard> shards = Values(core).shards();
+  EXPECT_EQ(shards.front().master.sum().item<float>(), 8.0F);
+  core.close(true);
+  EXPECT_THROW(shards.front().master.sum(), c10::Error);
+}
+
+class Failures : public testing::TestWithParam<const char*> {};
+
+TEST_P(Failures, OnOneRankGiveTheWeightsBackOnAll) {
+  const auto all = nets(2);
+  const auto errors = ranks::run_ranks(2, kTimeout, [&](int rank, const auto& group) {
+    ranks::NetImpl& net = *all[rank];
+    Engine engine(all[rank], config_of(GetParam()), group);
+    train(engine, net, 0, rank, 2);
+    const auto before = engine.state();
+    const auto run_block = net.run_block;
+    if (rank == 1) {
+      net.run_block = [&](int i, const torch::Tensor& x) {
+        if (i == 1) throw std::runtime_error("no block today");
+        return run_block(i, x);
+      };
+    }
+    try {
+      train(engine, net, 1, rank, 2);
+      ADD_FAILURE() << "rank " << rank << " trains";
+    } catch (const std::exception& error) {
+      EXPECT_NE(std::string(error.what()).find("no block today"), std::string::npos)
+          << error.what();
+    }
+    engine.close();
+    net.run_block = run_block;
+    const auto params = net.named_parameters();
+    for (const auto& [name, value] : before) EXPECT_TRUE(params[name].equal(value)) << name;
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+INSTANTIATE_TEST_SUITE_P(Strategies, Failures, testing::Values("zero3", "hpz"));
+
+TEST(Failures, ARankThatDoesNotComeIsNamedAndTheWeightsAreGone) {
+  const auto all = nets(2);
+  const auto errors = ranks::run_ranks(2, kTimeout, [&](int rank, const auto& group) {
+    Engine engine(all[rank], config_of("zero3"), group);
+    train(engine, *all[rank], 0, rank, 2);
+    if (rank == 1) return engine.close(false);
+    EXPECT_THROW(engine.close(), RuntimeFault);
+    EXPECT_THROW(all[rank]->embed.sum(), c10::Error);
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+}  // namespace
+}  // namespace penstock
