@@ -62,7 +62,7 @@ def seeded(t: Any) -> None:
         t.engine.step()
 
 
-@rows("`backward(inputs=[...])` of some parameters", either("inputs"), accumulate=ONE)
+@rows("`backward(inputs=[...])` of some parameters", either(), accumulate=ONE)
 def some_inputs(t: Any) -> dict[str, Any]:
     t.start()
     seen = []
@@ -136,7 +136,7 @@ def grad_of_parameters(t: Any) -> dict[str, Any]:
     seen = []
     for step in t.steps(2):
         slopes = torch.autograd.grad(t.loss(step), list(t.model.parameters()))
-        seen += [slope.float().sum() for slope in slopes]
+        seen += slopes
         t.engine.backward(t.loss(step))
         t.engine.step()
     return {"seen": seen}
@@ -158,8 +158,7 @@ def retained(t: Any) -> None:
         t.engine.step(force=True)
 
 
-@rows("a retained graph after the step", raises("modified by an inplace"), sharded=raises(),
-      precision=FP32, accumulate=ONE)  # fmt: skip
+@rows("a retained graph after the step", raises(), precision=FP32, accumulate=ONE)
 def stale_graph(t: Any) -> None:
     t.start()
     loss = t.loss(0)
@@ -176,7 +175,7 @@ def graph_is_gone(t: Any) -> None:
     t.engine.backward(loss)
 
 
-@rows("backward of a loss that needs no gradient", raises("does not require grad"))
+@rows("backward of a loss that needs no gradient", raises())
 def needs_none(t: Any) -> None:
     t.start()
     with torch.no_grad():
@@ -190,7 +189,7 @@ def no_scalar(t: Any) -> None:
     t.engine.backward(t.engine(nets.batch(0, 4)[0]))
 
 
-@rows("an embedding with `sparse=True`", either("sparse"), precision=FP32)
+@rows("an embedding with `sparse=True`", either(), precision=FP32)
 def sparse(t: Any) -> None:
     model = nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Flatten(), nn.Linear(24, 1))
     t.start(nets.models.fill(model), lambda params: torch.optim.SGD(params, lr=0.1))

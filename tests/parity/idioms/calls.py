@@ -108,7 +108,7 @@ def generate_gathered(t: Any) -> dict[str, Any]:
     return {"made": made}
 
 
-@rows("another method of the model that trains: `model.score(x)`", sharded=either("forward"))
+@rows("another method of the model that trains: `model.score(x)`", sharded=either())
 def other_method(t: Any) -> None:
     trained_by(t, lambda model, x: model.score(x), nets.build(Generates))
 
@@ -122,7 +122,7 @@ def block_alone(t: Any) -> dict[str, Any]:
         return {"output": t.model.blocks[1](x)}
 
 
-@rows("a child of the model called by itself under `no_grad`", sharded=either("enter"))
+@rows("a child of the model called by itself under `no_grad`", sharded=either())
 def child_alone(t: Any) -> dict[str, Any]:
     t.start()
     t.train(2)
@@ -130,7 +130,7 @@ def child_alone(t: Any) -> dict[str, Any]:
         return {"output": t.model.enter(torch.ones(2, 6, dtype=t.model.enter.weight.dtype))}
 
 
-@rows("a layer inside a block called by itself", sharded=either("up"))
+@rows("a layer inside a block called by itself", sharded=either())
 def layer_alone(t: Any) -> dict[str, Any]:
     t.start()
     t.train(2)
@@ -146,12 +146,12 @@ def by_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.leave(x).squeeze(-1)
 
 
-@rows("training through the model's children, one after the other", sharded=either("forward"))
+@rows("training through the model's children, one after the other", sharded=either())
 def parts_trained(t: Any) -> None:
     trained_by(t, by_parts)
 
 
-@rows("the encoder under `no_grad`, then the head", sharded=either("forward"))
+@rows("the encoder under `no_grad`, then the head", sharded=either())
 def encoder_then_head(t: Any) -> None:
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -161,7 +161,7 @@ def encoder_then_head(t: Any) -> None:
     trained_by(t, forward)
 
 
-@rows("`model.blocks[:2](x)`: a slice of a `Sequential`", sharded=either("forward"))
+@rows("`model.blocks[:2](x)`: a slice of a `Sequential`", sharded=either())
 def sliced(t: Any) -> None:
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
         x = model.enter(x.to(model.enter.weight.dtype))
@@ -170,7 +170,7 @@ def sliced(t: Any) -> None:
     trained_by(t, forward)
 
 
-@rows("`F.linear(x, model.head.weight)` outside of the model", sharded=either("leave.weight"))
+@rows("`F.linear(x, model.head.weight)` outside of the model", sharded=either())
 def functional(t: Any) -> None:
     t.start()
     for step in t.steps(3):

@@ -304,7 +304,7 @@ def ema_swap_gathered(t: Any) -> None:
     t.train(2, start=1)
 
 
-@rows("averages swapped in as `p.data` and out again", sharded=either("gathered"))
+@rows("averages swapped in as `p.data` and out again", sharded=either())
 def ema_swap_data(t: Any) -> None:
     t.start()
     t.train(1)
@@ -392,7 +392,7 @@ def in_two(t: Any) -> None:
         t.train(1)
 
 
-@rows("one optimizer in two engines", refused("optimizer"))
+@rows("one optimizer for two engines", refused())
 def optimizer_in_two(t: Any) -> None:
     first, second = nets.build(), nets.build()
     optimizer = adamw([*first.parameters(), *second.parameters()])
@@ -410,7 +410,7 @@ def close_twice(t: Any) -> None:
     t.close()
 
 
-@rows("a call after `close()`", either("close"))
+@rows("a call after `close()`", either())
 def call_closed(t: Any) -> None:
     t.start()
     t.train(1)
@@ -436,7 +436,7 @@ def kept(t: Any) -> dict[str, Any]:
     return {"held": [value.detach().float().sum() for value in held]}
 
 
-@rows("views taken from an open engine, read after `close()`", sharded=either("gathered"))
+@rows("views taken from an open engine, read after `close()`", sharded=either())
 def views_kept(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -450,7 +450,7 @@ def views_kept(t: Any) -> dict[str, Any]:
     return {"held": [value.float().sum() for value in held], "junk": len(junk)}
 
 
-@rows("an engine that is dropped without `close()`", sharded=either("close"))
+@rows("an engine that is dropped without `close()`", sharded=either())
 def dropped(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)

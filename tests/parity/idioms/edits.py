@@ -388,7 +388,7 @@ def view_after(t: Any) -> None:
     t.train(2, start=1)
 
 
-@rows("a view taken before `initialize`, written to later", either("initialize"))
+@rows("a view taken before `initialize`, written to later", either())
 def view_before(t: Any) -> None:
     model = nets.build()
     view = model.leave.weight.detach().view(-1)
@@ -468,7 +468,7 @@ def step_inside(t: Any) -> None:
             t.engine.step()
 
 
-@rows("`state_dict()` inside `gathered(write=True)`, after the edit", sharded=either("gathered"))
+@rows("`state_dict()` inside `gathered(write=True)`, after the edit", sharded=either())
 def state_inside(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -519,7 +519,7 @@ def read_items(t: Any) -> dict[str, Any]:
     return {"seen": [bias.tolist(), bias.item(), bias.sum().item(), float(bias)]}
 
 
-@rows("`print(p)` and `print(model)` between steps", sharded=either("gathered"))
+@rows("`print(p)` and `print(model)` between steps", sharded=either())
 def printed(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -542,7 +542,7 @@ def l2_penalty(t: Any) -> None:
         t.engine.step()
 
 
-@rows("an L1 penalty of one weight in the loss", sharded=either("gathered"))
+@rows("an L1 penalty of one weight in the loss", sharded=either())
 def l1_penalty(t: Any) -> None:
     t.start()
     for step in t.steps(3):

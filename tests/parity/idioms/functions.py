@@ -27,7 +27,7 @@ def detached(model: nn.Module) -> dict[str, torch.Tensor]:
 # ---- torch.func
 
 
-@rows("`functional_call` with other weights", sharded=either("gathered"))
+@rows("`functional_call` with other weights", sharded=either())
 def other_weights(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -53,7 +53,7 @@ def other_weights_gathered(t: Any) -> dict[str, Any]:
     return {"output": output}
 
 
-@rows("`functional_call` with the model's own parameters, trained", sharded=either("gathered"))
+@rows("`functional_call` with the model's own parameters, trained", sharded=either())
 def own_weights(t: Any) -> None:
     t.start()
     for step in t.steps(2):
@@ -62,7 +62,7 @@ def own_weights(t: Any) -> None:
         t.engine.step()
 
 
-@rows("`functional_call` of some parameters, trained: a fast weight", sharded=either("leave"))
+@rows("`functional_call` of some parameters, trained: a fast weight", sharded=either())
 def fast_weight(t: Any) -> None:
     t.start()
     for step in t.steps(2):
@@ -71,7 +71,7 @@ def fast_weight(t: Any) -> None:
         t.engine.step()
 
 
-@rows("`stateless.functional_call`", sharded=either("gathered"))
+@rows("`stateless.functional_call`", sharded=either())
 def old_functional(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, weights: Any, x: torch.Tensor, y: torch.Tensor) ->
     return F.mse_loss(functional_call(model, weights, (x[None],)).float(), y[None])
 
 
-@rows("per-sample gradients with `vmap` and `grad`", sharded=either("gathered"), precision=FP32)
+@rows("per-sample gradients with `vmap` and `grad`", sharded=either(), precision=FP32)
 def per_sample(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -109,7 +109,7 @@ def per_sample_gathered(t: Any) -> dict[str, Any]:
     return {name: value.mean(0) for name, value in made.items()}
 
 
-@rows("a `jvp` along a direction of the weights", sharded=either("gathered"), precision=FP32)
+@rows("a `jvp` along a direction of the weights", sharded=either(), precision=FP32)
 def jacobian_vector(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -128,7 +128,7 @@ def jacobian(t: Any) -> dict[str, Any]:
     return {"jacobian": made}
 
 
-@rows("`vmap` over the model", sharded=either("forward"), precision=FP32)
+@rows("`vmap` over the model", sharded=either(), precision=FP32)
 def mapped(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -138,7 +138,7 @@ def mapped(t: Any) -> dict[str, Any]:
     return {"made": made}
 
 
-@rows("`stack_module_state` of two models, of which one trains", sharded=either("gathered"))
+@rows("`stack_module_state` of two models, of which one trains", sharded=either())
 def stacked(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -147,7 +147,7 @@ def stacked(t: Any) -> dict[str, Any]:
     return {name: value.float().sum() for name, value in params.items()}
 
 
-@rows("MAML: an inner step on fast weights", sharded=either("gathered"), world=ONE, precision=FP32)
+@rows("MAML: an inner step on fast weights", sharded=either(), world=ONE, precision=FP32)
 def maml(t: Any) -> None:
     t.start()
     for step in t.steps(2):
@@ -255,7 +255,7 @@ def autocast_off(t: Any) -> None:
 # ---- tracing and compiling
 
 
-@rows("`torch.jit.trace(model, x)` for a look", sharded=either("trace"))
+@rows("`torch.jit.trace(model, x)` for a look", sharded=either())
 def traced(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
@@ -265,7 +265,7 @@ def traced(t: Any) -> dict[str, Any]:
     return {"nodes": len(list(made.graph.nodes())) > 0}
 
 
-@rows("`torch.fx.symbolic_trace(model)`, run on its own", sharded=either("gathered"))
+@rows("`torch.fx.symbolic_trace(model)`, run on its own", sharded=either())
 def symbolic(t: Any) -> dict[str, Any]:
     class Static(nets.Net):
         def trunk(self, features: torch.Tensor) -> torch.Tensor:
@@ -299,7 +299,7 @@ def profiled(t: Any) -> dict[str, Any]:
     return {"seen": len(profile.key_averages()) > 0}
 
 
-@rows("`fuse_conv_bn_eval` of a part", sharded=either("gathered"), precision=FP32)
+@rows("`fuse_conv_bn_eval` of a part", sharded=either(), precision=FP32)
 def fused(t: Any) -> dict[str, Any]:
     class Convolves(nets.Net):
         def __init__(self) -> None:
@@ -331,7 +331,7 @@ def observers(t: Any) -> dict[str, Any]:
     return dict(sorted(seen.items()))
 
 
-@rows("`copy.copy(model)`, called", sharded=either("forward"))
+@rows("`copy.copy(model)`, called", sharded=either())
 def shallow(t: Any) -> None:
     t.start()
     shallow = copy.copy(t.model)
@@ -361,7 +361,7 @@ def default_dtype(t: Any) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@rows('`with torch.device("meta")` around a step', either("meta"))
+@rows('`with torch.device("meta")` around a step', either())
 def default_device(t: Any) -> None:
     t.start()
     for step in t.steps(2):
@@ -392,7 +392,7 @@ def backward_no_grad(t: Any) -> None:
             t.engine.step()
 
 
-@rows("backward and step in inference mode", either("inference"))
+@rows("backward and step in inference mode", either())
 def backward_inference(t: Any) -> None:
     t.start()
     for step in t.steps(2):
@@ -410,7 +410,7 @@ def inference_loss(t: Any) -> None:
     t.engine.backward(loss)
 
 
-@rows("`initialize` in inference mode or under `no_grad`", either("inference"))
+@rows("`initialize` in inference mode or under `no_grad`", either())
 def set_up_no_grad(t: Any) -> None:
     with torch.no_grad():
         t.start()

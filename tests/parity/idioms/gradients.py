@@ -302,7 +302,7 @@ def part_zero(t: Any) -> None:
 
 @rows(
     "`zero_grad(set_to_none=False)` between backward and step",
-    either("set_grads"),
+    either(),
     accumulate=ONE,
 )
 def zero_in_place(t: Any) -> None:

@@ -122,7 +122,7 @@ def drop_accumulated(t: Any) -> None:
     t.train(3)
 
 
-@rows("an optimizer of one's own that steps in a `post_accumulate_grad_hook`", either("step"))
+@rows("an optimizer of one's own that steps in a `post_accumulate_grad_hook`", either())
 def optimizer_in_backward(t: Any) -> None:
     t.start()
     own = torch.optim.SGD([t.model.leave.weight], lr=0.05)
@@ -145,7 +145,7 @@ def node_hook(t: Any) -> dict[str, Any]:
     return {"seen": seen}
 
 
-@rows("`register_multi_grad_hook` on the parameters of a block")
+@rows("`register_multi_grad_hook` on the parameters of a block", precision=FP32)
 def multi_grad(t: Any) -> dict[str, Any]:
     seen: list[int] = []
     t.start()
@@ -262,7 +262,7 @@ def root_input(t: Any) -> None:
     with_hook(t, lambda model: model.register_forward_pre_hook(halve_input))
 
 
-@rows("a forward pre-hook that reads the module's weight", sharded=either("weight"))
+@rows("a forward pre-hook that reads the module's weight", sharded=either())
 def input_reads(t: Any) -> None:
     def scaled(module: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
         return inputs[0] / (1 + module.up.weight.detach().abs().mean())
@@ -299,7 +299,7 @@ def hooks_removed(t: Any) -> None:
     t.train(2, start=1)
 
 
-@rows("all hooks of a module cleared: `module._forward_hooks.clear()`", sharded=either("hook"))
+@rows("all hooks of a module cleared: `module._forward_hooks.clear()`", sharded=either())
 def hooks_cleared(t: Any) -> None:
     t.start()
     t.train(1)
@@ -364,7 +364,7 @@ def full_backward_root(t: Any) -> dict[str, Any]:
     return {"calls": len(seen)}
 
 
-@rows("a full backward hook that reads the module's weight", sharded=either("weight"))
+@rows("a full backward hook that reads the module's weight", sharded=either())
 def full_backward_reads(t: Any) -> dict[str, Any]:
     seen: list[float] = []
     t.start()

@@ -301,7 +301,11 @@ def adapters(t: Any) -> None:
     t.train(3)
 
 
-@rows("adapters merged for an evaluation and unmerged", sharded=refused("gathered"))
+@rows(
+    "adapters merged for an evaluation and unmerged",
+    sharded=refused("gathered"),
+    precision=FP32,
+)
 def merged(t: Any) -> None:
     t.start(adapted())
     t.train(1)
@@ -313,7 +317,7 @@ def merged(t: Any) -> None:
     t.train(2, start=1)
 
 
-@rows("adapters merged and unmerged inside one `gathered(write=True)`")
+@rows("adapters merged and unmerged inside one `gathered(write=True)`", precision=FP32)
 def merged_gathered(t: Any) -> None:
     t.start(adapted())
     t.train(1)
@@ -398,7 +402,7 @@ def weight_noise(t: Any) -> None:
         t.engine.step()
 
 
-@rows("the same batch until the loss falls: a step that is undone", sharded=either("gathered"))
+@rows("the same batch until the loss falls: a step that is undone", sharded=either())
 def undone(t: Any) -> None:
     t.start(optimizer=lambda params: torch.optim.SGD(params, lr=0.05))
     for step in t.steps(2):
@@ -448,7 +452,7 @@ def interrupted_between(t: Any) -> None:
         t.engine.step()
 
 
-@rows("Ctrl-C in a gradient hook, gradients dropped; training goes on", either("backward"))
+@rows("Ctrl-C in a gradient hook, gradients dropped; training goes on", either())
 def interrupted_backward(t: Any) -> None:
     t.start()
     for step in t.steps(3):

@@ -179,7 +179,7 @@ def packed(t: Any) -> None:
     t.train(3)
 
 
-@rows("`rnn.flatten_parameters()` after `initialize`", sharded=either("lstm"), world=ONE)
+@rows("`rnn.flatten_parameters()` after `initialize`", sharded=either(), world=ONE)
 def flattened(t: Any) -> None:
     t.start(nets.build(Packs))
     t.train(1)
@@ -207,7 +207,7 @@ def renorms(t: Any) -> None:
     t.train(3)
 
 
-@rows("`nn.DataParallel` or another wrapper around the engine's model", either("model"))
+@rows("`nn.DataParallel` or another wrapper around the engine's model", either())
 def data_parallel(t: Any) -> None:
     t.start()
     wrapped = nn.DataParallel(t.model)

@@ -142,7 +142,7 @@ def returns(wrap: Any, unwrap: Any) -> Callable[[Any], None]:
 
 HIDDEN = ("a generator", "a closure", "an object with slots", "a `deque`", "a set of tensors")
 for _title, (_wrap, _unwrap) in KINDS.items():
-    _others = {"sharded": either("output")} if _title in HIDDEN else {}
+    _others = {"sharded": either()} if _title in HIDDEN else {}
     rows(f"the model and a block return {_title}", **_others)(returns(_wrap, _unwrap))
 
 
@@ -330,7 +330,7 @@ class Yields(nets.Net):
         return self.stages(features)
 
 
-@rows("a forward that is a generator, run after the call", sharded=either("forward"))
+@rows("a forward that is a generator, run after the call", sharded=either())
 def lazy_forward(t: Any) -> None:
     t.start(nets.build(Yields))
     for step in t.steps(3):

@@ -32,7 +32,7 @@ def parametrized(t: Any) -> None:
     t.train(3)
 
 
-@rows("a parametrization put on after `initialize`", sharded=either("weight"))
+@rows("a parametrization put on after `initialize`", sharded=either())
 def parametrized_later(t: Any) -> None:
     def change(model: Any) -> None:
         parametrize.register_parametrization(model.blocks[1].up, "weight", Symmetric())
@@ -40,7 +40,7 @@ def parametrized_later(t: Any) -> None:
     then_train(t, change)
 
 
-@rows("a parametrization taken off, its value kept", sharded=either("weight"))
+@rows("a parametrization taken off, its value kept", sharded=either())
 def parametrization_off(t: Any) -> None:
     model = nets.build()
     parametrize.register_parametrization(model.blocks[1].up, "weight", Symmetric())
@@ -50,7 +50,7 @@ def parametrization_off(t: Any) -> None:
     t.train(2, start=1)
 
 
-@rows("a parametrization taken off, its original kept", sharded=either("weight"))
+@rows("a parametrization taken off, its original kept", sharded=either())
 def parametrization_back(t: Any) -> None:
     model = nets.build()
     parametrize.register_parametrization(model.blocks[1].up, "weight", Symmetric())
@@ -60,7 +60,7 @@ def parametrization_back(t: Any) -> None:
     t.train(2, start=1)
 
 
-@rows("`parametrize.cached()` around the forward", sharded=either("weight"))
+@rows("`parametrize.cached()` around the forward", sharded=either())
 def parametrize_cached(t: Any) -> None:
     model = nets.build()
     parametrize.register_parametrization(model.blocks[1].up, "weight", Symmetric())
@@ -141,7 +141,7 @@ def pruned(t: Any) -> None:
     t.train(3)
 
 
-@rows("`prune.random_unstructured` after `initialize`", sharded=either("weight"))
+@rows("`prune.random_unstructured` after `initialize`", sharded=either())
 def pruned_later(t: Any) -> None:
     def change(model: Any) -> None:
         torch.manual_seed(4)
@@ -150,7 +150,7 @@ def pruned_later(t: Any) -> None:
     then_train(t, change)
 
 
-@rows("`prune.remove` after training", sharded=either("weight"), precision=FP32)
+@rows("`prune.remove` after training", sharded=either(), precision=FP32)
 def prune_removed(t: Any) -> None:
     model = nets.build()
     prune.l1_unstructured(model.blocks[1].up, "weight", 0.5)

@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler as lrs
 
 from idioms import nets
-from idioms.table import Group, refused
+from idioms.table import IN_MEMORY, Group, refused
 from idioms.trial import adamw
 
 rows = Group("Schedules")
@@ -163,7 +163,7 @@ def hand_two(t: Any) -> dict[str, Any]:
     return by_hand(t, Both)
 
 
-@rows("a scheduler by hand with an optimizer that steps on shards")
+@rows("a scheduler by hand with an optimizer that steps on shards", tier=IN_MEMORY)
 def hand_on_shards(t: Any) -> dict[str, Any]:
     return by_hand(
         t,

@@ -11,6 +11,7 @@ from typing import Any
 
 WHOLE = ("ddp", "zero1", "zero2")  # parameters rest whole
 SHARDED = ("zero3", "hpz")
+IN_MEMORY = ("device", "host")  # tiers
 TIERS: dict[str, dict[str, str]] = {
     "device": {},
     "host": {"optimizer": "host"},

@@ -257,6 +257,17 @@ def run(idiom: Idiom, cell: Cell, plain: bool, folder: str = "") -> dict[str, An
     try:
         numbers = idiom.body(trial) or {}
         return trial.finish() | {"numbers": values(numbers)}
-    except BaseException:
+    except BaseException as error:
+        text = told(error)
         trial.give_up()
+        if text is None:
+            raise RuntimeError(f"a {type(error).__name__} whose text cannot be read") from None
         raise
+
+
+def told(error: BaseException) -> str | None:
+    """An error's text, which may hold a parameter that cannot be read."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - whatever it is
+        return None
