@@ -246,3 +246,30 @@ def beside(t: Any) -> dict[str, Any]:
         own.step()
         t.engine.step()
     return {"grad": head.weight.grad is not None}
+
+
+class Image(nets.Net):
+    """A convolution of four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, (1, 3))
+
+    def trunk(self, features: torch.Tensor) -> torch.Tensor:
+        image = torch.stack([features, features.flip(-1)], 1)[:, :, None]
+        image = image.to(self.conv.weight.dtype, memory_format=torch.channels_last)
+        return super().trunk(features) + self.conv(image).mean((1, 2, 3))[:, None]
+
+
+@rows("`model.to(memory_format=torch.channels_last)` before `initialize`")
+def channels_last(t: Any) -> None:
+    t.start(nets.build(Image).to(memory_format=torch.channels_last))
+    t.train(3)
+
+
+@rows("`model.to(memory_format=torch.channels_last)` after `initialize`", sharded=either())
+def channels_last_later(t: Any) -> None:
+    t.start(nets.build(Image))
+    t.train(1)
+    t.model.to(memory_format=torch.channels_last)
+    t.train(2, start=1)

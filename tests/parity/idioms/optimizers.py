@@ -207,7 +207,7 @@ def state_deleted(t: Any) -> None:
     t.train(1)
 
 
-@rows("`copy.deepcopy(optimizer)`", refused("state"))
+@rows("`copy.deepcopy(optimizer)`", refused("state"), sharded=refused(), alone=refused())
 def copied(t: Any) -> None:
     t.start()
     t.train(1)

@@ -80,7 +80,12 @@ def weight_norm_new(t: Any) -> None:
     t.train(3)
 
 
-@rows("`parametrizations.weight_norm` after `initialize`", refused("original"))
+@rows(
+    "`parametrizations.weight_norm` after `initialize`",
+    refused("original"),
+    sharded=refused(),
+    alone=refused(),
+)
 def weight_norm_later(t: Any) -> None:
     then_train(t, lambda model: parametrizations.weight_norm(model.blocks[1].up))
 
