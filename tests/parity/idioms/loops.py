@@ -44,7 +44,7 @@ def several_losses(t: Any) -> None:
         t.engine.step(force=True)
 
 
-@rows("a contrastive loss of several forwards")
+@rows("a contrastive loss of several forwards", precision=FP32)
 def contrastive(t: Any) -> None:
     t.start()
     for step in t.steps(3):

@@ -217,7 +217,7 @@ def copied(t: Any) -> None:
 @rows("`repr(optimizer)`")
 def told(t: Any) -> dict[str, Any]:
     t.start()
-    return {"named": "AdamW" in repr(t.optimizer), "lr": "lr: 0.01" in repr(t.optimizer)}
+    return {"named": "AdamW" in repr(t.optimizer), "lr": "lr: 0.02" in repr(t.optimizer)}
 
 
 # ---- its groups

@@ -278,7 +278,7 @@ def rank_0_alone(t: Any) -> None:
     t.train(1, start=1)
 
 
-@rows("`state_dict()` on rank 0 alone", refused("rank"), world=(2,))
+@rows("`state_dict()` on rank 0 alone", either(), sharded=refused("rank"), world=(2,))
 def state_on_rank_0(t: Any) -> None:
     t.start(comm=SHORT)
     t.train(1)
@@ -296,15 +296,6 @@ def step_on_rank_0(t: Any) -> None:
         t.engine.step()
     if not t.plain:
         t.train(1, start=1)
-
-
-@rows("a batch skipped on one rank alone", refused("rank"), world=(2,), accumulate=ONE)
-def skipped_on_one(t: Any) -> None:
-    t.start(comm=SHORT)
-    for step in range(2):
-        if t.plain or t.rank == 0 or step == 0:
-            t.engine.backward(t.loss(step))
-            t.engine.step()
 
 
 @rows("a frozen block on one rank alone", either(), world=(2,), precision=FP32)
