@@ -232,7 +232,7 @@ def heads_in_turns(t: Any) -> None:
         t.engine.step()
 
 
-@rows("two engines, one loss of both")
+@rows("two engines, one loss of both", accumulate=ONE)
 def two_engines_one_loss(t: Any) -> None:
     first, second = adversaries(t)
     for step in t.steps(3):
