@@ -41,6 +41,7 @@ Dtype dtype_of(at::ScalarType type) {
 void Flat::add(const Slot& described, const std::string& unit) {
   Slot slot = described;
   slot.numel = slot.param.numel();
+  slot.window = slot.param.storage();
   if (!slots.empty()) {
     slot.offset = round_up(slots.back().offset + slots.back().numel, kAlignBytes / element_bytes());
   }
@@ -96,7 +97,6 @@ void Flat::let_params_go() {
   const char* begin = kept.data();
   for (Slot& slot : slots) {
     c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
-    if (storage == nullptr) continue;  // not taken yet
     const auto* data = static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get());
     const bool window = data == nullptr || (data >= begin && data < begin + kept.bytes());
     if (!window) continue;
