@@ -46,7 +46,7 @@ class PENSTOCK_API Values {
   // The units that these parameters are in; every unit when empty.
   std::vector<int> units_of(const std::vector<std::string>& params) const;
   // [all ranks] Parameters of these units are whole until release().
-  void gather(const std::vector<int>& units);
+  void gather(const std::vector<int>& units, bool write);
   // `write`: rank 0's values become the weights. Else throws RuntimeFault where they were changed.
   void release(const std::vector<int>& units, bool write);
   // release() after an exception on this rank, and not collective: what was written is lost where

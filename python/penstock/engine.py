@@ -53,6 +53,8 @@ class Engine:
     Attributes:
         module: the model.
         config: every setting in effect, in read-only sections: `config.offload.optimizer`.
+        optimizer: the torch optimizer that has the parameter groups.
+        lr_scheduler: the one that was given, or None.
     """
 
     def __init__(
@@ -68,10 +70,10 @@ class Engine:
         config = tiling.with_head(model, _penstock.Config(values))
         if given is None:
             given = optim.from_config(model, config.optimizer)
-        self._optimizer = given
+        self.optimizer = self._given = given
         self._native = optim.is_native(given)
         self._structure = Structure(model)
-        self._lr_scheduler = self._scheduler(lr_scheduler, config)
+        self.lr_scheduler = self._scheduler(lr_scheduler, config)
         described = tree.model_tree(
             model, optim.group_of(given, self._structure.own), sharded_init.waiting()
         )
@@ -96,13 +98,13 @@ class Engine:
         self._external = None if self._native else optim.ShardStep(given, self._core.values)
         optim.take_over(given, self._native, self._core)
         self._groups_seen = optim.group_members(given)
-        if self._lr_scheduler is None:
+        if self.lr_scheduler is None:
             self._schedule_lr()
         self._install_hooks()
 
     def _scheduler(self, given: Any, config: Any) -> Any:
         """The scheduler that was given, made where it is a callable."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._scheduled = config.schedule.type != "none"
         if given is not None and self._scheduled:
@@ -120,10 +122,6 @@ class Engine:
         """The model's forward, on the same arguments."""
         self._forwards.reset()
         return self._forwards.run(self.module, *args, **kwargs)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `generate`. Ranks may stop at different lengths."""
-        return self.module.generate(*args, **kwargs)
 
     def uneven(self) -> Uneven:
         """Within this context ranks may call the model a different number of times, without
@@ -177,22 +175,23 @@ class Engine:
         if not self._core.window_complete(force):
             return False
         self._structure.look()
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if optim.group_members(optimizer) != self._groups_seen:
             self._regroup()
-        groups = optim.settings(optimizer) if self._native else []
+        optim.check_ours(optimizer, self._given, self._native)
         if self._native:
             optim.call_hooks(optimizer, before=True)
+        groups = optim.settings(optimizer) if self._native else []
         if not self._core.step(groups, self._external):
             return False
         if self._native:
             optim.call_hooks(optimizer, before=False)
-        if self._lr_scheduler is None:
+        if self.lr_scheduler is None:
             self._schedule_lr()
-        elif optim.steps_alone(self._lr_scheduler):
+        elif optim.steps_alone(self.lr_scheduler):
             # torch's schedulers warn unless they see the optimizer step.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-            self._lr_scheduler.step()
+            self.lr_scheduler.step()
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -210,16 +209,6 @@ class Engine:
         To reduce once per window set `batch.accumulate`.
         """
         yield
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer that has the parameter groups."""
-        return self._optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The scheduler that was given, or None."""
-        return self._lr_scheduler
 
     @property
     def grad_norm(self) -> float:
@@ -270,7 +259,7 @@ class Engine:
         names = [own[param] for param in chosen]
         values = self._core.values
         units = values.units_of(names) if names else []
-        values.gather(units)
+        values.gather(units, write)
         try:
             yield
         except BaseException:
@@ -406,14 +395,14 @@ class Engine:
         """The optimizer's parameter groups changed since they were last looked at."""
         if self._external is not None:
             raise ConfigError(
-                f"[front::step] the groups of {type(self._optimizer).__name__} changed: it works "
+                f"[front::step] the groups of {type(self.optimizer).__name__} changed: it works "
                 f"on shards, so its groups stay as they were at initialize()"
             )
-        group_of = optim.group_of(self._optimizer, self._structure.own)
+        group_of = optim.group_of(self.optimizer, self._structure.own)
         self._core.set_groups([group_of.get(param, 0) for param in self._structure.own])
-        for group in self._optimizer.param_groups[len(self._peak_lrs) :]:
+        for group in self.optimizer.param_groups[len(self._peak_lrs) :]:
             self._peak_lrs.append(float(group["lr"]))
-        self._groups_seen = optim.group_members(self._optimizer)
+        self._groups_seen = optim.group_members(self.optimizer)
 
     def _schedule_lr(self) -> None:
         if not self._scheduled:  # the user may change lr at any time
@@ -513,6 +502,17 @@ def initialize(
         )
     if next(model.parameters(), None) is None:
         raise ConfigError("[front::initialize] the model has no parameters: there is nothing to do")
+    for name, param in model.named_parameters():
+        if torch.nn.parameter.is_lazy(param):
+            raise ConfigError(
+                f'[front::initialize] parameter "{name}" has no shape yet: call the model once, so '
+                f"that its lazy modules see an input"
+            )
+        if param.is_inference():
+            raise ConfigError(
+                f'[front::initialize] parameter "{name}" was made in inference mode, so nothing '
+                f"can train it: clone it outside"
+            )
     if isinstance(optimizer, Mapping):  # the config key of that name
         overrides["optimizer"] = dict(optimizer)
         optimizer = None

@@ -21,6 +21,10 @@ def nothing(*_args: Any, **_kwargs: Any) -> None:
     """What a hook of the engine is on a copy of its module."""
 
 
+def _plain_hook() -> Callable[..., None]:
+    return nothing
+
+
 class Hook:
     """A forward hook that works on one module alone, and on no copy of it."""
 
@@ -35,7 +39,7 @@ class Hook:
         return nothing
 
     def __reduce__(self) -> Any:
-        return "nothing"
+        return _plain_hook, ()
 
 
 class Forward:
@@ -96,7 +100,8 @@ class Forwards:
         try:
             output = forward(*args, **kwargs)
         except BaseException as error:
-            self._fail(error)
+            if not _in_backward():  # where checkpointing ends what it computes again early
+                self._fail(error)
             raise
         self._end(output)
         return output

@@ -66,12 +66,18 @@ def prepare(
     section = config.get("optimizer")
     if given is None:
         return None, {**config, "optimizer": {} if section is None else section}
-    if not isinstance(given, torch.optim.Optimizer):
+    if not isinstance(given, torch.optim.Optimizer) and callable(given):
         given = given(model.parameters())
     if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(
-            f"[front::initialize] the optimizer callable returned a {type(given).__name__}, not a "
-            f"torch.optim.Optimizer"
+            f"[front::initialize] the optimizer is a {type(given).__name__}, not a "
+            f"torch.optim.Optimizer: pass one, a callable that returns one, or a dict"
+        )
+    own_step = vars(given).get("step")
+    if own_step is not None and not getattr(own_step, "_wrapped_by_lr_sched", False):
+        raise ConfigError(
+            "[front::initialize] the optimizer's step() was replaced by another, which the engine "
+            "would not call: use optimizer.register_step_pre_hook() and register_step_post_hook()"
         )
     only_dtype = isinstance(section, dict) and list(section) == ["moments_dtype"]
     if section is not None and not only_dtype:
@@ -308,6 +314,7 @@ def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None
 
     # Where a scheduler has wrapped it, it looks for that.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    step._of_penstock = True  # type: ignore[attr-defined]
     changed: Any = optimizer
     changed.step = types.MethodType(step, optimizer)
     changed.zero_grad = types.MethodType(zero_grad, optimizer)
@@ -315,6 +322,26 @@ def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None
     optimizer.register_load_state_dict_pre_hook(_refuse_state_dict)
     if native:
         changed.state = _State()
+
+
+def check_ours(optimizer: Any, given: torch.optim.Optimizer, native: bool) -> None:
+    """Raises RuntimeFault where users replaced the optimizer or what take_over() put there."""
+    if optimizer is not given:
+        raise RuntimeFault(
+            "[front::optimizer] engine.optimizer was replaced: an engine keeps the optimizer that "
+            "it was initialized with. Change its param_groups, or close() and initialize again"
+        )
+    step = getattr(vars(optimizer).get("step"), "__func__", None)
+    if not getattr(step, "_of_penstock", False):
+        raise RuntimeFault(
+            "[front::optimizer] optimizer.step was replaced, and engine.step() would not call it: "
+            "use optimizer.register_step_pre_hook() and register_step_post_hook()"
+        )
+    if native and not isinstance(optimizer.state, _State):
+        raise RuntimeFault(
+            "[front::optimizer] optimizer.state was replaced, which resets nothing: the moments "
+            "are in the engine. To begin with fresh ones close() it and initialize again"
+        )
 
 
 def call_hooks(optimizer: torch.optim.Optimizer, before: bool) -> None:

@@ -44,13 +44,22 @@ class Structure:
         self._model, self._seen = model, _Changes.count
         self.names = tree.names_of(model)
         self.own = {param: names[0] for param, names in self.names.items()}
+        self._places = self._where()
+
+    def _where(self) -> list[tuple[dict[str, Any], str, Any]]:
+        return [
+            (module._parameters, name, param)
+            for module in self._model.modules()
+            for name, param in module._parameters.items()
+        ]
 
     def look(self) -> bool:
-        """Whether modules or parameters were put in since the last look.
+        """Whether a parameter is in one more place than before: weights were tied.
 
         Raises RuntimeFault for a parameter that trains and that the engine does not have.
         """
-        if self._seen == _Changes.count:
+        same = all(params.get(name) is param for params, name, param in self._places)
+        if same and self._seen == _Changes.count:
             return False
         names = tree.names_of(self._model)
         for param, its_names in names.items():
@@ -62,6 +71,6 @@ class Structure:
                     f"there are copied into it"
                 )
         self._seen = _Changes.count
-        changed = names != self.names
-        self.names = names
-        return changed
+        tied = any(not set(names[p]) <= set(self.names.get(p, ())) for p in names)
+        self.names, self._places = names, self._where()
+        return tied

@@ -92,6 +92,7 @@ class ProcessGroupGroup final : public Group {
   }
 
   void close() override {
+    watch_.reset();
     roll_call_.reset();
     up_.reset();
     down_.reset();

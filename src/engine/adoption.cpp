@@ -11,6 +11,7 @@
 #include "src/base/text.h"
 #include "src/engine/order.h"
 #include "src/engine/room.h"
+#include "src/exec/torch_compat.h"
 #include "src/plan/strategy.h"
 
 namespace penstock::engine {
@@ -53,6 +54,28 @@ void own_storage(const at::Tensor& param, Dtype dtype) {
   window.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
   param.set_data(window);
 }
+
+namespace {
+
+// Whoever looks at the parameter's memory so far goes on looking at the parameter, or is told that
+// it is no longer there.
+void take_storage(const at::Tensor& param, Dtype dtype) {
+  const c10::Storage storage = param.storage();
+  c10::StorageImpl* old = storage.unsafeGetStorageImpl();
+  param.mutable_grad().reset();
+  const bool its_own = param.storage_offset() == 0 && old->nbytes() == param.nbytes();
+  if (!its_own || storage.use_count() <= 2) return own_storage(param, dtype);
+  const bool stays = param.is_contiguous() && param.scalar_type() == scalar_type(dtype);
+  old->set_data_ptr_noswap(c10::DataPtr(nullptr, old->device()));
+  if (stays) return old->set_resizable(false);
+  exec::set_guard(*old,
+                  "[engine::initialize] this looks at a parameter as it was before initialize(), "
+                  "which gave it another dtype or layout: take views after that, and clone what is "
+                  "to be kept");
+  own_storage(param, dtype);
+}
+
+}  // namespace
 
 Adoption::~Adoption() {
   if (committed_) return;
@@ -122,8 +145,7 @@ void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>
   take_buffers(tree.buffers);
   for (const tiles::TiledWeight& one : tiled) {
     if (tree.init && tree.init->holds(one.whole)) tree.init->take(one.whole);
-    one.whole.mutable_grad().reset();
-    own_storage(one.whole, exec::dtype_of(one.tiles.front().scalar_type()));
+    take_storage(one.whole, exec::dtype_of(one.tiles.front().scalar_type()));
   }
 }
 
@@ -133,8 +155,7 @@ void Adoption::take_flat(exec::Flat& flat, const std::string& label, const Model
   for (exec::Slot& slot : flat.slots) {
     const at::Tensor initial = initial_values(slot, tree);
     full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
-    slot.param.mutable_grad().reset();
-    own_storage(slot.param, flat.dtype);
+    take_storage(slot.param, flat.dtype);
     slot.window = slot.param.storage();
   }
   executor_.values().adopt(flat, full, label);

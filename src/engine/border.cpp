@@ -76,11 +76,16 @@ void Border::look_at(Param& param) {
            "and initialize again");
   }
   if (exec::dtype_of(tensor.scalar_type()) != flat->dtype) {
-    refuse(param.name,
-           concat("was ", dtype_name(flat->dtype), " and is ", at::toString(tensor.scalar_type()),
-                  " now: the engine keeps what it was initialized with. Set "
-                  "\"precision\" in the config, or close() before and initialize "
-                  "again"));
+    refuse(param.name, concat("was ", dtype_name(flat->dtype), " and has dtype ",
+                              at::toString(tensor.scalar_type()),
+                              " now: the engine keeps what it was initialized with. Set "
+                              "\"precision\" in the config, or close() before and initialize "
+                              "again"));
+  }
+  if (!tensor.device().is_cpu()) {
+    refuse(param.name, concat("is on ", tensor.device().str(),
+                              " now: the engine keeps where it was initialized. close() before and "
+                              "initialize again"));
   }
   if (tensor.sizes() != param.sizes) {
     refuse(param.name, concat("was ", at::IntArrayRef(param.sizes), " and is ", tensor.sizes(),
@@ -92,8 +97,9 @@ void Border::look_at(Param& param) {
                     tensor.is_contiguous();
   if (!same) return take_over(param);
   if (param.tiled || !unit->attached) return;
+  const Placement& whole = executor_.table().at(Role::kParam, Phase::kForward);
   if (storage->_mutable_data_ptr_no_checks().get() !=
-      find(flat->params, executor_.whole())->one().at(slot->offset)) {
+      find(flat->params, whole)->one().at(slot->offset)) {
     refuse(param.name,
            "has other memory than the engine gave it (share_memory_(), say), which the engine "
            "cannot follow: let the processes share copies");
@@ -123,7 +129,8 @@ void Border::take_over(Param& param) {
     param.tensor.set_data(window);
   }
   slot->window = param.tensor.storage();
-  char* base = unit->attached ? find(flat->params, executor_.whole())->one().data() : nullptr;
+  const Placement& whole = executor_.table().at(Role::kParam, Phase::kForward);
+  char* base = unit->attached ? find(flat->params, whole)->one().data() : nullptr;
   flat->point(*slot, base);
   if (base != nullptr) {
     std::memcpy(base + slot->offset * flat->element_bytes(), values.const_data_ptr(),

@@ -55,14 +55,16 @@ bool Core::any_forward(bool mine) {
   return std::find(all.begin(), all.end(), "1") != all.end();
 }
 
-void Core::relearn() { state_->relearn(); }
+void Core::relearn() {
+  if (!state_->window->armed()) state_->order->restart(state_->model);
+}
 
 at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {
   state_->check_open("backward");
   state_->window->on(engine::Call::kBackward);
   state_->fault = nullptr;
   if (!state_->window->armed()) {
-    state_->look_at_gradients(true);
+    state_->look_at_gradients(false);
     state_->border->hide_gradients();
   }
   const double scale = state_->loss_scale.value();

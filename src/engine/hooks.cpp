@@ -31,6 +31,11 @@ class BeforeBackward final : public torch::autograd::FunctionPreHook {
   std::function<void()> before_;
 };
 
+void hook(torch::autograd::Node& node, uint64_t since, const std::function<void()>& before) {
+  if (node.sequence_nr() < since) return;
+  node.add_pre_hook(std::make_unique<BeforeBackward>(before));
+}
+
 thread_local OutsideReads* watching = nullptr;  // dispatch is per thread, and so is the watch
 
 void look_at_all(const c10::IValue& value) {
@@ -83,8 +88,11 @@ void before_backward_of(const std::vector<at::Tensor>& outputs, uint64_t since,
                         const std::function<void()>& before) {
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad() || !output.grad_fn()) continue;
-    if (output.grad_fn()->sequence_nr() < since) continue;
-    output.grad_fn()->add_pre_hook(std::make_unique<BeforeBackward>(before));
+    hook(*output.grad_fn(), since, before);
+    // An edit of a view in place gives it another node, and leaves that of its base.
+    if (output.is_view() && output._base().grad_fn()) {
+      hook(*output._base().grad_fn(), since, before);
+    }
   }
 }
 
@@ -104,6 +112,14 @@ GradientHook::GradientHook(const at::Tensor& leaf, std::function<void()> taken)
 }
 
 GradientHook::~GradientHook() { remove(); }
+
+bool GradientHook::expected() const {
+  if (!leaf_.requires_grad() || !accumulator_) return false;
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) return true;
+  const auto found = wanted->find(accumulator_.get());
+  return found != wanted->end() && found->second.needed_ && found->second.captures_ == nullptr;
+}
 
 void GradientHook::install() {
   accumulator_ = torch::autograd::impl::grad_accumulator(leaf_);

@@ -38,6 +38,8 @@ class GradientHook {
   GradientHook(GradientHook&& other) noexcept = default;
   GradientHook& operator=(GradientHook&&) = delete;
   ~GradientHook();
+  // Whether the backward in progress may accumulate into the leaf.
+  bool expected() const;
   // Follows a leaf that got another accumulator (Tensor.set_(), say).
   void follow();
 

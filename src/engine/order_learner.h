@@ -27,6 +27,8 @@ class OrderLearner {
   // `assumed`: the model in the order that serves step one.
   OrderLearner(ModelDesc assumed, Scope scope);
 
+  // Everything is learned again.
+  void restart(const ModelDesc& assumed) { *this = OrderLearner(assumed, scope_); }
   bool done() const { return done_; }  // agree() was called: what comes now is not recorded
 
   // Of a backward, the last training forward before it counts.

@@ -50,9 +50,10 @@ void check_memory(const ModelTree& tree) {
   for (size_t i = 1; i < extents.size(); ++i) {
     const Extent &one = extents[i - 1], &next = extents[i];
     if (one.storage != next.storage || next.begin >= one.end) continue;
-    throw ConfigError(concat("[engine::Core] parameters \"", *one.name, "\" and \"", *next.name,
-                             "\" share memory: to tie weights, give both modules the same "
-                             "Parameter object; else clone one of them"));
+    throw ConfigError(
+        concat("[engine::Core] parameters \"", *one.name, "\" and \"", *next.name,
+               "\" share memory (one storage): to tie weights, give both modules the same "
+               "Parameter object; else clone one of them"));
   }
   for (const at::Tensor& buffer : tree.buffers) {
     if (buffer.device().is_cpu()) continue;
@@ -139,11 +140,14 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   adoption.claim(config, model, external_optimizer);
   adoption.take(blueprint.split.tree, tiled->all());
   tiled->let_wholes_go();
-  relearn();
+  order.emplace(model, engine::OrderLearner::Scope{unit_events, moves_params, [this](int unit) {
+                                                     return tiled->is_tile(unit);
+                                                   }});
   window.emplace(config.batch.accumulate, loss_scale.active(), unit_events);
   waiting.assign(executor->units().size(), 0);
   expected.assign(waiting.size(), false);
   began.assign(waiting.size(), 0);
+  written.assign(waiting.size(), 0);
   make_plans();
   border.emplace(*executor, *tiled);
   adoption.commit();
@@ -176,13 +180,6 @@ void Core::State::install_hooks() {
       }
     }
   }
-}
-
-void Core::State::relearn() {
-  if (window && window->armed()) return;
-  order.emplace(model, engine::OrderLearner::Scope{unit_events, moves_params, [this](int unit) {
-                                                     return tiled->is_tile(unit);
-                                                   }});
 }
 
 void Core::State::make_plans() {

@@ -48,11 +48,16 @@ void check_groups(const Config& config, const std::vector<OptimizerConfig>& grou
   }
 }
 
-}  // namespace
-
-std::string Core::State::where() const {
-  return concat("rank ", group->rank(), ", step ", steps + 1, ", micro-step ", window->seen());
+// Not in a torch.autograd.grad() or a backward(inputs=...) that wants other gradients, nor where
+// another model's backward passes through this one while it is frozen.
+bool expects_gradients(const tiles::TiledWeights& tiled,
+                       const std::vector<engine::GradientHook>& hooks) {
+  if (!tiled.all().empty() && !engine::in_side_backward()) return true;
+  return std::any_of(hooks.begin(), hooks.end(),
+                     [](const engine::GradientHook& hook) { return hook.expected(); });
 }
+
+}  // namespace
 
 std::vector<std::string> Core::State::share_text(const std::string& label,
                                                  const std::string& text) {
@@ -66,7 +71,10 @@ std::vector<std::string> Core::State::share_text(const std::string& label,
 void Core::State::forward_begin(bool grad_enabled) {
   check_open("forward");
   if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
-  if (window->armed()) recover();
+  if (window->armed()) {  // the backward before threw: nothing of its window can be trusted
+    driver->abandon();
+    drop_gradients();
+  }
   faulted = false;
   executor->activations().begin_forward();
   border->look_at_params();
@@ -162,18 +170,6 @@ void Core::State::watch_outside_reads() {
 
 // ---- backward
 
-bool Core::State::anything_trains() const {
-  for (const exec::UnitState& unit : executor->units()) {
-    for (const exec::Flat& flat : unit.flats) {
-      if (std::any_of(flat.slots.begin(), flat.slots.end(),
-                      [](const exec::Slot& slot) { return slot.param.requires_grad(); })) {
-        return true;
-      }
-    }
-  }
-  return false;
-}
-
 void Core::State::look_at_gradients(bool adds) {
   if (border->look_at_gradients(adds) != engine::Border::Gradients::kAllDropped) return;
   if (!window->complete()) {
@@ -202,6 +198,7 @@ void Core::State::start_backward() {
     for (exec::Flat& flat : executor->units()[unit].flats) {
       for (exec::Slot& slot : flat.slots) {
         slot.arrived = false;
+        slot.version = slot.param._version();
         waiting[unit] += flat.trainable && slot.param.requires_grad() ? 1 : 0;
       }
     }
@@ -221,8 +218,7 @@ void Core::State::start_backward() {
 }
 
 void Core::State::backward_enter(int unit) {
-  // Another model's backward may pass through this one while it is frozen.
-  if (!window->armed() && (engine::in_side_backward() || !anything_trains())) {
+  if (!window->armed() && !expects_gradients(*tiled, hooks)) {
     if (moves_params) driver->pin(unit);
     return;
   }
@@ -253,6 +249,12 @@ void Core::State::complete_frozen(int except) {
 void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   start_backward();
   exec::Slot& slot = executor->units()[unit].flats[flat_index].slots[slot_index];
+  if (slot.param._version() != slot.version) {
+    throw RuntimeFault(concat("[engine::backward] parameter \"", slot.name,
+                              "\" was changed in place during backward (by an optimizer in a hook, "
+                              "say), with this rank's gradient alone: engine.step() updates "
+                              "parameters"));
+  }
   at::Tensor& gradient = slot.param.mutable_grad();
   if (gradient.defined()) {
     take_gradient(unit, flat_index, slot_index, gradient);
@@ -276,7 +278,8 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
 void Core::State::take_gradient(int unit, int flat, int slot, const at::Tensor& gradient) {
   if (executor->gradients().take(unit, flat, slot, gradient) || window->blamed()) return;
   const std::string& name = executor->units()[unit].flats[flat].slots[slot].name;
-  window->blame(concat("parameter \"", name, "\", ", where()));
+  window->blame(concat("parameter \"", name, "\", rank ", group->rank(), ", step ", steps + 1,
+                       ", micro-step ", window->seen()));
 }
 
 void Core::State::enter_tile(int unit) {
@@ -335,12 +338,6 @@ void Core::State::end_backward() {
   make_plans();
 }
 
-// The backward before this forward threw: nothing of its window can be trusted.
-void Core::State::recover() {
-  driver->abandon();
-  drop_gradients();
-}
-
 // ---- step
 
 double Core::State::divisor() const {
@@ -350,7 +347,8 @@ double Core::State::divisor() const {
 bool Core::State::step(const std::vector<OptimizerConfig>& groups,
                        const std::function<void()>& external) {
   if (const char* why = window->refusal(engine::Call::kUpdate)) {
-    recover();
+    driver->abandon();
+    drop_gradients();
     throw RuntimeFault(why);
   }
   check_groups(config, groups);

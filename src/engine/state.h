@@ -49,7 +49,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void take_tile_gradient(int unit, const at::Tensor& gradient) override;
   void run_in_backward(const std::function<void()>& work) override { in_hook(work); }
 
-  void relearn();
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external);
   // What users did to gradients since the last call. `adds`: a backward begins.
   void look_at_gradients(bool adds);
@@ -62,8 +61,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   // to be said of the weights, or nothing. Throws RuntimeFault, when all is let go of, if the
   // weights could not be gathered.
   std::string close(bool gather, const std::string& why);
-  // Every rank's text, in rank order.
-  std::vector<std::string> share_text(const std::string& label, const std::string& text);
   void check_open(const char* call) const;  // throws RuntimeFault when closed
 
   Config config;
@@ -85,6 +82,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::optional<engine::OrderLearner> order;
   std::vector<uint64_t> began;   // by unit: when its last forward did
   std::vector<int> waiting;      // by unit: gradients still to come in this backward
+  std::vector<int> written;      // by unit: gathered() that will write it back
   std::vector<bool> expected;    // by unit: some were, when it began
   std::vector<int> frozen_open;  // units whose frozen weights may still be read
   std::vector<at::Tensor> lent;  // windows into state that users have: an optimizer's shards
@@ -114,7 +112,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   }
 
   void watch_outside_reads();
-  bool anything_trains() const;
   void start_backward();
   void backward_enter(int unit);
   void gradient_arrived(int unit, int flat, int slot);
@@ -122,10 +119,10 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void complete_frozen(int except);
   void unit_complete(int unit);
   void end_backward();
-  void recover();
   void make_plans();
 
-  std::string where() const;  // "rank 1, step 7, micro-step 0"
+  // Every rank's text, in rank order.
+  std::vector<std::string> share_text(const std::string& label, const std::string& text);
 };
 
 }  // namespace penstock

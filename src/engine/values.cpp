@@ -114,6 +114,9 @@ at::ScalarType scalar_of(Dtype dtype) {
 std::vector<std::pair<std::string, at::Tensor>> Values::weights(const WeightsOptions& wanted) {
   state_->check_open("state_dict");
   state_->border->look_at_params();
+  for (size_t unit = 0; unit < state_->written.size(); ++unit) {
+    if (state_->written[unit] > 0) state_->executor->values().refresh(static_cast<int>(unit));
+  }
   exec::Executor& executor = *state_->executor;
   const bool arrives = wanted.everywhere || state_->group->rank() == 0;
   const auto options = at::TensorOptions(wanted.dtype).device(wanted.device);
@@ -181,7 +184,7 @@ void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>
   if (!state_->border->any_bad()) state_->window->take_blamed();
 }
 
-void Values::gather(const std::vector<int>& units) {
+void Values::gather(const std::vector<int>& units, bool write) {
   state_->check_open("gathered");
   state_->border->look_at_params();
   exec::Executor& executor = *state_->executor;
@@ -197,6 +200,7 @@ void Values::gather(const std::vector<int>& units) {
     throw;
   }
   state_->driver->hold(units);
+  for (const int unit : units) state_->written[unit] += write ? 1 : 0;
 }
 
 void Values::release(const std::vector<int>& units, bool write) {
@@ -207,6 +211,7 @@ void Values::release(const std::vector<int>& units, bool write) {
     for (const int unit : units) {
       if (write) state_->executor->values().refresh(unit);
     }
+    for (const int unit : units) state_->written[unit] -= write ? 1 : 0;
     if (!write) refuse_edits(units);
   } catch (...) {
     state_->driver->let_go(units);
@@ -223,13 +228,17 @@ void Values::refuse_edits(const std::vector<int>& units) {
     // Inside another gathered() that one sees to it.
     if (mine.empty() && state_->driver->held(unit) == 1) mine = state_->border->edited(unit, true);
   }
-  for (const std::string& edited : state_->share_text("edits", mine)) {
+  const auto share = [this](const std::string& label, const std::string& text) {
+    return state_->executor->share(label, text);
+  };
+  for (const std::string& edited : engine::share_text("edits", mine, share)) {
     engine::Border::refuse_edit(edited, "inside engine.gathered()");
   }
 }
 
 void Values::let_go(const std::vector<int>& units) {
   if (state_->closed) return;
+  for (const int unit : units) state_->written[unit] = 0;
   state_->tiled->release(units, false);
   state_->driver->let_go(units);
 }

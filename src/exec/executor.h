@@ -48,7 +48,6 @@ class Executor {
   std::vector<UnitState>& units() { return rank_.units; }
   const std::vector<UnitState>& units() const { return rank_.units; }
   const Table& table() const { return rank_.table; }
-  const Placement& whole() const { return rank_.whole(); }  // what computes
   const Mesh& mesh() const { return rank_.mesh; }
   mem::DiskTraffic& traffic() { return rank_.traffic; }
   // Parameters are not at all times what computes: units are brought and entered.

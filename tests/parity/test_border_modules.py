@@ -276,8 +276,9 @@ def test_a_parameter_that_is_not_the_models_is_an_error():
     engine.backward(loss_of(engine, *data(0)))
     with pytest.raises(penstock.ConfigError, match="not the model's"):
         engine.step()
-    with pytest.raises(AttributeError):
-        engine.optimizer = optimizer
+    engine.optimizer = optimizer
+    with pytest.raises(penstock.RuntimeFault, match="keeps the optimizer"):
+        engine.step()
     engine.close()
 
 

@@ -118,8 +118,9 @@ def engine():
 
 
 def test_backward_without_forward(engine):
-    with pytest.raises(RuntimeError, match="forward"):
-        engine.backward(torch.ones((), requires_grad=True))
+    engine.backward(torch.ones((), requires_grad=True))  # of nothing of the model's, as in torch
+    with pytest.raises(RuntimeError, match="without a backward"):
+        engine.step()
 
 
 def test_step_without_backward(engine):

@@ -186,7 +186,7 @@ def to_meta(t: Any) -> None:
         t.train(1, start=1)
 
 
-@rows("`model.to_empty(...)`, then values written", sharded=refused())
+@rows("`model.to_empty(...)`, then values written")
 def to_empty(t: Any) -> None:
     def change(model: Any) -> None:
         model.to_empty(device="cpu")

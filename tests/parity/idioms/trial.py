@@ -160,7 +160,10 @@ class Trial:
     ) -> Any:
         """An engine for the model; `config` is for the engine alone."""
         model = nets.build() if model is None else model
-        self.starts.append(tensors(model.state_dict()))
+        try:
+            self.starts.append(tensors(model.state_dict()))
+        except (RuntimeError, ValueError):  # of no values; the engine is to say so
+            self.starts.append({})
         if self.plain:
             self.engine = PlainEngine(model, optimizer, lr_scheduler, self.cell)
         else:

@@ -182,14 +182,14 @@ class OnEngine final : public Trainer {
   double grad_norm() const override { return Report(core_).grad_norm(); }
   Tensors read() override {
     const std::vector<int> units = values_.units_of(kGathered);
-    values_.gather(units);
+    values_.gather(units, false);
     Tensors values = gathered_of(*net_);
     values_.release(units, /*write=*/false);
     return values;
   }
   void write() override {
     const std::vector<int> units = values_.units_of(kGathered);
-    values_.gather(units);
+    values_.gather(units, true);
     if (rank_ == 0) shrink(*net_);
     values_.release(units, /*write=*/true);
   }
