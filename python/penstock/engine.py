@@ -85,7 +85,7 @@ class Engine:
         if self.config.seed >= 0:
             torch.manual_seed(self.config.seed + ranks.rank())
         self._tiled = tiling.install(model, self._core, self.config)
-        self._forwards = Forwards(model, self._core, self._begin_forward)
+        self._forwards = Forwards(model, self._core, self._structure)
         try:
             self._finish_setup(given)
         except ConfigError:  # on every rank alike, so the model can be given back together
@@ -176,9 +176,9 @@ class Engine:
             return False
         self._structure.look()
         optimizer = self.optimizer
+        optim.check_ours(optimizer, self._given, self._native)
         if optim.group_members(optimizer) != self._groups_seen:
             self._regroup()
-        optim.check_ours(optimizer, self._given, self._native)
         if self._native:
             optim.call_hooks(optimizer, before=True)
         groups = optim.settings(optimizer) if self._native else []
@@ -439,11 +439,6 @@ class Engine:
         if core.needs_unit_events:
             for module in tree.parts_around(self.module, list(modules.values())):
                 self._forwards.watch_part(module)
-
-    def _begin_forward(self) -> None:
-        """Before a forward of the whole model."""
-        if self._structure.look():
-            self._core.relearn()
 
 
 _alive: "weakref.WeakSet[Engine]" = weakref.WeakSet()

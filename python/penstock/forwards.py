@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock import tree
+from penstock.structure import Structure
 
 
 def nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -84,8 +85,8 @@ class Forward:
 class Forwards:
     """The forwards of an engine's model, one at a time; a call within a call is part of it."""
 
-    def __init__(self, module: torch.nn.Module, core: Any, before: Callable[[], None]) -> None:
-        self._core, self._before = core, before
+    def __init__(self, module: torch.nn.Module, core: Any, structure: Structure) -> None:
+        self._core, self._structure = core, structure
         self._open = False
         self._uneven = False
         self._installed: list[Any] = [Forward(module, self.run)]
@@ -171,7 +172,8 @@ class Forwards:
 
     def _begin(self) -> None:
         if not _in_backward():
-            self._before()
+            if self._structure.look():
+                self._core.relearn()
             if self._uneven:
                 self._core.any_forward(True)
             self._open = True

@@ -71,6 +71,6 @@ class Structure:
                     f"there are copied into it"
                 )
         self._seen = _Changes.count
-        tied = any(not set(names[p]) <= set(self.names.get(p, ())) for p in names)
+        tied = any(len(names[p]) > len(self.names.get(p, ())) for p in names)
         self.names, self._places = names, self._where()
         return tied

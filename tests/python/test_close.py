@@ -45,7 +45,7 @@ def in_scheduler(engine):
 
 
 def in_step(engine):
-    engine.optimizer.step = fail
+    engine._external._step = fail
 
 
 def never(engine):

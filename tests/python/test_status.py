@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import re
@@ -185,6 +186,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_pids_are_one_sentence(name):
+    gc.collect()  # engines of other tests that were not closed
     pid, says = WRONG[name]
     done = status(pid)
     assert (done.returncode, done.stdout) == (2, "")
@@ -197,6 +199,7 @@ def test_one_rank_alone_has_a_status_until_it_closes():
     import penstock  # noqa: PLC0415
     from penstock import status_command  # noqa: PLC0415
 
+    gc.collect()  # engines of other tests that were not closed
     engine = penstock.initialize(models.build("gpt"), {})
     ((_, board),) = status_command._of_process(os.getpid())
     assert (board.rank, board.size, board.at.text) == (0, 1, "the caller's code, after initialize")
