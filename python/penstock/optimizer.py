@@ -346,6 +346,7 @@ def check_ours(optimizer: Any, given: torch.optim.Optimizer, native: bool) -> No
 
 def call_hooks(optimizer: torch.optim.Optimizer, before: bool) -> None:
     """The optimizer's own step hooks and the global ones, around a step of the engine's kernels."""
+    both: list[Any]
     if before:
         both = [_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks]
     else:
