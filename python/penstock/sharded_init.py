@@ -59,15 +59,21 @@ def let_go(at_exit: bool = False) -> None:
 atexit.register(let_go, at_exit=True)
 
 
-def _writes(func: Any) -> list[int]:
-    arguments = func._schema.arguments
-    return [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What the op writes to: its own first argument, `out=`, or tensors in a list."""
+    written: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            written.extend(value if isinstance(value, (list, tuple)) else [value])
+    return written
 
 
 def _is_view(func: Any) -> bool:
     """Whether the op gives another look at the same storage and touches no value."""
     aliases = any(result.alias_info is not None for result in func._schema.returns)
-    return aliases and not _writes(func)
+    writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
+    return aliases and not writes
 
 
 class _Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -85,7 +91,7 @@ class _Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         hollow = [t for t in flat if isinstance(t, torch.Tensor) and self._held.holds(t)]
         if not hollow or _is_view(func):
             return func(*args, **kwargs)
-        written = [args[i] for i in _writes(func) if i < len(args)]
+        written = _written(func, args, kwargs)
         values: dict[int, torch.Tensor] = {}
         for tensor in hollow:
             key = tensor.untyped_storage()._cdata
@@ -111,7 +117,8 @@ class _Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, torch.Tensor) and self._held.holds(tensor):
                 self._held.keep(tensor, values[tensor.untyped_storage()._cdata])
         values.clear()
-        in_place = {id(real_args[i]): args[i] for i in _writes(func) if i < len(args)}
+        real_written = _written(func, real_args, real_kwargs)
+        in_place = {id(own): given for own, given in zip(real_written, written, strict=True)}
         return _pytree.tree_map(lambda value: in_place.get(id(value), value), result)
 
 

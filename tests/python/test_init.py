@@ -35,6 +35,9 @@ class Net(nn.Module):
             self.blocks[4].bias.copy_(self.blocks[3].bias)
             self.table[1] = float(self.scale) + torch.randn(5)
             self.norm.weight.add_(self.blocks[0].weight.mean())
+            torch.add(self.norm.weight, 1.0, out=self.norm.bias)
+            torch._foreach_mul_([block.bias for block in self.blocks], 0.5)
+            torch._foreach_add_([self.table], [self.table + 1.0])
         self.apply(self.again)
 
     def again(self, module):
