@@ -56,11 +56,17 @@ EDITED = Pytest(("tests/parity/test_loops.py", "-k", "edited and zero2"))
 EDITED_ON_DISK = Pytest(("tests/parity/test_loops.py", "-k", "biases and zero3"))
 SCHEDULE = Pytest(("tests/python/test_api.py", "-k", "schedule_of_the_config"))
 SCALE = Pytest(("tests/parity/test_known_bugs.py", "-k", "b31 and zero3"))
+EDITS = Pytest(("tests/parity/test_border.py", "-k", "clamp and bf16"))
+OTHER_MEMORY = Pytest(("tests/parity/test_border.py", "-k", "other_memory or old_memory"))
+LOST_EDITS = Pytest(("tests/parity/test_border.py", "-k", "would_be_lost"))
+DROPPED = Pytest(("tests/parity/test_border_gradients.py", "-k", "are_dropped"))
+SECOND = Pytest(("tests/parity/test_border_gradients.py", "-k", "low_precision"))
 LAYERS = Pytest(("tests/parity/test_root_layers.py", "-k", "stays"))
 BATCH_NORM = Pytest(("tests/parity/test_activations.py", "-k", "conv_net and world1"))
 
 CHECK, COPIES, ROUTE = "src/plan/check.cpp", "src/plan/copies.cpp", "src/plan/route.cpp"
 WALK, PARAMS, VALUES = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/values.cpp"
+BORDER = "src/engine/border.cpp"
 GRADIENTS, UPDATES = "src/exec/gradients.cpp", "src/exec/updates.cpp"
 OPTIMIZER_STEP = "src/optim/optimizer_step.cpp"
 
@@ -427,6 +433,48 @@ MUTATIONS = [
         VALUES,
         "values + (from - first) * size,",
         "values + 0 * size,",
+    ),
+    Mutation(
+        "an edit in low precision does not reach the master",
+        UPDATES,
+        "  take_edits(flat, range.master, chunk.begin + begin, range.numel);\n",
+        "",
+        EDITS,
+    ),
+    Mutation(
+        "other memory of a parameter does not reach its copies",
+        BORDER,
+        "  executor_.values().write(*flat, slot->offset, slot->numel,",
+        "  executor_.values().write(*flat, slot->offset, 0,",
+        OTHER_MEMORY,
+    ),
+    Mutation(
+        "who shares a parameter's old memory sees its new values",
+        BORDER,
+        "if (slot->window.use_count() > (own ? 2 : 1)) {",
+        "if (false && own) {",
+        OTHER_MEMORY,
+    ),
+    Mutation(
+        "an edit of gathered values is lost without a word",
+        "src/engine/values.cpp",
+        "    if (!write) refuse_edits(units);\n",
+        "    if (write) refuse_edits({});\n",
+        LOST_EDITS,
+    ),
+    Mutation(
+        "gradients that users dropped are applied",
+        BORDER,
+        "  for (Param* param : dropped) forget(*param);\n",
+        "",
+        DROPPED,
+    ),
+    Mutation(
+        "a second backward is added in low precision",
+        GRADIENTS,
+        "        widen(*sum);\n",
+        "",
+        SECOND,
     ),
     Mutation(
         "moment not carried over: SGD",
