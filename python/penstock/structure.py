@@ -59,18 +59,28 @@ class Structure:
         Raises RuntimeFault for a parameter that trains and that the engine does not have.
         """
         same = all(params.get(name) is param for params, name, param in self._places)
-        if same and self._seen == _Changes.count:
+        registered = self._seen != _Changes.count
+        if same and not registered:
             return False
         names = tree.names_of(self._model)
-        for param, its_names in names.items():
-            if param.requires_grad and param not in self.own:
+        # Without a registration it may be for one call: torch.func.functional_call().
+        others = {param: its[0] for param, its in names.items() if param not in self.own}
+        for param, name in others.items():
+            if param.is_meta:
                 raise RuntimeFault(
-                    f'[front::parameters] parameter "{its_names[0]}" came after initialize(): the '
-                    f"engine neither averages its gradient nor trains it. Put it in before, or "
-                    f"close() the engine and initialize again; new values for a parameter that is "
-                    f"there are copied into it"
+                    f'[front::parameters] parameter "{name}" is on meta now, without values: the '
+                    f"engine keeps what it was initialized with. close() it before"
+                )
+            if registered and param.requires_grad:
+                raise RuntimeFault(
+                    f'[front::parameters] parameter "{name}" came after initialize(): the engine '
+                    f"neither averages its gradient nor trains it. Put it in before, or close() "
+                    f"the engine and initialize again; new values for a parameter that is there "
+                    f"are copied into it"
                 )
         self._seen = _Changes.count
+        if others:
+            return False
         tied = any(len(names[p]) > len(self.names.get(p, ())) for p in names)
         self.names, self._places = names, self._where()
         return tied

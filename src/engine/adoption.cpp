@@ -30,11 +30,13 @@ at::ScalarType scalar_type(Dtype dtype) {
   throw Bug("[engine::scalar_type] unknown dtype");
 }
 
+bool is_tile(const exec::Slot& slot, const ModelTree& tree) {
+  return tree.params[slot.index].param.unsafeGetTensorImpl() != slot.param.unsafeGetTensorImpl();
+}
+
 at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
   if (!tree.init || !tree.init->holds(slot.param)) return slot.param.detach();
-  if (tree.params[slot.index].param.unsafeGetTensorImpl() == slot.param.unsafeGetTensorImpl()) {
-    return tree.init->take(slot.param);
-  }
+  if (!is_tile(slot, tree)) return tree.init->take(slot.param);
   // A tile: the parameter is taken when all its tiles have their values.
   return tree.init->whole(slot.param)
       .narrow(0, slot.param.storage_offset(), slot.param.numel())
@@ -155,7 +157,11 @@ void Adoption::take_flat(exec::Flat& flat, const std::string& label, const Model
   for (exec::Slot& slot : flat.slots) {
     const at::Tensor initial = initial_values(slot, tree);
     full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
-    take_storage(slot.param, flat.dtype);
+    if (is_tile(slot, tree)) {
+      own_storage(slot.param, flat.dtype);  // its memory is the whole's, which may be looked at
+    } else {
+      take_storage(slot.param, flat.dtype);
+    }
     slot.window = slot.param.storage();
   }
   executor_.values().adopt(flat, full, label);
