@@ -58,9 +58,7 @@ SCHEDULE = Pytest(("tests/python/test_api.py", "-k", "schedule_of_the_config"))
 SCALE = Pytest(("tests/parity/test_known_bugs.py", "-k", "b31 and zero3"))
 EDITS = Pytest(("tests/parity/test_border.py", "-k", "clamp and bf16"))
 OTHER_MEMORY = Pytest(("tests/parity/test_border.py", "-k", "other_memory or old_memory"))
-LOST_EDITS = Pytest(("tests/parity/test_border.py", "-k", "would_be_lost"))
 DROPPED = Pytest(("tests/parity/test_border_gradients.py", "-k", "are_dropped"))
-SECOND = Pytest(("tests/parity/test_border_gradients.py", "-k", "low_precision"))
 LAYERS = Pytest(("tests/parity/test_root_layers.py", "-k", "stays"))
 BATCH_NORM = Pytest(("tests/parity/test_activations.py", "-k", "conv_net and world1"))
 
@@ -460,7 +458,7 @@ MUTATIONS = [
         "src/engine/values.cpp",
         "    if (!write) refuse_edits(units);\n",
         "    if (write) refuse_edits({});\n",
-        LOST_EDITS,
+        Pytest(("tests/parity/test_border.py", "-k", "would_be_lost")),
     ),
     Mutation(
         "gradients that users dropped are applied",
@@ -474,7 +472,7 @@ MUTATIONS = [
         GRADIENTS,
         "        widen(*sum);\n",
         "",
-        SECOND,
+        Pytest(("tests/parity/test_border_gradients.py", "-k", "low_precision")),
     ),
     Mutation(
         "moment not carried over: SGD",
