@@ -446,13 +446,13 @@ _alive: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 def _refuse_shared(model: torch.nn.Module) -> None:
     """Raises ConfigError for a parameter that another engine trains."""
-    for engine in _alive:
-        for param, names in tree.names_of(model).items():
-            if param in engine._structure.own:
-                raise ConfigError(
-                    f'[front::initialize] parameter "{names[0]}" is in another engine already: '
-                    f"close() that one first"
-                )
+    taken = [engine._structure.own for engine in _alive]
+    for param, names in tree.names_of(model).items():
+        if any(param in own for own in taken):
+            raise ConfigError(
+                f'[front::initialize] parameter "{names[0]}" is in another engine already: '
+                f"close() that one first"
+            )
 
 
 def _forget(engine: "weakref.ref[Engine]") -> None:
