@@ -19,6 +19,8 @@ bool is_backward(Section section) {
   return section == Section::kBackward || section == Section::kBackwardLast;
 }
 
+bool moves_gradients(const Step& step) { return step.op == Op::kMove && step.role == Role::kGrad; }
+
 }  // namespace
 
 Driver::Driver(exec::Executor& executor) : executor_(executor) {
@@ -29,6 +31,7 @@ Driver::Driver(exec::Executor& executor) : executor_(executor) {
   unforeseen_.assign(num_units, false);
   pinned_.assign(num_units, false);
   held_.assign(num_units, 0);
+  late_.assign(num_units, false);
 }
 
 void Driver::set_plan(Section section, const Plan& plan) {
@@ -164,7 +167,7 @@ void Driver::run_moves() {
 
 void Driver::run(const exec::PlannedStep& planned) {
   const Step& step = planned.step;
-  if (step.op == Op::kMove && step.role == Role::kGrad && !is_forward(section_)) {
+  if (moves_gradients(step) && !is_forward(section_)) {
     owed_.push_back(&planned);
     pump();
     return;
@@ -199,7 +202,7 @@ void Driver::finish() {
   finishing_ = true;
   run_to(steps_->size());
   pump();
-  if (is_backward(section_)) run_late_moves();
+  if (is_backward(section_)) note_late();
   if (!is_forward(section_)) {
     std::fill(pinned_.begin(), pinned_.end(), false);
   }
@@ -211,20 +214,35 @@ void Driver::finish() {
   finishing_ = running_ = false;
 }
 
-// A gradient that came after its unit's move (a block recomputed twice) is moved on its own.
-void Driver::run_late_moves() {
-  std::vector<bool> is_late;
-  for (size_t unit = 0; unit < active_.size(); ++unit) {
-    is_late.push_back(executor_.gradients().late(static_cast<int>(unit)));
-  }
-  const auto late = [&](int unit) { return is_late[unit]; };
+// Later a gradient may be back where backwards leave it: on its way to an update, say.
+void Driver::note_late() {
+  std::fill(late_.begin(), late_.end(), false);
   for (const exec::PlannedStep& planned : *steps_) {
-    const Step& step = planned.step;
-    if (step.op != Op::kMove || step.role != Role::kGrad) continue;
-    if (std::any_of(step.units.begin(), step.units.end(), late)) {
+    if (!moves_gradients(planned.step)) continue;
+    for (const int unit : planned.step.units) late_[unit] = executor_.gradients().late(unit);
+  }
+}
+
+std::vector<bool> Driver::late() const {
+  std::vector<bool> late;
+  for (size_t unit = 0; unit < late_.size(); ++unit) {  // it may have been dropped since
+    late.push_back(late_[unit] && executor_.gradients().late(static_cast<int>(unit)));
+  }
+  return late;
+}
+
+void Driver::move_late(const std::vector<bool>& late, Section backward) {
+  std::fill(late_.begin(), late_.end(), false);
+  const auto again = [&](const exec::PlannedStep& planned) {
+    const std::vector<int>& units = planned.step.units;
+    if (moves_gradients(planned.step) &&
+        std::any_of(units.begin(), units.end(), [&](int unit) { return late[unit]; })) {
       executor_.gradients().run(planned, true);
     }
-  }
+  };
+  for (const exec::PlannedStep& planned : plans_.at(backward)) again(planned);
+  if (!running_) return;
+  for (size_t i = 0; i < next_; ++i) again((*steps_)[i]);  // of the update, up to the norm
 }
 
 void Driver::abandon() {

@@ -40,6 +40,10 @@ class Driver {
   bool holds() const;  // any unit
   // Runs everything left of the section, in plan order.
   void finish();
+  // Units with a gradient on this rank that came after its move in the last backward (a block that
+  // was recomputed twice); and the moves of that backward again, on all ranks alike.
+  std::vector<bool> late() const;
+  void move_late(const std::vector<bool>& late, Section backward);
   // After an error in the user's code: forget the section, free what is gathered.
   void abandon();
 
@@ -52,7 +56,7 @@ class Driver {
   void run_moves();  // up to the next compute line
   void run(const exec::PlannedStep& planned);
   void pass(size_t line);
-  void run_late_moves();
+  void note_late();
   void pump();  // gradient moves whose units are complete
   bool complete(const exec::PlannedStep& planned) const;
   void release(int unit);
@@ -70,6 +74,7 @@ class Driver {
   std::vector<bool> unforeseen_;               // by unit: gathered on demand
   std::vector<bool> pinned_;                   // by unit: see pin()
   std::vector<int> held_;                      // by unit: see hold()
+  std::vector<bool> late_;                     // by unit: when the last backward ended
   std::deque<const exec::PlannedStep*> owed_;  // gradient moves that wait
   int64_t off_plan_ = 0;
 };

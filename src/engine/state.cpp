@@ -9,6 +9,7 @@
 #include "penstock/optimizer_kinds.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/engine/agreement.h"
 #include "src/plan/strategy.h"
 
 namespace penstock {
@@ -31,6 +32,13 @@ void check_frozen(const std::vector<exec::UnitState>& units) {
   }
 }
 
+void check_not_gathered(const engine::Driver& driver, const Table& table) {
+  if (!driver.holds() || table.rests_whole()) return;
+  throw RuntimeFault(
+      "[engine::step] step() inside gathered(): the gathered values would stay what they were. "
+      "Leave the block before");
+}
+
 // A scheduler may ask for a moment that set-up made no room for.
 void check_groups(const Config& config, const std::vector<OptimizerConfig>& groups) {
   const int room = num_moments(config);
@@ -47,6 +55,9 @@ void check_groups(const Config& config, const std::vector<OptimizerConfig>& grou
                                    : ": initialize with that optimizer"));
   }
 }
+
+// All that its backwards reached was frozen: what came of the window so far stays.
+class StillOpen : public std::exception {};
 
 // Not in a torch.autograd.grad() or a backward(inputs=...) that wants other gradients, nor where
 // another model's backward passes through this one while it is frozen.
@@ -276,6 +287,7 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
 }
 
 void Core::State::take_gradient(int unit, int flat, int slot, const at::Tensor& gradient) {
+  window->contribute();
   if (executor->gradients().take(unit, flat, slot, gradient) || window->blamed()) return;
   const std::string& name = executor->units()[unit].flats[flat].slots[slot].name;
   window->blame(concat("parameter \"", name, "\", rank ", group->rank(), ", step ", steps + 1,
@@ -330,6 +342,12 @@ void Core::State::end_backward() {
   border->show_gradients();
   show(group->board(), "the caller's code, after backward");
   if (order->done()) return;
+  std::string gave;  // one that only passed through frozen weights tells nothing of the others'
+  for (const std::string& here :
+       executor->share("gave in step one", window->gave().substr(window->gave().size() - 1))) {
+    gave += here;
+  }
+  if (gave.find('1') == std::string::npos) return;
   // Step one is over: from here on the plan follows the order that was seen, the same everywhere.
   model = order->agree(driver->off_plan_events(),
                        [this](const std::string& label, const std::string& text) {
@@ -352,22 +370,24 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     throw RuntimeFault(why);
   }
   check_groups(config, groups);
-  if (driver->holds() && !executor->table().rests_whole()) {
-    throw RuntimeFault(
-        "[engine::step] step() inside gathered(): the gathered values would stay what they were. "
-        "Leave the block before");
-  }
+  check_not_gathered(*driver, executor->table());
   look_at_gradients(false);
   border->look_at_params();
   border->hide_gradients();
   exec::Update update;
   update.groups = groups;
   update.clip = config.clip;
-  update.divisor = divisor();
-  update.bad = window->take_blamed();
+  const std::string bad = update.bad = window->take_blamed();
   update.external = external;
+  update.say = [this] { return engine::say_window(*window, *driver); };
+  update.hear = [this, whole = window->complete()](const std::vector<std::string>& all) {
+    if (!engine::hear_window(all, *window, *driver)) return 0.0;
+    if (window->seen() == 0 || (whole && !window->complete())) throw StillOpen();
+    const double averaged_over = divisor();
+    window->on(engine::Call::kUpdate);
+    return averaged_over;
+  };
   executor->updates().begin(std::move(update));
-  window->on(engine::Call::kUpdate);
   driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
   try {
     driver->finish();
@@ -375,6 +395,12 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     if (!config.offload.late_update || executor->table().rests_whole()) {
       executor->updates().finish();
     }
+  } catch (const StillOpen&) {
+    window->blame(bad);
+    executor->updates().discard();
+    driver->abandon();
+    border->show_gradients();
+    return false;
   } catch (const exec::NonFinite& error) {
     driver->abandon();
     if (!loss_scale.overflow()) throw;
@@ -383,6 +409,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     return false;
   } catch (const std::exception& error) {  // thrown on, after the section is closed
     failed("update", error.what());
+    window->on(engine::Call::kDrop);
     executor->discard();
     driver->abandon();
     throw;

@@ -9,6 +9,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/engine/agreement.h"
 #include "src/engine/order.h"
 #include "src/engine/state.h"
 
@@ -45,6 +46,7 @@ std::vector<std::pair<std::string, at::Tensor>> Values::full(const std::string& 
   if (role == "param") return weights();
   state_->check_open("full_grads");
   state_->look_at_gradients(false);
+  engine::agree_on_window(*state_->executor, *state_->window, *state_->driver);
   state_->window->check(engine::Call::kFullGrads);
   const double divisor = state_->divisor();
   std::vector<std::pair<std::string, at::Tensor>> tensors;
@@ -148,6 +150,7 @@ std::vector<std::pair<std::string, at::Tensor>> Values::weights(const WeightsOpt
 void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
   state_->check_open("set_grads");
   state_->look_at_gradients(false);
+  engine::agree_on_window(*state_->executor, *state_->window, *state_->driver);
   state_->window->check(engine::Call::kSetGrads);
   std::map<std::string, at::Tensor> by_name(gradients.begin(), gradients.end());
   state_->tiled->split_rows(by_name);

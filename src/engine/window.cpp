@@ -69,7 +69,7 @@ Window::Window(int64_t accumulate, bool scales_loss, bool sees_forwards)
       facts_(standing_) {}
 
 uint8_t Window::facts() const {
-  return facts_ | (seen_ > 0 ? kSeen : kNone) | (complete() ? kComplete : kNone);
+  return facts_ | (seen() > 0 ? kSeen : kNone) | (complete() ? kComplete : kNone);
 }
 
 const char* Window::refusal(Call call) const {
@@ -87,17 +87,30 @@ void Window::on(Call call) {
   check(call);
   const Rule& rule = rule_of(call);
   facts_ = static_cast<uint8_t>((facts_ & ~rule.removes) | rule.adds | standing_);
-  if (call == Call::kBackwardBegin) reduces_ = seen_ + 1 >= accumulate_;
+  if (call == Call::kBackwardBegin) reduces_ = seen() + 1 >= accumulate_;
   if (call == Call::kDrop) blamed_.clear();
-  if (rule.seen == Count::kAdd) ++seen_;
-  if (rule.seen == Count::kClear) seen_ = 0;
+  if (rule.seen == Count::kKeep) return;
+  if (rule.seen == Count::kAdd) gave_ += contributed_ ? '1' : '0';
+  if (rule.seen == Count::kClear) gave_.clear();
+  contributed_ = false;
 }
 
 bool Window::armed() const { return (facts_ & kArmed) != 0; }
 
-bool Window::complete() const { return seen_ >= accumulate_; }
+bool Window::complete() const { return seen() >= accumulate_; }
 
-int64_t Window::num_averaged() const { return std::min(seen_, accumulate_); }
+int64_t Window::seen() const { return static_cast<int64_t>(gave_.size()); }
+
+int64_t Window::num_averaged() const { return std::min(seen(), accumulate_); }
+
+bool Window::keep(const std::string& gave_anywhere) {
+  const size_t before = gave_.size();
+  for (size_t i = std::min(before, gave_anywhere.size()); i-- > 0;) {
+    if (gave_anywhere[i] == '1') continue;
+    gave_.erase(i, 1);
+  }
+  return gave_.size() != before;
+}
 
 void Window::blame(const std::string& contribution) {
   if (blamed_.empty()) blamed_ = contribution;

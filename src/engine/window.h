@@ -41,8 +41,16 @@ class Window {
   bool complete() const;  // `accumulate` backwards ended
   // The backward that began last completes the window: it leaves gradients reduced.
   bool reduces() const { return reduces_; }
-  int64_t seen() const { return seen_; }  // backwards that ended
-  int64_t num_averaged() const;           // over how many the step averages
+  int64_t accumulate() const { return accumulate_; }
+  int64_t seen() const;          // backwards that ended
+  int64_t num_averaged() const;  // over how many the step averages
+
+  // The backward that began gave a gradient.
+  void contribute() { contributed_ = true; }
+  // By backward that ended: '1' if it gave one, else '0'.
+  const std::string& gave() const { return gave_; }
+  // Those of the first that gave none on any rank are none of the window. True if there were any.
+  bool keep(const std::string& gave_anywhere);
 
   // The first contribution that is not finite, until it is taken or the window is dropped.
   void blame(const std::string& contribution);
@@ -55,7 +63,8 @@ class Window {
   int64_t accumulate_;
   uint8_t standing_;  // facts that no call takes away
   uint8_t facts_;
-  int64_t seen_ = 0;
+  std::string gave_;
+  bool contributed_ = false;
   bool reduces_ = false;
   std::string blamed_;
 };

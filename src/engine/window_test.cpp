@@ -82,6 +82,26 @@ TEST(Window, TheLastBackwardReducesAndTheAverageIsOverWhatWasSeen) {
   EXPECT_EQ(window.seen(), 3);
 }
 
+TEST(Window, BackwardsThatGaveNothingAnywhereAreNoneOfIt) {
+  Window window(2, false, true);
+  for (const bool gives : {false, true, false, true}) {
+    window.on(Call::kBackwardBegin);
+    if (gives) window.contribute();
+    window.on(Call::kBackwardEnd);
+  }
+  EXPECT_EQ(window.gave(), "0101");
+  EXPECT_TRUE(window.keep("01"));
+  EXPECT_EQ(window.gave(), "101");
+  EXPECT_FALSE(window.keep("11"));  // another rank's gave something
+  EXPECT_TRUE(window.keep("10"));
+  EXPECT_EQ(window.gave(), "11");
+  EXPECT_TRUE(window.complete());
+  EXPECT_EQ(window.num_averaged(), 2);
+  window.on(Call::kUpdate);
+  EXPECT_FALSE(window.keep("01"));
+  EXPECT_EQ(window.gave(), "");
+}
+
 TEST(Window, TheFirstBadContributionIsKeptUntilItIsTakenOrDropped) {
   Window window(1, false, true);
   window.blame("a");

@@ -52,11 +52,14 @@ void Updates::on_lane(const std::vector<int>& units, std::function<void()> work)
 // ---- the norm
 
 void Updates::norm(const comm::Label& label) {
-  gradients_.finish();
-  rank_.traffic.settle();  // the last unit's write of the step before, long since done
-  gradients_.complete();
-  double total = 0.0;
-  const std::string bad = exchange_norm(label, &total);
+  double total = 0.0, divisor = 0.0;
+  std::string bad;
+  while (divisor == 0.0) {
+    gradients_.finish();
+    rank_.traffic.settle();  // the last unit's write of the step before, long since done
+    gradients_.complete();
+    bad = exchange_norm(label, &total, &divisor);
+  }
   if (!bad.empty() || !std::isfinite(total)) {
     discard();
     gradients_.discard();
@@ -66,8 +69,8 @@ void Updates::norm(const comm::Label& label) {
         bad.empty() ? "Every contribution was finite: their sum overflowed"
                     : "First seen: " + bad));
   }
-  grad_norm_ = std::sqrt(total) / update_.divisor;
-  double scale = 1.0 / update_.divisor;
+  grad_norm_ = std::sqrt(total) / divisor;
+  double scale = 1.0 / divisor;
   if (update_.clip > 0.0) scale *= std::min(1.0, update_.clip / (grad_norm_ + 1e-6));
   grad_scale_ = static_cast<float>(scale);
   bump_versions();
@@ -77,10 +80,11 @@ void Updates::norm(const comm::Label& label) {
   }
 }
 
-// Payload: sum of squares, the first bad contribution, one flag a parameter.
-std::string Updates::exchange_norm(const comm::Label& label, double* total) {
+// Payload: sum of squares, the first bad contribution, one flag a parameter, what say() says.
+std::string Updates::exchange_norm(const comm::Label& label, double* total, double* divisor) {
   std::vector<Slot*> slots;
   double own = 0.0;
+  *total = 0.0;
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
       own += gradients_.own_squares(flat, gradients_.held(flat));
@@ -93,7 +97,10 @@ std::string Updates::exchange_norm(const comm::Label& label, double* total) {
   for (size_t i = 0; i < slots.size(); ++i) {
     payload[sizeof(double) + kBadBytes + i] = static_cast<char>(slots[i]->touched);
   }
+  const size_t said = payload.size();
+  payload += update_.say();
   std::string bad;
+  std::vector<std::string> all;
   for (const std::string& part : rank_.control_channel.share(label, rank_.everyone(), payload)) {
     double sum = 0.0;
     std::memcpy(&sum, part.data(), sizeof(sum));
@@ -102,7 +109,9 @@ std::string Updates::exchange_norm(const comm::Label& label, double* total) {
     for (size_t i = 0; i < slots.size(); ++i) {
       slots[i]->touched |= part[sizeof(double) + kBadBytes + i] != 0;
     }
+    all.push_back(part.substr(said));
   }
+  *divisor = update_.hear(all);
   return bad;
 }
 

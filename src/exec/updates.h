@@ -27,9 +27,14 @@ class NonFinite : public RuntimeFault {
 struct Update {
   std::vector<OptimizerConfig> groups;  // by parameter group
   double clip = 0.0;
-  double divisor = 1.0;            // micro-batches averaged over, times the loss scale
   std::string bad;                 // first non-finite contribution on this rank, or empty
   std::function<void()> external;  // the user's optimizer; empty = our kernels
+  // What this rank says of the window: as long everywhere, and told with the norm.
+  std::function<std::string()> say;
+  // What all of them said, by rank. Returns what the gradients are divided by (micro-batches
+  // averaged over, times the loss scale); or 0 when it moved gradients or changed what say() says,
+  // so that they have to be told again. What it throws ends the update before anything is written.
+  std::function<double(const std::vector<std::string>&)> hear;
 };
 
 // A piece of a parameter that this rank updates, as the user's own optimizer sees it.
@@ -64,7 +69,7 @@ class Updates {
  private:
   void on_lane(const std::vector<int>& units, std::function<void()> work);
   void move_state(Flat& flat, ChunkState& chunk, const PlannedStep& planned);
-  std::string exchange_norm(const comm::Label& label, double* total);
+  std::string exchange_norm(const comm::Label& label, double* total, double* divisor);
   void bump_versions();
   void prepare_external();
   void update_unit(int unit, const Chunk& chunk, bool writes_back);

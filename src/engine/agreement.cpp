@@ -1,0 +1,48 @@
+#include "src/engine/agreement.h"
+
+#include <algorithm>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock::engine {
+
+// By backward of a whole window: '1' for a gradient, '0' for none, '.' for one that has not come;
+// then by unit: '1' where one is late.
+std::string say_window(const Window& window, const Driver& driver) {
+  const auto backwards = static_cast<size_t>(window.accumulate());
+  std::string said = window.gave().substr(0, backwards);
+  said.resize(backwards, '.');
+  for (const bool late : driver.late()) said += late ? '1' : '0';
+  return said;
+}
+
+bool hear_window(const std::vector<std::string>& all, Window& window, Driver& driver) {
+  const auto backwards = static_cast<size_t>(window.accumulate());
+  const auto ended = [&](const std::string& said) { return std::min(said.find('.'), backwards); };
+  std::string anywhere = all.front();
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (ended(all[rank]) != ended(all.front())) {
+      throw RuntimeFault(
+          concat("[engine::step] ranks ended different numbers of backwards since "
+                 "the last step: ",
+                 ended(all.front()), " on rank 0, ", ended(all[rank]), " on rank ", rank));
+    }
+    for (size_t i = 0; i < anywhere.size(); ++i) anywhere[i] = std::max(anywhere[i], all[rank][i]);
+  }
+  const bool shorter = window.keep(anywhere.substr(0, backwards));
+  std::vector<bool> late;
+  for (size_t i = backwards; i < anywhere.size(); ++i) late.push_back(anywhere[i] == '1');
+  const bool any_late = std::find(late.begin(), late.end(), true) != late.end();
+  if (any_late) {
+    driver.move_late(late, window.reduces() ? Section::kBackwardLast : Section::kBackward);
+  }
+  return !shorter && !any_late;
+}
+
+void agree_on_window(exec::Executor& executor, Window& window, Driver& driver) {
+  while (!hear_window(executor.share("window", say_window(window, driver)), window, driver)) {
+  }
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,24 @@
+#pragma once
+// [Note: One window] Ranks may take different ways through a model, so what one of them saw of a
+// window is not what counts. A backward is of the window if it gave a gradient on any rank: one
+// that reached frozen weights alone, everywhere, closes nothing. A gradient that came after its
+// move is moved by all ranks, also by those where none was late. They tell each other with the
+// norm, which costs no exchange of its own, and where somebody looks at gradients before.
+#include <string>
+#include <vector>
+
+#include "src/engine/driver.h"
+#include "src/engine/window.h"
+
+namespace penstock::engine {
+
+// What this rank has to say; as long on every rank.
+std::string say_window(const Window& window, const Driver& driver);
+// What all ranks said, by rank: backwards that gave nothing anywhere leave the window, and late
+// gradients are moved. False when there were any, so that there is something else to say. Throws
+// RuntimeFault where ranks ended different numbers of backwards.
+bool hear_window(const std::vector<std::string>& all, Window& window, Driver& driver);
+// Says and hears until it is the same everywhere.
+void agree_on_window(exec::Executor& executor, Window& window, Driver& driver);
+
+}  // namespace penstock::engine
