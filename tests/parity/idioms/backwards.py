@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from idioms import nets
-from idioms.table import Group, either, raises, refused
+from idioms.table import IN_MEMORY, Group, either, raises, refused
 
 rows = Group("Backwards")
 ONE = (1,)
@@ -25,9 +25,14 @@ def two_backwards(t: Any) -> None:
         t.engine.step()
 
 
-@rows("large and small losses, each with a backward of its own, before a step", accumulate=ONE)
+@rows(
+    "large and small losses, each with a backward of its own, before a step",
+    accumulate=ONE,
+    tier=IN_MEMORY,
+)
 def large_and_small(t: Any) -> None:
-    """Small ones are lost where sums are not in fp32; plain torch has the sum of the losses."""
+    """Small ones are lost where sums are not in fp32; plain torch has the sum of the losses. On disk
+    gradients that no `accumulate` announced stay in bf16, as they do in torch."""
     t.start()
     x, y = t.batch(0)
     for factor in (8,) if t.plain else (256, *(1,) * 8, -256):

@@ -110,26 +110,25 @@ class Idiom:
         return self.sharded if cell.world > 1 else self.alone
 
     def cells(self) -> list[Cell]:
-        """All that it is for."""
-        return [
-            cell
-            for cell in _cells()
-            if all(getattr(cell, name) in values for name, values in self.only.items())
-        ]
+        """Each strategy, precision and tier that it is for, with a world size and an accumulation."""
+        return self._draw(lambda cell: (cell.strategy, cell.precision, cell.tier))
 
     def sample(self) -> list[Cell]:
-        """For every day: one where parameters rest whole, one where they are sharded; the same
-        each time, and others for another name."""
+        """For every day: one where parameters rest whole, one where they are sharded."""
+        return self._draw(lambda cell: cell.strategy in WHOLE)
+
+    def _draw(self, kind_of: Callable[[Cell], Any]) -> list[Cell]:
+        """A cell of each kind; the same each time, and others for another name."""
         draw = random.Random(hashlib.sha256(self.name.encode()).digest())
-        cells = self.cells()
-        draw.shuffle(cells)
-        # Sharded over one rank is rarer, for it is the least of the three.
-        kinds = [WHOLE, SHARDED]
+        kinds: dict[Any, list[Cell]] = {}
+        for cell in _cells():
+            if all(getattr(cell, name) in values for name, values in self.only.items()):
+                kinds.setdefault(kind_of(cell), []).append(cell)
         chosen = []
-        for kind in kinds:
-            of_kind = [cell for cell in cells if cell.strategy in kind]
-            several = [cell for cell in of_kind if cell.world > 1]
-            chosen += (several if several and draw.random() < 0.75 else of_kind)[:1]
+        for cells in kinds.values():
+            # One rank is rarer, for it is the least of the cases.
+            several = [cell for cell in cells if cell.world > 1]
+            chosen.append(draw.choice(several if several and draw.random() < 0.75 else cells))
         return chosen
 
 
