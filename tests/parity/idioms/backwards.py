@@ -31,8 +31,8 @@ def two_backwards(t: Any) -> None:
     tier=IN_MEMORY,
 )
 def large_and_small(t: Any) -> None:
-    """Small ones are lost where sums are not in fp32; plain torch has the sum of the losses. On disk
-    gradients that no `accumulate` announced stay in bf16, as they do in torch."""
+    """Small ones are lost where sums are not in fp32; plain torch has the sum of the losses. In
+    bf16 gradients on disk that no `accumulate` announced are such sums, as in torch."""
     t.start()
     x, y = t.batch(0)
     for factor in (8,) if t.plain else (256, *(1,) * 8, -256):

@@ -110,7 +110,7 @@ class Idiom:
         return self.sharded if cell.world > 1 else self.alone
 
     def cells(self) -> list[Cell]:
-        """Each strategy, precision and tier that it is for, with a world size and an accumulation."""
+        """Each strategy, precision and tier that it is for, with some world and accumulation."""
         return self._draw(lambda cell: (cell.strategy, cell.precision, cell.tier))
 
     def sample(self) -> list[Cell]:
