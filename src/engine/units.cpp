@@ -83,7 +83,8 @@ class Finder {
       if (is_block(child)) ++count[tree_.modules[child].type];
     }
     for (const int child : children_[module]) {
-      if (is_block(child) && count[tree_.modules[child].type] >= 2) {
+      const bool repeats = is_block(child) && count[tree_.modules[child].type] >= 2;
+      if (repeats && (is_list(module) || !has_blocks(child))) {
         blocks_.push_back(child);
       } else {
         repeated(child);
@@ -95,6 +96,25 @@ class Finder {
     const std::string& type = tree_.modules[module].type;
     return bytes_[module] > 0 && !children_[module].empty() && type != "ModuleList" &&
            type != "ModuleDict";
+  }
+
+  bool is_list(int module) const {
+    const std::string& type = tree_.modules[module].type;
+    return type == "ModuleList" || type == "ModuleDict" || type == "Sequential";
+  }
+
+  // Whether a list in it repeats modules whose own children have children. So an encoder and a
+  // decoder of one class are stacks of blocks, and a block with a list of plain experts is a block.
+  bool has_blocks(int module) const {
+    std::map<std::string, int> count;
+    for (const int child : children_[module]) {
+      if (has_blocks(child)) return true;
+      const auto has_children = [&](int part) { return !children_[part].empty(); };
+      const auto& parts = children_[child];
+      const bool deep = std::any_of(parts.begin(), parts.end(), has_children);
+      if (is_list(module) && is_block(child) && deep) ++count[tree_.modules[child].type];
+    }
+    return std::any_of(count.begin(), count.end(), [](const auto& one) { return one.second >= 2; });
   }
 
   void by_size(int module) {

@@ -77,6 +77,38 @@ std::vector<std::string> names(const std::vector<UnitSpec>& units) {
 
 using Names = std::vector<std::string>;
 
+// Two parts of one class, each with a list of two `kind`s; their layers lie that deep.
+ModelTree two_stacks(const char* kind, bool deep) {
+  ModelTree tree;
+  tree.modules = {{"", "Net", -1, {}}};
+  const auto module = [&tree](std::string name, const char* type, int parent) {
+    tree.modules.push_back({std::move(name), type, parent, {}});
+    return static_cast<int>(tree.modules.size()) - 1;
+  };
+  for (const std::string stack : {"one", "two"}) {
+    const int outer = module(stack, "Stack", 0);
+    const int list = module(stack + ".list", "ModuleList", outer);
+    for (const std::string place : {".0", ".1"}) {
+      std::string name = stack + ".list" + place;
+      int inner = module(name, kind, list);
+      if (deep) inner = module(name += ".mix", "Mix", inner);
+      const int layer = module(name += ".fc", "Linear", inner);
+      tree.modules[layer].params = {static_cast<int>(tree.params.size())};
+      tree.params.push_back({name + ".weight", at::zeros({4, 4}), 0});
+    }
+  }
+  return tree;
+}
+
+TEST(FindUnits, AnEncoderAndADecoderOfOneClassAreStacksOfBlocks) {
+  EXPECT_EQ(names(find_units(two_stacks("Block", true), {})),
+            (Names{"", "one.list.0", "one.list.1", "two.list.0", "two.list.1"}));
+}
+
+TEST(FindUnits, ABlockWithAListOfExpertsIsABlock) {
+  EXPECT_EQ(names(find_units(two_stacks("Expert", false), {})), (Names{"", "one", "two"}));
+}
+
 TEST(FindUnits, LargeLayersOutsideOfBlocksAreUnitsToo) {
   UnitsConfig config;
   config.layer_bytes = 64;
