@@ -53,6 +53,10 @@ class PENSTOCK_API Values {
   // parameters do not rest whole.
   void let_go(const std::vector<int>& units);
 
+  // A parameter was `set_()` to itself (torch.nn.utils.parametrize does that), a write that changes
+  // nothing: it is not counted as an edit.
+  void set_to_itself(const std::string& param);
+
   // For an optimizer of the user's own.
   std::vector<Shard> shards();
   std::vector<at::Tensor> shard_gradients();

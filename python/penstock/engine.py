@@ -17,7 +17,7 @@ import torch
 from penstock import optimizer as optim
 from penstock import ranks, recompute, sharded_init, tiling, tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
-from penstock.forwards import Forwards, Uneven
+from penstock.forwards import Forwards, Pace, Uneven
 from penstock.structure import Structure
 
 OptimizerLike = (
@@ -84,8 +84,10 @@ class Engine:
         sharded_init.let_go()
         if self.config.seed >= 0:
             torch.manual_seed(self.config.seed + ranks.rank())
-        self._tiled = tiling.install(model, self._core, self.config)
-        self._forwards = Forwards(model, self._core, self._structure)
+        self._structure.set_to_itself = self._core.values.set_to_itself
+        pace = Pace()
+        self._tiled = tiling.install(model, self._core, self.config, pace)
+        self._forwards = Forwards(model, self._core, self._structure, pace)
         try:
             self._finish_setup(given)
         except ConfigError:  # on every rank alike, so the model can be given back together
@@ -380,6 +382,7 @@ class Engine:
 
     def _end(self, gather: bool, why: str) -> None:
         _alive.discard(self)
+        self._structure.forget()
         self._forwards.remove()
         tiling.remove(self._tiled)
         try:
@@ -433,7 +436,9 @@ class Engine:
             if index > 0 and not unit.is_tile:
                 module = modules[index] = tree.place_of_hooks(self.module, unit.module)
                 if unit.recomputed:
-                    self._forwards.add(recompute.Recomputed(module, index, core.recomputation))
+                    self._forwards.add(
+                        recompute.Recomputed(module, unit.module, index, core.recomputation)
+                    )
                 if core.needs_unit_events:
                     self._forwards.watch(module, index)
         if core.needs_unit_events:

@@ -6,6 +6,7 @@ objects: a copy or a pickle of the model has none of it and is a plain model.
 """
 
 import copy
+import dataclasses
 import functools
 import sys
 import types
@@ -82,13 +83,21 @@ class Forward:
         return types.MethodType(getattr(type(module), self._name), module)
 
 
+@dataclasses.dataclass
+class Pace:
+    """Whether another rank may run no forward while this one does: inside of `uneven()`."""
+
+    uneven: bool = False
+
+
 class Forwards:
     """The forwards of an engine's model, one at a time; a call within a call is part of it."""
 
-    def __init__(self, module: torch.nn.Module, core: Any, structure: Structure) -> None:
-        self._core, self._structure = core, structure
+    def __init__(
+        self, module: torch.nn.Module, core: Any, structure: Structure, pace: Pace
+    ) -> None:
+        self._core, self._structure, self._pace = core, structure, pace
         self._open = False
-        self._uneven = False
         self._installed: list[Any] = [Forward(module, self.run)]
         if core.needs_unit_events and hasattr(module, "generate"):
             self._installed.append(Forward(module, self._generate, "generate"))
@@ -108,7 +117,7 @@ class Forwards:
         return output
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._uneven:
+        if self._pace.uneven:
             return generate(*args, **kwargs)
         with self.uneven():
             return generate(*args, **kwargs)
@@ -119,7 +128,7 @@ class Forwards:
 
     def uneven(self) -> "Uneven":
         """Within the context ranks may call the model a different number of times."""
-        return Uneven(self, self._core)
+        return Uneven(self._pace, self._core)
 
     def watch(self, module: torch.nn.Module, unit: int) -> None:
         """Begin and end of a unit are those of its module."""
@@ -174,7 +183,7 @@ class Forwards:
         if not _in_backward():
             if self._structure.look():
                 self._core.relearn()
-            if self._uneven:
+            if self._pace.uneven:
                 self._core.any_forward(True)
             self._open = True
         self._core.unit_begin(0, torch.is_grad_enabled())
@@ -191,14 +200,14 @@ class Forwards:
 class Uneven:
     """See `Forwards.uneven`: who is done keeps the others company until all are."""
 
-    def __init__(self, forwards: Forwards, core: Any) -> None:
-        self._forwards, self._core = forwards, core
+    def __init__(self, pace: Pace, core: Any) -> None:
+        self._pace, self._core = pace, core
 
     def __enter__(self) -> None:
-        self._forwards._uneven = self._core.needs_unit_events
+        self._pace.uneven = self._core.needs_unit_events
 
     def __exit__(self, kind: Any, _error: Any, _trace: Any) -> None:
-        uneven, self._forwards._uneven = self._forwards._uneven, False
+        uneven, self._pace.uneven = self._pace.uneven, False
         while uneven and kind is None and self._core.any_forward(False):
             self._core.unit_begin(0, False)
             self._core.unit_end(0, [])

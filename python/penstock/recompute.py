@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from penstock import tree
+from penstock._native import RuntimeFault
 from penstock.forwards import Forward
 
 
@@ -51,11 +52,54 @@ class _Buffers:
                 place[name] = buffer
 
 
+class _Objects:
+    """What a forward changes in the objects among its arguments (a cache of keys and values, say).
+
+    When it runs again they are as they were before it, for as long as that lasts. A tensor in them
+    that was written to in place cannot be.
+    """
+
+    def __init__(self, unit: str, arguments: Any) -> None:
+        self._unit = unit
+        self._kept = [(one, tree.State(one)) for one in tree.objects_in(arguments)]
+        self._tensors = [
+            (type(one).__name__, tensor, tensor._version)
+            for one, state in self._kept
+            for tensor in state.values()
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+        ]
+
+    def keep_changed(self) -> None:
+        """After the forward. Raises RuntimeFault for a tensor that was written to."""
+        for kind, tensor, version in self._tensors:
+            if tensor._version != version:
+                raise RuntimeFault(
+                    f'[front::checkpoint] unit "{self._unit}" wrote in place to a tensor that an '
+                    f"argument of it holds (in a {kind}), so it cannot be computed again in "
+                    f'backward: give it none (use_cache=False, say), or leave out "activations.'
+                    f'checkpoint"'
+                )
+        self._tensors.clear()
+        self._kept = [(one, before) for one, before in self._kept if not before.is_of(one)]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        now = [(one, tree.State(one)) for one, _ in self._kept]
+        for one, before in self._kept:
+            before.put_in(one)
+        try:
+            yield
+        finally:
+            for one, state in now:
+                state.put_in(one)
+
+
 class Recomputed:
     """A unit's forward, computed again in backward. `remove()` gives the module its own back."""
 
-    def __init__(self, module: torch.nn.Module, unit: int, recomputation: Any) -> None:
-        self._module, self._unit, self._recomputation = module, unit, recomputation
+    def __init__(self, module: torch.nn.Module, name: str, unit: int, recomputation: Any) -> None:
+        self._module, self._name, self._unit = module, name, unit
+        self._recomputation = recomputation
         self._forward = Forward(module, self._around)
 
     def remove(self) -> None:
@@ -71,7 +115,7 @@ class Recomputed:
     ) -> Any:
         tensors, left = tree.take_out((args, kwargs))
         first = [(args, kwargs)]  # not held any longer than the first time
-        buffers = _Buffers(self._module)
+        buffers, objects = _Buffers(self._module), _Objects(self._name, (args, kwargs))
 
         def run(*inputs: torch.Tensor) -> Any:
             if first:
@@ -79,12 +123,13 @@ class Recomputed:
                 return inner(*own_args, **own_kwargs)
             again_args, again_kwargs = tree.put_in(inputs, left)
             self._recomputation.begin(self._unit)
-            with buffers.as_before():
+            with buffers.as_before(), objects.as_before():
                 return inner(*again_args, **again_kwargs)
 
         with self._hooks():
             output = checkpoint(run, *tensors, use_reentrant=False)
         buffers.keep_changed()
+        objects.keep_changed()
         return output
 
     def _hooks(self) -> contextlib.AbstractContextManager[Any]:

@@ -1,5 +1,7 @@
 """Which parameters a model has, compared with those that its engine was given."""
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +9,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils.parametrize import ParametrizationList
 
 from penstock import tree
 from penstock._native import RuntimeFault
@@ -17,6 +20,7 @@ class _Changes:
 
     count = 0
     watching = False
+    models: "weakref.WeakSet[Structure]" = weakref.WeakSet()
 
     @classmethod
     def watch(cls) -> None:
@@ -27,8 +31,12 @@ class _Changes:
         register_module_module_registration_hook(cls._registered)
 
     @classmethod
-    def _registered(cls, *_: Any) -> None:
+    def _registered(cls, module: torch.nn.Module, _name: str, value: Any) -> None:
         cls.count += 1
+        if isinstance(module, ParametrizationList) and isinstance(value, torch.nn.Parameter):
+            for model in cls.models:
+                if value in model.own:
+                    model.set_to_itself(model.own[value])
 
 
 class Structure:
@@ -37,14 +45,18 @@ class Structure:
     Attributes:
         names: every name of every parameter now: tied ones have several.
         own: each parameter's name in the engine.
+        set_to_itself: called with the name of one that a parametrization was put on.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         _Changes.watch()
+        self.set_to_itself: Callable[[str], None] = lambda _name: None
         self._model, self._seen = model, _Changes.count
         self.names = tree.names_of(model)
         self.own = {param: names[0] for param, names in self.names.items()}
         self._places = self._where()
+        self._late: dict[torch.Tensor, str] = {}  # came after initialize() and did not train
+        _Changes.models.add(self)
 
     def _where(self) -> list[tuple[dict[str, Any], str, Any]]:
         return [
@@ -53,6 +65,10 @@ class Structure:
             for name, param in module._parameters.items()
         ]
 
+    def forget(self) -> None:
+        """The engine is closed."""
+        _Changes.models.discard(self)
+
     def look(self) -> bool:
         """Whether a parameter is in one more place than before: weights were tied.
 
@@ -60,6 +76,7 @@ class Structure:
         """
         same = all(params.get(name) is param for params, name, param in self._places)
         registered = self._seen != _Changes.count
+        registered |= any(param.requires_grad for param in self._late)
         if same and not registered:
             return False
         names = tree.names_of(self._model)
@@ -79,6 +96,7 @@ class Structure:
                     f"are copied into it"
                 )
         self._seen = _Changes.count
+        self._late = others if registered else self._late
         if others:
             return False
         tied = any(len(names[p]) > len(self.names.get(p, ())) for p in names)

@@ -10,7 +10,7 @@ import torch
 
 from penstock import tree
 from penstock._native import ConfigError, _penstock
-from penstock.forwards import Forward
+from penstock.forwards import Forward, Pace
 from penstock.lazy_logits import Head, LazyLogits
 
 
@@ -35,7 +35,7 @@ def _find_head(model: torch.nn.Module) -> str:
     )
 
 
-def install(model: torch.nn.Module, core: Any, config: Any) -> list[Forward]:
+def install(model: torch.nn.Module, core: Any, config: Any, pace: Pace) -> list[Forward]:
     """Replaces the forward of every module whose weight is in tiles."""
     tiles = {name: _penstock.Tiles(core, name) for name in _penstock.Tiles.names(core)}
     of_param = {p: tiles[n] for n, p in model.named_parameters() if n in tiles}
@@ -44,7 +44,7 @@ def install(model: torch.nn.Module, core: Any, config: Any) -> list[Forward]:
         if not tree.has_rows(module) or module.weight not in of_param:
             continue
         is_head = config.tiling.loss_tokens > 0 and name == config.tiling.head
-        own = _forward(module, of_param[module.weight], core if is_head else None)
+        own = _forward(module, of_param[module.weight], (core, pace) if is_head else None)
         changed.append(Forward(module, own))
     return changed
 
@@ -64,9 +64,12 @@ def _forward(module: Any, tiles: Any, lazy_in: Any) -> Any:
     def linear(_inner: Any, input: torch.Tensor) -> Any:  # noqa: A002 - torch's name
         return tiles.linear(input, module.bias)
 
-    def head(_inner: Any, input: torch.Tensor) -> Any:  # noqa: A002
+    def head(inner: Any, input: torch.Tensor) -> Any:  # noqa: A002
+        core, pace = lazy_in
+        if pace.uneven:  # other ranks would not come to compute the logits later
+            return linear(inner, input)
         values = None if module.bias is None else module.bias.detach().clone()
-        return LazyLogits.of(Head(tiles, module.bias, values, module.out_features, lazy_in), input)
+        return LazyLogits.of(Head(tiles, module.bias, values, module.out_features, core), input)
 
     if isinstance(module, torch.nn.Embedding):
         return embedding

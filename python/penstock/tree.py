@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -145,6 +145,68 @@ def _items_of(value: Any) -> list[Any]:
 def _slots_of(kind: type) -> Sequence[str]:
     slots = kind.__dict__.get("__slots__", ())
     return [slots] if isinstance(slots, str) else list(slots)
+
+
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
+_OPAQUE = (torch.Tensor, torch.nn.Module, type, str, bytes, int, float, complex)
+
+
+class State:
+    """What an object holds: its fields, and its items where it is a list, dict, set or deque of
+    Python's own. What these hold is shared."""
+
+    def __init__(self, one: Any) -> None:
+        self._items = copy.copy(one) if type(one) in _CONTAINERS else None
+        self._fields = dict(vars(one)) if hasattr(one, "__dict__") else {}
+        slots = [name for kind in type(one).__mro__ for name in _slots_of(kind)]
+        self._slots = {n: getattr(one, n) for n in slots if n != "__dict__" and hasattr(one, n)}
+
+    def is_of(self, one: Any) -> bool:
+        """Whether `one` holds the very same."""
+        now = State(one)
+        return _same(list(self.values()), list(now.values())) and _same(self._names(), now._names())
+
+    def values(self) -> Iterator[Any]:
+        if self._items is not None:
+            yield from self._items.values() if isinstance(self._items, dict) else self._items
+        yield from self._fields.values()
+        yield from self._slots.values()
+
+    def put_in(self, one: Any) -> None:
+        """Gives `one` this state."""
+        if self._items is not None:
+            one.clear()
+            (one.extend if isinstance(one, (list, deque)) else one.update)(self._items)
+        if hasattr(one, "__dict__"):
+            vars(one).clear()
+            vars(one).update(self._fields)
+        for name, value in self._slots.items():
+            object.__setattr__(one, name, value)
+
+    def _names(self) -> list[Any]:
+        keys = list(self._items) if isinstance(self._items, dict) else []
+        return [*keys, *self._fields, *self._slots]
+
+
+def _same(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
+
+
+def objects_in(value: Any) -> list[Any]:
+    """The containers and objects with fields in nested arguments, each once; neither tensors,
+    modules, functions, classes and numbers nor what these hold."""
+    found: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if one is None or isinstance(one, _OPAQUE) or callable(one) or id(one) in found:
+            continue
+        if isinstance(one, tuple):
+            waiting.extend(one)
+        elif type(one) in _CONTAINERS or hasattr(one, "__dict__") or _slots_of(type(one)):
+            found[id(one)] = one
+            waiting.extend(State(one).values())
+    return list(found.values())
 
 
 class _Place:

@@ -24,6 +24,7 @@ void bind_values(py::module_& module) {
       .def("gather", &Values::gather, NoGil())
       .def("release", &Values::release, NoGil())
       .def("let_go", &Values::let_go, NoGil())
+      .def("set_to_itself", &Values::set_to_itself)
       .def("shards",
            [](Values& values) {
              std::vector<py::tuple> shards;

@@ -246,6 +246,20 @@ void Values::let_go(const std::vector<int>& units) {
   state_->driver->let_go(units);
 }
 
+void Values::set_to_itself(const std::string& param) {
+  for (exec::UnitState& unit : state_->executor->units()) {
+    for (exec::Flat& flat : unit.flats) {
+      for (exec::Slot& slot : flat.slots) {
+        const bool own = slot.param.storage().is_alias_of(slot.window);
+        if (slot.name == param && own) ++slot.version;
+      }
+    }
+  }
+  // It has another accumulator now; in backward gradients still come to the one of the forward.
+  if (engine::in_backward()) return;
+  for (engine::GradientHook& hook : state_->hooks) hook.follow();
+}
+
 std::vector<int> Values::units_of(const std::vector<std::string>& params) const {
   std::vector<int> units;
   for (const tiles::TiledWeight& one : state_->tiled->all()) {
