@@ -25,6 +25,7 @@ SECTIONS = {
     "test_loops": "Loops",
     "test_optimizers": "Optimizers",
     "test_tiers": "Tiers",
+    "test_transformers": "Models of transformers, adapters of peft",
     "test_compile": "torch.compile",
     "test_known_bugs": "Bugs known from elsewhere",
 }

@@ -146,10 +146,11 @@ class Parametrized(zoo.Mlp):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parametrize.register_parametrization(self.up, "weight", Twice())
-        with parametrize.cached():
-            out = super().forward(x)
-        parametrize.remove_parametrizations(self.up, "weight", leave_parametrized=False)
-        return out
+        try:  # a recomputation ends early
+            with parametrize.cached():
+                return super().forward(x)
+        finally:
+            parametrize.remove_parametrizations(self.up, "weight", leave_parametrized=False)
 
 
 class Inside(Net):
