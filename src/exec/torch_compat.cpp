@@ -1,0 +1,36 @@
+#include "src/exec/torch_compat.h"
+
+#include <torch/version.h>
+
+namespace penstock::exec {
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
+
+// 2.11 can set the flag and has no function that takes it back. Private members may be named in an
+// explicit instantiation, so one hands them out here; with others it does not compile.
+namespace {
+
+template <auto kFlag, auto kRefresh>
+struct DataAccess {
+  friend void permit(c10::StorageImpl& storage) {
+    storage.*kFlag = false;
+    (storage.*kRefresh)();
+  }
+};
+
+void permit(c10::StorageImpl& storage);
+
+template struct DataAccess<&c10::StorageImpl::throw_on_immutable_data_ptr_,
+                           &c10::StorageImpl::refresh_has_data_ptr_check>;
+
+}  // namespace
+
+void clear_guard(c10::StorageImpl& storage) { permit(storage); }
+
+#else
+
+void clear_guard(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
+
+#endif
+
+}  // namespace penstock::exec
