@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from idioms import nets
-from idioms.table import Group, either, refused
+from idioms.table import SINCE_2_12, Group, either, refused
 from idioms.trial import adamw
 
 rows = Group("Copies and ends")
@@ -244,7 +244,8 @@ def swa_between(t: Any) -> dict[str, Any]:
     return {"average": sums(average.module)}
 
 
-@rows("`AveragedModel` made before `initialize`, updated inside `gathered()`")
+# Before 2.12 torch's AveragedModel takes no average of another dtype than the model's.
+@rows("`AveragedModel` made before `initialize`, updated inside `gathered()`", SINCE_2_12)
 def swa_before(t: Any) -> dict[str, Any]:
     model = nets.build()
     average = AveragedModel(model)

@@ -21,10 +21,12 @@ TIERS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """`words` are in the text of the error, if there is one."""
+    """`words` are in the text of the error, if there is one. Before torch `since` (major, minor)
+    plain torch may raise, and the row has nothing to be compared with."""
 
     kind: str
     words: tuple[str, ...] = ()
+    since: tuple[int, int] = (0, 0)
 
     @property
     def told(self) -> str:
@@ -33,6 +35,7 @@ class Outcome:
 
 
 AS_TORCH = Outcome("as torch")
+SINCE_2_12 = Outcome("as torch", since=(2, 12))
 
 
 def refused(*words: str) -> Outcome:
@@ -45,9 +48,9 @@ def raises(*words: str) -> Outcome:
     return Outcome("raises", words)
 
 
-def either(*words: str) -> Outcome:
+def either(*words: str, since: tuple[int, int] = (0, 0)) -> Outcome:
     """What torch gives, or an error: it depends on sizes."""
-    return Outcome("as torch or refused", words)
+    return Outcome("as torch or refused", words, since)
 
 
 @dataclass(frozen=True)
