@@ -17,7 +17,7 @@ import torch
 from penstock import optimizer as optim
 from penstock import ranks, recompute, sharded_init, tiling, tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
-from penstock.forwards import Forwards, Pace, Uneven
+from penstock.forwards import Forwards, Pace, Uneven, remove
 from penstock.structure import Structure
 
 OptimizerLike = (
@@ -78,23 +78,31 @@ class Engine:
             model, optim.group_of(given, self._structure.own), sharded_init.waiting()
         )
         comm = config.comm
+        self._installed: list[Any] = []  # on modules
         self._ranks = ranks.Ranks(comm.timeout_s, comm.warn_s, comm.report_dir)
+        try:
+            self._adopt(described, config)
+        except BaseException as error:
+            if "_core" not in self.__dict__:
+                self._ranks.close()
+            else:  # a ConfigError came on every rank, which needs no telling
+                alike = isinstance(error, ConfigError)
+                self._end(True, "" if alike else f"{type(error).__name__}: {error}")
+            raise
+        _alive.add(self)
+
+    def _adopt(self, described: Any, config: Any) -> None:
         self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
+        _cores.add(self)
         self.config = self._core.config
         sharded_init.let_go()
         if self.config.seed >= 0:
             torch.manual_seed(self.config.seed + ranks.rank())
         self._structure.set_to_itself = self._core.values.set_to_itself
         pace = Pace()
-        self._tiled = tiling.install(model, self._core, self.config, pace)
-        self._forwards = Forwards(model, self._core, self._structure, pace)
-        try:
-            self._finish_setup(given)
-        except ConfigError:  # on every rank alike, so the model can be given back together
-            self._end(True, "")
-            raise
-        _alive.add(self)
-        atexit.register(_forget, weakref.ref(self))
+        tiling.install(self.module, self._core, self.config, pace, self._installed)
+        self._forwards = Forwards(self.module, self._core, self._structure, pace, self._installed)
+        self._finish_setup(self._given)
 
     def _finish_setup(self, given: torch.optim.Optimizer) -> None:
         self._external = None if self._native else optim.ShardStep(given, self._core.values)
@@ -383,8 +391,7 @@ class Engine:
     def _end(self, gather: bool, why: str) -> None:
         _alive.discard(self)
         self._structure.forget()
-        self._forwards.remove()
-        tiling.remove(self._tiled)
+        remove(self._installed)
         try:
             said = self._core.close(gather, why)
         finally:
@@ -436,9 +443,8 @@ class Engine:
             if index > 0 and not unit.is_tile:
                 module = modules[index] = tree.place_of_hooks(self.module, unit.module)
                 if unit.recomputed:
-                    self._forwards.add(
-                        recompute.Recomputed(module, unit.module, index, core.recomputation)
-                    )
+                    made = recompute.Recomputed(module, unit.module, index, core.recomputation)
+                    self._installed.append(made)
                 if core.needs_unit_events:
                     self._forwards.watch(module, index)
         if core.needs_unit_events:
@@ -460,11 +466,16 @@ def _refuse_shared(model: torch.nn.Module) -> None:
             )
 
 
-def _forget(engine: "weakref.ref[Engine]") -> None:
+_cores: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # of engines that have one, closed or not
+
+
+def _forget() -> None:
     """At exit, lets go of the C++ side while torch is still whole."""
-    alive = engine()
-    if alive is not None and "_core" in alive.__dict__:
-        del alive._core
+    for engine in list(_cores):
+        engine.__dict__.pop("_core", None)
+
+
+atexit.register(_forget)
 
 
 def initialize(

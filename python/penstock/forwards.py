@@ -94,11 +94,17 @@ class Forwards:
     """The forwards of an engine's model, one at a time; a call within a call is part of it."""
 
     def __init__(
-        self, module: torch.nn.Module, core: Any, structure: Structure, pace: Pace
+        self,
+        module: torch.nn.Module,
+        core: Any,
+        structure: Structure,
+        pace: Pace,
+        installed: list[Any],
     ) -> None:
         self._core, self._structure, self._pace = core, structure, pace
         self._open = False
-        self._installed: list[Any] = [Forward(module, self.run)]
+        self._installed = installed  # what is on modules, the engine's
+        self._installed.append(Forward(module, self.run))
         if core.needs_unit_events and hasattr(module, "generate"):
             self._installed.append(Forward(module, self._generate, "generate"))
 
@@ -106,13 +112,15 @@ class Forwards:
         """`forward` as a forward of the whole model."""
         if self._open:
             return forward(*args, **kwargs)
-        self._begin()
         try:
+            self._begin()
             output = forward(*args, **kwargs)
         except BaseException as error:
             if not _in_backward():  # where checkpointing ends what it computes again early
                 self._fail(error)
             raise
+        finally:  # a signal may raise anywhere
+            self._open = False
         self._end(output)
         return output
 
@@ -138,8 +146,8 @@ class Forwards:
         def begin(*_: Any) -> None:
             nonlocal alone
             if not self._open and not _in_backward():
-                self._begin()
                 alone = True
+                self._begin()
             core.unit_begin(unit, True)
 
         def end(_inputs: Any = None, output: Any = None) -> None:
@@ -169,16 +177,6 @@ class Forwards:
             return forward(*args, **kwargs)
         return self.run(forward, *args, **kwargs)
 
-    def add(self, installed: Any) -> None:
-        """Something else on a module, removed with the rest."""
-        self._installed.append(installed)
-
-    def remove(self) -> None:
-        """Gives the modules back as they were."""
-        for one in reversed(self._installed):  # one may be around another
-            one.remove()
-        self._installed.clear()
-
     def _begin(self) -> None:
         if not _in_backward():
             if self._structure.look():
@@ -189,7 +187,7 @@ class Forwards:
         self._core.unit_begin(0, torch.is_grad_enabled())
 
     def _end(self, output: Any) -> None:
-        self._open = False
+        self._open = False  # also of a module by itself
         self._core.unit_end(0, list(tree.tensors_in(output)))
 
     def _fail(self, error: BaseException) -> None:
@@ -211,6 +209,13 @@ class Uneven:
         while uneven and kind is None and self._core.any_forward(False):
             self._core.unit_begin(0, False)
             self._core.unit_end(0, [])
+
+
+def remove(installed: list[Any]) -> None:
+    """Gives the modules back as they were; may be called again where it was interrupted."""
+    for one in reversed(installed):  # one may be around another
+        one.remove()
+    installed.clear()
 
 
 def _in_backward() -> bool:

@@ -2,29 +2,50 @@
 
 import datetime
 import os
+import weakref
 
 import torch.distributed as dist
 
 from penstock._native import _penstock
 
 
+class _Made:
+    """Process groups of one engine, which torch keeps until they are destroyed: by `close()`, or
+    when nobody has this any more. No rank needs to be there."""
+
+    def __init__(self) -> None:
+        groups: list[dist.ProcessGroup] = []
+        self.groups = groups
+        self.close = weakref.finalize(self, _destroy, groups)
+        self.close.atexit = False
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        group = groups.pop()
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
 class Ranks:
-    """Gloo process groups of our own over all ranks, one a direction; none for a single rank."""
+    """Gloo process groups of our own over all ranks, one a direction; none for a single rank.
+
+    They are let go of by `close()`, or when neither this nor the group is used any more.
+    """
 
     def __init__(self, timeout_s: float, warn_s: float = 30.0, report_dir: str = "") -> None:
         timeout = datetime.timedelta(seconds=timeout_s)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo", timeout=timeout)
-        self._process_groups: list[dist.ProcessGroup] = []
+        made = self._made = _Made()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             self.group = _penstock.Group.alone()
             return
-        made = self._process_groups  # not self, which owns the group that keeps this function
 
         def connect() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-            up, down = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-            made.extend((up, down))
-            return up, down
+            for _ in range(2):
+                made.groups.append(dist.new_group(backend="gloo", timeout=timeout))
+            return made.groups[-2], made.groups[-1]
 
         up, down = connect()
         self.group = _penstock.Group.from_process_group(
@@ -33,10 +54,7 @@ class Ranks:
 
     def close(self) -> None:
         """Lets go of the process groups; no rank needs to be there."""
-        for group in self._process_groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._process_groups.clear()
+        self._made.close()
 
 
 def rank() -> int:

@@ -35,25 +35,18 @@ def _find_head(model: torch.nn.Module) -> str:
     )
 
 
-def install(model: torch.nn.Module, core: Any, config: Any, pace: Pace) -> list[Forward]:
-    """Replaces the forward of every module whose weight is in tiles."""
+def install(
+    model: torch.nn.Module, core: Any, config: Any, pace: Pace, installed: list[Any]
+) -> None:
+    """Replaces the forward of every module whose weight is in tiles, until `forwards.remove()`."""
     tiles = {name: _penstock.Tiles(core, name) for name in _penstock.Tiles.names(core)}
     of_param = {p: tiles[n] for n, p in model.named_parameters() if n in tiles}
-    changed = []
     for name, module in model.named_modules():
         if not tree.has_rows(module) or module.weight not in of_param:
             continue
         is_head = config.tiling.loss_tokens > 0 and name == config.tiling.head
         own = _forward(module, of_param[module.weight], (core, pace) if is_head else None)
-        changed.append(Forward(module, own))
-    return changed
-
-
-def remove(changed: list[Forward]) -> None:
-    """Gives the modules their own forward back."""
-    for one in reversed(changed):
-        one.remove()
-    changed.clear()
+        installed.append(Forward(module, own))
 
 
 def _forward(module: Any, tiles: Any, lazy_in: Any) -> Any:

@@ -77,13 +77,13 @@ ModelTree tree_of(const torch::nn::Module& model) {
 Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& config,
                std::shared_ptr<Group> group)
     : state_(std::make_unique<State>()) {
-  state_->core.emplace(tree_of(*model), config, std::move(group));
-  const std::vector<UnitInfo> units = state_->core->units();
-  if (std::any_of(units.begin(), units.end(), [](const UnitInfo& u) { return u.recomputed; })) {
+  if (config.activations.checkpoint != 0) {  // before the model is taken
     throw ConfigError(
         "[engine::Engine] \"activations.checkpoint\": the C++ front computes no unit again; set it "
         "to \"none\"");
   }
+  state_->core.emplace(tree_of(*model), config, std::move(group));
+  const std::vector<UnitInfo> units = state_->core->units();
   for (const auto& item : model->named_modules("", /*include_self=*/true)) {
     for (size_t unit = 1; unit < units.size(); ++unit) {
       if (units[unit].module == item.key())

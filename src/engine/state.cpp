@@ -150,6 +150,7 @@ void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
 }
 
 void Core::State::forward_failed(const std::string& error) {
+  if (closed) return;
   outside_reads.reset();
   failed("forward", error);
   driver->abandon();
