@@ -75,6 +75,18 @@ INSTANTIATE_TEST_SUITE_P(Ends, Views,
                            return concat(info.param.strategy, "_", info.param.how);
                          });
 
+TEST(Start, ThatIsRefusedLeavesTheModelAsItWas) {
+  const auto all = nets(2);
+  const auto errors = ranks::run_ranks(2, kTimeout, [&](int rank, const auto& group) {
+    const at::Tensor before = all[rank]->embed.detach().clone();
+    const Config config = Config::parse(
+        R"({"units": {"modules": ["Block"]}, "activations": {"checkpoint": "unit"}})");
+    EXPECT_THROW(Engine(all[rank], config, group), ConfigError);
+    EXPECT_TRUE(all[rank]->embed.equal(before));
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
 TEST(Shards, RaiseWhenTheEngineHasClosed) {
   const auto all = nets(1);
   const auto group = Group::alone();
