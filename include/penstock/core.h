@@ -68,7 +68,8 @@ class PENSTOCK_API Core {
   void unit_begin(int unit, bool grad_enabled);
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
-  // [all ranks] Whether any rank is about to run a forward (`mine`: this one is).
+  // [all ranks] Whether any rank is about to run a forward (`mine`: this one is). Throws
+  // RuntimeFault where some are and some are not, and the ranks do not know the order of tiles yet.
   bool any_forward(bool mine);
   // Modules were put in or moved: the order of the units is learned again.
   void relearn();

@@ -52,7 +52,17 @@ void Core::forward_failed(const std::string& error) { state_->forward_failed(err
 bool Core::any_forward(bool mine) {
   state_->check_open("forward");
   const std::vector<std::string> all = state_->executor->share("any forward", mine ? "1" : "0");
-  return std::find(all.begin(), all.end(), "1") != all.end();
+  const bool any = std::find(all.begin(), all.end(), "1") != all.end();
+  const bool ended = std::find(all.begin(), all.end(), "0") != all.end();
+  // Who is done follows the plan of a forward, in which tiles have their places after step one.
+  if (any && ended && state_->moves_params && !state_->order->done() &&
+      !state_->tiled->all().empty()) {
+    throw RuntimeFault(
+        "[engine::forward] ranks ended generate() or uneven() at different lengths, and with "
+        "\"tiling\" they can do so only after a training step: train one first, or generate "
+        "equally often on every rank");
+  }
+  return any;
 }
 
 void Core::relearn() {

@@ -12,6 +12,7 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed as dist
 import zoo
 from ranks import Failure
 from test_border import FEATURES, SGD, Net, assert_close, data, loss_of, mine, start
@@ -230,9 +231,20 @@ class Speaks(nn.Module):
         return tokens
 
 
-def chunked_logits_at_different_lengths(rank_counts: tuple[int, ...]) -> Any:
-    import torch.distributed as dist  # noqa: PLC0415
+def different_lengths_before_training():
+    tiling = {"max_bytes": 512, "loss_tokens": 4}
+    engine = start("zero3", model=models.fill(Speaks()), tiling=tiling)
+    with torch.no_grad():
+        engine.generate(torch.tensor([[1, 2]]), 2)
+        engine.generate(torch.tensor([[1, 2]]), 1 + dist.get_rank())
 
+
+def test_different_lengths_before_training(pools):
+    for failure in pools(2).attempt(different_lengths_before_training):
+        assert isinstance(failure, Failure) and "train one first" in failure.text
+
+
+def chunked_logits_at_different_lengths(rank_counts: tuple[int, ...]) -> Any:
     engine = start(
         "zero3", model=models.fill(Speaks()), tiling={"max_bytes": 512, "loss_tokens": 4}
     )
