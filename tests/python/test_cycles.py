@@ -24,6 +24,16 @@ KEEP = 6  # lives
 PATIENCE_S = 1200
 
 
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+
+
+def tidy_allocator():
+    """One arena, and a threshold that stays: what lies between live blocks goes back to the system
+    then, and memory that stays resident is memory that something holds."""
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(M_ARENA_MAX, 1) and libc.mallopt(M_MMAP_THRESHOLD, 128 << 10)
+
+
 def resident():
     """Bytes of this process in memory, without pages of files: code that runs for the first time
     comes into memory."""
@@ -56,6 +66,7 @@ def footprint(folder):
 
 def go_round(count, world, folder, first=0):
     """Lives one after the other; footprints after the first half and at the end."""
+    tidy_allocator()
     torch.compile(torch.nn.Linear(1, 1))  # imports what some lives need
     gc.collect()
     gc.freeze()  # what torch is made of: collections are quick then
