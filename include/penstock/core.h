@@ -82,10 +82,13 @@ class PENSTOCK_API Core {
   void backward_failed(const std::string& error);
   // Whether a step would apply now: enough backwards were seen, or one and `force`.
   bool window_complete(bool force);
-  // [all ranks] Updates; `groups` by parameter group, `external` the user's optimizer. False when
-  // fp16 gradients overflowed: the weights are unchanged and the loss scale is smaller. Throws
-  // RuntimeFault naming the first parameter whose gradient is not finite when no scale helps.
-  bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {});
+  // [all ranks] Updates; `groups` by parameter group, `external` the user's optimizer, `options` a
+  // text of what it was set to. False when fp16 gradients overflowed (the weights are unchanged and
+  // the loss scale is smaller), or when no backward of the window gave a gradient. Throws
+  // RuntimeFault naming the first parameter whose gradient is not finite when no scale helps, and
+  // where groups or options are not the same on every rank.
+  bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {},
+            const std::string& options = "");
   // Drops what backwards accumulated since the last step.
   void zero_grad();
   int64_t steps() const;

@@ -24,7 +24,14 @@ def _load() -> Any:
     return module
 
 
+def _is_shared(storage: torch.UntypedStorage) -> bool:
+    """torch's `is_shared()` ends the process where a storage may not be read: it raises here."""
+    storage.data_ptr()
+    return torch._C.StorageBase.is_shared(storage)  # type: ignore[attr-defined,no-any-return]
+
+
 _penstock: Any = _load()
+torch.UntypedStorage.is_shared = _is_shared  # type: ignore[method-assign,assignment]
 Bug = _penstock.Bug
 ConfigError = _penstock.ConfigError
 RuntimeFault = _penstock.RuntimeFault

@@ -105,7 +105,9 @@ class Engine:
         self._finish_setup(self._given)
 
     def _finish_setup(self, given: torch.optim.Optimizer) -> None:
-        self._external = None if self._native else optim.ShardStep(given, self._core.values)
+        self._external = (
+            None if self._native else optim.ShardStep(given, self._core.values, ranks.world())
+        )
         optim.take_over(given, self._native, self._core)
         self._groups_seen = optim.group_members(given)
         if self.lr_scheduler is None:
@@ -192,7 +194,8 @@ class Engine:
         if self._native:
             optim.call_hooks(optimizer, before=True)
         groups = optim.settings(optimizer) if self._native else []
-        if not self._core.step(groups, self._external):
+        options = "" if self._native else optim.options_text(optimizer)
+        if not self._core.step(groups, self._external, options):
             return False
         if self._native:
             optim.call_hooks(optimizer, before=False)
@@ -292,6 +295,12 @@ class Engine:
             RuntimeFault: in the middle of a window.
             ConfigError: a name that does not train, or a shape that is not its parameter's.
         """
+        for name, value in grads.items():
+            if not isinstance(value, torch.Tensor):
+                raise ConfigError(
+                    f'[front::set_grads] "{name}" is a {type(value).__name__}, not a tensor: leave '
+                    f"a name out to keep its gradient"
+                )
         self._core.values.set_gradients(list(grads.items()))
 
     def state_dict(

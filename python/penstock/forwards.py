@@ -8,7 +8,9 @@ objects: a copy or a pickle of the model has none of it and is a plain model.
 import copy
 import dataclasses
 import functools
+import os
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from penstock import tree
+from penstock._native import RuntimeFault
 from penstock.structure import Structure
 
 
@@ -103,6 +106,7 @@ class Forwards:
     ) -> None:
         self._core, self._structure, self._pace = core, structure, pace
         self._open = False
+        self._process, self._thread = os.getpid(), 0  # of the forward
         self._installed = installed  # what is on modules, the engine's
         self._installed.append(Forward(module, self.run))
         if core.needs_unit_events and hasattr(module, "generate"):
@@ -145,9 +149,16 @@ class Forwards:
 
         def begin(*_: Any) -> None:
             nonlocal alone
-            if not self._open and not _in_backward():
-                alone = True
-                self._begin()
+            if not _in_backward():
+                if not self._open:
+                    alone = True
+                    self._begin()
+                elif self._thread != threading.get_ident():
+                    raise RuntimeFault(
+                        f"[front::forward] a {type(module).__name__} was called from another "
+                        f"thread while a forward of the model runs: sharded parameters are "
+                        f'gathered in the order of one thread. Call it there, or use "zero2"'
+                    )
             core.unit_begin(unit, True)
 
         def end(_inputs: Any = None, output: Any = None) -> None:
@@ -179,6 +190,13 @@ class Forwards:
 
     def _begin(self) -> None:
         if not _in_backward():
+            if self._core.needs_unit_events and os.getpid() != self._process:
+                raise RuntimeFault(
+                    "[front::forward] the model was called in another process than its engine's "
+                    "(a worker of a DataLoader, say), where no rank sends it parameters: give the "
+                    "worker a copy of the model, made inside engine.gathered()"
+                )
+            self._thread = threading.get_ident()
             if self._structure.look():
                 self._core.relearn()
             if self._pace.uneven:

@@ -189,11 +189,17 @@ def group_of(
 def _on_probe(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> Any:
     """An optimizer of the same class and settings for other parameters."""
     options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    probe = copy.copy(optimizer)
+    probe = copy.copy(optimizer)  # its groups, hooks and state
+    for name, value in vars(optimizer).items():  # what a class of one's own keeps beside them
+        if name not in vars(probe):
+            keeps = isinstance(value, torch.nn.Module) or callable(value)
+            vars(probe)[name] = value if keeps else copy.deepcopy(value)
     probe.__dict__.pop("step", None)  # schedulers wrap it for the original
     probe.param_groups = [{**options, "params": params}]
     probe.state = defaultdict(dict)
+    owner = next(iter(optimizer.param_groups[0]["params"]), None)
     for param in params:
+        vars(param).update(vars(owner) if owner is not None else {})
         probe.state[param] = _fresh_state(optimizer, param)
     return probe
 
@@ -272,6 +278,38 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             f"[front::initialize] {name} is not elementwise ({cause}), so it cannot run on shards: "
             f"use {', '.join(_KINDS)} or another elementwise optimizer"
         )
+
+
+_TRIED_NUMEL = 1 << 22  # elements of the largest parameter that is tried
+
+
+def check_sizes(optimizer: torch.optim.Optimizer, sizes: set[int], world: int) -> None:
+    """Raises ConfigError where a parameter of one of these sizes is updated by another rule than
+    one that is `world` times smaller: this is what a rank has of it."""
+    tried = sorted({min(size, _TRIED_NUMEL) for size in sizes})
+    for numel in tried[:: max(1, len(tried) // 8)] + tried[-1:]:
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.nn.Parameter(torch.randn(numel, generator=generator))
+        cut = max(1, numel // world)
+        pieces = [torch.nn.Parameter(p.clone()) for p in (whole.data[:cut], whole.data[cut:])]
+        probes = _on_probe(optimizer, [whole]), _on_probe(optimizer, pieces)
+        whole.grad = torch.randn(numel, generator=generator)
+        pieces[0].grad, pieces[1].grad = whole.grad[:cut].clone(), whole.grad[cut:].clone()
+        for probe in probes:
+            probe.step()
+        if not _close(whole, pieces):
+            raise ConfigError(
+                f"[front::initialize] {type(optimizer).__name__} is not elementwise (it updates "
+                f"{numel} elements and a part of them differently), so it cannot run on shards: "
+                f"use {', '.join(_KINDS)} or another elementwise optimizer"
+            )
+
+
+def options_text(optimizer: torch.optim.Optimizer) -> str:
+    """What the groups are set to, as ranks compare it."""
+    return repr(
+        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    )
 
 
 class _State(defaultdict[Any, Any]):
@@ -369,15 +407,20 @@ def steps_alone(scheduler: Any) -> bool:
 class ShardStep:
     """Lets any elementwise torch optimizer work on this rank's fp32 shards."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, values: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, values: Any, world: int) -> None:
         _check_fresh(optimizer)
         self._optimizer = optimizer
         self._values = values
         shards: dict[torch.Tensor, list[torch.Tensor]] = defaultdict(list)  # in tiles: several
         self._masters: list[torch.Tensor] = []
+        self._params: list[torch.Tensor] = []
         for _, param, master in values.shards():
             shards[param].append(master)
             self._masters.append(master)
+            self._params.append(param)
+        sizes = {param.numel() for param in shards}
+        if sum(master.numel() for master in self._masters) < sum(p.numel() for p in shards):
+            check_sizes(optimizer, sizes, world)
         for group in optimizer.param_groups:
             group["params"] = [piece for p in group["params"] for piece in shards.get(p, ())]
         self._step = optimizer.step
@@ -386,7 +429,9 @@ class ShardStep:
         optimizer.state.update({master: state for master, state in fresh.items() if state})
 
     def __call__(self) -> None:
-        for master, gradient in zip(self._masters, self._values.shard_gradients(), strict=True):
+        gradients = self._values.shard_gradients()
+        for master, param, gradient in zip(self._masters, self._params, gradients, strict=True):
+            vars(master).update(vars(param))  # attributes that the optimizer may read
             master.grad = gradient
         self._step()
         for master in self._masters:

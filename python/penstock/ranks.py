@@ -60,3 +60,8 @@ class Ranks:
 def rank() -> int:
     """This process's rank; 0 when there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """Number of ranks; 1 when there is no process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1

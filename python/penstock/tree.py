@@ -224,7 +224,10 @@ def _rebuilt(value: Any, change: Any) -> Any:
         items = [_rebuilt(item, change) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        # Past its own __new__, which may look at the tensors.
+        rebuilt: Any = tuple.__new__(type(value), items)
+        getattr(rebuilt, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return rebuilt
     other: Any
     if isinstance(value, list):
         other = copy.copy(value)

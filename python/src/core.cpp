@@ -37,14 +37,16 @@ void bind_tree(py::module_& module) {
            py::arg("modules"), py::arg("params"), py::arg("buffers"), py::arg("init"));
 }
 
-bool step(Core& core, const std::vector<OptimizerConfig>& groups, const py::object& external) {
+bool step(Core& core, const std::vector<OptimizerConfig>& groups, const py::object& external,
+          const std::string& options) {
   const bool native = external.is_none();
   const py::gil_scoped_release release;
   if (native) return core.step(groups);
-  return core.step(groups, [&external] {
+  const auto call = [&external] {
     const py::gil_scoped_acquire acquire;
     external();
-  });
+  };
+  return core.step(groups, call, options);
 }
 
 void bind_recomputation(py::module_& module) {
@@ -88,7 +90,8 @@ void bind_core(py::module_& module) {
            })
       .def("backward_failed", &Core::backward_failed)
       .def("window_complete", &Core::window_complete)
-      .def("step", &step, py::arg("groups"), py::arg("external") = py::none())
+      .def("step", &step, py::arg("groups"), py::arg("external") = py::none(),
+           py::arg("options") = "")
       .def("zero_grad", &Core::zero_grad, NoGil())
       .def_property_readonly("steps", &Core::steps)
       .def("plan_text", &Core::plan_text)

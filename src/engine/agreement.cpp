@@ -17,10 +17,25 @@ std::string say_window(const Window& window, const Driver& driver) {
   return said;
 }
 
+std::string options_text(const std::vector<OptimizerConfig>& groups, const std::string& others) {
+  std::string bytes = others;
+  for (const OptimizerConfig& group : groups) {
+    for (const double option :
+         {group.lr, group.betas[0], group.betas[1], group.eps, group.weight_decay, group.momentum,
+          group.dampening, group.lr_decay, static_cast<double>(group.nesterov),
+          static_cast<double>(group.type)}) {
+      bytes.append(reinterpret_cast<const char*>(&option), sizeof(option));
+    }
+  }
+  const uint64_t hash = hash_text(bytes);
+  return {reinterpret_cast<const char*>(&hash), sizeof(hash)};
+}
+
 bool hear_window(const std::vector<std::string>& all, Window& window, Driver& driver) {
   const auto backwards = static_cast<size_t>(window.accumulate());
   const auto ended = [&](const std::string& said) { return std::min(said.find('.'), backwards); };
-  std::string anywhere = all.front();
+  const size_t options = backwards + driver.late().size();  // where they begin
+  std::string anywhere = all.front().substr(0, options);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (ended(all[rank]) != ended(all.front())) {
       throw RuntimeFault(
@@ -28,11 +43,17 @@ bool hear_window(const std::vector<std::string>& all, Window& window, Driver& dr
                  "the last step: ",
                  ended(all.front()), " on rank 0, ", ended(all[rank]), " on rank ", rank));
     }
-    for (size_t i = 0; i < anywhere.size(); ++i) anywhere[i] = std::max(anywhere[i], all[rank][i]);
+    if (all[rank].substr(options) != all.front().substr(options)) {
+      throw RuntimeFault(
+          concat("[engine::step] the optimizer's options (the learning rate or "
+                 "another of a parameter group) are not the same on rank 0 and rank ",
+                 rank, ": set them to the same on every rank"));
+    }
+    for (size_t i = 0; i < options; ++i) anywhere[i] = std::max(anywhere[i], all[rank][i]);
   }
   const bool shorter = window.keep(anywhere.substr(0, backwards));
   std::vector<bool> late;
-  for (size_t i = backwards; i < anywhere.size(); ++i) late.push_back(anywhere[i] == '1');
+  for (size_t i = backwards; i < options; ++i) late.push_back(anywhere[i] == '1');
   const bool any_late = std::find(late.begin(), late.end(), true) != late.end();
   if (any_late) {
     driver.move_late(late, window.reduces() ? Section::kBackwardLast : Section::kBackward);

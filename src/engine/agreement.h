@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/config.h"
 #include "src/engine/driver.h"
 #include "src/engine/window.h"
 
@@ -14,9 +15,12 @@ namespace penstock::engine {
 
 // What this rank has to say; as long on every rank.
 std::string say_window(const Window& window, const Driver& driver);
-// What all ranks said, by rank: backwards that gave nothing anywhere leave the window, and late
-// gradients are moved. False when there were any, so that there is something else to say. Throws
-// RuntimeFault where ranks ended different numbers of backwards.
+// Of what the optimizer was set to: as long on every rank, and the same if that is.
+std::string options_text(const std::vector<OptimizerConfig>& groups, const std::string& others);
+// What all ranks said, by rank; options_text() may be at its end: backwards that gave nothing
+// anywhere leave the window, and late gradients are moved. False when there were any, so that there
+// is something else to say. Throws RuntimeFault where ranks ended different numbers of backwards,
+// or have other options.
 bool hear_window(const std::vector<std::string>& all, Window& window, Driver& driver);
 // Says and hears until it is the same everywhere.
 void agree_on_window(exec::Executor& executor, Window& window, Driver& driver);

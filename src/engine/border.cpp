@@ -140,7 +140,7 @@ void Border::take_over(Param& param) {
                            static_cast<const char*>(values.const_data_ptr()));
 }
 
-std::string Border::edited(int index, bool compares) {
+std::string Border::edited(int index) {
   const exec::UnitState& unit = executor_.units()[static_cast<size_t>(index)];
   if (!unit.attached || executor_.table().rests_whole()) return "";
   for (const exec::Flat& flat : unit.flats) {
@@ -148,7 +148,7 @@ std::string Border::edited(int index, bool compares) {
       if (slot.param._version() != slot.version) return slot.name;
     }
   }
-  return compares ? executor_.values().edited(index) : "";
+  return executor_.values().edited(index);
 }
 
 void Border::refuse_edit(const std::string& param, const char* where) {

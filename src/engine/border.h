@@ -36,8 +36,9 @@ class Border {
   // What stands in a parameter's place becomes its value. Throws RuntimeFault for what cannot.
   void look_at_params();
   // The first gathered parameter of the unit that was written to in place, by torch's count of
-  // writes, or by its values where `compares`; else empty. Only this rank's part is compared.
-  std::string edited(int unit, bool compares);
+  // writes or by its values (torch does not count those to `.data`); else empty. Only this rank's
+  // part is compared.
+  std::string edited(int unit);
   // Throws RuntimeFault that such an edit would be lost; nothing for an empty name.
   static void refuse_edit(const std::string& param, const char* where);
 

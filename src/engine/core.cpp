@@ -97,7 +97,8 @@ bool Core::window_complete(bool force) {
   return force || state_->window->complete();
 }
 
-bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external) {
+bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
+                const std::string& options) {
   show(state_->group->board(), "update");
   // Its gradients are windows into memory that the step lets go of.
   const std::function<void()> lending = [&] {
@@ -109,7 +110,7 @@ bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<
     }
     engine::take_back(state_->lent_gradients);
   };
-  const bool applied = state_->step(groups, external ? lending : external);
+  const bool applied = state_->step(groups, external ? lending : external, options);
   show(state_->group->board(), "the caller's code, after step");
   return applied;
 }

@@ -106,8 +106,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (!engine::in_backward()) {
     outside_reads.reset();
     for (const int unit : order->spanning()) {
-      if (driver->held(unit) == 0)
-        engine::Border::refuse_edit(border->edited(unit, false), "in forward");
+      refuse_edit(unit, "in forward");
       driver->leave(Op::kForward, unit);
     }
   }
@@ -143,8 +142,7 @@ void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
     });
   }
   if (engine::in_backward()) return;  // what is recomputed stays until its gradients are there
-  if (driver->held(unit) == 0)
-    engine::Border::refuse_edit(border->edited(unit, false), "in forward");
+  refuse_edit(unit, "in forward");
   order->end(Op::kForward, unit);
   driver->leave(Op::kForward, unit);
 }
@@ -330,13 +328,20 @@ void Core::State::take_tile_gradient(int unit, const at::Tensor& gradient) {
   take_gradient(unit, 0, 0, gradient);
 }
 
+// Inside gathered(write=True) that sees to it.
+void Core::State::refuse_edit(int unit, const char* where) {
+  if (driver->held(unit) == 0) engine::Border::refuse_edit(border->edited(unit), where);
+}
+
 void Core::State::unit_complete(int unit) {
+  refuse_edit(unit, "in backward");
   order->end(Op::kBackward, unit);
   driver->leave(Op::kBackward, unit);
 }
 
 void Core::State::end_backward() {
   complete_frozen(-1);
+  refuse_edit(0, "in backward");
   order->end(Op::kBackward, 0);
   driver->finish();
   window->on(engine::Call::kBackwardEnd);
@@ -364,7 +369,7 @@ double Core::State::divisor() const {
 }
 
 bool Core::State::step(const std::vector<OptimizerConfig>& groups,
-                       const std::function<void()>& external) {
+                       const std::function<void()>& external, const std::string& options) {
   if (const char* why = window->refusal(engine::Call::kUpdate)) {
     driver->abandon();
     drop_gradients();
@@ -380,7 +385,9 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   update.clip = config.clip;
   const std::string bad = update.bad = window->take_blamed();
   update.external = external;
-  update.say = [this] { return engine::say_window(*window, *driver); };
+  update.say = [this, told = engine::options_text(groups, options)] {
+    return engine::say_window(*window, *driver) + told;
+  };
   update.hear = [this, whole = window->complete()](const std::vector<std::string>& all) {
     if (!engine::hear_window(all, *window, *driver)) return 0.0;
     if (window->seen() == 0 || (whole && !window->complete())) throw StillOpen();

@@ -49,7 +49,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void take_tile_gradient(int unit, const at::Tensor& gradient) override;
   void run_in_backward(const std::function<void()>& work) override { in_hook(work); }
 
-  bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external);
+  bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
+            const std::string& options);
   // What users did to gradients since the last call. `adds`: a backward begins.
   void look_at_gradients(bool adds);
   // Drops the window: nothing was accumulated.
@@ -117,6 +118,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void gradient_arrived(int unit, int flat, int slot);
   void take_gradient(int unit, int flat, int slot, const at::Tensor& gradient);
   void complete_frozen(int except);
+  void refuse_edit(int unit, const char* where);
   void unit_complete(int unit);
   void end_backward();
   void make_plans();

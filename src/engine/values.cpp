@@ -2,9 +2,12 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/isfinite.h>
 
 #include <algorithm>
 #include <map>
+#include <set>
+#include <string_view>
 #include <utility>
 
 #include "penstock/error.h"
@@ -147,6 +150,27 @@ std::vector<std::pair<std::string, at::Tensor>> Values::weights(const WeightsOpt
   return tensors;
 }
 
+namespace {
+
+void refuse_other_values(exec::Executor& executor, const std::map<std::string, at::Tensor>& given) {
+  std::string mine;
+  for (const auto& [name, value] : given) {
+    const at::Tensor bytes = value.to(at::kFloat).contiguous();
+    const std::string_view text(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+    mine += concat(name, " ", hash_text(text), "\n");
+  }
+  const uint64_t hash = hash_text(mine);
+  const std::vector<std::string> all =
+      executor.share("set_grads", {reinterpret_cast<const char*>(&hash), sizeof(hash)});
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank] == all.front()) continue;
+    throw ConfigError(concat("[engine::set_grads] rank 0 and rank ", rank,
+                             " were given other gradients: every rank passes the same values"));
+  }
+}
+
+}  // namespace
+
 void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
   state_->check_open("set_grads");
   state_->look_at_gradients(false);
@@ -176,9 +200,20 @@ void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>
                              ", its parameter ", slot.param.sizes()));
   });
   if (known != by_name.size()) {
-    throw ConfigError("[engine::set_grads] a name is no parameter that trains");
+    std::set<std::string> unknown;
+    for (const auto& [name, value] : by_name) unknown.insert(name);
+    for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor&) {
+      unknown.erase(units[unit].flats[flat].slots[index].name);
+    });
+    throw ConfigError(
+        concat("[engine::set_grads] \"", *unknown.begin(), "\" is no parameter that trains"));
   }
+  refuse_other_values(*state_->executor, by_name);
   for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor& value) {
+    if (!at::isfinite(value).all().item<bool>()) {
+      state_->window->blame(concat("parameter \"", units[unit].flats[flat].slots[index].name,
+                                   "\", which was given to set_grads()"));
+    }
     state_->executor->gradients().set(static_cast<int>(unit), static_cast<int>(flat),
                                       static_cast<int>(index), value.to(at::kFloat),
                                       state_->divisor());
@@ -229,7 +264,7 @@ void Values::refuse_edits(const std::vector<int>& units) {
   std::string mine;
   for (const int unit : units) {
     // Inside another gathered() that one sees to it.
-    if (mine.empty() && state_->driver->held(unit) == 1) mine = state_->border->edited(unit, true);
+    if (mine.empty() && state_->driver->held(unit) == 1) mine = state_->border->edited(unit);
   }
   const auto share = [this](const std::string& label, const std::string& text) {
     return state_->executor->share(label, text);
