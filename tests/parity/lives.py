@@ -185,7 +185,11 @@ class Trial:
         self.interrupts: int | None = None
         self.struck = dist_rank() in life.ranks
         self.apart = len(life.ranks) < life.world  # the ranks are where they cannot go on together
-        self.exact = True  # the twin knows the weights
+        # The twin knows the weights, unless a step was cut short: shards of another optimizer are
+        # new on some ranks only, or before the engine has taken them over.
+        cut = life.fault == "after update"
+        cut |= self.apart and life.fault in ("before update", "interrupt")
+        self.exact = not (cut and life.optimizer == "external")
         self.at = "start"
         self.file_limit: tuple[int, int] | None = None
         samples = life.world * life.accumulate * training.MICRO
@@ -327,7 +331,7 @@ class Trial:
             self.twin.step()
         elif self.at == "backward":
             self.twin.zero_grad()
-            if self.life.fault == "interrupt" or self.life.seed % 2:
+            if not self.apart and (self.life.fault == "interrupt" or self.life.seed % 2):
                 self.engine.zero_grad()
         elif self.at == "step" and all(p.grad is None for p in self.model.parameters()):
             self.twin.zero_grad()
@@ -384,7 +388,12 @@ def _live(trial: Trial) -> Kept:
     things: dict[str, list[Any]] = {"views": views_of(trial.model)}
     try:
         trial.train_through()
-        take(trial, things)
+        trial.at = "the end"
+        try:
+            take(trial, things)
+        except RuntimeError as error:  # another rank was hurt in its last step
+            trial.understand(error)
+            raise Ended from error
     except Ended:
         trial.end()  # knows of the error, as in a `finally`
     else:
