@@ -37,3 +37,11 @@ ConfigError = _penstock.ConfigError
 RuntimeFault = _penstock.RuntimeFault
 for _kind in (Bug, ConfigError, RuntimeFault):
     _kind.__module__ = "penstock"  # as users import it, and as tracebacks show it
+
+
+def _config_text(config: Any) -> str:
+    """Every setting, as JSON on one line."""
+    return str(config.json())
+
+
+_penstock.Config.__repr__ = _config_text

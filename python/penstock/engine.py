@@ -371,6 +371,18 @@ class Engine:
         self.module.train(mode)
         return self
 
+    def __repr__(self) -> str:
+        core, config = self.__dict__.get("_core"), self.__dict__.get("config")
+        if core is None or config is None:
+            return "<penstock.Engine, without a core>"
+        count = sum(param.numel() for param in self.module.parameters())
+        precision = config.precision or "as-built"
+        closed = "" if self in _alive else " closed"
+        return (
+            f"<penstock.Engine strategy={config.strategy} precision={precision} "
+            f"ranks={config.mesh.data} parameters={count} steps={core.steps}{closed}>"
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name == "module" or name.startswith("_core"):
             raise AttributeError(name)

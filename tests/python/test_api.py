@@ -548,3 +548,29 @@ def test_close_leaves_a_usable_model(strategy, precision, pools):
     (weights, first), (_, second) = pools(2).run(closed_model, strategy, precision)
     assert_same(second, first, limit=0)
     assert_same(first, weights, limit=0 if precision == "fp32" else 2**-8)
+
+
+def texts_of(precision):
+    engine = start("zero3", precision=precision)
+    opened = repr(engine)
+    engine.backward(engine(*training.rank_part(batches(1)[0], 0)))
+    engine.step()
+    settings = json.loads(repr(engine.config))
+    engine.close()
+    return opened, repr(engine), settings
+
+
+@pytest.mark.parametrize("precision", ["bf16", None])
+def test_engine_and_config_as_text(precision, pools):
+    count = sum(p.numel() for p in models.build("gpt").parameters())
+    opened, closed, settings = pools(2).run(texts_of, precision)[0]
+    said = f"strategy=zero3 precision={precision or 'as-built'} ranks=2 parameters={count}"
+    assert opened == f"<penstock.Engine {said} steps=0>"
+    assert closed == f"<penstock.Engine {said} steps=1 closed>"
+    assert settings["strategy"] == "zero3" and settings["mesh"]["data"] == 2
+
+
+def test_text_of_an_engine_that_did_not_start():
+    import penstock  # noqa: PLC0415
+
+    assert "penstock.Engine" in repr(object.__new__(penstock.Engine))
