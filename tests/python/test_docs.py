@@ -44,3 +44,16 @@ def test_block_runs(block):
     }
     exec(compile(block, "block", "exec"), names)
     names["engine"].close()
+
+
+def test_engine_page_has_every_public_name():
+    import penstock  # noqa: PLC0415
+
+    page = (ROOT / "docs/engine.md").read_text(encoding="utf-8")
+    rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| "))
+    told = set(re.findall(r"`(?:engine\.)?(\w+)", rows))
+    made = penstock.initialize(Model(), {"strategy": "ddp"})
+    public = {name for name in [*vars(penstock.Engine), *vars(made)] if not name.startswith("_")}
+    made.close()
+    missing = (public | set(penstock.__all__)) - told
+    assert not missing
