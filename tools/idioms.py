@@ -19,11 +19,45 @@ loop, and what comes of each with an engine. Every row is a test (`tests/parity/
 
 - *as torch*: losses and weights are those of plain torch in one process on the whole batch.
 - *refused*: every rank gets an error, there or at the engine's next call, that says what to do.
-- *as torch or refused*: one of the two; which of them depends on sizes and cells.
+- *as torch or refused*: one of the two, never a third result. Which of them depends on the model's
+  sizes and on the config (strategy, precision, tiers, accumulation, ranks): run it once with yours.
+  No error means that the result is torch's.
 - *an error, as in torch*: torch raises, and so does the engine.
 
 A strategy that shards parameters has them whole on one rank: rows that only it refuses are then as
 torch or refused.
+
+## What to call instead
+
+| refused | instead |
+|---|---|
+| `clip_grad_norm_` | the config's `clip`; the norm is `engine.grad_norm` after the step |
+| `p.grad` read: a norm, a log, `isfinite` | `engine.full_grads()`, `engine.grad_norm` |
+| `p.grad` written: `clip_grad_value_`, noise, surgery, `p.grad = x`, `dist.all_reduce` | \
+`engine.set_grads(edited)` of what `engine.full_grads()` gave; ranks are averaged already |
+| `GradScaler` | `"precision": "fp16"`: the engine scales the loss and skips steps that overflow |
+| `loss.backward()` with fp16 | `engine.backward(loss)` |
+| `backward(create_graph=True)` | `torch.autograd.grad(..., create_graph=True)` before it |
+| `optimizer.step()`, also with a closure | `engine.step()`; hooks of the optimizer's step run |
+| `optimizer.state`, `optimizer.state_dict()` | \
+nothing yet: the state is sharded and cannot be saved |
+| moments reset | `engine.close()` and `initialize()` again |
+| LBFGS, Adafactor and others that are not elementwise | AdamW, Adam, SGD, Adagrad, Lion or an \
+elementwise class |
+| two optimizers for one model | one optimizer with parameter groups |
+| a parameter beside the model in the optimizer | \
+a `Parameter` of the model, or an optimizer of its own |
+| frozen at `initialize()`, trained later | initialize with it trainable, freeze it afterwards |
+| a sharded `p` read: `p.norm()`, `p.tolist()`, averages | `with engine.gathered():` around it |
+| an L2 penalty of sharded parameters in the loss | `weight_decay` of Adam or SGD, which is that |
+| a sharded `p` edited: `clamp_`, `load_state_dict`, pruning | `with engine.gathered(write=True):` |
+| `model.state_dict()`, `torch.save`, `deepcopy` of a sharded model | \
+`engine.state_dict()`, or any of them inside `with engine.gathered():` |
+| `model.half()`, `.to("meta")`, a new layer or `Parameter`, `assign=True` | \
+before `initialize()`, or after `engine.close()` |
+| an evaluation or `state_dict()` on rank 0 alone | on all ranks; around uneven loops \
+`with engine.uneven():` |
+| `copy.deepcopy(engine)`, a pickle of it | of the model, inside `with engine.gathered():` |
 """
 
 
