@@ -209,10 +209,11 @@ void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>
         concat("[engine::set_grads] \"", *unknown.begin(), "\" is no parameter that trains"));
   }
   refuse_other_values(*state_->executor, by_name);
+  std::string bad;
   for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor& value) {
-    if (!at::isfinite(value).all().item<bool>()) {
-      state_->window->blame(concat("parameter \"", units[unit].flats[flat].slots[index].name,
-                                   "\", which was given to set_grads()"));
+    if (bad.empty() && !at::isfinite(value).all().item<bool>()) {
+      bad = concat("parameter \"", units[unit].flats[flat].slots[index].name,
+                   "\", which was given to set_grads()");
     }
     state_->executor->gradients().set(static_cast<int>(unit), static_cast<int>(flat),
                                       static_cast<int>(index), value.to(at::kFloat),
@@ -220,6 +221,7 @@ void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>
   });
   state_->border->show_gradients();
   if (!state_->border->any_bad()) state_->window->take_blamed();
+  if (!bad.empty()) state_->window->blame(bad);
 }
 
 void Values::gather(const std::vector<int>& units, bool write) {

@@ -40,9 +40,7 @@ def scale_detached(model: Any) -> None:
 
 def new_data(model: Any) -> None:
     for p in model.parameters():
-        # Not all alike: bf16 would train on rounding errors alone.
-        ramp = torch.linspace(-0.25, 0.25, p.numel(), dtype=torch.float)
-        p.data = ramp.reshape(p.shape).to(p.dtype)
+        p.data = nets.ramp(p)
 
 
 def new_data_of_one(model: Any) -> None:

@@ -44,3 +44,9 @@ def batch(step: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     x = torch.randn(samples, FEATURES, generator=generator)
     return x, x.sin().sum(-1)
+
+
+def ramp(like: torch.Tensor) -> torch.Tensor:
+    """Values of that shape and dtype, not all alike: bf16 would train on rounding errors alone."""
+    values = torch.linspace(-0.25, 0.25, like.numel(), dtype=torch.float)
+    return values.reshape(like.shape).to(like.dtype)

@@ -192,7 +192,7 @@ def to_empty(t: Any) -> None:
         model.to_empty(device="cpu")
         with torch.no_grad():
             for p in model.parameters():
-                p.fill_(0.125)
+                p.copy_(nets.ramp(p))
 
     then_train(t, change)
 

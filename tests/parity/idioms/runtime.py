@@ -284,8 +284,7 @@ def state_on_rank_0(t: Any) -> None:
     t.train(1)
     if t.rank == 0:
         t.engine.state_dict()
-    if not t.plain:
-        t.train(1, start=1)
+    t.train(1, start=1)
 
 
 @rows("`step()` on rank 0 alone", refused("rank"), world=(2,), accumulate=ONE)
