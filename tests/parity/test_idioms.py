@@ -1,7 +1,7 @@
 """The table of idioms (idioms/): each row on an engine and on plain torch in one process.
 
 `pytest tests/parity/test_idioms.py --full` runs each row at every strategy, precision and tier;
-every day it is two cells.
+every day it is one cell.
 """
 
 from __future__ import annotations
