@@ -59,6 +59,13 @@ void check_groups(const Config& config, const std::vector<OptimizerConfig>& grou
 // All that its backwards reached was frozen: what came of the window so far stays.
 class StillOpen : public std::exception {};
 
+// Inside gathered(write=True) that sees to it.
+void refuse_edit(const engine::Driver& driver, engine::Border& border, int unit,
+                 const char* where) {
+  if (driver.held(unit) > 0) return;
+  engine::Border::refuse_edit(border.edited(unit), where);
+}
+
 // Not in a torch.autograd.grad() or a backward(inputs=...) that wants other gradients, nor where
 // another model's backward passes through this one while it is frozen.
 bool expects_gradients(const tiles::TiledWeights& tiled,
@@ -106,7 +113,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (!engine::in_backward()) {
     outside_reads.reset();
     for (const int unit : order->spanning()) {
-      refuse_edit(unit, "in forward");
+      refuse_edit(*driver, *border, unit, "in forward");
       driver->leave(Op::kForward, unit);
     }
   }
@@ -142,7 +149,7 @@ void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
     });
   }
   if (engine::in_backward()) return;  // what is recomputed stays until its gradients are there
-  refuse_edit(unit, "in forward");
+  refuse_edit(*driver, *border, unit, "in forward");
   order->end(Op::kForward, unit);
   driver->leave(Op::kForward, unit);
 }
@@ -328,20 +335,15 @@ void Core::State::take_tile_gradient(int unit, const at::Tensor& gradient) {
   take_gradient(unit, 0, 0, gradient);
 }
 
-// Inside gathered(write=True) that sees to it.
-void Core::State::refuse_edit(int unit, const char* where) {
-  if (driver->held(unit) == 0) engine::Border::refuse_edit(border->edited(unit), where);
-}
-
 void Core::State::unit_complete(int unit) {
-  refuse_edit(unit, "in backward");
+  refuse_edit(*driver, *border, unit, "in backward");
   order->end(Op::kBackward, unit);
   driver->leave(Op::kBackward, unit);
 }
 
 void Core::State::end_backward() {
   complete_frozen(-1);
-  refuse_edit(0, "in backward");
+  refuse_edit(*driver, *border, 0, "in backward");
   order->end(Op::kBackward, 0);
   driver->finish();
   window->on(engine::Call::kBackwardEnd);
@@ -380,11 +382,8 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   look_at_gradients(false);
   border->look_at_params();
   border->hide_gradients();
-  exec::Update update;
-  update.groups = groups;
-  update.clip = config.clip;
-  const std::string bad = update.bad = window->take_blamed();
-  update.external = external;
+  const std::string bad = window->take_blamed();
+  exec::Update update{groups, config.clip, bad, external, {}, {}};
   update.say = [this, told = engine::options_text(groups, options)] {
     return engine::say_window(*window, *driver) + told;
   };

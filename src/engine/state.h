@@ -118,7 +118,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void gradient_arrived(int unit, int flat, int slot);
   void take_gradient(int unit, int flat, int slot, const at::Tensor& gradient);
   void complete_frozen(int except);
-  void refuse_edit(int unit, const char* where);
   void unit_complete(int unit);
   void end_backward();
   void make_plans();
