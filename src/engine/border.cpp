@@ -36,7 +36,8 @@ at::Tensor hollow_gradient(const at::Tensor& param, const std::string& name) {
 
 }  // namespace
 
-Border::Border(exec::Executor& executor, const tiles::TiledWeights& tiled) : executor_(executor) {
+Border::Border(exec::Executor& executor, const tiles::TiledWeights& tiled)
+    : executor_(executor), looks_(executor.units().size(), 0) {
   const auto known = [this](const std::string& name, const at::Tensor& tensor, bool trainable,
                             const c10::Storage& tiled) {
     params_.push_back(
@@ -140,13 +141,17 @@ void Border::take_over(Param& param) {
                            static_cast<const char*>(values.const_data_ptr()));
 }
 
-std::string Border::edited(int index) {
+std::string Border::edited(int index, bool always) {
   const exec::UnitState& unit = executor_.units()[static_cast<size_t>(index)];
   if (!unit.attached || executor_.table().rests_whole()) return "";
   for (const exec::Flat& flat : unit.flats) {
     for (const exec::Slot& slot : flat.slots) {
       if (slot.param._version() != slot.version) return slot.name;
     }
+  }
+  if (executor_.table().at(Role::kParam, Phase::kRest).tier == Tier::kDisk && !always) {
+    const int looks = ++looks_[static_cast<size_t>(index)];
+    if (looks > 4 && looks % 32 != 0) return "";
   }
   return executor_.values().edited(index);
 }

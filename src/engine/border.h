@@ -37,8 +37,9 @@ class Border {
   void look_at_params();
   // The first gathered parameter of the unit that was written to in place, by torch's count of
   // writes or by its values (torch does not count those to `.data`); else empty. Only this rank's
-  // part is compared.
-  std::string edited(int unit);
+  // part is compared. Where parameters rest on disk that is a read: unless `always`, after the
+  // first looks only one of 32 compares.
+  std::string edited(int unit, bool always);
   // Throws RuntimeFault that such an edit would be lost; nothing for an empty name.
   static void refuse_edit(const std::string& param, const char* where);
 
@@ -75,6 +76,7 @@ class Border {
 
   exec::Executor& executor_;
   std::vector<Param> params_;
+  std::vector<int> looks_;  // by unit: for edits, where not always
 };
 
 }  // namespace penstock::engine

@@ -63,7 +63,7 @@ class StillOpen : public std::exception {};
 void refuse_edit(const engine::Driver& driver, engine::Border& border, int unit,
                  const char* where) {
   if (driver.held(unit) > 0) return;
-  engine::Border::refuse_edit(border.edited(unit), where);
+  engine::Border::refuse_edit(border.edited(unit, false), where);
 }
 
 // Not in a torch.autograd.grad() or a backward(inputs=...) that wants other gradients, nor where

@@ -266,7 +266,7 @@ void Values::refuse_edits(const std::vector<int>& units) {
   std::string mine;
   for (const int unit : units) {
     // Inside another gathered() that one sees to it.
-    if (mine.empty() && state_->driver->held(unit) == 1) mine = state_->border->edited(unit);
+    if (mine.empty() && state_->driver->held(unit) == 1) mine = state_->border->edited(unit, true);
   }
   const auto share = [this](const std::string& label, const std::string& text) {
     return state_->executor->share(label, text);
