@@ -530,7 +530,7 @@ MUTATIONS = [
     Mutation(
         "wrong divisor: an incomplete window",
         "src/engine/window.cpp",
-        "return std::min(seen_, accumulate_);",
+        "return std::min(seen(), accumulate_);",
         "return accumulate_;",
     ),
     Mutation(
@@ -593,8 +593,8 @@ MUTATIONS = [
     Mutation(
         "running again changes buffers again",
         "python/penstock/recompute.py",
-        "            with buffers.as_before():\n                return inner(",
-        "            if buffers is not None:\n                return inner(",
+        "            with buffers.as_before(), objects.as_before():\n                return inner(",
+        "            with objects.as_before():\n                return inner(",
         BATCH_NORM,
     ),
 ]
