@@ -21,7 +21,8 @@ import sysconfig
 import tempfile
 import time
 
-from table import MUTATIONS, Mutation, Program, Pytest
+from planted import Mutation, Program, Pytest
+from table import MUTATIONS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path("build/release")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import pathlib
+import sys
 
 import pytest
 
@@ -11,11 +12,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def load_table():
-    path = ROOT / "tests" / "mutations" / "table.py"
-    spec = importlib.util.spec_from_file_location("mutations_table", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.MUTATIONS
+    folder = str(ROOT / "tests" / "mutations")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("table").MUTATIONS
+    finally:
+        sys.path.remove(folder)
 
 
 @pytest.mark.parametrize("mutation", load_table(), ids=lambda mutation: mutation.name)
