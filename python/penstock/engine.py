@@ -65,7 +65,7 @@ class Engine:
         lr_scheduler: Any,
     ) -> None:
         self.module = model
-        _refuse_shared(model)
+        _refuse_model(model)
         given, values = optim.prepare(optimizer, model, values)
         config = tiling.with_head(model, _penstock.Config(values))
         if given is None:
@@ -476,8 +476,15 @@ class Engine:
 _alive: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
-def _refuse_shared(model: torch.nn.Module) -> None:
-    """Raises ConfigError for a parameter that another engine trains."""
+def _refuse_model(model: torch.nn.Module) -> None:
+    """Raises ConfigError for scripted modules and for a parameter that another engine trains."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f'[front::initialize] module "{name}" is scripted (torch.jit.script), and what '
+                f"runs in it is not seen from Python: train the module itself, and script a copy "
+                f"of it afterwards"
+            )
     taken = [engine._structure.own for engine in _alive]
     for param, names in tree.names_of(model).items():
         if any(param in own for own in taken):

@@ -274,6 +274,16 @@ def test_is_shared(pools):
     assert torch.zeros(2).share_memory_().is_shared()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_scripted_module_is_refused(strategy):
+    import penstock  # noqa: PLC0415
+
+    model = nn.Sequential(nn.Linear(FEATURES, 4), torch.jit.script(nn.Linear(4, 1)))
+    with pytest.raises(penstock.ConfigError, match='module "1" is scripted'):
+        penstock.initialize(model, {"strategy": strategy})
+    model[1](torch.zeros(2, 4)).sum().backward()  # as it was
+
+
 class Packed(nn.Module):
     """Blocks that pass a PackedSequence on."""
 
