@@ -11,6 +11,8 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "parity"))
 # Ranks meet on this machine; a host name that resolves to nothing must not matter.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+# torch's store looks for the name of each peer that connects, in the DNS: a lost answer takes 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_addoption(parser):
