@@ -129,7 +129,7 @@ FAULTS = {
     ),
     "state_dict on one rank": Fault(before=read_state, harmless=frozenset(["ddp"]), **ALONE),
     "gathered on one rank": Fault(before=read_params, harmless=KEEP_PARAMS, **ALONE),
-    "full_grads on one rank": Fault(after=read_gradients, harmless=frozenset(["ddp"]), **ALONE),
+    "full_grads on one rank": Fault(after=read_gradients, **ALONE),
     "leaves its loop and closes": Fault(before=leave),
     "leaves its process": Fault(before=leave_process, own="dead", says=DEAD),
     "other model": Fault(model=lambda: models.Gpt(blocks=2), **UNLIKE),
