@@ -226,9 +226,12 @@ def _fresh_state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[
     return made
 
 
-def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+_CUT = 11  # of the 24 elements that are tried first
+
+
+def _cut(values: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
     flat = values.flatten()
-    return flat[:11], flat[11:]
+    return flat[:at], flat[at:]
 
 
 def _close(whole: torch.Tensor, halves: list[torch.nn.Parameter]) -> bool:
@@ -239,14 +242,31 @@ def _each_alone(optimizer: torch.optim.Optimizer, shape: torch.Size) -> list[tor
     """Two pieces after the same steps, each by an optimizer of its own: the other ranks'."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator)
-    halves = [torch.nn.Parameter(half.clone()) for half in _halves(whole)]
+    halves = [torch.nn.Parameter(half.clone()) for half in _cut(whole, _CUT)]
     probes = [_on_probe(optimizer, [half]) for half in halves]
     for _ in range(3):
         gradient = torch.randn(shape, generator=generator)
-        for half, part, probe in zip(halves, _halves(gradient), probes, strict=True):
+        for half, part, probe in zip(halves, _cut(gradient, _CUT), probes, strict=True):
             half.grad = part.clone()
             probe.step()
     return halves
+
+
+def _in_pieces(
+    optimizer: torch.optim.Optimizer, shape: torch.Size, at: int, steps: int
+) -> tuple[torch.nn.Parameter, bool]:
+    """A parameter after so many steps, and whether its two pieces end where it does."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(shape, generator=generator))
+    pieces = [torch.nn.Parameter(piece.clone()) for piece in _cut(whole.detach(), at)]
+    on_whole, on_pieces = _on_probe(optimizer, [whole]), _on_probe(optimizer, pieces)
+    for _ in range(steps):
+        whole.grad = torch.randn(shape, generator=generator)
+        for piece, gradient in zip(pieces, _cut(whole.grad, at), strict=True):
+            piece.grad = gradient.clone()
+        on_whole.step()
+        on_pieces.step()
+    return whole, _close(whole, pieces)
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -255,18 +275,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     Three steps on a small matrix and on its two flat halves must give the same bits.
     """
     name = type(optimizer).__name__
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.nn.Parameter(torch.randn(4, 6, generator=generator))
-    halves = [torch.nn.Parameter(h.clone()) for h in _halves(whole.detach())]
     try:
-        on_whole, on_halves = _on_probe(optimizer, [whole]), _on_probe(optimizer, halves)
-        for _ in range(3):
-            whole.grad = torch.randn(4, 6, generator=generator)
-            for half, gradient in zip(halves, _halves(whole.grad), strict=True):
-                half.grad = gradient.clone()
-            on_whole.step()
-            on_halves.step()
-        same = _close(whole, halves)
+        whole, same = _in_pieces(optimizer, torch.Size([4, 6]), _CUT, steps=3)
         cause = "it updates a parameter and its pieces differently"
         if same:
             same = _close(whole, _each_alone(optimizer, whole.shape))
@@ -287,17 +297,8 @@ def check_sizes(optimizer: torch.optim.Optimizer, sizes: set[int], world: int) -
     """Raises ConfigError where a parameter of one of these sizes is updated by another rule than
     one that is `world` times smaller: this is what a rank has of it."""
     tried = sorted({min(size, _TRIED_NUMEL) for size in sizes})
-    for numel in tried[:: max(1, len(tried) // 8)] + tried[-1:]:
-        generator = torch.Generator().manual_seed(0)
-        whole = torch.nn.Parameter(torch.randn(numel, generator=generator))
-        cut = max(1, numel // world)
-        pieces = [torch.nn.Parameter(p.clone()) for p in (whole.data[:cut], whole.data[cut:])]
-        probes = _on_probe(optimizer, [whole]), _on_probe(optimizer, pieces)
-        whole.grad = torch.randn(numel, generator=generator)
-        pieces[0].grad, pieces[1].grad = whole.grad[:cut].clone(), whole.grad[cut:].clone()
-        for probe in probes:
-            probe.step()
-        if not _close(whole, pieces):
+    for numel in {*tried[:: max(1, len(tried) // 8)], *tried[-1:]}:
+        if not _in_pieces(optimizer, torch.Size([numel]), max(1, numel // world), steps=1)[1]:
             raise ConfigError(
                 f"[front::initialize] {type(optimizer).__name__} is not elementwise (it updates "
                 f"{numel} elements and a part of them differently), so it cannot run on shards: "
@@ -305,10 +306,21 @@ def check_sizes(optimizer: torch.optim.Optimizer, sizes: set[int], world: int) -
             )
 
 
+def _plain(value: Any) -> bool:
+    """Whether its text says what it is: that of other objects has an address, another on each
+    rank."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+
+
 def options_text(optimizer: torch.optim.Optimizer) -> str:
-    """What the groups are set to, as ranks compare it."""
+    """What the groups are set to, as ranks compare it: numbers, texts and tensors."""
     return repr(
-        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        [
+            {key: value for key, value in group.items() if key != "params" and _plain(value)}
+            for group in optimizer.param_groups
+        ]
     )
 
 

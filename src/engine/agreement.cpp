@@ -61,6 +61,12 @@ bool hear_window(const std::vector<std::string>& all, Window& window, Driver& dr
   return !shorter && !any_late;
 }
 
+std::string say_each(exec::Executor& executor, const std::string& label, bool mine) {
+  std::string all;
+  for (const std::string& one : executor.share(label, mine ? "1" : "0")) all += one;
+  return all;
+}
+
 void agree_on_window(exec::Executor& executor, Window& window, Driver& driver) {
   executor.gradients().finish();  // where this rank is then said to be, is here
   while (!hear_window(executor.share("read window", say_window(window, driver)), window, driver)) {

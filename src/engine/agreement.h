@@ -22,6 +22,8 @@ std::string options_text(const std::vector<OptimizerConfig>& groups, const std::
 // is something else to say. Throws RuntimeFault where ranks ended different numbers of backwards,
 // or have other options.
 bool hear_window(const std::vector<std::string>& all, Window& window, Driver& driver);
+// A rank each: '1' where it says so, else '0'.
+std::string say_each(exec::Executor& executor, const std::string& label, bool mine);
 // Says and hears until it is the same everywhere.
 void agree_on_window(exec::Executor& executor, Window& window, Driver& driver);
 

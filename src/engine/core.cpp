@@ -3,13 +3,13 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "penstock/error.h"
 #include "penstock/tiling.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/engine/agreement.h"
 #include "src/engine/lent.h"
 #include "src/engine/state.h"
 #include "src/plan/strategy.h"
@@ -51,9 +51,8 @@ void Core::forward_failed(const std::string& error) { state_->forward_failed(err
 
 bool Core::any_forward(bool mine) {
   state_->check_open("forward");
-  const std::vector<std::string> all = state_->executor->share("any forward", mine ? "1" : "0");
-  const bool any = std::find(all.begin(), all.end(), "1") != all.end();
-  const bool ended = std::find(all.begin(), all.end(), "0") != all.end();
+  const std::string all = engine::say_each(*state_->executor, "any forward", mine);
+  const bool any = all.find('1') != std::string::npos, ended = all.find('0') != std::string::npos;
   // Who is done follows the plan of a forward, in which tiles have their places after step one.
   if (any && ended && state_->moves_params && !state_->order->done() &&
       !state_->tiled->all().empty()) {

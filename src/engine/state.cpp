@@ -350,12 +350,9 @@ void Core::State::end_backward() {
   border->show_gradients();
   show(group->board(), "the caller's code, after backward");
   if (order->done()) return;
-  std::string gave;  // one that only passed through frozen weights tells nothing of the others'
-  for (const std::string& here :
-       executor->share("gave in step one", window->gave().substr(window->gave().size() - 1))) {
-    gave += here;
-  }
-  if (gave.find('1') == std::string::npos) return;
+  // One that only passed through frozen weights tells nothing of the others' order.
+  const bool gave = window->gave().back() == '1';
+  if (engine::say_each(*executor, "gave in step one", gave).find('1') == std::string::npos) return;
   // Step one is over: from here on the plan follows the order that was seen, the same everywhere.
   model = order->agree(driver->off_plan_events(),
                        [this](const std::string& label, const std::string& text) {

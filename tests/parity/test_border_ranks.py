@@ -86,10 +86,10 @@ def test_data_is_edited_on_the_way(strategy, when, pools):
 
 
 class Own(torch.optim.Optimizer):
-    """Reads an attribute of its own and one of parameters."""
+    """Reads an attribute of its own and one of parameters; has an option that is an object."""
 
     def __init__(self, params, scale=2.0):
-        super().__init__(params, {"lr": 0.05, "decay": 0.3})
+        super().__init__(params, {"lr": 0.05, "decay": 0.3, "rule": object()})
         self.scale = scale
 
     @torch.no_grad()

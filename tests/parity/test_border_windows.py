@@ -89,8 +89,9 @@ def backward_of(model, kind, x, y):
     return loss, x
 
 
-def micro_steps(strategy, kinds, accumulate, force):
-    engine = start(strategy, model=models.fill(Probed()), batch={"accumulate": accumulate})
+def micro_steps(strategy, kinds, accumulate, force, offload):
+    batch = {"accumulate": accumulate}
+    engine = start(strategy, model=models.fill(Probed()), batch=batch, offload=offload)
     applied = []
     for step, both in enumerate(kinds):
         kind = both[dist.get_rank() % len(both)]
@@ -116,12 +117,9 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@every_strategy
-def test_micro_steps(strategy, window, pools):
-    """A backward that reaches no parameter that trains, on no rank, is none of the window's."""
+def check_micro_steps(pools, strategy, window, offload):
     kinds, accumulate, force, expected = WINDOWS[window]
-    applied, state = pools(2).run(micro_steps, strategy, kinds, accumulate, force)[0]
+    applied, state = pools(2).run(micro_steps, strategy, kinds, accumulate, force, offload)[0]
     assert applied == expected
     model = models.fill(Probed())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=SGD["lr"])
@@ -141,6 +139,22 @@ def test_micro_steps(strategy, window, pools):
         optimizer.zero_grad()
         seen = 0
     assert_close(state, model.state_dict())
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@every_strategy
+def test_micro_steps(strategy, window, pools):
+    """A backward that reaches no parameter that trains, on no rank, is none of the window's."""
+    check_micro_steps(pools, strategy, window, {})
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_micro_steps_with_offload(window, tier, pools, tmp_path):
+    offload = {"optimizer": tier, "gradients": tier}
+    if tier == "disk":
+        offload |= {"params": tier, "path": str(tmp_path)}
+    check_micro_steps(pools, "zero3", window, offload)
 
 
 def uneven_windows(strategy):
