@@ -5,7 +5,7 @@
 # Nothing here links Python: a C++ program needs none.
 include(CMakePackageConfigHelpers)
 
-set(layers base place plan mem comm optim activations exec tiles engine)
+set(layers base place plan mem comm optim activations exec ckpt tiles engine)
 list(TRANSFORM layers PREPEND penstock_)
 
 # The layers' objects themselves: nothing inside refers to the public functions, so an archive would

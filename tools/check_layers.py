@@ -29,8 +29,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "src/activations": ("src/base", "src/place", "src/mem"),
     "src/exec": (*PURE, *FOURS, "src/activations"),
     "src/tiles": CORE,
-    "src/engine": (*CORE, "src/tiles"),
     "src/ckpt": CORE,
+    "src/engine": (*CORE, "src/tiles", "src/ckpt"),
     "python/src": (*CORE, "src/tiles", "src/engine", "src/ckpt"),
     "include/penstock": (),
     "examples/skeleton": PURE,
@@ -47,6 +47,7 @@ POSITION = {
     "src/activations": 4,
     "src/exec": 5,
     "src/tiles": 6,
+    "src/ckpt": 6,
 }
 POSITION |= dict.fromkeys(FOURS, 4)
 PUBLIC_FROM = {"error.h": 1, "export.h": 1, "status.h": 1, "group.h": 4}
@@ -66,6 +67,7 @@ DEVICE = re.compile(r"^((c10|ATen)/(cuda|hip|xpu)/|cuda|hip/|nccl\.h)")
 # Other libraries, and where they may be used.
 LIBRARIES = {
     "nlohmann/": ("src/plan", "src/engine", "src/ckpt", "python/src"),
+    "xxhash.h": ("src/ckpt",),
     "hwy/": ("src/simd", "src/comm", "src/optim", "benchmarks"),
     "gtest/": (),
     "gmock/": (),
@@ -231,7 +233,7 @@ PLANTED = {
     "right": {"src/place/a.cpp": '#include "src/plan/plan.h"\n'},
     "sideways": {"src/mem/a.cpp": '#include "src/comm/group.h"\n'},
     "skips its list": {"src/optim/a.cpp": '#include "src/plan/plan.h"\n'},
-    "engine to ckpt": {"src/engine/a.cpp": '#include "src/ckpt/save.h"\n'},
+    "ckpt to tiles": {"src/ckpt/a.cpp": '#include "src/tiles/weights.h"\n'},
     "simd in place": {"src/place/a.cpp": "#include <hwy/highway.h>\n"},
     "simd below": {"src/plan/a.cpp": '#include "src/simd/dtypes.h"\n'},
     "tiles to engine": {"src/tiles/a.cpp": '#include "src/engine/state.h"\n'},

@@ -93,6 +93,11 @@ struct MemoryConfig {
   int64_t device_bytes = -1, host_bytes = -1;
 };
 
+struct CheckpointConfig {
+  std::string path;  // folder of the run's checkpoints, for save() and load() without one
+  int keep = 0;      // so many newest stay; 0 = all
+};
+
 struct ActivationsConfig {
   int64_t checkpoint = 0;  // every so many-th unit is computed again in backward; 0 = none
 };
@@ -112,6 +117,7 @@ struct PENSTOCK_API Config {
   OffloadConfig offload;
   MemoryConfig memory;
   ActivationsConfig activations;
+  CheckpointConfig checkpoint;
   std::optional<OptimizerConfig> optimizer;
   ScheduleConfig schedule;
   BatchConfig batch;
@@ -128,7 +134,7 @@ struct PENSTOCK_API Config {
   // Canonical JSON with every value, for `explain`; on one line, or indented by so many spaces.
   std::string json(int indent = -1) const;
   // The same, one "config /optimizer/lr = 0.001" a line, which ranks compare: without the folders,
-  // which are a machine's own (offload.path, comm.report_dir).
+  // which are a machine's own (offload.path, comm.report_dir, checkpoint.path).
   std::string lines() const;
   // Checks what depends on the number of ranks and fills in what follows from it (mesh.data,
   // batch). Throws ConfigError naming key, value and what would fit.

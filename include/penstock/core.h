@@ -106,6 +106,7 @@ class PENSTOCK_API Core {
   std::string close(bool gather, const std::string& why = {});
 
  private:
+  friend class Checkpoints;
   friend class Recomputation;
   friend class Report;
   friend class Tiles;

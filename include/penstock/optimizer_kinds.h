@@ -29,11 +29,13 @@ struct PENSTOCK_API OptimizerKind {
   std::string name;               // in the config, in any case
   std::vector<std::string> keys;  // of optimizer_keys(); with "moments_dtype", moments may be bf16
   OptimizerConfig defaults;       // its `type` is this row's
-  int num_moments = 0;            // values kept per parameter beside the master
-  bool needs_momentum = false;    // for those: none are kept while `momentum` is 0
-  bool decoupled_decay = false;   // weight decay is not part of the gradient
+  // What torch calls the values kept per parameter beside the master; "": there is none.
+  std::array<std::string_view, 2> moments{};
+  bool needs_momentum = false;   // for those: none are kept while `momentum` is 0
+  bool decoupled_decay = false;  // weight decay is not part of the gradient
 
   bool takes(std::string_view key) const;
+  int num_moments() const { return moments[0].empty() ? 0 : moments[1].empty() ? 1 : 2; }
 };
 
 // By OptimizerType.

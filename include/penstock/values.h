@@ -14,9 +14,10 @@ namespace penstock {
 
 // A piece of a parameter for an optimizer of the user's own: fp32, one dimension, maybe empty.
 struct Shard {
-  std::string name;
+  std::string name;  // of the parameter
   at::Tensor param;
   at::Tensor master;
+  int64_t begin = 0;  // element of the parameter that `master` begins with
 };
 
 // What Values::weights() makes.

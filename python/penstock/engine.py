@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from penstock import checkpoint, ranks, recompute, sharded_init, tiling, tree
 from penstock import optimizer as optim
-from penstock import ranks, recompute, sharded_init, tiling, tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.forwards import Forwards, Pace, Uneven, remove
 from penstock.structure import Structure
@@ -47,7 +47,7 @@ def config_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     return parsed
 
 
-class Engine:
+class Engine(checkpoint.Checkpointing):
     """Trains one model. Made by `initialize()`; use it like the model.
 
     Attributes:
@@ -78,6 +78,7 @@ class Engine:
             model, optim.group_of(given, self._structure.own), sharded_init.waiting()
         )
         comm = config.comm
+        super().__init__()
         self._installed: list[Any] = []  # on modules
         self._ranks = ranks.Ranks(comm.timeout_s, comm.warn_s, comm.report_dir)
         try:
@@ -186,6 +187,8 @@ class Engine:
         """
         if not self._core.window_complete(force):
             return False
+        if self._saving:
+            self._say_failure()
         self._structure.look()
         optimizer = self.optimizer
         optim.check_ours(optimizer, self._given, self._native)

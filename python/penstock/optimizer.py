@@ -10,7 +10,7 @@ import inspect
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -426,10 +426,12 @@ class ShardStep:
         shards: dict[torch.Tensor, list[torch.Tensor]] = defaultdict(list)  # in tiles: several
         self._masters: list[torch.Tensor] = []
         self._params: list[torch.Tensor] = []
-        for _, param, master in values.shards():
+        self.places: list[tuple[str, int]] = []  # of the masters: parameter and first element
+        for name, param, master, begin in values.shards():
             shards[param].append(master)
             self._masters.append(master)
             self._params.append(param)
+            self.places.append((name, begin))
         sizes = {param.numel() for param in shards}
         if sum(master.numel() for master in self._masters) < sum(p.numel() for p in shards):
             check_sizes(optimizer, sizes, world)
@@ -439,6 +441,13 @@ class ShardStep:
         fresh = {master: _fresh_state(optimizer, master) for master in self._masters}
         optimizer.state.clear()
         optimizer.state.update({master: state for master, state in fresh.items() if state})
+
+    def pieces(self) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor]]:
+        """Name, first element, parameter and master of each piece that this rank updates."""
+        for (name, begin), param, master in zip(
+            self.places, self._params, self._masters, strict=True
+        ):
+            yield name, begin, param, master
 
     def __call__(self) -> None:
         gradients = self._values.shard_gradients()

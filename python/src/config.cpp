@@ -40,6 +40,9 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("host_bytes", &MemoryConfig::host_bytes);
   py::class_<ActivationsConfig>(module, "ActivationsConfig")
       .def_readonly("checkpoint", &ActivationsConfig::checkpoint);
+  py::class_<CheckpointConfig>(module, "CheckpointConfig")
+      .def_readonly("path", &CheckpointConfig::path)
+      .def_readonly("keep", &CheckpointConfig::keep);
   py::class_<UnitsConfig>(module, "UnitsConfig")
       .def_readonly("modules", &UnitsConfig::modules)
       .def_readonly("max_bytes", &UnitsConfig::max_bytes)
@@ -91,6 +94,7 @@ void bind_config(py::module_& module) {
       .def_readonly("offload", &Config::offload)
       .def_readonly("memory", &Config::memory)
       .def_readonly("activations", &Config::activations)
+      .def_readonly("checkpoint", &Config::checkpoint)
       .def_readonly("optimizer", &Config::optimizer)
       .def_readonly("schedule", &Config::schedule)
       .def_readonly("batch", &Config::batch)

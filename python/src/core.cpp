@@ -1,4 +1,5 @@
 #include "penstock/core.h"
+#include "penstock/checkpoint.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -99,6 +100,7 @@ void bind_core(py::module_& module) {
       .def_property_readonly("recomputation", [](Core& core) { return Recomputation(core); })
       .def_property_readonly("report", [](const Core& core) { return Report(core); })
       .def_property_readonly("values", [](Core& core) { return Values(core); })
+      .def_property_readonly("checkpoints", [](Core& core) { return Checkpoints(core); })
       .def("close", &Core::close, py::arg("gather"), py::arg("why"), NoGil());
 }
 

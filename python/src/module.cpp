@@ -16,6 +16,7 @@ PYBIND11_MODULE(_penstock, module) {
   module.attr("TORCH_MINOR") = PENSTOCK_TORCH_MINOR;
   penstock::python::bind_errors(module);
   penstock::python::bind_config(module);
+  penstock::python::bind_checkpoint(module);
   penstock::python::bind_optimizer_kinds(module);
   penstock::python::bind_group(module);
   penstock::python::bind_init(module);

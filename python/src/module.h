@@ -4,6 +4,7 @@
 
 namespace penstock::python {
 
+void bind_checkpoint(pybind11::module_& module);
 void bind_config(pybind11::module_& module);
 void bind_group(pybind11::module_& module);
 void bind_init(pybind11::module_& module);

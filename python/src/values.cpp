@@ -28,8 +28,8 @@ void bind_values(py::module_& module) {
       .def("shards",
            [](Values& values) {
              std::vector<py::tuple> shards;
-             for (auto& [name, param, master] : values.shards()) {
-               shards.push_back(py::make_tuple(name, param, master));
+             for (auto& [name, param, master, begin] : values.shards()) {
+               shards.push_back(py::make_tuple(name, param, master, begin));
              }
              return shards;
            })

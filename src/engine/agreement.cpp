@@ -4,6 +4,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/engine/order.h"
 
 namespace penstock::engine {
 
@@ -65,6 +66,18 @@ std::string say_each(exec::Executor& executor, const std::string& label, bool mi
   std::string all;
   for (const std::string& one : executor.share(label, mine ? "1" : "0")) all += one;
   return all;
+}
+
+std::string first_problem(exec::Executor& executor, const std::string& label,
+                          const std::string& mine) {
+  const std::vector<std::string> all =
+      share_text(label, mine, [&](const std::string& name, const std::string& payload) {
+        return executor.share(name, payload);
+      });
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (!all[rank].empty()) return concat("rank ", rank, ": ", all[rank]);
+  }
+  return "";
 }
 
 void agree_on_window(exec::Executor& executor, Window& window, Driver& driver) {

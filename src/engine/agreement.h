@@ -24,6 +24,9 @@ std::string options_text(const std::vector<OptimizerConfig>& groups, const std::
 bool hear_window(const std::vector<std::string>& all, Window& window, Driver& driver);
 // A rank each: '1' where it says so, else '0'.
 std::string say_each(exec::Executor& executor, const std::string& label, bool mine);
+// The first rank's problem, "rank 2: ...", on every rank; empty where none has one.
+std::string first_problem(exec::Executor& executor, const std::string& label,
+                          const std::string& mine);
 // Says and hears until it is the same everywhere.
 void agree_on_window(exec::Executor& executor, Window& window, Driver& driver);
 

@@ -1,6 +1,7 @@
 // Core::State: the end. Parameters become ordinary tensors, in the storages that they have had all
 // along, so views that the user keeps stay theirs; what is not there any more raises when it is
 // read.
+#include <cstdio>
 #include <exception>
 
 #include "penstock/error.h"
@@ -126,6 +127,8 @@ void Core::State::Closing::give_back(int unit) {
 std::string Core::State::close(bool gather, const std::string& why) {
   if (closed) return "";
   closed = true;
+  const std::string unsaved = saver.finish();  // what it writes from goes
+  if (!unsaved.empty()) std::fprintf(stderr, "penstock: not saved: %s\n", unsaved.c_str());
   Closing closing{*this, gather && !executor->table().rests_whole()};
   const std::string first = closing.part(why);
   if (gather && closing.lost.empty()) closing.discard();

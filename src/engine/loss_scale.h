@@ -13,6 +13,13 @@ class LossScale {
 
   bool active() const { return active_; }
   double value() const { return value_; }
+  int64_t good_steps() const { return good_steps_; }
+  // Of a checkpoint. A scale that is not dynamic here stays what it is.
+  void restore(double value, int64_t good_steps) {
+    if (!active_ || config_.window == 0) return;
+    value_ = value;
+    good_steps_ = good_steps;
+  }
 
   void good_step() {
     if (!active_ || config_.window == 0 || ++good_steps_ < config_.window) return;

@@ -429,6 +429,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
 
 void Core::State::check_open(const char* call) const {
   if (closed) throw RuntimeFault(concat("[engine::", call, "] the engine is closed"));
+  if (!unloaded.empty()) throw RuntimeFault(unloaded);
 }
 
 }  // namespace penstock

@@ -12,6 +12,7 @@
 
 #include "penstock/core.h"
 #include "penstock/plan.h"
+#include "src/ckpt/saver.h"
 #include "src/engine/border.h"
 #include "src/engine/driver.h"
 #include "src/engine/hooks.h"
@@ -95,8 +96,14 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   bool faulted = false;  // a forward raised and none came after it: the other ranks wait elsewhere
   std::string trouble;   // where and with what
   bool closed = false;
+  std::string unloaded;                       // a load that did not end: what there is, is nobody's
+  std::string save_failure;                   // of a save that nobody waited for, until it is told
+  int64_t bytes_read = 0, bytes_written = 0;  // of checkpoints: the last load, the last save
   std::optional<tiles::TiledWeights> tiled;
   std::optional<engine::OutsideReads> outside_reads;
+  ckpt::Saver saver;  // last: it ends first
+
+  struct Checkpointing;  // checkpoints.cpp
 
  private:
   struct Closing;  // close.cpp

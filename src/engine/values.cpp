@@ -21,12 +21,15 @@ namespace penstock {
 std::vector<Shard> Values::shards() {
   state_->check_open("shards");
   std::vector<Shard> shards;
-  for (auto& [name, param, master] : state_->executor->updates().shard_views()) {
-    shards.push_back({name, param, master});
+  for (auto& [name, param, master, begin] : state_->executor->updates().shard_views()) {
+    shards.push_back({name, param, master, begin});
     state_->lent.push_back(master);
     for (const tiles::TiledWeight& one : state_->tiled->all()) {
-      for (const int unit : one.units) {
-        if (state_->unit_names[unit] == name) shards.back().param = one.whole;
+      for (size_t tile = 0; tile < one.units.size(); ++tile) {
+        if (state_->unit_names[one.units[tile]] != name) continue;
+        shards.back().param = one.whole;
+        shards.back().name = one.name;
+        shards.back().begin += one.first[tile] * (one.tiles[tile].numel() / one.rows(tile));
       }
     }
   }

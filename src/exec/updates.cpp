@@ -440,8 +440,9 @@ std::vector<ShardView> Updates::shard_views() {
   std::vector<ShardView> views;
   for_each_piece([&](Flat& flat, const Slot& slot, int64_t from, int64_t numel) {
     float* master = master_of(flat, flat.chunks.front()) + from;
-    views.push_back(
-        {slot.name, slot.param, at::from_blob(master, {numel}, at::TensorOptions(at::kFloat))});
+    views.push_back({slot.name, slot.param,
+                     at::from_blob(master, {numel}, at::TensorOptions(at::kFloat)),
+                     owned(flat).first + from - slot.offset});
   });
   return views;
 }

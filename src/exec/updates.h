@@ -42,6 +42,7 @@ struct ShardView {
   std::string name;
   at::Tensor param;   // the model's parameter it is a piece of
   at::Tensor master;  // fp32, one dimension, may be empty
+  int64_t begin = 0;  // element of the parameter
 };
 
 class Updates {

@@ -129,21 +129,43 @@ at::Tensor Values::gradient(int unit, int index) {
   return full;
 }
 
-void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
-  rank_.control_channel.broadcast(label, rank_.everyone(), full.data_ptr(), flat.numel * 4);
-  Placement from = rank_.whole();
-  from.dtype = Dtype::kFp32;
-  Buffer& rest = flat.rest().one();
-  rank_.traffic.make_room(rest, mem::Account::kParam);
-  Walk walk = rank_.walk(from, hops(from, flat.rest().place), false);
-  walk.add({bytes_of(full), rest.data(), Dtype::kFp32, rest.dtype, flat.numel});
-  walk.run(rank_.control_channel, label);
+void Values::show(Flat& flat) {
   if (flat.rest().place == rank_.whole()) {
-    flat.attach(rest.data());
+    flat.attach(flat.rest().one().data());
   } else {
     flat.detach();
   }
+}
+
+// From fp32 values under another placement.
+void Values::set_rest(Flat& flat, const Placement& at, char* values, const std::string& label) {
+  Placement from = at;
+  from.dtype = Dtype::kFp32;
+  Buffer& rest = flat.rest().one();
+  rank_.traffic.make_room(rest, mem::Account::kParam);
+  from.tier = rank_.whole().tier;
+  Walk walk = rank_.walk(from, hops(from, flat.rest().place), false);
+  walk.add({values, rest.data(), Dtype::kFp32, rest.dtype, flat.numel});
+  walk.run(rank_.control_channel, label);
+  show(flat);
   rank_.traffic.put_back(rest);
+}
+
+void Values::restore(int unit, Flat& flat, const Placement& place, char* masters) {
+  for (ChunkState& chunk : flat.chunks) {
+    Buffer& master = chunk.optim.front().buffers.front();
+    if (!master.exists()) continue;
+    rank_.traffic.settle();  // one of them in memory, beside the masters
+    rank_.traffic.make_room(master, mem::Account::kOptim);
+    std::memcpy(master.data(), masters + chunk.begin * 4, master.bytes());
+    rank_.traffic.put_back(master);
+  }
+  set_rest(flat, place, masters, concat("restore u", unit));
+}
+
+void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
+  rank_.control_channel.broadcast(label, rank_.everyone(), full.data_ptr(), flat.numel * 4);
+  set_rest(flat, rank_.whole(), bytes_of(full), label);
   for (ChunkState& chunk : flat.chunks) {
     std::vector<Buffer>& buffers = chunk.optim.front().buffers;
     const Placement& place = chunk.optim.front().place;

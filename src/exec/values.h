@@ -22,6 +22,11 @@ class Values {
   at::Tensor gradient(int unit, int flat);         // fp32, as accumulated
   // Rank 0's `full` (fp32) becomes the resting copy and the optimizer's first state.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
+  // This rank's part of new fp32 masters, as `place` cuts them, becomes the optimizer's and, cast
+  // and gathered, the resting parameters. [all ranks]
+  void restore(int unit, Flat& flat, const Placement& place, char* masters);
+  // Resting parameters were written: who looks at them sees them.
+  void show(Flat& flat);
   // After rank 0's whole parameters were edited: every copy follows.
   void refresh(int unit);
   // The first parameter of which this rank's part rests with other values than were gathered:
@@ -38,6 +43,7 @@ class Values {
   void own_masters(Flat& flat, char* to);
   void gather(const Placement& place, const char* own, const Flat& flat, const std::string& label,
               char* full);
+  void set_rest(Flat& flat, const Placement& from, char* values, const std::string& label);
   at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);
 
   Rank& rank_;

@@ -368,8 +368,11 @@ void parse_nested(const Section& top, Config* config) {
   if (const Json* value = top.find("comm")) parse_comm(*value, &config->comm);
   parse_activations(top, config);
   parse_loss_scale(top, config);
-  refuse_section(top, "checkpoint",
-                 "this version has no checkpoint settings yet, since it saves none");
+  if (const Json* value = top.find("checkpoint")) {
+    const Section section(*value, "checkpoint", {"path", "keep"});
+    section.read_text("path", &config->checkpoint.path);
+    section.read_int("keep", &config->checkpoint.keep, 0, "a whole number >= 0 (0 = all)");
+  }
   refuse_section(top, "monitor", "this version does not support monitors yet");
 }
 
@@ -454,7 +457,8 @@ Config Config::parse(const std::string& json_text) {
 }
 
 std::string Config::lines() const {
-  static const std::set<std::string> kOfTheMachine = {"/offload/path", "/comm/report_dir"};
+  static const std::set<std::string> kOfTheMachine = {"/offload/path", "/comm/report_dir",
+                                                      "/checkpoint/path"};
   std::string text;
   const nlohmann::json flat = nlohmann::json::parse(json()).flatten();  // outlives items()
   for (const auto& [path, value] : flat.items()) {
@@ -472,7 +476,7 @@ std::string Config::json(int indent) const {
                         {"prefetch_bytes", prefetch_bytes},
                         {"seed", or_null(seed, -1)},
                         {"dtypes", nullptr}};  // its place in the order
-  out["checkpoint"] = nlohmann::json::object();
+  out["checkpoint"] = {{"path", checkpoint.path}, {"keep", checkpoint.keep}};
   out["monitor"] = nlohmann::json::object();
   out["optimizer"] = optimizer ? optimizer_json(*optimizer) : nlohmann::json(nullptr);
   out["schedule"] = {{"type", schedule.type},

@@ -45,7 +45,7 @@ const char* const kEverything = R"({
   "tiling": {"max_bytes": 1e8, "modules": ["*.up"], "loss_tokens": 512, "head": "lm_head"},
   "prefetch_bytes": 5e8, "comm": {"backend": "gloo", "bucket_bytes": 0, "timeout_s": 30,
                                     "warn_s": 2.5, "report_dir": "/tmp"},
-  "checkpoint": {}, "monitor": null, "seed": 7})";
+  "checkpoint": {"path": "/data", "keep": 3}, "monitor": null, "seed": 7})";
 
 TEST(Config, ReadsEveryKey) {
   Config config = Config::parse(kEverything);
@@ -78,6 +78,8 @@ TEST(Config, ReadsEveryKey) {
   EXPECT_EQ(config.comm.timeout_s, 30.0);
   EXPECT_EQ(config.comm.warn_s, 2.5);
   EXPECT_EQ(config.comm.report_dir, "/tmp");
+  EXPECT_EQ(config.checkpoint.path, "/data");
+  EXPECT_EQ(config.checkpoint.keep, 3);
   EXPECT_EQ(config.seed, 7);
   EXPECT_EQ(config.memory.device_bytes, 3LL << 29);
   EXPECT_EQ(config.memory.host_bytes, 2000000000);
@@ -126,6 +128,7 @@ TEST(Config, FoldersOfAMachineAreNotCompared) {
   };
   const std::string plain = lines("", "");
   EXPECT_EQ(lines(R"(, "path": "/scratch/0")", R"("report_dir": "/var/log")"), plain);
+  EXPECT_EQ(lines("", R"(}, "checkpoint": {"path": "/data")"), plain);
   EXPECT_NE(lines("", R"("warn_s": 3)"), plain);
   EXPECT_NE(plain.find("config /offload/optimizer = \"disk\"\n"), std::string::npos);
 }
@@ -315,7 +318,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"table": {"act": {"hold": "RR@host:bf16"}}})", {"\"offload.activations\""}},
         Bad{R"({"comm": {"backend": "nccl"}})", {R"("comm.backend" is "nccl")", "gloo"}},
         Bad{R"({"comm": {"codec": "int8"}})", {R"("comm.codec" is "int8")"}},
-        Bad{R"({"checkpoint": {"path": "x"}})", {"no checkpoint settings"}},
+        Bad{R"({"checkpoint": {"keep": -1}})", {R"("checkpoint.keep" is -1)", ">= 0"}},
         Bad{R"({"monitor": {"csv": true}})", {"does not support monitors"}}));
 
 INSTANTIATE_TEST_SUITE_P(

@@ -52,26 +52,26 @@ std::span<const OptimizerKind> optimizer_kinds() {
       {.name = "AdamW",
        .keys = {"lr", "weight_decay", "betas", "eps", "moments_dtype"},
        .defaults = {.type = kAdamW, .weight_decay = 0.01},
-       .num_moments = 2,
+       .moments = {"exp_avg", "exp_avg_sq"},
        .decoupled_decay = true},
       {.name = "Adam",
        .keys = {"lr", "weight_decay", "betas", "eps", "moments_dtype"},
        .defaults = {.type = kAdam, .weight_decay = 0.0},
-       .num_moments = 2},
+       .moments = {"exp_avg", "exp_avg_sq"}},
       {.name = "SGD",
        .keys = {"lr", "weight_decay", "momentum", "dampening", "nesterov", "moments_dtype"},
        .defaults = {.type = kSgd, .weight_decay = 0.0},
-       .num_moments = 1,
+       .moments = {"momentum_buffer"},
        .needs_momentum = true},
       // Its sum only grows: in bf16 it would soon stand still.
       {.name = "Adagrad",
        .keys = {"lr", "weight_decay", "eps", "lr_decay"},
        .defaults = {.type = kAdagrad, .lr = 1e-2, .eps = 1e-10, .weight_decay = 0.0},
-       .num_moments = 1},
+       .moments = {"sum"}},
       {.name = "Lion",
        .keys = {"lr", "weight_decay", "betas", "moments_dtype"},
        .defaults = {.type = kLion, .lr = 1e-4, .betas = {0.9, 0.99}, .weight_decay = 0.0},
-       .num_moments = 1,
+       .moments = {"exp_avg"},
        .decoupled_decay = true},
   };
   static_assert(std::size(kKinds) == kNumOptimizerTypes, "one row for each OptimizerType");
@@ -94,7 +94,7 @@ const OptimizerKind* find_optimizer(std::string_view name) {
 
 int num_moments(const OptimizerConfig& optimizer) {
   const OptimizerKind& kind = kind_of(optimizer.type);
-  return kind.needs_momentum && optimizer.momentum == 0.0 ? 0 : kind.num_moments;
+  return kind.needs_momentum && optimizer.momentum == 0.0 ? 0 : kind.num_moments();
 }
 
 }  // namespace penstock

@@ -1,0 +1,422 @@
+"""What the front keeps of a training run, for its checkpoints: everything that is not the core's.
+
+The optimizer's groups, the scheduler, buffers, generators of random numbers, what an optimizer of
+the user's own keeps, and objects that users register. The format is in docs/formats.md.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from penstock import ranks
+from penstock._native import ConfigError, _penstock
+from penstock.json_values import decode, encode
+from penstock.optimizer import ShardStep
+
+_Tensor = _penstock.CheckpointTensor
+_OWN = "optim."  # begins the role of what an optimizer of the user's own keeps
+
+
+class Checkpointing:
+    """The part of an engine that saves and loads; every rank calls these together."""
+
+    config: Any
+    _core: Any
+
+    def __init__(self) -> None:
+        self._registered: list[Any] = []
+        self._saving = False  # something was saved
+
+    def save(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        tag: str | None = None,
+        client_state: Any = None,
+        wait: bool = True,
+    ) -> str:
+        """Saves all that training goes on from, below a folder; between step() and a backward.
+
+        Each rank writes what it holds; nothing is gathered. The checkpoint appears under its name
+        when it is complete and durable, and then `path/latest` names it.
+
+        Args:
+            path: folder of the run's checkpoints, the same for every rank; default: the key
+                `checkpoint.path`.
+            tag: the checkpoint's name in it; default: "step-N". One of that name is replaced.
+            client_state: numbers, texts, and lists, tuples and dicts of them: `load()` gives them
+                back.
+            wait: False returns when the state was copied, and writes while training goes on. What
+                goes wrong then is a RuntimeWarning in a later call; `close()` and the next `save()`
+                wait for it.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ConfigError: in the middle of a window or inside `gathered(write=True)`; what cannot be
+                saved (names it); arguments that are not the same on every rank.
+            RuntimeFault: a rank could not save (names rank, path, bytes): nothing is left of it.
+        """
+        self._say_failure()
+        where = self._checkpoints_in(path, "save")
+        self._saving = True
+        return _save(self, where, tag, client_state, wait)
+
+    def load(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        tag: str | None = None,
+        *,
+        weights_only: bool = False,
+    ) -> Any:
+        """Takes over a checkpoint: of any number of ranks, strategy, offload and tiling.
+
+        Weights, buffers, the optimizer's state and its groups' options, the scheduler, generators
+        of random numbers and registered objects are as they were when it was saved.
+
+        Args:
+            path: folder of checkpoints, or one of them; "auto" (or None): the key
+                `checkpoint.path`.
+            tag: the checkpoint's name; default: the newest that is whole (one that is damaged is
+                passed over, with a line on stderr).
+            weights_only: parameters and buffers alone.
+
+        Returns:
+            The `client_state` that it was saved with. With "auto", None where there is none yet.
+
+        Raises:
+            ConfigError: another model or optimizer: names everything that is missing, too many or
+                different; nothing is changed.
+            RuntimeFault: none that is whole. When values were already replaced, the engine can
+                only load another one or be closed.
+        """
+        self._say_failure()
+        auto = path is None or path == "auto"
+        where = self._checkpoints_in(None if auto else path, "load")
+        return _load(self, where, tag, weights_only, auto and tag is None)[1]
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Objects whose state_dict() is saved and loaded with the engine: a loader, a counter.
+
+        Their states are those of each rank, and hold what `client_state` may. Register the same
+        objects in the same order before `save()` and `load()`.
+        """
+        for one in objects:
+            for name in ("state_dict", "load_state_dict"):
+                if not callable(getattr(one, name, None)):
+                    raise ConfigError(
+                        f"[front::register_for_checkpointing] a {type(one).__name__} has no "
+                        f"{name}()"
+                    )
+        self._registered.extend(objects)
+
+    def _checkpoints_in(self, path: Any, call: str) -> str:
+        where = os.fspath(path) if path is not None else self.config.checkpoint.path
+        if not where:
+            raise ConfigError(
+                f'[front::{call}] no path: pass one, or set the key "checkpoint.path"'
+            )
+        return str(where)
+
+    def _say_failure(self) -> None:
+        """What went wrong in a save that nobody waited for."""
+        failure = self._core.checkpoints.failure() if self._saving else ""
+        if failure:
+            warnings.warn(f"[front::save] not saved: {failure}", RuntimeWarning, stacklevel=3)
+
+
+def _save(engine: Any, path: str, tag: str | None, client_state: Any, wait: bool) -> str:
+    """See `Checkpointing.save`."""
+    front = {
+        "optimizer": _optimizer_state(engine),
+        "scheduler": _scheduler_state(engine),
+        "extra_state": {
+            name: encode(module.get_extra_state(), f'get_extra_state() of "{name}"')
+            for name, module in _with_extra_state(engine.module)
+        },
+        "client_state": encode(client_state, "client_state"),
+    }
+    of_rank: dict[str, Any] = {
+        "random": encode(random.getstate(), "random.getstate()"),
+        "objects": [
+            [type(one).__name__, encode(one.state_dict(), f"state_dict() of object {i}")]
+            for i, one in enumerate(engine._registered)
+        ],
+    }
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        of_rank["numpy"] = encode((kind, keys.tolist(), *rest), "numpy.random.get_state()")
+    generator = torch.get_rng_state()
+    tensors = [_Tensor("rng", "torch", list(generator.shape), 0, ranks.rank(), generator)]
+    tensors += [_buffer(name, value) for name, value in _buffers(engine.module)]
+    if engine._external is not None:
+        pieces, of_rank["own"] = _own_state(engine.optimizer, engine._external)
+        tensors += pieces
+    made = engine._core.checkpoints.save(
+        path, tag or "", wait, json.dumps(front), json.dumps(of_rank), tensors
+    )
+    return str(made)
+
+
+def _load(
+    engine: Any, path: str, tag: str | None, weights_only: bool, missing_ok: bool
+) -> tuple[str, Any]:
+    """See `Checkpointing.load`. The checkpoint's path ("": there is none) and client_state."""
+    taken: list[_Taken] = []
+
+    def wanted(found: Any) -> list[Any]:
+        taken[:] = [_Taken(engine, found, weights_only)]
+        return taken[0].tensors
+
+    found = engine._core.checkpoints.load(path, tag or "", not weights_only, missing_ok, wanted)
+    if not found.path:
+        return "", None
+    taken[0].apply()
+    return str(found.path), decode(taken[0].front["client_state"])
+
+
+class _Taken:
+    """What of a checkpoint the front takes: checked first, then applied."""
+
+    def __init__(self, engine: Any, found: Any, weights_only: bool) -> None:
+        self.front = json.loads(found.front)
+        self._engine, self._weights_only = engine, weights_only
+        self._of_ranks = [json.loads(one) for one in found.of_ranks]
+        self._extra = dict(_with_extra_state(engine.module))
+        _same_names("get_extra_state()", set(self.front["extra_state"]), set(self._extra))
+        self.tensors = [_buffer(name, value) for name, value in _buffers(engine.module)]
+        if weights_only:
+            return
+        _check_optimizer(engine, self.front["optimizer"])
+        _check_scheduler(engine, self.front["scheduler"])
+        self._objects = [
+            _object_state(self._of_ranks, i, one) for i, one in enumerate(engine._registered)
+        ]
+        if len(self._of_ranks[0]["objects"]) != len(self._objects):
+            raise ConfigError(
+                f"[front::load] the checkpoint has {len(self._of_ranks[0]['objects'])} registered "
+                f"objects, the engine {len(self._objects)} (register_for_checkpointing)"
+            )
+        self._rank = min(ranks.rank(), found.world - 1)
+        self._generator = torch.empty_like(torch.get_rng_state())
+        self.tensors.append(
+            _Tensor("rng", "torch", list(self._generator.shape), 0, self._rank, self._generator)
+        )
+        self._own: dict[torch.Tensor, dict[str, Any]] = {}
+        if engine._external is not None:
+            self._take_own(found, engine._external)
+
+    def _take_own(self, found: Any, external: ShardStep) -> None:
+        kept: dict[str, list[Any]] = defaultdict(list)
+        for one in found.tensors:
+            if one.role.startswith(_OWN):
+                kept[one.name].append(one)
+        scalars = {k: v for rank in self._of_ranks for k, v in rank.get("own", {}).items()}
+        for name, begin, param, master in external.pieces():
+            state: dict[str, Any] = {}
+            for one in kept[name]:
+                value = torch.zeros(master.numel(), dtype=one.dtype)
+                state[one.role.removeprefix(_OWN)] = value
+                if value.numel() > 0:
+                    shape = list(param.shape)
+                    self.tensors.append(
+                        _Tensor(one.role, name, shape, begin, _Tensor.PIECES, value)
+                    )
+            for key, value in scalars.get(name, {}).items():
+                state[key] = _scalar(value)
+            if state:
+                self._own[master] = state
+
+    def apply(self) -> None:
+        for name, state in self.front["extra_state"].items():
+            self._extra[name].set_extra_state(decode(state))
+        if self._weights_only:
+            return
+        engine = self._engine
+        for group, saved in zip(
+            engine.optimizer.param_groups, self.front["optimizer"]["groups"], strict=True
+        ):
+            for key, value in saved["options"].items():
+                now = group.get(key)
+                if isinstance(now, torch.Tensor):
+                    now.fill_(decode(value))
+                else:
+                    group[key] = decode(value)
+        engine._peak_lrs = decode(self.front["optimizer"]["peak_lrs"])
+        if engine._external is not None:
+            engine.optimizer.state.clear()
+            engine.optimizer.state.update(self._own)
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(decode(self.front["scheduler"]["state"]))
+        else:
+            engine._schedule_lr()
+        for one, state in zip(engine._registered, self._objects, strict=True):
+            one.load_state_dict(state)
+        self._set_generators()
+
+    def _set_generators(self) -> None:
+        if self._rank == ranks.rank():
+            torch.set_rng_state(self._generator)
+            random.setstate(decode(self._of_ranks[self._rank]["random"]))
+            if "numpy" in sys.modules and "numpy" in self._of_ranks[self._rank]:
+                state = decode(self._of_ranks[self._rank]["numpy"])
+                sys.modules["numpy"].random.set_state(state)
+            return
+        # A rank that there was none of: from another's state, but not the same.
+        text = bytes(self._generator.tolist()) + str(ranks.rank()).encode()
+        seed = int.from_bytes(hashlib.sha256(text).digest()[:4], "little")
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+
+
+# ---- the parts
+
+
+def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that state_dict() has, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, value in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _buffer(name: str, value: torch.Tensor) -> Any:
+    return _Tensor("buffer", name, list(value.shape), 0, _Tensor.IF_DIFFERENT, value)
+
+
+def _with_extra_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield name, module
+
+
+def _same_names(what: str, there: set[str], here: set[str]) -> None:
+    if there != here:
+        raise ConfigError(
+            f"[front::load] {what} is of other modules: {sorted(there - here)} in the checkpoint "
+            f"alone, {sorted(here - there)} in the model alone"
+        )
+
+
+def _option(value: Any, what: str) -> Any:
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return encode(value.item() if one else value, what)
+
+
+def _optimizer_state(engine: Any) -> dict[str, Any]:
+    names = engine._structure.own
+    groups = [
+        {
+            "options": {
+                key: _option(value, f"option {key!r} of parameter group {i}")
+                for key, value in group.items()
+                if key != "params"
+            },
+            "params": sorted(names[one] for one in group["params"] if one in names),
+        }
+        for i, group in enumerate(engine.optimizer.param_groups)
+    ]
+    kind = type(engine.optimizer).__name__
+    return {"class": kind, "groups": groups, "peak_lrs": encode(engine._peak_lrs, "peak_lrs")}
+
+
+def _check_optimizer(engine: Any, saved: dict[str, Any]) -> None:
+    here = _optimizer_state(engine)
+    if here["class"] != saved["class"]:
+        raise ConfigError(
+            f"[front::load] the checkpoint is of optimizer {saved['class']}, the engine of "
+            f"{here['class']}: load(..., weights_only=True) takes the weights without its state"
+        )
+    if len(here["groups"]) != len(saved["groups"]):
+        raise ConfigError(
+            f"[front::load] the checkpoint's optimizer has {len(saved['groups'])} parameter "
+            f"groups, the engine's {len(here['groups'])}"
+        )
+    for i, (ours, theirs) in enumerate(zip(here["groups"], saved["groups"], strict=True)):
+        if ours["params"] != theirs["params"]:
+            other = sorted(set(ours["params"]) ^ set(theirs["params"]))
+            raise ConfigError(
+                f"[front::load] parameter group {i} of the optimizer has other parameters than in "
+                f"the checkpoint: {', '.join(other[:10])}"
+            )
+
+
+def _scheduler_state(engine: Any) -> dict[str, Any] | None:
+    scheduler = engine.lr_scheduler
+    if scheduler is None:
+        return None
+    kind = type(scheduler).__name__
+    return {"class": kind, "state": encode(scheduler.state_dict(), f"state_dict() of {kind}")}
+
+
+def _check_scheduler(engine: Any, saved: dict[str, Any] | None) -> None:
+    here = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
+    there = None if saved is None else saved["class"]
+    if here != there:
+        raise ConfigError(
+            f"[front::load] lr_scheduler is {there} in the checkpoint and {here} here: pass the "
+            f"same to initialize(), or load(..., weights_only=True)"
+        )
+
+
+def _object_state(of_ranks: list[dict[str, Any]], index: int, one: Any) -> Any:
+    states = [rank["objects"][index : index + 1] for rank in of_ranks]
+    kind = type(one).__name__
+    if not states[0] or states[0][0][0] != kind:
+        there = states[0][0][0] if states[0] else "missing"
+        raise ConfigError(
+            f"[front::load] registered object {index} is {there} in the checkpoint and {kind} here"
+        )
+    if len(of_ranks) == ranks.world():
+        return decode(states[ranks.rank()][0][1])
+    if any(state != states[0] for state in states):
+        raise ConfigError(
+            f"[front::load] object {index} ({kind}) has a state of its own on each of "
+            f"{len(of_ranks)} ranks, and there are {ranks.world()} now: start as many, or "
+            f"load(..., weights_only=True)"
+        )
+    return decode(states[0][0][1])
+
+
+def _own_state(
+    optimizer: torch.optim.Optimizer, external: ShardStep
+) -> tuple[list[Any], dict[str, dict[str, Any]]]:
+    """What the user's optimizer keeps on this rank: tensors by element, and single values."""
+    tensors: list[Any] = []
+    scalars: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, begin, param, master in external.pieces():
+        for key, value in optimizer.state.get(master, {}).items():
+            what = f'state {key!r} of parameter "{name}"'
+            if not isinstance(value, torch.Tensor):
+                scalars[name][key] = encode(value, what)
+            elif value.shape == master.shape:
+                if value.numel() > 0:
+                    role, shape = _OWN + key, list(param.shape)
+                    tensors.append(_Tensor(role, name, shape, begin, _Tensor.PIECES, value))
+            elif value.dim() == 0:
+                dtype = str(value.dtype).removeprefix("torch.")
+                scalars[name][key] = {"$tensor": encode(value.item(), what), "dtype": dtype}
+            else:
+                raise ConfigError(
+                    f"[front::save] {what} has shape {tuple(value.shape)}, not one value for each "
+                    f"element: it cannot be cut into other shards"
+                )
+    return tensors, scalars
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, dict) and "$tensor" in value:
+        return torch.tensor(decode(value["$tensor"]), dtype=getattr(torch, value["dtype"]))
+    return decode(value)

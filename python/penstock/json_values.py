@@ -1,0 +1,59 @@
+"""Python values as JSON, and back as they were: numbers, texts, lists, tuples and dicts of them."""
+
+import math
+from typing import Any
+
+from penstock._native import ConfigError
+
+_LARGEST = 2**63 - 1
+
+
+def encode(value: Any, what: str) -> Any:
+    """What JSON has no form for becomes an object with one key, that begins with "$".
+
+    Raises:
+        ConfigError: a value that would not come back as it is (a tensor, a set, an object of a
+            class); says where in `what` it is.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if type(value) is int:
+        return value if abs(value) <= _LARGEST else {"$int": str(value)}
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if type(value) is list:
+        return [encode(item, f"{what}[{i}]") for i, item in enumerate(value)]
+    if type(value) is tuple:
+        return {"$tuple": [encode(item, f"{what}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        items = [
+            (encode(key, f"a key of {what}"), encode(item, f"{what}[{key!r}]"))
+            for key, item in value.items()
+        ]
+        return dict(items) if plain else {"$dict": [list(item) for item in items]}
+    kind = type(value)
+    raise ConfigError(
+        f"[front::save] {what} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds "
+        f"numbers, texts, booleans, None, and lists, tuples and dicts of them"
+    )
+
+
+def decode(value: Any) -> Any:
+    """The value that `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    for mark, made in _MARKS.items():
+        if len(value) == 1 and mark in value:
+            return made(value[mark])
+    return {key: decode(item) for key, item in value.items()}
+
+
+_MARKS: dict[str, Any] = {
+    "$int": int,
+    "$float": float,
+    "$tuple": lambda items: tuple(decode(item) for item in items),
+    "$dict": lambda items: {decode(key): decode(item) for key, item in items},
+}

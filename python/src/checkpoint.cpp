@@ -1,0 +1,69 @@
+#include "penstock/checkpoint.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include "python/src/module.h"
+
+namespace py = pybind11;
+
+namespace penstock::python {
+
+void bind_checkpoint(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<CheckpointTensor>(module, "CheckpointTensor")
+      .def(py::init([](std::string role, std::string name, std::vector<int64_t> shape,
+                       int64_t begin, int rank, at::Tensor tensor) {
+             return CheckpointTensor{
+                 std::move(role),  std::move(name), std::move(shape), begin, rank,
+                 std::move(tensor)};
+           }),
+           py::arg("role"), py::arg("name"), py::arg("shape"), py::arg("begin"), py::arg("rank"),
+           py::arg("tensor"))
+      .def_readonly_static("ALL", &CheckpointTensor::kAll)
+      .def_readonly_static("IF_DIFFERENT", &CheckpointTensor::kIfDifferent)
+      .def_readonly_static("PIECES", &CheckpointTensor::kPieces)
+      .def_readonly("role", &CheckpointTensor::role)
+      .def_readonly("name", &CheckpointTensor::name)
+      .def_readonly("shape", &CheckpointTensor::shape)
+      .def_readonly("rank", &CheckpointTensor::rank)
+      .def_readonly("dtype", &CheckpointTensor::dtype);
+  py::class_<FoundCheckpoint>(module, "FoundCheckpoint")
+      .def_readonly("path", &FoundCheckpoint::path)
+      .def_readonly("world", &FoundCheckpoint::world)
+      .def_readonly("front", &FoundCheckpoint::front)
+      .def_readonly("of_ranks", &FoundCheckpoint::of_ranks)
+      .def_readonly("tensors", &FoundCheckpoint::tensors);
+  py::class_<Checkpoints>(module, "Checkpoints")
+      .def(
+          "save",
+          [](Checkpoints& self, const std::string& path, std::string tag, bool wait,
+             std::string front, std::string of_rank, std::vector<CheckpointTensor> tensors) {
+            const py::gil_scoped_release release;
+            return self.save(path, {std::move(tag), wait, std::move(front), std::move(of_rank),
+                                    std::move(tensors)});
+          },
+          py::arg("path"), py::arg("tag"), py::arg("wait"), py::arg("front"), py::arg("of_rank"),
+          py::arg("tensors"))
+      .def("wait", &Checkpoints::wait, NoGil())
+      .def("failure", &Checkpoints::failure, NoGil())
+      .def(
+          "load",
+          [](Checkpoints& self, const std::string& path, std::string tag, bool optimizer,
+             bool missing_ok, const py::function& tensors) {
+            const py::gil_scoped_release release;
+            const auto ask = [&tensors](const FoundCheckpoint& found) {
+              const py::gil_scoped_acquire acquire;
+              return tensors(found).cast<std::vector<CheckpointTensor>>();
+            };
+            return self.load(path, {std::move(tag), optimizer, missing_ok, ask});
+          },
+          py::arg("path"), py::arg("tag"), py::arg("optimizer"), py::arg("missing_ok"),
+          py::arg("tensors"))
+      .def_static("any", &Checkpoints::any)
+      .def_property_readonly("bytes_held", &Checkpoints::bytes_held)
+      .def_property_readonly("bytes_read", &Checkpoints::bytes_read)
+      .def_property_readonly("bytes_written", &Checkpoints::bytes_written);
+}
+
+}  // namespace penstock::python

@@ -1,0 +1,218 @@
+#include "src/ckpt/folder.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+#include <filesystem>
+#include <random>
+#include <system_error>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock::ckpt {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr const char* kLatest = "latest";
+constexpr const char* kLock = "lock";
+constexpr const char* kSaving = ".saving-";
+constexpr int64_t kMinute = 60;
+
+[[noreturn]] void fail(const char* what, const std::string& path, int error) {
+  throw RuntimeFault(
+      concat("[ckpt::folder] cannot ", what, " \"", path, "\": ", std::strerror(error)));
+}
+
+class Descriptor {
+ public:
+  Descriptor(const std::string& path, int flags, mode_t mode = 0666)
+      : fd_(::open(path.c_str(), flags | O_CLOEXEC, mode)) {}
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+void write_all(int fd, const std::string& path, const std::string& text) {
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t wrote = ::write(fd, text.data() + done, text.size() - done);
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0) {
+      throw RuntimeFault("[ckpt::folder] cannot write " +
+                         space_error(path, static_cast<int64_t>(text.size()), errno));
+    }
+    done += static_cast<size_t>(wrote);
+  }
+}
+
+// Its newest change, for the order of those that `latest` does not name.
+int64_t age_of(const std::string& path) {
+  struct stat found{};
+  if (::stat(path.c_str(), &found) != 0) return 0;
+  return found.st_mtim.tv_sec * 1'000'000'000LL + found.st_mtim.tv_nsec;
+}
+
+// Of a writer that has died: nobody holds its lock. One that has none may just be beginning.
+bool is_abandoned(const std::string& draft) {
+  const Descriptor lock(draft + "/" + kLock, O_RDWR);
+  if (lock.get() >= 0) return ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0;
+  return errno == ENOENT && std::time(nullptr) - age_of(draft) / 1'000'000'000 > kMinute;
+}
+
+// What of the folder can go: never `latest` and the newest.
+void prune(const std::string& root, int keep) {
+  const std::vector<std::string> all = tags(root);
+  for (size_t i = keep; keep > 0 && i < all.size(); ++i) {
+    // Under a dot it is no checkpoint any more, wherever its removal stops.
+    const std::string away = root + "/." + all[i] + kSaving + "old";
+    remove_all(away);
+    if (::rename((root + "/" + all[i]).c_str(), away.c_str()) == 0) remove_all(away);
+  }
+}
+
+}  // namespace
+
+std::string space_error(const std::string& path, int64_t bytes, int error) {
+  struct statvfs system{};
+  std::string folder = fs::path(path).parent_path().string();
+  ::statvfs(folder.empty() ? "." : folder.c_str(), &system);
+  return concat(
+      "\"", path, "\" (", format_bytes(static_cast<double>(bytes)), " wanted, ",
+      format_bytes(static_cast<double>(system.f_bavail) * static_cast<double>(system.f_frsize)),
+      " free): ", std::strerror(error));
+}
+
+std::string read_text(const std::string& path) {
+  const Descriptor file(path, O_RDONLY);
+  if (file.get() < 0) fail("read", path, errno);
+  std::string text;
+  char block[1 << 16];
+  while (true) {
+    const ssize_t got = ::read(file.get(), block, sizeof(block));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) fail("read", path, errno);
+    if (got == 0) return text;
+    text.append(block, static_cast<size_t>(got));
+  }
+}
+
+void write_text(const std::string& path, const std::string& text) {
+  const std::string draft = path + ".new";
+  {
+    const Descriptor file(draft, O_WRONLY | O_CREAT | O_TRUNC);
+    if (file.get() < 0) fail("make", draft, errno);
+    write_all(file.get(), draft, text);
+    if (::fsync(file.get()) != 0) fail("sync", draft, errno);
+  }
+  if (::rename(draft.c_str(), path.c_str()) != 0) fail("rename", draft, errno);
+  sync_folder(fs::path(path).parent_path().string());
+}
+
+void sync_folder(const std::string& path) {
+  const Descriptor folder(path.empty() ? "." : path, O_RDONLY | O_DIRECTORY);
+  if (folder.get() < 0) fail("open", path, errno);
+  if (::fsync(folder.get()) != 0 && errno != EINVAL) fail("sync", path, errno);
+}
+
+void remove_all(const std::string& path) {
+  std::error_code ignored;
+  fs::remove_all(path, ignored);
+}
+
+bool exists(const std::string& path) { return ::access(path.c_str(), F_OK) == 0; }
+
+bool is_tag(const std::string& tag) {
+  return !tag.empty() && tag.front() != '.' && tag != kLatest &&
+         tag.find_first_of(std::string("/\n\0", 3)) == std::string::npos;
+}
+
+Draft::Draft(const std::string& root, const std::string& tag) : root_(root), tag_(tag) {
+  std::error_code error;
+  fs::create_directories(root, error);
+  if (error) fail("make", root, error.value());
+  std::vector<std::string> dead;
+  for (const fs::directory_entry& entry : fs::directory_iterator(root, error)) {
+    const std::string found = entry.path().filename().string();
+    if (found.front() == '.' && found.find(kSaving) != std::string::npos &&
+        is_abandoned(entry.path().string())) {
+      dead.push_back(entry.path().string());
+    }
+  }
+  for (const std::string& one : dead) remove_all(one);
+  std::random_device random;
+  path_ = concat(root, "/.", tag, kSaving, std::hex, random(), random());
+  if (::mkdir(path_.c_str(), 0777) != 0) fail("make", path_, errno);
+  Descriptor lock(path_ + "/" + kLock, O_RDWR | O_CREAT);
+  if (lock.get() < 0 || ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
+    const int why = errno;
+    remove_all(path_);
+    fail("lock", path_, why);
+  }
+  lock_ = lock.release();
+}
+
+Draft::~Draft() {
+  if (!path_.empty()) remove_all(path_);
+  if (lock_ >= 0) ::close(lock_);
+}
+
+std::string Draft::commit(int keep) {
+  const std::string target = root_ + "/" + tag_;
+  sync_folder(path_);
+  if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target.c_str(), RENAME_NOREPLACE) != 0) {
+    if (errno != EEXIST && errno != EINVAL && errno != ENOSYS) fail("rename", path_, errno);
+    if (!exists(target)) {
+      if (::rename(path_.c_str(), target.c_str()) != 0) fail("rename", path_, errno);
+    } else {
+      // The old one is what the destructor takes away.
+      if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) != 0) {
+        fail("exchange with a checkpoint of the same tag", path_, errno);
+      }
+      remove_all(path_);
+    }
+  }
+  path_.clear();
+  sync_folder(root_);
+  ::unlink((target + "/" + kLock).c_str());
+  write_text(root_ + "/" + kLatest, tag_ + "\n");
+  prune(root_, keep);
+  return target;
+}
+
+std::vector<std::string> tags(const std::string& root) {
+  std::vector<std::pair<int64_t, std::string>> found;
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(root, error)) {
+    const std::string name = entry.path().filename().string();
+    const std::string manifest = entry.path().string() + "/" + kManifest;
+    if (name.front() != '.' && exists(manifest)) found.emplace_back(age_of(manifest), name);
+  }
+  std::sort(found.rbegin(), found.rend());
+  std::vector<std::string> names;
+  for (auto& [age, name] : found) names.push_back(std::move(name));
+  std::string latest;
+  if (exists(root + "/" + kLatest)) latest = std::string(trim(read_text(root + "/" + kLatest)));
+  const auto at = std::find(names.begin(), names.end(), latest);
+  if (at != names.end()) std::rotate(names.begin(), at, at + 1);
+  return names;
+}
+
+}  // namespace penstock::ckpt

@@ -1,0 +1,136 @@
+#include "src/ckpt/inventory.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/ckpt/damaged.h"
+#include "src/mem/block_io.h"
+
+namespace penstock::ckpt {
+
+namespace {
+
+struct Walker {
+  exec::Executor& executor;
+  const int rank;
+  const std::vector<std::string>& moments;
+  std::vector<Holding> found{};
+
+  int64_t begin_of(const Placement& place, const exec::Flat& flat) const {
+    return shard_index(place, executor.mesh(), rank) * flat.numel /
+           num_shards(place, executor.mesh());
+  }
+
+  void rest(int unit, exec::Flat& flat) {
+    const Placement& place = flat.rest().place;
+    found.push_back({unit, &flat, &flat.rest().one(), mem::Account::kParam, place, "param",
+                     begin_of(place, flat)});
+  }
+
+  void state(int unit, exec::Flat& flat, exec::ChunkState& chunk) {
+    exec::Copy& copy = chunk.optim.front();
+    for (size_t i = 0; i < copy.buffers.size(); ++i) {
+      if (!copy.buffers[i].exists()) continue;
+      Holding& one = found.emplace_back();
+      one.unit = unit;
+      one.flat = &flat;
+      one.buffer = &copy.buffers[i];
+      one.account = mem::Account::kOptim;
+      one.place = copy.place;
+      one.role = i == 0 ? "param" : moments.at(i - 1);
+      one.first = begin_of(copy.place, flat) + chunk.begin;
+      const Placement& whole = executor.table().at(Role::kParam, Phase::kForward);
+      if (i == 0 && flat.rest().place == whole) {
+        one.edits = &flat.rest().one();
+        one.edits_first = begin_of(whole, flat);
+      }
+    }
+  }
+};
+
+}  // namespace
+
+std::vector<Holding> holdings(exec::Executor& executor, int rank,
+                              const std::vector<std::string>& moments) {
+  Walker walker{executor, rank, moments};
+  for (size_t u = 0; u < executor.units().size(); ++u) {
+    for (exec::Flat& flat : executor.units()[u].flats) {
+      const auto unit = static_cast<int>(u);
+      if (!flat.trainable || !executor.table().has_master(flat.dtype)) walker.rest(unit, flat);
+      for (exec::ChunkState& chunk : flat.chunks) walker.state(unit, flat, chunk);
+    }
+  }
+  return std::move(walker.found);
+}
+
+std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank) {
+  const int own = shard_index(holding.place, mesh, rank);
+  int64_t index = 0, count = 0;
+  for (int other = 0; other < mesh.world(); ++other) {
+    if (shard_index(holding.place, mesh, other) != own) continue;
+    index += other < rank ? 1 : 0;
+    ++count;
+  }
+  const int64_t in_block = mem::kBlockBytes / dtype_bytes(holding.buffer->dtype);
+  const int64_t blocks = (holding.numel() + in_block - 1) / in_block;
+  const auto cut = [&](int64_t part) {
+    return std::min(holding.numel(), blocks * part / count * in_block);
+  };
+  return {cut(index), cut(index + 1)};
+}
+
+std::vector<Piece> pieces(const Holding& holding, int64_t first, int64_t numel,
+                          const GlobalOf& global_of) {
+  std::vector<Piece> found;
+  for (const exec::Slot& slot : holding.flat->slots) {
+    const int64_t from = std::max(first, slot.offset);
+    const int64_t to = std::min(first + numel, slot.offset + slot.numel);
+    if (from >= to && slot.numel > 0) continue;
+    Piece piece{global_of(holding.unit, slot), std::max<int64_t>(0, to - from), from};
+    piece.global.begin += slot.numel > 0 ? from - slot.offset : 0;
+    found.push_back(std::move(piece));
+  }
+  return found;
+}
+
+const char* file_dtype(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFp32:
+      return "F32";
+    case Dtype::kBf16:
+      return "BF16";
+    default:
+      return "F16";
+  }
+}
+
+namespace {
+
+const std::map<at::ScalarType, const char*>& scalar_names() {
+  static const std::map<at::ScalarType, const char*> kNames = {
+      {at::kDouble, "F64"}, {at::kFloat, "F32"}, {at::kHalf, "F16"},        {at::kBFloat16, "BF16"},
+      {at::kLong, "I64"},   {at::kInt, "I32"},   {at::kShort, "I16"},       {at::kChar, "I8"},
+      {at::kByte, "U8"},    {at::kBool, "BOOL"}, {at::kComplexFloat, "C64"}};
+  return kNames;
+}
+
+}  // namespace
+
+const char* file_dtype(const at::Tensor& tensor) {
+  const auto found = scalar_names().find(tensor.scalar_type());
+  if (found != scalar_names().end()) return found->second;
+  throw ConfigError(concat("[ckpt::save] a tensor of dtype ", at::toString(tensor.scalar_type()),
+                           " cannot be saved"));
+}
+
+at::ScalarType scalar_type(const std::string& file_dtype) {
+  for (const auto& [type, name] : scalar_names()) {
+    if (name == file_dtype) return type;
+  }
+  throw Damaged(concat("[ckpt::load] no tensor has dtype ", file_dtype));
+}
+
+}  // namespace penstock::ckpt

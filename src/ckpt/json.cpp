@@ -1,0 +1,92 @@
+#include "src/ckpt/json.h"
+
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "src/base/text.h"
+#include "src/ckpt/damaged.h"
+
+namespace penstock::ckpt {
+
+namespace {
+
+constexpr int kMaxDepth = 256;
+
+}  // namespace
+
+Json parse_json(std::string_view text, const std::string& what) {
+  std::vector<std::set<std::string>> open;
+  const auto watch = [&](int depth, Json::parse_event_t event, Json& value) {
+    if (depth > kMaxDepth) throw Damaged(concat("[ckpt::json] ", what, " is nested too deeply"));
+    if (event == Json::parse_event_t::object_start) open.emplace_back();
+    if (event == Json::parse_event_t::object_end) open.pop_back();
+    if (event == Json::parse_event_t::key && !open.back().insert(value.get<std::string>()).second)
+      throw Damaged(concat("[ckpt::json] ", what, " has key ", value.dump(), " twice"));
+    return true;
+  };
+  try {
+    return Json::parse(text, watch);
+  } catch (const nlohmann::json::exception& error) {
+    throw Damaged(concat("[ckpt::json] ", what, " is not valid JSON: ", error.what()));
+  }
+}
+
+std::string dump(const Json& json) {
+  try {
+    return json.dump();
+  } catch (const nlohmann::json::exception& error) {
+    throw ConfigError(concat("[ckpt::json] text that is no UTF-8 cannot be saved: ", error.what()));
+  }
+}
+
+JsonReader::JsonReader(const Json& object, std::string what)
+    : object_(object), what_(std::move(what)) {
+  if (!object.is_object()) fail("no JSON object");
+}
+
+void JsonReader::fail(const std::string& why) const {
+  throw Damaged(concat("[ckpt::json] ", what_, ": ", why));
+}
+
+const Json& JsonReader::at(const std::string& key) const {
+  const auto found = object_.find(key);
+  if (found == object_.end()) fail(concat("\"", key, "\" is missing"));
+  return *found;
+}
+
+const Json& JsonReader::list(const std::string& key) const {
+  const Json& value = at(key);
+  if (!value.is_array()) fail(concat("\"", key, "\" is no list"));
+  return value;
+}
+
+const Json& JsonReader::object(const std::string& key) const {
+  const Json& value = at(key);
+  if (!value.is_object()) fail(concat("\"", key, "\" is no object"));
+  return value;
+}
+
+std::string JsonReader::text(const std::string& key) const {
+  const Json& value = at(key);
+  if (!value.is_string()) fail(concat("\"", key, "\" is no text"));
+  return value.get<std::string>();
+}
+
+int64_t JsonReader::whole(const std::string& key, int64_t least, int64_t most) const {
+  return number(at(key), least, most);
+}
+
+int64_t JsonReader::number(const Json& value, int64_t least, int64_t most) const {
+  const bool fits =
+      value.is_number_integer() &&
+      (!value.is_number_unsigned() || value.get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX));
+  if (!fits) fail(concat(value.dump(), " is no whole number"));
+  const auto number = value.get<int64_t>();
+  if (number < least || number > most) {
+    fail(concat(number, " is not from ", least, " to ", most));
+  }
+  return number;
+}
+
+}  // namespace penstock::ckpt

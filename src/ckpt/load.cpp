@@ -1,0 +1,250 @@
+#include "src/ckpt/load.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "src/base/text.h"
+#include "src/ckpt/damaged.h"
+#include "src/optim/kernels.h"
+
+namespace penstock::ckpt {
+
+namespace {
+
+constexpr int64_t kBlockElements = 1LL << 18;
+constexpr size_t kNamed = 20;  // differences that an error lists
+
+constexpr const char* kParam = "param";
+
+Dtype dtype_named(const std::string& name) {
+  return name == "F32" ? Dtype::kFp32 : name == "BF16" ? Dtype::kBf16 : Dtype::kFp16;
+}
+
+bool is_float(const std::string& name) { return name == "F32" || name == "BF16" || name == "F16"; }
+
+std::string key_of(const Extra& extra) {
+  return Tensor{extra.role, extra.global.name, extra.rank, {}, {}, {}}.key();
+}
+
+std::string text(const std::vector<int64_t>& shape) {
+  std::vector<std::string> sizes;
+  for (const int64_t size : shape) sizes.push_back(concat(size));
+  return concat("[", join(sizes, ", "), "]");
+}
+
+std::string list(const char* what, const std::vector<std::string>& names) {
+  if (names.empty()) return "";
+  std::vector<std::string> first(names.begin(), names.begin() + std::min(names.size(), kNamed));
+  const std::string more =
+      names.size() > kNamed ? concat(" and ", names.size() - kNamed, " more") : "";
+  return concat("\n  ", what, ": ", join(first, ", "), more);
+}
+
+// What is there and what is wanted, compared.
+struct Comparison {
+  const Manifest& manifest;
+  std::set<std::string> wanted{};
+  std::vector<std::string> missing{}, unexpected{}, different{};
+
+  void look(const Tensor& tensor) {
+    const std::string key = tensor.key();
+    if (!wanted.insert(key).second) return;
+    const Tensor* found = manifest.find(key);
+    if (found == nullptr) return missing.push_back(key);
+    if (found->shape != tensor.shape) {
+      return different.push_back(concat(key, " has shape ", text(found->shape), " there and ",
+                                        text(tensor.shape), " here"));
+    }
+    if (found->dtype == tensor.dtype || (is_float(found->dtype) && is_float(tensor.dtype))) return;
+    different.push_back(
+        concat(key, " has dtype ", found->dtype, " there and ", tensor.dtype, " here"));
+  }
+  void finish() {
+    if (missing.empty() && unexpected.empty() && different.empty()) return;
+    throw ConfigError(concat("[ckpt::load] the checkpoint is of another model or optimizer:",
+                             list("missing in it", missing), list("not wanted", unexpected),
+                             list("different", different)));
+  }
+};
+
+}  // namespace
+
+// ---- reading
+
+Reader::Reader(const std::string& folder, const Manifest& manifest) : manifest_(manifest) {
+  for (const File& file : manifest.files) {
+    files_.push_back(std::make_unique<ShardReader>(folder, file));
+  }
+}
+
+void Reader::read(const Tensor& tensor, int64_t begin, int64_t numel, char* to) {
+  const int64_t size = value_bytes(tensor.dtype), end = begin + numel;
+  auto slice = std::upper_bound(tensor.slices.begin(), tensor.slices.end(), begin,
+                                [](int64_t at, const Slice& one) { return at < one.end; });
+  for (; slice != tensor.slices.end() && begin < end; ++slice) {
+    const int64_t part = std::min(end, slice->end) - begin;
+    files_[slice->file]->read(slice->offset + (begin - slice->begin) * size, part * size, to);
+    begin += part;
+    to += part * size;
+  }
+}
+
+void Reader::verify() {
+  for (size_t i = 0; i < files_.size(); ++i) files_[i]->verify(manifest_, static_cast<int>(i));
+}
+
+int64_t Reader::bytes_read() const {
+  int64_t bytes = 0;
+  for (const auto& file : files_) bytes += file->bytes_read();
+  return bytes;
+}
+
+// ---- names
+
+void check(const Manifest& manifest, const Target& target, const std::vector<std::string>& moments,
+           const LoadOptions& options) {
+  Comparison comparison{manifest};
+  std::set<std::string> roles = {kParam, "buffer"};
+  for (const Holding& holding : target.holdings) {
+    if (holding.role != kParam && !options.optimizer) continue;
+    roles.insert(holding.role);
+    // Of the whole flat: other ranks' parts must be there as well.
+    for (const Piece& piece : pieces(holding, 0, holding.flat->numel, target.global_of)) {
+      comparison.look({holding.role,
+                       piece.global.name,
+                       -1,
+                       piece.global.shape,
+                       file_dtype(holding.buffer->dtype),
+                       {}});
+    }
+  }
+  for (const Extra& extra : target.extras) {
+    comparison.look({extra.role,
+                     extra.global.name,
+                     extra.rank,
+                     extra.global.shape,
+                     file_dtype(extra.tensor),
+                     {}});
+  }
+  if (options.optimizer) roles.insert(moments.begin(), moments.end());
+  for (const Tensor& tensor : manifest.tensors) {
+    if (tensor.rank >= 0 || comparison.wanted.count(tensor.key()) > 0) continue;
+    // Of an optimizer of the user's own a rank wants its pieces, of parameters that there are.
+    const bool piece = tensor.role.rfind("optim.", 0) == 0 && options.optimizer &&
+                       comparison.wanted.count(concat(kParam, "/", tensor.name)) == 0;
+    if (piece || roles.count(tensor.role) > 0) comparison.unexpected.push_back(tensor.key());
+  }
+  comparison.finish();
+}
+
+// ---- values
+
+namespace {
+
+struct Filling {
+  Reader& reader;
+  const Manifest& manifest;
+  const Target& target;
+  std::string error{};
+  std::vector<char> block{};
+
+  // What throws is remembered, and nothing is read after it.
+  template <class Work>
+  void attempt(const Work& work) {
+    if (!error.empty()) return;
+    try {
+      work();
+    } catch (const Damaged& damage) {
+      error = damage.what();
+    }
+  }
+
+  void read(const Tensor& tensor, int64_t begin, int64_t numel, char* to, Dtype dtype) {
+    if (tensor.dtype == file_dtype(dtype)) return reader.read(tensor, begin, numel, to);
+    const Dtype there = dtype_named(tensor.dtype);
+    for (int64_t done = 0; done < numel; done += kBlockElements) {
+      const int64_t part = std::min(kBlockElements, numel - done);
+      block.resize(static_cast<size_t>(part * dtype_bytes(there)));
+      reader.read(tensor, begin + done, part, block.data());
+      optim::take(to + done * dtype_bytes(dtype), dtype, block.data(), there, part, false);
+    }
+  }
+
+  // The holding's elements, and zeros between parameters.
+  void read(const Holding& holding, char* to, Dtype dtype) {
+    const int64_t size = dtype_bytes(dtype);
+    std::memset(to, 0, static_cast<size_t>(holding.numel() * size));
+    attempt([&] {
+      for (const Piece& piece : pieces(holding, holding.first, holding.numel(), target.global_of)) {
+        const Tensor& tensor =
+            *manifest.find(Tensor{holding.role, piece.global.name, -1, {}, {}, {}}.key());
+        read(tensor, piece.global.begin, piece.numel, to + (piece.at - holding.first) * size,
+             dtype);
+      }
+    });
+  }
+
+  void into_buffer(const Holding& holding) {
+    target.executor.traffic().settle();  // one of them in memory
+    target.executor.traffic().make_room(*holding.buffer, holding.account);
+    read(holding, holding.buffer->data(), holding.buffer->dtype);
+    target.executor.traffic().put_back(*holding.buffer);
+  }
+
+  // A flat whose masters are the optimizer's: all of this rank's together, for the resting
+  // parameters that are made of them.
+  void masters(const std::vector<Holding>& parts) {
+    const Holding& first = parts.front();
+    int64_t numel = 0;
+    for (const Holding& part : parts) numel += part.numel();
+    const mem::Lease room = target.tiers.host.take(numel * 4, mem::Account::kBuffers);
+    for (const Holding& part : parts) {
+      read(part, room.data() + (part.first - first.first) * 4, Dtype::kFp32);
+    }
+    target.executor.values().restore(first.unit, *first.flat, first.place, room.data());
+  }
+};
+
+}  // namespace
+
+std::string fill(Reader& reader, const Manifest& manifest, const Target& target,
+                 const LoadOptions& options) {
+  Filling filling{reader, manifest, target};
+  std::vector<Holding> masters;
+  const auto flush = [&] {
+    if (!masters.empty()) filling.masters(masters);
+    masters.clear();
+  };
+  for (const Holding& holding : target.holdings) {
+    if (!masters.empty() && masters.front().flat != holding.flat) flush();
+    if (holding.account == mem::Account::kOptim && holding.role == kParam) {
+      masters.push_back(holding);
+      continue;
+    }
+    if (holding.role != kParam && !options.optimizer) continue;
+    filling.into_buffer(holding);
+    if (holding.role == kParam) target.executor.values().show(*holding.flat);
+  }
+  flush();
+  target.executor.traffic().settle();
+  for (const Extra& extra : target.extras) {
+    at::Tensor whole = at::empty(extra.tensor.sizes(), extra.tensor.options());
+    filling.attempt([&] {
+      const Tensor& tensor = *manifest.find(key_of(extra));
+      auto* to = static_cast<char*>(whole.data_ptr());
+      if (tensor.dtype == file_dtype(whole)) {
+        reader.read(tensor, extra.global.begin, whole.numel(), to);
+      } else {
+        filling.read(tensor, extra.global.begin, whole.numel(), to, dtype_named(file_dtype(whole)));
+      }
+      extra.tensor.detach().copy_(whole);  // so that torch counts the write
+    });
+  }
+  return filling.error;
+}
+
+}  // namespace penstock::ckpt

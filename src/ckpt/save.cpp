@@ -1,0 +1,275 @@
+#include "src/ckpt/save.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "src/base/text.h"
+#include "src/ckpt/damaged.h"
+#include "src/optim/kernels.h"
+
+namespace penstock::ckpt {
+
+namespace {
+
+using mem::block_padded;
+using mem::kBlockBytes;
+
+constexpr int64_t kBounceBytes = 8LL << 20;
+
+std::string file_name(int rank, const char* ending) {
+  std::string digits = concat(rank);
+  digits.insert(0, digits.size() < 5 ? 5 - digits.size() : 0, '0');
+  return concat("rank-", digits, ending);
+}
+
+bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kBlockBytes == 0; }
+
+}  // namespace
+
+// Where a region's bytes come from.
+struct Save::Source {
+  Holding holding;               // where buffer is null: from `kept`
+  int64_t first = 0, numel = 0;  // elements of the holding
+  at::Tensor kept;               // contiguous
+  mem::Lease copy;
+  const char* data = nullptr;  // in memory, when it is there
+  bool padded = false;         // and zeros after it, to the block's end
+  bool done = false;
+};
+
+// Memory for what cannot be written from where it is: two halves, one is filled while the other is
+// written.
+class Save::Bounce {
+ public:
+  Bounce(mem::Arena& arena, ShardWriter& writer)
+      : writer_(writer), memory_(arena.take(kBounceBytes, mem::Account::kBuffers)) {}
+
+  static constexpr int64_t kHalf = kBounceBytes / 2;
+  static constexpr int kDirect = 2;  // the batch of what is written from where it is
+  static_assert(kDirect + 1 == ShardWriter::kBatches);
+
+  // Room for whole blocks of at most a half.
+  char* take(int64_t bytes) {
+    const int64_t size = block_padded(bytes);
+    if (used_ + size > kHalf) {
+      half_ = 1 - half_;
+      used_ = 0;
+      writer_.flush(half_);
+    }
+    char* room = memory_.data() + half_ * kHalf + used_;
+    used_ += size;
+    return room;
+  }
+  // What was put at `room`, with zeros to the end of its last block.
+  void write(int64_t offset, char* room, int64_t bytes) {
+    std::memset(room + bytes, 0, static_cast<size_t>(block_padded(bytes) - bytes));
+    writer_.write(offset, room, block_padded(bytes), half_);
+  }
+  ShardWriter& writer() { return writer_; }
+
+ private:
+  ShardWriter& writer_;
+  mem::Lease memory_;
+  int half_ = 0;
+  int64_t used_ = 0;
+};
+
+Save::Save(exec::Executor& executor, mem::Tiers& tiers, int rank, std::vector<Holding> holdings,
+           const GlobalOf& global_of, Contents contents)
+    : executor_(executor), tiers_(tiers), rank_(rank), contents_(std::move(contents)) {
+  for (const Holding& holding : holdings) add(holding, global_of, executor.mesh());
+  for (const Extra& extra : contents_.extras) add(extra);
+  layout_ = lay_out(regions_, tensors_);
+  layout_.file.name = file_name(rank_, ".safetensors");
+}
+
+Save::~Save() {
+  writer_.reset();  // before the memory that it writes from
+}
+
+int64_t Save::bytes() const { return layout_.file.bytes; }
+
+int Save::tensor_of(const std::string& role, const Global& global, int rank, const char* dtype) {
+  Tensor tensor{role, global.name, rank, global.shape, dtype, {}};
+  const auto [at, added] = by_key_.emplace(tensor.key(), static_cast<int>(tensors_.size()));
+  if (added) tensors_.push_back(std::move(tensor));
+  return at->second;
+}
+
+void Save::add(const Holding& holding, const GlobalOf& global_of, const Mesh& mesh) {
+  const auto [from, to] = share_of(holding, mesh, rank_);
+  const int64_t size = dtype_bytes(holding.buffer->dtype);
+  Region region;
+  region.bytes = (to - from) * size;
+  for (const Piece& piece : pieces(holding, holding.first + from, to - from, global_of)) {
+    const int tensor = tensor_of(holding.role, piece.global, -1, file_dtype(holding.buffer->dtype));
+    region.runs.push_back(
+        {tensor, piece.global.begin, piece.numel, (piece.at - holding.first - from) * size});
+  }
+  std::erase_if(region.runs, [](const Run& run) { return run.numel == 0; });
+  Source& source = sources_.emplace_back();
+  source.holding = holding;
+  source.first = from;
+  source.numel = to - from;
+  regions_.push_back(std::move(region));
+}
+
+void Save::add(const Extra& extra) {
+  Source& source = sources_.emplace_back();
+  source.kept = extra.tensor.detach().contiguous();
+  Region region;
+  region.bytes = static_cast<int64_t>(source.kept.nbytes());
+  const int tensor = tensor_of(extra.role, extra.global, extra.rank, file_dtype(extra.tensor));
+  if (source.kept.numel() > 0) {
+    region.runs.push_back({tensor, extra.global.begin, source.kept.numel(), 0});
+  }
+  regions_.push_back(std::move(region));
+}
+
+void Save::open(const std::string& folder) {
+  folder_ = folder;
+  writer_ = std::make_unique<ShardWriter>(folder + "/" + layout_.file.name, layout_);
+  bounce_ = std::make_unique<Bounce>(tiers_.host, *writer_);
+}
+
+// `first` is an element of the flat.
+void Save::take_edits(const Holding& holding, int64_t first, char* masters, int64_t numel) const {
+  if (holding.edits == nullptr) return;
+  optim::take_edits(masters, holding.buffer->dtype, holding.edits->at(first - holding.edits_first),
+                    holding.edits->dtype, numel);
+}
+
+void Save::capture(bool copies) {
+  executor_.traffic().settle();
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    Source& source = sources_[i];
+    const Holding& holding = source.holding;
+    if (holding.buffer == nullptr) {
+      if (copies) source.kept = source.kept.clone();
+      source.data = static_cast<const char*>(source.kept.const_data_ptr());
+      continue;
+    }
+    if (holding.buffer->on_disk() && !holding.buffer->memory) {
+      write_from_disk(source, regions_[i]);
+      continue;
+    }
+    char* data = holding.buffer->at(source.first);
+    take_edits(holding, holding.first + source.first, data, source.numel);
+    source.data = data;
+    if (!copies || source.numel == 0) continue;
+    source.copy = tiers_.host.take(regions_[i].bytes, mem::Account::kBuffers);
+    std::memcpy(source.copy.data(), data, static_cast<size_t>(regions_[i].bytes));
+    source.data = source.copy.data();
+  }
+}
+
+// Through the bounce's halves: one is read while the other is written.
+void Save::write_from_disk(Source& source, const Region& region) {
+  const mem::Buffer& buffer = *source.holding.buffer;
+  const int64_t size = dtype_bytes(buffer.dtype);
+  const int64_t begin = buffer.offset + source.first * size;  // at a block: so are the shares
+  for (int64_t done = 0; done < region.bytes; done += Bounce::kHalf) {
+    const int64_t bytes = std::min(Bounce::kHalf, region.bytes - done);
+    char* room = bounce_->take(bytes);
+    tiers_.disk->wait(tiers_.disk->read(begin + done, room, bytes));
+    take_edits(source.holding, source.holding.first + source.first + done / size, room,
+               bytes / size);
+    bounce_->write(region.offset + done, room, bytes);
+  }
+  source.done = true;
+}
+
+void Save::write_from_memory(const Source& source, const Region& region) {
+  int64_t done = 0;
+  if (is_aligned(source.data)) {
+    done = region.bytes / kBlockBytes * kBlockBytes;
+    writer_->write(region.offset, source.data, done, Bounce::kDirect);
+  }
+  while (done < region.bytes) {
+    const int64_t bytes = std::min(Bounce::kHalf, region.bytes - done);
+    char* room = bounce_->take(bytes);
+    std::memcpy(room, source.data + done, static_cast<size_t>(bytes));
+    bounce_->write(region.offset + done, room, bytes);
+    done += bytes;
+  }
+}
+
+std::string Save::write() {
+  const std::string part = folder_ + "/" + file_name(rank_, ".json");
+  std::string error;
+  try {
+    for (size_t i = 0; i < sources_.size(); ++i) {
+      if (!sources_[i].done) write_from_memory(sources_[i], regions_[i]);
+    }
+    layout_.file.checksum = writer_->finish();
+    Manifest manifest;
+    manifest.world = 1;
+    manifest.about = contents_.about;
+    manifest.state = contents_.state;
+    manifest.front = contents_.front;
+    manifest.ranks = {contents_.of_rank};
+    manifest.files = {layout_.file};
+    manifest.tensors = tensors_;
+    write_text(part, manifest.text());
+  } catch (const std::exception& failure) {
+    error = failure.what();
+  }
+  // The memory goes back as soon as nobody writes from it any more.
+  writer_.reset();
+  bounce_.reset();
+  sources_.clear();
+  if (error.empty()) return error;
+  try {
+    std::remove((folder_ + "/" + layout_.file.name).c_str());
+    write_text(folder_ + "/" + file_name(rank_, ".failed"), error);
+  } catch (const std::exception&) {
+    // Rank 0 hears of it by not hearing.
+  }
+  return error;
+}
+
+// ---- all ranks' parts
+
+namespace {
+
+// Sleeps until the file is there. Throws RuntimeFault with what any rank says that failed.
+void wait_for(const std::string& folder, int rank, int world, std::chrono::milliseconds timeout) {
+  const auto end = std::chrono::steady_clock::now() + timeout;
+  std::chrono::milliseconds pause(1);
+  while (!exists(folder + "/" + file_name(rank, ".json"))) {
+    for (int other = 0; other < world; ++other) {
+      const std::string failed = folder + "/" + file_name(other, ".failed");
+      if (exists(failed)) throw RuntimeFault(concat("rank ", other, ": ", read_text(failed)));
+    }
+    if (std::chrono::steady_clock::now() > end) {
+      throw RuntimeFault(concat("[ckpt::save] rank ", rank, " did not finish its part in \"",
+                                folder, "\" within ", timeout.count() / 1000.0,
+                                " s (comm.timeout_s)"));
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::milliseconds(50));
+  }
+}
+
+}  // namespace
+
+std::string commit(Draft& draft, int world, int keep, std::chrono::milliseconds timeout) {
+  std::vector<Manifest> parts;
+  for (int rank = 0; rank < world; ++rank) {
+    const std::string part = draft.path() + "/" + file_name(rank, ".json");
+    wait_for(draft.path(), rank, world, timeout);
+    parts.push_back(Manifest::parse(read_text(part), false));
+  }
+  write_text(draft.path() + "/" + kManifest, merge(parts).text());
+  for (int rank = 0; rank < world; ++rank) {
+    std::remove((draft.path() + "/" + file_name(rank, ".json")).c_str());
+  }
+  return draft.commit(keep);
+}
+
+}  // namespace penstock::ckpt

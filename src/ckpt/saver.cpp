@@ -1,0 +1,39 @@
+#include "src/ckpt/saver.h"
+
+#include <exception>
+#include <utility>
+
+namespace penstock::ckpt {
+
+void Saver::start(std::unique_ptr<Save> save, Together together) {
+  finish();
+  save_ = std::move(save);
+  together_ = std::move(together);
+  ended_ = false;
+  thread_ = std::thread([this] {
+    run(*save_, together_);
+    ended_ = true;
+  });
+}
+
+void Saver::run(Save& save, Together& together) {
+  error_ = save.write();
+  if (together.draft == nullptr) return;
+  try {
+    if (error_.empty()) {
+      path_ = commit(*together.draft, together.world, together.keep, together.timeout);
+    }
+  } catch (const std::exception& failure) {
+    error_ = failure.what();
+  }
+  together.draft.reset();  // what is left of it goes
+}
+
+std::string Saver::finish() {
+  if (!thread_.joinable()) return "";
+  thread_.join();
+  save_.reset();
+  return std::exchange(error_, "");
+}
+
+}  // namespace penstock::ckpt

@@ -1,0 +1,309 @@
+#include "src/ckpt/shard.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <utility>
+
+#include "src/base/text.h"
+#include "src/ckpt/checksum.h"
+#include "src/ckpt/damaged.h"
+#include "src/ckpt/folder.h"
+
+namespace penstock::ckpt {
+
+namespace {
+
+using mem::block_padded;
+using mem::kBlockBytes;
+
+constexpr int kDepth = 8;                     // requests with the system
+constexpr int64_t kRequestBytes = 4LL << 20;  // one of them
+constexpr int64_t kReadBytes = 1LL << 20;
+
+// Small enough that who reads a part reads little more, and that the table is small beside it.
+int64_t granule_of(int64_t data_bytes) { return data_bytes < (4LL << 20) ? 512 : kBlockBytes; }
+
+int64_t pieces_of(const File& file) {
+  return (file.table - file.data + file.granule - 1) / file.granule;
+}
+
+// Tensors of no one: the bytes between the others, which the format wants to belong to some.
+void add_pad(std::vector<TensorHead>& heads, int64_t from, int64_t to, int* pads) {
+  if (to > from) heads.push_back({concat("pad/", (*pads)++), "U8", {to - from}, from, to});
+}
+
+struct FreeMemory {
+  void operator()(void* data) const { std::free(data); }
+};
+using Block = std::unique_ptr<char, FreeMemory>;
+
+Block aligned_block(int64_t bytes) {
+  void* data = nullptr;
+  if (posix_memalign(&data, kBlockBytes, static_cast<size_t>(block_padded(bytes))) != 0) {
+    throw RuntimeFault(concat("[ckpt::shard] no memory for ", bytes, " bytes"));
+  }
+  std::memset(data, 0, static_cast<size_t>(block_padded(bytes)));
+  return Block(static_cast<char*>(data));
+}
+
+std::string table_name() { return "checksums"; }
+
+}  // namespace
+
+Layout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors) {
+  std::vector<TensorHead> heads;
+  int pads = 0;
+  int64_t end = 0;
+  for (Region& region : regions) {
+    region.offset = end;
+    int64_t at = region.offset;
+    for (const Run& run : region.runs) {
+      const Tensor& tensor = tensors[run.tensor];
+      const int64_t from = region.offset + run.at;
+      const int64_t to = from + run.numel * value_bytes(tensor.dtype);
+      PENSTOCK_ASSERT(from >= at && to <= region.offset + region.bytes, tensor.key());
+      add_pad(heads, at, from, &pads);
+      if (run.numel > 0) {
+        const std::string name =
+            concat(tensor.key(), "[", run.begin, ":", run.begin + run.numel, "]");
+        heads.push_back({name, tensor.dtype, {run.numel}, from, to});
+      }
+      at = to;
+    }
+    end = region.offset + block_padded(region.bytes);
+    add_pad(heads, at, end, &pads);
+  }
+  Layout layout;
+  File& file = layout.file;
+  file.granule = granule_of(end);
+  const int64_t table_bytes = (end + file.granule - 1) / file.granule * 8;
+  if (table_bytes > 0) {
+    heads.push_back({table_name(), "U64", {table_bytes / 8}, end, end + table_bytes});
+  }
+  layout.head = write_head(heads, kBlockBytes);
+  file.data = static_cast<int64_t>(layout.head.size());
+  file.table = file.data + end;
+  file.bytes = file.table + table_bytes;
+  for (Region& region : regions) {
+    region.offset += file.data;
+    for (const Run& run : region.runs) {
+      if (run.numel == 0) continue;
+      tensors[run.tensor].slices.push_back(
+          {run.begin, run.begin + run.numel, 0, region.offset + run.at});
+    }
+  }
+  return layout;
+}
+
+// ---- writing
+
+ShardWriter::ShardWriter(std::string path, const Layout& layout)
+    : path_(std::move(path)), file_(layout.file), head_(layout.head), table_(pieces_of(file_), 0) {
+  fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (fd_ < 0)
+    throw RuntimeFault("[ckpt::save] cannot make " + space_error(path_, file_.bytes, errno));
+  int error = 0;
+  do {
+    error = ::fallocate(fd_, 0, 0, file_.bytes) == 0 ? 0 : errno;
+  } while (error == EINTR);
+  if (error == EOPNOTSUPP || error == ENOSYS)
+    error = ::ftruncate(fd_, file_.bytes) == 0 ? 0 : errno;
+  if (error != 0) {
+    ::close(fd_);
+    ::unlink(path_.c_str());
+    throw RuntimeFault("[ckpt::save] cannot write " + space_error(path_, file_.bytes, error));
+  }
+  ::fcntl(fd_, F_SETFL, O_DIRECT);  // not every file system has it
+  io_ = mem::BlockIo::best(kDepth);
+}
+
+ShardWriter::~ShardWriter() {
+  io_.reset();  // waits
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void ShardWriter::write(int64_t offset, const char* data, int64_t bytes, int batch) {
+  for (int64_t done = 0; done < bytes; done += file_.granule) {
+    const int64_t piece = std::min(file_.granule, file_.table - offset - done);
+    table_.at((offset + done - file_.data) / file_.granule) = checksum(data + done, piece);
+  }
+  for (int64_t done = 0; done < bytes; done += kRequestBytes) {
+    {
+      std::unique_lock lock(mutex_);
+      ended_.wait(lock, [this] {
+        return std::accumulate(in_flight_.begin(), in_flight_.end(), 0) < kDepth;
+      });
+      ++in_flight_[batch];
+    }
+    mem::BlockRequest request;
+    request.file = fd_;
+    request.write = true;
+    request.data = const_cast<char*>(data) + done;
+    request.offset = offset + done;
+    request.bytes = std::min(kRequestBytes, bytes - done);
+    submit(std::move(request), batch);
+  }
+}
+
+// What the system cuts short goes on with its rest.
+void ShardWriter::submit(mem::BlockRequest request, int batch) {
+  mem::BlockRequest rest = request;
+  request.done = [this, rest, batch](int64_t moved) mutable {
+    if (moved == -EINTR || moved == -EAGAIN) moved = 0;
+    if (moved >= 0 && moved < rest.bytes && moved % kBlockBytes == 0) {
+      rest.data += moved;
+      rest.offset += moved;
+      rest.bytes -= moved;
+      return submit(rest, batch);
+    }
+    const std::lock_guard lock(mutex_);
+    if (moved < rest.bytes && error_.empty()) {
+      error_ = "[ckpt::save] cannot write " +
+               space_error(path_, file_.bytes, moved < 0 ? static_cast<int>(-moved) : EIO);
+    }
+    --in_flight_[batch];
+    ended_.notify_all();
+  };
+  io_->submit(std::move(request));
+}
+
+void ShardWriter::flush(int batch) {
+  std::unique_lock lock(mutex_);
+  ended_.wait(lock, [this, batch] { return in_flight_[batch] == 0; });
+  if (!error_.empty()) throw RuntimeFault(error_);
+}
+
+// The head is whole blocks; the table need not be, so the file gets its size after it.
+std::string ShardWriter::finish() {
+  const auto head_bytes = static_cast<int64_t>(head_.size());
+  const auto table_bytes = static_cast<int64_t>(table_.size() * sizeof(uint64_t));
+  const Block head = aligned_block(head_bytes);
+  std::memcpy(head.get(), head_.data(), head_.size());
+  const Block table = aligned_block(table_bytes);
+  std::memcpy(table.get(), table_.data(), static_cast<size_t>(table_bytes));
+  const auto whole_blocks = [&](int64_t offset, const char* data, int64_t bytes) {
+    for (int64_t done = 0; done < bytes;) {
+      const ssize_t wrote =
+          ::pwrite(fd_, data + done, static_cast<size_t>(bytes - done), offset + done);
+      if (wrote < 0 && errno == EINTR) continue;
+      if (wrote <= 0) {
+        throw RuntimeFault("[ckpt::save] cannot write " + space_error(path_, file_.bytes, errno));
+      }
+      done += wrote;
+    }
+  };
+  for (int batch = 0; batch < kBatches; ++batch) flush(batch);
+  whole_blocks(0, head.get(), head_bytes);
+  whole_blocks(file_.table, table.get(), block_padded(table_bytes));
+  if (::ftruncate(fd_, file_.bytes) != 0 || ::fsync(fd_) != 0) {
+    throw RuntimeFault("[ckpt::save] cannot sync " + space_error(path_, file_.bytes, errno));
+  }
+  return hex(checksum(table_.data(), table_bytes));
+}
+
+// ---- reading
+
+ShardReader::ShardReader(const std::string& folder, const File& file)
+    : path_(folder + "/" + file.name), file_(file) {
+  fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  struct stat found{};
+  if (fd_ < 0 || ::fstat(fd_, &found) != 0) {
+    const std::string why = std::strerror(errno);
+    if (fd_ >= 0) ::close(fd_);
+    throw Damaged(concat("[ckpt::load] cannot read \"", path_, "\": ", why));
+  }
+  if (found.st_size == file_.bytes && S_ISREG(found.st_mode)) return;
+  ::close(fd_);
+  throw Damaged(concat("[ckpt::load] \"", path_, "\" has ", found.st_size,
+                       " bytes; its manifest says ", file_.bytes));
+}
+
+ShardReader::~ShardReader() { ::close(fd_); }
+
+void ShardReader::read_raw(int64_t offset, int64_t bytes, char* to) {
+  bytes_read_ += bytes;
+  for (int64_t done = 0; done < bytes;) {
+    const ssize_t got = ::pread(fd_, to + done, static_cast<size_t>(bytes - done), offset + done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) {
+      throw Damaged(concat("[ckpt::load] cannot read ", bytes, " bytes at ", offset, " of \"",
+                           path_, "\": ", got == 0 ? "the file ends" : std::strerror(errno)));
+    }
+    done += got;
+  }
+}
+
+void ShardReader::read(int64_t offset, int64_t bytes, char* to) {
+  PENSTOCK_ASSERT(offset >= file_.data && offset + bytes <= file_.table, path_);
+  std::vector<uint64_t> sums;
+  while (bytes > 0) {
+    if (offset < block_at_ || offset >= block_at_ + block_bytes_) {
+      const int64_t first = (offset - file_.data) / file_.granule;
+      const int64_t wanted = offset + bytes - file_.data - first * file_.granule;
+      const int64_t most = std::max<int64_t>(1, kReadBytes / file_.granule);
+      const int64_t pieces = std::min(most, (wanted + file_.granule - 1) / file_.granule);
+      block_bytes_ = 0;
+      block_at_ = file_.data + first * file_.granule;
+      const int64_t size = std::min(pieces * file_.granule, file_.table - block_at_);
+      block_.resize(static_cast<size_t>(size));
+      sums.resize(static_cast<size_t>(pieces));
+      read_raw(block_at_, size, block_.data());
+      read_raw(file_.table + first * 8, pieces * 8, reinterpret_cast<char*>(sums.data()));
+      for (int64_t i = 0; i < pieces; ++i) {
+        const int64_t at = i * file_.granule;
+        if (checksum(block_.data() + at, std::min(file_.granule, size - at)) == sums[i]) continue;
+        throw Damaged(concat("[ckpt::load] \"", path_, "\" is damaged in the ", file_.granule,
+                             " bytes from ", block_at_ + at));
+      }
+      block_bytes_ = size;
+    }
+    const int64_t part = std::min(bytes, block_at_ + block_bytes_ - offset);
+    std::memcpy(to, block_.data() + (offset - block_at_), static_cast<size_t>(part));
+    offset += part;
+    bytes -= part;
+    to += part;
+  }
+}
+
+void ShardReader::verify(const Manifest& manifest, int index) {
+  std::string head(8, '\0');
+  if (file_.bytes < 8) throw Damaged(concat("[ckpt::load] \"", path_, "\" has no header"));
+  read_raw(0, 8, head.data());
+  head.resize(static_cast<size_t>(head_bytes(head, file_.bytes)));
+  read_raw(0, static_cast<int64_t>(head.size()), head.data());
+  std::map<std::pair<int64_t, int64_t>, std::string> heads;  // by place: dtype
+  for (const TensorHead& tensor : parse_head(head, file_.bytes)) {
+    const auto data = static_cast<int64_t>(head.size());
+    heads[{data + tensor.begin, data + tensor.end}] = tensor.dtype;
+  }
+  for (const Tensor& tensor : manifest.tensors) {
+    const int64_t size = value_bytes(tensor.dtype);
+    for (const Slice& slice : tensor.slices) {
+      if (slice.file != index) continue;
+      const auto found =
+          heads.find({slice.offset, slice.offset + (slice.end - slice.begin) * size});
+      if (found != heads.end() && found->second == tensor.dtype) continue;
+      throw Damaged(concat("[ckpt::load] \"", path_, "\" does not have \"", tensor.key(),
+                           "\" where its manifest says"));
+    }
+  }
+  std::string table(static_cast<size_t>(file_.bytes - file_.table), '\0');
+  read_raw(file_.table, static_cast<int64_t>(table.size()), table.data());
+  if (hex(checksum(table.data(), static_cast<int64_t>(table.size()))) != file_.checksum) {
+    throw Damaged(concat("[ckpt::load] the checksums of \"", path_, "\" are damaged"));
+  }
+  std::vector<char> block(static_cast<size_t>(kReadBytes));
+  for (int64_t at = file_.data; at < file_.table; at += kReadBytes) {
+    read(at, std::min(kReadBytes, file_.table - at), block.data());
+  }
+}
+
+}  // namespace penstock::ckpt

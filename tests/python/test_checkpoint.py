@@ -1,0 +1,548 @@
+"""engine.save() and engine.load(): any layout into any other, exactly, and nothing in silence."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pathlib
+import random
+
+import checkpoints
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from test_api import initialize
+from torch import nn
+
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hpz"]
+WORLDS = [1, 2, 3, 4]
+TIERS = ["none", "host", "disk"]
+PRECISIONS = ["fp32", "bf16"]
+STEPS = 2
+
+
+def layout(strategy, world, tier, precision, folder):
+    config = training.Case(strategy, precision, world=world).config()
+    if strategy in training.BY_NODE:
+        config["mesh"] = {"node": 2 if world % 2 == 0 else 1}
+    if tier != "none":
+        config["offload"] = {"optimizer": tier, "path": str(folder)}
+        config["offload"] |= {"params": tier} if strategy in ("zero3", "hpz") else {}
+        if tier == "disk":
+            config["offload"]["window_bytes"] = 16384  # several chunks
+        else:
+            del config["offload"]["path"]
+    return config
+
+
+def train(engine, steps, first=0):
+    world = dist.get_world_size()
+    losses = []
+    for batch in models.batches("gpt", first + steps, world * training.MICRO)[first:]:
+        loss = engine(*training.rank_part(batch, 0))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save_trained(config, folder, tag):
+    torch.manual_seed(3)
+    engine = initialize(models.build("gpt"), config)
+    train(engine, STEPS)
+    engine.save(folder, tag=tag, client_state={"from": tag})
+    engine.close()
+
+
+def load_and_save(config, source, folder, tag):
+    """What was loaded, saved again. Bytes that were read, and those that this rank holds."""
+    torch.manual_seed(4)
+    engine = initialize(models.build("gpt"), config)
+    train(engine, 1)
+    state = engine.load(source)
+    assert state == {"from": pathlib.Path(source).name}
+    engine.save(folder, tag=tag)
+    checks = engine._core.checkpoints
+    read, held = checks.bytes_read, checks.bytes_held
+    losses = train(engine, 1, STEPS)
+    engine.close()
+    return read, held, losses[0]
+
+
+def matrix(full):
+    """Pairs of layouts in which every strategy and world is source and target."""
+    every = list(itertools.product(STRATEGIES, WORLDS, TIERS, PRECISIONS))
+    chosen = random.Random(5)
+    targets = (
+        every
+        if full
+        else [
+            (s, w, chosen.choice(TIERS), chosen.choice(PRECISIONS))
+            for s, w in itertools.product(STRATEGIES, WORLDS)
+        ]
+    )
+    sources = [(s, w, chosen.choice(TIERS)) for s, w in itertools.product(STRATEGIES, WORLDS)]
+    chosen.shuffle(sources)
+    return [((*sources[i % len(sources)], target[3]), target) for i, target in enumerate(targets)]
+
+
+def pytest_generate_tests(metafunc):
+    if "pair" in metafunc.fixturenames:
+        pairs = matrix(metafunc.config.getoption("full"))
+        metafunc.parametrize("pair", pairs, ids=lambda p: "-".join(map(str, p[0] + p[1])))
+
+
+def test_reshape(pair, pools, tmp_path):
+    source, target = pair
+    saved, again = tmp_path / "saved", tmp_path / "again"
+    pools(source[1]).run(save_trained, layout(*source, tmp_path), str(saved), "one")
+    found = pools(target[1]).run(
+        load_and_save, layout(*target, tmp_path), str(saved / "one"), str(again), "one"
+    )
+    checkpoints.assert_same_state(saved / "one", again / "one")
+    for read, held, _ in found:
+        assert read <= 1.1 * held, (read, held)
+
+
+# ---- the run goes on as if nothing had happened
+
+
+class Dropping(nn.Module):
+    """Random numbers, buffers that ranks have their own of, and state of a module's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        hidden = self.dropout(self.first(x.to(self.first.weight.dtype)))
+        self.mean.lerp_(hidden.detach().float().mean(0), 0.1)
+        return self.last(hidden - self.mean.to(hidden.dtype)).float()
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def dropping_engine(config, optimizer, scheduled):
+    torch.manual_seed(0)
+    model = Dropping()
+    make = getattr(torch.optim, optimizer)
+    schedule = (
+        (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=40))
+        if scheduled
+        else None
+    )
+    return initialize(model, config, optimizer=lambda p: make(p, lr=0.01), lr_scheduler=schedule)
+
+
+def go_on(config, optimizer, scheduled, folder, wait):
+    """10 losses after a save; and of an engine of its own that loads it."""
+
+    def loss_of(engine):
+        x = torch.randn(8, 16)
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    torch.manual_seed(100 + dist.get_rank())
+    engine = dropping_engine(config, optimizer, scheduled)
+    for _ in range(3):
+        loss_of(engine)
+    engine.save(folder, wait=wait)
+    wanted = [loss_of(engine) for _ in range(10)]
+    calls = engine.calls
+    engine.close()
+    again = dropping_engine(config, optimizer, scheduled)
+    torch.manual_seed(7)
+    loss_of(again)
+    again.load(folder)
+    assert again.steps == 3
+    found = [loss_of(again) for _ in range(10)]
+    assert again.calls == calls
+    again.close()
+    return wanted, found
+
+
+RESUMES = {
+    "zero3": {"strategy": "zero3"},
+    "zero2-bf16-host": {
+        "strategy": "zero2",
+        "precision": "bf16",
+        "offload": {"optimizer": "host"},
+    },
+    "zero1-fp16": {"strategy": "zero1", "precision": "fp16", "loss_scale": {"initial": 256}},
+    "ddp": {"strategy": "ddp"},
+    "zero3-disk": {
+        "strategy": "zero3",
+        "precision": "bf16",
+        "offload": {"optimizer": "disk", "params": "disk"},
+    },
+}
+# Those that the engine's kernels compute, and those that run on shards.
+OPTIMIZERS = ["AdamW", "SGD", "Adagrad", "NAdam", "RMSprop"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("case", RESUMES)
+def test_the_next_losses_are_bitwise_the_same(case, wait, pools, tmp_path):
+    config = dict(RESUMES[case])
+    if case.endswith("disk"):
+        config["offload"] = config["offload"] | {"path": str(tmp_path)}
+    for wanted, found in pools(2).run(go_on, config, "AdamW", True, str(tmp_path / "ck"), wait):
+        assert wanted == found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_with_every_optimizer(optimizer, strategy, pools, tmp_path):
+    config = {"strategy": strategy, "comm": {"timeout_s": 60}}
+    for wanted, found in pools(2).run(go_on, config, optimizer, False, str(tmp_path), True):
+        assert wanted == found
+
+
+# ---- at the border
+
+
+def tiny(config=None, **others):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return initialize(model, {"comm": {"timeout_s": 20}} | (config or {}), **others)
+
+
+def tiny_step(engine, times=1):
+    for _ in range(times):
+        x = torch.ones(2, 8, dtype=engine.module[0].weight.dtype)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+
+def refusals(folder):
+    import penstock  # noqa: PLC0415
+
+    engine = tiny()
+    tiny_step(engine)
+    engine.backward(engine(torch.ones(2, 8)).mean())
+    with pytest.raises(penstock.ConfigError, match="middle of a window: the gradients of 1 of 1"):
+        engine.save(folder)
+    engine.zero_grad()
+    with engine.gathered(write=True), pytest.raises(penstock.ConfigError, match="write=True"):
+        engine.save(folder)
+    for state, says in (
+        ({"a": torch.ones(2)}, r"client_state\['a'\] is a torch.Tensor"),
+        ([{1, 2}], r"client_state\[0\] is a builtins.set"),
+        (object(), "client_state is a builtins.object"),
+    ):
+        with pytest.raises(penstock.ConfigError, match=says):
+            engine.save(folder, client_state=state)
+    for tag in ("", "a/b", "..", "latest", ".hidden"):
+        if tag:
+            with pytest.raises(penstock.ConfigError, match="is no name of a folder"):
+                engine.save(folder, tag=tag)
+    with pytest.raises(penstock.ConfigError, match="rank 0 and rank 1 save to other places"):
+        engine.save(folder, tag=f"of-{dist.get_rank()}")
+    with pytest.raises(penstock.ConfigError, match="no path: pass one, or set the key"):
+        engine.save()
+    with pytest.raises(penstock.RuntimeFault, match="no checkpoint that can be loaded"):
+        engine.load(folder)
+    assert not pathlib.Path(folder).exists() or not list(pathlib.Path(folder).iterdir())
+    tiny_step(engine)  # and it goes on
+    engine.save(folder)
+    with pytest.raises(penstock.RuntimeFault, match='tag "none"'):
+        engine.load(folder, tag="none")
+    with engine.gathered(), pytest.raises(penstock.ConfigError, match="inside gathered"):
+        engine.load(folder)
+    engine.close()
+    for call in (engine.save, engine.load):
+        with pytest.raises(penstock.RuntimeFault, match="closed"):
+            call(folder)
+
+
+def test_what_cannot_be_saved_or_loaded_is_said(pools, tmp_path):
+    pools(2).run(refusals, str(tmp_path / "ck"))
+
+
+STATES = [
+    None,
+    {"epoch": 3, "best": 0.1, "nested": [1, (2, "three"), {"4": None}], "big": 2**80},
+    {1: "int keys", (2, 3): float("inf")},
+    {"$dict": "odd", "nan": [True, -0.0, 1e-320, 5e300]},
+]
+
+
+def round_trip(folder, state):
+    engine = tiny()
+    engine.save(folder, client_state=state)
+    found = engine.load(folder)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("state", STATES, ids=str)
+def test_client_state_comes_back_as_it_was(state, pools, tmp_path):
+    for found in pools(1).run(round_trip, str(tmp_path), state):
+        assert repr(found) == repr(state)
+        assert found == state
+
+
+def other_models(folder):
+    import penstock  # noqa: PLC0415
+
+    engine = tiny(optimizer={"type": "AdamW"})
+    tiny_step(engine)
+    engine.save(folder)
+    engine.close()
+
+    def error_of(model, optimizer="AdamW", **load):
+        other = initialize(model, {"optimizer": {"type": optimizer}, "comm": {"timeout_s": 20}})
+        before = other.state_dict(rank0_only=False)
+        with pytest.raises(penstock.ConfigError) as error:
+            other.load(folder, **load)
+        after = other.state_dict(rank0_only=False)
+        assert all(before[name].equal(after[name]) for name in before)
+        other.backward(other(torch.ones(2, 8)).mean())  # and it goes on
+        other.step()
+        other.close()
+        return str(error.value)
+
+    named = error_of(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)), weights_only=True
+    )
+    for part in (
+        "param/1.weight has shape [8, 8] there and [4, 8] here",
+        "param/1.bias has shape [8] there and [4] here",
+        "missing in it: param/2.weight, param/2.bias",
+    ):
+        assert part in named, named
+    named = error_of(nn.Sequential(nn.Linear(8, 8)), weights_only=True)
+    assert "not wanted: param/1.weight, param/1.bias" in named
+    assert "optimizer AdamW, the engine of Adam" in error_of(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "Adam"
+    )
+
+
+def test_another_model_is_refused_with_every_difference(pools, tmp_path):
+    pools(2).run(other_models, str(tmp_path))
+
+
+def weights_alone(folder):
+    engine = tiny(optimizer={"type": "SGD", "momentum": 0.9, "lr": 0.1})
+    tiny_step(engine, 3)
+    engine.save(folder)
+    wanted = engine.state_dict(rank0_only=False)
+    engine.close()
+    other = tiny(optimizer={"type": "AdamW", "lr": 0.5})
+    other.load(folder, weights_only=True)
+    found = other.state_dict(rank0_only=False)
+    assert all(wanted[name].equal(found[name]) for name in wanted)
+    assert other.steps == 0
+    assert other.lr == 0.5
+    tiny_step(other)
+    other.close()
+
+
+def test_weights_alone_go_into_any_optimizer(pools, tmp_path):
+    pools(2).run(weights_alone, str(tmp_path))
+
+
+class Counter:
+    def __init__(self, count=0):
+        self.count = count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def registered(folder):
+    import penstock  # noqa: PLC0415
+
+    engine = tiny()
+    counter = Counter(7 + dist.get_rank())
+    engine.register_for_checkpointing(counter)
+    engine.save(folder)
+    counter.count = 0
+    engine.load(folder)
+    assert counter.count == 7 + dist.get_rank()
+    with pytest.raises(penstock.ConfigError, match=r"a list has no state_dict\(\)"):
+        engine.register_for_checkpointing([])
+    engine.close()
+    other = tiny()
+    with pytest.raises(penstock.ConfigError, match="has 1 registered objects, the engine 0"):
+        other.load(folder)
+    other.close()
+
+
+def registered_elsewhere(folder):
+    import penstock  # noqa: PLC0415
+
+    engine = tiny()
+    engine.register_for_checkpointing(Counter())
+    with pytest.raises(penstock.ConfigError, match="a state of its own on each of 2 ranks"):
+        engine.load(folder)
+    engine.close()
+
+
+def test_registered_objects(pools, tmp_path):
+    pools(2).run(registered, str(tmp_path))
+    pools(1).run(registered_elsewhere, str(tmp_path))
+
+
+# ---- the newest is not always the best
+
+
+def three(folder, keep=0):
+    engine = tiny({"checkpoint": {"path": folder, "keep": keep}})
+    assert engine.load("auto") is None
+    for _ in range(3):
+        tiny_step(engine)
+        engine.save(client_state=engine.steps)
+    engine.close()
+
+
+def newest(folder, tag=None):
+    """Its client_state, and what was said on stderr."""
+    said = f"{folder}.said-{dist.get_rank()}"
+    before, into = os.dup(2), os.open(said, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(into, 2)
+    try:
+        state = load_newest(folder, tag)
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(into)
+    return state, pathlib.Path(said).read_text()
+
+
+def load_newest(folder, tag):
+    engine = tiny({"checkpoint": {"path": folder}})
+    try:
+        state = engine.load("auto", tag)
+        tiny_step(engine)
+    finally:
+        engine.close()
+    return state
+
+
+def damage(kind, checkpoint):
+    shard = checkpoint / "rank-00001.safetensors"
+    manifest = checkpoint / "checkpoint.json"
+    if kind == "a bit":
+        data = bytearray(shard.read_bytes())
+        data[4096 + 40] ^= 1
+        shard.write_bytes(data)
+    elif kind == "cut short":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    elif kind == "no shard":
+        shard.unlink()
+    elif kind == "no manifest":
+        manifest.unlink()
+    elif kind == "another version":
+        manifest.write_text(manifest.read_text().replace('_checkpoint":1', '_checkpoint":2'))
+    elif kind == "another manifest":
+        manifest.write_text(manifest.read_text().replace('"steps":3', '"steps":2'))
+    elif kind == "names that lead away":
+        manifest.write_text(manifest.read_text().replace("rank-00001.", "../step-1/rank-00001."))
+    elif kind == "a folder":
+        shard.unlink()
+        shard.mkdir()
+    else:
+        raise ValueError(kind)
+
+
+DAMAGES = [
+    "a bit",
+    "cut short",
+    "no shard",
+    "no manifest",
+    "another version",
+    "another manifest",
+    "names that lead away",
+    "a folder",
+]
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_newest_is_passed_over_loudly(kind, pools, tmp_path):
+    folder = tmp_path / "ck"
+    pools(2).run(three, str(folder))
+    damage(kind, folder / "step-3")
+    (first, said), (second, _) = pools(2).run(newest, str(folder))
+    assert first == second == 2
+    if kind != "no manifest":  # then it is no checkpoint at all
+        assert 'step-3" is passed over' in said
+        outcomes = pools(2).attempt(newest, str(folder), "step-3")
+        assert all(one.is_a("RuntimeFault") for one in outcomes)
+
+
+def test_none_is_whole(pools, tmp_path):
+    pools(2).run(three, str(tmp_path))
+    for step in (1, 2, 3):
+        damage("a bit", tmp_path / f"step-{step}")
+    for outcome in pools(2).attempt(newest, str(tmp_path)):
+        assert outcome.is_a("RuntimeFault")
+        assert "no checkpoint that can be loaded" in outcome.text
+        assert "is damaged in the" in outcome.text
+
+
+def unusable_until_loaded(folder):
+    import penstock  # noqa: PLC0415
+
+    engine = tiny()
+    with pytest.raises(penstock.RuntimeFault, match="no checkpoint that can be loaded"):
+        engine.load(folder, "step-3")
+    for call in (lambda: engine(torch.ones(2, 8)), engine.state_dict, lambda: engine.save(folder)):
+        with pytest.raises(penstock.RuntimeFault, match="neither the old nor those"):
+            call()
+    assert engine.load(folder, "step-2") == 2
+    tiny_step(engine)
+    engine.close()
+
+
+def test_half_loaded_weights_are_not_used(pools, tmp_path):
+    pools(2).run(three, str(tmp_path))
+    damage("a bit", tmp_path / "step-3")
+    pools(2).run(unusable_until_loaded, str(tmp_path))
+
+
+def test_the_last_are_kept(pools, tmp_path):
+    pools(2).run(three, str(tmp_path), 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-2", "step-3"]
+
+
+# ---- behind training's back
+
+
+def in_background(folder, config):
+    engine = tiny(config)
+    tiny_step(engine, 2)
+    wanted = engine.state_dict(rank0_only=False)
+    engine.save(folder, tag="a", wait=False)
+    tiny_step(engine, 3)
+    engine.save(folder, tag="b", wait=False)  # waits for the one before
+    engine.close()  # and this for that
+    again = tiny(config)
+    again.load(folder, "a")
+    found = again.state_dict(rank0_only=False)
+    assert all(wanted[name].equal(found[name]) for name in wanted)
+    again.load(folder)
+    assert again.steps == 5
+    again.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_what_is_saved_is_what_was_there_then(strategy, precision, pools, tmp_path):
+    pools(2).run(in_background, str(tmp_path), {"strategy": strategy, "precision": precision})
