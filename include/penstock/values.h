@@ -2,6 +2,7 @@
 // Values: parameters and gradients of a core's model, whole or as this rank's shards.
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -40,6 +41,12 @@ class PENSTOCK_API Values {
   // the buffers: a rank that does not want them sends its shards, and holds no more. Throws
   // RuntimeFault on every rank where one has no room for that.
   std::vector<std::pair<std::string, at::Tensor>> weights(const WeightsOptions& options = {});
+  // [all ranks] The same values in the order in which they come, on rank 0, without the memory for
+  // all of them: `take(name, begin, values)` gets fp32 elements of a parameter from `begin` on, row
+  // by row, in memory that is gone after the call, and in the end "". What it throws is thrown on
+  // every rank.
+  using Take = std::function<void(const std::string& name, int64_t begin, const at::Tensor&)>;
+  void stream(const Take& take);
   // Replaces gradients of a complete window, by full fp32 values that are equal on every rank.
   // Throws RuntimeFault in the middle of a window, ConfigError for a name or shape that is wrong.
   void set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients);
@@ -64,6 +71,8 @@ class PENSTOCK_API Values {
 
  private:
   void refuse_edits(const std::vector<int>& units);
+  template <class Sink>
+  void for_each_weight(bool everywhere, const Sink& sink);
 
   std::shared_ptr<Core::State> state_;
 };

@@ -7,6 +7,7 @@ engine.step()
 """
 
 from penstock._native import Bug, ConfigError, RuntimeFault
+from penstock.data import ResumableLoader
 from penstock.engine import Engine, initialize
 from penstock.ledger import format_ledger
 from penstock.optimizer import Lion
@@ -18,6 +19,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "Lion",
+    "ResumableLoader",
     "RuntimeFault",
     "format_ledger",
     "init",

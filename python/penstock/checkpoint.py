@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from penstock import ranks
+from penstock import export, ranks
 from penstock._native import ConfigError, _penstock
 from penstock.json_values import decode, encode
 from penstock.optimizer import ShardStep
@@ -29,6 +29,7 @@ class Checkpointing:
     """The part of an engine that saves and loads; every rank calls these together."""
 
     config: Any
+    module: torch.nn.Module
     _core: Any
 
     def __init__(self) -> None:
@@ -117,6 +118,32 @@ class Checkpointing:
                         f"{name}()"
                     )
         self._registered.extend(objects)
+
+    def export_hf(
+        self,
+        path: str | os.PathLike[str],
+        dtype: torch.dtype | None = None,
+        max_shard_bytes: int = 5_000_000_000,
+    ) -> None:
+        """Writes the weights as `from_pretrained()` loads them; all ranks call it, rank 0 writes.
+
+        `model.safetensors`, or shards of it and `model.safetensors.index.json`; tied weights once;
+        the model's config where it has one of transformers. Parameters come one unit at a time:
+        rank 0 holds a unit and one tensor beside it.
+
+        Args:
+            path: a folder, which may exist; files of an earlier export in it are replaced.
+            dtype: of the parameters; default: those that they compute in.
+            max_shard_bytes: of a file; a larger tensor has one of its own.
+
+        Raises:
+            ConfigError: a dtype that is not a floating one.
+            RuntimeFault: what could not be written, on every rank.
+        """
+        export.export_hf(self, path, dtype, max_shard_bytes)
+
+    def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return _buffers(self.module)
 
     def _checkpoints_in(self, path: Any, call: str) -> str:
         where = os.fspath(path) if path is not None else self.config.checkpoint.path

@@ -61,6 +61,7 @@ void bind_checkpoint(py::module_& module) {
           py::arg("path"), py::arg("tag"), py::arg("optimizer"), py::arg("missing_ok"),
           py::arg("tensors"))
       .def_static("any", &Checkpoints::any)
+      .def_static("verify", &Checkpoints::verify, NoGil())
       .def_property_readonly("bytes_held", &Checkpoints::bytes_held)
       .def_property_readonly("bytes_read", &Checkpoints::bytes_read)
       .def_property_readonly("bytes_written", &Checkpoints::bytes_written);

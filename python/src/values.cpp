@@ -19,6 +19,14 @@ void bind_values(py::module_& module) {
             return values.weights({dtype, device, everywhere});
           },
           py::arg("dtype"), py::arg("device"), py::arg("everywhere"))
+      .def("stream",
+           [](Values& values, const py::function& take) {
+             const py::gil_scoped_release release;
+             values.stream([&take](const std::string& name, int64_t begin, const at::Tensor& part) {
+               const py::gil_scoped_acquire acquire;
+               take(name, begin, part);
+             });
+           })
       .def("set_gradients", &Values::set_gradients, NoGil())
       .def("units_of", &Values::units_of)
       .def("gather", &Values::gather, NoGil())

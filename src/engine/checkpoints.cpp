@@ -467,6 +467,12 @@ FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& op
   return Core::State::Checkpointing::Load{shared, path, options}.run();
 }
 
+void Checkpoints::verify(const std::string& path) {
+  const ckpt::Manifest manifest =
+      ckpt::Manifest::parse(ckpt::read_text(path + "/" + ckpt::kManifest));
+  ckpt::Reader(path, manifest).verify();
+}
+
 bool Checkpoints::any(const std::string& path) { return !candidates(path, "").empty(); }
 
 int64_t Checkpoints::bytes_held() const {

@@ -25,11 +25,11 @@ std::vector<Shard> Values::shards() {
     shards.push_back({name, param, master, begin});
     state_->lent.push_back(master);
     for (const tiles::TiledWeight& one : state_->tiled->all()) {
-      for (size_t tile = 0; tile < one.units.size(); ++tile) {
-        if (state_->unit_names[one.units[tile]] != name) continue;
+      for (const int unit : one.units) {
+        if (state_->unit_names[unit] != name) continue;
         shards.back().param = one.whole;
         shards.back().name = one.name;
-        shards.back().begin += one.first[tile] * (one.tiles[tile].numel() / one.rows(tile));
+        shards.back().begin += state_->tiled->whole_of(unit, name).second;
       }
     }
   }
@@ -119,38 +119,66 @@ at::ScalarType scalar_of(Dtype dtype) {
 
 }  // namespace
 
-std::vector<std::pair<std::string, at::Tensor>> Values::weights(const WeightsOptions& wanted) {
+// sink(unit, slot, its whole values), where they arrive. One flat after the other.
+template <class Sink>
+void Values::for_each_weight(bool everywhere, const Sink& sink) {
   state_->check_open("state_dict");
   state_->border->look_at_params();
   for (size_t unit = 0; unit < state_->written.size(); ++unit) {
     if (state_->written[unit] > 0) state_->executor->values().refresh(static_cast<int>(unit));
   }
   exec::Executor& executor = *state_->executor;
-  const bool arrives = wanted.everywhere || state_->group->rank() == 0;
-  const auto options = at::TensorOptions(wanted.dtype).device(wanted.device);
-  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  const bool arrives = everywhere || state_->group->rank() == 0;
   const mem::Lease room = agreed_room(executor, state_->tiers.device, arrives);
-  std::map<int, at::Tensor> rows_of;
-  if (arrives) rows_of = state_->tiled->whole_values(false, options, &tensors);
   for (size_t u = 0; u < executor.units().size(); ++u) {
     const std::vector<exec::Flat>& flats = executor.units()[u].flats;
     for (size_t f = 0; f < flats.size(); ++f) {
       const auto unit = static_cast<int>(u);
       const Dtype dtype =
-          executor.values().parameters(unit, static_cast<int>(f), room.data(), wanted.everywhere);
+          executor.values().parameters(unit, static_cast<int>(f), room.data(), everywhere);
       if (!arrives) continue;
       const at::Tensor full = at::from_blob(room.data(), {flats[f].numel}, scalar_of(dtype));
       for (const exec::Slot& slot : flats[f].slots) {
-        const at::Tensor value = full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes());
+        sink(unit, slot, full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes()));
+      }
+    }
+  }
+}
+
+std::vector<std::pair<std::string, at::Tensor>> Values::weights(const WeightsOptions& wanted) {
+  state_->check_open("state_dict");
+  const bool arrives = wanted.everywhere || state_->group->rank() == 0;
+  const auto options = at::TensorOptions(wanted.dtype).device(wanted.device);
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  std::map<int, at::Tensor> rows_of;
+  if (arrives) rows_of = state_->tiled->whole_values(false, options, &tensors);
+  for_each_weight(
+      wanted.everywhere, [&](int unit, const exec::Slot& slot, const at::Tensor& value) {
         if (state_->tiled->is_tile(unit)) {
           rows_of.at(unit).copy_(value);
         } else {
           tensors.emplace_back(slot.name, at::empty(value.sizes(), options).copy_(value));
         }
-      }
-    }
-  }
+      });
   return tensors;
+}
+
+void Values::stream(const Take& take) {
+  std::string problem;
+  const Take keep = [&](const std::string& name, int64_t begin, const at::Tensor& values) {
+    try {
+      if (problem.empty()) take(name, begin, values);
+    } catch (const std::exception& error) {  // the ranks meet for every unit
+      problem = error.what();
+    }
+  };
+  for_each_weight(false, [&](int unit, const exec::Slot& slot, const at::Tensor& value) {
+    const auto [name, begin] = state_->tiled->whole_of(unit, slot.name);
+    keep(name, begin, value.to(at::kFloat).flatten());
+  });
+  if (state_->group->rank() == 0) keep("", 0, at::empty({0}));
+  problem = engine::first_problem(*state_->executor, "stream", problem);
+  if (!problem.empty()) throw RuntimeFault(problem);
 }
 
 namespace {

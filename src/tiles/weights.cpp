@@ -36,6 +36,16 @@ size_t TiledWeights::index_of(const std::string& param) const {
   throw ConfigError(concat("[tiles::index_of] parameter \"", param, "\" is not tiled"));
 }
 
+std::pair<std::string, int64_t> TiledWeights::whole_of(int unit, const std::string& param) const {
+  for (const TiledWeight& one : weights_) {
+    for (size_t tile = 0; tile < one.units.size(); ++tile) {
+      if (one.units[tile] != unit) continue;
+      return {one.name, one.first[tile] * (one.tiles[tile].numel() / one.rows(tile))};
+    }
+  }
+  return {param, 0};
+}
+
 void TiledWeights::check_open() const {
   if (closed_) throw RuntimeFault("[tiles::check_open] the engine is closed");
 }

@@ -64,6 +64,8 @@ class TiledWeights {
   size_t index_of(const std::string& param) const;
   bool is_tile(int unit) const { return is_tile_.at(unit); }
   void check_open() const;  // throws RuntimeFault after close()
+  // Of a unit's parameter: the user's that it is rows of, and its first element there; else itself.
+  std::pair<std::string, int64_t> whole_of(int unit, const std::string& param) const;
 
   // The user's parameters have no values from here on; reading them says so.
   void let_wholes_go();

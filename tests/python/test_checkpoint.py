@@ -546,3 +546,45 @@ def in_background(folder, config):
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_what_is_saved_is_what_was_there_then(strategy, precision, pools, tmp_path):
     pools(2).run(in_background, str(tmp_path), {"strategy": strategy, "precision": precision})
+
+
+# ---- from the outside
+
+
+def test_inspect(pools, tmp_path, capsys):
+    from penstock.cli import main  # noqa: PLC0415
+
+    pools(2).run(three, str(tmp_path))
+    assert main(["inspect", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("health: whole") == 3
+    assert "latest: step-3" in said
+    assert "step 2, saved by 2 rank(s), strategy zero3" in said
+    assert main(["inspect", str(tmp_path / "step-1"), "--tensors", "--quick"]) == 0
+    said = capsys.readouterr().out
+    assert "param/0.weight" in said
+    assert "8x8" in said
+    assert "health: not read" in said
+    damage("a bit", tmp_path / "step-2")
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert 'rank-00001.safetensors" is damaged' in capsys.readouterr().out
+    damage("another version", tmp_path / "step-3")
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "format version 2" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "none")]) == 2
+
+
+def test_the_files_are_safetensors(pools, tmp_path):
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    pools(2).run(three, str(tmp_path))
+    folder = tmp_path / "step-3"
+    ours = checkpoints.tensors_of(folder)
+    for file in checkpoints.manifest_of(folder)["files"]:
+        for name, values in load_file(folder / file["name"]).items():
+            role = name.partition("/")[0]
+            if role in ("pad", "checksums"):
+                continue
+            key, _, run = name.rpartition("[")
+            begin, end = map(int, run.rstrip("]").split(":"))
+            assert ours[key].flatten()[begin:end].equal(values)

@@ -1,0 +1,161 @@
+"""Weights as Hugging Face's libraries load them: safetensors shards and their index."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+from typing import IO, Any
+
+import torch
+
+from penstock._native import ConfigError
+
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_OTHERS = {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_PART = ".part"  # ends the name of a file that is being written
+
+
+class _File:
+    """One safetensors file whose tensors come in any order, in pieces."""
+
+    def __init__(self, path: pathlib.Path, entries: list[tuple[str, torch.dtype, list[int]]]):
+        head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self.places: dict[str, int] = {}
+        end = 0
+        for name, dtype, shape in entries:
+            size = dtype.itemsize
+            for length in shape:
+                size *= length
+            kind = (_NAMES | _OTHERS)[dtype]
+            head[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
+            self.places[name] = end
+            end += size
+        text = json.dumps(head).encode()
+        text += b" " * (-len(text) % 8)
+        self.path, self.bytes = path, end
+        self._data = 8 + len(text)
+        self._file: IO[bytes] = open(f"{path}{_PART}", "wb")  # noqa: SIM115 - closed by finish()
+        self._file.truncate(self._data + end)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, begin: int, values: torch.Tensor) -> None:
+        self._file.seek(self._data + self.places[name] + begin * values.element_size())
+        self._file.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+        pathlib.Path(f"{self.path}{_PART}").unlink(missing_ok=True)
+
+
+class _Files:
+    """The files of one export, by the names of their tensors."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        entries: list[tuple[str, torch.dtype, list[int]]],
+        most: int,
+    ):
+        groups: list[list[tuple[str, torch.dtype, list[int]]]] = [[]]
+        room = most
+        for entry in entries:
+            size = entry[1].itemsize * int(torch.Size(entry[2]).numel())
+            if size > room and groups[-1]:
+                groups.append([])
+                room = most
+            groups[-1].append(entry)
+            room -= size
+        self._folder = folder
+        self._files: list[_File] = []
+        self._of: dict[str, _File] = {}
+        for i, group in enumerate(groups):
+            name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+            file = _File(folder / (name if len(groups) > 1 else "model.safetensors"), group)
+            self._files.append(file)
+            self._of.update(dict.fromkeys((entry[0] for entry in group), file))
+
+    def write(self, name: str, begin: int, values: torch.Tensor) -> None:
+        self._of[name].write(name, begin, values)
+
+    def finish(self) -> None:
+        """Every file gets its name, the index last; files of an earlier export go."""
+        for file in self._files:
+            file.sync()
+        stale = {*self._folder.glob("model*.safetensors"), *self._folder.glob("model*.index.json")}
+        for file in self._files:
+            os.replace(f"{file.path}{_PART}", file.path)
+        if len(self._files) > 1:
+            index = self._folder / "model.safetensors.index.json"
+            names = {name: file.path.name for name, file in self._of.items()}
+            total = sum(file.bytes for file in self._files)
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
+            pathlib.Path(f"{index}{_PART}").write_text(text + "\n", encoding="utf-8")
+            os.replace(f"{index}{_PART}", index)
+            stale.discard(index)
+        for path in stale - {file.path for file in self._files}:
+            path.unlink()
+
+    def abandon(self) -> None:
+        for file in self._files:
+            file.abandon()
+
+
+def export_hf(
+    engine: Any,
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> None:
+    """See `Checkpointing.export_hf`."""
+    params = engine._structure.own
+    made = {name: dtype or param.dtype for param, name in params.items()}
+    if dtype is not None and dtype not in _NAMES:
+        raise ConfigError(f"[front::export_hf] dtype is {dtype}: a floating dtype is needed")
+    if max_shard_bytes < 1:
+        raise ConfigError(f"[front::export_hf] max_shard_bytes is {max_shard_bytes}; at least 1")
+    buffers = dict(engine._persistent_buffers())
+    entries = [(name, made[name], list(param.shape)) for param, name in params.items()]
+    entries += [(name, value.dtype, list(value.shape)) for name, value in buffers.items()]
+    files: list[_Files] = []
+
+    def take(name: str, begin: int, values: torch.Tensor) -> None:
+        if not files:
+            folder = pathlib.Path(path)
+            folder.mkdir(parents=True, exist_ok=True)
+            files.append(_Files(folder, entries, max_shard_bytes))
+        if name:
+            return files[0].write(name, begin, values.to(made[name]))
+        for name, value in buffers.items():  # noqa: PLR1704 - the last call has none
+            files[0].write(name, 0, value.detach())
+        files[0].finish()
+        return _save_configs(engine.module, os.fspath(path))
+
+    try:
+        engine._core.values.stream(take)
+    except BaseException:
+        for one in files:
+            one.abandon()
+        raise
+
+
+def _save_configs(model: torch.nn.Module, path: str) -> None:
+    """config.json and generation_config.json, of a model of transformers."""
+    for name in ("config", "generation_config"):
+        save = getattr(getattr(model, name, None), "save_pretrained", None)
+        if callable(save):
+            save(path)

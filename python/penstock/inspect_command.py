@@ -1,0 +1,121 @@
+"""penstock inspect: what is in a checkpoint, and whether it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import math
+import pathlib
+import time
+from typing import Any
+
+from penstock._native import _penstock
+
+_MANIFEST = "checkpoint.json"
+_BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+_MOST_SLICES = 3  # that a line shows
+
+
+def _size(tensor: dict[str, Any]) -> int:
+    return int(math.prod(tensor["shape"])) * _BYTES.get(tensor["dtype"], 1)
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def _manifest(folder: pathlib.Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    return read
+
+
+def _health(folder: pathlib.Path) -> str:
+    """ "whole", or what is wrong; reads every byte."""
+    try:
+        _penstock.Checkpoints.verify(str(folder))
+    except RuntimeError as error:
+        return str(error)
+    return "whole"
+
+
+def _summary(folder: pathlib.Path) -> list[str]:
+    manifest = _manifest(folder)
+    about, state = manifest["about"], manifest["state"]
+    roles: dict[str, list[int]] = collections.defaultdict(list)
+    for tensor in manifest["tensors"]:
+        roles[tensor["role"]].append(_size(tensor))
+    lines = [
+        f"{folder}",
+        f"  step {state['steps']}, saved by {manifest['world']} rank(s), strategy "
+        f"{about['strategy']}, Penstock {about['penstock']}, torch {about['torch']}",
+    ]
+    for role, sizes in sorted(roles.items()):
+        lines.append(f"  {role:<16}{len(sizes):>6} tensors  {_human(sum(sizes))}")
+    files = manifest["files"]
+    lines.append(f"  {len(files)} file(s), {_human(sum(file['bytes'] for file in files))}")
+    return lines
+
+
+def _table(folder: pathlib.Path) -> list[str]:
+    rows = [("tensor", "dtype", "shape", "bytes", "slices")]
+    for tensor in _manifest(folder)["tensors"]:
+        rank = f"@rank{tensor['rank']}" if "rank" in tensor else ""
+        shown = [f"[{begin}:{end}] file {file}" for begin, end, file, _ in tensor["slices"]]
+        more = f" and {len(shown) - _MOST_SLICES} more" if len(shown) > _MOST_SLICES else ""
+        rows.append(
+            (
+                f"{tensor['role']}/{tensor['name']}{rank}",
+                tensor["dtype"],
+                "x".join(map(str, tensor["shape"])) or "1",
+                _human(_size(tensor)),
+                ", ".join(shown[:_MOST_SLICES]) + more,
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return [
+        "  " + "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]])
+        for row in rows
+    ]
+
+
+def _checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
+    if (path / _MANIFEST).is_file():
+        return [path]
+    found = [p.parent for p in path.glob(f"*/{_MANIFEST}") if not p.parent.name.startswith(".")]
+    if not found:
+        raise ValueError(f"[inspect] no checkpoint in {path}")
+    return sorted(found, key=lambda one: (one / _MANIFEST).stat().st_mtime)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    path = pathlib.Path(args.checkpoint)
+    damaged = 0
+    for folder in _checkpoints(path):
+        begin = time.monotonic()
+        health = "not read" if args.quick else _health(folder)
+        try:
+            lines = _summary(folder) + (_table(folder) if args.tensors else [])
+        except (KeyError, TypeError, ValueError) as error:
+            lines, health = [f"{folder}"], health if health != "whole" else f"manifest: {error!r}"
+        damaged += health not in ("whole", "not read")
+        took = f" ({time.monotonic() - begin:.2f} s)" if health == "whole" else ""
+        print("\n".join([*lines, f"  health: {health}{took}"]))
+    latest = path / "latest"
+    if latest.is_file():
+        print(f"latest: {latest.read_text(encoding='utf-8').strip()}")
+    return 1 if damaged else 0
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    inspect = commands.add_parser(
+        "inspect", help="what is in a checkpoint, and whether it is whole"
+    )
+    inspect.add_argument("checkpoint", help="its folder, or a folder of several")
+    inspect.add_argument("--tensors", action="store_true", help="a line for each tensor")
+    inspect.add_argument("--quick", action="store_true", help="do not read the values")
+    inspect.set_defaults(command=_inspect)
