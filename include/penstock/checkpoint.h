@@ -45,6 +45,7 @@ struct FoundCheckpoint {
   std::string front;                      // as in SaveOptions
   std::vector<std::string> of_ranks;      // by rank that wrote it
   std::vector<CheckpointTensor> tensors;  // all, without values
+  std::string client_state() const;       // JSON: the key of that name of `front`
   const CheckpointTensor* find(const std::string& role, const std::string& name) const;
 };
 

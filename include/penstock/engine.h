@@ -54,6 +54,14 @@ class PENSTOCK_API Engine {
   std::string explain() const;
   // [all ranks] Full fp32 weights by name.
   std::vector<std::pair<std::string, at::Tensor>> state();
+  // [all ranks] Saves below `path` (penstock/checkpoint.h), between step() and a backward: weights,
+  // optimizer, buffers, torch's generator. `client_state` is JSON, which load() gives back; without
+  // `wait` it is written while training goes on. Returns the checkpoint's path.
+  std::string save(const std::string& path, const std::string& tag = "",
+                   const std::string& client_state = "null", bool wait = true);
+  // [all ranks] The newest that is whole, or that of the tag; of any layout, also one that Python
+  // saved. Returns its client_state.
+  std::string load(const std::string& path, const std::string& tag = "");
   // [all ranks] The model has ordinary full parameters again. Without `gather` it has none: for
   // what is larger than memory; no peer is needed then.
   void close(bool gather = true);

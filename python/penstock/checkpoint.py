@@ -207,7 +207,7 @@ def _load(
     if not found.path:
         return "", None
     taken[0].apply()
-    return str(found.path), decode(taken[0].front["client_state"])
+    return str(found.path), decode(taken[0].front.get("client_state"))
 
 
 class _Taken:
@@ -218,19 +218,24 @@ class _Taken:
         self._engine, self._weights_only = engine, weights_only
         self._of_ranks = [json.loads(one) for one in found.of_ranks]
         self._extra = dict(_with_extra_state(engine.module))
-        _same_names("get_extra_state()", set(self.front["extra_state"]), set(self._extra))
+        # What a C++ program saved has none of the following.
+        self._by_us = "optimizer" in self.front
+        if self._by_us:
+            _same_names("get_extra_state()", set(self.front["extra_state"]), set(self._extra))
         self.tensors = [_buffer(name, value) for name, value in _buffers(engine.module)]
         if weights_only:
             return
-        _check_optimizer(engine, self.front["optimizer"])
-        _check_scheduler(engine, self.front["scheduler"])
+        if self._by_us:
+            _check_optimizer(engine, self.front["optimizer"])
+        _check_scheduler(engine, self.front.get("scheduler"))
         self._objects = [
             _object_state(self._of_ranks, i, one) for i, one in enumerate(engine._registered)
         ]
-        if len(self._of_ranks[0]["objects"]) != len(self._objects):
+        saved = len(self._of_ranks[0].get("objects", []))
+        if saved != len(self._objects):
             raise ConfigError(
-                f"[front::load] the checkpoint has {len(self._of_ranks[0]['objects'])} registered "
-                f"objects, the engine {len(self._objects)} (register_for_checkpointing)"
+                f"[front::load] the checkpoint has {saved} registered objects, the engine "
+                f"{len(self._objects)} (register_for_checkpointing)"
             )
         self._rank = min(ranks.rank(), found.world - 1)
         self._generator = torch.empty_like(torch.get_rng_state())
@@ -263,21 +268,13 @@ class _Taken:
                 self._own[master] = state
 
     def apply(self) -> None:
-        for name, state in self.front["extra_state"].items():
+        for name, state in self.front.get("extra_state", {}).items():
             self._extra[name].set_extra_state(decode(state))
         if self._weights_only:
             return
         engine = self._engine
-        for group, saved in zip(
-            engine.optimizer.param_groups, self.front["optimizer"]["groups"], strict=True
-        ):
-            for key, value in saved["options"].items():
-                now = group.get(key)
-                if isinstance(now, torch.Tensor):
-                    now.fill_(decode(value))
-                else:
-                    group[key] = decode(value)
-        engine._peak_lrs = decode(self.front["optimizer"]["peak_lrs"])
+        if self._by_us:
+            self._set_options(engine)
         if engine._external is not None:
             engine.optimizer.state.clear()
             engine.optimizer.state.update(self._own)
@@ -289,10 +286,23 @@ class _Taken:
             one.load_state_dict(state)
         self._set_generators()
 
+    def _set_options(self, engine: Any) -> None:
+        for group, saved in zip(
+            engine.optimizer.param_groups, self.front["optimizer"]["groups"], strict=True
+        ):
+            for key, value in saved["options"].items():
+                now = group.get(key)
+                if isinstance(now, torch.Tensor):
+                    now.fill_(decode(value))
+                else:
+                    group[key] = decode(value)
+        engine._peak_lrs = decode(self.front["optimizer"]["peak_lrs"])
+
     def _set_generators(self) -> None:
         if self._rank == ranks.rank():
             torch.set_rng_state(self._generator)
-            random.setstate(decode(self._of_ranks[self._rank]["random"]))
+            if "random" in self._of_ranks[self._rank]:
+                random.setstate(decode(self._of_ranks[self._rank]["random"]))
             if "numpy" in sys.modules and "numpy" in self._of_ranks[self._rank]:
                 state = decode(self._of_ranks[self._rank]["numpy"])
                 sys.modules["numpy"].random.set_state(state)
@@ -399,7 +409,7 @@ def _check_scheduler(engine: Any, saved: dict[str, Any] | None) -> None:
 
 
 def _object_state(of_ranks: list[dict[str, Any]], index: int, one: Any) -> Any:
-    states = [rank["objects"][index : index + 1] for rank in of_ranks]
+    states = [rank.get("objects", [])[index : index + 1] for rank in of_ranks]
     kind = type(one).__name__
     if not states[0] or states[0][0][0] != kind:
         there = states[0][0][0] if states[0] else "missing"

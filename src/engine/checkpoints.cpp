@@ -363,6 +363,10 @@ struct Core::State::Checkpointing::Load {
   }
 };
 
+std::string FoundCheckpoint::client_state() const {
+  return Json::parse(front).value("client_state", Json()).dump();
+}
+
 const CheckpointTensor* FoundCheckpoint::find(const std::string& role,
                                               const std::string& name) const {
   for (const CheckpointTensor& one : tensors) {
@@ -463,6 +467,8 @@ std::string Checkpoints::failure() {
 
 FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& options) {
   if (state_->closed) throw RuntimeFault("[engine::load] the engine is closed");
+  const std::string before = state_->saver.finish();  // it may be what is to be loaded
+  if (!before.empty()) state_->save_failure = before;
   const Core::State::Checkpointing shared{*state_};
   return Core::State::Checkpointing::Load{shared, path, options}.run();
 }

@@ -1,4 +1,5 @@
 // The C++ front: torch::nn modules in, Core events out.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
@@ -9,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/checkpoint.h"
 #include "penstock/engine.h"
 #include "penstock/error.h"
 #include "penstock/report.h"
@@ -18,6 +20,8 @@
 namespace penstock {
 
 struct Engine::State {
+  std::shared_ptr<torch::nn::Module> model;
+  int rank = 0;
   std::optional<Core> core;
   std::unordered_map<const torch::nn::Module*, int> unit_of;
 
@@ -26,6 +30,17 @@ struct Engine::State {
     OptimizerConfig group = config.optimizer.value_or(OptimizerConfig{});
     group.lr *= lr_factor(config.schedule, core->steps() + 1);
     return group;
+  }
+
+  // Buffers; and with it this rank's generator, or that of `of_rank`.
+  std::vector<CheckpointTensor> tensors(const at::Tensor& generator, int of_rank) const {
+    std::vector<CheckpointTensor> all;
+    for (const auto& buffer : model->named_buffers()) {
+      all.push_back({"buffer", buffer.key(), buffer.value().sizes().vec(), 0,
+                     CheckpointTensor::kIfDifferent, buffer.value()});
+    }
+    all.push_back({"rng", "torch", generator.sizes().vec(), 0, of_rank, generator});
+    return all;
   }
 };
 
@@ -82,6 +97,8 @@ Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& co
         "[engine::Engine] \"activations.checkpoint\": the C++ front computes no unit again; set it "
         "to \"none\"");
   }
+  state_->model = model;
+  state_->rank = group->rank();
   state_->core.emplace(tree_of(*model), config, std::move(group));
   const std::vector<UnitInfo> units = state_->core->units();
   for (const auto& item : model->named_modules("", /*include_self=*/true)) {
@@ -135,6 +152,29 @@ std::string Engine::explain() const { return Report(*state_->core).explain(); }
 std::vector<std::pair<std::string, at::Tensor>> Engine::state() {
   return Values(*state_->core).full("param");
 }
+std::string Engine::save(const std::string& path, const std::string& tag,
+                         const std::string& client_state, bool wait) {
+  const at::Tensor generator = at::detail::getDefaultCPUGenerator().get_state();
+  return Checkpoints(*state_->core)
+      .save(path, {.tag = tag,
+                   .wait = wait,
+                   .front = concat("{\"client_state\":", client_state, "}"),
+                   .tensors = state_->tensors(generator, state_->rank)});
+}
+
+std::string Engine::load(const std::string& path, const std::string& tag) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const at::Tensor state = generator.get_state();
+  const FoundCheckpoint found =
+      Checkpoints(*state_->core).load(path, {.tag = tag, .tensors = [&](const auto& one) {
+                                               const int rank =
+                                                   std::min(state_->rank, one.world - 1);
+                                               return state_->tensors(state, rank);
+                                             }});
+  if (state_->rank < found.world) generator.set_state(state);
+  return found.client_state();
+}
+
 void Engine::close(bool gather) { state_->core->close(gather); }
 
 }  // namespace penstock

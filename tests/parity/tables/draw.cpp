@@ -288,7 +288,8 @@ std::string Draw::text() const {
                                                 {loop.incomplete, "incomplete"},
                                                 {loop.read, "read"},
                                                 {loop.read_inside, "read_inside"},
-                                                {loop.write, "write"}};
+                                                {loop.write, "write"},
+                                                {loop.save, "save"}};
   std::string text = concat("draw ", seed, ": ", strategy, " on ", world, " ranks");
   for (const Cell& cell : cells) text += concat(", ", cell.name(), " ", cell.place.text());
   for (const auto& [is, name] : parts)
@@ -306,6 +307,7 @@ Draw draw(uint64_t seed) {
   draw.nodes = draw.world > 1 && dice.chance(by_node ? 85 : 50) ? 2 : 1;
   draw.options.precision = dice.chance(40) ? Dtype::kBf16 : Dtype::kFp32;
   draw_loop(draw.loop, dice);
+  draw.loop.save = seed % 2 == 1;  // of the seed, so that the dice fall as before
   draw.options.accumulate = draw.loop.accumulate > 1;
   draw_offload(draw, dice);
   draw.prefetch_bytes = dice.one_of<int64_t>({0, 1000, 1 << 20});

@@ -25,6 +25,7 @@ struct Loop {
   bool incomplete = false;   // the last window is closed by force after its first backward
   bool read = false;         // gathers parameters between two windows
   bool read_inside = false;  // ... and between a forward and its backward
+  bool save = false;         // saves between two windows, trains another one, and loads
   bool write = false;        // rank 0 changes gathered parameters between two windows
 };
 

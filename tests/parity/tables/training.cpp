@@ -1,12 +1,16 @@
 #include "tests/parity/tables/training.h"
 
+#include <unistd.h>
+
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <stdexcept>
 #include <utility>
 
+#include "penstock/checkpoint.h"
 #include "penstock/config.h"
 #include "penstock/report.h"
 #include "penstock/values.h"
@@ -111,6 +115,7 @@ class Plain final : public Trainer {
       if (!item.value().requires_grad()) values[item.key()] = fp32_copy(item.value());
     return values;
   }
+  void save_and_load(const Loop&) override {}
   Tensors close() override { return values_of(*net_); }
 
  private:
@@ -193,14 +198,30 @@ class OnEngine final : public Trainer {
     if (rank_ == 0) shrink(*net_);
     values_.release(units, /*write=*/true);
   }
+  // In between a window of which nothing may be left.
+  void save_and_load(const Loop& loop) override {
+    Checkpoints checkpoints(core_);
+    SaveOptions options;
+    options.wait = loop.accumulate == 1;
+    checkpoints.save(folder_, options);
+    for (int micro = 0; micro < loop.accumulate; ++micro) {
+      backward(forward(100, micro), false);
+    }
+    step(false);
+    checkpoints.load(folder_);
+  }
   Tensors weights() override { return values_of(values_.full("param")); }
   Tensors close() override {
     core_.close(true);
+    if (rank_ == 0) std::filesystem::remove_all(folder_);
     return values_of(*net_);
   }
 
  private:
   const Config config_;
+  const std::string folder_ =
+      (std::filesystem::temp_directory_path() / ("penstock-tables-" + std::to_string(getpid())))
+          .string();
   const int rank_, world_;
   const std::shared_ptr<ranks::NetImpl> net_;
   Core core_;
@@ -236,6 +257,7 @@ Trace train(const Loop& loop, Trainer& trainer) {
     }
     if (step == 0 && loop.read) trace.reads.push_back(trainer.read());
     if (step == 1 && loop.write) trainer.write();
+    if (step == 1 && loop.save) trainer.save_and_load(loop);
   }
   trace.weights = trainer.weights();
   trace.own = trainer.close();

@@ -36,6 +36,7 @@ class Trainer {
   virtual double grad_norm() const = 0;
   virtual Tensors read() = 0;
   virtual void write() = 0;
+  virtual void save_and_load(const Loop& loop) = 0;
   virtual Tensors weights() = 0;
   virtual Tensors close() = 0;  // the model's own parameters
 };
