@@ -67,6 +67,11 @@ class PENSTOCK_API Checkpoints {
   // that is no name or for arguments that are not the same on every rank; RuntimeFault on every
   // rank, with the path and the bytes, where one could not save: then nothing is left of it.
   std::string save(const std::string& path, const SaveOptions& options = {});
+  // Asks for a save: step() tells all ranks of it, with the norm, and asked() says there what the
+  // highest `urgency` was (1 to 9; 0: nobody asked), once. From the thread that runs the model,
+  // also in a handler of a signal there.
+  void ask(int urgency);
+  int asked();
   // [all ranks] The save that is under way has ended. Throws RuntimeFault where it failed.
   void wait();
   // Why a save that nobody waited for has failed on this rank (rank 0 knows of all); once.

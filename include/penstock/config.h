@@ -96,6 +96,7 @@ struct MemoryConfig {
 struct CheckpointConfig {
   std::string path;  // folder of the run's checkpoints, for save() and load() without one
   int keep = 0;      // so many newest stay; 0 = all
+  std::vector<std::string> signals;  // on which step() saves: "SIGTERM" "SIGUSR1" "SIGUSR2"
 };
 
 struct ActivationsConfig {

@@ -8,8 +8,11 @@ import hashlib
 import json
 import os
 import random
+import signal
 import sys
+import threading
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +22,43 @@ import torch
 from penstock import export, ranks
 from penstock._native import ConfigError, _penstock
 from penstock.json_values import decode, encode
+from penstock.launch import RESUME
 from penstock.optimizer import ShardStep
 
 _Tensor = _penstock.CheckpointTensor
 _OWN = "optim."  # begins the role of what an optimizer of the user's own keeps
+
+
+class _Signals:
+    """Handlers of signals on which engines save; those that were there before are called, too."""
+
+    GOES_ON, ENDS = 1, 2
+    engines: "dict[int, weakref.WeakSet[Checkpointing]]" = {}
+    before: dict[int, Any] = {}
+
+    @classmethod
+    def watch(cls, signum: int, engine: "Checkpointing") -> None:
+        if signum not in cls.engines:
+            if threading.current_thread() is not threading.main_thread():
+                raise ConfigError(
+                    '[front::initialize] "checkpoint.signals" needs the main thread: Python sets '
+                    "handlers of signals there alone"
+                )
+            cls.engines[signum] = weakref.WeakSet()
+            cls.before[signum] = signal.signal(signum, cls.handle)
+        cls.engines[signum].add(engine)
+
+    @classmethod
+    def handle(cls, signum: int, frame: Any) -> None:
+        living = [one for one in cls.engines[signum] if one._open()]
+        for one in living:
+            one._core.checkpoints.ask(cls.ENDS if signum == signal.SIGTERM else cls.GOES_ON)
+        before = cls.before[signum]
+        if callable(before):
+            before(signum, frame)
+        elif not living and before == signal.SIG_DFL:  # nobody is left who would save
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
 
 
 class Checkpointing:
@@ -32,9 +68,13 @@ class Checkpointing:
     module: torch.nn.Module
     _core: Any
 
+    def _open(self) -> bool:
+        raise NotImplementedError
+
     def __init__(self) -> None:
         self._registered: list[Any] = []
         self._saving = False  # something was saved
+        self.client_state: Any = None  # what a save on a signal stores
 
     def save(
         self,
@@ -85,7 +125,7 @@ class Checkpointing:
 
         Args:
             path: folder of checkpoints, or one of them; "auto" (or None): the key
-                `checkpoint.path`.
+                `checkpoint.path`, or what `penstock run --resume` says.
             tag: the checkpoint's name; default: the newest that is whole (one that is damaged is
                 passed over, with a line on stderr).
             weights_only: parameters and buffers alone.
@@ -101,6 +141,11 @@ class Checkpointing:
         """
         self._say_failure()
         auto = path is None or path == "auto"
+        resume = os.environ.get(RESUME, "auto") if auto and tag is None else "auto"
+        if resume == "never":
+            return None
+        if resume != "auto":
+            auto, path = False, resume
         where = self._checkpoints_in(None if auto else path, "load")
         return _load(self, where, tag, weights_only, auto and tag is None)[1]
 
@@ -144,6 +189,18 @@ class Checkpointing:
 
     def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         return _buffers(self.module)
+
+    def _watch_signals(self) -> None:
+        for name in self.config.checkpoint.signals:
+            _Signals.watch(signal.Signals[name], self)
+
+    def _save_if_asked(self) -> None:
+        urgency = self._core.checkpoints.asked()
+        if urgency == 0:
+            return
+        self.save(client_state=self.client_state)
+        if urgency == _Signals.ENDS:
+            raise SystemExit(128 + signal.SIGTERM)
 
     def _checkpoints_in(self, path: Any, call: str) -> str:
         where = os.fspath(path) if path is not None else self.config.checkpoint.path

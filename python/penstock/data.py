@@ -92,7 +92,10 @@ class ResumableLoader:
         batches = _Batches(
             self._order(), self._samples, self._batch_size, ranks.rank(), ranks.world()
         )
-        for batch in DataLoader(self._dataset, batch_sampler=batches, **self._options):
+        # Of its own, for its workers' seeds: beginning in the middle draws nothing from torch's.
+        generator = torch.Generator().manual_seed((self._seed << 20) + self.epoch)
+        options = {"generator": generator} | self._options
+        for batch in DataLoader(self._dataset, batch_sampler=batches, **options):
             self._samples += self._batch_size * ranks.world()
             yield batch
         self.epoch += 1

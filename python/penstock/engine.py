@@ -91,6 +91,7 @@ class Engine(checkpoint.Checkpointing):
                 self._end(True, "" if alike else f"{type(error).__name__}: {error}")
             raise
         _alive.add(self)
+        self._watch_signals()
 
     def _adopt(self, described: Any, config: Any) -> None:
         self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
@@ -104,6 +105,9 @@ class Engine(checkpoint.Checkpointing):
         tiling.install(self.module, self._core, self.config, pace, self._installed)
         self._forwards = Forwards(self.module, self._core, self._structure, pace, self._installed)
         self._finish_setup(self._given)
+
+    def _open(self) -> bool:
+        return self in _alive
 
     def _finish_setup(self, given: torch.optim.Optimizer) -> None:
         self._external = (
@@ -208,6 +212,8 @@ class Engine(checkpoint.Checkpointing):
             # torch's schedulers warn unless they see the optimizer step.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             self.lr_scheduler.step()
+        if self.config.checkpoint.signals:
+            self._save_if_asked()
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:

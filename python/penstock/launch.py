@@ -25,14 +25,15 @@ from typing import IO
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+RESUME = "PENSTOCK_RESUME"  # in a rank's environment
 _TAIL_LINES = 40
-_TERM_S = 5.0  # from SIGTERM to SIGKILL
+_TERM_S = 5.0  # from SIGTERM to SIGKILL, after a failure
 _CONNECT_S = 300.0  # for the other nodes' launchers to appear
 
 # What a child runs first: ask the kernel to kill it when the launcher dies (PR_SET_PDEATHSIG = 1,
 # kept across exec), check that this has not happened yet, become the script. A preexec_fn would do
 # the same but is unsafe beside the store's threads.
-_BOOTSTRAP = """
+BOOTSTRAP = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
@@ -54,8 +55,13 @@ class LaunchOptions:
     node_rank: int = 0
     rdzv_endpoint: str = ""  # HOST:PORT of node 0; needed when nnodes > 1
     grace_s: float = 15.0  # for the other ranks to end by themselves after one failed
+    max_restarts: int = 0  # after failures
+    resume: str = "auto"  # what engine.load("auto") means: "auto", "never" or a checkpoint
+    min_nodes: int = 0  # below nnodes: nodes may come and go (elastic.py)
 
     def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ValueError("[launch] --max-restarts must not be negative")
         if self.nproc < 1 or self.nnodes < 1:
             raise ValueError("[launch] --nproc and --nnodes must be at least 1")
         if not 0 <= self.node_rank < self.nnodes:
@@ -87,7 +93,7 @@ class _Child:
         self.peak_bytes = 0
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), *argv],
+            [sys.executable, "-I", "-S", "-c", BOOTSTRAP, str(os.getpid()), *argv],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if pipe_stdout else None,
@@ -176,7 +182,7 @@ def _environment(options: LaunchOptions, local_rank: int, host: str, port: int) 
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # env:// then connects to our store as a client
     }
-    return defaults | dict(os.environ) | world
+    return defaults | dict(os.environ) | world | {RESUME: options.resume}
 
 
 @contextlib.contextmanager
@@ -238,7 +244,7 @@ def _supervise(
         now = time.monotonic()
         if isinstance(event, int):
             again, stopped_by = stopped_by != 0, event
-            due = [(now if again else now + _TERM_S, signal.SIGKILL)]
+            due = [(now if again else now + max(_TERM_S, grace_s), signal.SIGKILL)]
             if not again:
                 due.insert(0, (now, signal.SIGTERM))
             continue
@@ -263,12 +269,24 @@ def _report(failed: _Child) -> int:
 
 
 def launch(options: LaunchOptions) -> int:
-    """Runs the ranks of this node to their end.
+    """Runs the ranks of this node to their end, and again up to `max_restarts` times where one
+    failed.
 
     Returns 0, or the exit code of the rank that failed first (128 + signal when it was killed), or
     128 + signal when the launcher itself was told to stop. The error of the rank that failed first
     is the last thing printed.
     """
+    code, stopped = _run_once(options)
+    for restart in range(1, options.max_restarts + 1):
+        if code == 0 or stopped:
+            break
+        _say(f"restart {restart} of {options.max_restarts}")
+        code, stopped = _run_once(options)
+    return code
+
+
+def _run_once(options: LaunchOptions) -> tuple[int, bool]:
+    """The exit code, and whether the launcher was told to stop."""
     events: queue.SimpleQueue[_Child | int] = queue.SimpleQueue()
     children: list[_Child] = []
     with _rendezvous(options) as (host, port), _signals_to(events):
@@ -285,8 +303,8 @@ def launch(options: LaunchOptions) -> int:
                 if child.returncode is None:
                     child.reap()
     if failed is not None:
-        return _report(failed)
+        return _report(failed), stopped_by != 0
     if stopped_by:
         _say(f"stopped by {signal.Signals(stopped_by).name}")
-        return 128 + stopped_by
-    return 0
+        return 128 + stopped_by, True
+    return 0, False

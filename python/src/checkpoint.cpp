@@ -46,6 +46,8 @@ void bind_checkpoint(py::module_& module) {
           py::arg("path"), py::arg("tag"), py::arg("wait"), py::arg("front"), py::arg("of_rank"),
           py::arg("tensors"))
       .def("wait", &Checkpoints::wait, NoGil())
+      .def("ask", &Checkpoints::ask, py::arg("urgency"))
+      .def("asked", &Checkpoints::asked)
       .def("failure", &Checkpoints::failure, NoGil())
       .def(
           "load",

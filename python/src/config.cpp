@@ -42,7 +42,8 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("checkpoint", &ActivationsConfig::checkpoint);
   py::class_<CheckpointConfig>(module, "CheckpointConfig")
       .def_readonly("path", &CheckpointConfig::path)
-      .def_readonly("keep", &CheckpointConfig::keep);
+      .def_readonly("keep", &CheckpointConfig::keep)
+      .def_readonly("signals", &CheckpointConfig::signals);
   py::class_<UnitsConfig>(module, "UnitsConfig")
       .def_readonly("modules", &UnitsConfig::modules)
       .def_readonly("max_bytes", &UnitsConfig::max_bytes)

@@ -62,6 +62,14 @@ bool hear_window(const std::vector<std::string>& all, Window& window, Driver& dr
   return !shorter && !any_late;
 }
 
+void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed) {
+  for (std::string& said : all) {
+    agreed = std::max(agreed, said.back() - '0');
+    said.pop_back();
+  }
+  wanted = 0;
+}
+
 std::string say_each(exec::Executor& executor, const std::string& label, bool mine) {
   std::string all;
   for (const std::string& one : executor.share(label, mine ? "1" : "0")) all += one;

@@ -22,6 +22,9 @@ std::string options_text(const std::vector<OptimizerConfig>& groups, const std::
 // is something else to say. Throws RuntimeFault where ranks ended different numbers of backwards,
 // or have other options.
 bool hear_window(const std::vector<std::string>& all, Window& window, Driver& driver);
+// Takes the digit at the end of what each rank said, which tells `wanted` of its own; `agreed`
+// becomes the highest.
+void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed);
 // A rank each: '1' where it says so, else '0'.
 std::string say_each(exec::Executor& executor, const std::string& label, bool mine);
 // The first rank's problem, "rank 2: ...", on every rank; empty where none has one.

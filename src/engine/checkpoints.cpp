@@ -452,6 +452,10 @@ std::string Checkpoints::save(const std::string& path, const SaveOptions& option
   return made;
 }
 
+void Checkpoints::ask(int urgency) { state_->save_wanted = std::max(state_->save_wanted, urgency); }
+
+int Checkpoints::asked() { return std::exchange(state_->save_agreed, 0); }
+
 void Checkpoints::wait() {
   state_->check_open("save");
   const std::string problem =

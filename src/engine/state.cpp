@@ -382,9 +382,10 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   const std::string bad = window->take_blamed();
   exec::Update update{groups, config.clip, bad, external, {}, {}};
   update.say = [this, told = engine::options_text(groups, options)] {
-    return engine::say_window(*window, *driver) + told;
+    return engine::say_window(*window, *driver) + told + static_cast<char>('0' + save_wanted);
   };
-  update.hear = [this, whole = window->complete()](const std::vector<std::string>& all) {
+  update.hear = [this, whole = window->complete()](std::vector<std::string> all) {
+    engine::hear_asked(all, save_wanted, save_agreed);
     if (!engine::hear_window(all, *window, *driver)) return 0.0;
     if (window->seen() == 0 || (whole && !window->complete())) throw StillOpen();
     const double averaged_over = divisor();

@@ -96,6 +96,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   bool faulted = false;  // a forward raised and none came after it: the other ranks wait elsewhere
   std::string trouble;   // where and with what
   bool closed = false;
+  int save_wanted = 0, save_agreed = 0;       // by this rank; by any, since the last step
   std::string unloaded;                       // a load that did not end: what there is, is nobody's
   std::string save_failure;                   // of a save that nobody waited for, until it is told
   int64_t bytes_read = 0, bytes_written = 0;  // of checkpoints: the last load, the last save

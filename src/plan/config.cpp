@@ -350,6 +350,15 @@ void refuse_section(const Section& top, const std::string& key, const std::strin
   if (!value->empty()) fail_unsupported(key, *value, sentence);
 }
 
+void parse_signals(const Section& section, CheckpointConfig* checkpoint) {
+  const std::vector<std::string> names = {"SIGTERM", "SIGUSR1", "SIGUSR2"};
+  parse_names(section, "signals", "a list of " + quoted(names), &checkpoint->signals);
+  for (const std::string& name : checkpoint->signals)
+    Section::choice_of(section.path("signals"), name, names);
+  if (!checkpoint->signals.empty() && checkpoint->path.empty())
+    fail("\"checkpoint.signals\" asks for saves on signals; they need \"checkpoint.path\"");
+}
+
 void parse_nested(const Section& top, Config* config) {
   if (const Json* value = top.find("table")) parse_table(*value, config);
   if (const Json* value = top.find("mesh")) parse_mesh(*value, &config->mesh);
@@ -369,8 +378,9 @@ void parse_nested(const Section& top, Config* config) {
   parse_activations(top, config);
   parse_loss_scale(top, config);
   if (const Json* value = top.find("checkpoint")) {
-    const Section section(*value, "checkpoint", {"path", "keep"});
+    const Section section(*value, "checkpoint", {"path", "keep", "signals"});
     section.read_text("path", &config->checkpoint.path);
+    parse_signals(section, &config->checkpoint);
     section.read_int("keep", &config->checkpoint.keep, 0, "a whole number >= 0 (0 = all)");
   }
   refuse_section(top, "monitor", "this version does not support monitors yet");
@@ -476,7 +486,8 @@ std::string Config::json(int indent) const {
                         {"prefetch_bytes", prefetch_bytes},
                         {"seed", or_null(seed, -1)},
                         {"dtypes", nullptr}};  // its place in the order
-  out["checkpoint"] = {{"path", checkpoint.path}, {"keep", checkpoint.keep}};
+  out["checkpoint"] = {
+      {"path", checkpoint.path}, {"keep", checkpoint.keep}, {"signals", checkpoint.signals}};
   out["monitor"] = nlohmann::json::object();
   out["optimizer"] = optimizer ? optimizer_json(*optimizer) : nlohmann::json(nullptr);
   out["schedule"] = {{"type", schedule.type},

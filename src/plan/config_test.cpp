@@ -45,7 +45,8 @@ const char* const kEverything = R"({
   "tiling": {"max_bytes": 1e8, "modules": ["*.up"], "loss_tokens": 512, "head": "lm_head"},
   "prefetch_bytes": 5e8, "comm": {"backend": "gloo", "bucket_bytes": 0, "timeout_s": 30,
                                     "warn_s": 2.5, "report_dir": "/tmp"},
-  "checkpoint": {"path": "/data", "keep": 3}, "monitor": null, "seed": 7})";
+  "checkpoint": {"path": "/data", "keep": 3,
+                                                     "signals": ["SIGTERM"]}, "monitor": null, "seed": 7})";
 
 TEST(Config, ReadsEveryKey) {
   Config config = Config::parse(kEverything);
@@ -319,6 +320,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"comm": {"backend": "nccl"}})", {R"("comm.backend" is "nccl")", "gloo"}},
         Bad{R"({"comm": {"codec": "int8"}})", {R"("comm.codec" is "int8")"}},
         Bad{R"({"checkpoint": {"keep": -1}})", {R"("checkpoint.keep" is -1)", ">= 0"}},
+        Bad{R"({"checkpoint": {"path": "/a", "signals": ["SIGTERN"]}})", {"SIGTERN", "SIGTERM"}},
+        Bad{R"({"checkpoint": {"signals": ["SIGTERM"]}})", {"need \"checkpoint.path\""}},
         Bad{R"({"monitor": {"csv": true}})", {"does not support monitors"}}));
 
 INSTANTIATE_TEST_SUITE_P(

@@ -1,0 +1,214 @@
+"""Runs that go on: after a rank was killed, on other ranks, and from a save on a signal."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+NUM_KILLS, NUM_KILLS_FULL = 2, 20
+STEPS = 30
+SCRIPT = """
+import sys, time, torch, penstock
+from torch import nn
+from torch.utils.data import TensorDataset
+
+torch.set_num_threads(1)
+folder, steps, pause, result = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Linear(32, 4))
+engine = penstock.initialize(
+    model,
+    {"strategy": "zero2", "comm": {"timeout_s": 30}, "seed": 1,
+     "checkpoint": {"path": folder, "keep": 2, "signals": ["SIGTERM", "SIGUSR1"]}},
+    optimizer={"type": "AdamW", "lr": 0.01},
+)
+data = torch.randn(600, 8, generator=torch.Generator().manual_seed(5))
+loader = penstock.ResumableLoader(TensorDataset(data), batch_size=2, seed=4)
+engine.register_for_checkpointing(loader)
+engine.load("auto")
+print("at", engine.steps, flush=True)
+while engine.steps < steps:
+    for (x,) in loader:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        time.sleep(pause)
+        if engine.steps % 5 == 0:
+            engine.save(wait=engine.steps % 2 == 0)
+        if engine.steps == steps:
+            break
+weights = engine.state_dict()
+if weights:
+    torch.save(weights, result)
+engine.close()
+print("done", engine.steps, flush=True)
+"""
+
+
+def pytest_generate_tests(metafunc):
+    if "kill" in metafunc.fixturenames:
+        full = metafunc.config.getoption("full")
+        metafunc.parametrize("kill", range(NUM_KILLS_FULL if full else NUM_KILLS))
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("restarts") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def launch(script, folder, *options, nproc=3, steps=STEPS, pause=0.0, result="weights.pt"):
+    command = [sys.executable, "-m", "penstock", "run", "--nproc", str(nproc), "--grace-s", "5"]
+    args = [str(folder / "ck"), str(steps), str(pause), str(folder / result)]
+    return subprocess.Popen(
+        [*command, *options, str(script), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(run, timeout=90):
+    try:
+        said, _ = run.communicate(timeout=timeout)
+    finally:
+        run.kill()
+    return said
+
+
+@pytest.fixture(scope="module")
+def undisturbed(script, tmp_path_factory):
+    """The weights of a run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = launch(script, folder)
+    assert "done" in finish(run)
+    assert run.returncode == 0
+    return torch.load(folder / "weights.pt", weights_only=True)
+
+
+def same(folder, weights):
+    found = torch.load(folder / "weights.pt", weights_only=True)
+    return all(found[name].equal(weights[name]) for name in weights)
+
+
+def rank_process(run, rank):
+    """Of the run's ranks the one that was asked for; None where it has not started."""
+    for child in psutil.Process(run.pid).children():
+        try:
+            if child.environ().get("RANK") == str(rank):
+                return child
+        except psutil.Error:
+            pass
+    return None
+
+
+def test_a_killed_rank_changes_nothing(kill, script, undisturbed, tmp_path):
+    chance = random.Random(kill)
+    run = launch(script, tmp_path, "--max-restarts", "3", pause=0.03)
+    said = []
+    for line in run.stdout:
+        said.append(line)
+        if line.startswith("at 0"):
+            break
+    time.sleep(chance.uniform(0.0, 0.9))
+    rank_process(run, chance.randrange(3)).send_signal(signal.SIGKILL)
+    said.append(finish(run))
+    assert run.returncode == 0, "".join(said)
+    assert "restart 1 of 3" in "".join(said)
+    assert same(tmp_path, undisturbed)
+
+
+def test_no_restart_is_left(script, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import sys; print('tried', flush=True); sys.exit(7)")
+    run = launch(broken, tmp_path, "--max-restarts", "2", nproc=1)
+    assert finish(run).count("tried") == 3
+    assert run.returncode == 7
+
+
+@pytest.mark.parametrize("victim", ["launcher", "a rank"])
+def test_sigterm_saves_and_ends(victim, script, undisturbed, tmp_path):
+    run = launch(script, tmp_path, pause=0.1)
+    assert any(line.startswith("at 0") for line in run.stdout)
+    time.sleep(0.6)
+    if victim == "launcher":
+        run.send_signal(signal.SIGTERM)
+    else:
+        rank_process(run, 1).send_signal(signal.SIGTERM)
+    finish(run)
+    assert run.returncode == 128 + signal.SIGTERM
+    saved = (tmp_path / "ck" / "latest").read_text().strip()
+    again = launch(script, tmp_path)
+    said = finish(again)
+    assert f"at {saved.removeprefix('step-')}" in said
+    assert same(tmp_path, undisturbed)
+
+
+def test_sigusr1_saves_and_goes_on(script, undisturbed, tmp_path):
+    run = launch(script, tmp_path, pause=0.1)
+    assert any(line.startswith("at 0") for line in run.stdout)
+    time.sleep(0.2)
+    rank_process(run, 2).send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "ck" / "latest").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (tmp_path / "ck" / "latest").read_text().strip() != "step-5"
+    assert "done" in finish(run)
+    assert same(tmp_path, undisturbed)
+
+
+def test_resume_says_what_auto_means(script, tmp_path):
+    finish(launch(script, tmp_path, steps=12))
+    assert "at 10" in finish(launch(script, tmp_path, steps=12))
+    assert "at 5" in finish(
+        launch(script, tmp_path, "--resume", str(tmp_path / "ck" / "step-5"), steps=12)
+    )
+    assert "at 0" in finish(launch(script, tmp_path, "--resume", "never", steps=12))
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_a_lost_node_is_done_without(script, tmp_path):
+    """Two nodes of one rank; one of them goes, and the other goes on alone."""
+    port = free_port()
+    options = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "3"]
+
+    def node():
+        return launch(script, tmp_path, *options, nproc=1, steps=60, pause=0.1)
+
+    runs = [node()]
+    while not any(one.laddr.port == port for one in psutil.Process(runs[0].pid).net_connections()):
+        time.sleep(0.05)  # the rendezvous is with the node that stays
+    runs.append(node())
+    seen = []
+    for line in runs[0].stdout:
+        seen.append(line)
+        if line.startswith("at 0"):
+            break
+    time.sleep(1.5)
+    runs[1].kill()  # the node, and with it its rank
+    said = "".join(seen) + finish(runs[0], timeout=120)
+    assert runs[0].returncode == 0, said
+    assert "done 60" in said
+    runs[1].stdout.close()
+    assert not [p for p in psutil.process_iter() if str(tmp_path) in " ".join(cmdline(p))]
+
+
+def cmdline(process):
+    try:
+        return process.cmdline() if process.pid != os.getpid() else []
+    except psutil.Error:
+        return []
