@@ -188,7 +188,7 @@ std::string ShardWriter::finish() {
   const Block head = aligned_block(head_bytes);
   std::memcpy(head.get(), head_.data(), head_.size());
   const Block table = aligned_block(table_bytes);
-  std::memcpy(table.get(), table_.data(), static_cast<size_t>(table_bytes));
+  std::copy(table_.begin(), table_.end(), reinterpret_cast<uint64_t*>(table.get()));
   const auto whole_blocks = [&](int64_t offset, const char* data, int64_t bytes) {
     for (int64_t done = 0; done < bytes;) {
       const ssize_t wrote =
