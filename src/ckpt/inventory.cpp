@@ -17,7 +17,10 @@ struct Walker {
   exec::Executor& executor;
   const int rank;
   const std::vector<std::string>& moments;
+  const bool lent;
   std::vector<Holding> found{};
+
+  const Placement& whole() const { return executor.table().at(Role::kParam, Phase::kForward); }
 
   int64_t begin_of(const Placement& place, const exec::Flat& flat) const {
     return shard_index(place, executor.mesh(), rank) * flat.numel /
@@ -27,7 +30,7 @@ struct Walker {
   void rest(int unit, exec::Flat& flat) {
     const Placement& place = flat.rest().place;
     found.push_back({unit, &flat, &flat.rest().one(), mem::Account::kParam, place, "param",
-                     begin_of(place, flat)});
+                     begin_of(place, flat), place == whole() || lent});
   }
 
   void state(int unit, exec::Flat& flat, exec::ChunkState& chunk) {
@@ -42,10 +45,10 @@ struct Walker {
       one.place = copy.place;
       one.role = i == 0 ? "param" : moments.at(i - 1);
       one.first = begin_of(copy.place, flat) + chunk.begin;
-      const Placement& whole = executor.table().at(Role::kParam, Phase::kForward);
-      if (i == 0 && flat.rest().place == whole) {
+      one.users = lent && i == 0;
+      if (i == 0 && flat.rest().place == whole()) {
         one.edits = &flat.rest().one();
-        one.edits_first = begin_of(whole, flat);
+        one.edits_first = begin_of(whole(), flat);
       }
     }
   }
@@ -54,8 +57,8 @@ struct Walker {
 }  // namespace
 
 std::vector<Holding> holdings(exec::Executor& executor, int rank,
-                              const std::vector<std::string>& moments) {
-  Walker walker{executor, rank, moments};
+                              const std::vector<std::string>& moments, bool lent) {
+  Walker walker{executor, rank, moments, lent};
   for (size_t u = 0; u < executor.units().size(); ++u) {
     for (exec::Flat& flat : executor.units()[u].flats) {
       const auto unit = static_cast<int>(u);

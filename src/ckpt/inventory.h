@@ -29,9 +29,10 @@ struct Holding {
   exec::Flat* flat = nullptr;
   exec::Buffer* buffer = nullptr;
   mem::Account account{};
-  Placement place;    // of the copy it is (a part) of
-  std::string role;   // "param": fp32 masters, or parameters that do not train
-  int64_t first = 0;  // element of the flat
+  Placement place;     // of the copy it is (a part) of
+  std::string role;    // "param": fp32 masters, or parameters that do not train
+  int64_t first = 0;   // element of the flat
+  bool users = false;  // may change it at any time: it is what they see as the parameter
   // Low-precision parameters that users may have written to since the last step, for the masters
   // that this is; null where there are none.
   const exec::Buffer* edits = nullptr;
@@ -40,9 +41,10 @@ struct Holding {
   int64_t numel() const { return buffer->numel; }
 };
 
-// `moments`: what the optimizer calls the values that it keeps beside the masters.
+// `moments`: what the optimizer calls the values that it keeps beside the masters. `lent`: the
+// masters are an optimizer's of the user's own.
 std::vector<Holding> holdings(exec::Executor& executor, int rank,
-                              const std::vector<std::string>& moments);
+                              const std::vector<std::string>& moments, bool lent = false);
 
 // Which part of a holding this rank writes: [first, second) in elements of it. Ranks that hold the
 // same share the work, at blocks.

@@ -1,8 +1,9 @@
 #include "src/ckpt/save.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -20,6 +21,7 @@ using mem::block_padded;
 using mem::kBlockBytes;
 
 constexpr int64_t kBounceBytes = 8LL << 20;
+constexpr int64_t kGroupBytes = 32LL << 20;
 
 std::string file_name(int rank, const char* ending) {
   std::string digits = concat(rank);
@@ -31,17 +33,6 @@ bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % k
 
 }  // namespace
 
-// Where a region's bytes come from.
-struct Save::Source {
-  Holding holding;               // where buffer is null: from `kept`
-  int64_t first = 0, numel = 0;  // elements of the holding
-  at::Tensor kept;               // contiguous
-  mem::Lease copy;
-  const char* data = nullptr;  // in memory, when it is there
-  bool padded = false;         // and zeros after it, to the block's end
-  bool done = false;
-};
-
 // Memory for what cannot be written from where it is: two halves, one is filled while the other is
 // written.
 class Save::Bounce {
@@ -50,8 +41,8 @@ class Save::Bounce {
       : writer_(writer), memory_(arena.take(kBounceBytes, mem::Account::kBuffers)) {}
 
   static constexpr int64_t kHalf = kBounceBytes / 2;
-  static constexpr int kDirect = 2;  // the batch of what is written from where it is
-  static_assert(kDirect + 1 == ShardWriter::kBatches);
+  static constexpr int kDirect = 2;  // batches of what is written from where it is: two
+  static_assert(kDirect + 2 == ShardWriter::kBatches);
 
   // Room for whole blocks of at most a half.
   char* take(int64_t bytes) {
@@ -81,7 +72,11 @@ class Save::Bounce {
 
 Save::Save(exec::Executor& executor, mem::Tiers& tiers, int rank, std::vector<Holding> holdings,
            const GlobalOf& global_of, Contents contents)
-    : executor_(executor), tiers_(tiers), rank_(rank), contents_(std::move(contents)) {
+    : executor_(executor),
+      tiers_(tiers),
+      rank_(rank),
+      contents_(std::move(contents)),
+      pending_(std::make_shared<Pending>(tiers)) {
   for (const Holding& holding : holdings) add(holding, global_of, executor.mesh());
   for (const Extra& extra : contents_.extras) add(extra);
   layout_ = lay_out(regions_, tensors_);
@@ -116,6 +111,7 @@ void Save::add(const Holding& holding, const GlobalOf& global_of, const Mesh& me
   source.holding = holding;
   source.first = from;
   source.numel = to - from;
+  source.bytes = region.bytes;
   regions_.push_back(std::move(region));
 }
 
@@ -123,7 +119,7 @@ void Save::add(const Extra& extra) {
   Source& source = sources_.emplace_back();
   source.kept = extra.tensor.detach().contiguous();
   Region region;
-  region.bytes = static_cast<int64_t>(source.kept.nbytes());
+  region.bytes = source.bytes = static_cast<int64_t>(source.kept.nbytes());
   const int tensor = tensor_of(extra.role, extra.global, extra.rank, file_dtype(extra.tensor));
   if (source.kept.numel() > 0) {
     region.runs.push_back({tensor, extra.global.begin, source.kept.numel(), 0});
@@ -137,61 +133,73 @@ void Save::open(const std::string& folder) {
   bounce_ = std::make_unique<Bounce>(tiers_.host, *writer_);
 }
 
-// `first` is an element of the flat.
-void Save::take_edits(const Holding& holding, int64_t first, char* masters, int64_t numel) const {
-  if (holding.edits == nullptr) return;
-  optim::take_edits(masters, holding.buffer->dtype, holding.edits->at(first - holding.edits_first),
-                    holding.edits->dtype, numel);
+// What users wrote to parameters that rest whole is in no master yet. Those parameters, of the
+// elements that the source has.
+at::Tensor Save::edits_of(const Source& source) {
+  const Holding& holding = source.holding;
+  const at::ScalarType type = scalar_type(file_dtype(holding.edits->dtype));
+  return at::from_blob(holding.edits->at(holding.first + source.first - holding.edits_first),
+                       {source.numel}, type);
 }
 
-void Save::capture(bool copies) {
+void Save::capture(bool behind) {
   executor_.traffic().settle();
-  for (size_t i = 0; i < sources_.size(); ++i) {
-    Source& source = sources_[i];
-    const Holding& holding = source.holding;
-    if (holding.buffer == nullptr) {
-      if (copies) source.kept = source.kept.clone();
+  for (Source& source : std::exchange(sources_, {})) {
+    const mem::Buffer* buffer = source.holding.buffer;
+    bool stays = !behind;
+    if (buffer == nullptr) {
+      if (behind) source.kept = source.kept.clone();
       source.data = static_cast<const char*>(source.kept.const_data_ptr());
-      continue;
+      stays = true;
+    } else if (buffer->on_disk()) {
+      source.offset = buffer->offset + source.first * dtype_bytes(buffer->dtype);  // at a block
+      if (source.holding.edits != nullptr && source.numel > 0)
+        source.edits = edits_of(source).clone();
+    } else {
+      char* data = buffer->at(source.first);
+      source.data = data;
+      if (source.holding.edits != nullptr && source.numel > 0) {
+        const at::Tensor edits = edits_of(source);
+        optim::take_edits(data, buffer->dtype, edits.const_data_ptr(), source.holding.edits->dtype,
+                          source.numel);
+      }
+      if (behind && source.holding.users && source.bytes > 0) {
+        source.copy = tiers_.host.take(source.bytes, mem::Account::kBuffers);
+        std::memcpy(source.copy.data(), data, static_cast<size_t>(source.bytes));
+        source.data = source.copy.data();
+        stays = true;
+      }
     }
-    if (holding.buffer->on_disk() && !holding.buffer->memory) {
-      write_from_disk(source, regions_[i]);
-      continue;
-    }
-    char* data = holding.buffer->at(source.first);
-    take_edits(holding, holding.first + source.first, data, source.numel);
-    source.data = data;
-    if (!copies || source.numel == 0) continue;
-    source.copy = tiers_.host.take(regions_[i].bytes, mem::Account::kBuffers);
-    std::memcpy(source.copy.data(), data, static_cast<size_t>(regions_[i].bytes));
-    source.data = source.copy.data();
+    pending_->add(std::move(source), stays);
   }
+  if (behind) executor_.traffic().watch(pending_);
 }
 
 // Through the bounce's halves: one is read while the other is written.
-void Save::write_from_disk(Source& source, const Region& region) {
-  const mem::Buffer& buffer = *source.holding.buffer;
-  const int64_t size = dtype_bytes(buffer.dtype);
-  const int64_t begin = buffer.offset + source.first * size;  // at a block: so are the shares
-  for (int64_t done = 0; done < region.bytes; done += Bounce::kHalf) {
-    const int64_t bytes = std::min(Bounce::kHalf, region.bytes - done);
+void Save::write_from_disk(const Source& source, const Region& region) {
+  constexpr int64_t kPart = 16 * 1024;  // elements: so few are compared by this thread alone
+  for (int64_t done = 0; done < source.bytes; done += Bounce::kHalf) {
+    const int64_t bytes = std::min(Bounce::kHalf, source.bytes - done);
     char* room = bounce_->take(bytes);
-    tiers_.disk->wait(tiers_.disk->read(begin + done, room, bytes));
-    take_edits(source.holding, source.holding.first + source.first + done / size, room,
-               bytes / size);
+    tiers_.disk->wait(tiers_.disk->read(source.offset + done, room, bytes));
+    const int64_t first = done / 4, numel = source.edits.defined() ? bytes / 4 : 0;
+    for (int64_t at = 0; at < numel; at += kPart) {
+      const at::Tensor edits = source.edits.narrow(0, first + at, std::min(kPart, numel - at));
+      optim::take_edits(room + at * 4, Dtype::kFp32, edits.const_data_ptr(),
+                        exec::dtype_of(edits.scalar_type()), edits.numel());
+    }
     bounce_->write(region.offset + done, room, bytes);
   }
-  source.done = true;
 }
 
-void Save::write_from_memory(const Source& source, const Region& region) {
+void Save::write_from_memory(const Source& source, const Region& region, int batch) {
   int64_t done = 0;
   if (is_aligned(source.data)) {
-    done = region.bytes / kBlockBytes * kBlockBytes;
-    writer_->write(region.offset, source.data, done, Bounce::kDirect);
+    done = source.bytes / kBlockBytes * kBlockBytes;
+    writer_->write(region.offset, source.data, done, batch);
   }
-  while (done < region.bytes) {
-    const int64_t bytes = std::min(Bounce::kHalf, region.bytes - done);
+  while (done < source.bytes) {
+    const int64_t bytes = std::min(Bounce::kHalf, source.bytes - done);
     char* room = bounce_->take(bytes);
     std::memcpy(room, source.data + done, static_cast<size_t>(bytes));
     bounce_->write(region.offset + done, room, bytes);
@@ -199,13 +207,42 @@ void Save::write_from_memory(const Source& source, const Region& region) {
   }
 }
 
+// In groups: while one is with the system the next is begun, and then what the first was written
+// from may change.
+void Save::write_regions() {
+  std::array<std::vector<size_t>, 2> groups;
+  int now = 0;
+  int64_t bytes = 0;
+  const auto finish = [&](int group) {
+    if (groups[group].empty()) return;
+    for (const int batch : {0, 1, Bounce::kDirect + group}) writer_->flush(batch);
+    pending_->done(std::exchange(groups[group], {}));
+  };
+  while (const std::optional<size_t> index = pending_->next()) {
+    const Source& source = pending_->at(*index);
+    if (source.data == nullptr && source.bytes > 0) {
+      write_from_disk(source, regions_[*index]);
+    } else {
+      write_from_memory(source, regions_[*index], Bounce::kDirect + now);
+    }
+    groups[now].push_back(*index);
+    bytes += source.bytes;
+    if (pending_->hurries()) finish(1 - now);
+    if (bytes < kGroupBytes && !pending_->hurries()) continue;
+    bytes = 0;
+    now = 1 - now;
+    finish(now);
+    if (pending_->hurries()) finish(1 - now);
+  }
+  finish(0);
+  finish(1);
+}
+
 std::string Save::write() {
   const std::string part = folder_ + "/" + file_name(rank_, ".json");
   std::string error;
   try {
-    for (size_t i = 0; i < sources_.size(); ++i) {
-      if (!sources_[i].done) write_from_memory(sources_[i], regions_[i]);
-    }
+    write_regions();
     layout_.file.checksum = writer_->finish();
     Manifest manifest;
     manifest.world = 1;
@@ -222,7 +259,9 @@ std::string Save::write() {
   // The memory goes back as soon as nobody writes from it any more.
   writer_.reset();
   bounce_.reset();
-  sources_.clear();
+  pending_->abandon();
+  executor_.traffic().watch(nullptr);
+  pending_.reset();
   if (error.empty()) return error;
   try {
     std::remove((folder_ + "/" + layout_.file.name).c_str());
@@ -252,7 +291,7 @@ void wait_for(const std::string& folder, int rank, int world, std::chrono::milli
                                 " s (comm.timeout_s)"));
     }
     std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 2, std::chrono::milliseconds(50));
+    pause = std::min(pause * 2, std::chrono::milliseconds(10));
   }
 }
 

@@ -16,6 +16,7 @@
 
 #include "src/ckpt/folder.h"
 #include "src/ckpt/inventory.h"
+#include "src/ckpt/pending.h"
 #include "src/ckpt/shard.h"
 #include "src/mem/tiers.h"
 
@@ -47,22 +48,22 @@ class Save {
   int64_t bytes() const;  // of the shard
   // Makes the file in `folder`. Throws RuntimeFault where there is no room.
   void open(const std::string& folder);
-  // What training may change is taken: state on disk is written, state in memory is copied, or with
-  // `copies` = false left where it is until write() has ended. Compute thread.
-  void capture(bool copies);
+  // What is saved is what there is now, whatever training changes from here on: see [Note: Behind
+  // training's back]. Not `behind`: nothing changes until write() has ended. Compute thread.
+  void capture(bool behind);
   // The rest, by any thread. Does not throw: returns the error, when it has told rank 0 of it.
   std::string write();
 
  private:
-  struct Source;
   class Bounce;
 
   void add(const Holding& holding, const GlobalOf& global_of, const Mesh& mesh);
   void add(const Extra& extra);
   int tensor_of(const std::string& role, const Global& global, int rank, const char* dtype);
-  void write_from_disk(Source& source, const Region& region);
-  void write_from_memory(const Source& source, const Region& region);
-  void take_edits(const Holding& holding, int64_t first, char* masters, int64_t numel) const;
+  static at::Tensor edits_of(const Source& source);
+  void write_regions();
+  void write_from_disk(const Source& source, const Region& region);
+  void write_from_memory(const Source& source, const Region& region, int batch);
 
   exec::Executor& executor_;
   mem::Tiers& tiers_;
@@ -71,7 +72,8 @@ class Save {
   std::vector<Tensor> tensors_;
   std::map<std::string, int> by_key_;
   std::vector<Region> regions_;
-  std::vector<Source> sources_;  // of the regions
+  std::vector<Source> sources_;  // of the regions, until capture()
+  std::shared_ptr<Pending> pending_;
   Layout layout_;
   std::string folder_;
   std::unique_ptr<ShardWriter> writer_;

@@ -413,7 +413,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
                 parse(options.of_rank, "what the front keeps of a rank"), std::move(extras)};
     save = std::make_unique<ckpt::Save>(
         *state.executor, state.tiers, rank,
-        ckpt::holdings(*state.executor, rank, moments_of(state.config)), names,
+        ckpt::holdings(*state.executor, rank, moments_of(state.config), !state.lent.empty()), names,
         std::move(contents));
     state.bytes_written = save->bytes();
     if (rank == 0) {

@@ -194,7 +194,10 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
   if (!stays_in_memory(moves)) walk.run(channel_, planned.label);
   if (fetches) {  // on disk it stays true until the update
     if (!stays_in_memory(moves))
-      for (Buffer& kept : rest.buffers) rank_.traffic.drop(kept);
+      for (Buffer& kept : rest.buffers) {
+        rank_.traffic.changes(kept);
+        rank_.traffic.drop(kept);
+      }
     rest.valid = rest.place.tier == Tier::kDisk;
   } else {
     for (Buffer& kept : rest.buffers) rank_.traffic.put_back(kept);
@@ -269,6 +272,7 @@ void Updates::update_unit(int index, const Chunk& chunk, bool writes_back) {
     ChunkState& state = flat.chunks.at(chunk.index);
     for (const Buffer& buffer : state.optim.back().buffers) rank_.traffic.wait_read(buffer);
     rank_.traffic.wait_read(state.gradient);
+    tell_changes(flat, state);
     update_flat(flat, chunk, writes_back);
     if (state.optim.size() > 1) state.optim.front().valid = false;
     rank_.traffic.drop(state.gradient);
@@ -281,6 +285,14 @@ void Updates::update_unit(int index, const Chunk& chunk, bool writes_back) {
   }
   if (chunk.last()) unit.grads.clear();
   rank_.traffic.settle();  // what the chunk before wrote; this one's is written now
+}
+
+// Of what rests in memory and is updated there.
+void Updates::tell_changes(const Flat& flat, const ChunkState& chunk) {
+  if (chunk.optim.size() == 1) {
+    for (const Buffer& buffer : chunk.optim.front().buffers) rank_.traffic.changes(buffer);
+  }
+  if (shares_master(flat)) rank_.traffic.changes(flat.rest().one());
 }
 
 void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
@@ -389,6 +401,7 @@ void Updates::publish(const PlannedStep& planned) {
       for (Flat& flat : rank_.units[unit].flats) {
         if (!flat.trainable || (shares_master(flat) && walk->route().local())) continue;
         Buffer& rest = flat.rest().one();
+        if (shares_master(flat)) rank_.traffic.changes(rest);
         rank_.traffic.make_room(rest, mem::Account::kParam);
         float* master = joined ? nullptr : master_of(flat, flat.chunks.front());
         walk->add(

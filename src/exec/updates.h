@@ -74,6 +74,7 @@ class Updates {
   void bump_versions();
   void prepare_external();
   void update_unit(int unit, const Chunk& chunk, bool writes_back);
+  void tell_changes(const Flat& flat, const ChunkState& chunk);
   void update_flat(Flat& flat, const Chunk& chunk, bool writes_back);
   void update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int64_t> range,
                     const Slot& slot, bool writes_back);

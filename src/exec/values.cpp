@@ -204,6 +204,7 @@ void Values::write(Flat& flat, int64_t first, int64_t numel, const char* values)
     if (from >= to) return;
     rank_.traffic.fetch(buffer, account);
     rank_.traffic.wait_read(buffer);
+    rank_.traffic.changes(buffer);
     optim::take_edits(buffer.at(from - begin), buffer.dtype, values + (from - first) * size,
                       flat.dtype, to - from);
     rank_.traffic.put_back(buffer);

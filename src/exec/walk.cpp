@@ -21,8 +21,12 @@ Dtype Walk::dtype_before(const Travel& travel, size_t pass) const {
   return pass == 0 ? travel.first : dtype_after(travel, pass - 1);
 }
 
+// What only travels keeps its dtype; where that is not the last one, arrive() casts.
 Dtype Walk::dtype_after(const Travel& travel, size_t pass) const {
-  if (route_.passes[pass].kind == PassKind::kAllReduce) return dtype_before(travel, pass);
+  const PassKind kind = route_.passes[pass].kind;
+  if (kind == PassKind::kAllReduce || kind == PassKind::kAllGather) {
+    return dtype_before(travel, pass);
+  }
   return route_.dtype_after(pass, travel.first, travel.last);
 }
 
@@ -56,7 +60,8 @@ void Walk::lay_out(size_t index) {
       receives = std::max(receives, here / size * (size - 1));
     }
     if (pass.kind == PassKind::kAllReduce) continue;  // in place
-    if ((route_.ends_at(i) && !travel.adds) || adds_here(travel, i)) {
+    const bool as_it_ends = !travel.adds && dtype_after(travel, i) == travel.last;
+    if ((route_.ends_at(i) && as_it_ends) || adds_here(travel, i)) {
       stops[i] = travel.to;
     } else if (route_.into_next(i)) {
       stops[i] = stops[i + 1] + members_[i + 1]->index * bytes;

@@ -49,8 +49,14 @@ void DiskTraffic::wait_read(const Buffer& buffer) const {
   if (tiers_.disk) tiers_.disk->wait(buffer.moving);
 }
 
+void DiskTraffic::changes(const Buffer& buffer) {
+  if (buffer.on_disk() || !buffer.exists()) return;
+  if (const auto watch = watch_.load()) watch->memory_changes(buffer.data(), buffer.bytes());
+}
+
 void DiskTraffic::put_back(Buffer& buffer) {
   if (!buffer.on_disk() || !buffer.exists()) return;
+  if (const auto watch = watch_.load()) watch->disk_changes(buffer.offset, buffer.bytes());
   settle(buffer.offset, buffer.offset + buffer.bytes());
   const std::lock_guard lock(mutex_);
   Write write{buffer.offset, buffer.bytes(), {}, {}, num_writes_++};

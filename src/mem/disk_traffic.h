@@ -1,10 +1,14 @@
 #pragma once
 // Buffer: values in memory or on disk. DiskTraffic: moves the buffers of disk, read ahead and
 // written behind.
+#include <atomic>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
+#include <utility>
 
+#include "src/mem/change_watch.h"
 #include "src/mem/tiers.h"
 #include "src/place/placement.h"
 
@@ -45,6 +49,10 @@ class DiskTraffic {
   // Gives its memory back when nothing moves it any more, whatever is in it.
   void drop(Buffer& buffer);
   void settle();  // every write is done
+  // Who is told before what rests changes; null: nobody.
+  void watch(std::shared_ptr<ChangeWatch> watch) { watch_.store(std::move(watch)); }
+  // To be called before the bytes in memory of what rests there change. Those on disk: put_back().
+  void changes(const Buffer& buffer);
   void forget();  // the disk has ended: what it was given is let go
 
  private:
@@ -57,6 +65,7 @@ class DiskTraffic {
   void settle(int64_t begin, int64_t end);  // every write of those bytes
 
   Tiers& tiers_;
+  std::atomic<std::shared_ptr<ChangeWatch>> watch_;
   std::mutex mutex_;
   std::deque<Write> writing_;  // guarded by mutex_
   int64_t num_writes_ = 0;     // guarded by mutex_

@@ -31,6 +31,8 @@ namespace penstock::tables {
 namespace {
 
 constexpr int kDailyDraws = 60;
+// A late gradient was gathered in one dtype into a sum of another.
+constexpr uint64_t kOnceBroken[] = {238, 249};
 constexpr double kLeastExact = 0.4;  // a test that refuses everything proves nothing
 
 int num_jobs() { return static_cast<int>(std::max(1U, std::thread::hardware_concurrency())); }
@@ -156,7 +158,8 @@ TEST(Tables, PresetsAreExactInEveryLoop) {
 }
 
 TEST(Tables, DrawsAreExactOrRefused) {
-  const std::vector<Draw> draws = draws_of(0, kDailyDraws, /*bare=*/false);
+  std::vector<Draw> draws = draws_of(0, kDailyDraws, /*bare=*/false);
+  for (const uint64_t seed : kOnceBroken) draws.push_back(draw(seed));
   const std::vector<Outcome> outcomes = sweep(draws, num_jobs());
   for (const std::string& complaint : complaints(draws, outcomes)) ADD_FAILURE() << complaint;
   std::fputs(summarize(outcomes).text().c_str(), stdout);

@@ -1,0 +1,199 @@
+"""Saving and loading a run's state, against the disk and against torch's own ways.
+
+One interleaved run on two ranks, in one folder: what `fio` writes in sequence with the same bytes,
+request size and O_DIRECT; Penstock's save, waited for; torch.save of the same tensors by each rank,
+with fsync; torch.distributed.checkpoint.save and async_save, with fsync as it does it. Then
+Penstock's load. Then a training loop: its steps alone, and while a save runs behind it.
+
+    python benchmarks/checkpoint.py --folder /scratch [--gib 2] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import measure
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import penstock
+
+WIDTH = 1024
+STATE_BYTES = 12  # per parameter: fp32 master weights and two moments
+RANKS = 2
+
+
+def sequential(folder: pathlib.Path, num_bytes: int) -> float:
+    """Seconds in which fio writes so many bytes to one new file, fsync included."""
+    path = folder / "fio"
+    path.unlink(missing_ok=True)
+    command = [
+        "fio", "--name=seq", f"--filename={path}", "--rw=write", "--bs=4m", "--iodepth=8",
+        "--ioengine=io_uring", "--direct=1", f"--size={num_bytes}", "--end_fsync=1",
+        "--fallocate=posix", "--output-format=json",
+    ]  # fmt: skip
+    begin = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:  # no io_uring for fio here
+        command[command.index("--ioengine=io_uring")] = "--ioengine=libaio"
+        begin = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write"]
+    path.unlink()
+    # fio's own start takes longer than it says it wrote.
+    return min(time.perf_counter() - begin, job["runtime"] / 1000)
+
+
+def model_of(num_bytes: int) -> nn.Module:
+    layers = max(1, num_bytes // STATE_BYTES // (WIDTH * WIDTH))
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+
+
+class State:
+    """The same bytes as plain tensors of this rank, for torch's ways."""
+
+    def __init__(self, num_bytes: int, rank: int) -> None:
+        size = WIDTH * WIDTH
+        count = num_bytes // RANKS // (4 * size)
+        self.tensors = {f"rank{rank}.{i}": torch.randn(size) for i in range(count)}
+        self.bytes = count * size * 4
+
+
+def timed(work: Callable[[], object]) -> float:
+    measure.barrier()
+    begin = time.perf_counter()
+    work()
+    measure.barrier()
+    return time.perf_counter() - begin
+
+
+def torch_save(state: State, folder: pathlib.Path, rank: int) -> None:
+    with open(folder / f"torch-{rank}.pt", "wb") as file:
+        torch.save(state.tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def dcp_async(state: State, folder: pathlib.Path) -> float:
+    """Seconds that the loop is blocked; returns when it is written."""
+    begin = time.perf_counter()
+    future = dcp.async_save(state.tensors, checkpoint_id=folder / "dcp-async")
+    blocked = time.perf_counter() - begin
+    future.result()
+    return blocked
+
+
+def steps_of(engine: penstock.Engine, count: int) -> list[float]:
+    x = torch.randn(256, WIDTH)
+    seconds = []
+    for _ in range(count):
+        measure.barrier()
+        begin = time.perf_counter()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def stall(engine: penstock.Engine, folder: pathlib.Path) -> dict[str, float]:
+    """Steps alone, then from the save to its end."""
+    alone = statistics.median(steps_of(engine, 6)[1:])
+    begin = time.perf_counter()
+    engine.save(folder / "stall", wait=False)
+    blocked = time.perf_counter() - begin
+    beside: list[float] = []
+    for _ in range(12):
+        beside += steps_of(engine, 1)
+        if (folder / "stall" / "latest").exists():
+            break
+    took = time.perf_counter() - begin
+    engine._core.checkpoints.wait()
+    extra = took - len(beside) * alone
+    return {
+        "step_s": alone,
+        "blocked_s": blocked,
+        "save_s": took,
+        "steps": len(beside),
+        "slower": extra / (len(beside) * alone),
+    }
+
+
+def work(options: argparse.Namespace) -> None:
+    rank, folder = dist.get_rank(), pathlib.Path(options.folder)
+    num_bytes = int(options.gib * 2**30)
+    engine = penstock.initialize(
+        model_of(num_bytes), {"strategy": "zero3", "units": {"modules": ["Linear"]}}
+    )
+    steps_of(engine, 1)
+    state = State(num_bytes, rank)
+    rows: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        rows.setdefault(name, []).append(seconds)
+
+    for i in range(options.rounds + 1):
+        found = {}
+        if rank == 0:
+            found["fio"] = sequential(folder, RANKS * state.bytes)
+        measure.barrier()
+        found["save"] = timed(lambda: engine.save(folder / "ours"))
+        found["torch.save"] = timed(lambda: torch_save(state, folder, rank))
+        found["dcp.save"] = timed(lambda: dcp.save(state.tensors, checkpoint_id=folder / "dcp"))
+        found["dcp.async_save"] = timed(lambda: note("dcp blocked", dcp_async(state, folder)))
+        found["load"] = timed(lambda: engine.load(folder / "ours"))
+        for name, seconds in found.items():
+            if i > 0:  # the first round warms up
+                note(name, seconds)
+        for name in ("ours", "dcp", "dcp-async"):
+            if rank == 0:
+                shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / f"torch-{rank}.pt").unlink()
+        measure.barrier()
+    stalls = [stall(engine, folder) for _ in range(options.rounds)]
+    engine.close()
+    if rank != 0:
+        return
+    total = RANKS * state.bytes
+    print(f"{total / 2**30:.2f} GiB of state on {RANKS} ranks, medians of {options.rounds} rounds")
+    for name, seconds in rows.items():
+        middle = statistics.median(seconds)
+        text = f"  {name:<16}{middle:8.2f} s"
+        if name != "dcp blocked":
+            ratios = [a / b for a, b in zip(rows["fio"], seconds, strict=True)]
+            text += f"  {total / middle / 1e9:6.2f} GB/s  {statistics.median(ratios):5.2f} of fio"
+        print(text)
+    for name in stalls[0]:
+        print(f"  stall: {name:<10}{statistics.median(one[name] for one in stalls):8.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--gib", type=float, default=2.0, help="of state over both ranks")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        if shutil.which("fio") is None:
+            sys.exit("fio is not installed, and this benchmark compares with it")
+        pathlib.Path(options.folder).mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "penstock", "run", "--nproc", str(RANKS), *sys.argv]
+        sys.exit(subprocess.run(command, check=False).returncode)
+    dist.init_process_group("gloo")
+    work(options)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

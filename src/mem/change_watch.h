@@ -1,0 +1,16 @@
+#pragma once
+// ChangeWatch: told before bytes at rest change. A save reads them behind training's back.
+#include <cstdint>
+
+namespace penstock::mem {
+
+// Any thread.
+class ChangeWatch {
+ public:
+  virtual ~ChangeWatch() = default;
+  // Return when the bytes may change.
+  virtual void memory_changes(const char* data, int64_t bytes) = 0;
+  virtual void disk_changes(int64_t offset, int64_t bytes) = 0;
+};
+
+}  // namespace penstock::mem
