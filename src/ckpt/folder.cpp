@@ -28,6 +28,7 @@ namespace {
 constexpr const char* kLatest = "latest";
 constexpr const char* kLock = "lock";
 constexpr const char* kSaving = ".saving-";
+constexpr const char* kOld = "old";
 constexpr int64_t kMinute = 60;
 
 [[noreturn]] void fail(const char* what, const std::string& path, int error) {
@@ -70,11 +71,14 @@ int64_t age_of(const std::string& path) {
   return found.st_mtim.tv_sec * 1'000'000'000LL + found.st_mtim.tv_nsec;
 }
 
-// Of a writer that has died: nobody holds its lock. One that has none may just be beginning.
+// Of a writer that has died: nobody holds its lock. One that has none may just be beginning; but
+// not a checkpoint that was replaced or is not kept.
 bool is_abandoned(const std::string& draft) {
   const Descriptor lock(draft + "/" + kLock, O_RDWR);
   if (lock.get() >= 0) return ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0;
-  return errno == ENOENT && std::time(nullptr) - age_of(draft) / 1'000'000'000 > kMinute;
+  if (errno != ENOENT) return false;
+  return draft.ends_with(kOld) || exists(draft + "/" + kManifest) ||
+         std::time(nullptr) - age_of(draft) / 1'000'000'000 > kMinute;
 }
 
 // What of the folder can go: never `latest` and the newest.
@@ -82,7 +86,7 @@ void prune(const std::string& root, int keep) {
   const std::vector<std::string> all = tags(root);
   for (size_t i = keep; keep > 0 && i < all.size(); ++i) {
     // Under a dot it is no checkpoint any more, wherever its removal stops.
-    const std::string away = root + "/." + all[i] + kSaving + "old";
+    const std::string away = root + "/." + all[i] + kSaving + kOld;
     remove_all(away);
     if (::rename((root + "/" + all[i]).c_str(), away.c_str()) == 0) remove_all(away);
   }

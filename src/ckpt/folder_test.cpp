@@ -97,6 +97,17 @@ TEST_F(FolderTest, WhatADeadWriterLeftGoesAndALivingOneStays) {
   EXPECT_EQ(tags(root_).size(), 2U);
 }
 
+TEST_F(FolderTest, WhatWasReplacedOrIsNotKeptGoesWithTheNextSave) {
+  std::filesystem::create_directories(root_ + "/.a.saving-old");
+  std::filesystem::create_directories(root_ + "/.b.saving-12ab");
+  write_text(root_ + "/.b.saving-12ab/" + kManifest, "of a checkpoint that was replaced");
+  std::filesystem::create_directories(root_ + "/.c.saving-34cd");  // it may just be beginning
+  save("d");
+  EXPECT_FALSE(exists(root_ + "/.a.saving-old"));
+  EXPECT_FALSE(exists(root_ + "/.b.saving-12ab"));
+  EXPECT_TRUE(exists(root_ + "/.c.saving-34cd"));
+}
+
 TEST_F(FolderTest, NamesThatLeadAwayAreNoTags) {
   for (const char* tag : {"", ".", "..", ".a", "a/b", "/a", "latest", "a\nb"}) {
     EXPECT_FALSE(is_tag(tag)) << tag;
