@@ -107,43 +107,40 @@ def steps_of(engine: penstock.Engine, count: int) -> list[float]:
     return seconds
 
 
-def stall(engine: penstock.Engine, folder: pathlib.Path) -> dict[str, float]:
-    """Steps alone, then from the save to its end."""
-    alone = statistics.median(steps_of(engine, 6)[1:])
-    begin = time.perf_counter()
-    engine.save(folder / "stall", wait=False)
-    blocked = time.perf_counter() - begin
-    beside: list[float] = []
-    for _ in range(12):
-        beside += steps_of(engine, 1)
-        if (folder / "stall" / "latest").exists():
-            break
-    took = time.perf_counter() - begin
-    engine._core.checkpoints.wait()
-    extra = took - len(beside) * alone
+def stall(engine: penstock.Engine, folder: pathlib.Path, rank: int) -> dict[str, float]:
+    """A step alone, and one with a save behind it, which ends within it; in turns."""
+    alone, beside, blocked = [], [], []
+    for _ in range(6):
+        alone += steps_of(engine, 1)
+        measure.barrier()
+        begin = time.perf_counter()
+        engine.save(folder / "stall", wait=False)
+        blocked.append(time.perf_counter() - begin)
+        beside.append(blocked[-1] + steps_of(engine, 1)[0])
+        engine._core.checkpoints.wait()
+        if rank == 0:
+            shutil.rmtree(folder / "stall")
+        measure.barrier()
+    step, with_save = statistics.median(alone), statistics.median(beside)
     return {
-        "step_s": alone,
-        "blocked_s": blocked,
-        "save_s": took,
-        "steps": len(beside),
-        "slower": extra / (len(beside) * alone),
+        "step_s": step,
+        "blocked_s": statistics.median(blocked),
+        "with_s": with_save,
+        "slower": with_save / step - 1,
     }
 
 
-def work(options: argparse.Namespace) -> None:
-    rank, folder = dist.get_rank(), pathlib.Path(options.folder)
-    num_bytes = int(options.gib * 2**30)
-    engine = penstock.initialize(
-        model_of(num_bytes), {"strategy": "zero3", "units": {"modules": ["Linear"]}}
-    )
-    steps_of(engine, 1)
-    state = State(num_bytes, rank)
+def rounds_of(
+    engine: penstock.Engine, state: State, folder: pathlib.Path, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds by way and round."""
+    rank = dist.get_rank()
     rows: dict[str, list[float]] = {}
 
     def note(name: str, seconds: float) -> None:
         rows.setdefault(name, []).append(seconds)
 
-    for i in range(options.rounds + 1):
+    for i in range(rounds + 1):
         found = {}
         if rank == 0:
             found["fio"] = sequential(folder, RANKS * state.bytes)
@@ -161,7 +158,19 @@ def work(options: argparse.Namespace) -> None:
                 shutil.rmtree(folder / name, ignore_errors=True)
         (folder / f"torch-{rank}.pt").unlink()
         measure.barrier()
-    stalls = [stall(engine, folder) for _ in range(options.rounds)]
+    return rows
+
+
+def work(options: argparse.Namespace) -> None:
+    rank, folder = dist.get_rank(), pathlib.Path(options.folder)
+    num_bytes = int(options.gib * 2**30)
+    engine = penstock.initialize(
+        model_of(num_bytes), {"strategy": "zero3", "units": {"modules": ["Linear"]}}
+    )
+    steps_of(engine, 1)
+    state = State(num_bytes, rank)
+    rows = rounds_of(engine, state, folder, options.rounds)
+    stalls = [stall(engine, folder, rank) for _ in range(options.rounds)]
     engine.close()
     if rank != 0:
         return

@@ -1,16 +1,27 @@
 #include "src/ckpt/saver.h"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <exception>
 #include <utility>
 
 namespace penstock::ckpt {
+
+namespace {
+
+constexpr int kNice = 10;
+
+}  // namespace
 
 void Saver::start(std::unique_ptr<Save> save, Together together) {
   finish();
   save_ = std::move(save);
   together_ = std::move(together);
   ended_ = false;
-  thread_ = std::thread([this] {
+  thread_ = std::thread([this, behind = together_.behind] {
+    // Where all cores compute, training goes first.
+    if (behind) setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNice);
     run(*save_, together_);
     ended_ = true;
   });

@@ -15,6 +15,7 @@ struct Together {
   std::unique_ptr<Draft> draft;
   int world = 1;
   int keep = 0;
+  bool behind = false;  // nobody waits for it
   std::chrono::milliseconds timeout{};
 };
 
