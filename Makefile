@@ -48,9 +48,11 @@ test: build  ## C++ tests, then Python tests
 	@echo "[test] pytest"
 	@$(BIN)/python -m pytest -q tests/python tests/parity
 
-demo: build  ## train a small GPT on two ranks of this machine
+demo: build  ## train a small GPT on two ranks of this machine; kill and resume another
 	@echo "[demo] penstock run --nproc 2 examples/train_gpt.py --demo"
 	@$(BIN)/python -m penstock run --nproc 2 examples/train_gpt.py --demo
+	@echo "[demo] examples/resume.py"
+	@$(BIN)/python examples/resume.py
 
 lint: $(SETUP)  ## format, types, spelling, layers, sizes
 	@echo "[lint] clang-format"

@@ -64,6 +64,8 @@ def parse_options() -> argparse.Namespace:
     add("--lr", type=float, default=1e-3, help="peak learning rate")
     add("--data", type=pathlib.Path, help="text: a file or a folder")
     add("--config", help="Penstock config, JSON text or path; its keys replace the options")
+    add("--checkpoint", metavar="DIR", help="save there, and go on from what is there")
+    add("--save-every", type=int, default=50, metavar="STEPS")
     add("--seed", type=int, default=0)
     add("--log-every", type=int, default=10, metavar="STEPS")
     known, _ = parser.parse_known_args()
@@ -92,6 +94,7 @@ def make_config(options: argparse.Namespace) -> dict:
         "clip": 1.0,
         "prefetch_bytes": 4 << 20,  # the default would hold all of this small model
         "seed": options.seed,
+        "checkpoint": {"path": options.checkpoint or "", "keep": 2},
     }
     if options.config is None:
         return config
@@ -168,11 +171,22 @@ class Windows:
             raise SystemExit(f"a text of {len(text)} bytes is too short for --seq {options.seq}")
         self._text, self._ranks = text, ranks
         self._batch, self._seq = options.batch, options.seq
+        self._seed, self._drawn = seed, 0  # windows, over all ranks
         self._random = torch.Generator().manual_seed(seed)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on behind the windows that any number of ranks have drawn."""
+        self._random.manual_seed(self._seed)
+        self._drawn = state["drawn"]
+        torch.randint(len(self._text) - self._seq, (self._drawn, 1), generator=self._random)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         of_all_ranks = (self._batch * self._ranks.size, 1)
         starts = torch.randint(len(self._text) - self._seq, of_all_ranks, generator=self._random)
+        self._drawn += len(starts)
         own = starts[self._ranks.rank :: self._ranks.size]
         window = self._text[own + torch.arange(self._seq + 1)].long()
         return window[:, :-1], window[:, 1:]
@@ -225,7 +239,7 @@ def train(
     log = Log(ranks, options)
     start = last = time.perf_counter()
     losses: list[torch.Tensor] = []
-    step = 0
+    step = engine.steps  # of a checkpoint, or 0
     while step < options.steps:
         inputs, targets = windows.next()
         loss = engine(inputs, targets)
@@ -236,6 +250,8 @@ def train(
             continue
         step += 1
         log.bar(step)
+        if options.checkpoint and step % options.save_every == 0:
+            engine.save(wait=False)
         if step % options.log_every and step < options.steps:
             continue
         now = time.perf_counter()
@@ -329,6 +345,11 @@ def main() -> None:
     ranks.say(penstock.format_ledger(engine.ledger(), measured=False) + "\n")
 
     windows = Windows(train_text, options, ranks, options.seed)
+    if options.checkpoint:
+        engine.register_for_checkpointing(windows)
+        engine.load("auto")
+        if engine.steps:
+            ranks.say(f"going on from step {engine.steps} of {options.checkpoint}\n")
     seconds = train(engine, windows, options, ranks)
     held_out = Windows(validation_text, options, ranks, options.seed)
     loss, num_bytes = validate(engine, held_out, options, ranks)

@@ -1,6 +1,8 @@
 // Trains a byte-level GPT on real text from a native program: no Python, ranks as threads.
 //
 //   train_gpt [--ranks 2] [--steps 100] [--width 128] [--layers 4] [--strategy zero3] [--data FILE]
+//             [--checkpoint DIR]      goes on from what is there, and saves at the end
+#include <penstock/checkpoint.h>
 #include <penstock/engine.h>
 #include <penstock/error.h>
 #include <torch/nn.h>
@@ -20,6 +22,7 @@ struct Options {
   int ranks = 2, steps = 100, layers = 4, rows = 8;
   int64_t width = 128, context = 64;
   std::string strategy = "zero3";
+  std::string checkpoint;
   std::string data = "/usr/include/stdlib.h";  // real text that every compiler brings
 };
 
@@ -92,6 +95,8 @@ Options parse(int argc, char** argv) {
       options.layers = std::stoi(value);
     else if (key == "--strategy")
       options.strategy = value;
+    else if (key == "--checkpoint")
+      options.checkpoint = value;
     else if (key == "--data")
       options.data = value;
     else
@@ -121,6 +126,12 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
   Gpt model(options);
   penstock::Engine engine(model.ptr(), config, group);
   auto generator = at::detail::createCPUGenerator(100 + rank);
+  const bool saves = !options.checkpoint.empty();
+  const bool resumes = saves && penstock::Checkpoints::any(options.checkpoint);
+  if (resumes) {
+    const std::string state = engine.load(options.checkpoint);
+    if (rank == 0) std::printf("going on from a checkpoint of %s\n", state.c_str());
+  }
   double first = 0.0, last = 0.0;
   for (int step = 0; step < options.steps; ++step) {
     const auto starts =
@@ -145,8 +156,9 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
                 static_cast<double>(ledger.predicted.at(options.strategy).total) / 1048576.0,
                 static_cast<double>(ledger.measured.total) / 1048576.0);
   }
+  if (saves) engine.save(options.checkpoint, "", R"({"saved_by": "examples/cpp"})");
   engine.close();
-  if (last >= first) throw penstock::RuntimeFault("the loss did not fall");
+  if (!resumes && last >= first) throw penstock::RuntimeFault("the loss did not fall");
 }
 
 }  // namespace
