@@ -588,3 +588,56 @@ def test_the_files_are_safetensors(pools, tmp_path):
             key, _, run = name.rpartition("[")
             begin, end = map(int, run.rstrip("]").split(":"))
             assert ours[key].flatten()[begin:end].equal(values)
+
+
+# ---- what users do to parameters
+
+
+def edited(folder, config):
+    """Weights that were written to before the save; and what is loaded."""
+    engine = tiny(config)
+    tiny_step(engine, 2)
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            param.mul_(0.5).add_(0.25)
+    wanted = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.save(folder)
+    engine.close()
+    other = tiny(config)
+    other.load(folder)
+    for name, param in other.module.named_parameters():
+        assert param.equal(wanted[name]), name
+    tiny_step(other)
+    other.close()
+
+
+@pytest.mark.parametrize("tier", ["none", "host", "disk"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_edits_are_saved(strategy, precision, tier, pools, tmp_path):
+    config = {"strategy": strategy, "precision": precision}
+    if tier != "none":
+        config["offload"] = {"optimizer": tier} | (
+            {"path": str(tmp_path)} if tier == "disk" else {}
+        )
+    pools(2).run(edited, str(tmp_path / "ck"), config)
+
+
+def edited_behind(folder, precision):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+    engine = initialize(model, {"strategy": "ddp", "precision": precision})
+    wanted = engine.state_dict(rank0_only=False)
+    engine.save(folder, wait=False)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()  # at once, while it is written
+    engine.load(folder)
+    found = engine.state_dict(rank0_only=False)
+    assert all(wanted[name].equal(found[name]) for name in wanted)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_edited_behind_a_save_is_not_in_it(precision, pools, tmp_path):
+    pools(2).run(edited_behind, str(tmp_path), precision)

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 
+import checkpoints
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,3 +184,75 @@ def test_a_full_disk_is_said_once_and_training_goes_on(ranks, wait, pools, tmp_p
         (text,) = said
         assert re.search(rf"rank {ranks[0]}: .*cannot write \".*bad.*wanted, .* free\)", text), text
         assert names == ["good", "latest"]
+
+
+# ---- behind training's back
+
+LARGE, LAYERS = 1024, 12  # so much that an update comes before the save has written it
+
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(LARGE, LARGE, bias=False) for _ in range(LAYERS)])
+        for layer in self.layers:
+            nn.init.zeros_(layer.weight)
+
+    def forward(self):
+        return sum(layer.weight.sum() for layer in self.layers)
+
+
+SGD = {"type": "SGD", "lr": 0.5, "momentum": 0.5}
+
+
+def save_and_train_on(config, folder):
+    """The values in each checkpoint, by step: of weights and of momenta, one each if none is torn."""
+    import penstock  # noqa: PLC0415
+
+    own = config.pop("own", False)
+    given = (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5, nesterov=True)) if own else SGD
+    engine = penstock.initialize(Large(), config, optimizer=given)
+    for step in range(1, 4):
+        engine.backward(engine())
+        engine.step()
+        engine.save(folder, tag=str(step), wait=False)
+        engine.backward(engine())  # the update of this one meets the save
+        engine.step()
+    engine.close()
+
+
+BEHIND = {
+    "ddp": {"strategy": "ddp"},
+    "zero1-bf16": {"strategy": "zero1", "precision": "bf16"},
+    "zero3": {"strategy": "zero3"},
+    "zero3-host-late": {
+        "strategy": "zero3",
+        "precision": "bf16",
+        "offload": {"optimizer": "host", "params": "host", "late_update": True},
+    },
+    "zero2-bf16-disk": {
+        "strategy": "zero2",
+        "precision": "bf16",
+        "offload": {"optimizer": "disk", "window_bytes": "8MiB"},
+    },
+    "zero3-disk": {"strategy": "zero3", "offload": {"optimizer": "disk", "params": "disk"}},
+    "own": {"strategy": "zero3", "own": True},
+}
+
+
+@pytest.mark.parametrize("case", BEHIND)
+def test_a_save_is_of_one_moment(case, pools, tmp_path):
+    config = dict(BEHIND[case])
+    if "disk" in case:
+        config["offload"] = config["offload"] | {"path": str(tmp_path)}
+    pools(2).run(save_and_train_on, config, str(tmp_path / "ck"))
+    seen = []
+    for step in range(1, 4):
+        tensors = checkpoints.tensors_of(tmp_path / "ck" / str(step))
+        weights = [v for k, v in tensors.items() if k.startswith("param/")]
+        momenta = [v for k, v in tensors.items() if "momentum" in k]
+        assert len(weights) == len(momenta) == LAYERS
+        for one in (weights, momenta):
+            (value,) = {float(x) for w in one for x in (w.min(), w.max())}
+            seen.append(value)
+    assert len(set(seen[::2])) == 3  # each of another moment
