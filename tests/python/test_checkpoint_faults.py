@@ -206,7 +206,7 @@ SGD = {"type": "SGD", "lr": 0.5, "momentum": 0.5}
 
 
 def save_and_train_on(config, folder):
-    """The values in each checkpoint, by step: of weights and of momenta, one each if none is torn."""
+    """A checkpoint after every other step; training does not wait for it."""
     import penstock  # noqa: PLC0415
 
     own = config.pop("own", False)
