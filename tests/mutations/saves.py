@@ -6,6 +6,7 @@ from planted import Mutation, Pytest, draw, gtest
 
 FAULTS = "tests/python/test_checkpoint_faults.py"
 CHECKPOINT = "tests/python/test_checkpoint.py"
+LAYOUTS = "tests/python/test_checkpoint_layouts.py"
 CKPT = "src/ckpt/ckpt_test"
 
 
@@ -62,7 +63,7 @@ OF_CHECKPOINTS = [
         "src/engine/checkpoints.cpp",
         "slot.updates = found == updates.end() ? 0 : found->second;",
         "(void)found;",
-        Pytest((CHECKPOINT, "-k", "bitwise and zero3-True")),
+        Pytest((LAYOUTS, "-k", "bitwise and zero3-True")),
     ),
     Mutation(
         "a gather makes another dtype of what it gathers",
