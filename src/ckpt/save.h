@@ -7,8 +7,8 @@
 // manifest), or says why it has not; rank 0 waits for all of them, writes the manifest and renames
 // the folder. So the ranks' writing threads need no connections, and a checkpoint that any of them
 // did not finish is never seen.
-#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -81,7 +81,8 @@ class Save {
 };
 
 // Rank 0, after its own write(): waits for the other ranks' parts and commits. Returns the
-// checkpoint's path. Throws RuntimeFault with the first rank's error, or when a part does not come.
-std::string commit(Draft& draft, int world, int keep, std::chrono::milliseconds timeout);
+// checkpoint's path. Throws RuntimeFault with the first rank's error, or when a part does not come
+// until it is `late`.
+std::string commit(Draft& draft, int world, int keep, const std::function<bool()>& late);
 
 }  // namespace penstock::ckpt

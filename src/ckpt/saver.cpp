@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -11,6 +12,7 @@ namespace penstock::ckpt {
 namespace {
 
 constexpr int kNice = 10;
+constexpr std::chrono::seconds kPatience{5};
 
 }  // namespace
 
@@ -19,6 +21,7 @@ void Saver::start(std::unique_ptr<Save> save, Together together) {
   save_ = std::move(save);
   together_ = std::move(together);
   ended_ = false;
+  end_ = std::chrono::steady_clock::now() + together_.timeout;
   thread_ = std::thread([this, behind = together_.behind] {
     // Where all cores compute, training goes first.
     if (behind) setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNice);
@@ -32,12 +35,18 @@ void Saver::run(Save& save, Together& together) {
   if (together.draft == nullptr) return;
   try {
     if (error_.empty()) {
-      path_ = commit(*together.draft, together.world, together.keep, together.timeout);
+      path_ = commit(*together.draft, together.world, together.keep,
+                     [this] { return std::chrono::steady_clock::now() > end_.load(); });
     }
   } catch (const std::exception& failure) {
     error_ = failure.what();
   }
   together.draft.reset();  // what is left of it goes
+}
+
+std::string Saver::finish_alone() {
+  end_ = std::min(end_.load(), std::chrono::steady_clock::now() + kPatience);
+  return finish();
 }
 
 std::string Saver::finish() {

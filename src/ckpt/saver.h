@@ -22,13 +22,15 @@ struct Together {
 // Calls from the compute thread.
 class Saver {
  public:
-  ~Saver() { finish(); }
+  ~Saver() { finish_alone(); }
 
   // Begins to write what was captured. The one before has finished.
   void start(std::unique_ptr<Save> save, Together together);
   bool busy() const { return thread_.joinable() && !ended_; }
   // Waits for it. The error of this rank's part, and on rank 0 of the whole; once.
   std::string finish();
+  // The same; but other ranks, of which some may be gone, get a few seconds for theirs.
+  std::string finish_alone();
   // The same without waiting: empty while it is under way.
   std::string poll() { return thread_.joinable() && ended_ ? finish() : ""; }
   const std::string& path() const { return path_; }  // of the last that finished well, on rank 0
@@ -40,7 +42,8 @@ class Saver {
   Together together_;
   std::thread thread_;
   std::atomic<bool> ended_ = false;
-  std::string error_, path_;  // the thread's until it has ended
+  std::atomic<std::chrono::steady_clock::time_point> end_;  // of the wait for other ranks
+  std::string error_, path_;                                // the thread's until it has ended
 };
 
 }  // namespace penstock::ckpt

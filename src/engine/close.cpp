@@ -127,7 +127,9 @@ void Core::State::Closing::give_back(int unit) {
 std::string Core::State::close(bool gather, const std::string& why) {
   if (closed) return "";
   closed = true;
-  const std::string unsaved = saver.finish();  // what it writes from goes
+  // What it writes from goes.
+  const bool together = gather && why.empty() && !faulted;
+  const std::string unsaved = together ? saver.finish() : saver.finish_alone();
   if (!unsaved.empty()) std::fprintf(stderr, "penstock: not saved: %s\n", unsaved.c_str());
   Closing closing{*this, gather && !executor->table().rests_whole()};
   const std::string first = closing.part(why);
