@@ -36,6 +36,7 @@ struct SaveOptions {
   std::string front = "{}";    // JSON of what the front keeps, the same on every rank
   std::string of_rank = "{}";  // and of this rank
   std::vector<CheckpointTensor> tensors;
+  std::string problem;  // what keeps this rank from it: an error on all of them
 };
 
 // A checkpoint that is about to be loaded.
@@ -82,6 +83,10 @@ class PENSTOCK_API Checkpoints {
   // with every name, shape and dtype that does not fit, before anything is changed; RuntimeFault
   // where there is no whole one, after which the engine can only load or be closed.
   FoundCheckpoint load(const std::string& path, const LoadOptions& options = {});
+  // [all ranks] To be called when the front has taken over its part of what load() gave, or with
+  // its `problem`: then the engine is of use for another load() alone, and this throws
+  // RuntimeFault.
+  void taken(const std::string& problem);
   // Whether there is a complete one. Not collective.
   static bool any(const std::string& path);
   // Reads every byte of a checkpoint. Throws RuntimeFault with the first that is not as it was

@@ -141,7 +141,8 @@ class Checkpointing:
         """
         self._say_failure()
         auto = path is None or path == "auto"
-        resume = os.environ.get(RESUME, "auto") if auto and tag is None else "auto"
+        first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
+        resume = os.environ.get(RESUME, "auto") if auto and tag is None and first else "auto"
         if resume == "never":
             return None
         if resume != "auto":
@@ -219,6 +220,23 @@ class Checkpointing:
 
 def _save(engine: Any, path: str, tag: str | None, client_state: Any, wait: bool) -> str:
     """See `Checkpointing.save`."""
+    front: dict[str, Any] = {}
+    of_rank: dict[str, Any] = {}
+    tensors: list[Any] = []
+    problem = ""
+    try:
+        front, of_rank, tensors = _kept(engine, client_state)
+    except Exception as error:  # noqa: BLE001 - of users' objects; every rank is told
+        problem = str(error)
+    made = engine._core.checkpoints.save(
+        path, tag or "", wait, json.dumps(front), json.dumps(of_rank), tensors, problem
+    )
+    return str(made)
+
+
+def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """What the front keeps: the same on every rank, of this rank, and tensors."""
+    engine._follow_groups()
     front = {
         "optimizer": _optimizer_state(engine),
         "scheduler": _scheduler_state(engine),
@@ -244,10 +262,7 @@ def _save(engine: Any, path: str, tag: str | None, client_state: Any, wait: bool
     if engine._external is not None:
         pieces, of_rank["own"] = _own_state(engine.optimizer, engine._external)
         tensors += pieces
-    made = engine._core.checkpoints.save(
-        path, tag or "", wait, json.dumps(front), json.dumps(of_rank), tensors
-    )
-    return str(made)
+    return front, of_rank, tensors
 
 
 def _load(
@@ -255,6 +270,7 @@ def _load(
 ) -> tuple[str, Any]:
     """See `Checkpointing.load`. The checkpoint's path ("": there is none) and client_state."""
     taken: list[_Taken] = []
+    engine._follow_groups()
 
     def wanted(found: Any) -> list[Any]:
         taken[:] = [_Taken(engine, found, weights_only)]
@@ -263,7 +279,12 @@ def _load(
     found = engine._core.checkpoints.load(path, tag or "", not weights_only, missing_ok, wanted)
     if not found.path:
         return "", None
-    taken[0].apply()
+    problem = ""
+    try:
+        taken[0].apply()
+    except Exception as error:  # noqa: BLE001 - of users' objects; every rank is told
+        problem = f"{type(error).__name__}: {error}"
+    engine._core.checkpoints.taken(problem)
     return str(found.path), decode(taken[0].front.get("client_state"))
 
 
@@ -348,7 +369,9 @@ class _Taken:
             engine.optimizer.param_groups, self.front["optimizer"]["groups"], strict=True
         ):
             for key, value in saved["options"].items():
-                now = group.get(key)
+                if key == "params" or key not in group:
+                    continue
+                now = group[key]
                 if isinstance(now, torch.Tensor):
                     now.fill_(decode(value))
                 else:
@@ -410,7 +433,9 @@ def _option(value: Any, what: str) -> Any:
 
 
 def _optimizer_state(engine: Any) -> dict[str, Any]:
-    names = engine._structure.own
+    names = dict(engine._structure.own)
+    if engine._external is not None:
+        names |= {master: name for name, _, _, master in engine._external.pieces()}
     groups = [
         {
             "options": {
@@ -418,7 +443,7 @@ def _optimizer_state(engine: Any) -> dict[str, Any]:
                 for key, value in group.items()
                 if key != "params"
             },
-            "params": sorted(names[one] for one in group["params"] if one in names),
+            "params": sorted({names[one] for one in group["params"] if one in names}),
         }
         for i, group in enumerate(engine.optimizer.param_groups)
     ]
@@ -474,14 +499,22 @@ def _object_state(of_ranks: list[dict[str, Any]], index: int, one: Any) -> Any:
             f"[front::load] registered object {index} is {there} in the checkpoint and {kind} here"
         )
     if len(of_ranks) == ranks.world():
-        return decode(states[ranks.rank()][0][1])
+        return _checked(one, decode(states[ranks.rank()][0][1]))
     if any(state != states[0] for state in states):
         raise ConfigError(
             f"[front::load] object {index} ({kind}) has a state of its own on each of "
             f"{len(of_ranks)} ranks, and there are {ranks.world()} now: start as many, or "
             f"load(..., weights_only=True)"
         )
-    return decode(states[0][0][1])
+    return _checked(one, decode(states[0][0][1]))
+
+
+def _checked(one: Any, state: Any) -> Any:
+    """The state, which an object that can say so before anything has changed agrees to."""
+    check = getattr(one, "check_state_dict", None)
+    if callable(check):
+        check(state)
+    return state
 
 
 def _own_state(
@@ -490,6 +523,13 @@ def _own_state(
     """What the user's optimizer keeps on this rank: tensors by element, and single values."""
     tensors: list[Any] = []
     scalars: dict[str, dict[str, Any]] = defaultdict(dict)
+    masters = {master for _, _, _, master in external.pieces()}
+    for key in optimizer.state:
+        if key not in masters:
+            raise ConfigError(
+                f"[front::save] {type(optimizer).__name__} keeps state under {key!r:.80}, which is "
+                f"no parameter: it cannot be saved"
+            )
     for name, begin, param, master in external.pieces():
         for key, value in optimizer.state.get(master, {}).items():
             what = f'state {key!r} of parameter "{name}"'

@@ -93,7 +93,8 @@ class ResumableLoader:
             self._order(), self._samples, self._batch_size, ranks.rank(), ranks.world()
         )
         # Of its own, for its workers' seeds: beginning in the middle draws nothing from torch's.
-        generator = torch.Generator().manual_seed((self._seed << 20) + self.epoch)
+        place = hash((self._seed, self.epoch, self._samples, ranks.rank()))
+        generator = torch.Generator().manual_seed(place & (2**62 - 1))
         options = {"generator": generator} | self._options
         for batch in DataLoader(self._dataset, batch_sampler=batches, **options):
             self._samples += self._batch_size * ranks.world()
@@ -114,16 +115,20 @@ class ResumableLoader:
             "seed": self._seed,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the next `iter()`; one that is under way goes on as it was.
-
-        Raises:
-            ConfigError: of another dataset's length, or another order.
-        """
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a state of another dataset's length, or another order."""
         for name, now in self.state_dict().items():
             if name not in ("epoch", "samples") and state[name] != now:
                 raise ConfigError(
                     f"[front::ResumableLoader] {name} is {now}, and {state[name]} in the "
                     f"checkpoint: the position would be among other samples"
                 )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the next `iter()`; one that is under way goes on as it was.
+
+        Raises:
+            ConfigError: of another dataset's length, or another order.
+        """
+        self.check_state_dict(state)
         self.epoch, self._samples = state["epoch"], state["samples"]

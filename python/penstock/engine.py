@@ -196,8 +196,7 @@ class Engine(checkpoint.Checkpointing):
         self._structure.look()
         optimizer = self.optimizer
         optim.check_ours(optimizer, self._given, self._native)
-        if optim.group_members(optimizer) != self._groups_seen:
-            self._regroup()
+        self._follow_groups()
         if self._native:
             optim.call_hooks(optimizer, before=True)
         groups = optim.settings(optimizer) if self._native else []
@@ -430,6 +429,10 @@ class Engine(checkpoint.Checkpointing):
             warnings.warn(f"[front::close] {said}", RuntimeWarning, stacklevel=3)
 
     # ---- set-up
+
+    def _follow_groups(self) -> None:
+        if optim.group_members(self.optimizer) != self._groups_seen:
+            self._regroup()
 
     def _regroup(self) -> None:
         """The optimizer's parameter groups changed since they were last looked at."""

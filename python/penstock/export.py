@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 from typing import IO, Any
 
 import torch
@@ -21,6 +22,7 @@ _OTHERS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _PART = ".part"  # ends the name of a file that is being written
 
 
@@ -96,7 +98,9 @@ class _Files:
         """Every file gets its name, the index last; files of an earlier export go."""
         for file in self._files:
             file.sync()
-        stale = {*self._folder.glob("model*.safetensors"), *self._folder.glob("model*.index.json")}
+        stale = {path for path in self._folder.iterdir() if _OURS.fullmatch(path.name)}
+        for path in stale - {file.path for file in self._files}:
+            path.unlink()  # what would be loaded before the new ones
         for file in self._files:
             os.replace(f"{file.path}{_PART}", file.path)
         if len(self._files) > 1:
@@ -106,9 +110,6 @@ class _Files:
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2)
             pathlib.Path(f"{index}{_PART}").write_text(text + "\n", encoding="utf-8")
             os.replace(f"{index}{_PART}", index)
-            stale.discard(index)
-        for path in stale - {file.path for file in self._files}:
-            path.unlink()
 
     def abandon(self) -> None:
         for file in self._files:

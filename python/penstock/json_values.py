@@ -1,5 +1,6 @@
 """Python values as JSON, and back as they were: numbers, texts, lists, tuples and dicts of them."""
 
+import collections
 import math
 from typing import Any
 
@@ -15,7 +16,13 @@ def encode(value: Any, what: str) -> Any:
         ConfigError: a value that would not come back as it is (a tensor, a set, an object of a
             class); says where in `what` it is.
     """
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"[front::save] {what} is no text in Unicode: {error}") from error
         return value
     if type(value) is int:
         return value if abs(value) <= _LARGEST else {"$int": str(value)}
@@ -25,14 +32,17 @@ def encode(value: Any, what: str) -> Any:
         return [encode(item, f"{what}[{i}]") for i, item in enumerate(value)]
     if type(value) is tuple:
         return {"$tuple": [encode(item, f"{what}[{i}]") for i, item in enumerate(value)]}
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind in _DICTS.values():
+        mark = next(mark for mark, made in _DICTS.items() if made is kind)
+        return {mark: encode(list(value.items()), what)}
+    if kind is dict:
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         items = [
             (encode(key, f"a key of {what}"), encode(item, f"{what}[{key!r}]"))
             for key, item in value.items()
         ]
         return dict(items) if plain else {"$dict": [list(item) for item in items]}
-    kind = type(value)
     raise ConfigError(
         f"[front::save] {what} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds "
         f"numbers, texts, booleans, None, and lists, tuples and dicts of them"
@@ -51,9 +61,15 @@ def decode(value: Any) -> Any:
     return {key: decode(item) for key, item in value.items()}
 
 
+_DICTS: dict[str, type] = {
+    "$Counter": collections.Counter,
+    "$OrderedDict": collections.OrderedDict,
+}
 _MARKS: dict[str, Any] = {
     "$int": int,
     "$float": float,
     "$tuple": lambda items: tuple(decode(item) for item in items),
+    "$Counter": lambda items: collections.Counter(dict(decode(items))),
+    "$OrderedDict": lambda items: collections.OrderedDict(decode(items)),
     "$dict": lambda items: {decode(key): decode(item) for key, item in items},
 }

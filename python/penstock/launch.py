@@ -281,7 +281,7 @@ def launch(options: LaunchOptions) -> int:
         if code == 0 or stopped:
             break
         _say(f"restart {restart} of {options.max_restarts}")
-        code, stopped = _run_once(options)
+        code, stopped = _run_once(dataclasses.replace(options, resume="auto"))
     return code
 
 

@@ -9,8 +9,9 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
-void bind_checkpoint(py::module_& module) {
-  using NoGil = py::call_guard<py::gil_scoped_release>;
+namespace {
+
+void bind_values_of(py::module_& module) {
   py::class_<CheckpointTensor>(module, "CheckpointTensor")
       .def(py::init([](std::string role, std::string name, std::vector<int64_t> shape,
                        int64_t begin, int rank, at::Tensor tensor) {
@@ -34,17 +35,26 @@ void bind_checkpoint(py::module_& module) {
       .def_readonly("front", &FoundCheckpoint::front)
       .def_readonly("of_ranks", &FoundCheckpoint::of_ranks)
       .def_readonly("tensors", &FoundCheckpoint::tensors);
+}
+
+}  // namespace
+
+void bind_checkpoint(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  bind_values_of(module);
   py::class_<Checkpoints>(module, "Checkpoints")
       .def(
           "save",
           [](Checkpoints& self, const std::string& path, std::string tag, bool wait,
-             std::string front, std::string of_rank, std::vector<CheckpointTensor> tensors) {
+             std::string front, std::string of_rank, std::vector<CheckpointTensor> tensors,
+             std::string problem) {
             const py::gil_scoped_release release;
             return self.save(path, {std::move(tag), wait, std::move(front), std::move(of_rank),
-                                    std::move(tensors)});
+                                    std::move(tensors), std::move(problem)});
           },
           py::arg("path"), py::arg("tag"), py::arg("wait"), py::arg("front"), py::arg("of_rank"),
-          py::arg("tensors"))
+          py::arg("tensors"), py::arg("problem"))
+      .def("taken", &Checkpoints::taken, NoGil())
       .def("wait", &Checkpoints::wait, NoGil())
       .def("ask", &Checkpoints::ask, py::arg("urgency"))
       .def("asked", &Checkpoints::asked)

@@ -29,6 +29,7 @@ constexpr const char* kLatest = "latest";
 constexpr const char* kLock = "lock";
 constexpr const char* kSaving = ".saving-";
 constexpr const char* kOld = "old";
+constexpr const char* kStep = "step-";
 constexpr int64_t kMinute = 60;
 
 [[noreturn]] void fail(const char* what, const std::string& path, int error) {
@@ -81,9 +82,17 @@ bool is_abandoned(const std::string& draft) {
          std::time(nullptr) - age_of(draft) / 1'000'000'000 > kMinute;
 }
 
-// What of the folder can go: never `latest` and the newest.
+// A folder or file of the user's is not.
+void check_replaceable(const std::string& target) {
+  if (!exists(target) || exists(target + "/" + kManifest)) return;
+  throw RuntimeFault(concat("[ckpt::save] \"", target,
+                            "\" is there and is no checkpoint: save under another tag"));
+}
+
+// Of those that have the names of steps.
 void prune(const std::string& root, int keep) {
-  const std::vector<std::string> all = tags(root);
+  std::vector<std::string> all = tags(root);
+  std::erase_if(all, [](const std::string& tag) { return !tag.starts_with(kStep); });
   for (size_t i = keep; keep > 0 && i < all.size(); ++i) {
     // Under a dot it is no checkpoint any more, wherever its removal stops.
     const std::string away = root + "/." + all[i] + kSaving + kOld;
@@ -152,6 +161,7 @@ Draft::Draft(const std::string& root, const std::string& tag) : root_(root), tag
   std::error_code error;
   fs::create_directories(root, error);
   if (error) fail("make", root, error.value());
+  check_replaceable(root + "/" + tag);
   std::vector<std::string> dead;
   for (const fs::directory_entry& entry : fs::directory_iterator(root, error)) {
     const std::string found = entry.path().filename().string();
@@ -181,22 +191,26 @@ Draft::~Draft() {
 std::string Draft::commit(int keep) {
   const std::string target = root_ + "/" + tag_;
   sync_folder(path_);
-  if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target.c_str(), RENAME_NOREPLACE) != 0) {
-    if (errno != EEXIST && errno != EINVAL && errno != ENOSYS) fail("rename", path_, errno);
-    if (!exists(target)) {
-      if (::rename(path_.c_str(), target.c_str()) != 0) fail("rename", path_, errno);
-    } else {
-      // The old one is what the destructor takes away.
-      if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) != 0) {
-        fail("exchange with a checkpoint of the same tag", path_, errno);
-      }
-      remove_all(path_);
-    }
+  check_replaceable(target);
+  if (!exists(target)) {
+    if (::rename(path_.c_str(), target.c_str()) != 0) fail("rename", path_, errno);
+  } else if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0) {
+    remove_all(path_);  // the old one
+  } else {  // a file system that cannot exchange names: for a moment there is none of this tag
+    const std::string away = root_ + "/." + tag_ + kSaving + kOld;
+    remove_all(away);
+    if (::rename(target.c_str(), away.c_str()) != 0) fail("rename", target, errno);
+    if (::rename(path_.c_str(), target.c_str()) != 0) fail("rename", path_, errno);
+    remove_all(away);
   }
   path_.clear();
-  sync_folder(root_);
-  ::unlink((target + "/" + kLock).c_str());
-  write_text(root_ + "/" + kLatest, tag_ + "\n");
+  try {
+    sync_folder(root_);
+    ::unlink((target + "/" + kLock).c_str());
+    write_text(root_ + "/" + kLatest, tag_ + "\n");
+  } catch (const RuntimeFault& error) {
+    throw RuntimeFault(concat("\"", target, "\" is complete, but ", error.what()));
+  }
   prune(root_, keep);
   return target;
 }

@@ -29,6 +29,7 @@ bool is_tag(const std::string& tag);
 class Draft {
  public:
   // Makes `root` and the draft's folder in it, and takes away what dead writers left of theirs.
+  // Throws RuntimeFault where something of that tag's name is there and is no checkpoint.
   Draft(const std::string& root, const std::string& tag);
   // Takes the folder away, unless it was committed.
   ~Draft();
@@ -37,7 +38,7 @@ class Draft {
 
   const std::string& path() const { return path_; }
   // Every file in it is durable. It becomes root/tag, in one step also where there is one, and
-  // `latest` names it; then only the last `keep` are kept (0: all).
+  // `latest` names it; then of those named "step-..." only the last `keep` are kept (0: all).
   std::string commit(int keep);
 
  private:

@@ -9,6 +9,8 @@
 #include <memory>
 #include <string>
 
+#include "penstock/error.h"
+
 namespace penstock::ckpt {
 namespace {
 
@@ -71,10 +73,17 @@ TEST_F(FolderTest, ATagIsReplacedAsAWhole) {
   EXPECT_EQ(num_entries(), 2);
 }
 
-TEST_F(FolderTest, TheLastAreKept) {
-  for (const char* tag : {"a", "b", "c", "d"}) save(tag, 2);
-  EXPECT_EQ(tags(root_), (std::vector<std::string>{"d", "c"}));
-  EXPECT_EQ(num_entries(), 3);
+TEST_F(FolderTest, OfStepsTheLastAreKept) {
+  for (const char* tag : {"best", "step-1", "step-2", "step-3"}) save(tag, 2);
+  EXPECT_EQ(tags(root_), (std::vector<std::string>{"step-3", "step-2", "best"}));
+  EXPECT_EQ(num_entries(), 4);
+}
+
+TEST_F(FolderTest, WhatIsNoCheckpointIsNotReplaced) {
+  std::filesystem::create_directories(root_ + "/logs");
+  write_text(root_ + "/logs/precious", "text");
+  EXPECT_THROW(Draft(root_, "logs"), RuntimeFault);
+  EXPECT_EQ(read_text(root_ + "/logs/precious"), "text");
 }
 
 TEST_F(FolderTest, WhatADeadWriterLeftGoesAndALivingOneStays) {

@@ -123,6 +123,10 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
     }
   }
   for (const Extra& extra : target.extras) {
+    if (!extra.tensor.is_non_overlapping_and_dense()) {
+      comparison.different.push_back(
+          concat(key_of(extra), " is a view whose elements share memory here: clone it"));
+    }
     comparison.look({extra.role,
                      extra.global.name,
                      extra.rank,
@@ -201,11 +205,19 @@ struct Filling {
     const Holding& first = parts.front();
     int64_t numel = 0;
     for (const Holding& part : parts) numel += part.numel();
-    const mem::Lease room = target.tiers.host.take(numel * 4, mem::Account::kBuffers);
-    for (const Holding& part : parts) {
-      read(part, room.data() + (part.first - first.first) * 4, Dtype::kFp32);
+    mem::Lease room;
+    std::vector<char> spare;  // the ranks meet for each flat, also where one has no room
+    try {
+      room = target.tiers.host.take(numel * 4, mem::Account::kBuffers);
+    } catch (const RuntimeFault& full) {
+      attempt([&] { throw Damaged(full.what()); });
+      spare.resize(static_cast<size_t>(numel * 4));
     }
-    target.executor.values().restore(first.unit, *first.flat, first.place, room.data());
+    char* const values = room ? room.data() : spare.data();
+    for (const Holding& part : parts) {
+      read(part, values + (part.first - first.first) * 4, Dtype::kFp32);
+    }
+    target.executor.values().restore(first.unit, *first.flat, first.place, values);
   }
 };
 

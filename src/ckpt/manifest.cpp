@@ -16,6 +16,7 @@ namespace penstock::ckpt {
 namespace {
 
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+constexpr int64_t kMostGranule = 1 << 24;
 constexpr int kMaxRanks = 1 << 24;
 
 // A name in the checkpoint's own folder: no way out of it.
@@ -47,7 +48,7 @@ File parse_file(const Json& value) {
   file.bytes = entry.whole("bytes", 0, kMost);
   file.table = entry.whole("table", 0, file.bytes);
   file.data = entry.whole("data", 0, file.table);
-  file.granule = entry.whole("granule", 1, kMost);
+  file.granule = entry.whole("granule", 1, kMostGranule);
   file.checksum = entry.text("checksum");
   const int64_t length = file.table - file.data;
   const int64_t pieces = length / file.granule + (length % file.granule == 0 ? 0 : 1);

@@ -42,7 +42,9 @@ void Pending::add(Source source, bool stays) {
 std::optional<size_t> Pending::next() {
   std::unique_lock lock(mutex_);
   while (true) {
-    for (const size_t index : std::exchange(urgent_, {})) {
+    while (!urgent_.empty()) {
+      const size_t index = urgent_.back();
+      urgent_.pop_back();
       if (stages_[index] != Stage::kWaiting) continue;
       stages_[index] = Stage::kGivenOut;
       return index;

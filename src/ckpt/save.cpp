@@ -85,6 +85,10 @@ Save::Save(exec::Executor& executor, mem::Tiers& tiers, int rank, std::vector<Ho
 }
 
 Save::~Save() {
+  if (pending_ != nullptr) {  // nobody wrote it: a rank could not begin
+    pending_->abandon();
+    executor_.traffic().watch(nullptr);
+  }
   writer_.reset();  // before the memory that it writes from
 }
 
@@ -121,7 +125,13 @@ void Save::add(const Extra& extra) {
   source.kept = extra.tensor.detach().contiguous();
   Region region;
   region.bytes = source.bytes = static_cast<int64_t>(source.kept.nbytes());
-  const int tensor = tensor_of(extra.role, extra.global, extra.rank, file_dtype(extra.tensor));
+  const char* dtype = nullptr;
+  try {
+    dtype = file_dtype(extra.tensor);
+  } catch (const ConfigError& error) {
+    throw ConfigError(concat("\"", extra.global.name, "\": ", error.what()));
+  }
+  const int tensor = tensor_of(extra.role, extra.global, extra.rank, dtype);
   if (source.kept.numel() > 0) {
     region.runs.push_back({tensor, extra.global.begin, source.kept.numel(), 0});
   }
@@ -256,6 +266,7 @@ std::string Save::write() {
     write_text(part, manifest.text());
   } catch (const std::exception& failure) {
     error = failure.what();
+    if (!exists(folder_)) error = "[ckpt::save] rank 0 gave this save up: it says why";
   }
   // The memory goes back as soon as nobody writes from it any more.
   writer_.reset();

@@ -133,6 +133,7 @@ struct Candidate {
   void open() {
     text = ckpt::read_text(path + "/" + ckpt::kManifest);
     manifest = ckpt::Manifest::parse(text);
+    for (const ckpt::Tensor& tensor : manifest.tensors) ckpt::scalar_type(tensor.dtype);
     const ckpt::Reader reader(path, manifest);
   }
 };
@@ -166,7 +167,8 @@ struct Core::State::Checkpointing {
   Json numbers() const;
   Json about() const;
   void restore(const ckpt::Manifest& manifest) const;
-  void check_asked(const std::string& path, const std::string& tag, bool wait) const;
+  void check_asked(const std::string& path, const std::string& tag,
+                   const SaveOptions& options) const;
   std::string save(const std::string& path, const SaveOptions& options);
 
   struct Load;
@@ -217,7 +219,9 @@ Json Core::State::Checkpointing::numbers() const {
   return {{"steps", state.steps},
           {"skipped", state.skipped},
           {"loss_scale",
-           {{"value", state.loss_scale.value()}, {"good_steps", state.loss_scale.good_steps()}}},
+           {{"active", state.loss_scale.active()},
+            {"value", state.loss_scale.value()},
+            {"good_steps", state.loss_scale.good_steps()}}},
           {"updates", updates}};
 }
 
@@ -238,7 +242,9 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
   const ckpt::JsonReader scale(numbers.object("loss_scale"), "the manifest's loss_scale");
   const Json& value = scale.at("value");
   if (!value.is_number()) scale.fail("\"value\" is no number");
-  state.loss_scale.restore(value.get<double>(), scale.whole("good_steps", 0, kMost));
+  if (scale.at("active") == true) {
+    state.loss_scale.restore(value.get<double>(), scale.whole("good_steps", 0, kMost));
+  }
   std::map<std::string, int64_t> updates;
   for (const auto& [name, count] : numbers.object("updates").items()) {
     updates[name] = numbers.number(count, 0, kMost);
@@ -279,7 +285,13 @@ struct Core::State::Checkpointing::Load {
 
   // On rank 0: the first that looks whole, or why there is none.
   std::string look(Candidate& chosen) {
-    for (const std::string& one : candidates(path, options.tag)) {
+    std::vector<std::string> found;
+    try {
+      found = candidates(path, options.tag);
+    } catch (const RuntimeFault& error) {
+      return error.what();
+    }
+    for (const std::string& one : found) {
       if (std::count(passed_over.begin(), passed_over.end(), one) > 0) continue;
       try {
         chosen.path = one;
@@ -377,14 +389,14 @@ const CheckpointTensor* FoundCheckpoint::find(const std::string& role,
 
 // Throws ConfigError on every rank where one cannot save now, or is asked for something else.
 void Core::State::Checkpointing::check_asked(const std::string& path, const std::string& tag,
-                                             bool wait) const {
-  std::string problem = refusal();
+                                             const SaveOptions& options) const {
+  std::string problem = options.problem.empty() ? refusal() : options.problem;
   if (problem.empty() && !ckpt::is_tag(tag)) {
     problem = concat("[engine::save] the tag \"", tag,
                      "\" is no name of a folder: it must not be empty, begin with a dot, hold a "
                      "slash or be \"latest\"");
   }
-  const std::vector<std::string> asked = share("save", concat(path, "\n", tag, "\n", wait));
+  const std::vector<std::string> asked = share("save", concat(path, "\n", tag, "\n", options.wait));
   for (size_t other = 0; other < asked.size(); ++other) {
     if (!problem.empty() || asked[other] == asked.front()) continue;
     problem = concat("[engine::save] rank 0 and rank ", other,
@@ -401,7 +413,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   if (!before.empty()) state.save_failure = before;
   state.border->look_at_params();
   const std::string tag = options.tag.empty() ? concat("step-", state.steps) : options.tag;
-  check_asked(path, tag, options.wait);
+  check_asked(path, tag, options);
   state.executor->updates().finish();
   ckpt::Contents contents;
   ckpt::Together together;
@@ -482,6 +494,14 @@ void Checkpoints::verify(const std::string& path) {
   const ckpt::Manifest manifest =
       ckpt::Manifest::parse(ckpt::read_text(path + "/" + ckpt::kManifest));
   ckpt::Reader(path, manifest).verify();
+}
+
+void Checkpoints::taken(const std::string& problem) {
+  const std::string first = engine::first_problem(*state_->executor, "load taken", problem);
+  if (first.empty()) return;
+  state_->unloaded = concat("[engine::load] a part of the checkpoint could not be taken over (",
+                            first, "), after the weights were. Load again, or close()");
+  throw RuntimeFault(state_->unloaded);
 }
 
 bool Checkpoints::any(const std::string& path) { return !candidates(path, "").empty(); }

@@ -159,7 +159,8 @@ std::string Engine::save(const std::string& path, const std::string& tag,
       .save(path, {.tag = tag,
                    .wait = wait,
                    .front = concat("{\"client_state\":", client_state, "}"),
-                   .tensors = state_->tensors(generator, state_->rank)});
+                   .tensors = state_->tensors(generator, state_->rank),
+                   .problem = {}});
 }
 
 std::string Engine::load(const std::string& path, const std::string& tag) {
