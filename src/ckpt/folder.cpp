@@ -82,6 +82,13 @@ bool is_abandoned(const std::string& draft) {
          std::time(nullptr) - age_of(draft) / 1'000'000'000 > kMinute;
 }
 
+// Wherever its removal stops, the name says that nobody needs it.
+void discard(const std::string& folder) {
+  const std::string away = folder.ends_with(kOld) ? folder : concat(folder, "-", kOld);
+  const bool renamed = away == folder || ::rename(folder.c_str(), away.c_str()) == 0;
+  remove_all(renamed ? away : folder);
+}
+
 // A folder or file of the user's is not.
 void check_replaceable(const std::string& target) {
   if (!exists(target) || exists(target + "/" + kManifest)) return;
@@ -170,7 +177,7 @@ Draft::Draft(const std::string& root, const std::string& tag) : root_(root), tag
       dead.push_back(entry.path().string());
     }
   }
-  for (const std::string& one : dead) remove_all(one);
+  for (const std::string& one : dead) discard(one);
   std::random_device random;
   path_ = concat(root, "/.", tag, kSaving, std::hex, random(), random());
   if (::mkdir(path_.c_str(), 0777) != 0) fail("make", path_, errno);
@@ -184,7 +191,7 @@ Draft::Draft(const std::string& root, const std::string& tag) : root_(root), tag
 }
 
 Draft::~Draft() {
-  if (!path_.empty()) remove_all(path_);
+  if (!path_.empty()) discard(path_);
   if (lock_ >= 0) ::close(lock_);
 }
 
@@ -195,7 +202,7 @@ std::string Draft::commit(int keep) {
   if (!exists(target)) {
     if (::rename(path_.c_str(), target.c_str()) != 0) fail("rename", path_, errno);
   } else if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0) {
-    remove_all(path_);  // the old one
+    discard(path_);  // the old one
   } else {  // a file system that cannot exchange names: for a moment there is none of this tag
     const std::string away = root_ + "/." + tag_ + kSaving + kOld;
     remove_all(away);

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-NUM_KILLS, NUM_KILLS_FULL = 6, 200
+NUM_KILLS, NUM_KILLS_FULL = 4, 200
 SIZE, LR = 384, 0.5
 # Every weight is -LR times the number of steps, so what is loaded shows which step it is of.
 SCRIPT = f"""
