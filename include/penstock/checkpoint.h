@@ -36,7 +36,8 @@ struct SaveOptions {
   std::string front = "{}";    // JSON of what the front keeps, the same on every rank
   std::string of_rank = "{}";  // and of this rank
   std::vector<CheckpointTensor> tensors;
-  std::string problem;  // what keeps this rank from it: an error on all of them
+  std::function<void()> starting;  // called by the thread that writes, before it does; for tests
+  std::string problem;             // what keeps this rank from it: an error on all of them
 };
 
 // A checkpoint that is about to be loaded.

@@ -49,8 +49,13 @@ void bind_checkpoint(py::module_& module) {
              std::string front, std::string of_rank, std::vector<CheckpointTensor> tensors,
              std::string problem) {
             const py::gil_scoped_release release;
-            return self.save(path, {std::move(tag), wait, std::move(front), std::move(of_rank),
-                                    std::move(tensors), std::move(problem)});
+            return self.save(path, {std::move(tag),
+                                    wait,
+                                    std::move(front),
+                                    std::move(of_rank),
+                                    std::move(tensors),
+                                    {},
+                                    std::move(problem)});
           },
           py::arg("path"), py::arg("tag"), py::arg("wait"), py::arg("front"), py::arg("of_rank"),
           py::arg("tensors"), py::arg("problem"))

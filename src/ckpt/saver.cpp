@@ -31,6 +31,7 @@ void Saver::start(std::unique_ptr<Save> save, Together together) {
 }
 
 void Saver::run(Save& save, Together& together) {
+  if (together.starting) together.starting();
   error_ = save.write();
   if (together.draft == nullptr) return;
   try {

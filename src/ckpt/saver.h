@@ -2,6 +2,7 @@
 // Saver: the save that is under way behind training's back, one at a time.
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -15,7 +16,8 @@ struct Together {
   std::unique_ptr<Draft> draft;
   int world = 1;
   int keep = 0;
-  bool behind = false;  // nobody waits for it
+  bool behind = false;               // nobody waits for it
+  std::function<void()> starting{};  // called first
   std::chrono::milliseconds timeout{};
 };
 

@@ -452,6 +452,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   if (!problem.empty()) throw RuntimeFault(problem);
   together.world = state.group->size();
   together.behind = !options.wait;
+  together.starting = options.starting;
   together.keep = state.config.checkpoint.keep;
   together.timeout =
       std::chrono::milliseconds(static_cast<int64_t>(state.config.comm.timeout_s * 1000));

@@ -160,6 +160,7 @@ std::string Engine::save(const std::string& path, const std::string& tag,
                    .wait = wait,
                    .front = concat("{\"client_state\":", client_state, "}"),
                    .tensors = state_->tensors(generator, state_->rank),
+                   .starting = {},
                    .problem = {}});
 }
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from planted import Mutation, Pytest, draw, gtest
+from planted import TABLES, Mutation, Pytest, draw, gtest
 
-FAULTS = "tests/python/test_checkpoint_faults.py"
 CHECKPOINT = "tests/python/test_checkpoint.py"
 LAYOUTS = "tests/python/test_checkpoint_layouts.py"
 CKPT = "src/ckpt/ckpt_test"
-
-
-def one_moment(case: str) -> Pytest:
-    return Pytest((FAULTS, "-k", f"one_moment and {case}"))
 
 
 OF_CHECKPOINTS = [
@@ -20,14 +15,14 @@ OF_CHECKPOINTS = [
         "src/exec/updates.cpp",
         "    tell_changes(flat, state);\n",
         "",
-        one_moment("zero3"),
+        TABLES,
     ),
     Mutation(
         "a write to swap comes before a save has read it",
         "src/mem/disk_traffic.cpp",
         "if (const auto watch = watch_.load()) watch->disk_changes(buffer.offset, buffer.bytes());",
         "",
-        one_moment("zero3-disk"),
+        TABLES,
     ),
     Mutation(
         "parameters that users see are not copied when a save begins",

@@ -6,8 +6,10 @@
 #include <torch/optim.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "penstock/checkpoint.h"
@@ -202,7 +204,9 @@ class OnEngine final : public Trainer {
   void save_and_load(const Loop& loop) override {
     Checkpoints checkpoints(core_);
     SaveOptions options;
-    options.wait = loop.accumulate == 1;
+    options.wait = false;
+    // So the window's update comes before what it changes is written.
+    options.starting = [] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); };
     checkpoints.save(folder_, options);
     for (int micro = 0; micro < loop.accumulate; ++micro) {
       backward(forward(100, micro), false);
