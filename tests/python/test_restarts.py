@@ -17,7 +17,7 @@ import torch
 NUM_KILLS, NUM_KILLS_FULL = 1, 20
 STEPS = 30
 SCRIPT = """
-import sys, time, torch, penstock
+import os, sys, time, torch, penstock
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -41,6 +41,8 @@ while engine.steps < steps:
         engine.backward(engine(x).square().mean())
         engine.step()
         time.sleep(pause)
+        while engine.steps == steps - 1 and os.path.exists(result + ".hold"):
+            time.sleep(0.01)
         if engine.steps % 5 == 0:
             engine.save(wait=engine.steps % 2 == 0)
         if engine.steps == steps:
@@ -113,6 +115,8 @@ def rank_process(run, rank):
 
 def test_a_killed_rank_changes_nothing(kill, script, undisturbed, tmp_path):
     chance = random.Random(kill)
+    hold = tmp_path / "weights.pt.hold"  # no run ends before its rank is killed
+    hold.touch()
     run = launch(script, tmp_path, "--max-restarts", "3", pause=0.03)
     said = []
     for line in run.stdout:
@@ -121,6 +125,7 @@ def test_a_killed_rank_changes_nothing(kill, script, undisturbed, tmp_path):
             break
     time.sleep(chance.uniform(0.0, 0.9))
     rank_process(run, chance.randrange(3)).send_signal(signal.SIGKILL)
+    hold.unlink()
     said.append(finish(run))
     assert run.returncode == 0, "".join(said)
     assert "restart 1 of 3" in "".join(said)
