@@ -35,7 +35,7 @@ data = torch.randn(600, 8, generator=torch.Generator().manual_seed(5))
 loader = penstock.ResumableLoader(TensorDataset(data), batch_size=2, seed=4)
 engine.register_for_checkpointing(loader)
 engine.load("auto")
-print("at", engine.steps, flush=True)
+print(f"at {engine.steps}", flush=True)
 while engine.steps < steps:
     for (x,) in loader:
         engine.backward(engine(x).square().mean())
@@ -51,7 +51,7 @@ weights = engine.state_dict()
 if weights:
     torch.save(weights, result)
 engine.close()
-print("done", engine.steps, flush=True)
+print(f"done {engine.steps}", flush=True)
 """
 
 
@@ -121,7 +121,7 @@ def test_a_killed_rank_changes_nothing(kill, script, undisturbed, tmp_path):
     said = []
     for line in run.stdout:
         said.append(line)
-        if line.startswith("at 0"):
+        if "at 0" in line:  # ranks write side by side
             break
     time.sleep(chance.uniform(0.0, 0.9))
     rank_process(run, chance.randrange(3)).send_signal(signal.SIGKILL)
@@ -143,7 +143,7 @@ def test_no_restart_is_left(script, tmp_path):
 @pytest.mark.parametrize("victim", ["launcher", "a rank"])
 def test_sigterm_saves_and_ends(victim, script, undisturbed, tmp_path):
     run = launch(script, tmp_path, pause=0.1)
-    assert any(line.startswith("at 0") for line in run.stdout)
+    assert any("at 0" in line for line in run.stdout)
     time.sleep(0.6)
     if victim == "launcher":
         run.send_signal(signal.SIGTERM)
@@ -160,7 +160,7 @@ def test_sigterm_saves_and_ends(victim, script, undisturbed, tmp_path):
 
 def test_sigusr1_saves_and_goes_on(script, undisturbed, tmp_path):
     run = launch(script, tmp_path, pause=0.1)
-    assert any(line.startswith("at 0") for line in run.stdout)
+    assert any("at 0" in line for line in run.stdout)
     time.sleep(0.2)
     rank_process(run, 2).send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + 20
@@ -200,7 +200,7 @@ def test_a_lost_node_is_done_without(script, tmp_path):
     seen = []
     for line in runs[0].stdout:
         seen.append(line)
-        if line.startswith("at 0"):
+        if "at 0" in line:  # ranks write side by side
             break
     time.sleep(1.5)
     runs[1].kill()  # the node, and with it its rank
