@@ -90,9 +90,6 @@ class PENSTOCK_API Checkpoints {
   void taken(const std::string& problem);
   // Whether there is a complete one. Not collective.
   static bool any(const std::string& path);
-  // Reads every byte of a checkpoint. Throws RuntimeFault with the first that is not as it was
-  // written. Not collective.
-  static void verify(const std::string& path);
   int64_t bytes_held() const;     // of tensors that are saved, by this rank
   int64_t bytes_read() const;     // of tensors, in the last load, by this rank
   int64_t bytes_written() const;  // of this rank's shard, in the last save

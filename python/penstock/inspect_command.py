@@ -37,7 +37,7 @@ def _manifest(folder: pathlib.Path) -> dict[str, Any]:
 def _health(folder: pathlib.Path) -> str:
     """ "whole", or what is wrong; reads every byte."""
     try:
-        _penstock.Checkpoints.verify(str(folder))
+        _penstock.CheckpointReader(str(folder)).verify()
     except RuntimeError as error:
         return str(error)
     return "whole"

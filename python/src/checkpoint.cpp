@@ -1,5 +1,7 @@
 #include "penstock/checkpoint.h"
 
+#include "penstock/checkpoint_files.h"
+
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -37,11 +39,60 @@ void bind_values_of(py::module_& module) {
       .def_readonly("tensors", &FoundCheckpoint::tensors);
 }
 
+// Files without an engine. Dtypes are torch's.
+void bind_files(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<StoredTensor>(module, "StoredTensor")
+      .def(py::init([](std::string role, std::string name, std::vector<int64_t> shape,
+                       at::ScalarType dtype, int same_as) {
+             return StoredTensor{std::move(role),  std::move(name), -1,
+                                 std::move(shape), dtype,           same_as};
+           }),
+           py::arg("role"), py::arg("name"), py::arg("shape"), py::arg("dtype"),
+           py::arg("same_as") = -1)
+      .def_readonly("role", &StoredTensor::role)
+      .def_readonly("name", &StoredTensor::name)
+      .def_readonly("rank", &StoredTensor::rank)
+      .def_readonly("shape", &StoredTensor::shape)
+      .def_readonly("dtype", &StoredTensor::dtype);
+  py::class_<CheckpointWriter>(module, "CheckpointWriter")
+      .def(py::init([](const std::string& root, const std::string& tag,
+                       std::vector<StoredTensor> tensors, std::string about, std::string state,
+                       std::string front) {
+             return std::make_unique<CheckpointWriter>(
+                 root, tag, std::move(tensors),
+                 StoredState{std::move(about), std::move(state), std::move(front)});
+           }),
+           py::arg("root"), py::arg("tag"), py::arg("tensors"), py::arg("about"), py::arg("state"),
+           py::arg("front"))
+      .def("write", &CheckpointWriter::write, py::arg("index"), py::arg("values"), NoGil())
+      .def("commit", &CheckpointWriter::commit, NoGil());
+  py::class_<CheckpointReader>(module, "CheckpointReader")
+      .def(py::init<const std::string&, const std::string&>(), py::arg("path"), py::arg("tag") = "")
+      .def_property_readonly("path", &CheckpointReader::path)
+      .def_property_readonly("tensors", &CheckpointReader::tensors)
+      .def_property_readonly("about",
+                             [](const CheckpointReader& self) { return self.state().about; })
+      .def_property_readonly("state",
+                             [](const CheckpointReader& self) { return self.state().state; })
+      .def_property_readonly("front",
+                             [](const CheckpointReader& self) { return self.state().front; })
+      .def("read", &CheckpointReader::read, py::arg("index"), NoGil())
+      .def("verify", &CheckpointReader::verify, NoGil());
+  py::class_<SafetensorsEntry>(module, "SafetensorsEntry")
+      .def_readonly("name", &SafetensorsEntry::name)
+      .def_readonly("shape", &SafetensorsEntry::shape)
+      .def_readonly("dtype", &SafetensorsEntry::dtype)
+      .def_readonly("offset", &SafetensorsEntry::offset);
+  module.def("read_safetensors_head", &read_safetensors_head, py::arg("path"));
+}
+
 }  // namespace
 
 void bind_checkpoint(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   bind_values_of(module);
+  bind_files(module);
   py::class_<Checkpoints>(module, "Checkpoints")
       .def(
           "save",
@@ -78,7 +129,6 @@ void bind_checkpoint(py::module_& module) {
           py::arg("path"), py::arg("tag"), py::arg("optimizer"), py::arg("missing_ok"),
           py::arg("tensors"))
       .def_static("any", &Checkpoints::any)
-      .def_static("verify", &Checkpoints::verify, NoGil())
       .def_property_readonly("bytes_held", &Checkpoints::bytes_held)
       .def_property_readonly("bytes_read", &Checkpoints::bytes_read)
       .def_property_readonly("bytes_written", &Checkpoints::bytes_written);

@@ -122,11 +122,11 @@ const std::map<at::ScalarType, const char*>& scalar_names() {
 
 }  // namespace
 
-const char* file_dtype(const at::Tensor& tensor) {
-  const auto found = scalar_names().find(tensor.scalar_type());
+const char* file_dtype(at::ScalarType type) {
+  const auto found = scalar_names().find(type);
   if (found != scalar_names().end()) return found->second;
-  throw ConfigError(concat("[ckpt::save] a tensor of dtype ", at::toString(tensor.scalar_type()),
-                           " cannot be saved"));
+  throw ConfigError(
+      concat("[ckpt::save] a tensor of dtype ", at::toString(type), " cannot be saved"));
 }
 
 at::ScalarType scalar_type(const std::string& file_dtype) {

@@ -60,9 +60,9 @@ struct Piece {
 std::vector<Piece> pieces(const Holding& holding, int64_t first, int64_t numel,
                           const GlobalOf& global_of);
 
-// As safetensors names it. Throws ConfigError for a tensor of a type that it has not.
+// As safetensors names it. Throws ConfigError for a type that it has not.
 const char* file_dtype(Dtype dtype);
-const char* file_dtype(const at::Tensor& tensor);
+const char* file_dtype(at::ScalarType type);
 // The other way. Throws Damaged for a type that torch has not.
 at::ScalarType scalar_type(const std::string& file_dtype);
 

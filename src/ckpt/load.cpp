@@ -19,6 +19,8 @@ constexpr int64_t kBlockElements = 1LL << 18;
 constexpr size_t kNamed = 20;  // differences that an error lists
 
 constexpr const char* kParam = "param";
+constexpr const char* kBuffer = "buffer";
+constexpr const char* kWeight = "weight";  // one of the two: its file did not say which
 
 Dtype dtype_named(const std::string& name) {
   return name == "F32" ? Dtype::kFp32 : name == "BF16" ? Dtype::kBf16 : Dtype::kFp16;
@@ -44,17 +46,39 @@ std::string list(const char* what, const std::vector<std::string>& names) {
   return concat("\n  ", what, ": ", join(first, ", "), more);
 }
 
+// What the checkpoint has for a tensor of the model, or null.
+const Tensor* find(const Manifest& manifest, const std::string& role, const std::string& name,
+                   int rank = -1) {
+  const Tensor* found = manifest.find(Tensor{role, name, rank, {}, {}, {}}.key());
+  if (found != nullptr || rank >= 0 || (role != kParam && role != kBuffer)) return found;
+  return manifest.find(Tensor{kWeight, name, rank, {}, {}, {}}.key());
+}
+
+bool share_values(const Tensor& one, const Tensor& other) {
+  return one.shape == other.shape &&
+         std::equal(one.slices.begin(), one.slices.end(), other.slices.begin(), other.slices.end(),
+                    [](const Slice& a, const Slice& b) {
+                      return a.begin == b.begin && a.file == b.file && a.offset == b.offset;
+                    });
+}
+
+bool is_optimizers(const std::string& key) {
+  return !key.starts_with(kParam) && !key.starts_with(kBuffer);
+}
+
 // What is there and what is wanted, compared.
 struct Comparison {
   const Manifest& manifest;
   std::set<std::string> wanted{};
   std::vector<std::string> missing{}, unexpected{}, different{};
+  std::set<const Tensor*> taken{};
 
   void look(const Tensor& tensor) {
     const std::string key = tensor.key();
     if (!wanted.insert(key).second) return;
-    const Tensor* found = manifest.find(key);
+    const Tensor* found = find(manifest, tensor.role, tensor.name, tensor.rank);
     if (found == nullptr) return missing.push_back(key);
+    taken.insert(found);
     if (found->shape != tensor.shape) {
       return different.push_back(concat(key, " has shape ", text(found->shape), " there and ",
                                         text(tensor.shape), " here"));
@@ -63,9 +87,19 @@ struct Comparison {
     different.push_back(
         concat(key, " has dtype ", found->dtype, " there and ", tensor.dtype, " here"));
   }
+  // A state dict has tied weights by each of their names.
+  bool has(const Tensor& tensor) const {
+    return taken.count(&tensor) > 0 ||
+           (tensor.role == kWeight &&
+            std::any_of(taken.begin(), taken.end(),
+                        [&](const Tensor* one) { return share_values(*one, tensor); }));
+  }
   void finish() {
     if (missing.empty() && unexpected.empty() && different.empty()) return;
-    throw ConfigError(concat("[ckpt::load] the checkpoint is of another model or optimizer:",
+    const bool weights_alone = !missing.empty() && unexpected.empty() && different.empty() &&
+                               std::all_of(missing.begin(), missing.end(), is_optimizers);
+    throw ConfigError(concat("[ckpt::load] the checkpoint is of another model or optimizer",
+                             weights_alone ? " (to take the weights alone: weights_only)" : "", ":",
                              list("missing in it", missing), list("not wanted", unexpected),
                              list("different", different)));
   }
@@ -108,7 +142,7 @@ int64_t Reader::bytes_read() const {
 void check(const Manifest& manifest, const Target& target, const std::vector<std::string>& moments,
            const LoadOptions& options) {
   Comparison comparison{manifest};
-  std::set<std::string> roles = {kParam, "buffer"};
+  std::set<std::string> roles = {kParam, kBuffer, kWeight};
   for (const Holding& holding : target.holdings) {
     if (holding.role != kParam && !options.optimizer) continue;
     roles.insert(holding.role);
@@ -131,12 +165,12 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
                      extra.global.name,
                      extra.rank,
                      extra.global.shape,
-                     file_dtype(extra.tensor),
+                     file_dtype(extra.tensor.scalar_type()),
                      {}});
   }
   if (options.optimizer) roles.insert(moments.begin(), moments.end());
   for (const Tensor& tensor : manifest.tensors) {
-    if (tensor.rank >= 0 || comparison.wanted.count(tensor.key()) > 0) continue;
+    if (tensor.rank >= 0 || comparison.has(tensor)) continue;
     // Of an optimizer of the user's own a rank wants its pieces, of parameters that there are.
     const bool piece = tensor.role.rfind("optim.", 0) == 0 && options.optimizer &&
                        comparison.wanted.count(concat(kParam, "/", tensor.name)) == 0;
@@ -184,8 +218,7 @@ struct Filling {
     std::memset(to, 0, static_cast<size_t>(holding.numel() * size));
     attempt([&] {
       for (const Piece& piece : pieces(holding, holding.first, holding.numel(), target.global_of)) {
-        const Tensor& tensor =
-            *manifest.find(Tensor{holding.role, piece.global.name, -1, {}, {}, {}}.key());
+        const Tensor& tensor = *find(manifest, holding.role, piece.global.name);
         read(tensor, piece.global.begin, piece.numel, to + (piece.at - holding.first) * size,
              dtype);
       }
@@ -246,12 +279,13 @@ std::string fill(Reader& reader, const Manifest& manifest, const Target& target,
   for (const Extra& extra : target.extras) {
     at::Tensor whole = at::empty(extra.tensor.sizes(), extra.tensor.options());
     filling.attempt([&] {
-      const Tensor& tensor = *manifest.find(key_of(extra));
+      const Tensor& tensor = *find(manifest, extra.role, extra.global.name, extra.rank);
       auto* to = static_cast<char*>(whole.data_ptr());
-      if (tensor.dtype == file_dtype(whole)) {
+      const std::string dtype = file_dtype(whole.scalar_type());
+      if (tensor.dtype == dtype) {
         reader.read(tensor, extra.global.begin, whole.numel(), to);
       } else {
-        filling.read(tensor, extra.global.begin, whole.numel(), to, dtype_named(file_dtype(whole)));
+        filling.read(tensor, extra.global.begin, whole.numel(), to, dtype_named(dtype));
       }
       extra.tensor.detach().copy_(whole);  // so that torch counts the write
     });

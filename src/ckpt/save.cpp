@@ -127,7 +127,7 @@ void Save::add(const Extra& extra) {
   region.bytes = source.bytes = static_cast<int64_t>(source.kept.nbytes());
   const char* dtype = nullptr;
   try {
-    dtype = file_dtype(extra.tensor);
+    dtype = file_dtype(extra.tensor.scalar_type());
   } catch (const ConfigError& error) {
     throw ConfigError(concat("\"", extra.global.name, "\": ", error.what()));
   }

@@ -491,12 +491,6 @@ FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& op
   return Core::State::Checkpointing::Load{shared, path, options}.run();
 }
 
-void Checkpoints::verify(const std::string& path) {
-  const ckpt::Manifest manifest =
-      ckpt::Manifest::parse(ckpt::read_text(path + "/" + ckpt::kManifest));
-  ckpt::Reader(path, manifest).verify();
-}
-
 void Checkpoints::taken(const std::string& problem) {
   const std::string first = engine::first_problem(*state_->executor, "load taken", problem);
   if (first.empty()) return;

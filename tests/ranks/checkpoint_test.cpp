@@ -8,6 +8,7 @@
 #include <string>
 
 #include "penstock/checkpoint.h"
+#include "penstock/checkpoint_files.h"
 #include "penstock/engine.h"
 #include "penstock/error.h"
 #include "src/base/text.h"
@@ -102,7 +103,7 @@ TEST_F(CheckpointTest, AnyLayoutIntoAnyOther) {
     });
     from = to;
   }
-  Checkpoints::verify(root_ + "/" + from);
+  CheckpointReader(root_ + "/" + from).verify();
 }
 
 TEST_F(CheckpointTest, GoesOnAsIfNothingHadHappened) {
