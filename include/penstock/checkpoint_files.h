@@ -23,7 +23,7 @@ struct StoredTensor {
 
 // JSON objects, as the manifest has them.
 struct StoredState {
-  std::string about = "{}", state = "{}", front = "{}";
+  std::string about = "{}", state = "{}", front = "{}", of_rank = "{}";
 };
 
 // Makes a checkpoint, as of one rank. What was not committed is taken away.

@@ -245,6 +245,7 @@ def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any
             for name, module in _with_extra_state(engine.module)
         },
         "client_state": encode(client_state, "client_state"),
+        "tied": _tied(engine),
     }
     of_rank: dict[str, Any] = {
         "random": encode(random.getstate(), "random.getstate()"),
@@ -296,14 +297,14 @@ class _Taken:
         self._engine, self._weights_only = engine, weights_only
         self._of_ranks = [json.loads(one) for one in found.of_ranks]
         self._extra = dict(_with_extra_state(engine.module))
-        # What a C++ program saved has none of the following.
-        self._by_us = "optimizer" in self.front
-        if self._by_us:
+        # What a C++ program saved or what was converted has not all of the following.
+        self._has_options = "optimizer" in self.front
+        if "extra_state" in self.front:
             _same_names("get_extra_state()", set(self.front["extra_state"]), set(self._extra))
         self.tensors = [_buffer(name, value) for name, value in _buffers(engine.module)]
         if weights_only:
             return
-        if self._by_us:
+        if self._has_options:
             _check_optimizer(engine, self.front["optimizer"])
         _check_scheduler(engine, self.front.get("scheduler"))
         self._objects = [
@@ -316,10 +317,12 @@ class _Taken:
                 f"{len(self._objects)} (register_for_checkpointing)"
             )
         self._rank = min(ranks.rank(), found.world - 1)
-        self._generator = torch.empty_like(torch.get_rng_state())
-        self.tensors.append(
-            _Tensor("rng", "torch", list(self._generator.shape), 0, self._rank, self._generator)
-        )
+        self._generator: torch.Tensor | None = None
+        if any(one.role == "rng" for one in found.tensors):
+            self._generator = torch.empty_like(torch.get_rng_state())
+            self.tensors.append(
+                _Tensor("rng", "torch", list(self._generator.shape), 0, self._rank, self._generator)
+            )
         self._own: dict[torch.Tensor, dict[str, Any]] = {}
         if engine._external is not None:
             self._take_own(found, engine._external)
@@ -351,15 +354,12 @@ class _Taken:
         if self._weights_only:
             return
         engine = self._engine
-        if self._by_us:
+        if self._has_options:
             self._set_options(engine)
         if engine._external is not None:
             engine.optimizer.state.clear()
             engine.optimizer.state.update(self._own)
-        if engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(decode(self.front["scheduler"]["state"]))
-        else:
-            engine._schedule_lr()
+        self._set_rates(engine)
         for one, state in zip(engine._registered, self._objects, strict=True):
             one.load_state_dict(state)
         self._set_generators()
@@ -376,9 +376,19 @@ class _Taken:
                     now.fill_(decode(value))
                 else:
                     group[key] = decode(value)
-        engine._peak_lrs = decode(self.front["optimizer"]["peak_lrs"])
+        peaks = self.front["optimizer"]["peak_lrs"]
+        if peaks is not None:
+            engine._peak_lrs = decode(peaks)
+
+    def _set_rates(self, engine: Any) -> None:
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(decode(self.front["scheduler"]["state"]))
+        else:
+            engine._schedule_lr()
 
     def _set_generators(self) -> None:
+        if self._generator is None:
+            return
         if self._rank == ranks.rank():
             torch.set_rng_state(self._generator)
             if "random" in self._of_ranks[self._rank]:
@@ -427,6 +437,13 @@ def _same_names(what: str, there: set[str], here: set[str]) -> None:
         )
 
 
+def _tied(engine: Any) -> dict[str, str]:
+    """Other names of parameters: the name that is theirs."""
+    own = engine._structure.own
+    named = engine.module.named_parameters(remove_duplicate=False)
+    return {name: own[one] for name, one in named if one in own and own[one] != name}
+
+
 def _option(value: Any, what: str) -> Any:
     one = isinstance(value, torch.Tensor) and value.numel() == 1
     return encode(value.item() if one else value, what)
@@ -453,7 +470,7 @@ def _optimizer_state(engine: Any) -> dict[str, Any]:
 
 def _check_optimizer(engine: Any, saved: dict[str, Any]) -> None:
     here = _optimizer_state(engine)
-    if here["class"] != saved["class"]:
+    if saved["class"] is not None and here["class"] != saved["class"]:
         raise ConfigError(
             f"[front::load] the checkpoint is of optimizer {saved['class']}, the engine of "
             f"{here['class']}: load(..., weights_only=True) takes the weights without its state"
@@ -463,9 +480,12 @@ def _check_optimizer(engine: Any, saved: dict[str, Any]) -> None:
             f"[front::load] the checkpoint's optimizer has {len(saved['groups'])} parameter "
             f"groups, the engine's {len(here['groups'])}"
         )
+    frozen = {n for param, n in engine._structure.own.items() if not param.requires_grad}
     for i, (ours, theirs) in enumerate(zip(here["groups"], saved["groups"], strict=True)):
-        if ours["params"] != theirs["params"]:
-            other = sorted(set(ours["params"]) ^ set(theirs["params"]))
+        other = sorted(set(ours["params"]) ^ set(theirs["params"]))
+        if saved["class"] is None:  # of others: without frozen parameters
+            other = sorted(set(other) - frozen)
+        if other:
             raise ConfigError(
                 f"[front::load] parameter group {i} of the optimizer has other parameters than in "
                 f"the checkpoint: {', '.join(other[:10])}"
@@ -483,6 +503,10 @@ def _scheduler_state(engine: Any) -> dict[str, Any] | None:
 def _check_scheduler(engine: Any, saved: dict[str, Any] | None) -> None:
     here = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
     there = None if saved is None else saved["class"]
+    if saved is not None and there is None:  # of others: known by what it keeps
+        if here is None or saved["state"].keys() == engine.lr_scheduler.state_dict().keys():
+            return
+        there = f"one that keeps {', '.join(saved['state'])}"
     if here != there:
         raise ConfigError(
             f"[front::load] lr_scheduler is {there} in the checkpoint and {here} here: pass the "

@@ -1,4 +1,4 @@
-"""The command line: run, status, inspect, plan, explain, doctor."""
+"""The command line: run, status, inspect, convert, plan, explain, doctor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed
 
-from penstock import inspect_command, plan_command, status_command
+from penstock import convert_command, inspect_command, plan_command, status_command
 from penstock._native import _penstock
 from penstock.elastic import launch_elastic
 from penstock.launch import LaunchOptions, launch
@@ -125,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_command.add_to(commands)
     status_command.add_to(commands)
     inspect_command.add_to(commands)
+    convert_command.add_to(commands)
 
     explain = commands.add_parser("explain", help="print every effective value of a config")
     explain.add_argument("--config", required=True, metavar="FILE", help="JSON, native dialect")

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import IO, Any
 
 import torch
@@ -114,6 +115,23 @@ class _Files:
     def abandon(self) -> None:
         for file in self._files:
             file.abandon()
+
+
+@contextlib.contextmanager
+def files(
+    folder: pathlib.Path, entries: list[tuple[str, torch.dtype, list[int]]], max_shard_bytes: int
+) -> Iterator[_Files]:
+    """Files for tensors (name, dtype, shape), which are then written in any order.
+
+    They are there, and whole, when the block has ended without an error.
+    """
+    made = _Files(folder, entries, max_shard_bytes)
+    try:
+        yield made
+        made.finish()
+    except BaseException:
+        made.abandon()
+        raise
 
 
 def export_hf(

@@ -1,6 +1,7 @@
 #include "penstock/checkpoint.h"
 
 #include "penstock/checkpoint_files.h"
+#include "penstock/optimizer_kinds.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -58,13 +59,14 @@ void bind_files(py::module_& module) {
   py::class_<CheckpointWriter>(module, "CheckpointWriter")
       .def(py::init([](const std::string& root, const std::string& tag,
                        std::vector<StoredTensor> tensors, std::string about, std::string state,
-                       std::string front) {
+                       std::string front, std::string of_rank) {
              return std::make_unique<CheckpointWriter>(
                  root, tag, std::move(tensors),
-                 StoredState{std::move(about), std::move(state), std::move(front)});
+                 StoredState{std::move(about), std::move(state), std::move(front),
+                             std::move(of_rank)});
            }),
            py::arg("root"), py::arg("tag"), py::arg("tensors"), py::arg("about"), py::arg("state"),
-           py::arg("front"))
+           py::arg("front"), py::arg("of_rank"))
       .def("write", &CheckpointWriter::write, py::arg("index"), py::arg("values"), NoGil())
       .def("commit", &CheckpointWriter::commit, NoGil());
   py::class_<CheckpointReader>(module, "CheckpointReader")
@@ -77,6 +79,8 @@ void bind_files(py::module_& module) {
                              [](const CheckpointReader& self) { return self.state().state; })
       .def_property_readonly("front",
                              [](const CheckpointReader& self) { return self.state().front; })
+      .def_property_readonly("of_rank",
+                             [](const CheckpointReader& self) { return self.state().of_rank; })
       .def("read", &CheckpointReader::read, py::arg("index"), NoGil())
       .def("verify", &CheckpointReader::verify, NoGil());
   py::class_<SafetensorsEntry>(module, "SafetensorsEntry")
@@ -84,6 +88,13 @@ void bind_files(py::module_& module) {
       .def_readonly("shape", &SafetensorsEntry::shape)
       .def_readonly("dtype", &SafetensorsEntry::dtype)
       .def_readonly("offset", &SafetensorsEntry::offset);
+  module.def("moment_names", [] {
+    std::vector<std::string> names;
+    for (const OptimizerKind& kind : optimizer_kinds()) {
+      names.insert(names.end(), kind.moments.begin(), kind.moments.begin() + kind.num_moments());
+    }
+    return names;
+  });
   module.def("read_safetensors_head", &read_safetensors_head, py::arg("path"));
 }
 

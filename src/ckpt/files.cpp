@@ -61,7 +61,7 @@ void CheckpointWriter::Files::describe(const StoredState& state) {
   manifest.about = parse(state.about, "about");
   manifest.state = parse(state.state, "state");
   manifest.front = parse(state.front, "front");
-  manifest.ranks = {Json::object()};
+  manifest.ranks = {parse(state.of_rank, "of_rank")};
   for (size_t i = 0; i < wanted.size(); ++i) {
     const StoredTensor& one = wanted[i];
     manifest.tensors.push_back(
@@ -176,7 +176,8 @@ CheckpointReader::CheckpointReader(const std::string& path, const std::string& t
   for (const ckpt::Tensor& one : manifest.tensors) {
     tensors_.push_back({one.role, one.name, one.rank, one.shape, ckpt::scalar_type(one.dtype), -1});
   }
-  state_ = {manifest.about.dump(), manifest.state.dump(), manifest.front.dump()};
+  state_ = {manifest.about.dump(), manifest.state.dump(), manifest.front.dump(),
+            manifest.ranks.front().dump()};
 }
 
 CheckpointReader::~CheckpointReader() = default;

@@ -2,8 +2,9 @@
 
     torchrun --nproc 2 tests/foreign/write_deepspeed.py OUT
 
-A folder for each stage and precision: a checkpoint after `BEFORE` steps, and `next.json` with the
-losses of the steps that follow it. The model and the data are of tests/foreign/trained.py.
+A folder for each case: a checkpoint after `BEFORE` steps, and `next.json` with the losses of the
+steps that follow it. The model and the data are of tests/foreign/trained.py. With the environment
+variables LOCAL_SIZE=2 and DS_ACCELERATOR=cpu it runs without a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 from typing import Any
 
@@ -22,18 +24,30 @@ from trained import AFTER, BEFORE, GROUPS, SCHEDULE, Model, batch, groups
 VERSIONS = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
 
 
-def config(stage: int, precision: str) -> dict[str, Any]:
+CASES: dict[str, dict[str, Any]] = {
+    "zero1-fp32": {"stage": 1},
+    "zero1-fp16": {"stage": 1},
+    "zero2-fp32": {"stage": 2},
+    "zero2-bf16": {"stage": 2, "round_robin_gradients": True},
+    "zero3-fp32": {"stage": 3, "sub_group_size": 30},
+    "zero3-bf16": {"stage": 3},
+}
+UNIVERSAL = "zero3-bf16"
+
+
+def config(zero: dict[str, Any], precision: str) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": precision == "bf16"},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 8},
+        "zero_optimization": zero | {"stage3_param_persistence_threshold": 0},
     }
 
 
-def write(stage: int, precision: str, out: pathlib.Path) -> None:
+def write(case: str, out: pathlib.Path) -> None:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(groups(model), **GROUPS)
@@ -41,7 +55,7 @@ def write(stage: int, precision: str, out: pathlib.Path) -> None:
         model=model,
         optimizer=optimizer,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, **SCHEDULE),
-        config=config(stage, precision),
+        config=config(CASES[case], case.partition("-")[2]),
     )
     rank, losses = torch.distributed.get_rank(), []
     for step in range(BEFORE + AFTER):
@@ -60,17 +74,29 @@ def write(stage: int, precision: str, out: pathlib.Path) -> None:
         (out / "next.json").write_text(json.dumps(said) + "\n")
 
 
+def make_universal(source: pathlib.Path, out: pathlib.Path) -> None:
+    shutil.rmtree(out, ignore_errors=True)
+    tag = f"global_step{BEFORE}"
+    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    folders = ["--input_folder", str(source / tag), "--output_folder", str(out / tag)]
+    subprocess.run([*tool, *folders], check=True)
+    shutil.copy(source / "next.json", out)
+
+
 def main() -> None:
     root = pathlib.Path(sys.argv[1])
     deepspeed.init_distributed("gloo")
-    for stage in (1, 2, 3):
-        for precision in ("fp32", "bf16"):
-            out = root / f"zero{stage}-{precision}"
-            if torch.distributed.get_rank() == 0:
-                shutil.rmtree(out, ignore_errors=True)
-            torch.distributed.barrier()
-            write(stage, precision, out)
+    # It refuses fp16 on a CPU, where it works, slowly.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    for case in CASES:
+        out = root / case
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(out, ignore_errors=True)
+        torch.distributed.barrier()
+        write(case, out)
     torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        make_universal(root / UNIVERSAL, root / f"{UNIVERSAL}-universal")
     sys.stdout.flush()
     os._exit(0)  # DeepSpeed's processes abort at exit on CPU
 

@@ -1,0 +1,132 @@
+"""Pickles of others, read without running code from them.
+
+torch's own weights-only reader does the work. What it does not know stands in for by an inert
+class of that name, if the name is on a list; any other name is an error.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+import pickle
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError, RuntimeFault
+
+# What DeepSpeed's checkpoints hold beside tensors and plain values.
+_KNOWN = (
+    "argparse.Namespace",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+
+class Inert:
+    """Stands for an object of a class that is not looked for; its attributes are plain values."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+def load(path: str | os.PathLike[str], inert: Sequence[str] = ()) -> Any:
+    """What torch.save() wrote; the tensors' values stay in the file until they are read.
+
+    Args:
+        inert: full names of more classes whose objects may be in it, and become `Inert`.
+
+    Raises:
+        ConfigError: it holds something else (names it).
+        RuntimeFault: it is no such file, or is damaged.
+    """
+    allowed: list[Any] = [
+        (type(name.rpartition(".")[2], (Inert,), {}), name) for name in (*_KNOWN, *inert)
+    ]
+    zipped = _is_zip(path)
+    try:
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
+    except pickle.UnpicklingError as error:
+        name = _name_in(str(error))
+        if name:
+            raise ConfigError(
+                f'[convert::load] "{os.fspath(path)}" holds an object of {name}, which is neither '
+                f"a tensor nor a plain value. If what it says is not needed, name it with --inert "
+                f"{name}: nothing of that name is run or imported"
+            ) from error
+        raise RuntimeFault(f'[convert::load] cannot read "{os.fspath(path)}": {error}') from error
+    except (RuntimeError, EOFError, ValueError, OSError, KeyError, IndexError) as error:
+        raise RuntimeFault(f'[convert::load] cannot read "{os.fspath(path)}": {error}') from error
+
+
+def _is_zip(path: str | os.PathLike[str]) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _name_in(error: str) -> str:
+    """The class that torch's reader did not allow."""
+    for begin in ("GLOBAL ", "Unsupported class ", "Unsupported global: GLOBAL "):
+        _, found, rest = error.partition(begin)
+        if found:
+            return rest.split()[0].rstrip(".,")
+    return ""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """For the metadata of torch.distributed.checkpoint: its own classes, sizes and dtypes."""
+
+    allowed: Collection[tuple[str, str]] = {
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("collections", "OrderedDict"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if (module, name) in self.allowed:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise ConfigError(
+            f"[convert::load] the metadata holds a {module}.{name}, which is none of "
+            f"torch.distributed.checkpoint's"
+        )
+
+
+def load_metadata(path: pathlib.Path) -> Any:
+    """The file `.metadata` of torch.distributed.checkpoint.
+
+    Raises:
+        ConfigError: it holds something else (names it).
+        RuntimeFault: it is no such file, or is damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            return _MetadataUnpickler(file).load()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise RuntimeFault(f'[convert::load] cannot read "{path}": {error}') from error

@@ -1,0 +1,263 @@
+"""State dicts: of plain torch, of Lightning, and folders of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.conversion import pickles
+from penstock.conversion.foreign import Entry, Foreign
+
+Path = tuple[Any, ...]
+_MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "app.model", "weights")
+_WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DistributedDataParallel and torch.compile
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
+
+
+# ---- files
+
+
+def read_file(path: pathlib.Path, inert: Sequence[str], key: str) -> Foreign:
+    """A file of torch.save() or of safetensors."""
+    if path.suffix == ".safetensors":
+        found = Foreign("safetensors")
+        _add_safetensors(found, path)
+        return found
+    held = pickles.load(path, inert)
+    if not isinstance(held, Mapping):
+        raise ConfigError(f'[convert::torch] "{path}" holds a {type(held).__name__}, no state dict')
+    found = Foreign("torch")
+    sort_out(found, dict(leaves(held)), key)
+    _share(found)
+    return found
+
+
+def is_hf(folder: pathlib.Path) -> bool:
+    return any((folder / name).is_file() for name in (*_INDICES, *_SINGLE))
+
+
+def read_hf(folder: pathlib.Path, inert: Sequence[str]) -> Foreign:
+    """Weights as from_pretrained() loads them: one file, or shards and their index."""
+    found = Foreign("Hugging Face")
+    index = next((folder / name for name in _INDICES if (folder / name).is_file()), None)
+    if index is None:
+        files = [next(folder / name for name in _SINGLE if (folder / name).is_file())]
+        named = None
+    else:
+        try:
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [folder / name for name in sorted(set(named.values()))]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise RuntimeFault(f'[convert::hf] "{index}" is no index: {error!r}') from error
+        for file in files:
+            if file.parent != folder or file.name.startswith("."):
+                raise RuntimeFault(f'[convert::hf] "{index}" names "{file.name}" elsewhere')
+    for file in files:
+        if file.suffix == ".safetensors":
+            _add_safetensors(found, file)
+        else:
+            one = read_file(file, inert, "")
+            found.entries += one.entries
+    there = [entry.name for entry in found.entries]
+    if len(set(there)) != len(there) or (named is not None and set(named) != set(there)):
+        raise RuntimeFault(f'[convert::hf] "{folder}": the index and the files have other names')
+    return found
+
+
+def _add_safetensors(found: Foreign, path: pathlib.Path) -> None:
+    for head in _penstock.read_safetensors_head(str(path)):
+
+        def values(head: Any = head) -> torch.Tensor:
+            size = torch.Size(head.shape).numel() * head.dtype.itemsize
+            with open(path, "rb") as file:
+                file.seek(head.offset)
+                read = bytearray(file.read(size))
+            if size == 0:
+                return torch.zeros(head.shape, dtype=head.dtype)
+            return torch.frombuffer(read, dtype=head.dtype).reshape(head.shape)
+
+        found.entries.append(Entry("weight", head.name, tuple(head.shape), head.dtype, values))
+
+
+# ---- what is what in nested dicts
+
+
+def leaves(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """Values by their keys; parameter groups are whole."""
+    if isinstance(tree, Mapping) and tree:
+        return [leaf for key, value in tree.items() for leaf in leaves(value, (*path, key))]
+    return [(path, tree)]
+
+
+def sort_out(found: Foreign, values: dict[Path, Any], key: str) -> None:
+    """Weights, what an optimizer keeps by parameters' names, its groups, and other values.
+
+    Args:
+        key: the weights' key, dots between levels; default: the one that there is.
+    """
+    optims = {path[:i] for path in values for i in (_state_at(path),) if i >= 0}
+    others = {
+        path: value
+        for path, value in values.items()
+        if path and not any(path[: len(one)] == one for one in optims)
+    }
+    weights: dict[Path, dict[str, Any]] = defaultdict(dict)
+    for path, value in others.items():
+        if isinstance(value, (torch.Tensor, Entry)):
+            weights[path[:-1]][str(path[-1])] = value
+    chosen = _choose(weights, key)
+    for name, value in _unwrapped(found, weights.pop(chosen)).items():
+        _add(found, "weight", name, value)
+    for path in weights:
+        found.notes.append(f'tensors of "{_text(path)}" are left out: they are no weights')
+    _take_rest(found, {p: v for p, v in others.items() if not isinstance(v, (torch.Tensor, Entry))})
+    if len(optims) > 1:
+        found.notes.append("there are several optimizers: their state is left out")
+    for one in optims if len(optims) == 1 else ():
+        held = {p[len(one) :]: v for p, v in values.items() if p[: len(one)] == one}
+        _take_optimizer(found, held)
+
+
+def _take_rest(found: Foreign, values: dict[Path, Any]) -> None:
+    """Numbers and texts beside the weights ("epoch")."""
+    for path, value in values.items():
+        if len(path) == 1:
+            found.client_state[str(path[0])] = value
+        else:
+            found.notes.append(f'"{_text(path)}" is left out: no tensor')
+
+
+def _add(found: Foreign, role: str, name: str, value: Any) -> None:
+    if isinstance(value, Entry):
+        found.entries.append(Entry(role, name, value.shape, value.dtype, value.read))
+    else:
+        found.add(role, name, value)
+
+
+def _text(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _state_at(path: Path) -> int:
+    """Where in a path an optimizer's state begins, or -1."""
+    for i, one in enumerate(path):
+        state = one in ("state", "param_groups")
+        named = isinstance(one, str) and one.startswith(("state.", "param_groups."))
+        if (state and i > 0) or (named and i > 0):
+            return i
+    return -1
+
+
+def _choose(weights: dict[Path, dict[str, Any]], key: str) -> Path:
+    if key:
+        chosen = next((path for path in weights if _text(path) == key), None)
+    elif len(weights) == 1:
+        chosen = next(iter(weights))
+    else:
+        named = [p for name in _MODEL_KEYS for p in weights if _text(p) == name]
+        chosen = named[0] if named else () if () in weights else None
+    if chosen is None:
+        there = ", ".join(f'"{_text(path)}"' for path in weights) or "none"
+        raise ConfigError(
+            f"[convert::torch] which tensors are the weights? There are those of {there}: say it "
+            f"with --key"
+        )
+    return chosen
+
+
+def _unwrapped(found: Foreign, weights: dict[str, Any]) -> dict[str, Any]:
+    for prefix in _WRAPPERS:
+        if all(name.startswith(prefix) for name in weights):
+            found.notes.append(f'names lost their "{prefix}"')
+            return _unwrapped(
+                found, {name.removeprefix(prefix): value for name, value in weights.items()}
+            )
+    return weights
+
+
+# ---- an optimizer
+
+
+def _take_optimizer(found: Foreign, held: dict[Path, Any]) -> None:
+    """Of torch, by parameters' names, or with the groups' `param_names`."""
+    groups = held.pop(("param_groups",), None)
+    if isinstance(groups, list) and groups and all(isinstance(g, dict) for g in groups):
+        numbers = [n for group in groups for n in group.get("params", [])]
+        names = [n for group in groups for n in group.get("param_names", group.get("params", []))]
+        if len(names) != len(numbers) or not all(isinstance(name, str) for name in names):
+            found.notes.append(
+                "the optimizer's state is left out: it is by numbers. An optimizer that is made of "
+                "model.named_parameters() saves names"
+            )
+            return
+        by = dict(zip(numbers, names, strict=True))
+    else:
+        groups, by = None, {}
+    shapes = {entry.name: entry.shape for entry in found.entries}
+    options: dict[str, dict[str, Any]] = defaultdict(dict)
+    for path, value in held.items():
+        kind, name, key = _optimizer_key(path)
+        name = by.get(name, name)
+        if kind == "param_groups":
+            options[str(name)][key] = value
+        elif name not in shapes:
+            found.notes.append(f'the optimizer\'s state of "{name}" is left out: no such weight')
+        elif isinstance(value, Entry):
+            example = torch.empty(0, dtype=value.dtype)
+            found.add_moment(name, key, example, shapes[name], value.read)
+        else:
+            found.add_moment(name, key, value, shapes[name])
+    if groups is not None:
+        for group in groups:
+            found.add_options(group, [by[n] for n in group["params"]])
+    elif options:
+        _group(found, options)
+
+
+def _optimizer_key(path: Path) -> tuple[str, Any, str]:
+    """("state", parameter, key), also of names in which the three are joined by dots."""
+    if len(path) >= 3:
+        return str(path[0]), path[1], str(path[2])
+    kind, _, rest = _text(path).partition(".")
+    name, _, key = rest.rpartition(".")
+    return kind, name, key
+
+
+def _group(found: Foreign, options: dict[str, dict[str, Any]]) -> None:
+    """Options by parameter, as groups of those that have the same."""
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for name, one in options.items():
+        same = next((names for other, names in groups if other == one), None)
+        if same is None:
+            groups.append((one, [name]))
+        else:
+            same.append(name)
+    for one, names in groups:
+        found.add_options(one, names)
+
+
+def _share(found: Foreign) -> None:
+    """Tied weights, which a state dict has by each of their names, have their values once."""
+    first: dict[Any, str] = {}
+    for entry in found.entries:
+        if entry.role != "weight":
+            continue
+        value = entry.read()
+        place = (
+            value.untyped_storage().data_ptr(),
+            value.storage_offset(),
+            value.stride(),
+            entry.shape,
+            entry.dtype,
+        )
+        if value.numel() > 0:
+            entry.same_as = first.setdefault(place, entry.name)
+            if entry.same_as == entry.name:
+                entry.same_as = ""

@@ -1,0 +1,231 @@
+"""What is written: a checkpoint of ours, or files of others of one of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from penstock import export
+from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.conversion import dcp
+from penstock.conversion.foreign import MOMENTS, OWN, Entry, Foreign
+from penstock.conversion.options import Options, Say
+from penstock.json_values import decode
+
+_SHARD_BYTES = 5_000_000_000
+_EVERY_S = 2.0
+
+
+class _Progress:
+    """Says how far it is, now and then."""
+
+    def __init__(self, entries: list[Entry], say: Say) -> None:
+        self._whole = sum(_size(one) for one in entries)
+        self._done, self._said = 0, time.monotonic()
+        self._say = say
+
+    def add(self, entry: Entry) -> None:
+        self._done += _size(entry)
+        if time.monotonic() - self._said >= _EVERY_S:
+            self._said = time.monotonic()
+            self._say(f"{self._done / 2**30:.2f} of {self._whole / 2**30:.2f} GiB")
+
+
+def _size(entry: Entry) -> int:
+    return torch.Size(entry.shape).numel() * entry.dtype.itemsize
+
+
+def _values(entry: Entry) -> torch.Tensor:
+    values = entry.read()
+    if tuple(values.shape) != entry.shape or values.dtype != entry.dtype:
+        raise RuntimeFault(
+            f'[convert] "{entry.name}" ({entry.role}) has shape {tuple(values.shape)} and '
+            f"{values.dtype}; its file says {entry.shape} and {entry.dtype}"
+        )
+    return values.contiguous()
+
+
+# ---- ours
+
+
+def write_ours(found: Foreign, root: pathlib.Path, source: str, say: Say) -> str:
+    """A checkpoint "step-N" below `root`."""
+    if not found.entries:
+        raise ConfigError(f'[convert] "{source}" has no tensors')
+    by_name = {(one.role, one.name): i for i, one in enumerate(found.entries)}
+    tensors = [
+        _penstock.StoredTensor(
+            one.role,
+            one.name,
+            list(one.shape),
+            one.dtype,
+            by_name[one.role, one.same_as] if one.same_as else -1,
+        )
+        for one in found.entries
+    ]
+    front = _front(found, say)
+    about = {
+        "penstock": importlib.metadata.version("penstock"),
+        "torch": torch.__version__,
+        "strategy": "none",
+        "converted": found.kind,
+        "source": source,
+    }
+    state = {
+        "steps": found.steps,
+        "skipped": found.skipped,
+        "loss_scale": found.loss_scale or {"active": False, "value": 1.0, "good_steps": 0},
+        "updates": found.updates,
+    }
+    writer = _penstock.CheckpointWriter(
+        str(root),
+        f"step-{found.steps}",
+        tensors,
+        json.dumps(about),
+        json.dumps(state),
+        json.dumps(front),
+        json.dumps({"own": found.own}),
+    )
+    progress = _Progress(found.entries, say)
+    for i, entry in enumerate(found.entries):
+        if not entry.same_as:
+            writer.write(i, _values(entry))
+            progress.add(entry)
+    return str(writer.commit())
+
+
+def _front(found: Foreign, say: Say) -> dict[str, Any]:
+    client = Foreign(found.kind)
+    front: dict[str, Any] = {
+        "client_state": {
+            key: client.take(f'"{key}"', value) for key, value in found.client_state.items()
+        }
+        or None,
+        "tied": found.tied,
+    }
+    for note in client.notes:
+        say(note)
+    if found.groups is not None:
+        front["optimizer"] = {"class": None, "groups": found.groups, "peak_lrs": None}
+    if found.scheduler is not None:
+        front["scheduler"] = {"class": None, "state": found.scheduler}
+    return front
+
+
+# ---- others'
+
+
+@dataclasses.dataclass
+class Held:
+    """What is to be written: weights, and what the optimizer keeps, by parameter."""
+
+    weights: list[Entry]
+    tied: dict[str, str]
+    moments: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+
+def of_foreign(found: Foreign) -> Held:
+    moments: dict[str, dict[str, Any]] = defaultdict(dict)
+    weights = []
+    for one in found.entries:
+        if one.role in ("param", "buffer", "weight"):
+            weights.append(one)
+        else:
+            moments[one.name][one.role.removeprefix(OWN)] = one
+    for name, kept in found.own.items():
+        for key, value in kept.items():
+            moments[name][key] = _number(value)
+    return Held(weights, found.tied, dict(moments), found.groups or [])
+
+
+def of_ours(path: pathlib.Path, tag: str, say: Say) -> Held:
+    """Of a checkpoint of ours."""
+    reader = _penstock.CheckpointReader(str(path), tag)
+    say(f"reads {reader.path}")
+    front, state = json.loads(reader.front), json.loads(reader.state)
+    weights: list[Entry] = []
+    moments: dict[str, dict[str, Any]] = defaultdict(dict)
+    for i, one in enumerate(reader.tensors):
+        shape, read = tuple(one.shape), functools.partial(reader.read, i)
+        entry = Entry(one.role, one.name, shape, one.dtype, read)
+        if one.role in ("param", "weight") or (one.role == "buffer" and one.rank <= 0):
+            weights.append(entry)
+        elif one.role in MOMENTS or one.role.startswith(OWN):
+            moments[one.name][one.role.removeprefix(OWN)] = entry
+    for name, kept in json.loads(reader.of_rank).get("own", {}).items():
+        moments[name] |= {key: _number(value) for key, value in kept.items()}
+    for name, count in state["updates"].items():
+        if name in moments:
+            moments[name].setdefault("step", torch.tensor(float(count)))
+    groups = front.get("optimizer", {}).get("groups", [])
+    return Held(weights, front.get("tied", {}), dict(moments), groups)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict) and "$tensor" in value:
+        return torch.tensor(decode(value["$tensor"]), dtype=getattr(torch, value["dtype"]))
+    return decode(value)
+
+
+def write_others(held: Held, out: pathlib.Path, how: Options) -> str:
+    """Weights as safetensors or a state dict of torch, or everything as DCP."""
+    if how.to == "safetensors":
+        _write_safetensors(out, held.weights, how)
+        return str(out)
+    by_name = {one.name: one for one in held.weights}
+    tied = {other: name for other, name in held.tied.items() if name in by_name}
+    if how.to == "dcp":
+        options = [{**decode(one["options"]), "params": one["params"]} for one in held.groups]
+        weights = by_name | {other: by_name[name] for other, name in tied.items()}
+        dcp.write(out, weights, held.moments, options)
+        return str(out)
+    whole = {one.name: _cast(_values(one), how.dtype) for one in held.weights}
+    whole |= {other: whole[name] for other, name in tied.items()}
+    with _replaced(out) as draft:
+        torch.save(whole, draft)
+    return str(out)
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return values.to(dtype) if dtype is not None and values.is_floating_point() else values
+
+
+def _write_safetensors(out: pathlib.Path, weights: list[Entry], how: Options) -> None:
+    dtype = how.dtype
+    made = {
+        one.name: dtype if dtype is not None and one.dtype.is_floating_point else one.dtype
+        for one in weights
+    }
+    once = [one for one in weights if not one.same_as]
+    out.mkdir(parents=True, exist_ok=True)
+    progress = _Progress(once, how.say)
+    with export.files(
+        out, [(one.name, made[one.name], list(one.shape)) for one in once], _SHARD_BYTES
+    ) as files:
+        for one in once:
+            files.write(one.name, 0, _values(one).to(made[one.name]))
+            progress.add(one)
+
+
+@contextlib.contextmanager
+def _replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A file that is whole, or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.part")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

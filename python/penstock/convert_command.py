@@ -1,0 +1,60 @@
+"""penstock convert: checkpoints of DeepSpeed, torch and Hugging Face, in and out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from penstock.conversion import convert
+from penstock.conversion.convert import parse_dtype
+from penstock.conversion.options import FORMATS, Options
+
+
+def _convert(args: argparse.Namespace) -> int:
+    made = convert(
+        args.source,
+        args.out,
+        Options(
+            to=args.to,
+            tag=args.tag,
+            key=args.key,
+            dtype=parse_dtype(args.dtype) if args.dtype else None,
+            inert=args.inert,
+            say=lambda line: print(f"[convert] {line}", file=sys.stderr, flush=True),
+        ),
+    )
+    print(made)
+    return 0
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="checkpoints of DeepSpeed, torch and Hugging Face, in and out",
+        description="What SOURCE is, is found out: a checkpoint of Penstock, of DeepSpeed (ZeRO "
+        "1, 2, 3, universal), of torch.distributed.checkpoint, a folder of Hugging Face, or a "
+        "file of torch.save() or safetensors. No code from it is run.",
+    )
+    convert.add_argument("source", metavar="SOURCE")
+    convert.add_argument("out", metavar="OUT", help="see --to")
+    convert.add_argument(
+        "--to",
+        choices=FORMATS,
+        default="penstock",
+        help='"penstock" (the default): OUT is a folder of checkpoints, where it becomes "step-N"; '
+        '"dcp": an empty folder; "safetensors": a folder, fp32 weights that from_pretrained() '
+        'loads; "torch": a file, a state dict of fp32 weights (in memory as a whole)',
+    )
+    convert.add_argument("--tag", default="", help="which checkpoint of SOURCE; else the newest")
+    convert.add_argument(
+        "--key", default="", help="of a torch file or DCP: the weights' key (model.encoder)"
+    )
+    convert.add_argument("--dtype", default="", metavar="fp32|bf16|fp16", help="of the weights")
+    convert.add_argument(
+        "--inert",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="objects of this class in a pickle are passed over (may be repeated)",
+    )
+    convert.set_defaults(command=_convert)
