@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "parity"))
+for folder in ("parity", "foreign"):
+    sys.path.insert(0, str(pathlib.Path(__file__).parent / folder))
 # Ranks meet on this machine; a host name that resolves to nothing must not matter.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # torch's store looks for the name of each peer that connects, in the DNS: a lost answer takes 5 s.

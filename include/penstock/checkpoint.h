@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -52,8 +53,10 @@ struct FoundCheckpoint {
 };
 
 struct LoadOptions {
-  std::string tag;          // empty: the newest that is whole
-  bool optimizer = true;    // else the weights alone
+  std::string tag;        // empty: the newest that is whole
+  bool optimizer = true;  // else the weights alone
+  // Of tied weights: the parameter's name, and others that foreign state dicts have it by.
+  std::multimap<std::string, std::string> tied{};
   bool missing_ok = false;  // where there is no checkpoint at all, the answer has no path
   // What the front wants of a checkpoint: tensors that are filled. Called again for another one.
   std::function<std::vector<CheckpointTensor>(const FoundCheckpoint&)> tensors;

@@ -277,7 +277,8 @@ def _load(
         taken[:] = [_Taken(engine, found, weights_only)]
         return taken[0].tensors
 
-    found = engine._core.checkpoints.load(path, tag or "", not weights_only, missing_ok, wanted)
+    options = _penstock.LoadOptions(tag or "", not weights_only, missing_ok, _tied(engine))
+    found = engine._core.checkpoints.load(path, options, wanted)
     if not found.path:
         return "", None
     problem = ""

@@ -104,6 +104,14 @@ void bind_checkpoint(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   bind_values_of(module);
   bind_files(module);
+  py::class_<LoadOptions>(module, "LoadOptions")
+      .def(py::init([](std::string tag, bool optimizer, bool missing_ok,
+                       const std::map<std::string, std::string>& tied) {
+             LoadOptions options{std::move(tag), optimizer, {}, missing_ok, {}};
+             for (const auto& [other, own] : tied) options.tied.emplace(own, other);
+             return options;
+           }),
+           py::arg("tag"), py::arg("optimizer"), py::arg("missing_ok"), py::arg("tied"));
   py::class_<Checkpoints>(module, "Checkpoints")
       .def(
           "save",
@@ -128,17 +136,17 @@ void bind_checkpoint(py::module_& module) {
       .def("failure", &Checkpoints::failure, NoGil())
       .def(
           "load",
-          [](Checkpoints& self, const std::string& path, std::string tag, bool optimizer,
-             bool missing_ok, const py::function& tensors) {
+          [](Checkpoints& self, const std::string& path, LoadOptions options,
+             const py::function& tensors) {
             const py::gil_scoped_release release;
             const auto ask = [&tensors](const FoundCheckpoint& found) {
               const py::gil_scoped_acquire acquire;
               return tensors(found).cast<std::vector<CheckpointTensor>>();
             };
-            return self.load(path, {std::move(tag), optimizer, missing_ok, ask});
+            options.tensors = ask;
+            return self.load(path, options);
           },
-          py::arg("path"), py::arg("tag"), py::arg("optimizer"), py::arg("missing_ok"),
-          py::arg("tensors"))
+          py::arg("path"), py::arg("options"), py::arg("tensors"))
       .def_static("any", &Checkpoints::any)
       .def_property_readonly("bytes_held", &Checkpoints::bytes_held)
       .def_property_readonly("bytes_read", &Checkpoints::bytes_read)

@@ -47,19 +47,19 @@ std::string list(const char* what, const std::vector<std::string>& names) {
 }
 
 // What the checkpoint has for a tensor of the model, or null.
-const Tensor* find(const Manifest& manifest, const std::string& role, const std::string& name,
-                   int rank = -1) {
-  const Tensor* found = manifest.find(Tensor{role, name, rank, {}, {}, {}}.key());
+const Tensor* find(const Manifest& manifest, const LoadOptions& options, const std::string& role,
+                   const std::string& name, int rank = -1) {
+  const auto in_role = [&](const char* of, const std::string& named) {
+    return manifest.find(Tensor{of, named, rank, {}, {}, {}}.key());
+  };
+  const Tensor* found = in_role(role.c_str(), name);
   if (found != nullptr || rank >= 0 || (role != kParam && role != kBuffer)) return found;
-  return manifest.find(Tensor{kWeight, name, rank, {}, {}, {}}.key());
-}
-
-bool share_values(const Tensor& one, const Tensor& other) {
-  return one.shape == other.shape &&
-         std::equal(one.slices.begin(), one.slices.end(), other.slices.begin(), other.slices.end(),
-                    [](const Slice& a, const Slice& b) {
-                      return a.begin == b.begin && a.file == b.file && a.offset == b.offset;
-                    });
+  found = in_role(kWeight, name);
+  const auto [first, last] = options.tied.equal_range(name);
+  for (auto other = first; other != last && found == nullptr; ++other) {
+    found = in_role(kWeight, other->second);
+  }
+  return found;
 }
 
 bool is_optimizers(const std::string& key) {
@@ -69,6 +69,7 @@ bool is_optimizers(const std::string& key) {
 // What is there and what is wanted, compared.
 struct Comparison {
   const Manifest& manifest;
+  const LoadOptions& options;
   std::set<std::string> wanted{};
   std::vector<std::string> missing{}, unexpected{}, different{};
   std::set<const Tensor*> taken{};
@@ -76,7 +77,7 @@ struct Comparison {
   void look(const Tensor& tensor) {
     const std::string key = tensor.key();
     if (!wanted.insert(key).second) return;
-    const Tensor* found = find(manifest, tensor.role, tensor.name, tensor.rank);
+    const Tensor* found = find(manifest, options, tensor.role, tensor.name, tensor.rank);
     if (found == nullptr) return missing.push_back(key);
     taken.insert(found);
     if (found->shape != tensor.shape) {
@@ -89,10 +90,10 @@ struct Comparison {
   }
   // A state dict has tied weights by each of their names.
   bool has(const Tensor& tensor) const {
+    const auto is_name = [&](const auto& one) { return one.second == tensor.name; };
     return taken.count(&tensor) > 0 ||
            (tensor.role == kWeight &&
-            std::any_of(taken.begin(), taken.end(),
-                        [&](const Tensor* one) { return share_values(*one, tensor); }));
+            std::any_of(options.tied.begin(), options.tied.end(), is_name));
   }
   void finish() {
     if (missing.empty() && unexpected.empty() && different.empty()) return;
@@ -141,7 +142,7 @@ int64_t Reader::bytes_read() const {
 
 void check(const Manifest& manifest, const Target& target, const std::vector<std::string>& moments,
            const LoadOptions& options) {
-  Comparison comparison{manifest};
+  Comparison comparison{manifest, options};
   std::set<std::string> roles = {kParam, kBuffer, kWeight};
   for (const Holding& holding : target.holdings) {
     if (holding.role != kParam && !options.optimizer) continue;
@@ -187,6 +188,7 @@ struct Filling {
   Reader& reader;
   const Manifest& manifest;
   const Target& target;
+  const LoadOptions& options;
   std::string error{};
   std::vector<char> block{};
 
@@ -218,7 +220,7 @@ struct Filling {
     std::memset(to, 0, static_cast<size_t>(holding.numel() * size));
     attempt([&] {
       for (const Piece& piece : pieces(holding, holding.first, holding.numel(), target.global_of)) {
-        const Tensor& tensor = *find(manifest, holding.role, piece.global.name);
+        const Tensor& tensor = *find(manifest, options, holding.role, piece.global.name);
         read(tensor, piece.global.begin, piece.numel, to + (piece.at - holding.first) * size,
              dtype);
       }
@@ -258,7 +260,7 @@ struct Filling {
 
 std::string fill(Reader& reader, const Manifest& manifest, const Target& target,
                  const LoadOptions& options) {
-  Filling filling{reader, manifest, target};
+  Filling filling{reader, manifest, target, options};
   std::vector<Holding> masters;
   const auto flush = [&] {
     if (!masters.empty()) filling.masters(masters);
@@ -279,7 +281,7 @@ std::string fill(Reader& reader, const Manifest& manifest, const Target& target,
   for (const Extra& extra : target.extras) {
     at::Tensor whole = at::empty(extra.tensor.sizes(), extra.tensor.options());
     filling.attempt([&] {
-      const Tensor& tensor = *find(manifest, extra.role, extra.global.name, extra.rank);
+      const Tensor& tensor = *find(manifest, options, extra.role, extra.global.name, extra.rank);
       auto* to = static_cast<char*>(whole.data_ptr());
       const std::string dtype = file_dtype(whole.scalar_type());
       if (tensor.dtype == dtype) {

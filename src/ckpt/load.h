@@ -34,6 +34,8 @@ class Reader {
 
 struct LoadOptions {
   bool optimizer = true;  // else the weights and buffers alone
+  // Of tied weights: the parameter's name, and others that a state dict may have it by.
+  std::multimap<std::string, std::string> tied{};
 };
 
 // What a checkpoint is loaded into.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
@@ -81,8 +82,9 @@ def _load(reader: _Reader, name: str, into: Any) -> Any:
     held = {name: into}
     try:
         load(held, storage_reader=reader, planner=_Planner(), no_dist=True)
-    except Exception as error:
-        raise RuntimeFault(f'[convert::dcp] cannot read "{name}": {error}') from error
+    except CheckpointException as error:  # which is no Exception
+        why = next(iter(error.failures.values()))[0]
+        raise RuntimeFault(f'[convert::dcp] cannot read "{name}": {why}') from error
     return held[name]
 
 

@@ -56,8 +56,7 @@ def load(path: str | os.PathLike[str], inert: Sequence[str] = ()) -> Any:
         if name:
             raise ConfigError(
                 f'[convert::load] "{os.fspath(path)}" holds an object of {name}, which is neither '
-                f"a tensor nor a plain value. If what it says is not needed, name it with --inert "
-                f"{name}: nothing of that name is run or imported"
+                f"a tensor nor a plain value{_advice(name, str(error))}"
             ) from error
         raise RuntimeFault(f'[convert::load] cannot read "{os.fspath(path)}": {error}') from error
     except (RuntimeError, EOFError, ValueError, OSError, KeyError, IndexError) as error:
@@ -67,6 +66,15 @@ def load(path: str | os.PathLike[str], inert: Sequence[str] = ()) -> Any:
 def _is_zip(path: str | os.PathLike[str]) -> bool:
     with open(path, "rb") as file:
         return file.read(2) == b"PK"
+
+
+def _advice(name: str, error: str) -> str:
+    if "is blocked" in error:  # no checkpoint needs a function of the system
+        return ""
+    return (
+        f". If what it says is not needed, name it with --inert {name}: nothing of that name is "
+        f"run or imported"
+    )
 
 
 def _name_in(error: str) -> str:

@@ -187,7 +187,7 @@ def _unwrapped(found: Foreign, weights: dict[str, Any]) -> dict[str, Any]:
 
 def _take_optimizer(found: Foreign, held: dict[Path, Any]) -> None:
     """Of torch, by parameters' names, or with the groups' `param_names`."""
-    groups = held.pop(("param_groups",), None)
+    groups = held.pop(("param_groups",), None) or _groups_of(held)
     if isinstance(groups, list) and groups and all(isinstance(g, dict) for g in groups):
         numbers = [n for group in groups for n in group.get("params", [])]
         names = [n for group in groups for n in group.get("param_names", group.get("params", []))]
@@ -219,6 +219,14 @@ def _take_optimizer(found: Foreign, held: dict[Path, Any]) -> None:
             found.add_options(group, [by[n] for n in group["params"]])
     elif options:
         _group(found, options)
+
+
+def _groups_of(held: dict[Path, Any]) -> list[dict[str, Any]]:
+    """A list that was taken apart, into ("param_groups", 0, "lr"), put together again."""
+    groups: dict[int, dict[str, Any]] = defaultdict(dict)
+    for path in [path for path in held if path[0] == "param_groups" and isinstance(path[1], int)]:
+        groups[path[1]][_text(path[2:])] = held.pop(path)
+    return [groups[index] for index in sorted(groups)]
 
 
 def _optimizer_key(path: Path) -> tuple[str, Any, str]:
