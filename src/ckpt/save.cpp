@@ -21,7 +21,7 @@ namespace {
 using mem::block_padded;
 using mem::kBlockBytes;
 
-constexpr int64_t kBounceBytes = 8LL << 20;
+constexpr size_t kAhead = 2;  // pieces that are read while one is written
 constexpr int64_t kGroupBytes = 32LL << 20;
 
 std::string file_name(int rank, const char* ending) {
@@ -34,40 +34,47 @@ bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % k
 
 }  // namespace
 
-// Memory for what cannot be written from where it is: two halves, one is filled while the other is
-// written.
+// Memory for what cannot be written from where it is: four parts in turn, some of which are filled
+// while others are written.
 class Save::Bounce {
  public:
-  Bounce(mem::Arena& arena, ShardWriter& writer)
-      : writer_(writer), memory_(arena.take(kBounceBytes, mem::Account::kBuffers)) {}
+  Bounce(mem::Arena& arena, ShardWriter& writer, int64_t bytes)
+      : writer_(writer),
+        part_bytes_(std::max(kBlockBytes, bytes / kParts / kBlockBytes * kBlockBytes)),
+        memory_(arena.take(kParts * part_bytes_, mem::Account::kBuffers)) {}
 
-  static constexpr int64_t kHalf = kBounceBytes / 2;
-  static constexpr int kDirect = 2;  // batches of what is written from where it is: two
+  static constexpr int kParts = 4;
+  static constexpr int kDirect = kParts;  // batches of what is written from where it is: two
   static_assert(kDirect + 2 == ShardWriter::kBatches);
 
-  // Room for whole blocks of at most a half.
+  int64_t part_bytes() const { return part_bytes_; }
+  // Room for whole blocks of at most a part.
   char* take(int64_t bytes) {
     const int64_t size = block_padded(bytes);
-    if (used_ + size > kHalf) {
-      half_ = 1 - half_;
+    if (used_ + size > part_bytes_) {
+      part_ = (part_ + 1) % kParts;
       used_ = 0;
-      writer_.flush(half_);
+      writer_.flush(part_);
     }
-    char* room = memory_.data() + half_ * kHalf + used_;
+    char* room = memory_.data() + part_ * part_bytes_ + used_;
     used_ += size;
     return room;
   }
   // What was put at `room`, with zeros to the end of its last block.
   void write(int64_t offset, char* room, int64_t bytes) {
     std::memset(room + bytes, 0, static_cast<size_t>(block_padded(bytes) - bytes));
-    writer_.write(offset, room, block_padded(bytes), half_);
+    const auto part = static_cast<int>((room - memory_.data()) / part_bytes_);
+    writer_.write(offset, room, block_padded(bytes), part);
   }
-  ShardWriter& writer() { return writer_; }
+  void flush() {
+    for (int part = 0; part < kParts; ++part) writer_.flush(part);
+  }
 
  private:
   ShardWriter& writer_;
+  const int64_t part_bytes_;
   mem::Lease memory_;
-  int half_ = 0;
+  int part_ = 0;
   int64_t used_ = 0;
 };
 
@@ -141,7 +148,7 @@ void Save::add(const Extra& extra) {
 void Save::open(const std::string& folder) {
   folder_ = folder;
   writer_ = std::make_unique<ShardWriter>(folder + "/" + layout_.file.name, layout_);
-  bounce_ = std::make_unique<Bounce>(tiers_.host, *writer_);
+  bounce_ = std::make_unique<Bounce>(tiers_.host, *writer_, contents_.room_bytes);
 }
 
 // What users wrote to parameters that rest whole is in no master yet. Those parameters, of the
@@ -186,21 +193,32 @@ void Save::capture(bool behind) {
   if (behind) executor_.traffic().watch(pending_);
 }
 
-// Through the bounce's halves: one is read while the other is written.
-void Save::write_from_disk(const Source& source, const Region& region) {
-  constexpr int64_t kPart = 16 * 1024;  // elements: so few are compared by this thread alone
-  for (int64_t done = 0; done < source.bytes; done += Bounce::kHalf) {
-    const int64_t bytes = std::min(Bounce::kHalf, source.bytes - done);
-    char* room = bounce_->take(bytes);
-    tiers_.disk->wait(tiers_.disk->read(source.offset + done, room, bytes));
-    const int64_t first = done / 4, numel = source.edits.defined() ? bytes / 4 : 0;
-    for (int64_t at = 0; at < numel; at += kPart) {
-      const at::Tensor edits = source.edits.narrow(0, first + at, std::min(kPart, numel - at));
-      optim::take_edits(room + at * 4, Dtype::kFp32, edits.const_data_ptr(),
-                        exec::dtype_of(edits.scalar_type()), edits.numel());
-    }
-    bounce_->write(region.offset + done, room, bytes);
+// Begins to read the next piece before the one before it is written.
+void Save::read_from_disk(size_t index) {
+  const Source& source = pending_->at(index);
+  for (int64_t done = 0; done < source.bytes; done += bounce_->part_bytes()) {
+    Reading piece{index, done, std::min(bounce_->part_bytes(), source.bytes - done), nullptr, {}};
+    if (reading_.size() == kAhead) write_what_was_read();
+    piece.room = bounce_->take(piece.bytes);
+    piece.ticket = tiers_.disk->read(source.offset + done, piece.room, piece.bytes);
+    reading_.push_back(std::move(piece));
   }
+}
+
+// The first piece.
+void Save::write_what_was_read() {
+  constexpr int64_t kPart = 16 * 1024;  // elements: so few are compared by this thread alone
+  const Reading piece = reading_.front();
+  const Source& source = pending_->at(piece.index);
+  tiers_.disk->wait(piece.ticket);
+  reading_.pop_front();
+  const int64_t first = piece.at / 4, numel = source.edits.defined() ? piece.bytes / 4 : 0;
+  for (int64_t at = 0; at < numel; at += kPart) {
+    const at::Tensor edits = source.edits.narrow(0, first + at, std::min(kPart, numel - at));
+    optim::take_edits(piece.room + at * 4, Dtype::kFp32, edits.const_data_ptr(),
+                      exec::dtype_of(edits.scalar_type()), edits.numel());
+  }
+  bounce_->write(regions_[piece.index].offset + piece.at, piece.room, piece.bytes);
 }
 
 void Save::write_from_memory(const Source& source, const Region& region, int batch) {
@@ -210,7 +228,7 @@ void Save::write_from_memory(const Source& source, const Region& region, int bat
     writer_->write(region.offset, source.data, done, batch);
   }
   while (done < source.bytes) {
-    const int64_t bytes = std::min(Bounce::kHalf, source.bytes - done);
+    const int64_t bytes = std::min(bounce_->part_bytes(), source.bytes - done);
     char* room = bounce_->take(bytes);
     std::memcpy(room, source.data + done, static_cast<size_t>(bytes));
     bounce_->write(region.offset + done, room, bytes);
@@ -224,29 +242,50 @@ void Save::write_regions() {
   std::array<std::vector<size_t>, 2> groups;
   int now = 0;
   int64_t bytes = 0;
+  const auto is_read = [&](const std::vector<size_t>& group) {
+    return std::any_of(reading_.begin(), reading_.end(), [&](const Reading& piece) {
+      return std::count(group.begin(), group.end(), piece.index) > 0;
+    });
+  };
   const auto finish = [&](int group) {
     if (groups[group].empty()) return;
-    for (const int batch : {0, 1, Bounce::kDirect + group}) writer_->flush(batch);
+    while (is_read(groups[group])) write_what_was_read();
+    bounce_->flush();
+    writer_->flush(Bounce::kDirect + group);
     pending_->done(std::exchange(groups[group], {}));
   };
   while (const std::optional<size_t> index = pending_->next()) {
     const Source& source = pending_->at(*index);
     if (source.data == nullptr && source.bytes > 0) {
-      write_from_disk(source, regions_[*index]);
+      read_from_disk(*index);
     } else {
+      while (!reading_.empty()) write_what_was_read();  // for the room
       write_from_memory(source, regions_[*index], Bounce::kDirect + now);
     }
     groups[now].push_back(*index);
     bytes += source.bytes;
-    if (pending_->hurries()) finish(1 - now);
-    if (bytes < kGroupBytes && !pending_->hurries()) continue;
+    const bool hurries = pending_->hurries();
+    if (bytes < kGroupBytes && !hurries) continue;
     bytes = 0;
     now = 1 - now;
     finish(now);
-    if (pending_->hurries()) finish(1 - now);
+    if (hurries) finish(1 - now);
   }
   finish(0);
   finish(1);
+}
+
+// After an error. Memory that a disk which stalls may still write to is never freed.
+void Save::stop_reading() {
+  for (const Reading& piece : reading_) {
+    try {
+      tiers_.disk->wait(piece.ticket);
+    } catch (const std::exception&) {
+      // The first error is told.
+    }
+    if (!tiers_.disk->done(piece.ticket)) static_cast<void>(bounce_.release());
+  }
+  reading_.clear();
 }
 
 std::string Save::write() {
@@ -266,6 +305,7 @@ std::string Save::write() {
     write_text(part, manifest.text());
   } catch (const std::exception& failure) {
     error = failure.what();
+    stop_reading();
     if (!exists(folder_)) error = "[ckpt::save] rank 0 gave this save up: it says why";
   }
   // The memory goes back as soon as nobody writes from it any more.

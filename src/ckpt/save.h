@@ -8,6 +8,7 @@
 // the folder. So the ranks' writing threads need no connections, and a checkpoint that any of them
 // did not finish is never seen.
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -36,6 +37,7 @@ struct Contents {
   Json about = Json::object(), state = Json::object();  // as in Manifest
   Json front = Json::object(), of_rank = Json::object();
   std::vector<Extra> extras;
+  int64_t room_bytes = 16LL << 20;  // of memory at most, through which what is on disk goes
 };
 
 class Save {
@@ -56,13 +58,22 @@ class Save {
 
  private:
   class Bounce;
+  // A part of a region that is being read from the swap file.
+  struct Reading {
+    size_t index = 0;  // of the region
+    int64_t at = 0, bytes = 0;
+    char* room = nullptr;
+    mem::DiskTicket ticket;
+  };
 
   void add(const Holding& holding, const GlobalOf& global_of, const Mesh& mesh);
   void add(const Extra& extra);
   int tensor_of(const std::string& role, const Global& global, int rank, const char* dtype);
   static at::Tensor edits_of(const Source& source);
   void write_regions();
-  void write_from_disk(const Source& source, const Region& region);
+  void read_from_disk(size_t index);
+  void write_what_was_read();
+  void stop_reading();
   void write_from_memory(const Source& source, const Region& region, int batch);
 
   exec::Executor& executor_;
@@ -78,6 +89,7 @@ class Save {
   std::string folder_;
   std::unique_ptr<ShardWriter> writer_;
   std::unique_ptr<Bounce> bounce_;
+  std::deque<Reading> reading_;
 };
 
 // Rank 0, after its own write(): waits for the other ranks' parts and commits. Returns the

@@ -42,7 +42,7 @@ Layout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors);
 // Makes the file and claims its space. Any thread, but one at a time.
 class ShardWriter {
  public:
-  static constexpr int kBatches = 4;
+  static constexpr int kBatches = 6;
 
   // Throws RuntimeFault with path and bytes where there is no room.
   ShardWriter(std::string path, const Layout& layout);

@@ -423,6 +423,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   try {
     contents = {about(), numbers(), parse(options.front, "what the front keeps"),
                 parse(options.of_rank, "what the front keeps of a rank"), std::move(extras)};
+    contents.room_bytes = std::min(contents.room_bytes, state.config.offload.window_bytes);
     save = std::make_unique<ckpt::Save>(
         *state.executor, state.tiers, rank,
         ckpt::holdings(*state.executor, rank, moments_of(state.config), !state.lent.empty()), names,
