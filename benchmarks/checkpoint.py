@@ -5,12 +5,17 @@ request size and O_DIRECT; Penstock's save, waited for; torch.save of the same t
 with fsync; torch.distributed.checkpoint.save and async_save, with fsync as it does it. Then
 Penstock's load. Then a training loop: its steps alone, and while a save runs behind it.
 
-    python benchmarks/checkpoint.py --folder /scratch [--gib 2] [--rounds 3]
+    python benchmarks/checkpoint.py --folder /scratch [--gib 2] [--rounds 3] [--disk]
+
+With --disk the optimizer's state rests in swap files in the folder, and the limit is what fio reads
+and writes at the same time; a save moves each byte twice. DeepSpeed's save (ZeRO-2, the same model and
+optimizer; fsync after it, which it leaves out) is among them where DeepSpeed is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -55,6 +60,66 @@ def sequential(folder: pathlib.Path, num_bytes: int) -> float:
     return min(time.perf_counter() - begin, job["runtime"] / 1000)
 
 
+def mixed(folder: pathlib.Path, num_bytes: int) -> float:
+    """Seconds in which fio reads so many bytes of one file and writes as many to another."""
+    command = [
+        "fio", "--bs=4m", "--iodepth=8", "--ioengine=io_uring", "--direct=1",
+        f"--size={num_bytes}", "--output-format=json", "--name=in", "--rw=read",
+        f"--filename={folder / 'fio-in'}", "--name=out", "--rw=write", "--end_fsync=1",
+        "--fallocate=posix", f"--filename={folder / 'fio-out'}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    (folder / "fio-out").unlink()
+    return max(jobs[0]["read"]["runtime"], jobs[1]["write"]["runtime"]) / 1000
+
+
+def from_disk(options: argparse.Namespace) -> None:
+    """Saves of state in swap files, while nothing else runs and while training goes on."""
+    rank, folder = dist.get_rank(), pathlib.Path(options.folder)
+    num_bytes = int(options.gib * 2**30)
+    engine = penstock.initialize(
+        model_of(num_bytes),
+        {
+            "strategy": "zero3",
+            "units": {"modules": ["Linear"]},
+            "offload": {"optimizer": "disk", "path": str(folder)},
+        },
+    )
+    engine.save(folder / "ours")
+    buffers = engine.ledger()["measured"]["buffers"]
+    steps_of(engine, 1)
+    rows: dict[str, list[float]] = {"fio": [], "save": [], "alone": [], "beside": []}
+    for i in range(options.rounds + 1):
+        found = {}
+        if rank == 0:
+            found["fio"] = mixed(folder, num_bytes)
+        measure.barrier()
+        found["save"] = timed(lambda: engine.save(folder / "ours"))
+        found["alone"] = steps_of(engine, 1)[0]
+        engine.save(folder / "ours", tag="behind", wait=False)
+        found["beside"] = steps_of(engine, 1)[0]
+        engine._core.checkpoints.wait()
+        for name, seconds in found.items():
+            if i > 0:
+                rows[name].append(seconds)
+        if rank == 0:
+            shutil.rmtree(folder / "ours")
+        measure.barrier()
+    engine.close()
+    if rank == 0:
+        (folder / "fio-in").unlink()
+        ratios = [a / b for a, b in zip(rows["fio"], rows["save"], strict=True)]
+        middle = statistics.median(rows["save"])
+        print(f"{options.gib:.2f} GiB of state in swap files of {RANKS} ranks")
+        print(
+            f"  save {middle:.2f} s, {2 * num_bytes / middle / 1e9:.2f} GB/s read and written, "
+            f"{statistics.median(ratios):.2f} of fio; in memory at most {buffers / 2**20:.1f} MiB"
+        )
+        for name in ("alone", "beside"):
+            print(f"  step {name:<8}{statistics.median(rows[name]):8.2f} s")
+
+
 def model_of(num_bytes: int) -> nn.Module:
     layers = max(1, num_bytes // STATE_BYTES // (WIDTH * WIDTH))
     torch.manual_seed(0)
@@ -84,6 +149,31 @@ def torch_save(state: State, folder: pathlib.Path, rank: int) -> None:
         torch.save(state.tensors, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+class DeepSpeed:
+    """The same model in DeepSpeed, after one step; `save()` is durable when it returns."""
+
+    def __init__(self, num_bytes: int, rank: int) -> None:
+        import deepspeed  # noqa: PLC0415 - optional, and slow to import
+
+        model = model_of(num_bytes)
+        config = {
+            "train_micro_batch_size_per_gpu": 8,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 2},
+        }
+        adam = torch.optim.AdamW(model.parameters())
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
+        self._engine.backward(self._engine(torch.randn(8, WIDTH)).square().mean())
+        self._engine.step()
+        self._rank = rank
+
+    def save(self, folder: pathlib.Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag="one")
+        for path in (folder / "one").glob(f"*rank_{self._rank}_*"):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
 
 
 def dcp_async(state: State, folder: pathlib.Path) -> float:
@@ -134,6 +224,8 @@ def rounds_of(
     engine: penstock.Engine, state: State, folder: pathlib.Path, rounds: int
 ) -> dict[str, list[float]]:
     """Seconds by way and round."""
+    peer = importlib.util.find_spec("deepspeed")
+    deepspeed = DeepSpeed(RANKS * state.bytes, dist.get_rank()) if peer else None
     rank = dist.get_rank()
     rows: dict[str, list[float]] = {}
 
@@ -149,11 +241,13 @@ def rounds_of(
         found["torch.save"] = timed(lambda: torch_save(state, folder, rank))
         found["dcp.save"] = timed(lambda: dcp.save(state.tensors, checkpoint_id=folder / "dcp"))
         found["dcp.async_save"] = timed(lambda: note("dcp blocked", dcp_async(state, folder)))
+        if deepspeed is not None:
+            found["DeepSpeed"] = timed(lambda: deepspeed.save(folder / "ds"))
         found["load"] = timed(lambda: engine.load(folder / "ours"))
         for name, seconds in found.items():
             if i > 0:  # the first round warms up
                 note(name, seconds)
-        for name in ("ours", "dcp", "dcp-async"):
+        for name in ("ours", "dcp", "dcp-async", "ds"):
             if rank == 0:
                 shutil.rmtree(folder / name, ignore_errors=True)
         (folder / f"torch-{rank}.pt").unlink()
@@ -192,6 +286,7 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--gib", type=float, default=2.0, help="of state over both ranks")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--disk", action="store_true", help="of state that rests in swap files")
     options = parser.parse_args()
     if "RANK" not in os.environ:
         if shutil.which("fio") is None:
@@ -200,7 +295,10 @@ def main() -> None:
         command = [sys.executable, "-m", "penstock", "run", "--nproc", str(RANKS), *sys.argv]
         sys.exit(subprocess.run(command, check=False).returncode)
     dist.init_process_group("gloo")
-    work(options)
+    (from_disk if options.disk else work)(options)
+    sys.stdout.flush()
+    if "deepspeed" in sys.modules:
+        os._exit(0)  # its processes abort at exit on a CPU
     dist.destroy_process_group()
 
 
