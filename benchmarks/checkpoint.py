@@ -7,7 +7,7 @@ Penstock's load. Then a training loop: its steps alone, and while a save runs be
 
     python benchmarks/checkpoint.py --folder /scratch [--gib 2] [--rounds 3] [--disk]
 
-DeepSpeed's save (ZeRO-2, the same model and optimizer; fsync after it, which it leaves out) is among
+DeepSpeed's save (ZeRO-2, the same model and optimizer; fsync after it, which it lacks) is among
 them where DeepSpeed is installed. With --disk the optimizer's state rests in swap files in the
 folder, and the limit is what fio reads and writes at the same time; a save moves each byte twice.
 """
