@@ -14,6 +14,7 @@ import time
 import warnings
 
 import checkpoints
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,12 +108,14 @@ def test_a_kill_leaves_a_whole_checkpoint(kill, pools, tmp_path):
         assert any("saved" in line for line in launcher.stdout)
         time.sleep(chance.uniform(0.0, 0.5))
         victims = chance.choice([[0], [1], [0, 1], []])  # none: the launcher, and so all of them
-        for rank, pid in enumerate(sorted(ranks_of(launcher))):
+        ranks = [psutil.Process(pid) for pid in sorted(ranks_of(launcher))]
+        for rank, process in enumerate(ranks):
             if rank in victims:
-                os.kill(pid, signal.SIGKILL)
+                process.kill()
         if not victims:
             launcher.kill()
         launcher.wait(30)
+        assert not psutil.wait_procs(ranks, 30)[1]  # a lock is held until they are gone
     finally:
         launcher.kill()
         launcher.stdout.close()
