@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import random
 import re
 import resource
-import signal
 import subprocess
 import sys
 import time
