@@ -51,7 +51,7 @@ POSITION = {
 }
 POSITION |= dict.fromkeys(FOURS, 4)
 PUBLIC_FROM = {"error.h": 1, "export.h": 1, "status.h": 1, "group.h": 4}
-PUBLIC_FROM |= dict.fromkeys(("config.h", "optimizer_kinds.h", "plan.h"), 3)
+PUBLIC_FROM |= dict.fromkeys(("config.h", "deepspeed_config.h", "optimizer_kinds.h", "plan.h"), 3)
 PUBLIC_FROM |= dict.fromkeys(("init.h", "core.h", "tiling.h", "checkpoint_files.h"), 6)
 ENGINE = 7
 

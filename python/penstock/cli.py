@@ -45,6 +45,11 @@ def _nodes(text: str) -> tuple[int, int]:
 
 def _explain(args: argparse.Namespace) -> int:
     text = pathlib.Path(args.config).read_text(encoding="utf-8")
+    if _penstock.is_deepspeed_config(text):
+        translated = _penstock.translate_deepspeed_config(text, args.world)
+        for one in translated.given:
+            print(f"{one.key} = {one.value}: {one.fate} ({one.note})", file=sys.stderr)
+        text = translated.native
     print(_penstock.Config(text).resolved(args.world).json(indent=2))
     return 0
 
@@ -128,7 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     convert_command.add_to(commands)
 
     explain = commands.add_parser("explain", help="print every effective value of a config")
-    explain.add_argument("--config", required=True, metavar="FILE", help="JSON, native dialect")
+    explain.add_argument(
+        "--config", required=True, metavar="FILE", help="JSON, ours or DeepSpeed's"
+    )
     explain.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks")
     explain.set_defaults(command=_explain)
 

@@ -3,9 +3,6 @@
 import atexit
 import contextlib
 import inspect
-import json
-import os
-import pathlib
 import sys
 import warnings
 import weakref
@@ -17,34 +14,13 @@ import torch
 from penstock import checkpoint, ranks, recompute, sharded_init, tiling, tree
 from penstock import optimizer as optim
 from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.config_file import ConfigLike, config_dict
 from penstock.forwards import Forwards, Pace, Uneven, remove
 from penstock.structure import Structure
 
 OptimizerLike = (
     torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | Mapping[str, Any] | None
 )
-
-
-def config_dict(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        return dict(config)
-    text = os.fspath(config)
-    if not text.lstrip().startswith("{"):
-        path = pathlib.Path(text)
-        if not path.is_file():
-            raise ConfigError(
-                f'[front::initialize] config "{text}" is neither JSON text nor a readable file'
-            )
-        text = path.read_text(encoding="utf-8")
-    try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"[front::initialize] config is not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ConfigError("[front::initialize] config must be a JSON object")
-    return parsed
 
 
 class Engine(checkpoint.Checkpointing):
@@ -520,7 +496,7 @@ atexit.register(_forget)
 
 def initialize(
     model: torch.nn.Module,
-    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: ConfigLike = None,
     *,
     optimizer: OptimizerLike = None,
     lr_scheduler: Any = None,
@@ -530,7 +506,8 @@ def initialize(
 
     Args:
         model: any nn.Module on the CPU. Rank 0's values are used on every rank.
-        config: dict, JSON text or path; see docs/config.md.
+        config: dict, JSON text or path; see docs/config.md. One of DeepSpeed's is translated
+            (docs/deepspeed.md).
         optimizer: torch optimizer over the model's parameters, or a callable that takes the
             parameters and returns one, or a dict that replaces the config's `optimizer` section
             (the default).

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock import model_spec, tree
 from penstock._native import _penstock
-from penstock.engine import config_dict
+from penstock.config_file import config_dict
 
 _HELP = "will it fit, how fast: every strategy and offload choice for a model"
 _TOKENS = 4096

@@ -2,6 +2,8 @@
 
 #include <pybind11/stl.h>
 
+#include "penstock/deepspeed_config.h"
+
 #include "python/src/module.h"
 
 namespace py = pybind11;
@@ -80,9 +82,37 @@ void bind_step_sections(py::module_& module) {
       .def_readonly("report_dir", &CommConfig::report_dir);
 }
 
+const char* text_of(KeyFate fate) {
+  return fate == KeyFate::kTaken ? "taken" : fate == KeyFate::kNoEffect ? "no effect" : "refused";
+}
+
+void bind_deepspeed(py::module_& module) {
+  py::class_<GivenKey>(module, "GivenKey")
+      .def_readonly("key", &GivenKey::key)
+      .def_readonly("value", &GivenKey::value)
+      .def_property_readonly("fate", [](const GivenKey& self) { return text_of(self.fate); })
+      .def_readonly("note", &GivenKey::note);
+  py::class_<TranslatedConfig>(module, "TranslatedConfig")
+      .def_readonly("native", &TranslatedConfig::native)
+      .def_readonly("given", &TranslatedConfig::given)
+      .def_property_readonly("warning", &TranslatedConfig::warning);
+  module.def("is_deepspeed_config", &is_deepspeed_config, py::arg("json_text"));
+  module.def("translate_deepspeed_config", &translate_deepspeed_config, py::arg("json_text"),
+             py::arg("world"));
+  // Key, fate, note.
+  module.def("deepspeed_keys", [] {
+    std::vector<std::array<std::string, 3>> rows;
+    for (const DeepSpeedKey& row : deepspeed_keys()) {
+      rows.push_back({row.key, text_of(row.fate), row.note});
+    }
+    return rows;
+  });
+}
+
 }  // namespace
 
 void bind_config(py::module_& module) {
+  bind_deepspeed(module);
   bind_state_sections(module);
   bind_step_sections(module);
   py::class_<Config>(module, "Config")

@@ -12,6 +12,16 @@ BEFORE, AFTER = 3, 3
 GROUPS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 SCHEDULE: dict[str, Any] = {"step_size": 2, "gamma": 0.5}
 
+# Of DeepSpeed, by folder: "zero_optimization". The precision ends the name.
+CASES: dict[str, dict[str, Any]] = {
+    "zero1-fp32": {"stage": 1},
+    "zero1-fp16": {"stage": 1},
+    "zero2-fp32": {"stage": 2},
+    "zero2-bf16": {"stage": 2, "round_robin_gradients": True},
+    "zero3-fp32": {"stage": 3, "sub_group_size": 30},
+    "zero3-bf16": {"stage": 3},
+}
+
 
 class Model(nn.Module):
     """Tied weights, a frozen one, buffers (one of whole numbers), sizes that nothing divides."""
@@ -50,3 +60,17 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 def batch(step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(0, 11, (4, 8), generator=generator)
+
+
+def config(case: str) -> dict[str, Any]:
+    """DeepSpeed's config of a case."""
+    precision = case.partition("-")[2]
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 8},
+        "zero_optimization": CASES[case] | {"stage3_param_persistence_threshold": 0},
+    }

@@ -15,36 +15,15 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from typing import Any
 
 import deepspeed
 import torch
-from trained import AFTER, BEFORE, GROUPS, SCHEDULE, Model, batch, groups
+from trained import AFTER, BEFORE, CASES, GROUPS, SCHEDULE, Model, batch, config, groups
 
 VERSIONS = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "zero1-fp32": {"stage": 1},
-    "zero1-fp16": {"stage": 1},
-    "zero2-fp32": {"stage": 2},
-    "zero2-bf16": {"stage": 2, "round_robin_gradients": True},
-    "zero3-fp32": {"stage": 3, "sub_group_size": 30},
-    "zero3-bf16": {"stage": 3},
-}
 UNIVERSAL = "zero3-bf16"
-
-
-def config(zero: dict[str, Any], precision: str) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 8},
-        "zero_optimization": zero | {"stage3_param_persistence_threshold": 0},
-    }
 
 
 def write(case: str, out: pathlib.Path) -> None:
@@ -55,7 +34,7 @@ def write(case: str, out: pathlib.Path) -> None:
         model=model,
         optimizer=optimizer,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, **SCHEDULE),
-        config=config(CASES[case], case.partition("-")[2]),
+        config=config(case),
     )
     rank, losses = torch.distributed.get_rank(), []
     for step in range(BEFORE + AFTER):

@@ -1,0 +1,146 @@
+#include "penstock/deepspeed_config.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "penstock/config.h"
+#include "penstock/error.h"
+
+namespace penstock {
+namespace {
+
+struct Taken {
+  const char* deepspeed;
+  const char* line;  // of the native config
+  int world = 2;
+};
+
+// What each key becomes.
+TEST(DeepSpeedConfig, KeysAreTakenOver) {
+  const Taken cases[] = {
+      {"{}", "/strategy = \"ddp\""},
+      {"{}", "/clip = 1.0"},
+      {"{}", "/precision = \"fp32\""},
+      {R"({"zero_optimization": true})", "/strategy = \"zero1\""},
+      {R"({"zero_optimization": {"stage": 2}})", "/strategy = \"zero2\""},
+      {R"({"zero_optimization": {"stage": 3}})", "/strategy = \"zero3\""},
+      {R"({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})",
+       "/strategy = \"hpz\"", 4},
+      {R"({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})", "/mesh/node = 2", 4},
+      {R"({"zero_optimization": {"stage": 3, "mics_shard_size": 1}})", "/mesh/node = 4", 4},
+      {R"({"gradient_clipping": 0})", "/clip = 0.0"},
+      {R"({"bf16": {"enabled": true}})", "/precision = \"bf16\""},
+      {R"({"bfloat16": {"enabled": true}})", "/precision = \"bf16\""},
+      {R"({"fp16": {"enabled": true}})", "/loss_scale/initial = 65536.0"},
+      {R"({"fp16": {"enabled": true}})", "/loss_scale/window = 1000"},
+      {R"({"fp16": {"enabled": true, "initial_scale_power": 8}})", "/loss_scale/initial = 256.0"},
+      {R"({"fp16": {"enabled": true, "loss_scale": 128}})", "/loss_scale/window = 0"},
+      {R"({"train_batch_size": 16})", "/batch/micro = 8"},
+      {R"({"train_batch_size": 16, "gradient_accumulation_steps": 4})", "/batch/micro = 2"},
+      {R"({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2})", "/batch/accumulate = 4"},
+      {R"({"train_micro_batch_size_per_gpu": 2})", "/batch/global = 4"},
+      {R"({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}})", "/optimizer/type = \"AdamW\""},
+      {R"({"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}})",
+       "/optimizer/type = \"Adam\""},
+      {R"({"optimizer": {"type": "AdamW", "params": {}}})", "/optimizer/weight_decay = 0.0"},
+      {R"({"optimizer": {"type": "AdamW", "params": {"torch_adam": true}}})",
+       "/optimizer/weight_decay = 0.01"},
+      {R"({"optimizer": {"type": "Adagrad"}})", "/optimizer/lr = 0.01"},
+      {R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})",
+       "/offload/optimizer = \"host\""},
+      {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme",
+          "nvme_path": "/x"}, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}})",
+       "/offload/params = \"disk\""},
+      {R"({"zero_optimization": {"stage": 2, "cpu_offload": true}})",
+       "/offload/optimizer = \"host\""},
+      {R"({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1e6}})",
+       "/prefetch_bytes = 4000000"},
+      // What frameworks leave in.
+      {R"({"train_batch_size": "auto", "zero_optimization": {"stage": 1,
+          "reduce_bucket_size": "auto", "offload_optimizer": {"device": "none", "nvme_path": null}},
+          "zero_optimization.reduce_bucket_size": 5e8, "steps_per_print": 1e999 })",
+       "/strategy = \"zero1\""},
+  };
+  for (const Taken& one : cases) {
+    std::string text = one.deepspeed;
+    const size_t infinite = text.find("1e999");
+    if (infinite != std::string::npos) text.replace(infinite, 5, "2000000000");
+    Config config = Config::parse(translate_deepspeed_config(text, one.world).native);
+    config.resolve(one.world);
+    EXPECT_NE(config.lines().find(std::string("config ") + one.line + "\n"), std::string::npos)
+        << text << "\n"
+        << config.lines();
+  }
+}
+
+struct Refused {
+  const char* deepspeed;
+  const char* says;
+};
+
+TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
+  const Refused cases[] = {
+      {"[]", "no JSON object"},
+      {"{", "not valid JSON"},
+      {R"({"strategy": "zero2", "bf16": {"enabled": true}})", "one dialect"},
+      {R"({"zero_optimization": {"stage": 4}})", "0, 1, 2 or 3"},
+      {R"({"zero_optimization": {"stag": 2}})", "did you mean \"zero_optimization.stage\""},
+      {R"({"fp16": {"enabled": true, "loss_scal": 2}})", "did you mean \"fp16.loss_scale\""},
+      {R"({"bf16": {"enabled": true}, "fp16": {"enabled": true}})", "both true"},
+      {R"({"zero_optimization": {"stage": 3, "mics_shard_size": 3}})", "a divisor"},
+      {R"({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}})", "no nvme_path"},
+      {R"({"zero_optimization": {"zero_quantized_weights": true}})", "not supported"},
+      {R"({"optimizer": {"type": "OneBitAdam"}})", "torch optimizer"},
+      {R"({"optimizer": {"type": "AdamW", "params": {"bias_correction": false}}})", "corrected"},
+      {R"({"scheduler": {"type": "WarmupLR"}})", "lr_scheduler"},
+      {R"({"train_batch_size": 15})", "a multiple"},
+      {R"({"train_batch_size": "many"})", "a number"},
+      {R"({"gradient_allreduce_op": "sum"})", "averaged"},
+      {R"({"tensor_parallel": {"autotp_size": 2}})", "not supported"},
+      {R"({"curriculum_learning": {"enabled": true}})", "not supported"},
+  };
+  for (const Refused& one : cases) {
+    try {
+      translate_deepspeed_config(one.deepspeed, 2);
+      ADD_FAILURE() << one.deepspeed;
+    } catch (const ConfigError& error) {
+      EXPECT_NE(std::string(error.what()).find(one.says), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST(DeepSpeedConfig, WhatIsOffIsNoError) {
+  const TranslatedConfig translated = translate_deepspeed_config(
+      R"({"curriculum_learning": {"enabled": false, "curriculum_type": "seqlen"},
+          "sparse_gradients": false, "gradient_allreduce_op": "mean",
+          "optimizer": {"type": "AdamW", "params": {"bias_correction": true}}})",
+      1);
+  EXPECT_EQ(translated.given.size(), 4U);
+}
+
+TEST(DeepSpeedConfig, OneWarningListsWhatHasNoEffect) {
+  const TranslatedConfig translated = translate_deepspeed_config(
+      R"({"zero_optimization": {"stage": 2, "overlap_comm": true, "reduce_bucket_size": 5e8},
+          "my_own_key": 3, "wall_clock_breakdown": false})",
+      1);
+  const std::string warning = translated.warning();
+  for (const char* key : {"overlap_comm", "reduce_bucket_size", "my_own_key", "not a key"}) {
+    EXPECT_NE(warning.find(key), std::string::npos) << warning;
+  }
+  EXPECT_EQ(warning.find("stage"), std::string::npos);
+  EXPECT_EQ(translate_deepspeed_config(R"({"zero_optimization": {"stage": 2}})", 1).warning(), "");
+}
+
+TEST(DeepSpeedConfig, DialectsAreToldApart) {
+  EXPECT_TRUE(is_deepspeed_config(R"({"zero_optimization": {"stage": 2}})"));
+  EXPECT_TRUE(is_deepspeed_config(R"({"train_batch_size": 4})"));
+  EXPECT_TRUE(is_deepspeed_config(R"({"optimizer": {"type": "Adam", "params": {}}})"));
+  EXPECT_FALSE(is_deepspeed_config(R"({"strategy": "zero2", "optimizer": {"lr": 1}})"));
+  EXPECT_FALSE(is_deepspeed_config(R"({"checkpoint": {"path": "x"}})"));
+  EXPECT_FALSE(is_deepspeed_config("{}"));
+  EXPECT_FALSE(is_deepspeed_config("not JSON"));
+}
+
+}  // namespace
+}  // namespace penstock

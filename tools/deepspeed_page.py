@@ -1,0 +1,36 @@
+"""Writes the table of docs/deepspeed.md from the translator's own. --check: fails if it differs."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+from penstock._native import _penstock
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "deepspeed.md"
+HEAD = "| key | what becomes of it | in ours, or why |\n|---|---|---|\n"
+
+
+def table() -> str:
+    rows = [f"| `{key}` | {fate} | {note} |\n" for key, fate, note in _penstock.deepspeed_keys()]
+    return HEAD + "".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    text = PAGE.read_text(encoding="utf-8")
+    before, found, _ = text.partition(HEAD)
+    if not found:
+        sys.exit(f"{PAGE} has no table that begins with {HEAD!r}")
+    made = before + table()
+    if not options.check:
+        PAGE.write_text(made, encoding="utf-8")
+    elif made != text:
+        sys.exit(f"{PAGE.name} is not what the translator says; run tools/deepspeed_page.py")
+
+
+if __name__ == "__main__":
+    main()
