@@ -171,7 +171,9 @@ class DeepSpeed:
 
     def save(self, folder: pathlib.Path) -> None:
         self._engine.save_checkpoint(str(folder), tag="one")
-        for path in (folder / "one").glob(f"*rank_{self._rank}_*"):
+        mine = list((folder / "one").glob(f"*rank_{self._rank}_*"))
+        mine += (folder / "one").glob("mp_rank_*") if self._rank == 0 else []
+        for path in mine:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
 

@@ -21,7 +21,7 @@ import torch
 
 from penstock import export, ranks
 from penstock._native import ConfigError, _penstock
-from penstock.json_values import decode, encode
+from penstock.json_values import decode, decode_scalar, encode, encode_scalar
 from penstock.launch import RESUME
 from penstock.optimizer import ShardStep
 
@@ -307,7 +307,16 @@ class _Taken:
             return
         if self._has_options:
             _check_optimizer(engine, self.front["optimizer"])
-        _check_scheduler(engine, self.front.get("scheduler"))
+        self._scheduler = self.front.get("scheduler")
+        if self._scheduler is None and "converted" in self.front and engine.lr_scheduler:
+            warnings.warn(
+                f"[front::load] the checkpoint of {self.front['converted']} has no scheduler: the "
+                f"engine's stays as it is",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            _check_scheduler(engine, self._scheduler)
         self._objects = [
             _object_state(self._of_ranks, i, one) for i, one in enumerate(engine._registered)
         ]
@@ -331,21 +340,20 @@ class _Taken:
     def _take_own(self, found: Any, external: ShardStep) -> None:
         kept: dict[str, list[Any]] = defaultdict(list)
         for one in found.tensors:
-            if one.role.startswith(_OWN):
+            if one.role not in ("param", "buffer", "weight", "rng"):
                 kept[one.name].append(one)
         scalars = {k: v for rank in self._of_ranks for k, v in rank.get("own", {}).items()}
         for name, begin, param, master in external.pieces():
             state: dict[str, Any] = {}
             for one in kept[name]:
                 value = torch.zeros(master.numel(), dtype=one.dtype)
-                state[one.role.removeprefix(_OWN)] = value
+                key = one.role.removeprefix(_OWN)
+                role, state[key] = _OWN + key, value
                 if value.numel() > 0:
                     shape = list(param.shape)
-                    self.tensors.append(
-                        _Tensor(one.role, name, shape, begin, _Tensor.PIECES, value)
-                    )
+                    self.tensors.append(_Tensor(role, name, shape, begin, _Tensor.PIECES, value))
             for key, value in scalars.get(name, {}).items():
-                state[key] = _scalar(value)
+                state[key] = decode_scalar(value)
             if state:
                 self._own[master] = state
 
@@ -383,7 +391,8 @@ class _Taken:
 
     def _set_rates(self, engine: Any) -> None:
         if engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(decode(self.front["scheduler"]["state"]))
+            if self._scheduler is not None:
+                engine.lr_scheduler.load_state_dict(decode(self._scheduler["state"]))
         else:
             engine._schedule_lr()
 
@@ -558,24 +567,15 @@ def _own_state(
     for name, begin, param, master in external.pieces():
         for key, value in optimizer.state.get(master, {}).items():
             what = f'state {key!r} of parameter "{name}"'
-            if not isinstance(value, torch.Tensor):
-                scalars[name][key] = encode(value, what)
+            if not isinstance(value, torch.Tensor) or (value.dim() == 0 and master.dim() > 0):
+                scalars[name][key] = encode_scalar(value, what)
             elif value.shape == master.shape:
                 if value.numel() > 0:
                     role, shape = _OWN + key, list(param.shape)
                     tensors.append(_Tensor(role, name, shape, begin, _Tensor.PIECES, value))
-            elif value.dim() == 0:
-                dtype = str(value.dtype).removeprefix("torch.")
-                scalars[name][key] = {"$tensor": encode(value.item(), what), "dtype": dtype}
             else:
                 raise ConfigError(
                     f"[front::save] {what} has shape {tuple(value.shape)}, not one value for each "
                     f"element: it cannot be cut into other shards"
                 )
     return tensors, scalars
-
-
-def _scalar(value: Any) -> Any:
-    if isinstance(value, dict) and "$tensor" in value:
-        return torch.tensor(decode(value["$tensor"]), dtype=getattr(torch, value["dtype"]))
-    return decode(value)

@@ -42,8 +42,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         choices=FORMATS,
         default="penstock",
         help='"penstock" (the default): OUT is a folder of checkpoints, where it becomes "step-N"; '
-        '"dcp": an empty folder; "safetensors": a folder, fp32 weights that from_pretrained() '
-        'loads; "torch": a file, a state dict of fp32 weights (in memory as a whole)',
+        '"dcp": an empty folder; "safetensors": a folder, the weights under Hugging Face\'s '
+        'file names; "torch": a file, a state dict of them (in memory as a whole)',
     )
     convert.add_argument("--tag", default="", help="which checkpoint of SOURCE; else the newest")
     convert.add_argument(

@@ -4,6 +4,8 @@ import collections
 import math
 from typing import Any
 
+import torch
+
 from penstock._native import ConfigError
 
 _LARGEST = 2**63 - 1
@@ -47,6 +49,20 @@ def encode(value: Any, what: str) -> Any:
         f"[front::save] {what} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds "
         f"numbers, texts, booleans, None, and lists, tuples and dicts of them"
     )
+
+
+def encode_scalar(value: Any, what: str) -> Any:
+    """A number or a text; of a tensor of one element its value and dtype."""
+    if not isinstance(value, torch.Tensor):
+        return encode(value, what)
+    return {"$tensor": encode(value.item(), what), "dtype": str(value.dtype).removeprefix("torch.")}
+
+
+def decode_scalar(value: Any) -> Any:
+    """What `encode_scalar` was given."""
+    if isinstance(value, dict) and "$tensor" in value:
+        return torch.tensor(decode(value["$tensor"]), dtype=getattr(torch, value["dtype"]))
+    return decode(value)
 
 
 def decode(value: Any) -> Any:

@@ -56,17 +56,18 @@ void bind_files(py::module_& module) {
       .def_readonly("rank", &StoredTensor::rank)
       .def_readonly("shape", &StoredTensor::shape)
       .def_readonly("dtype", &StoredTensor::dtype);
+  py::class_<StoredState>(module, "StoredState")
+      .def(py::init<>())
+      .def_readwrite("about", &StoredState::about)
+      .def_readwrite("state", &StoredState::state)
+      .def_readwrite("front", &StoredState::front)
+      .def_readwrite("of_rank", &StoredState::of_rank);
   py::class_<CheckpointWriter>(module, "CheckpointWriter")
       .def(py::init([](const std::string& root, const std::string& tag,
-                       std::vector<StoredTensor> tensors, std::string about, std::string state,
-                       std::string front, std::string of_rank) {
-             return std::make_unique<CheckpointWriter>(
-                 root, tag, std::move(tensors),
-                 StoredState{std::move(about), std::move(state), std::move(front),
-                             std::move(of_rank)});
+                       std::vector<StoredTensor> tensors, const StoredState& state) {
+             return std::make_unique<CheckpointWriter>(root, tag, std::move(tensors), state);
            }),
-           py::arg("root"), py::arg("tag"), py::arg("tensors"), py::arg("about"), py::arg("state"),
-           py::arg("front"), py::arg("of_rank"))
+           py::arg("root"), py::arg("tag"), py::arg("tensors"), py::arg("state"))
       .def("write", &CheckpointWriter::write, py::arg("index"), py::arg("values"), NoGil())
       .def("commit", &CheckpointWriter::commit, NoGil());
   py::class_<CheckpointReader>(module, "CheckpointReader")

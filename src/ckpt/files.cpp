@@ -3,7 +3,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -34,10 +33,6 @@ Json parse(const std::string& text, const char* what) {
   }
 }
 
-struct FreeMemory {
-  void operator()(char* data) const { std::free(data); }
-};
-
 }  // namespace
 
 // ---- writing
@@ -48,15 +43,15 @@ struct CheckpointWriter::Files {
   ckpt::Manifest manifest;
   std::vector<ckpt::Region> regions;  // by tensor
   std::optional<ckpt::Draft> draft;
-  std::unique_ptr<char, FreeMemory> memory;  // two halves: one is filled, one is with the system
+  ckpt::Block memory;  // two halves: one is filled, one is with the system
   std::optional<ckpt::ShardWriter> shard;
   int half = 0;
 
-  void describe(const StoredState& state);
+  ckpt::Layout describe(const StoredState& state);
   void put(int64_t offset, const char* data, int64_t bytes);
 };
 
-void CheckpointWriter::Files::describe(const StoredState& state) {
+ckpt::Layout CheckpointWriter::Files::describe(const StoredState& state) {
   manifest.world = 1;
   manifest.about = parse(state.about, "about");
   manifest.state = parse(state.state, "state");
@@ -64,8 +59,12 @@ void CheckpointWriter::Files::describe(const StoredState& state) {
   manifest.ranks = {parse(state.of_rank, "of_rank")};
   for (size_t i = 0; i < wanted.size(); ++i) {
     const StoredTensor& one = wanted[i];
-    manifest.tensors.push_back(
-        {one.role, one.name, one.rank, one.shape, ckpt::file_dtype(one.dtype), {}});
+    try {
+      manifest.tensors.push_back(
+          {one.role, one.name, one.rank, one.shape, ckpt::file_dtype(one.dtype), {}});
+    } catch (const ConfigError& error) {
+      throw ConfigError(concat("\"", one.name, "\": ", error.what()));
+    }
     const int64_t numel = ckpt::num_elements(one.shape);
     if (numel < 0) throw ConfigError(concat("[ckpt::files] \"", one.name, "\" has no such shape"));
     ckpt::Region region;
@@ -88,7 +87,7 @@ void CheckpointWriter::Files::describe(const StoredState& state) {
   }
   layout.file.name = kShard;
   manifest.files = {layout.file};
-  shard.emplace(draft->path() + "/" + kShard, layout);
+  return layout;
 }
 
 // Through the halves: whole blocks at block-aligned addresses.
@@ -113,16 +112,15 @@ CheckpointWriter::CheckpointWriter(const std::string& root, const std::string& t
   }
   files_->wanted = std::move(tensors);
   files_->written.assign(files_->wanted.size(), false);
-  files_->memory.reset(static_cast<char*>(std::aligned_alloc(mem::kBlockBytes, 2 * kHalfBytes)));
-  if (files_->memory == nullptr) throw RuntimeFault("[ckpt::files] no memory for 8 MiB");
-  files_->draft.emplace(root, tag);
-  files_->describe(state);
-  // What a reader would refuse is refused before anything is written.
+  const ckpt::Layout layout = files_->describe(state);
   try {
-    ckpt::Manifest::parse(files_->manifest.text());
+    ckpt::Manifest::parse(files_->manifest.text());  // as a reader will
   } catch (const ckpt::Damaged& error) {
     throw ConfigError(error.what());
   }
+  files_->memory = ckpt::aligned_block(2 * kHalfBytes);
+  files_->draft.emplace(root, tag);
+  files_->shard.emplace(files_->draft->path() + "/" + kShard, layout);
 }
 
 CheckpointWriter::~CheckpointWriter() = default;

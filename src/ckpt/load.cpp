@@ -20,6 +20,7 @@ constexpr size_t kNamed = 20;  // differences that an error lists
 
 constexpr const char* kParam = "param";
 constexpr const char* kBuffer = "buffer";
+constexpr const char* kOwn = "optim.";     // begins what an optimizer of the user's own keeps
 constexpr const char* kWeight = "weight";  // one of the two: its file did not say which
 
 Dtype dtype_named(const std::string& name) {
@@ -49,11 +50,15 @@ std::string list(const char* what, const std::vector<std::string>& names) {
 // What the checkpoint has for a tensor of the model, or null.
 const Tensor* find(const Manifest& manifest, const LoadOptions& options, const std::string& role,
                    const std::string& name, int rank = -1) {
-  const auto in_role = [&](const char* of, const std::string& named) {
+  const auto in_role = [&](const std::string& of, const std::string& named) {
     return manifest.find(Tensor{of, named, rank, {}, {}, {}}.key());
   };
-  const Tensor* found = in_role(role.c_str(), name);
-  if (found != nullptr || rank >= 0 || (role != kParam && role != kBuffer)) return found;
+  const Tensor* found = in_role(role, name);
+  if (found != nullptr || rank >= 0) return found;
+  if (role != kParam && role != kBuffer) {
+    // The same whether our kernels update it or an optimizer of the user's own.
+    return in_role(role.starts_with(kOwn) ? role.substr(std::strlen(kOwn)) : kOwn + role, name);
+  }
   found = in_role(kWeight, name);
   const auto [first, last] = options.tied.equal_range(name);
   for (auto other = first; other != last && found == nullptr; ++other) {
@@ -173,11 +178,31 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   for (const Tensor& tensor : manifest.tensors) {
     if (tensor.rank >= 0 || comparison.has(tensor)) continue;
     // Of an optimizer of the user's own a rank wants its pieces, of parameters that there are.
-    const bool piece = tensor.role.rfind("optim.", 0) == 0 && options.optimizer &&
+    const bool piece = tensor.role.starts_with(kOwn) && options.optimizer &&
                        comparison.wanted.count(concat(kParam, "/", tensor.name)) == 0;
     if (piece || roles.count(tensor.role) > 0) comparison.unexpected.push_back(tensor.key());
   }
   comparison.finish();
+}
+
+void check_tied(Reader& reader, const Manifest& manifest, const LoadOptions& options) {
+  for (const auto& [own, other] : options.tied) {
+    const Tensor* one = manifest.find(Tensor{kWeight, own, -1, {}, {}, {}}.key());
+    const Tensor* two = manifest.find(Tensor{kWeight, other, -1, {}, {}, {}}.key());
+    if (one == nullptr || two == nullptr) continue;
+    bool same = one->shape == two->shape && one->dtype == two->dtype;
+    const int64_t size = value_bytes(one->dtype);
+    std::vector<char> ones(static_cast<size_t>(kBlockElements * size)), twos(ones.size());
+    for (int64_t done = 0; done < one->numel() && same; done += kBlockElements) {
+      const int64_t part = std::min(kBlockElements, one->numel() - done);
+      reader.read(*one, done, part, ones.data());
+      reader.read(*two, done, part, twos.data());
+      same = std::memcmp(ones.data(), twos.data(), static_cast<size_t>(part * size)) == 0;
+    }
+    if (same) continue;
+    throw ConfigError(concat("[ckpt::load] \"", other, "\" has other values than \"", own,
+                             "\", to which the model ties it"));
+  }
 }
 
 // ---- values

@@ -52,6 +52,10 @@ struct Target {
 void check(const Manifest& manifest, const Target& target, const std::vector<std::string>& moments,
            const LoadOptions& options);
 
+// What a state dict has by several names of one parameter must be the same. Reads it. Throws
+// ConfigError, Damaged.
+void check_tied(Reader& reader, const Manifest& manifest, const LoadOptions& options);
+
 // Fills every copy. [all ranks] It takes part in all that the ranks do together also after an
 // error, which it returns: then the state is neither the old nor the new.
 std::string fill(Reader& reader, const Manifest& manifest, const Target& target,

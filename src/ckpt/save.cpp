@@ -12,6 +12,7 @@
 
 #include "src/base/text.h"
 #include "src/ckpt/damaged.h"
+#include "src/mem/kept.h"
 #include "src/optim/kernels.h"
 
 namespace penstock::ckpt {
@@ -200,8 +201,8 @@ void Save::read_from_disk(size_t index) {
     Reading piece{index, done, std::min(bounce_->part_bytes(), source.bytes - done), nullptr, {}};
     if (reading_.size() == kAhead) write_what_was_read();
     piece.room = bounce_->take(piece.bytes);
-    piece.ticket = tiers_.disk->read(source.offset + done, piece.room, piece.bytes);
-    reading_.push_back(std::move(piece));
+    reading_.push_back(piece);  // before the system knows of it
+    reading_.back().ticket = tiers_.disk->read(source.offset + done, piece.room, piece.bytes);
   }
 }
 
@@ -277,15 +278,17 @@ void Save::write_regions() {
 
 // After an error. Memory that a disk which stalls may still write to is never freed.
 void Save::stop_reading() {
+  bool stalled = false;
   for (const Reading& piece : reading_) {
     try {
       tiers_.disk->wait(piece.ticket);
     } catch (const std::exception&) {
       // The first error is told.
     }
-    if (!tiers_.disk->done(piece.ticket)) static_cast<void>(bounce_.release());
+    stalled |= !tiers_.disk->done(piece.ticket);
   }
   reading_.clear();
+  if (stalled) mem::keep_for_good(std::move(bounce_));
 }
 
 std::string Save::write() {
@@ -305,13 +308,13 @@ std::string Save::write() {
     write_text(part, manifest.text());
   } catch (const std::exception& failure) {
     error = failure.what();
-    stop_reading();
     if (!exists(folder_)) error = "[ckpt::save] rank 0 gave this save up: it says why";
   }
   // The memory goes back as soon as nobody writes from it any more.
   writer_.reset();
-  bounce_.reset();
   pending_->abandon();
+  stop_reading();
+  bounce_.reset();
   executor_.traffic().watch(nullptr);
   pending_.reset();
   if (error.empty()) return error;

@@ -40,10 +40,9 @@ void add_pad(std::vector<TensorHead>& heads, int64_t from, int64_t to, int* pads
   if (to > from) heads.push_back({concat("pad/", (*pads)++), "U8", {to - from}, from, to});
 }
 
-struct FreeMemory {
-  void operator()(void* data) const { std::free(data); }
-};
-using Block = std::unique_ptr<char, FreeMemory>;
+std::string table_name() { return "checksums"; }
+
+}  // namespace
 
 Block aligned_block(int64_t bytes) {
   void* data = nullptr;
@@ -53,10 +52,6 @@ Block aligned_block(int64_t bytes) {
   std::memset(data, 0, static_cast<size_t>(block_padded(bytes)));
   return Block(static_cast<char*>(data));
 }
-
-std::string table_name() { return "checksums"; }
-
-}  // namespace
 
 Layout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors) {
   std::vector<TensorHead> heads;

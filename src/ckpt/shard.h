@@ -5,6 +5,7 @@
 #include <array>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,6 +17,13 @@
 #include "src/mem/block_io.h"
 
 namespace penstock::ckpt {
+
+struct FreeMemory {
+  void operator()(char* data) const { std::free(data); }
+};
+// Whole blocks of zeros, at a block.
+using Block = std::unique_ptr<char, FreeMemory>;
+Block aligned_block(int64_t bytes);
 
 // A run of elements of a tensor, as a safetensors tensor of one dimension.
 struct Run {

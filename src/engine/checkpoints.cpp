@@ -354,6 +354,10 @@ struct Core::State::Checkpointing::Load {
       }
       target.holdings = ckpt::holdings(executor, rank, moments);
       ckpt::check(chosen.manifest, target, moments, wanted);
+      if (rank == 0 && !wanted.tied.empty()) {
+        ckpt::Reader first(chosen.path, chosen.manifest);
+        ckpt::check_tied(first, chosen.manifest, wanted);
+      }
     } catch (const std::exception& error) {
       problem = error.what();
     }

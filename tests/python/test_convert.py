@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import penstock
 from penstock.cli import main
-from penstock.conversion import Options, convert
+from penstock.conversion import Options, convert, pickles
 
 DEEPSPEED = pathlib.Path(trained.__file__).parent / "deepspeed"
 CASES = sorted(path.name for path in DEEPSPEED.iterdir())
@@ -135,12 +135,56 @@ def of_tensor_parallel(folder):
     shutil.copy(path, path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
 
 
-def with_fewer_elements(folder):
-    for path in folder.rglob("*optim_states.pt"):
-        held = torch.load(path, weights_only=False)
-        flat = held["optimizer_state_dict"]["fp32_flat_groups"]
-        held["optimizer_state_dict"]["fp32_flat_groups"] = [one[:3] for one in flat]
-        torch.save(held, path)
+def changed(pattern, change):
+    """A change of what is in the files."""
+
+    def change_all(folder):
+        for path in folder.rglob(pattern):
+            held = pickles.load(path)
+            change(held)
+            torch.save(plain_values(held), path)
+
+    return change_all
+
+
+def plain_values(held):
+    """Without objects of classes, of which a conversion needs none but the loss scaler."""
+    if isinstance(held, dict):
+        return {key: plain_values(value) for key, value in held.items()}
+    if isinstance(held, list):
+        return [plain_values(value) for value in held]
+    if isinstance(held, torch.Tensor):
+        return held.clone()  # not of the file, which is about to be written
+    return None if isinstance(held, pickles.Inert) else held
+
+
+def cut_flat(held):
+    flat = held["optimizer_state_dict"]["fp32_flat_groups"]
+    held["optimizer_state_dict"]["fp32_flat_groups"] = [one[:3].clone() for one in flat]
+
+
+def no_counts(held):
+    for state in held["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        del state["step"]
+
+
+def more_parts(held):
+    held["optimizer_state_dict"]["partition_count"] = 4
+
+
+def no_shape(held):
+    del held["param_shapes"][0]["hidden.weight"]
+
+
+with_fewer_elements = changed("*optim_states.pt", cut_flat)
+without_counts = changed("*optim_states.pt", no_counts)
+cut_in_more_parts = changed("*optim_states.pt", more_parts)
+without_a_shape = changed("*model_states.pt", no_shape)
+
+
+def of_two_runs(folder):
+    for path in list(folder.rglob("bf16_zero*")):
+        shutil.copy(path, path.with_name(path.name.removeprefix("bf16_")))
 
 
 class Planted:
@@ -174,10 +218,18 @@ DAMAGES = [
     ("zero2-bf16", remove("*rank_1_*optim*"), "of 1 rank.s.; the run had 2"),
     ("zero3-bf16", cut("*rank_1_*optim*"), "cannot read"),
     ("zero3-bf16", cut("*rank_1_*model*"), "cannot read"),
-    ("zero2-bf16", of_tensor_parallel, "ds_to_universal"),
+    ("zero2-bf16", of_tensor_parallel, "parallel training"),
+    ("zero3-bf16", with_fewer_elements, "elements"),
+    ("zero3-bf16", remove("*optim*"), "no optimizer states"),
+    ("zero2-bf16", of_two_runs, "two checkpoints"),
+    ("zero2-bf16", without_counts, "no count of steps"),
+    ("zero3-bf16", cut_in_more_parts, "parts on 2 ranks"),
+    ("zero3-bf16", without_a_shape, "elements"),
     ("zero2-bf16", with_code, "mkdir"),
     ("zero3-bf16-universal", cut("exp_avg.pt"), "cannot read"),
     ("zero3-bf16-universal", remove("optimizer_state.pt"), "optimizer_state"),
+    ("zero3-bf16-universal", remove("hidden.weight/*"), "hidden.weight"),
+    ("zero3-bf16-universal", remove("hidden.weight/exp_avg.pt"), "hidden.weight"),
 ]
 
 
@@ -189,6 +241,71 @@ def test_what_is_damaged_is_said(case, change, says, tmp_path, capsys):
     assert re.search(says, capsys.readouterr().err)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
     assert not (folder / "ran").exists()
+
+
+def test_a_count_of_the_group_is_each_parameters(tmp_path):
+    def move(held):
+        inner = held["optimizer_state_dict"]["base_optimizer_state"]
+        for group in inner["param_groups"]:
+            group["step"] = int(inner["state"][group["params"][0]].pop("step"))
+
+    folder = foreign("zero2-fp32", tmp_path)
+    changed("*optim_states.pt", move)(folder)
+    made = pathlib.Path(convert(folder, tmp_path / "out"))
+    state = json.loads((made / "checkpoint.json").read_text())["state"]
+    assert set(state["updates"].values()) == {3}
+    assert len(state["updates"]) == 6
+
+
+def test_without_optimizer_states_the_weights_are_the_models(tmp_path):
+    folder = foreign("zero2-bf16", tmp_path)
+    remove("*optim*")(folder)
+    said = []
+    made = convert(folder, tmp_path / "w.bin", Options(to="torch", say=said.append))
+    found = torch.load(made, weights_only=True)
+    trained.Model().load_state_dict(found)
+    assert found["hidden.weight"].dtype == torch.bfloat16
+    assert any("no optimizer states" in line for line in said)
+
+
+def test_state_of_one_group_alone_comes_over(tmp_path):
+    def add(held):
+        state = held["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        state[1]["max_exp_avg_sq"] = state[1]["exp_avg_sq"] * 2
+
+    folder = foreign("zero2-fp32", tmp_path)
+    changed("*optim_states.pt", add)(folder)
+    made = pathlib.Path(convert(folder, tmp_path / "out"))
+    tensors = json.loads((made / "checkpoint.json").read_text())["tensors"]
+    found = {one["name"] for one in tensors if one["role"] == "optim.max_exp_avg_sq"}
+    assert found == {"norm.weight", "norm.bias", "hidden.bias"}
+
+
+def test_skipped_steps_are_no_steps(tmp_path):
+    folder = foreign("zero1-fp16", tmp_path)
+    changed("*model_states.pt", lambda held: held.update(global_steps=9, skipped_steps=4))(folder)
+    made = pathlib.Path(convert(folder, tmp_path / "out"))
+    state = json.loads((made / "checkpoint.json").read_text())["state"]
+    assert (state["steps"], state["skipped"]) == (5, 4)
+
+
+def test_what_is_there_is_not_replaced(tmp_path):
+    convert(DEEPSPEED / "zero2-fp32", tmp_path)
+    with pytest.raises(penstock.ConfigError, match="already"):
+        convert(DEEPSPEED / "zero2-bf16", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"to": "dcp", "dtype": torch.bfloat16}, "dtype has no effect"),
+        ({"key": "model"}, "key has no effect"),
+        ({"to": "onnx"}, "to is"),
+    ],
+)
+def test_settings_without_effect_are_refused(options, says, tmp_path):
+    with pytest.raises(penstock.ConfigError, match=says):
+        convert(DEEPSPEED / "zero2-fp32", tmp_path / "out", Options(**options))
 
 
 def test_a_named_class_is_passed_over(tmp_path):
@@ -260,7 +377,20 @@ def write_flat_dcp(path):
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path, no_dist=True)
 
 
-@pytest.mark.parametrize("write", [write_torch, write_dcp, write_flat_dcp])
+def write_wrapped(path):
+    """As of a run under DistributedDataParallel."""
+    torch.manual_seed(0)
+    model = trained.Model()
+    names = {param: f"module.{name}" for name, param in model.named_parameters()}
+    groups = [g | {"params": [(names[p], p) for p in g["params"]]} for g in trained.groups(model)]
+    optimizer = torch.optim.AdamW(groups, **trained.GROUPS)
+    for step in range(trained.BEFORE):
+        trained_step(model, optimizer, step)
+    weights = {f"module.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"model": weights, "optim": optimizer.state_dict()}, path)
+
+
+@pytest.mark.parametrize("write", [write_torch, write_wrapped, write_dcp, write_flat_dcp])
 def test_a_run_of_torch_goes_on(write, tmp_path):
     write(tmp_path / "theirs")
     made = convert(tmp_path / "theirs", tmp_path / "ours")
@@ -343,6 +473,59 @@ def test_half_precision_and_an_index_that_leads_away(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(penstock.RuntimeFault, match="elsewhere"):
         convert(folder, tmp_path / "never")
+
+
+@pytest.mark.parametrize("kind", ["RAdam", "NAdam", "Adamax", "RMSprop", "SGD", "AdamW"])
+def test_other_optimizers_go_on(kind, tmp_path):
+    options = {"SGD": {"momentum": 0.9}, "AdamW": {"amsgrad": True}}.get(kind, {})
+
+    def start(named):
+        torch.manual_seed(0)
+        model = trained.Model()
+        params = [(n, p) if named else p for n, p in model.named_parameters() if p.requires_grad]
+        return model, getattr(torch.optim, kind)(params, lr=0.01, **options)
+
+    model, optimizer = start(named=True)
+    for step in range(trained.BEFORE):
+        trained_step(model, optimizer, step)
+    held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(held, tmp_path / "theirs.pt")
+    convert(tmp_path / "theirs.pt", tmp_path / "ours")
+    wanted = [trained_step(model, optimizer, step) for step in STEPS]
+    model, optimizer = start(named=False)
+    engine = initialize(model, {"strategy": "zero1"}, optimizer=optimizer)
+    engine.load(tmp_path / "ours")
+    assert losses_of(engine) == pytest.approx(wanted, rel=1e-6)
+    engine.close()
+
+
+def test_schedulers_come_over_or_stay(tmp_path):
+    model, optimizer = plain_run()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, **trained.SCHEDULE)
+    schedule.step()
+    schedule.step()
+    held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(held, tmp_path / "without.pt")
+    torch.save(held | {"scheduler": schedule.state_dict()}, tmp_path / "with.pt")
+    convert(tmp_path / "with.pt", tmp_path / "with")
+    convert(tmp_path / "without.pt", tmp_path / "without")
+    engine = engine_of()
+    engine.load(tmp_path / "with")
+    assert engine.lr_scheduler.last_epoch == 2
+    with pytest.warns(RuntimeWarning, match="no scheduler"):
+        engine.load(tmp_path / "without")
+    engine.close()
+
+
+def test_weights_that_the_model_ties_are_the_same(tmp_path):
+    held = trained.Model().state_dict()
+    held["head.weight"] = held["head.weight"] + 1
+    torch.save(held, tmp_path / "theirs.pt")
+    convert(tmp_path / "theirs.pt", tmp_path / "ours")
+    engine = engine_of()
+    with pytest.raises(penstock.ConfigError, match="head.weight"):
+        engine.load(tmp_path / "ours", weights_only=True)
+    engine.close()
 
 
 # ---- out
@@ -456,8 +639,47 @@ def test_files_of_dcp_are_in_its_folder(tmp_path):
     for info in metadata.storage_data.values():
         info.relative_path = "../" + info.relative_path
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(penstock.RuntimeFault, match="names"):
+    with pytest.raises(penstock.RuntimeFault, match="elsewhere"):
         convert(folder, tmp_path / "ours")
+
+
+def patching(cls, state):
+    """A pickle that sets attributes of a class: GLOBAL, the state, BUILD."""
+    return f"c{cls.__module__}\n{cls.__qualname__}\n".encode() + pickle.dumps(state)[2:-1] + b"b."
+
+
+def test_the_metadata_changes_no_class(tmp_path):
+    write_dcp(tmp_path / "theirs")
+    cls = dcp.metadata.MetadataIndex
+    for victim in (cls, pathlib.PurePosixPath, torch.Size):
+        made = patching(victim, (None, {"planted": 1}))
+        (tmp_path / "theirs" / ".metadata").write_bytes(made)
+        with pytest.raises(penstock.RuntimeFault):
+            convert(tmp_path / "theirs", tmp_path / "ours")
+        assert not hasattr(victim, "planted")
+
+
+def test_parts_of_dcp_are_the_whole(tmp_path):
+    folder = tmp_path / "theirs"
+    dcp.save({"model": {"a": torch.ones(8)}}, checkpoint_id=folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.a"].chunks[0].sizes = torch.Size([5])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(penstock.RuntimeFault, match="not the whole"):
+        convert(folder, tmp_path / "ours")
+
+
+def test_what_cannot_be_written_as_dcp_leaves_nothing(ours, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(ours[0], damaged)
+    manifest = json.loads(next(damaged.rglob("checkpoint.json")).read_text())
+    embed = next(one for one in manifest["tensors"] if one["name"] == "embed.weight")
+    with open(next(damaged.rglob("*.safetensors")), "r+b") as file:
+        file.seek(embed["slices"][0][3])
+        file.write(b"damaged")
+    with pytest.raises(penstock.RuntimeFault, match="damaged"):
+        convert(damaged, tmp_path / "out", Options(to="dcp"))
+    assert not list(tmp_path.glob("*out*"))
 
 
 @pytest.mark.parametrize("old", [False, True])

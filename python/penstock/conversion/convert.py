@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from penstock._native import ConfigError
+from penstock._native import ConfigError, RuntimeFault
 from penstock.conversion import dcp, deepspeed, state_dicts, writers
 from penstock.conversion.foreign import Foreign
 from penstock.conversion.options import FORMATS, Options
@@ -29,8 +28,8 @@ def convert(
             a file of torch.save() or safetensors, a folder of Hugging Face or of
             torch.distributed.checkpoint.
         out: for "penstock" a folder of checkpoints, where it becomes "step-N"; for "dcp" an empty
-            folder; for "safetensors" a folder, the weights as from_pretrained() loads them; for
-            "torch" a file, the weights as a state dict (which is in memory as a whole).
+            folder; for "safetensors" a folder, the weights under Hugging Face's file names (no
+            config.json); for "torch" a file, a state dict of them (which is in memory as a whole).
         options: see there.
 
     Returns:
@@ -46,12 +45,26 @@ def convert(
     path, target = pathlib.Path(source), pathlib.Path(out)
     if not path.exists():
         raise ConfigError(f'[convert] there is no "{path}"')
-    if (path / _MANIFEST).is_file() or any(path.glob(f"*/{_MANIFEST}")):
+    ours = (path / _MANIFEST).is_file() or any(path.glob(f"*/{_MANIFEST}"))
+    try:
+        return _convert(path, target, wanted, ours)
+    except (ConfigError, RuntimeFault, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise RuntimeFault(
+            f'[convert] "{path}" is not laid out as it seemed to be: {error!r}'
+        ) from error
+
+
+def _convert(path: pathlib.Path, target: pathlib.Path, wanted: Options, ours: bool) -> str:
+    if ours:
         if wanted.to == "penstock":
             raise ConfigError(f'[convert] "{path}" is a checkpoint of Penstock: load() takes it')
+        _refuse_without_effect(wanted, "Penstock", {"tag"})
         held = writers.of_ours(path, wanted.tag, wanted.say)
         return writers.write_others(held, target, wanted)
-    found = _read(path, wanted.tag, wanted.key, wanted.inert)
+    found = _read(path, wanted)
+    found.finish()
     for note in found.notes:
         wanted.say(note)
     if wanted.to == "penstock":
@@ -59,17 +72,30 @@ def convert(
     return writers.write_others(writers.of_foreign(found), target, wanted)
 
 
-def _read(path: pathlib.Path, tag: str, key: str, inert: Sequence[str]) -> Foreign:
+def _refuse_without_effect(wanted: Options, kind: str, takes: set[str]) -> None:
+    """`takes`: settings that a source of that kind has a use for."""
+    if wanted.to in ("safetensors", "torch"):
+        takes = takes | {"dtype"}
+    for name in ("tag", "key", "inert", "dtype"):
+        if getattr(wanted, name) and name not in takes:
+            raise ConfigError(f"[convert] {name} has no effect: from {kind} to {wanted.to}")
+
+
+def _read(path: pathlib.Path, wanted: Options) -> Foreign:
     if path.is_file():
-        return state_dicts.read_file(path, inert, key)
-    folder = deepspeed.find(path, tag)
+        _refuse_without_effect(wanted, "a file", {"key", "inert"})
+        return state_dicts.read_file(path, wanted.inert, wanted.key)
+    folder = deepspeed.find(path, wanted.tag)
     if folder is not None:
-        return deepspeed.read(folder, inert)
-    inner = path / tag if tag else path
+        _refuse_without_effect(wanted, "DeepSpeed", {"tag", "inert"})
+        return deepspeed.read(folder, wanted.inert)
+    inner = path / wanted.tag if wanted.tag else path
     if dcp.is_one(inner):
-        return dcp.read(inner, key)
+        _refuse_without_effect(wanted, "torch.distributed.checkpoint", {"tag", "key"})
+        return dcp.read(inner, wanted.key)
     if state_dicts.is_hf(inner):
-        return state_dicts.read_hf(inner, inert)
+        _refuse_without_effect(wanted, "Hugging Face", {"tag", "inert"})
+        return state_dicts.read_hf(inner, wanted.inert)
     raise ConfigError(
         f'[convert] "{inner}" is no checkpoint that is known: neither of Penstock nor of DeepSpeed '
         f"(latest, *_model_states.pt, zero/), of torch.distributed.checkpoint (.metadata) or of "

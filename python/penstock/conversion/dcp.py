@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -29,20 +42,71 @@ def is_one(folder: pathlib.Path) -> bool:
 
 
 class _Reader(FileSystemReader):
-    """Reads the metadata once, without running code from it."""
+    """Its metadata are made of what the file says, and were looked at."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         super().__init__(folder)
-        self._metadata = pickles.load_metadata(folder / _METADATA)
-        for info in self._metadata.storage_data.values():
-            parts = pathlib.PurePosixPath(info.relative_path).parts
-            if pathlib.PurePosixPath(info.relative_path).is_absolute() or ".." in parts:
-                raise RuntimeFault(f'[convert::dcp] "{folder}" names "{info.relative_path}"')
+        held = pickles.load_metadata(folder / _METADATA)
+        try:
+            self.paths = {
+                str(name): tuple(path) for name, path in (held.planner_data or {}).items()
+            }
+            self._metadata = Metadata(
+                state_dict_metadata={
+                    str(name): _stored(str(name), one)
+                    for name, one in held.state_dict_metadata.items()
+                },
+                storage_data={
+                    _index(index): _place(one) for index, one in held.storage_data.items()
+                },
+                storage_meta=StorageMeta(),
+            )
+        except (AttributeError, TypeError, ValueError, IndexError) as error:
+            raise RuntimeFault(
+                f'[convert::dcp] the metadata of "{folder}" are not as they should be: {error}'
+            ) from error
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        if self._metadata.storage_meta is None:
-            self._metadata.storage_meta = StorageMeta()
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+
+def _sizes(given: Any) -> torch.Size:
+    if not all(type(size) is int and size >= 0 for size in given):
+        raise ValueError(f"sizes {given}")
+    return torch.Size(given)
+
+
+def _stored(name: str, one: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(one).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    args = one.properties.args  # in its own order, or by name where it is of an older torch
+    dtype = args[0][0] if args else one.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f'"{name}" has no dtype')
+    size = _sizes(one.size)
+    chunks = [ChunkStorageMetadata(_sizes(c.offsets), _sizes(c.sizes)) for c in one.chunks]
+    inside = all(
+        len(c.sizes) == len(c.offsets) == len(size)
+        and all(at + part <= end for at, part, end in zip(c.offsets, c.sizes, size, strict=True))
+        for c in chunks
+    )
+    whole = sum(c.sizes.numel() for c in chunks) == size.numel()
+    if not inside or not whole or len({tuple(c.offsets) for c in chunks}) != len(chunks):
+        raise ValueError(f'the parts of "{name}" are not the whole of it')
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def _index(one: Any) -> MetadataIndex:
+    offset = getattr(one, "offset", None)
+    index = getattr(one, "index", None)
+    return MetadataIndex(str(one.fqn), None if offset is None else _sizes(offset), index)
+
+
+def _place(one: Any) -> _StorageInfo:
+    path = str(one.relative_path)
+    if path.startswith("/") or ".." in path.split("/"):
+        raise ValueError(f'a file "{path}" elsewhere')
+    return _StorageInfo(path, int(one.offset), int(one.length))
 
 
 class _Planner(DefaultLoadPlanner):
@@ -64,10 +128,9 @@ def read(folder: pathlib.Path, key: str) -> Foreign:
     """
     reader = _Reader(folder)
     metadata = reader.read_metadata()
-    paths = metadata.planner_data or {}
     values: dict[state_dicts.Path, Any] = {}
     for name, stored in metadata.state_dict_metadata.items():
-        path = tuple(paths.get(name, (name,)))
+        path = reader.paths.get(name, (name,))
         if isinstance(stored, TensorStorageMetadata):
             shape, dtype = tuple(stored.size), stored.properties.dtype
             values[path] = Entry("", name, shape, dtype, _values(reader, name, shape, dtype))
@@ -92,7 +155,7 @@ def _values(
     reader: _Reader, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Callable[[], torch.Tensor]:
     def values() -> torch.Tensor:
-        read = _load(reader, name, torch.empty(shape, dtype=dtype))
+        read = _load(reader, name, torch.zeros(shape, dtype=dtype))
         if not isinstance(read, torch.Tensor):
             raise RuntimeFault(f'[convert::dcp] "{name}" is no tensor')
         return read
@@ -149,9 +212,21 @@ def write(
             return {key: planned(one, (*path, str(key))) for key, one in value.items()}
         return value
 
-    save(
-        planned(tree, ()),
-        storage_writer=FileSystemWriter(folder, thread_count=1),
-        planner=_Lazy(values),
-        no_dist=True,
-    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        save(
+            planned(tree, ()),
+            storage_writer=FileSystemWriter(draft, thread_count=1),
+            planner=_Lazy(values),
+            no_dist=True,
+        )
+        draft.replace(folder)  # takes the place of an empty one
+    except CheckpointException as error:
+        why = next(iter(error.failures.values()))[0]
+        if isinstance(why, (ConfigError, RuntimeFault, OSError)):
+            raise why from error
+        raise RuntimeFault(f'[convert::dcp] cannot write "{folder}": {why}') from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,41 +62,50 @@ def read(folder: pathlib.Path, inert: Sequence[str]) -> Foreign:
     """Everything but generators of random numbers and the position in the data.
 
     Raises:
-        ConfigError: of tensor, pipeline or expert parallel training, which needs merging by rules.
+        ConfigError: of tensor, pipeline or expert parallel training.
         RuntimeFault: a file is missing or damaged.
     """
-    _refuse_others(folder)
+    for path in folder.iterdir():
+        match = _MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name)
+        if (match is not None and int(match[2]) > 0) or _OTHERS.fullmatch(path.name):
+            raise ConfigError(_parallel(path.name))
     models = _of_ranks(folder, _MODEL, inert)
     if not models:
         raise RuntimeFault(f'[convert::deepspeed] "{folder}" has no file of model states')
+    if not isinstance(models[0].get("module"), dict):
+        raise ConfigError(_parallel("this checkpoint"))
     found = Foreign("DeepSpeed, universal" if _is_universal(folder) else "DeepSpeed")
     _take_model(found, models)
     if _is_universal(folder):
         _take_universal(found, folder, models[0], inert)
     else:
         _take_zero(found, folder, models[0], inert)
+    missing = _shapes(models[0]).keys() - {one.name for one in found.entries}
+    if missing:
+        raise RuntimeFault(f'[convert::deepspeed] "{folder}" has no values of {sorted(missing)}')
     return found
 
 
-def _refuse_others(folder: pathlib.Path) -> None:
-    for path in folder.iterdir():
-        match = _MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name)
-        several = match is not None and int(match[2]) > 0 and not _is_universal(folder)
-        if several or _OTHERS.fullmatch(path.name):
-            raise ConfigError(
-                f'[convert::deepspeed] "{path.name}" is of tensor, pipeline or expert parallel '
-                f"training: make a universal checkpoint of it with DeepSpeed's ds_to_universal, "
-                f"and convert that"
-            )
+def _parallel(what: str) -> str:
+    return (
+        f'[convert::deepspeed] "{what}" is of tensor, pipeline or expert parallel training, which '
+        f"is not supported"
+    )
 
 
 def _of_ranks(folder: pathlib.Path, pattern: re.Pattern[str], inert: Sequence[str]) -> list[Any]:
-    """The files' contents, by rank; of the first model-parallel rank."""
-    found = {
-        int(match[1] or 0): path
-        for path in folder.iterdir()
-        if (match := pattern.fullmatch(path.name)) and int(match[2]) == 0
-    }
+    """The files' contents, by rank."""
+    found: dict[int, pathlib.Path] = {}
+    for path in sorted(folder.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match is None:
+            continue
+        other = found.setdefault(int(match[1] or 0), path)
+        if other != path:
+            raise RuntimeFault(
+                f'[convert::deepspeed] "{path.name}" and "{other.name}" are of one rank: the '
+                f"folder holds two checkpoints"
+            )
     missing = sorted(set(range(len(found))) - set(found))
     if missing:
         raise RuntimeFault(
@@ -124,8 +133,8 @@ def _take_model(found: Foreign, models: list[dict[str, Any]]) -> None:
         found.notes.append("not of ZeRO: the weights alone, as the model computed with them")
     found.tied = dict(first.get("shared_params") or {})
     _take_module(found, first)
-    found.steps = int(first.get("global_steps") or 0)
     found.skipped = int(first.get("skipped_steps") or 0)
+    found.steps = int(first.get("global_steps") or 0) - found.skipped
     found.scheduler = found.take("the scheduler's state", first.get("lr_scheduler"))
     found.client_state = {key: value for key, value in first.items() if key not in _OURS}
 
@@ -185,15 +194,15 @@ def _add_cut(
 class _Shard:
     """What a rank's file of optimizer states holds; by buffer: fp32 weights, and the state."""
 
-    stage: int
+    third: bool  # ZeRO 3
     weights: list[torch.Tensor]
-    states: list[dict[str, Any]]
+    states: dict[int, dict[str, Any]]
     groups: list[dict[str, Any]]
-    paddings: list[list[int]]  # by group, of ZeRO 1 and 2: elements behind each parameter
+    paddings: list[list[int]]  # of ZeRO 1 and 2: elements behind each parameter
     scaler: Any
 
     @staticmethod
-    def of(content: dict[str, Any]) -> _Shard:
+    def of(content: dict[str, Any], world: int) -> _Shard:
         held = content["optimizer_state_dict"]
         third = "fp32_flat_groups" in held
         inner = held.get("optimizer_state_dict" if third else "base_optimizer_state")
@@ -202,15 +211,26 @@ class _Shard:
                 '[convert::deepspeed] written with "elastic_checkpoint": not supported. Load it '
                 "with DeepSpeed, and save it without"
             )
-        states = inner["state"]
+        counts = held.get("partition_count", world)
+        if any(count != world for count in (counts if isinstance(counts, list) else [counts])):
+            raise ConfigError(
+                f"[convert::deepspeed] state is cut in {counts} parts on {world} ranks: that of "
+                f"MiCS, or of groups of ranks, is not supported"
+            )
         return _Shard(
-            stage=3 if third else 2,
+            third=third,
             weights=held["fp32_flat_groups" if third else "single_partition_of_fp32_groups"],
-            states=[states[index] for index in sorted(states)],
+            states=inner["state"],
             groups=inner["param_groups"],
             paddings=held.get("param_alignment_paddings") or [],
             scaler=held.get("loss_scaler"),
         )
+
+    def buffer(self, key: str, index: int) -> torch.Tensor:
+        found = self.weights[index] if key == _WEIGHTS else self.states[index][key]
+        if not isinstance(found, torch.Tensor) or found.numel() < self.weights[index].numel():
+            raise RuntimeFault(f'[convert::deepspeed] "{key}" has not one value for each element')
+        return found
 
 
 def _take_zero(
@@ -218,29 +238,83 @@ def _take_zero(
 ) -> None:
     contents = _of_ranks(folder, _OPTIM, inert)
     if not contents:
-        found.notes.append("there are no optimizer states")
+        _take_weights(found, folder, model)
         return
-    shards = [_Shard.of(content) for content in contents]
-    world = int(model.get("dp_world_size") or len(shards))
-    if world != len(shards):
+    world = int(model.get("dp_world_size") or len(contents))
+    if world != len(contents):
         raise RuntimeFault(
-            f'[convert::deepspeed] "{folder}" has optimizer states of {len(shards)} rank(s); the '
+            f'[convert::deepspeed] "{folder}" has optimizer states of {len(contents)} rank(s); the '
             f"run had {world}"
         )
-    place = _places_of_3 if shards[0].stage == 3 else _places_of_2
-    shapes = _shapes(model)
-    example = shards[0].states[0] if shards[0].states else {}
-    for name, parts, buffer in place(model, shards):
-        weights = [_Part(part.buffers, part.begin, part.numel) for part in parts(_WEIGHTS)]
-        _add_cut(found, "param", name, shapes[name], weights)
-        for key, value in example.items():
-            held = shards[0].states[buffer][key]
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                found.add_moment(name, key, held, shapes[name])
+    shards = [_Shard.of(content, world) for content in contents]
+    first, shapes = shards[0], model["param_shapes"]
+    if any(len(shard.weights) != len(shapes) for shard in shards):
+        raise RuntimeFault(
+            f"[convert::deepspeed] {len(first.weights)} buffers of weights, and shapes of "
+            f"{len(shapes)}"
+        )
+    for index in range(len(shapes)):
+        _take_buffer(found, shards, index, shapes[index])
+    _take_groups(found, first.groups, shapes)
+    _take_scale(found, first.scaler)
+
+
+def _take_weights(found: Foreign, folder: pathlib.Path, model: dict[str, Any]) -> None:
+    """Without optimizer states, as the model computed with them: ZeRO 1 and 2."""
+    for name, shape in _shapes(model).items():
+        value = model["module"].get(name)
+        if value is None or tuple(value.shape) != shape:
+            raise RuntimeFault(
+                f'[convert::deepspeed] "{folder}" has no optimizer states, which hold the weights'
+            )
+        found.add("weight", name, value)
+    if _shapes(model):
+        found.notes.append("there are no optimizer states: the weights are those of the model")
+
+
+# "param_slice_mappings" of the files are not where parameters are with "round_robin_gradients".
+def _take_buffer(found: Foreign, shards: list[_Shard], index: int, shapes: dict[str, Any]) -> None:
+    """The parameters of one buffer: one behind the other, in the order of the shapes."""
+    first, world = shards[0], len(shards)
+    paddings = first.paddings[index] if first.paddings else [0] * len(shapes)
+    at = 0
+    for (name, given), padding in zip(shapes.items(), paddings, strict=True):
+        shape = tuple(given)
+        numel = torch.Size(shape).numel()
+        part = -(-numel // world) if first.third else numel
+
+        def parts(key: str, at: int = at, part: int = part) -> list[_Part]:
+            buffers = [shard.buffer(key, index) for shard in shards]
+            if first.third:
+                return [_Part([buffer], at, part) for buffer in buffers]
+            return [_Part(buffers, at, part)]
+
+        _add_cut(found, "param", name, shape, parts(_WEIGHTS))
+        for key, value in first.states.get(index, {}).items():
+            if not isinstance(value, torch.Tensor) or value.numel() <= 1 < numel:
+                found.add_moment(name, key, value, shape)
+            elif value.numel() < first.weights[index].numel():
+                found.notes.append(f'state "{key}" of "{name}" is left out: not by element')
             else:
-                _add_moment_cut(found, name, key, shapes[name], parts(key))
-    _take_groups(found, shards[0].groups, model["param_shapes"])
-    _take_scale(found, shards[0].scaler)
+                _add_moment_cut(found, name, key, shape, parts(key))
+        _count_by_group(found, name, first, index)
+        at += part + padding
+    held = [shard.weights[index].numel() for shard in shards]
+    align = 2 * world  # to which ZeRO 1 and 2 pad
+    fits = held[0] == at if first.third else -(-sum(held) // align) == -(-at // align)
+    if not fits or (first.third and len(set(held)) > 1):
+        raise RuntimeFault(
+            f"[convert::deepspeed] the parameters {', '.join(shapes)} have {at} elements"
+            f"{' on each rank' if first.third else ''}, and the files {held}. (State that was "
+            f"offloaded to NVMe is in other files.)"
+        )
+
+
+def _count_by_group(found: Foreign, name: str, shard: _Shard, index: int) -> None:
+    """Optimizers that keep one count of steps for a group."""
+    for group in shard.groups:
+        if name not in found.updates and index in group.get("params", ()) and "step" in group:
+            found.add_moment(name, "step", group["step"], ())
 
 
 def _add_moment_cut(
@@ -249,56 +323,6 @@ def _add_moment_cut(
     inner = Foreign(found.kind)
     _add_cut(inner, key, name, shape, parts)
     found.add_moment(name, key, parts[0].buffers[0], shape, read=inner.entries[0].read)
-
-
-# For each parameter: its name, its parts by what is asked for, and the first buffer that has it.
-_Places = list[tuple[str, Callable[[str], list[_Part]], int]]
-
-
-def _buffers(shard: _Shard, key: str) -> list[torch.Tensor]:
-    return shard.weights if key == _WEIGHTS else [state[key] for state in shard.states]
-
-
-# "param_slice_mappings" of the files are not where parameters are with "round_robin_gradients".
-def _places_of_2(model: dict[str, Any], shards: list[_Shard]) -> _Places:
-    places: _Places = []
-    for group, shapes in enumerate(model["param_shapes"]):
-        at = 0
-        paddings = shards[0].paddings[group] if shards[0].paddings else [0] * len(shapes)
-        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            numel = torch.Size(shape).numel()
-
-            def parts(
-                key: str, group: int = group, at: int = at, numel: int = numel
-            ) -> list[_Part]:
-                return [_Part([_buffers(shard, key)[group] for shard in shards], at, numel)]
-
-            places.append((name, parts, group))
-            at += numel + padding
-    return places
-
-
-def _places_of_3(model: dict[str, Any], shards: list[_Shard]) -> _Places:
-    places: _Places = []
-    at = 0
-    ends: list[int] = []
-    for buffer in shards[0].weights:
-        ends.append((ends[-1] if ends else 0) + buffer.numel())
-    for name, shape in _shapes(model).items():
-        part = -(-torch.Size(shape).numel() // len(shards))
-
-        def parts(key: str, at: int = at, part: int = part) -> list[_Part]:
-            return [_Part(_buffers(shard, key), at, part) for shard in shards]
-
-        places.append((name, parts, next((i for i, end in enumerate(ends) if at < end), 0)))
-        at += part
-    if ends and at > ends[-1]:
-        raise RuntimeFault(
-            f"[convert::deepspeed] the optimizer states have {ends[-1]} elements of {at}: those "
-            f"that were offloaded to NVMe are in other files. Load it with DeepSpeed, and save it "
-            f"without offload"
-        )
-    return places
 
 
 def _take_groups(
@@ -328,27 +352,42 @@ def _take_scale(found: Foreign, scaler: Any) -> None:
 def _take_universal(
     found: Foreign, folder: pathlib.Path, model: dict[str, Any], inert: Sequence[str]
 ) -> None:
-    shapes = _shapes(model)
     whole = pickles.load(folder / "zero" / "optimizer_state.pt", inert)
     inner = whole.get("optimizer_state_dict") or whole.get("base_optimizer_state") or whole
-    steps = [state.get("step", 0) for state in (inner.get("state") or {}).values()]
-    for name in sorted(one.name for one in (folder / "zero").iterdir() if one.is_dir()):
-        for file in sorted((folder / "zero" / name).glob("*.pt")):
-            held = pickles.load(file, inert)
-            value = held["param"] if isinstance(held, dict) and "param" in held else held
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                shape = shapes.get(name, tuple(value.shape))
-                if value.numel() != torch.Size(shape).numel():
-                    raise RuntimeFault(
-                        f'[convert::deepspeed] "{file}" has shape {tuple(value.shape)}, not {shape}'
-                    )
-                value = value.reshape(shape)
-            if file.stem == _WEIGHTS:
-                found.add("param", name, value)
-            else:
-                found.add_moment(name, file.stem, value, shapes.get(name, ()))
+    steps = [state["step"] for state in (inner.get("state") or {}).values() if "step" in state]
+    shapes = _shapes(model)
+    kinds: dict[str, set[str]] = {}
+    for name, shape in shapes.items():
+        files = sorted((folder / "zero" / name).glob("*.pt"))
+        kinds[name] = {file.stem for file in files}
+        for file in files:
+            _take_file(found, name, shape, file, inert)
         if name not in found.updates and steps:
             found.add_moment(name, "step", steps[0], ())
+    for name, kind in kinds.items():
+        everywhere = next(iter(kinds.values()))
+        if _WEIGHTS not in kind or kind != everywhere:
+            raise RuntimeFault(
+                f'[convert::deepspeed] "{folder / "zero" / name}" has {sorted(kind)}, others '
+                f"{sorted(everywhere | {_WEIGHTS})}"
+            )
     groups = inner.get("param_groups") or whole.get("param_groups") or []
     _take_groups(found, groups, model.get("param_shapes") or [])
     _take_scale(found, whole.get("loss_scaler"))
+
+
+def _take_file(
+    found: Foreign, name: str, shape: tuple[int, ...], file: pathlib.Path, inert: Sequence[str]
+) -> None:
+    held = pickles.load(file, inert)
+    value = held["param"] if isinstance(held, dict) and "param" in held else held
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        if value.numel() != torch.Size(shape).numel():
+            raise RuntimeFault(
+                f'[convert::deepspeed] "{file}" has shape {tuple(value.shape)}, not {shape}'
+            )
+        value = value.reshape(shape)
+    if file.stem == _WEIGHTS:
+        found.add("param", name, value)
+    else:
+        found.add_moment(name, file.stem, value, shape)

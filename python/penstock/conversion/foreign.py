@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, _penstock
-from penstock.json_values import encode
+from penstock.json_values import encode, encode_scalar
 
 OWN = "optim."  # begins the role of what a user's own optimizer keeps
+_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 MOMENTS = frozenset(_penstock.moment_names())
 
 
@@ -57,21 +58,59 @@ class Foreign:
             read: gives the tensor, where `value` is an example of it alone.
         """
         shape = tuple(shape)
+        single = not isinstance(value, torch.Tensor) or value.dim() == 0
         if key == "step":
+            value = value.reshape(()) if isinstance(value, torch.Tensor) else value
             self.updates[name] = int(value)
             self.steps = max(self.steps, self.updates[name])
-        one = isinstance(value, torch.Tensor) and value.dim() == 0
-        if not isinstance(value, torch.Tensor) or one:
-            scalar = value.item() if isinstance(value, torch.Tensor) else value
-            kept = encode(scalar, f'state "{key}" of "{name}"')
-            if isinstance(value, torch.Tensor):
-                kept = {"$tensor": kept, "dtype": str(value.dtype).removeprefix("torch.")}
-            self.own.setdefault(name, {})[key] = kept
+            single = True
+        if single:
+            self.own.setdefault(name, {})[key] = encode_scalar(value, f'state "{key}" of "{name}"')
+            return
+        if read is None and value.numel() != torch.Size(shape).numel():
+            self.notes.append(f'state "{key}" of "{name}" is left out: not by element')
             return
         role = key if key in MOMENTS else OWN + key
         self.entries.append(
             Entry(role, name, shape, value.dtype, read or (lambda: value.reshape(shape)))
         )
+
+    def finish(self) -> None:
+        """Names without what wrappers put before them; a count of steps for every moment.
+
+        Raises:
+            ConfigError: Adam's moments without their count, by which they are corrected.
+        """
+        weights = [one.name for one in self.entries if one.role in ("param", "weight", "buffer")]
+        for prefix in _WRAPPERS:
+            if weights and all(name.startswith(prefix) for name in weights):
+                self.notes.append(f'names lost their "{prefix}"')
+                self._strip(prefix)
+                return self.finish()
+        uncounted = [
+            one
+            for one in self.entries
+            if one.role not in ("param", "weight", "buffer") and one.name not in self.updates
+        ]
+        for one in uncounted:
+            if one.role.removeprefix(OWN) == "exp_avg_sq":
+                raise ConfigError(
+                    f'[convert] "{one.name}" has moments of Adam and no count of steps'
+                )
+        self.updates |= {one.name: max(1, self.steps) for one in uncounted}
+        return None
+
+    def _strip(self, prefix: str) -> None:
+        def bare(name: str) -> str:
+            return name.removeprefix(prefix)
+
+        for one in self.entries:
+            one.name, one.same_as = bare(one.name), bare(one.same_as)
+        self.updates = {bare(name): count for name, count in self.updates.items()}
+        self.own = {bare(name): kept for name, kept in self.own.items()}
+        self.tied = {bare(other): bare(name) for other, name in self.tied.items()}
+        for group in self.groups or []:
+            group["params"] = sorted(bare(name) for name in group["params"])
 
     def add_options(self, group: dict[str, Any], params: Iterable[str]) -> None:
         """A parameter group: its options but those that have no form in JSON."""

@@ -6,11 +6,10 @@ class of that name, if the name is on a list; any other name is an error.
 
 from __future__ import annotations
 
-import collections
 import os
 import pathlib
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,10 +85,24 @@ def _name_in(error: str) -> str:
     return ""
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """For the metadata of torch.distributed.checkpoint: its own classes, sizes and dtypes."""
+# ---- the metadata of torch.distributed.checkpoint
 
-    allowed: Collection[tuple[str, str]] = {
+
+class Record:
+    """Stands for one of its objects: what that holds, by name or in order."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.args = (state,)
+
+
+_RECORDS = frozenset(
+    {
         *(
             ("torch.distributed.checkpoint.metadata", name)
             for name in (
@@ -105,17 +118,27 @@ class _MetadataUnpickler(pickle.Unpickler):
         ),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
         ("pathlib", "PosixPath"),
         ("pathlib", "PurePosixPath"),
-        ("collections", "OrderedDict"),
     }
+)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Its own classes, sizes and dtypes. What a pickle sets on a class it sets on one of ours that
+    is thrown away."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._classes: dict[str, type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
-        if (module, name) in self.allowed:
-            return super().find_class(module, name)
+            return dict
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) in _RECORDS:
+            return self._classes.setdefault(name, type(name, (Record,), {}))
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise ConfigError(
@@ -125,7 +148,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def load_metadata(path: pathlib.Path) -> Any:
-    """The file `.metadata` of torch.distributed.checkpoint.
+    """The file `.metadata` of torch.distributed.checkpoint, as records.
 
     Raises:
         ConfigError: it holds something else (names it).

@@ -16,7 +16,6 @@ from penstock.conversion.foreign import Entry, Foreign
 
 Path = tuple[Any, ...]
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "app.model", "weights")
-_WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DistributedDataParallel and torch.compile
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
 
@@ -78,7 +77,9 @@ def _add_safetensors(found: Foreign, path: pathlib.Path) -> None:
             size = torch.Size(head.shape).numel() * head.dtype.itemsize
             with open(path, "rb") as file:
                 file.seek(head.offset)
-                read = bytearray(file.read(size))
+                read = bytearray(size)
+                if file.readinto(read) != size:
+                    raise RuntimeFault(f'[convert::safetensors] "{path}" ends in "{head.name}"')
             if size == 0:
                 return torch.zeros(head.shape, dtype=head.dtype)
             return torch.frombuffer(read, dtype=head.dtype).reshape(head.shape)
@@ -102,7 +103,7 @@ def sort_out(found: Foreign, values: dict[Path, Any], key: str) -> None:
     Args:
         key: the weights' key, dots between levels; default: the one that there is.
     """
-    optims = {path[:i] for path in values for i in (_state_at(path),) if i >= 0}
+    optims = _optimizers(values)
     others = {
         path: value
         for path, value in values.items()
@@ -113,7 +114,7 @@ def sort_out(found: Foreign, values: dict[Path, Any], key: str) -> None:
         if isinstance(value, (torch.Tensor, Entry)):
             weights[path[:-1]][str(path[-1])] = value
     chosen = _choose(weights, key)
-    for name, value in _unwrapped(found, weights.pop(chosen)).items():
+    for name, value in weights.pop(chosen).items():
         _add(found, "weight", name, value)
     for path in weights:
         found.notes.append(f'tensors of "{_text(path)}" are left out: they are no weights')
@@ -126,12 +127,21 @@ def sort_out(found: Foreign, values: dict[Path, Any], key: str) -> None:
 
 
 def _take_rest(found: Foreign, values: dict[Path, Any]) -> None:
-    """Numbers and texts beside the weights ("epoch")."""
+    """A scheduler, and numbers and texts beside the weights ("epoch")."""
+    schedule = {str(path[1]): v for path, v in values.items() if _is_scheduler(path)}
+    if schedule:
+        found.scheduler = found.take("the scheduler's state", schedule)
     for path, value in values.items():
+        if _is_scheduler(path):
+            continue
         if len(path) == 1:
             found.client_state[str(path[0])] = value
         else:
             found.notes.append(f'"{_text(path)}" is left out: no tensor')
+
+
+def _is_scheduler(path: Path) -> bool:
+    return len(path) == 2 and path[0] in ("scheduler", "lr_scheduler", "schedule")
 
 
 def _add(found: Foreign, role: str, name: str, value: Any) -> None:
@@ -145,14 +155,15 @@ def _text(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _state_at(path: Path) -> int:
-    """Where in a path an optimizer's state begins, or -1."""
-    for i, one in enumerate(path):
-        state = one in ("state", "param_groups")
-        named = isinstance(one, str) and one.startswith(("state.", "param_groups."))
-        if (state and i > 0) or (named and i > 0):
-            return i
-    return -1
+def _optimizers(values: dict[Path, Any]) -> set[Path]:
+    """Where there are both a state and parameter groups."""
+    found: dict[Path, set[str]] = defaultdict(set)
+    for path in values:
+        for i, one in enumerate(path):
+            kind = str(one).partition(".")[0]
+            if i > 0 and kind in ("state", "param_groups"):
+                found[path[:i]].add(kind)
+    return {path for path, kinds in found.items() if len(kinds) == 2}
 
 
 def _choose(weights: dict[Path, dict[str, Any]], key: str) -> Path:
@@ -170,16 +181,6 @@ def _choose(weights: dict[Path, dict[str, Any]], key: str) -> Path:
             f"with --key"
         )
     return chosen
-
-
-def _unwrapped(found: Foreign, weights: dict[str, Any]) -> dict[str, Any]:
-    for prefix in _WRAPPERS:
-        if all(name.startswith(prefix) for name in weights):
-            found.notes.append(f'names lost their "{prefix}"')
-            return _unwrapped(
-                found, {name.removeprefix(prefix): value for name, value in weights.items()}
-            )
-    return weights
 
 
 # ---- an optimizer

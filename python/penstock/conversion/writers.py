@@ -21,7 +21,7 @@ from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.conversion import dcp
 from penstock.conversion.foreign import MOMENTS, OWN, Entry, Foreign
 from penstock.conversion.options import Options, Say
-from penstock.json_values import decode
+from penstock.json_values import decode, decode_scalar
 
 _SHARD_BYTES = 5_000_000_000
 _EVERY_S = 2.0
@@ -63,6 +63,11 @@ def write_ours(found: Foreign, root: pathlib.Path, source: str, say: Say) -> str
     """A checkpoint "step-N" below `root`."""
     if not found.entries:
         raise ConfigError(f'[convert] "{source}" has no tensors')
+    tag = f"step-{found.steps}"
+    if (root / tag).exists():
+        raise ConfigError(f'[convert] "{root / tag}" is there already: choose another folder')
+    if root.is_dir() and any(root.iterdir()):
+        say(f'there is something in "{root}" already: its "latest" will name {tag}')
     by_name = {(one.role, one.name): i for i, one in enumerate(found.entries)}
     tensors = [
         _penstock.StoredTensor(
@@ -88,26 +93,25 @@ def write_ours(found: Foreign, root: pathlib.Path, source: str, say: Say) -> str
         "loss_scale": found.loss_scale or {"active": False, "value": 1.0, "good_steps": 0},
         "updates": found.updates,
     }
-    writer = _penstock.CheckpointWriter(
-        str(root),
-        f"step-{found.steps}",
-        tensors,
-        json.dumps(about),
-        json.dumps(state),
-        json.dumps(front),
-        json.dumps({"own": found.own}),
-    )
-    progress = _Progress(found.entries, say)
-    for i, entry in enumerate(found.entries):
-        if not entry.same_as:
-            writer.write(i, _values(entry))
-            progress.add(entry)
-    return str(writer.commit())
+    stored = _penstock.StoredState()
+    stored.about, stored.state = json.dumps(about), json.dumps(state)
+    stored.front, stored.of_rank = json.dumps(front), json.dumps({"own": found.own})
+    writer = _penstock.CheckpointWriter(str(root), tag, tensors, stored)
+    try:
+        progress = _Progress(found.entries, say)
+        for i, entry in enumerate(found.entries):
+            if not entry.same_as:
+                writer.write(i, _values(entry))
+                progress.add(entry)
+        return str(writer.commit())
+    finally:
+        del writer  # and with it what was not finished, also while an error keeps this frame
 
 
 def _front(found: Foreign, say: Say) -> dict[str, Any]:
     client = Foreign(found.kind)
     front: dict[str, Any] = {
+        "converted": found.kind,
         "client_state": {
             key: client.take(f'"{key}"', value) for key, value in found.client_state.items()
         }
@@ -146,7 +150,7 @@ def of_foreign(found: Foreign) -> Held:
             moments[one.name][one.role.removeprefix(OWN)] = one
     for name, kept in found.own.items():
         for key, value in kept.items():
-            moments[name][key] = _number(value)
+            moments[name][key] = decode_scalar(value)
     return Held(weights, found.tied, dict(moments), found.groups or [])
 
 
@@ -165,7 +169,7 @@ def of_ours(path: pathlib.Path, tag: str, say: Say) -> Held:
         elif one.role in MOMENTS or one.role.startswith(OWN):
             moments[one.name][one.role.removeprefix(OWN)] = entry
     for name, kept in json.loads(reader.of_rank).get("own", {}).items():
-        moments[name] |= {key: _number(value) for key, value in kept.items()}
+        moments[name] |= {key: decode_scalar(value) for key, value in kept.items()}
     for name, count in state["updates"].items():
         if name in moments:
             moments[name].setdefault("step", torch.tensor(float(count)))
@@ -173,14 +177,13 @@ def of_ours(path: pathlib.Path, tag: str, say: Say) -> Held:
     return Held(weights, front.get("tied", {}), dict(moments), groups)
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, dict) and "$tensor" in value:
-        return torch.tensor(decode(value["$tensor"]), dtype=getattr(torch, value["dtype"]))
-    return decode(value)
-
-
 def write_others(held: Held, out: pathlib.Path, how: Options) -> str:
-    """Weights as safetensors or a state dict of torch, or everything as DCP."""
+    """Weights as safetensors or a state dict of torch; as DCP also what the optimizer keeps."""
+    how.say(
+        "counts of steps, the loss scale, the scheduler, client_state and generators are left out"
+        if how.to == "dcp"
+        else "the weights alone are written"
+    )
     if how.to == "safetensors":
         _write_safetensors(out, held.weights, how)
         return str(out)
