@@ -20,7 +20,7 @@ constexpr size_t kNamed = 20;  // differences that an error lists
 
 constexpr const char* kParam = "param";
 constexpr const char* kBuffer = "buffer";
-constexpr const char* kOwn = "optim.";     // begins what an optimizer of the user's own keeps
+constexpr const char* kUsers = "optim.";   // begins what an optimizer of the user's own keeps
 constexpr const char* kWeight = "weight";  // one of the two: its file did not say which
 
 Dtype dtype_named(const std::string& name) {
@@ -57,7 +57,8 @@ const Tensor* find(const Manifest& manifest, const LoadOptions& options, const s
   if (found != nullptr || rank >= 0) return found;
   if (role != kParam && role != kBuffer) {
     // The same whether our kernels update it or an optimizer of the user's own.
-    return in_role(role.starts_with(kOwn) ? role.substr(std::strlen(kOwn)) : kOwn + role, name);
+    return in_role(role.starts_with(kUsers) ? role.substr(std::strlen(kUsers)) : kUsers + role,
+                   name);
   }
   found = in_role(kWeight, name);
   const auto [first, last] = options.tied.equal_range(name);
@@ -178,7 +179,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   for (const Tensor& tensor : manifest.tensors) {
     if (tensor.rank >= 0 || comparison.has(tensor)) continue;
     // Of an optimizer of the user's own a rank wants its pieces, of parameters that there are.
-    const bool piece = tensor.role.starts_with(kOwn) && options.optimizer &&
+    const bool piece = tensor.role.starts_with(kUsers) && options.optimizer &&
                        comparison.wanted.count(concat(kParam, "/", tensor.name)) == 0;
     if (piece || roles.count(tensor.role) > 0) comparison.unexpected.push_back(tensor.key());
   }
