@@ -317,15 +317,11 @@ class _Taken:
             )
         else:
             _check_scheduler(engine, self._scheduler)
-        self._objects = [
-            _object_state(self._of_ranks, i, one) for i, one in enumerate(engine._registered)
-        ]
-        saved = len(self._of_ranks[0].get("objects", []))
-        if saved != len(self._objects):
-            raise ConfigError(
-                f"[front::load] the checkpoint has {saved} registered objects, the engine "
-                f"{len(self._objects)} (register_for_checkpointing)"
-            )
+        self._objects: list[Any] = []
+        if "converted" in self.front:
+            self._objects_stay()
+        else:
+            self._take_objects()
         self._rank = min(ranks.rank(), found.world - 1)
         self._generator: torch.Tensor | None = None
         if any(one.role == "rng" for one in found.tensors):
@@ -336,6 +332,25 @@ class _Taken:
         self._own: dict[torch.Tensor, dict[str, Any]] = {}
         if engine._external is not None:
             self._take_own(found, engine._external)
+
+    def _take_objects(self) -> None:
+        registered = self._engine._registered
+        self._objects = [_object_state(self._of_ranks, i, one) for i, one in enumerate(registered)]
+        saved = len(self._of_ranks[0].get("objects", []))
+        if saved != len(self._objects):
+            raise ConfigError(
+                f"[front::load] the checkpoint has {saved} registered objects, the engine "
+                f"{len(self._objects)} (register_for_checkpointing)"
+            )
+
+    def _objects_stay(self) -> None:
+        if self._engine._registered:
+            warnings.warn(
+                f"[front::load] the checkpoint of {self.front['converted']} has no registered "
+                f"objects: those of the engine stay as they are",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _take_own(self, found: Any, external: ShardStep) -> None:
         kept: dict[str, list[Any]] = defaultdict(list)
@@ -369,7 +384,7 @@ class _Taken:
             engine.optimizer.state.clear()
             engine.optimizer.state.update(self._own)
         self._set_rates(engine)
-        for one, state in zip(engine._registered, self._objects, strict=True):
+        for one, state in zip(engine._registered, self._objects, strict=False):
             one.load_state_dict(state)
         self._set_generators()
 

@@ -47,8 +47,12 @@ class _File:
         self.path, self.bytes = path, end
         self._data = 8 + len(text)
         self._file: IO[bytes] = open(f"{path}{_PART}", "wb")  # noqa: SIM115 - closed by finish()
-        self._file.truncate(self._data + end)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        try:
+            self._file.truncate(self._data + end)
+            self._file.write(len(text).to_bytes(8, "little") + text)
+        except OSError:
+            self.abandon()
+            raise
 
     def write(self, name: str, begin: int, values: torch.Tensor) -> None:
         self._file.seek(self._data + self.places[name] + begin * values.element_size())
@@ -88,7 +92,11 @@ class _Files:
         self._of: dict[str, _File] = {}
         for i, group in enumerate(groups):
             name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-            file = _File(folder / (name if len(groups) > 1 else "model.safetensors"), group)
+            try:
+                file = _File(folder / (name if len(groups) > 1 else "model.safetensors"), group)
+            except OSError:
+                self.abandon()
+                raise
             self._files.append(file)
             self._of.update(dict.fromkeys((entry[0] for entry in group), file))
 

@@ -45,6 +45,15 @@ def convert(
     path, target = pathlib.Path(source), pathlib.Path(out)
     if not path.exists():
         raise ConfigError(f'[convert] there is no "{path}"')
+    if "/" in wanted.tag:
+        raise ConfigError(f'[convert] the tag "{wanted.tag}" is no name of a folder')
+    if target.exists() and (target.samefile(path) or not (target.is_file() or target.is_dir())):
+        raise ConfigError(f'[convert] "{target}" is not written to: it is the source, or no file')
+    if target.exists() and target.is_dir() == (wanted.to == "torch"):
+        raise ConfigError(
+            f'[convert] "{target}" is a {"folder" if target.is_dir() else "file"}; "{wanted.to}" '
+            f"is a {'file' if wanted.to == 'torch' else 'folder'}"
+        )
     ours = (path / _MANIFEST).is_file() or any(path.glob(f"*/{_MANIFEST}"))
     try:
         return _convert(path, target, wanted, ours)

@@ -6,12 +6,14 @@ class of that name, if the name is on a list; any other name is an error.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import pickle
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from penstock._native import ConfigError, RuntimeFault
@@ -46,6 +48,7 @@ def load(path: str | os.PathLike[str], inert: Sequence[str] = ()) -> Any:
     allowed: list[Any] = [
         (type(name.rpartition(".")[2], (Inert,), {}), name) for name in (*_KNOWN, *inert)
     ]
+    allowed += _numpy_scalars()
     zipped = _is_zip(path)
     try:
         with torch.serialization.safe_globals(allowed):
@@ -57,9 +60,27 @@ def load(path: str | os.PathLike[str], inert: Sequence[str] = ()) -> Any:
                 f'[convert::load] "{os.fspath(path)}" holds an object of {name}, which is neither '
                 f"a tensor nor a plain value{_advice(name, str(error))}"
             ) from error
-        raise RuntimeFault(f'[convert::load] cannot read "{os.fspath(path)}": {error}') from error
+        raise RuntimeFault(
+            f'[convert::load] "{os.fspath(path)}" is no file of torch.save(), or holds more than '
+            f"tensors and plain values"
+        ) from error
     except (RuntimeError, EOFError, ValueError, OSError, KeyError, IndexError) as error:
-        raise RuntimeFault(f'[convert::load] cannot read "{os.fspath(path)}": {error}') from error
+        raise RuntimeFault(
+            f'[convert::load] cannot read "{os.fspath(path)}": {str(error) or "it ends too soon"}'
+        ) from error
+
+
+def _numpy_scalars() -> list[Any]:
+    """A number of numpy among others ("best_acc"), under both names of its module."""
+    inner = "numpy._core" if numpy.__version__ >= "2" else "numpy.core"
+    multiarray = importlib.import_module(f"{inner}.multiarray")
+    kinds = {type(numpy.dtype(name)) for name in ("f8", "f4", "f2", "i8", "i4", "u1", "?")}
+    return [
+        numpy.dtype,
+        *kinds,
+        (multiarray.scalar, "numpy.core.multiarray.scalar"),
+        (multiarray.scalar, "numpy._core.multiarray.scalar"),
+    ]
 
 
 def _is_zip(path: str | os.PathLike[str]) -> bool:

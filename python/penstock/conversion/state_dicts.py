@@ -16,8 +16,14 @@ from penstock.conversion.foreign import Entry, Foreign
 
 Path = tuple[Any, ...]
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "app.model", "weights")
-_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
+# In the order in which transformers looks.
+_HF = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+)
 
 
 # ---- files
@@ -39,16 +45,16 @@ def read_file(path: pathlib.Path, inert: Sequence[str], key: str) -> Foreign:
 
 
 def is_hf(folder: pathlib.Path) -> bool:
-    return any((folder / name).is_file() for name in (*_INDICES, *_SINGLE))
+    return any((folder / name).is_file() for name in _HF)
 
 
 def read_hf(folder: pathlib.Path, inert: Sequence[str]) -> Foreign:
     """Weights as from_pretrained() loads them: one file, or shards and their index."""
     found = Foreign("Hugging Face")
-    index = next((folder / name for name in _INDICES if (folder / name).is_file()), None)
-    if index is None:
-        files = [next(folder / name for name in _SINGLE if (folder / name).is_file())]
-        named = None
+    index = next(folder / name for name in _HF if (folder / name).is_file())
+    named = None
+    if index.suffix != ".json":
+        files = [index]
     else:
         try:
             named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -173,7 +179,7 @@ def _choose(weights: dict[Path, dict[str, Any]], key: str) -> Path:
         chosen = next(iter(weights))
     else:
         named = [p for name in _MODEL_KEYS for p in weights if _text(p) == name]
-        chosen = named[0] if named else () if () in weights else None
+        chosen = named[0] if named else None
     if chosen is None:
         there = ", ".join(f'"{_text(path)}"' for path in weights) or "none"
         raise ConfigError(
