@@ -227,6 +227,21 @@ def test_schedulers_come_over_or_stay(tmp_path):
     engine.close()
 
 
+def test_a_scheduler_that_keeps_a_counter(tmp_path):
+    model, optimizer = plain_run()
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 4])
+    held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(held | {"scheduler": schedule.state_dict()}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "out")
+    model = trained.Model()
+    optimizer = torch.optim.AdamW(trained.groups(model), **trained.GROUPS)
+    other = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9])
+    engine = initialize(model, {}, optimizer=optimizer, lr_scheduler=other)
+    engine.load(tmp_path / "out")
+    assert other.milestones == schedule.milestones
+    engine.close()
+
+
 def test_weights_that_the_model_ties_are_the_same(tmp_path):
     held = trained.Model().state_dict()
     held["head.weight"] = held["head.weight"] + 1

@@ -16,6 +16,7 @@ from penstock.conversion.foreign import Entry, Foreign
 
 Path = tuple[Any, ...]
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "app.model", "weights")
+_SCHEDULERS = ("scheduler", "lr_scheduler", "schedule")
 # In the order in which transformers looks.
 _HF = (
     "model.safetensors",
@@ -97,8 +98,9 @@ def _add_safetensors(found: Foreign, path: pathlib.Path) -> None:
 
 
 def leaves(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
-    """Values by their keys; parameter groups are whole."""
-    if isinstance(tree, Mapping) and tree:
+    """Values by their keys; parameter groups and a scheduler are whole."""
+    scheduler = len(path) == 1 and path[0] in _SCHEDULERS
+    if isinstance(tree, Mapping) and tree and not scheduler:
         return [leaf for key, value in tree.items() for leaf in leaves(value, (*path, key))]
     return [(path, tree)]
 
@@ -134,20 +136,18 @@ def sort_out(found: Foreign, values: dict[Path, Any], key: str) -> None:
 
 def _take_rest(found: Foreign, values: dict[Path, Any]) -> None:
     """A scheduler, and numbers and texts beside the weights ("epoch")."""
-    schedule = {str(path[1]): v for path, v in values.items() if _is_scheduler(path)}
+    apart = {path: v for path, v in values.items() if path[0] in _SCHEDULERS}
+    whole = next((v for path, v in apart.items() if len(path) == 1), None)
+    schedule = whole or {str(path[1]): v for path, v in apart.items() if len(path) == 2}
     if schedule:
         found.scheduler = found.take("the scheduler's state", schedule)
     for path, value in values.items():
-        if _is_scheduler(path):
+        if path in apart:
             continue
         if len(path) == 1:
             found.client_state[str(path[0])] = value
         else:
             found.notes.append(f'"{_text(path)}" is left out: no tensor')
-
-
-def _is_scheduler(path: Path) -> bool:
-    return len(path) == 2 and path[0] in ("scheduler", "lr_scheduler", "schedule")
 
 
 def _add(found: Foreign, role: str, name: str, value: Any) -> None:
