@@ -308,20 +308,16 @@ class _Taken:
         if self._has_options:
             _check_optimizer(engine, self.front["optimizer"])
         self._scheduler = self.front.get("scheduler")
-        if self._scheduler is None and "converted" in self.front and engine.lr_scheduler:
-            warnings.warn(
-                f"[front::load] the checkpoint of {self.front['converted']} has no scheduler: the "
-                f"engine's stays as it is",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        converted = "converted" in self.front
+        if self._scheduler is None and converted and engine.lr_scheduler:
+            self._say_it_stays("scheduler")
         else:
             _check_scheduler(engine, self._scheduler)
         self._objects: list[Any] = []
-        if "converted" in self.front:
-            self._objects_stay()
-        else:
+        if not converted:
             self._take_objects()
+        elif engine._registered:
+            self._say_it_stays("registered objects")
         self._rank = min(ranks.rank(), found.world - 1)
         self._generator: torch.Tensor | None = None
         if any(one.role == "rng" for one in found.tensors):
@@ -335,7 +331,9 @@ class _Taken:
 
     def _take_objects(self) -> None:
         registered = self._engine._registered
-        self._objects = [_object_state(self._of_ranks, i, one) for i, one in enumerate(registered)]
+        self._objects = [
+            (one, _object_state(self._of_ranks, i, one)) for i, one in enumerate(registered)
+        ]
         saved = len(self._of_ranks[0].get("objects", []))
         if saved != len(self._objects):
             raise ConfigError(
@@ -343,14 +341,13 @@ class _Taken:
                 f"{len(self._objects)} (register_for_checkpointing)"
             )
 
-    def _objects_stay(self) -> None:
-        if self._engine._registered:
-            warnings.warn(
-                f"[front::load] the checkpoint of {self.front['converted']} has no registered "
-                f"objects: those of the engine stay as they are",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    def _say_it_stays(self, what: str) -> None:
+        warnings.warn(
+            f"[front::load] the checkpoint of {self.front['converted']} has no {what}: what the "
+            f"engine has stays as it is",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _take_own(self, found: Any, external: ShardStep) -> None:
         kept: dict[str, list[Any]] = defaultdict(list)
@@ -384,7 +381,7 @@ class _Taken:
             engine.optimizer.state.clear()
             engine.optimizer.state.update(self._own)
         self._set_rates(engine)
-        for one, state in zip(engine._registered, self._objects, strict=False):
+        for one, state in self._objects:
             one.load_state_dict(state)
         self._set_generators()
 
