@@ -49,6 +49,7 @@ struct BatchConfig {
   int64_t micro = 0;       // samples per rank and backward; 0 = not told
   int64_t accumulate = 1;  // backwards per step
   int64_t global = 0;      // samples per step over all ranks = micro * accumulate * data ranks
+  std::string reduction = "mean";  // "mean" "sum": of a window's backwards; of ranks always "mean"
 };
 
 struct CommConfig {

@@ -36,6 +36,8 @@ class PENSTOCK_API Values {
 
   // [all ranks] Full fp32 values by parameter name; `role` is "grad" or "param".
   std::vector<std::pair<std::string, at::Tensor>> full(const std::string& role);
+  // [all ranks] full("grad") of one parameter; undefined where no gradient is kept for it.
+  at::Tensor gradient(const std::string& param);
   // [all ranks] Full values by parameter name, each in memory of its own, where they are wanted;
   // elsewhere nothing. They go one unit's flat after the other through memory that is counted with
   // the buffers: a rank that does not want them sends its shards, and holds no more. Throws
@@ -50,6 +52,16 @@ class PENSTOCK_API Values {
   // Replaces gradients of a complete window, by full fp32 values that are equal on every rank.
   // Throws RuntimeFault in the middle of a window, ConfigError for a name or shape that is wrong.
   void set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients);
+
+  // What is kept for one parameter between steps, in fp32 and its shape: "param" (its master) or a
+  // moment by torch's name ("exp_avg"). Throws ConfigError where none is kept. [all ranks]
+  at::Tensor state(const std::string& param, const std::string& role);
+  // [all ranks] Replaces it, by values that are equal on every rank.
+  void set_state(const std::string& param, const std::string& role, const at::Tensor& values);
+  // This rank's part of it, a copy: the element it begins with, and the elements, maybe none.
+  std::pair<int64_t, at::Tensor> local_state(const std::string& param, const std::string& role);
+  // [all ranks] Replaces it on this rank.
+  void set_local_state(const std::string& param, const std::string& role, const at::Tensor& values);
 
   // The units that these parameters are in; every unit when empty.
   std::vector<int> units_of(const std::vector<std::string>& params) const;
@@ -70,6 +82,9 @@ class PENSTOCK_API Values {
   std::vector<at::Tensor> shard_gradients();
 
  private:
+  struct ParamState;  // param_state.cpp
+
+  std::vector<std::pair<std::string, at::Tensor>> gradients(const std::string& only);
   void refuse_edits(const std::vector<int>& units);
   template <class Sink>
   void for_each_weight(bool everywhere, const Sink& sink);

@@ -22,7 +22,12 @@ ConfigLike = Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def config_dict(config: ConfigLike) -> dict[str, Any]:
-    """The config in our own dialect.
+    """The config in our own dialect; without a scheduler, which is not part of it."""
+    return read(config)[0]
+
+
+def read(config: ConfigLike) -> tuple[dict[str, Any], str]:
+    """The config in our own dialect, and the `scheduler` section of DeepSpeed's (JSON, or "").
 
     DeepSpeed's (docs/deepspeed.md) is translated; one warning on rank 0 lists what of it has no
     effect.
@@ -33,33 +38,34 @@ def config_dict(config: ConfigLike) -> dict[str, Any]:
     Raises:
         ConfigError: it is none of these; a key of DeepSpeed's that is not supported.
     """
-    text = _text_of(config)
+    text = text_of(config)
     if _penstock.is_deepspeed_config(text):
-        translated = _penstock.translate_deepspeed_config(text, _world())
+        translated = _penstock.translate_deepspeed_config(text, world())
         if translated.warning and ranks.rank() == 0 and os.environ.get("RANK", "0") == "0":
             warnings.warn(f"[front::initialize] {translated.warning}", UserWarning, stacklevel=3)
-        native: dict[str, Any] = json.loads(translated.native)
-        return native
+        return json.loads(translated.native), translated.scheduler
     if isinstance(config, Mapping):
-        return dict(config)
+        return dict(config), ""
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"[front::initialize] config is not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ConfigError("[front::initialize] config must be a JSON object")
-    return parsed
+    return parsed, ""
 
 
-def _world() -> int:
+def world() -> int:
+    """Number of ranks, also where only the launcher's environment says it."""
     return ranks.world() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _text_of(config: ConfigLike) -> str:
+def text_of(config: ConfigLike) -> str:
+    """The JSON text of what `read()` takes."""
     if config is None:
         return "{}"
     if isinstance(config, Mapping):
-        return json.dumps(_finite(config))
+        return json.dumps(finite(config))
     text = os.fspath(config)
     if text.lstrip().startswith("{"):
         return text
@@ -75,10 +81,10 @@ def _text_of(config: ConfigLike) -> str:
     )
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Without numbers that JSON has no form for: frameworks write `"steps_per_print": inf`."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(inner) for key, inner in value.items()}
+        return {str(key): finite(inner) for key, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

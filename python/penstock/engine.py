@@ -11,11 +11,21 @@ from typing import Any
 
 import torch
 
-from penstock import checkpoint, ranks, recompute, sharded_init, tiling, tree
+from penstock import (
+    checkpoint,
+    config_file,
+    ranks,
+    recompute,
+    schedules,
+    sharded_init,
+    tiling,
+    tree,
+)
 from penstock import optimizer as optim
 from penstock._native import ConfigError, RuntimeFault, _penstock
-from penstock.config_file import ConfigLike, config_dict
+from penstock.config_file import ConfigLike
 from penstock.forwards import Forwards, Pace, Uneven, remove
+from penstock.param_state import ParamState
 from penstock.structure import Structure
 
 OptimizerLike = (
@@ -23,7 +33,7 @@ OptimizerLike = (
 )
 
 
-class Engine(checkpoint.Checkpointing):
+class Engine(checkpoint.Checkpointing, ParamState):
     """Trains one model. Made by `initialize()`; use it like the model.
 
     Attributes:
@@ -150,6 +160,14 @@ class Engine(checkpoint.Checkpointing):
             self._core.backward_failed(f"{type(error).__name__}: {error}")
             raise
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call a plain `.backward()` on: with fp16 by the loss scale, else as it is.
+
+        Raises RuntimeFault: no forward since the last step.
+        """
+        gradient = self._core.start_backward(loss, None)
+        return loss if gradient is None else loss * gradient
+
     def step(self, force: bool = False) -> bool:
         """Updates the weights once `batch.accumulate` backwards were seen.
 
@@ -263,29 +281,6 @@ class Engine(checkpoint.Checkpointing):
             values.let_go(units)
             raise
         values.release(units, write)
-
-    def full_grads(self) -> dict[str, torch.Tensor]:
-        """Averaged full fp32 gradients by name, after backward and before step, on all ranks."""
-        return dict(self._core.values.full("grad"))
-
-    def set_grads(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """Replaces gradients, after the window's last backward and before step.
-
-        Args:
-            grads: full averaged gradients by name, as `full_grads()` gives them (any subset); the
-                same values on every rank.
-
-        Raises:
-            RuntimeFault: in the middle of a window.
-            ConfigError: a name that does not train, or a shape that is not its parameter's.
-        """
-        for name, value in grads.items():
-            if not isinstance(value, torch.Tensor):
-                raise ConfigError(
-                    f'[front::set_grads] "{name}" is a {type(value).__name__}, not a tensor: leave '
-                    f"a name out to keep its gradient"
-                )
-        self._core.values.set_gradients(list(grads.items()))
 
     def state_dict(
         self,
@@ -464,6 +459,11 @@ class Engine(checkpoint.Checkpointing):
 _alive: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
+def engine_of(param: torch.Tensor) -> Engine | None:
+    """The open engine whose model has this parameter."""
+    return next((engine for engine in list(_alive) if param in engine._structure.own), None)
+
+
 def _refuse_model(model: torch.nn.Module) -> None:
     """Raises ConfigError for scripted modules and for a parameter that another engine trains."""
     for name, module in model.named_modules():
@@ -512,7 +512,8 @@ def initialize(
             parameters and returns one, or a dict that replaces the config's `optimizer` section
             (the default).
         lr_scheduler: torch scheduler of that optimizer, or a callable that takes the optimizer.
-            Stepped after each applied step. Default: the config's `schedule`.
+            Stepped after each applied step. Default: the config's `schedule` (or `scheduler`, of
+            DeepSpeed's).
         overrides: top-level config keys that replace those of `config`.
 
     Raises:
@@ -544,7 +545,10 @@ def initialize(
     if isinstance(optimizer, Mapping):  # the config key of that name
         overrides["optimizer"] = dict(optimizer)
         optimizer = None
-    return Engine(model, {**config_dict(config), **overrides}, optimizer, lr_scheduler)
+    values, scheduler = config_file.read(config)
+    if scheduler and lr_scheduler is None:
+        lr_scheduler = schedules.from_section(scheduler)
+    return Engine(model, {**values, **overrides}, optimizer, lr_scheduler)
 
 
 __all__ = ["Engine", "RuntimeFault", "initialize"]

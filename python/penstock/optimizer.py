@@ -52,6 +52,13 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     kind: _OURS.get(kind) or getattr(torch.optim, kind) for kind in _KINDS
 }
 _KIND_OF = {made: kind for kind, made in _CLASSES.items()}
+
+
+def register(made: type[torch.optim.Optimizer], kind: str) -> None:
+    """A class whose groups mean what those of torch's class of that kind mean."""
+    _KIND_OF[made] = kind
+
+
 # Options that the kernels lack: set, the torch class itself runs.
 _INEFFECTIVE = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 
@@ -96,13 +103,25 @@ def prepare(
 
 def from_config(model: torch.nn.Module, section: Any) -> torch.optim.Optimizer:
     """A torch optimizer that holds the parameter groups of the config's `optimizer` section."""
+    return build(section, [p for p in model.parameters() if p.requires_grad])
+
+
+def build(section: Any, params: Any) -> torch.optim.Optimizer:
+    """The torch optimizer of a config's `optimizer` section, over parameters or groups of them.
+
+    Nothing is allocated for them, which some classes do when they are built.
+    """
     keys = [key for key in _KINDS[section.type].keys if key != "moments_dtype"]
     options = {key: getattr(section, key) for key in keys}
     make: Any = _CLASSES[section.type]
-    # Some classes allocate state for what they are built with.
     made: torch.optim.Optimizer = make([torch.nn.Parameter(torch.zeros(1))], **options)
     made.state.clear()
-    made.param_groups[0]["params"] = [p for p in model.parameters() if p.requires_grad]
+    made.param_groups.clear()
+    chosen = list(params)
+    if not chosen or not isinstance(chosen[0], dict):
+        chosen = [{"params": chosen}]
+    for group in chosen:
+        made.add_param_group(dict(group))
     return made
 
 

@@ -68,7 +68,8 @@ void bind_step_sections(py::module_& module) {
   py::class_<BatchConfig>(module, "BatchConfig")
       .def_readonly("micro", &BatchConfig::micro)
       .def_readonly("accumulate", &BatchConfig::accumulate)
-      .def_readonly("global_", &BatchConfig::global);  // a keyword of Python
+      .def_readonly("global_", &BatchConfig::global)  // a keyword of Python
+      .def_readonly("reduction", &BatchConfig::reduction);
   py::class_<LossScaleConfig>(module, "LossScaleConfig")
       .def_readonly("initial", &LossScaleConfig::initial)
       .def_readonly("window", &LossScaleConfig::window)
@@ -94,8 +95,15 @@ void bind_deepspeed(py::module_& module) {
       .def_readonly("note", &GivenKey::note);
   py::class_<TranslatedConfig>(module, "TranslatedConfig")
       .def_readonly("native", &TranslatedConfig::native)
+      .def_readonly("scheduler", &TranslatedConfig::scheduler)
       .def_readonly("given", &TranslatedConfig::given)
       .def_property_readonly("warning", &TranslatedConfig::warning);
+  py::class_<DeepSpeedSchedule>(module, "DeepSpeedSchedule")
+      .def(py::init(&DeepSpeedSchedule::make), py::arg("type"), py::arg("params"))
+      .def_static("all", &DeepSpeedSchedule::all)
+      .def("lr", &DeepSpeedSchedule::lr, py::arg("iteration"))
+      .def("momentum", &DeepSpeedSchedule::momentum, py::arg("iteration"));
+  module.def("plain_json", &plain_json, py::arg("json_text"));
   module.def("is_deepspeed_config", &is_deepspeed_config, py::arg("json_text"));
   module.def("translate_deepspeed_config", &translate_deepspeed_config, py::arg("json_text"),
              py::arg("world"));

@@ -61,6 +61,12 @@ void bind_optimizer_kinds(py::module_& module) {
       .def_property_readonly("type",
                              [](const OptimizerConfig& self) { return kind_of(self.type).name; })
       .def_property_readonly("section", &section_of)
+      .def_property_readonly("moments",  // that it keeps, by torch's names
+                             [](const OptimizerConfig& self) {
+                               const auto& names = kind_of(self.type).moments;
+                               return std::vector<std::string>(names.begin(),
+                                                               names.begin() + num_moments(self));
+                             })
       .def_property_readonly("num_moments", &num_moments);
   for (const OptimizerKey& key : optimizer_keys()) {
     std::visit([&](auto field) { optimizer.def_readonly(key.name.c_str(), field); }, key.field);

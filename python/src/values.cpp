@@ -28,6 +28,16 @@ void bind_values(py::module_& module) {
              });
            })
       .def("set_gradients", &Values::set_gradients, NoGil())
+      .def("gradient",
+           [](Values& values, const std::string& param) -> std::optional<at::Tensor> {
+             const py::gil_scoped_release release;
+             at::Tensor found = values.gradient(param);
+             return found.defined() ? std::optional(std::move(found)) : std::nullopt;
+           })
+      .def("state", &Values::state, NoGil())
+      .def("set_state", &Values::set_state, NoGil())
+      .def("local_state", &Values::local_state, NoGil())
+      .def("set_local_state", &Values::set_local_state, NoGil())
       .def("units_of", &Values::units_of)
       .def("gather", &Values::gather, NoGil())
       .def("release", &Values::release, NoGil())

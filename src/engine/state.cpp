@@ -364,7 +364,8 @@ void Core::State::end_backward() {
 // ---- step
 
 double Core::State::divisor() const {
-  return static_cast<double>(window->num_averaged()) * loss_scale.value();
+  const int64_t averaged = config.batch.reduction == "sum" ? 1 : window->num_averaged();
+  return static_cast<double>(averaged) * loss_scale.value();
 }
 
 bool Core::State::step(const std::vector<OptimizerConfig>& groups,

@@ -49,7 +49,18 @@ std::vector<std::pair<std::string, at::Tensor>> Values::full(const std::string& 
   if (role != "grad" && role != "param") {
     throw ConfigError(concat("[engine::full] no role \"", role, "\": grad or param"));
   }
-  if (role == "param") return weights();
+  return role == "param" ? weights() : gradients("");
+}
+
+at::Tensor Values::gradient(const std::string& param) {
+  for (auto& [name, value] : gradients(param)) {
+    if (name == param) return value;
+  }
+  return {};
+}
+
+// Of one parameter, or of all where `only` is empty.
+std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::string& only) {
   state_->check_open("full_grads");
   state_->look_at_gradients(false);
   engine::agree_on_window(*state_->executor, *state_->window, *state_->driver);
@@ -60,7 +71,12 @@ std::vector<std::pair<std::string, at::Tensor>> Values::full(const std::string& 
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
     const std::vector<exec::Flat>& flats = state_->executor->units()[unit].flats;
     for (size_t flat = 0; flat < flats.size(); ++flat) {
-      if (!flats[flat].trainable) continue;
+      const std::vector<exec::Slot>& slots = flats[flat].slots;
+      const bool wanted =
+          only.empty() || std::any_of(slots.begin(), slots.end(), [&](const exec::Slot& slot) {
+            return state_->tiled->whole_of(static_cast<int>(unit), slot.name).first == only;
+          });
+      if (!flats[flat].trainable || !wanted) continue;
       at::Tensor full =
           state_->executor->values().gradient(static_cast<int>(unit), static_cast<int>(flat));
       if (divisor != 1.0) full.div_(divisor);

@@ -283,11 +283,12 @@ void parse_loss_scale(const Section& top, Config* config) {
 }
 
 void parse_batch(const Json& value, BatchConfig* batch) {
-  const Section section(value, "batch", {"micro", "accumulate", "global"});
+  const Section section(value, "batch", {"micro", "accumulate", "global", "reduction"});
   const std::string whole = "a whole number >= 1";
   section.read_int("micro", &batch->micro, 1, whole);
   section.read_int("accumulate", &batch->accumulate, 1, whole);
   section.read_int("global", &batch->global, 1, whole);
+  batch->reduction = section.choice("reduction", batch->reduction, {"mean", "sum"});
   // 0 = follows from the other two; resolve() fills it in.
   if (batch->micro > 0 && batch->global > 0 && !section.has("accumulate")) batch->accumulate = 0;
 }
@@ -513,7 +514,8 @@ std::string Config::json(int indent) const {
       {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
   out["batch"] = {{"micro", or_null(batch.micro, 0)},
                   {"accumulate", or_null(batch.accumulate, 0)},
-                  {"global", or_null(batch.global, 0)}};
+                  {"global", or_null(batch.global, 0)},
+                  {"reduction", batch.reduction}};
   out["units"] = {{"modules", units.modules},
                   {"max_bytes", units.max_bytes},
                   {"layer_bytes", units.layer_bytes}};

@@ -77,7 +77,7 @@ constexpr DeepSpeedKey kKeys[] = {
     {"optimizer.params.cuda_aware", kNoEffect, "there is no MPI"},
     {"optimizer.params.comm_backend_name", kNoEffect, "torch's process groups carry everything"},
     {"optimizer.legacy_fusion", kNoEffect, "one kernel does both"},
-    {"scheduler.*", kRefused, "pass lr_scheduler to initialize(), or use the native \"schedule\""},
+    {"scheduler.*", kTaken, "a schedule of penstock.schedules, or of torch.optim.lr_scheduler"},
     {"bf16.enabled", kTaken, "precision"},
     {"bf16.immediate_grad_update", kNoEffect, "gradients are summed as they come"},
     {"bf16.check_grad_overflow", kNoEffect, "a norm that is not finite is always seen"},
@@ -470,6 +470,8 @@ std::string TranslatedConfig::warning() const {
   return text.empty() ? "" : "keys of the DeepSpeed config without effect:" + text;
 }
 
+std::string plain_json(const std::string& json_text) { return parse(json_text).dump(); }
+
 bool is_deepspeed_config(const std::string& json_text) {
   const Json config = Json::parse(json_text, nullptr, false, true);
   if (!config.is_object()) return false;
@@ -496,6 +498,10 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
   TranslatedConfig translated;
   for (const auto& [key, value] : leaves.all) translated.given.push_back(look_up(key, value));
   translated.native = native_of(leaves, world).dump();
+  const Json none;
+  const Json& scheduler = config.contains("scheduler") ? config["scheduler"] : none;
+  if (scheduler.is_object() && !scheduler.value("type", none).is_null())
+    translated.scheduler = scheduler.dump();
   return translated;
 }
 

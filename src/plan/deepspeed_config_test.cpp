@@ -93,7 +93,6 @@ TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
       {R"({"zero_optimization": {"zero_quantized_weights": true}})", "not supported"},
       {R"({"optimizer": {"type": "OneBitAdam"}})", "torch optimizer"},
       {R"({"optimizer": {"type": "AdamW", "params": {"bias_correction": false}}})", "corrected"},
-      {R"({"scheduler": {"type": "WarmupLR"}})", "lr_scheduler"},
       {R"({"train_batch_size": 15})", "a multiple"},
       {R"({"train_batch_size": "many"})", "a number"},
       {R"({"gradient_allreduce_op": "sum"})", "averaged"},

@@ -82,7 +82,7 @@ def test_nothing_is_said_where_all_is_taken():
 
 def test_errors_name_the_key():
     for change, says in [
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "lr_scheduler"),
+        ({"scheduler": {"type": "Warmup", "params": {}}}, "scheduler.type"),
         ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
         ({"strategy": "zero3"}, "one dialect"),
     ]:

@@ -65,6 +65,24 @@ def convert(
         ) from error
 
 
+def state_dict(
+    source: str | os.PathLike[str], tag: str = "", trained_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """Weights and buffers of a checkpoint of ours, of DeepSpeed or of another kind, in memory.
+
+    Args:
+        source: as convert() takes it.
+        tag: which of the checkpoints in it.
+        trained_only: without parameters that the optimizer does not have.
+    """
+    path = pathlib.Path(source)
+    if (path / _MANIFEST).is_file() or any(path.glob(f"*/{_MANIFEST}")):
+        return writers.whole(writers.of_ours(path, tag, lambda line: None), trained_only)
+    found = _read(path, Options(tag=tag))
+    found.finish()
+    return writers.whole(writers.of_foreign(found), trained_only)
+
+
 def _convert(path: pathlib.Path, target: pathlib.Path, wanted: Options, ours: bool) -> str:
     if ours:
         if wanted.to == "penstock":

@@ -194,11 +194,23 @@ def write_others(held: Held, out: pathlib.Path, how: Options) -> str:
         weights = by_name | {other: by_name[name] for other, name in tied.items()}
         dcp.write(out, weights, held.moments, options)
         return str(out)
-    whole = {one.name: _cast(_values(one), how.dtype) for one in held.weights}
-    whole |= {other: whole[name] for other, name in tied.items()}
+    made = whole(held, dtype=how.dtype)
     with _replaced(out) as draft:
-        torch.save(whole, draft)
+        torch.save(made, draft)
     return str(out)
+
+
+def whole(
+    held: Held, trained_only: bool = False, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Weights and buffers by name, those that are tied under all their names."""
+    trained = {name for group in held.groups for name in group["params"]}
+    chosen = {
+        one.name: _cast(_values(one), dtype)
+        for one in held.weights
+        if not trained_only or one.role == "buffer" or one.name in trained
+    }
+    return chosen | {other: chosen[name] for other, name in held.tied.items() if name in chosen}
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""DeepSpeed's names over Penstock's engine; what they translate to is in docs/deepspeed.md."""
+
+import argparse as _argparse
+from typing import Any as _Any
+
+from . import _absent, git_version_info
+from . import checkpoint as checkpoint
+from . import comm as comm
+from . import module_inject as module_inject
+from . import monitor as monitor
+from . import ops as ops
+from . import pipe as pipe
+from . import profiling as profiling
+from . import runtime as runtime
+from . import utils as utils
+from ._initialize import initialize as initialize
+from .accelerator import get_accelerator as get_accelerator
+from .comm.comm import init_distributed as init_distributed
+from .runtime import zero as zero
+from .runtime.activation_checkpointing import checkpointing as checkpointing
+from .runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
+from .runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer
+from .runtime.config import DeepSpeedConfig as DeepSpeedConfig
+from .runtime.config import DeepSpeedConfigError as DeepSpeedConfigError
+from .runtime.engine import ADAM_OPTIMIZER as ADAM_OPTIMIZER
+from .runtime.engine import LAMB_OPTIMIZER as LAMB_OPTIMIZER
+from .runtime.engine import DeepSpeedEngine as DeepSpeedEngine
+from .runtime.lr_schedules import add_tuning_arguments as add_tuning_arguments
+from .runtime.pipe.module import PipelineModule as PipelineModule
+from .utils import log_dist as log_dist
+from .utils import logger as logger
+from .utils.init_on_device import OnDevice as OnDevice
+
+__version__ = version = git_version_info.version
+__version_major__, __version_minor__, __version_patch__ = (
+    int(part) for part in version.partition("+")[0].split(".")
+)
+__git_hash__, __git_branch__ = git_version_info.git_hash, git_version_info.git_branch
+dist = comm
+
+PipelineEngine = _absent.cls("deepspeed.PipelineEngine", "pipelines are not built yet")
+DeepSpeedHybridEngine = _absent.cls(
+    "deepspeed.DeepSpeedHybridEngine", "engine.module.generate() works under every strategy"
+)
+InferenceEngine = _absent.cls("deepspeed.InferenceEngine", "it trains")
+DeepSpeedInferenceConfig = _absent.cls("deepspeed.DeepSpeedInferenceConfig", "it trains")
+DeepSpeedTransformerLayer = _absent.cls(
+    "deepspeed.DeepSpeedTransformerLayer", "use a layer of torch"
+)
+DeepSpeedTransformerConfig = _absent.cls(
+    "deepspeed.DeepSpeedTransformerConfig", "use a layer of torch"
+)
+init_inference = _absent.function(
+    "deepspeed.init_inference", "it trains; call the model under torch.inference_mode()"
+)
+default_inference_config = _absent.function("deepspeed.default_inference_config", "it trains")
+set_autotp_mode = _absent.function(
+    "deepspeed.set_autotp_mode", "tensor parallelism is not built yet"
+)
+tp_model_init = _absent.function("deepspeed.tp_model_init", "tensor parallelism is not built yet")
+
+
+def add_config_arguments(parser: _argparse.ArgumentParser) -> _argparse.ArgumentParser:
+    """Adds --deepspeed and --deepspeed_config to a script's parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="for the script")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="path of a JSON file")
+    group.add_argument("--deepscale", default=False, action="store_true", help="of old scripts")
+    group.add_argument("--deepscale_config", default=None, type=str, help="of old scripts")
+    return parser
+
+
+def is_compile_supported() -> bool:
+    """torch.compile works on blocks of a model."""
+    return True
+
+
+def __getattr__(name: str) -> _Any:
+    raise AttributeError(
+        f"deepspeed.{name}: Penstock's package has no such name (docs/deepspeed.md lists them)"
+    )

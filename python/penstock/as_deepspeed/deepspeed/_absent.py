@@ -1,0 +1,36 @@
+"""Names that DeepSpeed has and Penstock has not: they import, and raise where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from penstock import ConfigError
+
+
+def _refusal(name: str, instead: str) -> ConfigError:
+    return ConfigError(f"[deepspeed] {name} is not supported by Penstock: {instead}")
+
+
+def function(name: str, instead: str) -> Callable[..., Any]:
+    """One that raises ConfigError where it is called."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _refusal(name, instead)
+
+    refuse.__name__ = refuse.__qualname__ = name.rpartition(".")[2]
+    refuse.__doc__ = f"Not supported: {instead}."
+    return refuse
+
+
+def cls(name: str, instead: str, bases: tuple[type, ...] = ()) -> type:
+    """A class that raises ConfigError where an object of it is made."""
+
+    def refuse(_self: Any, *_: Any, **__: Any) -> None:
+        raise _refusal(name, instead)
+
+    return type(
+        name.rpartition(".")[2],
+        bases,
+        {"__init__": refuse, "__doc__": f"Not supported: {instead}."},
+    )

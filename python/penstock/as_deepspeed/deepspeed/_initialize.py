@@ -1,0 +1,113 @@
+"""deepspeed.initialize()."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from penstock import ConfigError
+
+from .comm.comm import init_distributed
+from .runtime.engine import DeepSpeedEngine
+from .runtime.pipe.module import PipelineModule
+from .utils.logging import log_dist
+
+
+def initialize(  # noqa: PLR0913 - as DeepSpeed's
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Makes an engine; all ranks call it together.
+
+    Args:
+        args: of the script; `args.deepspeed_config` is the config where no other is given.
+        model: any nn.Module, also one that was built under `zero.Init`.
+        optimizer: a torch optimizer, or a callable that takes the parameters; default: of the
+            config.
+        model_parameters: parameters or groups for the config's optimizer; default: all that train.
+        training_data: a dataset, for the loader that is returned.
+        lr_scheduler: stepped after each update, or a callable that takes the optimizer; default:
+            the config's.
+        distributed_port: of rank 0, where no launcher says it.
+        mpu: its parallel sizes must be 1.
+        dist_init_required: False where torch.distributed is there or is not wanted.
+        collate_fn: of the loader.
+        config: a dict, a path, JSON text, or base64 of it.
+        mesh_param: must be None.
+        config_params: another name of `config`.
+
+    Returns:
+        The engine, its optimizer (None without one), the loader (None without training_data) and
+        the scheduler (None without one).
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+    log_dist("DeepSpeed info: version=0.19.8+penstock, git-hash=penstock", ranks=[0])
+    _check(model, mpu, mesh_param)
+    given = _one_config(args, config, config_params)
+    if dist_init_required is not False and not torch.distributed.is_initialized():
+        init_distributed(distributed_port=distributed_port)
+    engine = DeepSpeedEngine(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        config=given,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _one_config(args: Any, config: Any, config_params: Any) -> Any:
+    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = [one for one in (config, config_params, of_args) if one is not None]
+    if not given:
+        raise ConfigError(
+            "[deepspeed::initialize] no config: pass config=, or args with deepspeed_config"
+        )
+    if len(given) > 1 and of_args is not None:
+        raise ConfigError(
+            "[deepspeed::initialize] a config is given both as an argument and as "
+            "args.deepspeed_config: keep one"
+        )
+    return given[0]
+
+
+def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"[deepspeed::initialize] model is a {type(model).__name__}, not an nn.Module"
+        )
+    if isinstance(model, PipelineModule):
+        raise ConfigError("[deepspeed::initialize] pipelines are not built yet")
+    if mesh_param is not None:
+        raise ConfigError("[deepspeed::initialize] mesh_param: sequence parallelism is not built")
+    for name in (
+        "get_model_parallel_world_size",
+        "get_tensor_model_parallel_world_size",
+        "get_pipeline_model_parallel_world_size",
+        "get_sequence_parallel_world_size",
+    ):
+        size = getattr(mpu, name, None)
+        if callable(size) and size() > 1:
+            raise ConfigError(
+                f"[deepspeed::initialize] {name}() of the mpu is {size()}: only data parallelism "
+                f"is built"
+            )

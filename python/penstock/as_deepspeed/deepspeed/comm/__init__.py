@@ -1,0 +1,8 @@
+"""torch.distributed, under DeepSpeed's names."""
+
+from . import comm as _comm
+from .comm import *  # noqa: F403
+
+
+def __getattr__(name: str) -> object:
+    return getattr(_comm, name)

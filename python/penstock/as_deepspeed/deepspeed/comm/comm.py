@@ -1,0 +1,184 @@
+"""Collectives of torch.distributed; the engine has connections of its own."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
+
+from penstock import ConfigError
+
+_TIMEOUT = datetime.timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
+
+
+def init_distributed(  # noqa: PLR0913 - as DeepSpeed's
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Makes torch.distributed's process group, unless there is one.
+
+    Ranks are found in the launcher's environment; without one this process is alone.
+    """
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    waits = timeout or _TIMEOUT
+    backend = dist_backend or "gloo"
+    if "nccl" in backend or "ccl" == backend:
+        backend = "gloo"
+    if init_method is not None:
+        dist.init_process_group(
+            backend,
+            timeout=waits,
+            init_method=init_method,
+            rank=rank if rank >= 0 else int(os.environ["RANK"]),
+            world_size=world_size if world_size > 0 else int(os.environ["WORLD_SIZE"]),
+        )
+        return
+    from penstock.environment import adopt  # noqa: PLC0415 - reads the environment
+
+    adopt()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "MASTER_ADDR" in os.environ:
+        os.environ.setdefault("RANK", "0")
+        os.environ.setdefault("WORLD_SIZE", "1")
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        dist.init_process_group(backend, timeout=waits)
+    else:
+        dist.init_process_group(
+            backend,
+            timeout=waits,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+        )
+
+
+def is_initialized() -> bool:
+    return dist.is_initialized()
+
+
+def is_available() -> bool:
+    return dist.is_available()
+
+
+def get_rank(group: Any = None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> Any:
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+def is_backend_available(backend: str) -> bool:
+    return dist.is_backend_available(backend)
+
+
+def all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    return dist.all_reduce(tensor, op, group, async_op)
+
+
+def inference_all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None
+) -> Any:
+    return dist.all_reduce(tensor, op, group)
+
+
+def broadcast(
+    tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False, **kwargs: Any
+) -> Any:
+    return dist.broadcast(tensor, src, group, async_op)
+
+
+def all_gather(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None,
+    async_op: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
+    return dist.all_gather(tensor_list, tensor, group, async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    return dist.all_gather_into_tensor(output_tensor, tensor, group, async_op)
+
+
+allgather_fn = all_gather_into_tensor
+
+
+def reduce_scatter_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM,
+    group: Any = None, async_op: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+reduce_scatter_fn = reduce_scatter_tensor
+
+
+def all_gather_coalesced(
+    output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Any = None,
+    async_op: bool = False,
+) -> None:  # fmt: skip
+    for made, given in zip(output_tensors, input_tensors, strict=True):
+        dist.all_gather_into_tensor(made, given, group)
+
+
+def all_reduce_coalesced(
+    tensors: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None,
+    async_op: bool = False,
+) -> None:  # fmt: skip
+    for tensor in tensors:
+        dist.all_reduce(tensor, op, group)
+
+
+def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, **_: Any) -> Any:
+    return dist.barrier(group, async_op)
+
+
+def configure(deepspeed_config: Any = None, **_: Any) -> None:
+    """Sets DeepSpeed's communication logger; there is none here, `penstock status` shows waits."""
+
+
+def log_summary(show_straggler: bool = False) -> None:
+    """Prints nothing: see configure()."""
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+    if len(mesh_shape) > 1 and max(mesh_shape[1:]) > 1:
+        raise ConfigError("[deepspeed] a mesh with more than data parallelism is not built yet")
+    return device_mesh.init_device_mesh("cpu", mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(dist, name)

@@ -1,0 +1,1 @@
+"""Inference engines, which are not built: the engine trains."""

@@ -1,0 +1,11 @@
+"""Experts."""
+
+import torch
+
+from .. import _absent
+
+MoE = _absent.cls(
+    "deepspeed.moe.layer.MoE",
+    "expert parallelism is not built yet; experts of a model's own train under every strategy",
+    (torch.nn.Module,),
+)

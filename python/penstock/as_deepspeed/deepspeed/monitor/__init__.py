@@ -1,0 +1,1 @@
+"""Writers of metrics, which are not built yet."""

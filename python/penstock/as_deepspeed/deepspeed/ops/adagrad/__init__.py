@@ -1,0 +1,3 @@
+"""Adagrad."""
+
+from .cpu_adagrad import DeepSpeedCPUAdagrad as DeepSpeedCPUAdagrad

@@ -1,0 +1,46 @@
+"""Adam, on the engine's kernels inside an engine and on torch's outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from penstock import ConfigError, optimizer
+
+
+def refuse(name: str, bias_correction: bool, amsgrad: bool) -> None:
+    if not bias_correction:
+        raise ConfigError(f"[deepspeed::{name}] moments are always corrected for their bias")
+    if amsgrad:
+        raise ConfigError(f"[deepspeed::{name}] amsgrad is not supported: use torch.optim.Adam")
+
+
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """Adam, with decoupled weight decay where `adamw_mode`.
+
+    `fp32_optimizer_states=False` keeps moments in bf16 (in an engine).
+    """
+
+    optimizer_id = 0
+
+    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        refuse(type(self).__name__, bias_correction, amsgrad)
+        super().__init__(
+            model_params, lr, betas, eps, weight_decay, decoupled_weight_decay=adamw_mode
+        )
+        self.adam_w_mode, self.fp32_optimizer_states = adamw_mode, fp32_optimizer_states
+
+
+optimizer.register(DeepSpeedCPUAdam, "Adam")

@@ -1,0 +1,34 @@
+"""Adam, on the engine's kernels inside an engine and on torch's outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from penstock import optimizer
+
+from .cpu_adam import refuse
+
+
+class FusedAdam(torch.optim.Adam):
+    """Adam, with decoupled weight decay where `adam_w_mode`."""
+
+    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        refuse("FusedAdam", bias_correction, amsgrad)
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=adam_w_mode)
+        self.adam_w_mode = 1 if adam_w_mode else 0
+
+
+optimizer.register(FusedAdam, "Adam")

@@ -1,0 +1,6 @@
+"""Reading and writing files without waiting: part of the engine's disk tier."""
+
+from ..op_builder import ALL_OPS
+
+AsyncIOBuilder = ALL_OPS["async_io"]
+GDSBuilder = ALL_OPS["gds"]

@@ -1,0 +1,6 @@
+"""Pipelines, which are not built yet."""
+
+from ..runtime.pipe import LayerSpec as LayerSpec
+from ..runtime.pipe import PipelineModule as PipelineModule
+from ..runtime.pipe import ProcessTopology as ProcessTopology
+from ..runtime.pipe import TiedLayerSpec as TiedLayerSpec

@@ -1,0 +1,67 @@
+"""DeepSpeedConfig: a config of DeepSpeed's, read and looked at."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from penstock import ConfigError, config_file
+from penstock._native import _penstock
+
+DeepSpeedConfigError = ConfigError
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A dict, JSON text, a path or base64 of the text, as a dict; comments are allowed."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    found: dict[str, Any] = json.loads(_penstock.plain_json(config_file.text_of(config)))
+    return found
+
+
+class DeepSpeedConfig:
+    """What a config says, with the names that DeepSpeed's own object has.
+
+    `penstock explain --config ds_config.json` prints every value in effect.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        given = as_dict(config)
+        text = json.dumps(config_file.finite(given))
+        self.translated = _penstock.translate_deepspeed_config(text, config_file.world())
+        self.native: dict[str, Any] = json.loads(self.translated.native)
+        resolved = _penstock.Config(self.native).resolved(config_file.world())
+        batch = resolved.batch
+        self._param_dict = given
+        self.train_micro_batch_size_per_gpu = batch.micro
+        self.gradient_accumulation_steps = batch.accumulate
+        self.train_batch_size = batch.global_
+        zero = given.get("zero_optimization") or {}
+        zero = {"stage": int(zero)} if isinstance(zero, bool) else zero
+        self.zero_config = types.SimpleNamespace(**{"stage": 0, **zero})
+        self.zero_optimization_stage = int(zero.get("stage", 0) or 0)
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.bfloat16_enabled = resolved.precision == "bf16"
+        self.fp16_enabled = self.float16_enabled = resolved.precision == "fp16"
+        self.gradient_clipping = resolved.clip
+        self.steps_per_print = _number(given.get("steps_per_print"))
+        self.optimizer_name = ((given.get("optimizer") or {}).get("type") or "").lower() or None
+        self.optimizer_params = (given.get("optimizer") or {}).get("params")
+        self.scheduler_name = (given.get("scheduler") or {}).get("type")
+        self.scheduler_params = (given.get("scheduler") or {}).get("params")
+        self.wall_clock_breakdown = bool(given.get("wall_clock_breakdown", False))
+        self.dataloader_drop_last = bool(given.get("dataloader_drop_last", False))
+
+    def print(self, name: str = "DeepSpeedConfig") -> None:
+        """Prints what was given."""
+        print(f"{name}: {json.dumps(config_file.finite(self._param_dict), indent=2)}")
+
+
+def _number(value: Any) -> int:
+    """0 where nothing is to be printed: absent, null or infinite."""
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0

@@ -1,0 +1,4 @@
+"""Loaders."""
+
+from ..utils.loaders import DeepSpeedDataLoader as DeepSpeedDataLoader
+from ..utils.loaders import RepeatingLoader as RepeatingLoader

@@ -1,0 +1,271 @@
+"""DeepSpeedEngine: DeepSpeed's training loop over a Penstock engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import penstock
+from penstock import ConfigError, schedules
+from penstock import optimizer as optimizers
+from penstock._native import _penstock
+
+from ..utils.logging import log_dist
+from .base_optimizer import ZeROOptimizer
+from .config import DeepSpeedConfig
+from .engine_checkpoints import EngineCheckpoints
+from .engine_settings import EngineSettings
+from .zero.partition_parameters import mark
+from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from .zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
+# Keys that have no effect in an engine of our own and that this one takes.
+_TAKEN_HERE = ("steps_per_print", "dataloader_drop_last")
+
+
+def _warn_of(translated: Any) -> None:
+    text = translated.warning
+    lines = [line for line in text.splitlines()[1:] if line.strip()]
+    kept = []
+    for line in lines:
+        keys, _, why = line.strip().partition(": ")
+        left = [one for one in keys.split(", ") if one not in _TAKEN_HERE]
+        if left:
+            kept.append(f"  {', '.join(left)}: {why}")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if kept and rank == 0:
+        warnings.warn(
+            "[deepspeed::initialize] keys of the config without effect:\n" + "\n".join(kept),
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _optimizer_of(
+    config: DeepSpeedConfig, model: torch.nn.Module, given: Any, parameters: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The torch optimizer (None where there is none) and the native config for it."""
+    native = dict(config.native)
+    section = native.pop("optimizer", None)
+    if isinstance(given, ZeROOptimizer):
+        raise ConfigError("[deepspeed::initialize] the optimizer is another engine's")
+    chosen = [one for one in model.parameters() if one.requires_grad]
+    if parameters is not None:
+        chosen = list(parameters)
+    if given is not None:
+        if not isinstance(given, torch.optim.Optimizer) and callable(given):
+            given = given(chosen)
+        if not getattr(given, "fp32_optimizer_states", True):
+            native["optimizer"] = {"moments_dtype": "bf16"}
+        return given, native
+    if section is None:
+        return None, native
+    if "moments_dtype" in section:
+        native["optimizer"] = {"moments_dtype": section.pop("moments_dtype")}
+    made = _penstock.Config({"optimizer": section}).optimizer
+    return optimizers.build(made, chosen), native
+
+
+class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
+    """Trains one model, with the calls of DeepSpeed's engine. Made by `deepspeed.initialize()`.
+
+    Attributes:
+        module: the model.
+        native: the penstock.Engine that trains it.
+        optimizer: with parameter groups; None where no optimizer was given.
+        lr_scheduler: stepped after each update; may be replaced.
+        training_dataloader: of `training_data`, or None.
+        config: the config that was given, a dict.
+        global_steps, micro_steps, skipped_steps, global_samples: counted so far.
+    """
+
+    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+        self,
+        args: Any,
+        model: torch.nn.Module,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        mpu: Any = None,
+        dist_init_required: Any = None,
+        collate_fn: Any = None,
+        config: Any = None,
+        config_class: Any = None,
+        mesh_device: Any = None,
+        dont_change_device: bool = False,
+    ) -> None:
+        super().__init__()
+        self._config = DeepSpeedConfig(config)
+        self.config = self._config._param_dict
+        _warn_of(self._config.translated)
+        self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
+        self.training_data, self.collate_fn, self.mpu = training_data, collate_fn, mpu
+        self.module = model
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self.last_step_overflowed = False
+        self._boundary: bool | None = None
+        self._applied = False
+        self._start(optimizer, model_parameters)
+        self.lr_scheduler = self._scheduler(lr_scheduler)
+        self.training_dataloader = (
+            None if training_data is None else self.deepspeed_io(training_data)
+        )
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = self.dp_world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.mp_world_size = 1
+        self.device = torch.device("cpu")
+
+    def _start(self, given: Any, parameters: Any) -> None:
+        made, native = _optimizer_of(self._config, self.module, given, parameters)
+        native["batch"] = {**native.get("batch", {}), "reduction": "sum"}
+        frozen = []
+        if made is None:  # weights that are only read
+            frozen = [one for one in self.module.parameters() if one.requires_grad]
+            for param in frozen:
+                param.requires_grad_(False)
+            if frozen:
+                log_dist("no optimizer: parameters do not require gradients any more", ranks=[0])
+        self.native = penstock.initialize(self.module, native, optimizer=made)
+        if self._config.zero_optimization_stage == 3:
+            for param in self.module.parameters():
+                mark(param)
+        self.basic_optimizer = made
+        self.optimizer = self._wrapped(made)
+
+    def _wrapped(self, made: Any) -> Any:
+        stage = self._config.zero_optimization_stage
+        if made is None or (stage == 0 and self._config.native["precision"] == "fp32"):
+            return made
+        return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(self, made)
+
+    def _scheduler(self, given: Any) -> Any:
+        if given is not None:
+            made = given if hasattr(given, "step") else given(self.basic_optimizer)
+        elif self._config.translated.scheduler and self.basic_optimizer is not None:
+            made = schedules.from_section(self._config.translated.scheduler)(self.basic_optimizer)
+        else:
+            return None
+        log_dist(f"DeepSpeed LR Scheduler = {type(made).__name__}", ranks=[0])
+        return made
+
+    # ---- training
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's forward, on the same arguments."""
+        return self.native(*inputs, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any
+    ) -> torch.Tensor:
+        """Gradients of the loss; with `scale_wrt_gas` of loss / gradient_accumulation_steps.
+
+        Returns the loss that was differentiated.
+        """
+        steps = self.gradient_accumulation_steps()
+        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
+        self.native.backward(scaled, retain_graph=retain_graph)
+        return scaled
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Ends a micro-batch; on a boundary updates the weights and steps the scheduler."""
+        self._applied = False
+        if self.is_gradient_accumulation_boundary():
+            self.take_model_step(lr_kwargs)
+        self.micro_steps += 1
+
+    def take_model_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """The update itself."""
+        if self.basic_optimizer is None:
+            raise ConfigError("[deepspeed::step] the engine was initialized without an optimizer")
+        self._applied = self.native.step(force=True)
+        self.last_step_overflowed = not self._applied
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if self._applied and self.lr_scheduler is not None:
+            self.basic_optimizer._opt_called = True  # torch's schedulers warn unless they see it
+            if lr_kwargs or optimizers.steps_alone(self.lr_scheduler):
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        if not self._applied:
+            self.skipped_steps += 1
+        every = self._config.steps_per_print
+        if every and self.global_steps % every == 0:
+            log_dist(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
+                f"mom={self.get_mom()}",
+                ranks=[0],
+            )
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() changed the weights."""
+        return self._applied
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next step() updates: what was set, else every so many micro-batches."""
+        if self._boundary is not None:
+            return self._boundary
+        return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the next step() updates, until it is said again."""
+        self._boundary = is_boundary
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss for a plain `.backward()`: by the loss scale, and over the accumulation."""
+        scaled: torch.Tensor = self.native.scale(loss) / self.gradient_accumulation_steps()
+        return scaled
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of the window."""
+        self.native.zero_grad()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accepted: gradients add up the same with it."""
+        if self._config.zero_optimization_stage >= 2:
+            raise ConfigError("[deepspeed::no_sync] not with ZeRO stage 2 and 3, as in DeepSpeed")
+        yield
+
+    coalesce_grad_reduction = no_sync
+
+    # ---- looking inside
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last update, before clipping; None before the first."""
+        return self.native.grad_norm if self.global_steps > 0 else None
+
+    def destroy(self) -> None:
+        """Gives the model its full weights back, where all ranks call it, and all memory.
+
+        Where a rank is gone already, the weights are dropped with a warning.
+        """
+        with contextlib.suppress(penstock.RuntimeFault):
+            self.native.close()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the model's blocks (torch.compile)."""
+        raise ConfigError(
+            "[deepspeed::compile] compile the model's blocks before initialize(): "
+            "for block in model.blocks: block.compile()"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("module", "native"):
+                raise
+        return getattr(self.module, name)
+
+    def dump_state(self) -> None:
+        """Prints the config in effect."""
+        print(json.dumps(json.loads(self.native.config.json()), indent=2))

@@ -1,0 +1,227 @@
+"""What an engine of deepspeed.initialize() says of its config, and what of it can be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock import ConfigError
+
+from ..utils.loaders import DeepSpeedDataLoader
+
+ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
+
+
+def _zero(key: str, default: Any) -> Callable[[Any], Any]:
+    def look(config: Any) -> Any:
+        found = getattr(config.zero_config, key, None)
+        return default if found is None or found == "auto" else found
+
+    return look
+
+
+def _key(section: str, key: str, default: Any) -> Callable[[Any], Any]:
+    def look(config: Any) -> Any:
+        found = (config._param_dict.get(section) or {}).get(key)
+        return default if found is None or found == "auto" else found
+
+    return look
+
+
+def _top(key: str, default: Any) -> Callable[[Any], Any]:
+    def look(config: Any) -> Any:
+        found = config._param_dict.get(key)
+        return default if found is None or found == "auto" else found
+
+    return look
+
+
+# Calls without arguments whose result is a value of the config.
+_GETTERS: dict[str, Callable[[Any], Any]] = {
+    "train_batch_size": lambda config: config.train_batch_size,
+    "train_micro_batch_size_per_gpu": lambda config: config.train_micro_batch_size_per_gpu,
+    "gradient_accumulation_steps": lambda config: config.gradient_accumulation_steps,
+    "zero_optimization": lambda config: config.zero_enabled,
+    "zero_optimization_stage": lambda config: config.zero_optimization_stage,
+    "zero_optimization_partition_gradients": lambda c: c.zero_optimization_stage >= 2,
+    "zero_optimization_partition_weights": lambda c: c.zero_optimization_stage >= 3,
+    "fp16_enabled": lambda config: config.fp16_enabled,
+    "bfloat16_enabled": lambda config: config.bfloat16_enabled,
+    "amp_enabled": lambda config: False,
+    "gradient_clipping": lambda config: config.gradient_clipping,
+    "optimizer_name": lambda config: config.optimizer_name,
+    "optimizer_params": lambda config: config.optimizer_params,
+    "scheduler_name": lambda config: config.scheduler_name,
+    "scheduler_params": lambda config: config.scheduler_params,
+    "steps_per_print": lambda config: config.steps_per_print,
+    "wall_clock_breakdown": lambda config: config.wall_clock_breakdown,
+    "dynamic_loss_scale": lambda c: c.fp16_enabled and not _key("fp16", "loss_scale", 0)(c),
+    "initial_dynamic_scale": lambda c: 2.0 ** _key("fp16", "initial_scale_power", 16)(c),
+    "loss_scale_value": _key("fp16", "loss_scale", 0),
+    "postscale_gradients": lambda c: not _top("prescale_gradients", False)(c),
+    "gradient_predivide_factor": _top("gradient_predivide_factor", 1.0),
+    "zero_allow_untested_optimizer": _top("zero_allow_untested_optimizer", False),
+    "zero_force_ds_cpu_optimizer": _top("zero_force_ds_cpu_optimizer", True),
+    "memory_breakdown": _top("memory_breakdown", False),
+    "sparse_gradients_enabled": lambda config: False,
+    "dump_state_enabled": _top("dump_state", False),
+    "zero_reduce_scatter": _zero("reduce_scatter", True),
+    "zero_overlap_comm": _zero("overlap_comm", False),
+    "zero_reduce_bucket_size": _zero("reduce_bucket_size", 500_000_000),
+    "zero_allgather_bucket_size": _zero("allgather_bucket_size", 500_000_000),
+    "zero_allgather_partitions": _zero("allgather_partitions", True),
+    "zero_contiguous_gradients": _zero("contiguous_gradients", True),
+    "zero_sub_group_size": _zero("sub_group_size", 1_000_000_000),
+    "zero_prefetch_bucket_size": _zero("stage3_prefetch_bucket_size", 50_000_000),
+    "zero_param_persistence_threshold": _zero("stage3_param_persistence_threshold", 100_000),
+    "zero_max_live_parameters": _zero("stage3_max_live_parameters", 1_000_000_000),
+    "zero_max_reuse_distance": _zero("stage3_max_reuse_distance", 1_000_000_000),
+    "zero_round_robin_gradients": _zero("round_robin_gradients", False),
+    "zero_ignore_unused_parameters": _zero("ignore_unused_parameters", True),
+    "zero_elastic_checkpoint": _zero("elastic_checkpoint", False),
+    "zero_load_from_fp32_weights": _zero("load_from_fp32_weights", True),
+    "zero_offload_param": _zero("offload_param", None),
+    "zero_offload_optimizer": _zero("offload_optimizer", None),
+    "zero_hpz_partition_size": _zero("zero_hpz_partition_size", 1),
+    "mics_shard_size": _zero("mics_shard_size", -1),
+    "zero_quantized_weights": lambda config: False,
+    "zero_quantized_gradients": lambda config: False,
+    "zero_gather_16bit_weights_on_model_save": lambda c: bool(
+        _zero("stage3_gather_16bit_weights_on_model_save", None)(c)
+        or _zero("stage3_gather_fp16_weights_on_model_save", False)(c)
+    ),
+    "zero_cpu_offload": lambda c: (
+        (_zero("offload_optimizer", None)(c) or {}).get("device") == "cpu"
+    ),
+    "zero_use_cpu_optimizer": lambda c: (
+        (_zero("offload_optimizer", None)(c) or {}).get("device") in ("cpu", "nvme")
+    ),
+    "load_universal_checkpoint": _key("checkpoint", "load_universal", False),
+    "use_node_local_storage": _key("checkpoint", "use_node_local_storage", False),
+    "checkpoint_tag_validation_enabled": lambda config: True,
+    "checkpoint_tag_validation_fail": lambda config: True,
+    "elasticity_enabled": _key("elasticity", "enabled", False),
+    "curriculum_enabled_legacy": _key("curriculum_learning", "enabled", False),
+    "flops_profiler_enabled": _key("flops_profiler", "enabled", False),
+    "autotuning_enabled": lambda config: False,
+    "pld_enabled": lambda config: False,
+    "eigenvalue_enabled": lambda config: False,
+    "communication_data_type": _top("communication_data_type", None),
+    "dataloader_drop_last": lambda config: config.dataloader_drop_last,
+    "torch_autocast_enabled": lambda config: False,
+    "is_deepcompile_enabled": lambda config: False,
+    "swap_tensor_config": _top("aio", None),
+    "aio_config": _top("aio", None),
+}
+
+
+class EngineSettings:
+    """The part of an engine that has them."""
+
+    _config: Any
+    native: Any
+    basic_optimizer: Any
+    module: torch.nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        getter = _GETTERS.get(name)
+        if getter is not None:
+            return lambda: getter(self._config)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, of a micro-batch, and micro-batches of a step."""
+        config = self._config
+        return (
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+        )
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the accumulation, from the next window on."""
+        config = self._config
+        per_step = config.train_micro_batch_size_per_gpu * self.native.config.mesh.data
+        if per_step == 0 or train_batch_size % per_step != 0:
+            raise ConfigError(
+                f"[deepspeed::set_train_batch_size] {train_batch_size} is no multiple of "
+                f"micro-batch times ranks, {per_step}"
+            )
+        config.gradient_accumulation_steps = train_batch_size // per_step
+        config.train_batch_size = train_batch_size
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the micro-batch, and with it the batch."""
+        config = self._config
+        config.train_micro_batch_size_per_gpu = micro_batch_size
+        ranks = self.native.config.mesh.data
+        config.train_batch_size = micro_batch_size * config.gradient_accumulation_steps * ranks
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Changes the micro-batches of a step, and with it the batch."""
+        config = self._config
+        config.gradient_accumulation_steps = steps
+        ranks = self.native.config.mesh.data
+        config.train_batch_size = config.train_micro_batch_size_per_gpu * steps * ranks
+
+    def get_lr(self) -> list[float]:
+        """Of each parameter group."""
+        return [group["lr"] for group in self.basic_optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.basic_optimizer.param_groups:
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each parameter group."""
+        groups = self.basic_optimizer.param_groups
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    @property
+    def cur_scale(self) -> float:
+        return float(self.native.loss_scale)
+
+    loss_scale = cur_scale
+
+    def deepspeed_io(  # noqa: PLR0913 - as DeepSpeed's
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = ROUTE_TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader over this rank's samples of a dataset."""
+        size = batch_size or self._config.train_micro_batch_size_per_gpu
+        if not size:
+            raise ConfigError(
+                "[deepspeed::deepspeed_io] the config says no train_micro_batch_size_per_gpu"
+            )
+        return DeepSpeedDataLoader(
+            dataset,
+            size,
+            collate_fn=collate_fn or getattr(self, "collate_fn", None),
+            num_local_io_workers=num_local_io_workers or 0,
+            data_sampler=data_sampler,
+            dataloader_drop_last=self._config.dataloader_drop_last,
+        )
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing: gradients are averaged in backward."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: what is gathered is let go of when it was used."""
+
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """Raises ConfigError: say where states are in the config."""
+        raise ConfigError(
+            "[deepspeed::offload_states] states are where the config says (offload_optimizer, "
+            "offload_param)"
+        )
+
+    def reload_states(self, *_: Any, **__: Any) -> None:
+        """Nothing: see offload_states()."""

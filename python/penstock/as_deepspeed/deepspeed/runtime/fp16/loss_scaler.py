@@ -1,0 +1,39 @@
+"""Objects that DeepSpeed's checkpoints hold; the engine scales losses itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+INITIAL_LOSS_SCALE = "init_scale"
+SCALE_WINDOW = "scale_window"
+DELAYED_SHIFT = "delayed_shift"
+CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
+MIN_LOSS_SCALE = "min_scale"
+
+
+class LossScalerBase:
+    """A scale that a checkpoint holds."""
+
+    def __init__(self, cur_scale: float) -> None:
+        self.cur_scale = cur_scale
+        self.dynamic = False
+
+    @property
+    def loss_scale(self) -> float:
+        return self.cur_scale
+
+
+class LossScaler(LossScalerBase):
+    """One that stays."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(scale)
+
+
+class DynamicLossScaler(LossScalerBase):
+    """One that follows overflows."""
+
+    def __init__(self, init_scale: float = 2.0**32, **options: Any) -> None:
+        super().__init__(init_scale)
+        self.dynamic = True
+        self.__dict__.update(options)

@@ -1,0 +1,82 @@
+"""DeepSpeed's schedules (penstock.schedules)."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from penstock.schedules import LRRangeTest as LRRangeTest
+from penstock.schedules import OneCycle as OneCycle
+from penstock.schedules import WarmupCosineLR as WarmupCosineLR
+from penstock.schedules import WarmupDecayLR as WarmupDecayLR
+from penstock.schedules import WarmupLR as WarmupLR
+
+LR_SCHEDULE = "lr_schedule"
+LR_RANGE_TEST = "LRRangeTest"
+ONE_CYCLE = "OneCycle"
+WARMUP_LR = "WarmupLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_COSINE_LR = "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+WARMUP_MIN_LR, WARMUP_MAX_LR = "warmup_min_lr", "warmup_max_lr"
+WARMUP_NUM_STEPS, WARMUP_TYPE = "warmup_num_steps", "warmup_type"
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+TOTAL_NUM_STEPS = "total_num_steps"
+_ARGUMENTS: dict[str, Any] = {
+    "lr_range_test_min_lr": 0.001,
+    "lr_range_test_step_rate": 1.0,
+    "lr_range_test_step_size": 1000,
+    "lr_range_test_staircase": False,
+    "cycle_first_step_size": 1000,
+    "cycle_first_stair_count": -1,
+    "cycle_second_step_size": -1,
+    "cycle_second_stair_count": -1,
+    "decay_step_size": 1000,
+    "cycle_min_lr": 0.01,
+    "cycle_max_lr": 0.1,
+    "decay_lr_rate": 0.0,
+    "cycle_momentum": False,
+    "cycle_min_mom": 0.8,
+    "cycle_max_mom": 0.9,
+    "decay_mom_rate": 0.0,
+    "warmup_min_lr": 0,
+    "warmup_max_lr": 0.001,
+    "warmup_num_steps": 1000,
+    "warmup_type": "log",
+    "warmup_min_ratio": 0.01,
+    "cos_min_ratio": 0.01,
+}
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds an option for each parameter of a schedule to a script's parser."""
+    group = parser.add_argument_group("Convergence Tuning", "of a schedule")
+    group.add_argument("--lr_schedule", type=str, default=None, help="its name")
+    for name, default in _ARGUMENTS.items():
+        kind: Any = (lambda text: text == "True") if isinstance(default, bool) else type(default)
+        group.add_argument(f"--{name}", type=kind, default=default)
+    return parser
+
+
+def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str]:
+    """The config's section for what add_tuning_arguments() read, and what is wrong with it."""
+    name = getattr(args, LR_SCHEDULE, None)
+    if name not in VALID_LR_SCHEDULES:
+        return None, f"{name!r} is no schedule; there are {', '.join(VALID_LR_SCHEDULES)}"
+    prefixes = {LR_RANGE_TEST: ("lr_range_test",), ONE_CYCLE: ("cycle", "decay")}
+    mine = prefixes.get(name, ("warmup", "cos"))
+    params = {
+        key: getattr(args, key) for key in _ARGUMENTS if key.startswith(mine) and hasattr(args, key)
+    }
+    return {"type": name, "params": params}, ""
+
+
+def get_lr_from_config(config: dict[str, Any]) -> tuple[Any, str]:
+    """The highest rate of a config's section, and what is wrong with it."""
+    params = config.get("params")
+    if config.get("type") not in VALID_LR_SCHEDULES or params is None:
+        return None, "the section has no type of a schedule, or no params"
+    for name in ("lr_range_test_min_lr", "cycle_max_lr", "warmup_max_lr"):
+        if name in params:
+            return params[name], ""
+    return None, f"{config['type']} sets shares of the optimizer's own rate"

@@ -1,0 +1,6 @@
+"""Pipelines, which are not built yet."""
+
+from .module import LayerSpec as LayerSpec
+from .module import PipelineModule as PipelineModule
+from .module import TiedLayerSpec as TiedLayerSpec
+from .topology import ProcessTopology as ProcessTopology

@@ -1,0 +1,21 @@
+"""Where offloaded state goes."""
+
+import enum
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    """Of offload_param.device and offload_optimizer.device."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    """What engine.offload_states() names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"

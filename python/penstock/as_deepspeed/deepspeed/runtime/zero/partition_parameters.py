@@ -1,0 +1,306 @@
+"""Sharded parameters: building a model in pieces, and looking at whole parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+import penstock
+from penstock import ConfigError, sharded_init
+from penstock.engine import engine_of
+
+_orig_torch_arange = torch.arange
+_orig_torch_empty, _orig_torch_zeros = torch.empty, torch.zeros
+_orig_torch_ones, _orig_torch_full = torch.ones, torch.full
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: torch.dtype) -> Any:
+    """The constructor itself: dtypes are those that the model's code asks for."""
+    return fn
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter's values are whole on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(enum.Enum):
+    """Whether it is sharded."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+_ids = itertools.count()
+
+
+def mark(param: torch.Tensor) -> None:
+    """Gives a sharded parameter the attributes that DeepSpeed's have. Its shape stays the full
+    one."""
+    if hasattr(param, "ds_id"):
+        return
+    made: Any = param
+    made.ds_id = next(_ids)
+    made.ds_shape, made.ds_numel = param.shape, param.numel()
+    made.ds_status, made.ds_persist = ZeroParamStatus.NOT_AVAILABLE, False
+    made.ds_active_sub_modules = set()
+    made.ds_process_group = None
+    made.ds_tensor = None
+    for name in ("partition_numel", "all_gather", "partition", "ds_summary"):
+        setattr(made, name, types.MethodType(_METHODS[name], param))
+
+
+def _partition_numel(param: Any) -> int:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return -(-int(param.ds_numel) // world)
+
+
+_open: dict[int, list[Any]] = {}
+
+
+def _all_gather(param: Any, param_list: Any = None, **_: Any) -> None:
+    """Whole until partition()."""
+    chosen = [param] if param_list is None else list(param_list)
+    context = GatheredParameters(chosen)
+    context.__enter__()
+    _open.setdefault(id(param), []).append(context)
+
+
+def _partition(param: Any, param_list: Any = None, **_: Any) -> None:
+    if _open.get(id(param)):
+        _open[id(param)].pop().__exit__(None, None, None)
+
+
+def _summary(param: Any, **_: Any) -> dict[str, Any]:
+    return {
+        "id": param.ds_id,
+        "status": param.ds_status.name,
+        "numel": param.numel(),
+        "ds_numel": param.ds_numel,
+        "shape": tuple(param.shape),
+        "ds_shape": tuple(param.ds_shape),
+        "requires_grad": param.requires_grad,
+    }
+
+
+_METHODS: dict[str, Any] = {
+    "partition_numel": _partition_numel,
+    "all_gather": _all_gather,
+    "partition": _partition,
+    "ds_summary": _summary,
+}
+
+
+def _nvme_path(config: Any) -> str:
+    """Where a config has parameters on disk."""
+    section = (config.get("zero_optimization") or {}) if config else {}
+    offload = section.get("offload_param") or {} if isinstance(section, dict) else {}
+    return str(offload.get("nvme_path") or "") if offload.get("device") == "nvme" else ""
+
+
+class Init:
+    """Parameters of modules that are built in this context are sharded as they are made.
+
+    Their shapes and dtypes stay as they are (`ds_shape` is the same), and values too: the engine
+    casts to its precision. See penstock.init().
+
+    Args:
+        module: one that is there already, to be sharded at once.
+        remote_device: "nvme": parts are on disk (with `offload_param.nvme_path` of the config).
+        config_dict_or_path: the config, for that path.
+        config: another name of it.
+        enabled: False changes nothing.
+        options: of DeepSpeed's; without effect.
+    """
+
+    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+        self,
+        module: torch.nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **options: Any,
+    ) -> None:
+        from ..config import as_dict  # noqa: PLC0415 - it imports the engine
+
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        self._path = _nvme_path(as_dict(given) if given is not None else None)
+        if remote_device not in (None, "none", "cpu", "nvme", "cuda"):
+            raise ConfigError(f'[deepspeed::zero.Init] remote_device is "{remote_device}"')
+        if enabled and not dist.is_initialized():
+            from ...comm.comm import init_distributed  # noqa: PLC0415 - as above
+
+            init_distributed()
+        self.enabled = enabled
+        self._stack: contextlib.ExitStack | None = None
+        if module is not None and enabled:
+            with self:
+                for param in module.parameters():
+                    self._shard(param)
+
+    @staticmethod
+    def _shard(param: torch.nn.Parameter) -> None:
+        held = sharded_init.waiting()
+        if held is not None and not held.holds(param) and param.numel() > 0:
+            held.hollow(param)
+        mark(param)
+
+    def __enter__(self) -> Init:
+        if not self.enabled:
+            return self
+        self._stack = contextlib.ExitStack()
+
+        def registered(_module: Any, _name: str, param: torch.nn.Parameter | None) -> None:
+            if isinstance(param, torch.nn.Parameter) and param.is_floating_point():
+                mark(param)
+
+        self._stack.enter_context(penstock.init(path=self._path))
+        handle = register_module_parameter_registration_hook(registered)
+        self._stack.callback(handle.remove)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(*error)
+            self._stack = None
+
+
+class GatheredParameters:
+    """Within the context parameters are whole; all ranks enter and leave it together.
+
+    Args:
+        params: one or several, sharded or not.
+        modifier_rank: of the rank whose changes become the values; None: nobody changes any.
+        fwd_module: accepted.
+        enabled: False changes nothing.
+
+    Raises:
+        RuntimeFault: where the context ends, if values were changed without a modifier_rank.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: Any = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        elif isinstance(params, torch.nn.Module):
+            params = params.parameters()
+        self._params = [one for one in _flat(params) if hasattr(one, "ds_id")] if enabled else []
+        self._modifier_rank = modifier_rank
+        self._stack: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        try:
+            self._stack.enter_context(_whole(self._params, self._modifier_rank))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __exit__(self, *error: Any) -> bool | None:
+        stack, self._stack = self._stack, None
+        return stack.__exit__(*error) if stack is not None else None
+
+
+def _flat(params: Any) -> Iterator[torch.Tensor]:
+    for one in params.values() if isinstance(params, dict) else params:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, Iterable):
+            yield from _flat(one)
+
+
+@contextlib.contextmanager
+def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
+    held = sharded_init.waiting()
+    waiting = [one for one in params if held is not None and held.holds(one)]
+    engines: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+    for one in params:
+        engine = engine_of(one)
+        if engine is not None:
+            engines.setdefault(id(engine), (engine, []))[1].append(one)
+    with contextlib.ExitStack() as stack:
+        for engine, own in engines.values():
+            stack.enter_context(engine.gathered(own, write=modifier_rank is not None))
+        for one in waiting:
+            stack.enter_context(_of_init(held, one, modifier_rank))
+        for param in params:
+            param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        try:
+            yield
+            if modifier_rank:  # the engine takes rank 0's
+                for _, own in engines.values():
+                    for one in own:
+                        dist.broadcast(one.data, modifier_rank)
+        finally:
+            for param in params:
+                param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Iterator[None]:
+    """One that has no engine yet."""
+    hollow = param.data
+    values = held.whole(hollow)
+    shown = values.clone() if modifier_rank is None else values
+    param.data = shown.as_strided(param.shape, param.stride(), param.storage_offset())
+    try:
+        yield
+    finally:
+        param.data = hollow
+    if modifier_rank is not None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast(values, modifier_rank)
+        held.keep(hollow, values)
+    elif not torch.equal(shown, values):
+        raise penstock.RuntimeFault(
+            "[deepspeed::GatheredParameters] values were changed without a modifier_rank"
+        )
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Accepted: parameters that a module reads elsewhere are found by themselves."""
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise RuntimeError("Parameter is not a torch.nn.Parameter")
+
+
+def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Accepted: see register_external_parameter()."""
+
+
+def is_zero_param(parameter: Any) -> bool:
+    return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
+
+
+class InsertPostInitMethodToModuleSubClasses:
+    """Base class of zero.Init in DeepSpeed, for isinstance()."""
+
+
+def shutdown_init_context() -> None:
+    """Nothing: engines are made inside of zero.Init as well as outside."""
+
+
+def restore_init_context() -> None:
+    """Nothing: see shutdown_init_context()."""

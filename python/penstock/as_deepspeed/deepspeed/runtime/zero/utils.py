@@ -1,0 +1,19 @@
+"""Generation with a sharded model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .partition_parameters import GatheredParameters
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
+    """The module with whole parameters, within the context."""
+    module = model.module if hasattr(model, "module") else model
+    with GatheredParameters(list(module.parameters())):
+        yield module

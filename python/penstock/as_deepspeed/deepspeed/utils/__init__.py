@@ -1,0 +1,29 @@
+"""What scripts call around training."""
+
+from .groups import initialize_model_parallel as initialize_model_parallel
+from .init_on_device import OnDevice as OnDevice
+from .loaders import RepeatingLoader as RepeatingLoader
+from .logging import log_dist as log_dist
+from .logging import logger as logger
+from .nvtx import instrument_w_nvtx as instrument_w_nvtx
+from .tensor_fragment import safe_get_full_fp32_param as safe_get_full_fp32_param
+from .tensor_fragment import safe_get_full_grad as safe_get_full_grad
+from .tensor_fragment import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+from .tensor_fragment import safe_get_local_fp32_param as safe_get_local_fp32_param
+from .tensor_fragment import safe_get_local_grad as safe_get_local_grad
+from .tensor_fragment import safe_get_local_optimizer_state as safe_get_local_optimizer_state
+from .tensor_fragment import safe_set_full_fp32_param as safe_set_full_fp32_param
+from .tensor_fragment import safe_set_full_grad as safe_set_full_grad
+from .tensor_fragment import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+from .tensor_fragment import safe_set_local_fp32_param as safe_set_local_fp32_param
+from .tensor_fragment import safe_set_local_grad as safe_set_local_grad
+from .tensor_fragment import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+from .tensor_fragment import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
+from .z3_leaf_module import get_z3_leaf_modules as get_z3_leaf_modules
+from .z3_leaf_module import set_z3_leaf_module as set_z3_leaf_module
+from .z3_leaf_module import set_z3_leaf_modules as set_z3_leaf_modules
+from .z3_leaf_module import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
+from .z3_leaf_module import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
+from .z3_leaf_module import unset_z3_leaf_modules as unset_z3_leaf_modules
+from .z3_leaf_module import z3_leaf_module as z3_leaf_module
+from .z3_leaf_module import z3_leaf_parameter as z3_leaf_parameter

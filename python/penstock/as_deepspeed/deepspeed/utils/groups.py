@@ -1,0 +1,61 @@
+"""Groups of ranks: all of them, since there is data parallelism alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import _absent
+
+
+def _world() -> Any:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group = _world
+_get_data_parallel_world_size = get_data_parallel_world_size = _size
+_get_data_parallel_rank = get_data_parallel_rank = _rank
+_get_sequence_data_parallel_world_size, _get_sequence_data_parallel_rank = _size, _rank
+
+
+def _one() -> int:
+    return 1
+
+
+def _zero() -> int:
+    return 0
+
+
+_get_model_parallel_world_size = get_model_parallel_world_size = _one
+_get_model_parallel_rank = get_model_parallel_rank = _zero
+_get_sequence_parallel_world_size = get_sequence_parallel_world_size = _one
+_get_sequence_parallel_rank = get_sequence_parallel_rank = _zero
+get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _one, _zero
+_get_expert_parallel_world_size, _get_expert_parallel_rank = _one, _zero
+_get_sequence_parallel_group = _absent.function(
+    "groups._get_sequence_parallel_group", "sequence parallelism is not built yet"
+)
+_get_expert_parallel_group = _absent.function(
+    "groups._get_expert_parallel_group", "expert parallelism is not built yet"
+)
+_get_model_parallel_group = _absent.function(
+    "groups._get_model_parallel_group", "tensor parallelism is not built yet"
+)
+initialize_model_parallel = _absent.function(
+    "groups.initialize_model_parallel", "tensor parallelism is not built yet"
+)
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    """Accepted for a group of one."""
+    if ep_size > 1:
+        _get_expert_parallel_group()

@@ -1,0 +1,55 @@
+"""Timers of scripts' own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from .logging import log_dist
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name."""
+
+    class Timer:
+        """One of them; milliseconds."""
+
+        def __init__(self, name: str) -> None:
+            self.name_, self.started_ = name, False
+            self._since, self._spent = 0.0, 0.0
+
+        def start(self) -> None:
+            self.started_, self._since = True, time.perf_counter()
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            spent = (time.perf_counter() - self._since) * 1e3
+            self._spent = spent if reset else self._spent + spent
+            self.started_ = False
+
+        def reset(self) -> None:
+            self.started_, self._spent = False, 0.0
+
+        def elapsed(self, reset: bool = True) -> float:
+            spent = self._spent
+            if reset:
+                self.reset()
+            return spent
+
+    def __init__(self) -> None:
+        self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
+
+    def __call__(self, name: str) -> SynchronizedWallClockTimer.Timer:
+        return self.timers.setdefault(name, self.Timer(name))
+
+    def has_timer(self, name: str) -> bool:
+        return name in self.timers
+
+    def log(self, names: Sequence[str], normalizer: float = 1.0, **_: Any) -> None:
+        """Logs milliseconds on rank 0."""
+        parts = [
+            f"{one}: {self.timers[one].elapsed() / normalizer:.2f}"
+            for one in names
+            if self.has_timer(one)
+        ]
+        log_dist("time (ms) | " + " | ".join(parts), ranks=[0])
