@@ -53,6 +53,9 @@ install(FILES
   COMPONENT cpp DESTINATION ${PENSTOCK_PACKAGE_DIR})
 
 install(TARGETS penstock LIBRARY DESTINATION penstock COMPONENT python EXCLUDE_FROM_ALL)
+# With PENSTOCK_AS_DEEPSPEED=1 the interpreter finds the package deepspeed (python/penstock/deepspeed.py).
+install(FILES ${CMAKE_SOURCE_DIR}/python/penstock_as_deepspeed.pth
+  DESTINATION . COMPONENT python EXCLUDE_FROM_ALL)
 
 # Installs a Python extension module beside libpenstock.so (python/src calls it).
 function(penstock_install_module target)

@@ -14,7 +14,9 @@ def config_of(name: str) -> transformers.PretrainedConfig:
     """By "gpt2", "llama" or "moe"."""
     if name == "gpt2":
         no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **SMALL, **no_dropout)
+        return transformers.GPT2Config(
+            n_embd=64, n_layer=2, n_head=4, n_positions=128, **SMALL, **no_dropout
+        )
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -26,7 +28,9 @@ def config_of(name: str) -> transformers.PretrainedConfig:
     if name == "llama":
         return transformers.LlamaConfig(**sizes, **SMALL)
     if name == "moe":
-        return transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, **SMALL)
+        return transformers.MixtralConfig(
+            **sizes, num_local_experts=4, num_experts_per_tok=2, **SMALL
+        )
     raise ValueError(f"no model {name!r}: gpt2, llama or moe")
 
 

@@ -20,7 +20,9 @@ class Bytes(Dataset[dict[str, torch.Tensor]]):
             if len(text) >= (first + count) * length:
                 break
         begin = first * length
-        values = torch.frombuffer(bytearray(text[begin : begin + count * length]), dtype=torch.uint8)
+        values = torch.frombuffer(
+            bytearray(text[begin : begin + count * length]), dtype=torch.uint8
+        )
         self._pieces = values.long().view(-1, length)
 
     def __len__(self) -> int:
@@ -28,4 +30,8 @@ class Bytes(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         piece = self._pieces[index]
-        return {"input_ids": piece, "labels": piece.clone(), "attention_mask": torch.ones_like(piece)}
+        return {
+            "input_ids": piece,
+            "labels": piece.clone(),
+            "attention_mask": torch.ones_like(piece),
+        }

@@ -124,6 +124,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self.world_size = self.dp_world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.mp_world_size = 1
         self.device = torch.device("cpu")
+        if self._config.steps_per_print and self.basic_optimizer is not None:
+            self._report()
 
     def _start(self, given: Any, parameters: Any) -> None:
         made, native = _optimizer_of(self._config, self.module, given, parameters)
@@ -199,11 +201,14 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             self.skipped_steps += 1
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0:
-            log_dist(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
-                f"mom={self.get_mom()}",
-                ranks=[0],
-            )
+            self._report()
+
+    def _report(self) -> None:
+        log_dist(
+            f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
+            f"mom={self.get_mom()}",
+            ranks=[0],
+        )
 
     def was_step_applied(self) -> bool:
         """Whether the last step() changed the weights."""

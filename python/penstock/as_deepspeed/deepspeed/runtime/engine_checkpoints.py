@@ -103,7 +103,7 @@ class EngineCheckpoints:
         if _rank() == 0:
             if not save_latest:
                 self._set_latest(root, before)
-            self._copy_script(root)
+            self._copy_scripts(root)
         _barrier()
         log_dist(f"saved {root / name}", ranks=[0])
         return True
@@ -125,10 +125,10 @@ class EngineCheckpoints:
         os.replace(draft, root / "latest")
 
     @staticmethod
-    def _copy_script(root: pathlib.Path) -> None:
-        script = root / "zero_to_fp32.py"
-        shutil.copyfile(pathlib.Path(__file__).parents[1] / "utils" / "zero_to_fp32.py", script)
-        script.chmod(0o755)
+    def _copy_scripts(root: pathlib.Path) -> None:
+        for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+            shutil.copyfile(pathlib.Path(__file__).parents[1] / "utils" / name, root / name)
+            (root / name).chmod(0o755)
 
     def _write_names(self, folder: pathlib.Path, client_state: dict[str, Any]) -> None:
         """DeepSpeed's files, without tensors."""

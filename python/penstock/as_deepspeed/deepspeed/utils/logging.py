@@ -21,7 +21,7 @@ log_levels = {
 
 def _make() -> logging.Logger:
     made = logging.getLogger("DeepSpeed")
-    made.setLevel(log_levels.get(os.environ.get("DS_LOG_LEVEL", "info").lower(), logging.INFO))
+    made.setLevel(log_levels.get(os.environ.get("DS_LOG_LEVEL", "").lower(), logging.WARNING))
     made.propagate = False
     if not made.handlers:
         handler = logging.StreamHandler(stream=sys.stdout)

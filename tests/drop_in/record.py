@@ -1,0 +1,48 @@
+"""Runs loops.py and calls.py with DeepSpeed itself and writes recorded.json, for the tests.
+
+    python tests/drop_in/record.py DEEPSPEED_PYTHON
+
+DEEPSPEED_PYTHON: of an environment with deepspeed (0.19.8) and the torch of requirements-dev.txt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+RECORDED = HERE / "recorded.json"
+
+
+def run(python: str, script: str, ranks: int, env: dict[str, str]) -> dict[str, Any]:
+    """What a script's rank 0 prints after CASE, put together."""
+    path = f"{pathlib.Path(python).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [python, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), HERE / script],
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks), **env},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    found: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("CASE "):
+            found |= json.loads(line.removeprefix("CASE "))
+    if not found or done.returncode != 0:
+        raise RuntimeError(f"{script} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return found
+
+
+def main() -> None:
+    reference = {"DS_ACCELERATOR": "cpu"}
+    recorded = {one: run(sys.argv[1], f"{one}.py", 2, reference) for one in ("loops", "calls")}
+    RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
