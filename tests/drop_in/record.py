@@ -12,17 +12,22 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 RECORDED = HERE / "recorded.json"
 
 
-def run(python: str, script: str, ranks: int, env: dict[str, str]) -> dict[str, Any]:
+def run(
+    python: str, script: str, ranks: int, env: dict[str, str], arguments: Sequence[str] = ()
+) -> dict[str, Any]:
     """What a script's rank 0 prints after CASE, put together."""
     path = f"{pathlib.Path(python).parent}:{os.environ['PATH']}"
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     done = subprocess.run(
-        [python, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), HERE / script],
+        [*torchrun, HERE / script, *arguments],
         env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks), **env},
         capture_output=True,
         text=True,
@@ -40,7 +45,12 @@ def run(python: str, script: str, ranks: int, env: dict[str, str]) -> dict[str, 
 
 def main() -> None:
     reference = {"DS_ACCELERATOR": "cpu"}
-    recorded = {one: run(sys.argv[1], f"{one}.py", 2, reference) for one in ("loops", "calls")}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"trainers": [folder, "--deepspeed-first"], "accelerated": [folder]}
+        recorded = {
+            one: run(sys.argv[1], f"{one}.py", 2, reference, arguments.get(one, ()))
+            for one in ("loops", "calls", "trainers", "accelerated")
+        }
     RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
 
 
