@@ -1,4 +1,4 @@
-"""Runs of Transformers' Trainer, plain and with DeepSpeed's configs: see loops.py, which it is like.
+"""Runs of Transformers' Trainer, plain and with DeepSpeed's configs; of the kind of loops.py.
 
 Arguments: a folder for files, then names of cases of trainer_cases.py.
 """

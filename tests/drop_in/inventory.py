@@ -1,0 +1,238 @@
+"""Names that scripts and frameworks import from deepspeed, and a smallest use of each: an
+expression, in which `x` is the name. A line without one is imported alone; with `!` the use raises
+Penstock's ConfigError."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+NAMES = """
+deepspeed.__version__ x.startswith('0.19')
+deepspeed.initialize
+deepspeed.init_distributed x()
+deepspeed.add_config_arguments x(argparse.ArgumentParser()).parse_args(['--deepspeed'])
+deepspeed.add_tuning_arguments x(argparse.ArgumentParser()).parse_args([])
+deepspeed.DeepSpeedEngine x is deepspeed.runtime.engine.DeepSpeedEngine
+deepspeed.DeepSpeedConfig x({'train_batch_size': 1}).train_batch_size
+deepspeed.DeepSpeedOptimizer x()
+deepspeed.ZeROOptimizer
+deepspeed.PipelineModule ! x(layers=[])
+deepspeed.OnDevice x(dtype=torch.float32, device='meta').__enter__().__exit__(None, None, None)
+deepspeed.init_inference ! x(model)
+deepspeed.tp_model_init ! x(model=model, tp_size=2, dtype=torch.float32)
+deepspeed.set_autotp_mode ! x(training=True)
+deepspeed.PipelineEngine ! x()
+deepspeed.DeepSpeedHybridEngine ! x()
+deepspeed.InferenceEngine ! x(model)
+deepspeed.DeepSpeedTransformerLayer ! x(None)
+deepspeed.log_dist x('text', ranks=[1])
+deepspeed.logger x.level
+deepspeed.get_accelerator x().device_name()
+deepspeed.checkpointing.configure x(mpu_=None, partition_activations=False)
+deepspeed.checkpointing.is_configured x()
+deepspeed.checkpointing.checkpoint x(torch.sin, torch.ones(2, requires_grad=True)).sum().backward()
+deepspeed.checkpointing.non_reentrant_checkpoint x(torch.sin, torch.ones(2, requires_grad=True))
+deepspeed.checkpointing.get_cuda_rng_tracker x().get_states()
+deepspeed.checkpointing.model_parallel_cuda_manual_seed x(3)
+deepspeed.checkpointing.reset x()
+deepspeed.comm.is_initialized x()
+deepspeed.comm.get_rank x()
+deepspeed.comm.get_world_size x()
+deepspeed.comm.get_local_rank x()
+deepspeed.comm.init_distributed x(dist_backend=None, auto_mpi_discovery=False, timeout=None)
+deepspeed.comm.all_reduce x(torch.ones(2))
+deepspeed.comm.broadcast x(torch.ones(2), 0)
+deepspeed.comm.barrier x()
+deepspeed.comm.all_gather x([torch.ones(2)], torch.ones(2))
+deepspeed.comm.all_gather_into_tensor x(torch.ones(2), torch.ones(2))
+deepspeed.comm.reduce_scatter_tensor x(torch.ones(2), torch.ones(2))
+deepspeed.comm.inference_all_reduce x(torch.ones(2))
+deepspeed.comm.get_world_group x()
+deepspeed.comm.new_group x([0])
+deepspeed.comm.ReduceOp x.SUM
+deepspeed.comm.configure x(None)
+deepspeed.comm.log_summary x()
+deepspeed.comm.initialize_mesh_device x((1, 1), ('data_parallel', 'sequence_parallel'))
+deepspeed.zero.Init x(enabled=False).__enter__()
+deepspeed.zero.GatheredParameters x([]).__enter__()
+deepspeed.zero.register_external_parameter x(model, model.weight)
+deepspeed.zero.unregister_external_parameter x(model, model.weight)
+deepspeed.zero.TiledLinear ! x(4, 4)
+deepspeed.zero.TiledLinearReturnBias ! x(4, 4)
+deepspeed.zero.MiCS_Init x(enabled=False)
+deepspeed.zero.ZeroParamStatus x.AVAILABLE.value == 1
+deepspeed.zero.ZeroParamType x.NORMAL.value == 1
+deepspeed.zero.unwrap_model_for_generation x(model).__enter__()
+deepspeed.zero.estimate_zero2_model_states_mem_needs_all_live x(model)
+deepspeed.zero.estimate_zero2_model_states_mem_needs_all_cold x(1000)
+deepspeed.zero.estimate_zero3_model_states_mem_needs_all_live x(model)
+deepspeed.zero.estimate_zero3_model_states_mem_needs_all_cold x(1000, 100)
+deepspeed.runtime.engine.DeepSpeedEngine
+deepspeed.runtime.config.DeepSpeedConfig x({'bf16': {'enabled': True}}).bfloat16_enabled
+deepspeed.runtime.config.DeepSpeedConfigError
+deepspeed.runtime.config_utils.get_scalar_param x({}, 'a', 1) == 1
+deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES len(x) == 5
+deepspeed.runtime.lr_schedules.WarmupLR x(sgd).get_last_lr()
+deepspeed.runtime.lr_schedules.WarmupDecayLR x(sgd, 10).step()
+deepspeed.runtime.lr_schedules.WarmupCosineLR x(sgd, 10).state_dict()
+deepspeed.runtime.lr_schedules.OneCycle x(sgd, 0.1, 0.2).get_lr()
+deepspeed.runtime.lr_schedules.LRRangeTest x(sgd).step()
+deepspeed.runtime.lr_schedules.get_config_from_args x(argparse.Namespace(lr_schedule='WarmupLR'))
+deepspeed.runtime.lr_schedules.get_lr_from_config x({'type': 'WarmupLR', 'params': {}})
+deepspeed.runtime.base_optimizer.DeepSpeedOptimizer
+deepspeed.runtime.bf16_optimizer.BF16_Optimizer
+deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer
+deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
+deepspeed.runtime.fp16.loss_scaler.LossScaler x(scale=2).loss_scale
+deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler x(init_scale=4).cur_scale
+deepspeed.runtime.utils.move_to_device x([torch.ones(1)], 'cpu')
+deepspeed.runtime.utils.see_memory_usage x('now', force=True)
+deepspeed.runtime.utils.clip_grad_norm_ ! x(model.parameters(), 1.0)
+deepspeed.runtime.utils.partition_uniform x(7, 3)
+deepspeed.runtime.dataloader.RepeatingLoader next(x([1]))
+deepspeed.runtime.dataloader.DeepSpeedDataLoader
+deepspeed.runtime.zero.config.ZeroStageEnum x(3).name == 'weights'
+deepspeed.runtime.zero.config.DeepSpeedZeroConfig x(stage=2).stage
+deepspeed.runtime.zero.offload_config.OffloadDeviceEnum x('cpu')
+deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
+deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
+deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload x(model).forward_hooks
+deepspeed.runtime.zero.partition_parameters.ZeroParamStatus
+deepspeed.runtime.zero.partition_parameters.GatheredParameters
+deepspeed.runtime.zero.partition_parameters.Init
+deepspeed.runtime.zero.partition_parameters._orig_torch_arange x(3)
+deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor
+deepspeed.runtime.zero.partition_parameters.is_zero_param x(model.weight)
+deepspeed.runtime.activation_checkpointing.checkpointing.configure
+deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF ! x.register_with_transformers()
+deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter ! x(None)
+deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP ! x()
+deepspeed.runtime.sequence_parallel.ulysses_sp.sequence_tiled_compute ! x()
+deepspeed.runtime.pipe.engine.PipelineEngine ! x()
+deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology ! x(1, 1, 1)
+deepspeed.pipe.PipelineModule ! x(layers=[])
+deepspeed.pipe.LayerSpec ! x(torch.nn.Linear)
+deepspeed.pipe.TiedLayerSpec ! x('a', torch.nn.Linear)
+deepspeed.pipe.ProcessTopology ! x([], [])
+deepspeed.moe.layer.MoE ! x(4, model)
+deepspeed.moe.utils.is_moe_param x(model.weight)
+deepspeed.moe.utils.has_moe_layers x(model)
+deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer x({'params': []})
+deepspeed.checkpoint.utils.clone_tensors_for_torch_save x({'a': [torch.ones(2)]})
+deepspeed.checkpoint.constants.OPTIMIZER_STATE_DICT x == 'optimizer_state_dict'
+deepspeed.checkpoint.DeepSpeedCheckpoint ! x('folder')
+deepspeed.ops.__compatible_ops__ x['cpu_adam']
+deepspeed.ops.adam.DeepSpeedCPUAdam x(model.parameters(), lr=0.1, adamw_mode=False)
+deepspeed.ops.adam.FusedAdam x(model.parameters())
+deepspeed.ops.adam.ZenFlowCPUAdam ! x(model.parameters())
+deepspeed.ops.adagrad.DeepSpeedCPUAdagrad x(model.parameters())
+deepspeed.ops.lion.DeepSpeedCPULion x(model.parameters())
+deepspeed.ops.lion.FusedLion x(model.parameters())
+deepspeed.ops.lamb.FusedLamb ! x(model.parameters())
+deepspeed.ops.aio.AsyncIOBuilder x.NAME in deepspeed.ops.__compatible_ops__
+deepspeed.ops.op_builder.CPUAdamBuilder ! x().load()
+deepspeed.ops.op_builder.UtilsBuilder x().is_compatible()
+deepspeed.utils.logger
+deepspeed.utils.log_dist x('text', ranks=[1])
+deepspeed.utils.logging.logger
+deepspeed.utils.logging.set_log_level_from_string x('warning')
+deepspeed.utils.RepeatingLoader next(x([1]))
+deepspeed.utils.OnDevice
+deepspeed.utils.instrument_w_nvtx x(len)([])
+deepspeed.utils.groups._get_data_parallel_group x()
+deepspeed.utils.groups._get_data_parallel_world_size x()
+deepspeed.utils.groups._get_sequence_parallel_world_size x()
+deepspeed.utils.groups._get_sequence_parallel_rank x()
+deepspeed.utils.groups._get_sequence_parallel_group ! x()
+deepspeed.utils.groups._get_expert_parallel_group ! x('ep')
+deepspeed.utils.groups.initialize x(ep_size=1)
+deepspeed.utils.set_z3_leaf_modules x(model, [torch.nn.Linear])
+deepspeed.utils.unset_z3_leaf_modules x(model, [torch.nn.Linear])
+deepspeed.utils.get_z3_leaf_modules x(model)
+deepspeed.utils.z3_leaf_module.z3_leaf_module x(model)
+deepspeed.utils.safe_get_full_fp32_param ! x(model.weight)
+deepspeed.utils.safe_get_full_grad ! x(model.weight)
+deepspeed.utils.safe_get_full_optimizer_state ! x(model.weight, 'exp_avg')
+deepspeed.utils.safe_set_full_fp32_param ! x(model.weight, torch.ones(4, 4))
+deepspeed.utils.safe_set_full_grad ! x(model.weight, torch.ones(4, 4))
+deepspeed.utils.safe_set_full_optimizer_state ! x(model.weight, torch.ones(4, 4), 'exp_avg')
+deepspeed.utils.safe_get_local_fp32_param ! x(model.weight)
+deepspeed.utils.safe_get_local_grad ! x(model.weight)
+deepspeed.utils.safe_get_local_optimizer_state ! x(model.weight, 'exp_avg')
+deepspeed.utils.safe_set_local_fp32_param ! x(model.weight, torch.ones(4))
+deepspeed.utils.safe_set_local_grad ! x(model.weight, torch.ones(4))
+deepspeed.utils.safe_set_local_optimizer_state ! x(model.weight, torch.ones(4), 'exp_avg')
+deepspeed.utils.safe_update_full_grad_vectorized x([], None)
+deepspeed.utils.tensor_fragment.fragment_address x(numel=1, start=0)
+deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint ! x('.')
+deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
+deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint ! x(model, '.')
+deepspeed.utils.zero_to_fp32.get_model_state_file
+deepspeed.utils.zero_to_fp32.get_optim_files
+deepspeed.utils.timer.SynchronizedWallClockTimer x()('a').start()
+deepspeed.accelerator.get_accelerator x().communication_backend_name() == 'gloo'
+deepspeed.accelerator.is_current_accelerator_supported x()
+deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME x == '.deepspeed_env'
+deepspeed.launcher.runner.main
+deepspeed.monitor.monitor.MonitorMaster x({}).write_events([('Train/a', 1.0, 1)])
+deepspeed.profiling.flops_profiler.FlopsProfiler x(model).get_total_params()
+deepspeed.profiling.flops_profiler.get_model_profile x(model, input_shape=(2, 4))
+deepspeed.git_version_info.torch_info x['version']
+"""
+
+
+def lines() -> list[str]:
+    return [one for one in NAMES.strip().splitlines() if one]
+
+
+def look_up(path: str) -> Any:
+    """Imports as much of it as is a module, as `from a.b import c` does."""
+    import importlib  # noqa: PLC0415 - with what follows it is all that this script imports
+
+    parts = path.split(".")
+    found: Any = None
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[end:]:
+            found = getattr(found, name)
+        return found
+    raise ModuleNotFoundError(path)
+
+
+def use(line: str) -> str:
+    """ "" where the name is as the line says, else what is wrong."""
+    import argparse  # noqa: PLC0415 - as in look_up()
+
+    import deepspeed  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    from penstock import ConfigError  # noqa: PLC0415
+
+    path, _, expression = line.partition(" ")
+    try:
+        x = look_up(path)
+    except Exception as error:  # noqa: BLE001 - that is what is asked
+        return f"{type(error).__name__}: {error}"
+    refuses = expression.startswith("! ")
+    model = torch.nn.Linear(4, 4)
+    names = {"x": x, "model": model, "torch": torch, "argparse": argparse, "deepspeed": deepspeed}
+    names["sgd"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        made = eval(expression.removeprefix("! ") or "True", names)  # noqa: S307 - of the list
+    except ConfigError as error:
+        return "" if refuses else f"refuses: {error}"
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"{type(error).__name__}: {error}"
+    return "does not refuse" if refuses else "is False" if made is False and "==" in line else ""
+
+
+if __name__ == "__main__":
+    import json
+
+    print("\nCASE " + json.dumps({one: use(one) for one in lines()}), flush=True)
+    sys.stdout.flush()
