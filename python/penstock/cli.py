@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-import pathlib
 import platform
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed
 
-from penstock import convert_command, inspect_command, plan_command, status_command
+from penstock import config_file, convert_command, inspect_command, plan_command, status_command
 from penstock._native import _penstock
 from penstock.elastic import launch_elastic
 from penstock.launch import LaunchOptions, launch
@@ -44,7 +43,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    text = pathlib.Path(args.config).read_text(encoding="utf-8")
+    text = config_file.text_of(args.config)
     if _penstock.is_deepspeed_config(text):
         translated = _penstock.translate_deepspeed_config(text, args.world)
         for one in translated.given:

@@ -61,7 +61,27 @@ def world() -> int:
 
 
 def text_of(config: ConfigLike) -> str:
-    """The JSON text of what `read()` takes."""
+    """The JSON text of what `read()` takes, with numbers that JSON has.
+
+    Raises ConfigError: no JSON and no file; a key that is there twice.
+    """
+    text = _given_text(config)
+    try:
+        return json.dumps(finite(json.loads(text, object_pairs_hook=_once)))
+    except json.JSONDecodeError:  # it may have comments, which the parser of DeepSpeed's takes
+        return text
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ConfigError(f'[front::initialize] the key "{twice}" is in the config twice')
+    return made
+
+
+def _given_text(config: ConfigLike) -> str:
     if config is None:
         return "{}"
     if isinstance(config, Mapping):

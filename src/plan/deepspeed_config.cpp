@@ -203,7 +203,8 @@ bool is_harmless(const std::string& key, const Json& value) {
       {"data_types.grad_accum_dtype", "fp32"},
   };
   const auto usual = kUsual.find(key);
-  if (usual != kUsual.end()) return usual->second == value;
+  if (usual != kUsual.end())
+    return usual->second == value || (usual->second.is_number() && value == 0);
   return value == false || value == 0 || value == "" || value == "none" || value == "mean" ||
          (value.is_structured() && value.empty());
 }
@@ -498,6 +499,14 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
   TranslatedConfig translated;
   for (const auto& [key, value] : leaves.all) translated.given.push_back(look_up(key, value));
   translated.native = native_of(leaves, world).dump();
+  for (GivenKey& key : translated.given) {
+    const bool groups =
+        key.key.ends_with("zero_hpz_partition_size") || key.key.ends_with("mics_shard_size");
+    if (groups && leaves.whole("zero_optimization.stage", 0) < 3) {
+      key.fate = kNoEffect;
+      key.note = "parameters are not sharded below stage 3";
+    }
+  }
   const Json none;
   const Json& scheduler = config.contains("scheduler") ? config["scheduler"] : none;
   if (scheduler.is_object() && !scheduler.value("type", none).is_null())
