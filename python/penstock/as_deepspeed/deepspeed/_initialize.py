@@ -59,6 +59,7 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
     """
     log_dist("DeepSpeed info: version=0.19.8+penstock, git-hash=penstock", ranks=[0])
     _check(model, mpu, mesh_param)
+    assert model is not None
     given = _one_config(args, config, config_params)
     if dist_init_required is not False and not torch.distributed.is_initialized():
         init_distributed(distributed_port=distributed_port)

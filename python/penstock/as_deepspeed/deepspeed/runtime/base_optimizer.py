@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from penstock import RuntimeFault
+
+
+class _State(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
+    """By parameter."""
+
+    def __init__(self, native: Any, groups: list[dict[str, Any]]) -> None:
+        self._native = native
+        self._params = {id(one): one for group in groups for one in group["params"]}
+
+    def __getitem__(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        if id(param) not in self._params:
+            raise KeyError(param)
+        names = self._native.state_names()
+        return {name: self._native.local_state(param, name)[1] for name in names}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._params.values())
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+class _Unsaved(dict[str, Any]):
+    """What there is to see of an optimizer, which nobody shall mistake for all of it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeFault(
+            "[deepspeed::optimizer] the optimizer's state is in the engine, and state_dict() has "
+            "none of it to save: engine.save_checkpoint() saves it"
+        )
 
 
 class DeepSpeedOptimizer:
@@ -43,8 +74,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def state(self) -> Any:
-        """Raises where it is read: moments are in the engine (deepspeed.utils.safe_get_*)."""
-        return self.optimizer.state
+        """What is kept for each parameter: copies of this rank's elements, flat, made when they are
+        looked at. To change them: deepspeed.utils.safe_set_*."""
+        native = self._ours().native
+        return _State(native, self.param_groups) if native.state_names() else self.optimizer.state
 
     @property
     def overflow(self) -> bool:
@@ -95,13 +128,19 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """Drops the gradients of the window."""
         self._ours().native.zero_grad()
 
-    def state_dict(self) -> Any:
-        """Raises RuntimeFault: the engine's save_checkpoint() saves it."""
-        return self.optimizer.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """The groups' options alone: it cannot be pickled, since save_checkpoint() saves it all."""
+        options = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+        return _Unsaved({"param_groups": options, "state": {}})
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Any, **_: Any) -> None:
         """Raises RuntimeFault: the engine's load_checkpoint() loads it."""
-        return self.optimizer.load_state_dict(*args, **kwargs)
+        raise RuntimeFault(
+            "[deepspeed::optimizer] its state is in the engine: engine.load_checkpoint() loads it"
+        )
 
     def refresh_fp32_params(self) -> None:
         """Nothing: edits of parameters between steps count by themselves."""

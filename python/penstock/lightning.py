@@ -1,0 +1,64 @@
+"""Lightning: `Trainer(accelerator="cpu", strategy=PenstockStrategy(stage=3))`.
+
+Lightning's own strategy for DeepSpeed, over Penstock, on any accelerator. Importing this module
+switches the package `deepspeed` on (penstock.deepspeed.install()). Where the accelerator is CUDA,
+`strategy="deepspeed_stage_3"` works as it is, once the package is on.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from penstock import deepspeed as as_deepspeed
+
+as_deepspeed.install()
+
+import lightning.fabric.strategies.deepspeed as of_fabric  # noqa: E402
+import lightning.pytorch.strategies.deepspeed as of_pytorch  # noqa: E402
+from lightning.fabric.utilities.seed import reset_seed  # noqa: E402
+
+
+def _quiet(options: dict[str, Any]) -> dict[str, Any]:
+    return {"logging_level": logging.WARNING, **options}
+
+
+class PenstockStrategy(of_pytorch.DeepSpeedStrategy):
+    """For lightning.pytorch.Trainer.
+
+    Args:
+        options: of Lightning's DeepSpeedStrategy: `stage`, `offload_optimizer`, `config`, ...
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**_quiet(options))
+
+    def setup_environment(self) -> None:
+        # Past DeepSpeedStrategy's own, which wants CUDA.
+        super(of_pytorch.DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+
+class PenstockFabricStrategy(of_fabric.DeepSpeedStrategy):
+    """For lightning.fabric.Fabric; as PenstockStrategy."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**_quiet(options))
+
+    def setup_environment(self) -> None:
+        super(of_fabric.DeepSpeedStrategy, self).setup_environment()
+
+    def _setup_distributed(self) -> None:
+        reset_seed()
+        self._set_world_ranks()
+        self._init_deepspeed_distributed()
+        if not self._config_initialized:
+            self._format_config()
+            self._config_initialized = True
+
+
+__all__ = ["PenstockFabricStrategy", "PenstockStrategy"]
