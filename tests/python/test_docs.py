@@ -53,7 +53,7 @@ def test_engine_page_has_every_public_name():
     rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| "))
     told = set(re.findall(r"`(?:engine\.)?(\w+)", rows))
     made = penstock.initialize(Model(), {"strategy": "ddp"})
-    public = {name for name in [*vars(penstock.Engine), *vars(made)] if not name.startswith("_")}
+    public = {name for name in [*dir(penstock.Engine), *vars(made)] if not name.startswith("_")}
     made.close()
     missing = (public | set(penstock.__all__)) - told
     assert not missing
