@@ -12,6 +12,7 @@ class LossScale {
       : config_(config), active_(active), value_(active ? config.initial : 1.0) {}
 
   bool active() const { return active_; }
+  bool dynamic() const { return active_ && config_.window > 0; }
   double value() const { return value_; }
   int64_t good_steps() const { return good_steps_; }
   // Of a checkpoint. A scale that is not dynamic here stays what it is.

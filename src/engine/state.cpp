@@ -409,7 +409,8 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     return false;
   } catch (const exec::NonFinite& error) {
     driver->abandon();
-    if (!loss_scale.overflow()) throw;
+    const bool skips = config.nonfinite == "skip" && !loss_scale.dynamic();
+    if (!loss_scale.overflow() && !skips) throw;
     ++skipped;
     overflow = error.what();
     return false;

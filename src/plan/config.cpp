@@ -452,15 +452,16 @@ void resolve_batch(int64_t data, BatchConfig* batch) {
 Config Config::parse(const std::string& json_text) {
   const Json json = parse_json(json_text);
   const Section top(
-      json, "",
-      {"strategy",    "table",          "mesh",     "precision",  "dtypes",     "offload", "memory",
-       "activations", "optimizer",      "schedule", "batch",      "loss_scale", "clip",    "units",
-       "tiling",      "prefetch_bytes", "comm",     "checkpoint", "monitor",    "seed"});
+      json, "", {"strategy", "table",       "mesh",      "precision",      "dtypes", "offload",
+                 "memory",   "activations", "optimizer", "schedule",       "batch",  "loss_scale",
+                 "clip",     "units",       "tiling",    "prefetch_bytes", "comm",   "checkpoint",
+                 "monitor",  "seed",        "nonfinite"});
   Config config;
   config.strategy = top.choice("strategy", config.strategy, preset_names());
   if (const Json* value = top.find("precision"))
     config.precision = parse_compute_dtype("precision", *value);
   top.read("clip", &config.clip, 0.0, HUGE_VAL, "a number >= 0 (0 = off)");
+  config.nonfinite = top.choice("nonfinite", config.nonfinite, {"error", "skip"});
   top.read_bytes("prefetch_bytes", &config.prefetch_bytes, 0);
   top.read_int("seed", &config.seed, 0, "a whole number >= 0");
   parse_nested(top, &config);
@@ -484,6 +485,7 @@ std::string Config::json(int indent) const {
                         {"table", table},
                         {"precision", precision ? nlohmann::json(*precision) : nullptr},
                         {"clip", clip},
+                        {"nonfinite", nonfinite},
                         {"prefetch_bytes", prefetch_bytes},
                         {"seed", or_null(seed, -1)},
                         {"dtypes", nullptr}};  // its place in the order

@@ -431,16 +431,17 @@ Json native_of(const Leaves& given, int world) {
   take_optimizer(given, native);
   take_batch(given, world, native);
   native["clip"] = given.number("gradient_clipping", 1.0);
+  native["nonfinite"] = "skip";
   const int64_t ahead = given.whole("zero_optimization.stage3_prefetch_bucket_size", 0);
   if (ahead > 0) native["prefetch_bytes"] = ahead * (native["precision"] == "fp32" ? 4 : 2);
   return native;
 }
 
 // Keys of ours that DeepSpeed has not.
-constexpr std::array kOurs = {"strategy", "table",     "mesh",  "precision", "dtypes",
-                              "offload",  "memory",    "batch", "schedule",  "activations",
-                              "clip",     "units",     "seed",  "tiling",    "prefetch_bytes",
-                              "comm",     "loss_scale"};
+constexpr std::array kOurs = {"strategy", "table",      "mesh",     "precision", "dtypes",
+                              "offload",  "memory",     "batch",    "schedule",  "activations",
+                              "clip",     "units",      "seed",     "tiling",    "prefetch_bytes",
+                              "comm",     "loss_scale", "nonfinite"};
 
 Json renamed(Json config) {
   if (config.contains("bfloat16")) {

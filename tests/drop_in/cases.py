@@ -40,6 +40,10 @@ def _cases() -> dict[str, dict[str, Any]]:
     }
     found["sgd"] = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}}
     found["fixed-scale"] = {"fp16": {"enabled": True, "loss_scale": 128}}
+    for stage in (1, 2, 3):  # one loss that is not finite, on rank 1
+        zero = {"zero_optimization": {"stage": stage}}
+        found[f"nan-zero{stage}-fp32"] = zero
+        found[f"nan-zero{stage}-bf16"] = zero | {"bf16": {"enabled": True}}
     found["dynamic-scale"] = {"fp16": {"enabled": True, "initial_scale_power": 30}}
     return found
 

@@ -53,15 +53,16 @@ def run(case: str) -> dict[str, Any]:
     )
     generator = torch.Generator().manual_seed(1 + deepspeed.comm.get_rank())
     losses, norms, rates = [], [], []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         ids = torch.randint(0, 17, (2, 9), generator=generator)
         out = engine(ids[:, :-1]).float()
         loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten())
-        engine.backward(loss)
+        bad = case.startswith("nan") and step == 5
+        engine.backward(loss * float("nan") if bad and deepspeed.comm.get_rank() == 1 else loss)
         engine.step()
         losses.append(loss.item())
         norm = engine.get_global_grad_norm()
-        norms.append(None if norm is None else float(norm))
+        norms.append(None if norm is None or bad else float(norm))
         rates.append(engine.get_lr()[0])
     names = []
     with tempfile.TemporaryDirectory() as folder:

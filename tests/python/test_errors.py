@@ -428,3 +428,17 @@ def test_error_in_the_model_on_all_ranks(strategy, where, pools):
             optimizer.step()
     for name, tensor in model.state_dict().items():
         assert torch.allclose(weights[name], tensor, rtol=1e-5, atol=1e-5), name
+
+
+def test_steps_that_are_not_finite_may_be_skipped():
+    engine = penstock.initialize(
+        torch.nn.Linear(4, 4), {"strategy": "zero2", "nonfinite": "skip", "precision": "bf16"}
+    )
+    before = engine.state_dict()["weight"]
+    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).sum() * float("inf"))
+    assert engine.step() is False
+    assert engine.skipped_steps == 1 and "weight" in engine.overflow
+    assert torch.equal(engine.state_dict()["weight"], before)
+    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
+    assert engine.step() is True and engine.steps == 1
+    engine.close()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import warnings
+from logging import WARNING
 from collections.abc import Iterator
 from typing import Any
 
@@ -199,6 +200,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         if not self._applied:
             self.skipped_steps += 1
+            log_dist(f"step {self.global_steps} is skipped: {self.native.overflow}", [0], WARNING)
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0:
             self._report()
