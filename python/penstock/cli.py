@@ -14,32 +14,9 @@ import torch.distributed
 
 from penstock import config_file, convert_command, inspect_command, plan_command, status_command
 from penstock._native import _penstock
-from penstock.elastic import launch_elastic
-from penstock.launch import LaunchOptions, launch
+from penstock.launch import command as launch_command
 
 _WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def _run(args: argparse.Namespace) -> int:
-    options = LaunchOptions(
-        command=[args.script, *args.args],
-        nproc=args.nproc,
-        nnodes=args.nnodes[1],
-        node_rank=args.node_rank,
-        rdzv_endpoint=args.rdzv_endpoint,
-        grace_s=args.grace_s,
-        max_restarts=args.max_restarts,
-        resume=args.resume,
-        min_nodes=args.nnodes[0],
-    )
-    several = args.nnodes[1] > 1 and (args.max_restarts > 0 or args.nnodes[0] < args.nnodes[1])
-    return launch_elastic(options) if several else launch(options)
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    """ "2" or "1:4"."""
-    least, _, most = text.partition(":")
-    return int(least), int(most or least)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -82,50 +59,10 @@ def _doctor(_args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    run = commands.add_parser("run", help="start the ranks of a script on this node")
-    run.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this node")
-    run.add_argument(
-        "--nnodes",
-        type=_nodes,
-        default=(1, 1),
-        metavar="N|MIN:MAX",
-        help="a range: the run goes on with the nodes that there are (needs --max-restarts)",
-    )
-    run.add_argument("--node-rank", type=int, default=0, metavar="I")
-    run.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="of node 0")
-    run.add_argument(
-        "--grace-s",
-        type=float,
-        default=15.0,
-        metavar="S",
-        help="seconds the other ranks get to end by themselves after one failed, all of them "
-        "to save when the run is told to stop, and nodes to come (back)",
-    )
-    run.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start again after a failure, up to N times",
-    )
-    run.add_argument(
-        "--resume",
-        default="auto",
-        metavar="auto|never|CHECKPOINT",
-        help='what engine.load("auto") loads: the newest of "checkpoint.path" (the default), '
-        "nothing, or this one",
-    )
-    run.add_argument("script")
-    run.add_argument("args", nargs=argparse.REMAINDER)
-    run.set_defaults(command=_run)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="penstock", description="Sharded training on torch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_run(commands)
-
+    launch_command.add_to(commands)
     plan_command.add_to(commands)
     status_command.add_to(commands)
     inspect_command.add_to(commands)

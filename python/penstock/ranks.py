@@ -6,6 +6,7 @@ import weakref
 
 import torch.distributed as dist
 
+from penstock import environment
 from penstock._native import _penstock
 
 
@@ -35,6 +36,8 @@ class Ranks:
 
     def __init__(self, timeout_s: float, warn_s: float = 30.0, report_dir: str = "") -> None:
         timeout = datetime.timedelta(seconds=timeout_s)
+        if not dist.is_initialized():
+            environment.adopt()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo", timeout=timeout)
         made = self._made = _Made()

@@ -431,9 +431,8 @@ def test_error_in_the_model_on_all_ranks(strategy, where, pools):
 
 
 def test_steps_that_are_not_finite_may_be_skipped():
-    engine = penstock.initialize(
-        torch.nn.Linear(4, 4), {"strategy": "zero2", "nonfinite": "skip", "precision": "bf16"}
-    )
+    config = {"strategy": "zero2", "nonfinite": "skip", "precision": "bf16"}
+    engine = initialize(torch.nn.Linear(4, 4), config)
     before = engine.state_dict()["weight"]
     engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).sum() * float("inf"))
     assert engine.step() is False

@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import warnings
-from logging import WARNING
 from collections.abc import Iterator
+from logging import WARNING
 from typing import Any
 
 import torch
