@@ -409,8 +409,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     return false;
   } catch (const exec::NonFinite& error) {
     driver->abandon();
-    const bool skips = config.nonfinite == "skip" && !loss_scale.dynamic();
-    if (!loss_scale.overflow() && !skips) throw;
+    if (!loss_scale.overflow() && (config.nonfinite != "skip" || loss_scale.dynamic())) throw;
     ++skipped;
     overflow = error.what();
     return false;

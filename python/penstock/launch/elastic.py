@@ -1,0 +1,55 @@
+"""Runs over nodes that come and go, on torch's elastic agent and its rendezvous.
+
+Each node runs `penstock run --nnodes MIN:MAX`; the agents agree on who is there, start the ranks,
+and start them again when one fails or a node is lost or comes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from penstock.launch.local import node_environment
+from penstock.launch.messages import LOG
+from penstock.launch.options import LaunchOptions
+from penstock.launch.processes import bootstrap
+
+_MONITOR_S = 0.2  # between two looks at the ranks
+
+
+def launch_elastic(options: LaunchOptions) -> int:
+    """Runs this node's ranks. Returns 0, or the exit code of a rank when no restart is left."""
+    if options.rank.log_dir:
+        raise ValueError(
+            "[launch::elastic] --enable-each-rank-log is not there for restarts over several nodes"
+        )
+    cores = options.rank.cores(options.nproc)
+    os.environ.update(node_environment(options, cores))
+    config = LaunchConfig(
+        min_nodes=options.min_nodes or options.nnodes,
+        max_nodes=options.nnodes,
+        nproc_per_node=options.nproc,
+        run_id="penstock",
+        rdzv_endpoint=options.rdzv_endpoint,
+        rdzv_backend="c10d",
+        rdzv_configs={"last_call_timeout": max(1, int(options.grace_s))},
+        max_restarts=options.max_restarts,
+        monitor_interval=_MONITOR_S,
+    )
+    place = options.rank.local_rank_at(options.command)
+    first = bootstrap(signal.SIGKILL, place, cores)
+    try:
+        elastic_launch(config, sys.executable)(*first, *options.rank.argv(options.command))
+    except ChildFailedError as error:
+        code = next(iter(error.failures.values())).exitcode
+        LOG.error(str(error))
+        return code if code > 0 else 128 - code
+    except SignalException as error:
+        LOG.warning(f"stopped by {error.sigval.name}")
+        return 128 + int(error.sigval)
+    return 0

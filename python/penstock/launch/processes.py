@@ -1,0 +1,204 @@
+"""Processes that are started together and end together: ranks, or the launchers of nodes.
+
+Each is a process of its own session: a failure, a signal to the launcher or the launcher's own
+death ends them all. Must be used from the main thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import pathlib
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from penstock.launch.layout import Slots
+
+_TAIL_LINES = 40
+
+# What a child runs first: ask the kernel to signal it when the launcher dies (PR_SET_PDEATHSIG = 1,
+# kept across exec), check that this has not happened yet, become the command. A preexec_fn would do
+# the same but is unsafe beside the store's threads. Arguments: the launcher's process, the signal,
+# where --local_rank=N goes in the command (0: nowhere), the cores of each local rank, the command.
+BOOTSTRAP = """
+import ctypes, os, sys
+parent, signum, place = map(int, sys.argv[1:4])
+cores, command, rank = sys.argv[4], sys.argv[5:], os.environ.get("LOCAL_RANK", "0")
+ctypes.CDLL(None).prctl(1, signum, 0, 0, 0)
+if os.getppid() != parent:
+    os._exit(1)
+if cores:
+    os.sched_setaffinity(0, map(int, cores.split(":")[int(rank)].split(",")))
+if place:
+    command.insert(place, "--local_rank=" + rank)
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    print(command[0] + ": " + error.strerror, file=sys.stderr)
+    os._exit(127)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A process to start."""
+
+    name: str  # "rank 3"
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    prefix: bytes = b""  # of each line of stderr that is copied
+    pipe_stdout: bool = False  # copied to our stderr; else it is our stdout
+    pipe_stderr: bool = True  # copied; else it is our stderr
+    prefix_stdout: bytes = b""  # of each line of stdout that is copied
+    log: str = ""  # both streams go to this file instead
+    # It gets an open stdin and ends when that closes: how it is told to, and what our death does.
+    ends_with_stdin: bool = False
+    death_signal: signal.Signals = signal.SIGKILL
+    local_rank_at: int = 0
+    cores: Sequence[Slots] = ()  # of each local rank
+
+
+def bootstrap(death_signal: int, local_rank_at: int, cores: Sequence[Slots]) -> list[str]:
+    """Python's arguments before the command."""
+    text = ":".join(",".join(map(str, one)) for one in cores)
+    numbers = (os.getpid(), int(death_signal), local_rank_at)
+    return ["-I", "-S", "-c", BOOTSTRAP, *map(str, numbers), text]
+
+
+class Child:
+    """A running task. Signalled and reaped by the main thread only, so its id is never a
+    stranger's."""
+
+    def __init__(self, task: Task):
+        self.name = task.name
+        self.returncode: int | None = None  # negative: the signal that killed it
+        self.peak_bytes = 0
+        self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
+        self._task = task
+        first = bootstrap(task.death_signal, task.local_rank_at, task.cores)
+        self._process = subprocess.Popen(
+            [sys.executable, *first, *task.argv],
+            env=task.env,
+            stdin=subprocess.PIPE if task.ends_with_stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if task.pipe_stdout or task.log else None,
+            stderr=subprocess.PIPE if task.pipe_stderr or task.log else None,
+            start_new_session=True,
+        )
+        self._pumps: list[threading.Thread] = []
+
+    def watch(self, events: Events) -> None:
+        """Starts copying its output, and puts the child in `events` once it has ended."""
+
+        def wait() -> None:
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            events.put(self)
+
+        log = _open_log(self._task.log) if self._task.log else None
+        stderr = (self._process.stderr, self._task.prefix, self.tail)
+        for source, prefix, tail in (
+            (self._process.stdout, self._task.prefix_stdout, None),
+            stderr,
+        ):
+            if source is not None:
+                out = log or _Stderr(prefix)
+                pump = threading.Thread(target=_pump, args=(source, out, tail), daemon=True)
+                pump.start()
+                self._pumps.append(pump)
+        threading.Thread(target=wait, daemon=True).start()
+
+    def kill(self, signum: int) -> None:
+        """Signals the process and what it started. Until reaped, the group id stays its own."""
+        if self.returncode is not None:
+            return
+        if self._process.stdin is not None and signum == signal.SIGTERM:
+            self._process.stdin.close()
+        else:
+            os.killpg(self._process.pid, signum)
+
+    def reap(self) -> None:
+        """Collects an ended (or just killed) process, and kills what it left running."""
+        self.kill(signal.SIGKILL)
+        _, status, usage = os.wait4(self._process.pid, 0)
+        self.returncode = self._process.returncode = os.waitstatus_to_exitcode(status)
+        self.peak_bytes = usage.ru_maxrss * 1024
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        for pump in self._pumps:
+            pump.join(timeout=2.0)  # a process in another session may still hold the pipe
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell has it: 128 + signal for one that was killed."""
+        code = self.returncode or 0
+        return code if code >= 0 else 128 - code
+
+    def failure(self) -> str:
+        """One line that says how it ended."""
+        code = self.returncode or 0
+        if code > 0:
+            return f"{self.name} failed first, with exit code {code}"
+        text = (
+            f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name}); "
+            f"its peak memory was {self.peak_bytes / 2**30:.2f} GiB"
+        )
+        if -code == signal.SIGKILL:
+            text += " (from outside: often the kernel when memory runs out, see dmesg)"
+        return text
+
+
+# An ended child, a signal that we got, or how another node failed.
+Events = queue.SimpleQueue[Child | int | str]
+
+
+class _Stderr:
+    """Our stderr, with a prefix before each line."""
+
+    def __init__(self, prefix: bytes):
+        self._prefix = prefix
+
+    def write(self, pieces: Sequence[bytes]) -> None:
+        # A closed stderr must not stop the draining: the rank would block on a full pipe.
+        with contextlib.suppress(OSError):
+            sys.stderr.buffer.write(b"".join(self._prefix + piece for piece in pieces))
+            sys.stderr.buffer.flush()
+
+
+class _File:
+    """A log that both streams of a rank go to."""
+
+    def __init__(self, path: str):
+        self._file = open(path, "ab", buffering=0)
+
+    def write(self, pieces: Sequence[bytes]) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not block the rank either
+            self._file.write(b"".join(pieces))
+
+
+def _open_log(path: str) -> _File:
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return _File(path)
+
+
+def _pump(source: IO[bytes], out: _Stderr | _File, tail: collections.deque[bytes] | None) -> None:
+    """Copies output line by line; a carriage return ends a piece like a newline does."""
+    pending = b""
+    with source:
+        while True:
+            chunk = os.read(source.fileno(), 1 << 16)
+            pieces = (pending + chunk).splitlines(keepends=True)
+            ended = not pieces or pieces[-1].endswith((b"\n", b"\r"))
+            if not ended and not chunk:  # it died in the middle of a line
+                pieces[-1] += b"\n"
+            pending = b"" if ended or not chunk else pieces.pop()
+            if tail is not None:
+                tail.extend(piece for piece in pieces if not piece.endswith(b"\r"))
+            out.write(pieces)
+            if not chunk:
+                return

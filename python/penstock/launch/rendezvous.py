@@ -1,0 +1,96 @@
+"""The store where the nodes' launchers and the ranks meet, and which failure was the first."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+from collections.abc import Iterator
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from penstock.launch.messages import LOG
+from penstock.launch.options import LaunchOptions
+from penstock.launch.processes import Events
+
+_CONNECT_S = 300.0  # for the other nodes' launchers to appear
+_KEYS = "penstock/launch"
+_FIRST = f"{_KEYS}/first"
+_WHOLE_RUN = datetime.timedelta(days=3650)
+
+
+class Meeting:
+    """Where the ranks meet. Of several nodes each learns at once when a rank of another fails, and
+    all end with the code of the one that failed first."""
+
+    def __init__(self, options: LaunchOptions, events: Events):
+        self.host, port = options.endpoint()
+        self._options = options
+        self._hosting = options.node_rank == 0
+        self._store = self._connect(port, hosting=self._hosting)
+        self.port = int(self._store.port)
+        self._watch: threading.Thread | None = None
+        if options.nnodes > 1:
+            self._watch = threading.Thread(target=self._wait, args=(events,), daemon=True)
+            self._watch.start()
+
+    def _connect(self, port: int, *, hosting: bool) -> TCPStore:
+        timeout = datetime.timedelta(seconds=_CONNECT_S)
+        return TCPStore(self.host, port, is_master=hosting, wait_for_workers=False, timeout=timeout)
+
+    def _wait(self, events: Events) -> None:
+        """Until a node fails, or this one is over."""
+        with contextlib.suppress(RuntimeError):  # the store is gone: node 0 ends the run then
+            store = self._connect(self.port, hosting=False)
+            store.wait([f"{_KEYS}/over/{self._options.node_rank}"], _WHOLE_RUN)
+            if store.check([_FIRST]):
+                events.put(self._first(store)[1])
+
+    @staticmethod
+    def _first(store: TCPStore) -> tuple[int, str]:
+        code, _, text = store.get(_FIRST).decode().partition(" ")
+        return int(code), text
+
+    def fail(self, code: int, text: str) -> None:
+        """Tells all nodes; the first one counts."""
+        if self._options.nnodes == 1:
+            return
+        with contextlib.suppress(RuntimeError):
+            node = self._options.node_rank
+            self._store.compare_set(_FIRST, "", f"{code} {text} (node {node})")
+            for other in range(self._options.nnodes):
+                self._store.set(f"{_KEYS}/over/{other}", "")
+
+    def first_failure(self) -> tuple[int, str] | None:
+        """Exit code and text of the rank that failed first on any node, if that is known."""
+        with contextlib.suppress(RuntimeError):
+            if self._options.nnodes > 1 and self._store.check([_FIRST]):
+                return self._first(self._store)
+        return None
+
+    def close(self) -> None:
+        """On node 0 keeps the store until the other nodes' ranks have ended too."""
+        if self._watch is None:
+            return
+        key = _KEYS + "/ended/{}"
+        grace = datetime.timedelta(seconds=max(1.0, self._options.grace_s))
+        try:
+            self._store.set(f"{_KEYS}/over/{self._options.node_rank}", "")
+            self._watch.join(timeout=1.0)
+            if not self._hosting:
+                self._store.set(key.format(self._options.node_rank), "")
+            else:
+                nodes = range(1, self._options.nnodes)
+                self._store.wait([key.format(node) for node in nodes], grace)
+        except RuntimeError as error:
+            LOG.warning(f"another node's launcher is gone or late: {str(error).splitlines()[0]}")
+
+
+@contextlib.contextmanager
+def rendezvous(options: LaunchOptions, events: Events) -> Iterator[Meeting]:
+    """Hosts the store on node 0, and connects to it on the others."""
+    meeting = Meeting(options, events)
+    try:
+        yield meeting
+    finally:
+        meeting.close()
