@@ -124,7 +124,7 @@ struct PENSTOCK_API Config {
   ScheduleConfig schedule;
   BatchConfig batch;
   LossScaleConfig loss_scale;
-  double clip = 0.0;  // largest global gradient norm; 0 = off
+  double clip = 0.0;                // largest global gradient norm; 0 = off
   std::string nonfinite = "error";  // "error" "skip": what a step does with such gradients
   UnitsConfig units;
   TilingConfig tiling;
