@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -22,10 +23,10 @@ _WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_P
 def _explain(args: argparse.Namespace) -> int:
     text = config_file.text_of(args.config)
     if _penstock.is_deepspeed_config(text):
-        translated = _penstock.translate_deepspeed_config(text, args.world)
+        native, translated = config_file.translate(text, args.world)
         for one in translated.given:
             print(f"{one.key} = {one.value}: {one.fate} ({one.note})", file=sys.stderr)
-        text = translated.native
+        text = json.dumps(native)
     print(_penstock.Config(text).resolved(args.world).json(indent=2))
     return 0
 

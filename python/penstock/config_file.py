@@ -40,10 +40,10 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str]:
     """
     text = text_of(config)
     if _penstock.is_deepspeed_config(text):
-        translated = _penstock.translate_deepspeed_config(text, world())
+        native, translated = translate(text)
         if translated.warning and ranks.rank() == 0 and os.environ.get("RANK", "0") == "0":
             warnings.warn(f"[front::initialize] {translated.warning}", UserWarning, stacklevel=3)
-        return json.loads(translated.native), translated.scheduler
+        return native, str(translated.scheduler)
     if isinstance(config, Mapping):
         return dict(config), ""
     try:
@@ -53,6 +53,23 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str]:
     if not isinstance(parsed, dict):
         raise ConfigError("[front::initialize] config must be a JSON object")
     return parsed, ""
+
+
+def translate(text: str, num_ranks: int = 0) -> tuple[dict[str, Any], Any]:
+    """DeepSpeed's config (JSON) in our own dialect, and what the translator said of each key.
+
+    Its section "penstock" has keys of our own, which replace what was translated.
+    """
+    given: dict[str, Any] = json.loads(_penstock.plain_json(text))
+    own = given.pop("penstock", None) or {}
+    if not isinstance(own, Mapping):
+        raise ConfigError('[front::initialize] "penstock" is no JSON object')
+    translated = _penstock.translate_deepspeed_config(json.dumps(given), num_ranks or world())
+    native: dict[str, Any] = json.loads(translated.native)
+    for key, value in own.items():
+        both = isinstance(value, Mapping) and isinstance(native.get(key), Mapping)
+        native[key] = {**native[key], **value} if both else value
+    return native, translated
 
 
 def world() -> int:

@@ -55,7 +55,8 @@ def test_on_one_rank(case, one_rank):
 def test_as_deepspeed(case, two_ranks):
     theirs, ours = json.loads(RECORDED.read_text())["trainers"][case], two_ranks[case]
     if "error" in theirs:
-        assert "nvme" in case  # its extension does not compile where libaio is missing
+        # Its extension does not compile where libaio is missing; and Penstock's own settings.
+        assert "nvme" in case or "native" in case
         return
     tolerance = 3e-3 if "bf16" in case else 1e-5
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=tolerance)

@@ -55,6 +55,28 @@ CASES |= {
         "save": True,
         "as": "zero3",
     },
+    "native-zero1": {"native": {"strategy": "zero1"}, "as": "plain-llama", "save": True},
+    "native-zero3": {
+        "native": {
+            "strategy": "zero3",
+            "offload": {"optimizer": "host"},
+            "activations": {"checkpoint": "unit"},
+            "tiling": {"loss_tokens": 16},
+        },
+        "as": "plain-llama",
+        "save": True,
+    },
+    "plain-lora": {"lora": True},
+    "zero2-lora": {"config": "zero2", "lora": True, "as": "plain-lora"},
+    "zero3-lora": {
+        "config": "zero3_offload",
+        "lora": True,
+        "arguments": {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        },
+        "as": "plain-lora",
+    },
     "zero2-generates": {"config": "zero2", "generate": True, "as": "plain-llama"},
     "zero3-generates": {"config": "zero3", "generate": True, "as": "zero3"},
 }

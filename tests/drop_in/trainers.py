@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "hf"))
 
 import models  # noqa: E402
+import peft  # noqa: E402
 import transformers  # noqa: E402
 from text import Bytes  # noqa: E402
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # noqa: E402
@@ -34,6 +35,12 @@ def _meet() -> None:
 
 
 def _config(case: dict[str, Any], folder: pathlib.Path) -> dict[str, Any] | None:
+    if "native" in case:
+        if not os.environ.get("PENSTOCK_AS_DEEPSPEED"):
+            raise RuntimeError("Penstock's own")
+        import penstock.hf  # noqa: PLC0415 - it would switch DeepSpeed off
+
+        return penstock.hf.config(**case["native"])
     name = case.get("config")
     if name is None:
         return None
@@ -99,6 +106,10 @@ def _after(case: dict[str, Any], trainer: Any, folder: pathlib.Path, name: str) 
 
 def _build(case: dict[str, Any], folder: pathlib.Path) -> Any:
     name = case.get("model", "llama")
+    if case.get("lora"):
+        whole = models.build(str(folder / f"weights_{name}"))
+        torch.manual_seed(0)
+        return peft.get_peft_model(whole, peft.LoraConfig(r=4, target_modules="all-linear"))
     return models.build(name if case.get("fresh") else str(folder / f"weights_{name}"))
 
 

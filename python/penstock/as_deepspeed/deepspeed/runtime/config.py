@@ -30,8 +30,7 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         given = as_dict(config)
         text = json.dumps(config_file.finite(given))
-        self.translated = _penstock.translate_deepspeed_config(text, config_file.world())
-        self.native: dict[str, Any] = json.loads(self.translated.native)
+        self.native, self.translated = config_file.translate(text)
         resolved = _penstock.Config(self.native).resolved(config_file.world())
         batch = resolved.batch
         self._param_dict = given
