@@ -2,8 +2,7 @@
 
     penstock run --nproc 2 benchmarks/drop_in.py [--rounds 30] [--json FILE]
 
-A GPT of 1.6M parameters in one process for each of the two, with the same data; also a Transformers
-Trainer's whole step, whose own work is in both numbers of `examples/hf`.
+A GPT of 1.6M parameters, which each of the two trains on the same data; their losses are equal.
 """
 
 from __future__ import annotations

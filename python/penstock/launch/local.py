@@ -13,6 +13,7 @@ import queue
 import signal
 import time
 
+from penstock.deepspeed import FOLDER
 from penstock.launch.layout import Slots
 from penstock.launch.messages import LOG, speak
 from penstock.launch.options import AS_DEEPSPEED, RESUME, LaunchOptions
@@ -37,11 +38,19 @@ def node_environment(options: LaunchOptions, cores: list[Slots]) -> dict[str, st
     if options.rank.as_deepspeed:
         told |= {
             AS_DEEPSPEED: "1",
+            # Also for interpreters that have not Penstock's .pth file; and the command `deepspeed`.
+            "PYTHONPATH": _before("PYTHONPATH", FOLDER, ""),
+            "PATH": _before("PATH", FOLDER / "bin", os.defpath),
             "LOCAL_SIZE": str(options.nproc),
             "CROSS_RANK": str(options.node_rank),
             "CROSS_SIZE": str(options.nnodes),
         }
     return defaults | dict(os.environ) | told
+
+
+def _before(variable: str, folder: pathlib.Path, otherwise: str) -> str:
+    """The list of folders with one more in front."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get(variable, otherwise)]))
 
 
 def rank_environment(
