@@ -16,7 +16,7 @@ import pytest
 
 # Trains on two ranks; the launcher's variables are all it knows.
 TRAINS = """
-import torch, penstock
+import os, torch, penstock
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 4)
 engine = penstock.initialize(model, {"strategy": "zero3"})
@@ -25,8 +25,9 @@ for step in range(2):
     engine.backward(engine(torch.full((2, 8), 1.0 + rank)).square().mean())
     engine.step()
 weights = engine.state_dict()
-print(f"rank {rank} of {torch.distributed.get_world_size()}",
-      f"{sum(w.sum().item() for w in weights.values()):.6f}" if weights else "", flush=True)
+total = f"{sum(w.sum().item() for w in weights.values()):.6f}" if weights else ""
+said = f"rank {rank} of {torch.distributed.get_world_size()} {total}\\n"
+os.write(1, said.encode())  # at once: ranks may write to one file
 engine.close()
 """
 # Says what it was given; rank 1 fails once the other one is there, which waits to be ended.
@@ -34,7 +35,7 @@ FAILS = """
 import os, pathlib, sys, time
 names = {"RANK": ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")}
 rank = next(os.environ[name] for name in names["RANK"] if name in os.environ)
-print("got", rank, os.environ["FROM_FILE"], sys.argv[1:], flush=True)
+os.write(1, f"got {rank} {os.environ['FROM_FILE']} {sys.argv[1:]}\\n".encode())
 here = pathlib.Path(__file__).parent
 (here / f"pid{rank}").write_text(str(os.getpid()))
 while len(list(here.glob("pid*"))) < 2:
