@@ -107,8 +107,9 @@ def _given_text(config: ConfigLike) -> str:
     if text.lstrip().startswith("{"):
         return text
     path = pathlib.Path(text)
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    with contextlib.suppress(OSError):  # a name that is too long: base64
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
     with contextlib.suppress(binascii.Error, UnicodeError):
         decoded = base64.urlsafe_b64decode(text.encode()).decode()
         if decoded.lstrip().startswith("{"):

@@ -13,6 +13,8 @@ import sys
 
 from penstock._native import ConfigError
 
+# What looks for deepspeed once, when it is imported.
+_DECIDE = ("accelerate.accelerator", "transformers.integrations.deepspeed")
 FOLDER = pathlib.Path(__file__).parent / "as_deepspeed"
 
 
@@ -31,6 +33,12 @@ def install() -> None:
         raise ConfigError(
             f"[deepspeed::install] another deepspeed was imported already "
             f"({getattr(loaded, '__file__', None)}): call install() before anything imports it"
+        )
+    early = [one for one in _DECIDE if one in sys.modules]
+    if early and not installed():
+        raise ConfigError(
+            f"[deepspeed::install] {early[0]} was imported already and has found no deepspeed: "
+            f"call install() (or import penstock.hf, penstock.lightning) before"
         )
     if not installed():
         sys.path.insert(0, str(FOLDER))

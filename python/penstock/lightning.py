@@ -1,8 +1,7 @@
 """Lightning: `Trainer(accelerator="cpu", strategy=PenstockStrategy(stage=3))`.
 
-Lightning's own strategy for DeepSpeed, over Penstock, on any accelerator. Importing this module
-switches the package `deepspeed` on (penstock.deepspeed.install()). Where the accelerator is CUDA,
-`strategy="deepspeed_stage_3"` works as it is, once the package is on.
+Lightning's own strategy for DeepSpeed, over Penstock, without its wish for CUDA. Importing this
+module switches the package `deepspeed` on (penstock.deepspeed.install()).
 """
 
 from __future__ import annotations

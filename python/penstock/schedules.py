@@ -47,7 +47,11 @@ class _Schedule:
             raise TypeError(
                 f"[front::{self.kind}] a {type(optimizer).__name__} is no torch.optim.Optimizer"
             )
-        params |= dict(zip(self.names, given, strict=False))
+        names = (*self.names, "last_batch_iteration")
+        if len(given) > len(names) or set(params) & set(names[: len(given)]):
+            raise TypeError(f"[front::{self.kind}] takes {', '.join(names)}, each once")
+        params |= dict(zip(names, given, strict=False))
+        last_batch_iteration = params.pop("last_batch_iteration", last_batch_iteration)
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         params = self._completed(params)

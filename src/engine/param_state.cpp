@@ -78,6 +78,13 @@ struct Values::ParamState {
     };
   }
 
+  void check_role() const {
+    const OptimizerKind& kind = kind_of(state.config.optimizer.value_or(OptimizerConfig{}).type);
+    const bool known = std::count(kind.moments.begin(), kind.moments.end(), role) > 0;
+    if (role == kParam || (known && !role.empty())) return;
+    throw ConfigError(concat("[engine::state] the optimizer keeps no \"", role, "\""));
+  }
+
   // Throws on every rank where no rank has any.
   void check_known() const {
     const std::string mine = found.empty() ? "0" : "1";
@@ -242,15 +249,29 @@ void Values::set_state(const std::string& param, const std::string& role,
   problem = engine::first_problem(*state_->executor, "set state", problem);
   if (!problem.empty()) throw ConfigError(problem);
   const at::Tensor full = values.to(at::kCPU, at::kFloat).contiguous();
+  const uint64_t hash = hash_text({static_cast<const char*>(full.const_data_ptr()), full.nbytes()});
+  const std::vector<std::string> all = state_->executor->share(
+      "set state values", {reinterpret_cast<const char*>(&hash), sizeof(hash)});
+  if (std::count(all.begin(), all.end(), all.front()) != static_cast<int64_t>(all.size())) {
+    throw ConfigError(concat("[engine::set_state] ranks were given other values of \"", param,
+                             "\": every rank passes the same"));
+  }
   one.write(static_cast<const float*>(full.const_data_ptr()));
 }
 
 std::pair<int64_t, at::Tensor> Values::local_state(const std::string& param,
                                                    const std::string& role) {
   ParamState one(*state_, param, role);
+  one.check_role();
   const std::vector<Own> parts = one.read(false);
   int64_t numel = 0;
-  for (const Own& part : parts) numel += static_cast<int64_t>(part.values.size());
+  for (const Own& part : parts) {
+    if (part.begin != parts.front().begin + numel) {
+      throw ConfigError(concat("[engine::local_state] this rank has several pieces of \"", param,
+                               "\", which is in tiles: look at the whole of it"));
+    }
+    numel += static_cast<int64_t>(part.values.size());
+  }
   at::Tensor values = at::empty({numel}, at::TensorOptions(at::kFloat));
   auto* to = static_cast<float*>(values.data_ptr());
   for (const Own& part : parts) to = std::copy(part.values.begin(), part.values.end(), to);

@@ -350,7 +350,7 @@ void take_offload(const Leaves& given, Json& native) {
 void take_precision(const Leaves& given, Json& native) {
   const bool bf16 = given.flag("bf16.enabled", false), fp16 = given.flag("fp16.enabled", false);
   if (bf16 && fp16) fail("\"bf16.enabled\" and \"fp16.enabled\" are both true");
-  native["precision"] = bf16 ? "bf16" : fp16 ? "fp16" : "fp32";
+  if (bf16 || fp16) native["precision"] = bf16 ? "bf16" : "fp16";  // else as the model was built
   if (!fp16) return;
   const double fixed = given.number("fp16.loss_scale", 0.0);
   const int64_t power = given.whole("fp16.initial_scale_power", 16);
@@ -377,7 +377,12 @@ void take_optimizer(const Leaves& given, Json& native) {
       {"adagrad", "Adagrad", {{"lr", 1e-2}, {"eps", 1e-10}, {"weight_decay", 0.0}}},
       {"sgd", "SGD", {{"lr", 1e-3}, {"weight_decay", 0.0}}},
   };
-  if (given.find("optimizer.type") == nullptr) return;
+  const bool low = given.flag("bf16.bf16_optimizer_states", false) ||
+                   !given.flag("optimizer.params.fp32_optimizer_states", true);
+  if (given.find("optimizer.type") == nullptr) {
+    if (low) native["optimizer"] = {{"moments_dtype", "bf16"}};  // of the one that is passed
+    return;
+  }
   std::string type = given.text("optimizer.type", "");
   std::transform(type.begin(), type.end(), type.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
@@ -398,8 +403,6 @@ void take_optimizer(const Leaves& given, Json& native) {
   }
   if (type == "adam" && !given.flag("optimizer.params.adam_w_mode", true))
     optimizer["type"] = "Adam";
-  const bool low = given.flag("bf16.bf16_optimizer_states", false) ||
-                   !given.flag("optimizer.params.fp32_optimizer_states", true);
   if (low) optimizer["moments_dtype"] = "bf16";
   native["optimizer"] = optimizer;
 }
@@ -433,7 +436,7 @@ Json native_of(const Leaves& given, int world) {
   native["clip"] = given.number("gradient_clipping", 1.0);
   native["nonfinite"] = "skip";
   const int64_t ahead = given.whole("zero_optimization.stage3_prefetch_bucket_size", 0);
-  if (ahead > 0) native["prefetch_bytes"] = ahead * (native["precision"] == "fp32" ? 4 : 2);
+  if (ahead > 0) native["prefetch_bytes"] = ahead * (native.contains("precision") ? 2 : 4);
   return native;
 }
 

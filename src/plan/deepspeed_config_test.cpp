@@ -21,7 +21,7 @@ TEST(DeepSpeedConfig, KeysAreTakenOver) {
   const Taken cases[] = {
       {"{}", "/strategy = \"ddp\""},
       {"{}", "/clip = 1.0"},
-      {"{}", "/precision = \"fp32\""},
+      {"{}", "/precision = null"},
       {R"({"zero_optimization": true})", "/strategy = \"zero1\""},
       {R"({"zero_optimization": {"stage": 2}})", "/strategy = \"zero2\""},
       {R"({"zero_optimization": {"stage": 3}})", "/strategy = \"zero3\""},

@@ -76,6 +76,4 @@ def is_compile_supported() -> bool:
 
 
 def __getattr__(name: str) -> _Any:
-    raise AttributeError(
-        f"deepspeed.{name}: Penstock's package has no such name (docs/deepspeed.md lists them)"
-    )
+    raise AttributeError(f"deepspeed.{name}: Penstock's package has no such name")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
+import resource
 from typing import Any
 
 import torch
@@ -57,11 +57,21 @@ class CPU_Accelerator:  # noqa: N801 - DeepSpeed's name
     def preferred_dtype(self) -> torch.dtype:
         return torch.bfloat16
 
+    def initial_seed(self) -> int:
+        return torch.initial_seed()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Resident bytes of this process; the peak of them for max_memory_allocated()."""
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
     def random(self) -> Any:
         return torch.random
 
     def manual_seed(self, seed: int) -> Any:
-        random.seed(seed)
         return torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
@@ -99,13 +109,6 @@ _NUMBERS: dict[str, Any] = {
     "is_triton_supported": False,
     "is_pinned": True,
     "visible_devices_envs": ["CUDA_VISIBLE_DEVICES"],
-    "memory_allocated": 0,
-    "max_memory_allocated": 0,
-    "memory_reserved": 0,
-    "max_memory_reserved": 0,
-    "memory_cached": 0,
-    "max_memory_cached": 0,
-    "initial_seed": 0,
 }
 _NOTHING = {
     "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "memory_stats",

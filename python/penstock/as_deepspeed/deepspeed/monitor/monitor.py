@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..utils.logging import logger
+from ..utils.logging import warning_once
 
 
 class Monitor:
@@ -15,12 +15,12 @@ class Monitor:
         self.enabled = False
 
     def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
-        """Writes (name, value, sample) of this list."""
+        """Writes none of (name, value, sample): it is not built yet, which is said once."""
+        warning_once("deepspeed.monitor: events are not written yet")
 
 
 class MonitorMaster(Monitor):
-    """All that a config enables: none is built yet, which the warning of the config says."""
+    """All that a config enables: none is built yet."""
 
     def __init__(self, monitor_config: Any = None) -> None:
         super().__init__(monitor_config)
-        logger.debug("deepspeed.monitor: events are not written yet")

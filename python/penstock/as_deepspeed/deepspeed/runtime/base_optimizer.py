@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock import RuntimeFault
+from penstock import ConfigError, RuntimeFault
 
 
 class _State(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
@@ -115,8 +115,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return torch.cat(parts) if parts else torch.empty(0)
 
     def step(self, closure: Any = None) -> None:
-        """Updates the weights, as engine.step() does on a boundary."""
-        self._ours().take_model_step()
+        """Updates the weights alone: counts and the scheduler are engine.step()'s."""
+        if closure is not None:
+            raise ConfigError("[deepspeed::optimizer] step() takes no closure")
+        self._ours().update()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         self._ours().native.backward(loss, retain_graph=retain_graph)
@@ -125,8 +127,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return loss * self.loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the window."""
-        self._ours().native.zero_grad()
+        """Drops the gradients of the window; as in DeepSpeed not with ZeRO-2."""
+        if self._ours().zero_optimization_stage() != 2:
+            self._ours().native.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """The groups' options alone: it cannot be pickled, since save_checkpoint() saves it all."""

@@ -39,11 +39,13 @@ class DeepSpeedConfig:
         self.train_batch_size = batch.global_
         zero = given.get("zero_optimization") or {}
         zero = {"stage": int(zero)} if isinstance(zero, bool) else zero
-        self.zero_config = types.SimpleNamespace(**{"stage": 0, **zero})
-        self.zero_optimization_stage = int(zero.get("stage", 0) or 0)
+        stages = {"ddp": 0, "zero1": 1, "zero2": 2}
+        self.zero_optimization_stage = stages.get(str(self.native.get("strategy")), 3)
+        self.zero_config = types.SimpleNamespace(**{**zero, "stage": self.zero_optimization_stage})
         self.zero_enabled = self.zero_optimization_stage > 0
         self.bfloat16_enabled = resolved.precision == "bf16"
         self.fp16_enabled = self.float16_enabled = resolved.precision == "fp16"
+        self.auto_cast = bool((given.get("fp16") or {}).get("auto_cast", False))
         self.gradient_clipping = resolved.clip
         self.steps_per_print = _number(given.get("steps_per_print"))
         self.optimizer_name = ((given.get("optimizer") or {}).get("type") or "").lower() or None

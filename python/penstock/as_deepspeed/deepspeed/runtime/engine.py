@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as _tree
 
 import penstock
 from penstock import ConfigError, schedules
 from penstock import optimizer as optimizers
 from penstock._native import _penstock
+from penstock.engine import engine_of
 
+from ..monitor.monitor import MonitorMaster
 from ..utils.logging import log_dist
+from ..utils.timer import SynchronizedWallClockTimer
 from .base_optimizer import ZeROOptimizer
 from .config import DeepSpeedConfig
 from .engine_checkpoints import EngineCheckpoints
@@ -29,7 +33,12 @@ from .zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
 # Keys that have no effect in an engine of our own and that this one takes.
-_TAKEN_HERE = ("steps_per_print", "dataloader_drop_last")
+_TAKEN_HERE = ("steps_per_print", "dataloader_drop_last", "fp16.auto_cast")
+
+
+def _halved(value: Any) -> Any:
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.half() if floats else value
 
 
 def _warn_of(translated: Any) -> None:
@@ -64,10 +73,11 @@ def _optimizer_of(
     if given is not None:
         if not isinstance(given, torch.optim.Optimizer) and callable(given):
             given = given(chosen)
-        if not getattr(given, "fp32_optimizer_states", True):
+        low = not getattr(given, "fp32_optimizer_states", True)
+        if low or "moments_dtype" in (section or {}):
             native["optimizer"] = {"moments_dtype": "bf16"}
         return given, native
-    if section is None:
+    if section is None or "type" not in section:
         return None, native
     if "moments_dtype" in section:
         native["optimizer"] = {"moments_dtype": section.pop("moments_dtype")}
@@ -114,7 +124,9 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.last_step_overflowed = False
         self._boundary: bool | None = None
-        self._applied = False
+        self._frozen: list[torch.nn.Parameter] = []  # by us
+        self._applied = self._in_backward = False
+        self._auto_cast = self._config.fp16_enabled and self._config.auto_cast
         self._start(optimizer, model_parameters)
         self.lr_scheduler = self._scheduler(lr_scheduler)
         self.training_dataloader = (
@@ -125,19 +137,27 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self.world_size = self.dp_world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.mp_world_size = 1
         self.device = torch.device("cpu")
+        self.monitor, self.timers = MonitorMaster(), SynchronizedWallClockTimer()
+        self.pipeline_parallelism = self.has_moe_layers = False
+        self.enable_backward_allreduce = True
+        self.data_parallel_group = self.seq_data_parallel_group = dist.group.WORLD
         if self._config.steps_per_print and self.basic_optimizer is not None:
             self._report()
 
     def _start(self, given: Any, parameters: Any) -> None:
         made, native = _optimizer_of(self._config, self.module, given, parameters)
         native["batch"] = {**native.get("batch", {}), "reduction": "sum"}
-        frozen = []
+        for param in self.module.parameters():
+            before = engine_of(param)
+            if before is not None:
+                log_dist("an earlier engine of this model ends here", ranks=[0], level=WARNING)
+                before.close()
         if made is None:  # weights that are only read
-            frozen = [one for one in self.module.parameters() if one.requires_grad]
-            for param in frozen:
+            self._frozen = [one for one in self.module.parameters() if one.requires_grad]
+            for param in self._frozen:
                 param.requires_grad_(False)
-            if frozen:
-                log_dist("no optimizer: parameters do not require gradients any more", ranks=[0])
+            text = "no optimizer: parameters do not require gradients until destroy()"
+            log_dist(text, ranks=[0])
         self.native = penstock.initialize(self.module, native, optimizer=made)
         if self._config.zero_optimization_stage == 3:
             for param in self.module.parameters():
@@ -147,7 +167,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
 
     def _wrapped(self, made: Any) -> Any:
         stage = self._config.zero_optimization_stage
-        if made is None or (stage == 0 and self._config.native["precision"] == "fp32"):
+        if made is None or (stage == 0 and "precision" not in self._config.native):
             return made
         return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(self, made)
 
@@ -165,10 +185,21 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward, on the same arguments."""
-        return self.native(*inputs, **kwargs)
+        if self._auto_cast:
+            inputs, kwargs = _tree.tree_map(_halved, (inputs, kwargs))
+        outputs = self.native(*inputs, **kwargs)
+        if self.gradient_accumulation_steps() > 1 and torch.is_grad_enabled():
+            for one in _tree.tree_leaves(outputs):
+                if isinstance(one, torch.Tensor) and one.requires_grad:
+                    one.register_hook(self._of_plain_backward)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _of_plain_backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A loss.backward() of the user's counts as one of the window's micro-batches."""
+        return None if self._in_backward else gradient / self.gradient_accumulation_steps()
 
     def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
         """Gradients of the loss; with `scale_wrt_gas` of loss / gradient_accumulation_steps.
 
@@ -176,7 +207,11 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         """
         steps = self.gradient_accumulation_steps()
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
-        self.native.backward(scaled, retain_graph=retain_graph)
+        self._in_backward = True
+        try:
+            self.native.backward(scaled, retain_graph=retain_graph)
+        finally:
+            self._in_backward = False
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -186,12 +221,16 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             self.take_model_step(lr_kwargs)
         self.micro_steps += 1
 
-    def take_model_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """The update itself."""
+    def update(self) -> None:
+        """Updates the weights, and nothing else."""
         if self.basic_optimizer is None:
             raise ConfigError("[deepspeed::step] the engine was initialized without an optimizer")
         self._applied = self.native.step(force=True)
         self.last_step_overflowed = not self._applied
+
+    def take_model_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Updates, counts, and steps the scheduler."""
+        self.update()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self._applied and self.lr_scheduler is not None:
@@ -227,13 +266,15 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self._boundary = is_boundary
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for a plain `.backward()`: by the loss scale, and over the accumulation."""
-        scaled: torch.Tensor = self.native.scale(loss) / self.gradient_accumulation_steps()
+        """The loss for a plain `.backward()`, by the loss scale (with fp16)."""
+        scaled: torch.Tensor = self.native.scale(loss)
         return scaled
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the window."""
-        self.native.zero_grad()
+        """Drops the gradients of the window; as in DeepSpeed not with ZeRO-2 and 3, where a loop
+        may call it for each micro-batch."""
+        if self._config.zero_optimization_stage < 2:
+            self.native.zero_grad()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -242,7 +283,10 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             raise ConfigError("[deepspeed::no_sync] not with ZeRO stage 2 and 3, as in DeepSpeed")
         yield
 
-    coalesce_grad_reduction = no_sync
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Accepted: gradients add up the same with it."""
+        yield
 
     # ---- looking inside
 
@@ -255,11 +299,16 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
 
         Where a rank is gone already, the weights are dropped with a warning.
         """
-        with contextlib.suppress(penstock.RuntimeFault):
+        try:
             self.native.close()
+        except penstock.RuntimeFault as error:
+            warnings.warn(f"[deepspeed::destroy] {error}", RuntimeWarning, stacklevel=2)
+        for param in self._frozen:
+            param.requires_grad_(True)
+        self._frozen = []
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the model's blocks (torch.compile)."""
+        """Raises ConfigError: blocks are compiled before."""
         raise ConfigError(
             "[deepspeed::compile] compile the model's blocks before initialize(): "
             "for block in model.blocks: block.compile()"

@@ -13,12 +13,13 @@ import json
 import os
 import pathlib
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from penstock import ConfigError
+from penstock import ConfigError, RuntimeFault
 
 from ..git_version_info import version
 from ..utils.logging import log_dist, logger
@@ -52,6 +53,30 @@ def _barrier() -> None:
         dist.barrier()
 
 
+def _of_ranks(text: str) -> list[str]:
+    """Every rank's, or the one that is the same on all."""
+    if _world() == 1:
+        return [text]
+    all_texts: list[Any] = [None] * _world()
+    dist.all_gather_object(all_texts, text)
+    return all_texts[:1] if all(one == text for one in all_texts) else all_texts
+
+
+def _together(work: Callable[[], None]) -> None:
+    """Does what each rank has to do; an error of one is raised on all."""
+    problem = ""
+    try:
+        work()
+    except OSError as error:
+        problem = f"rank {_rank()}: {error}"
+    problems = [problem]
+    if _world() > 1:
+        problems = [""] * _world()
+        dist.all_gather_object(problems, problem)
+    if any(problems):
+        raise RuntimeFault(f"[deepspeed::save_checkpoint] {next(filter(None, problems))}")
+
+
 class EngineCheckpoints:
     """The part of an engine that saves and loads; every rank calls these together."""
 
@@ -73,7 +98,7 @@ class EngineCheckpoints:
         Args:
             save_dir: folder of checkpoints, the same for every rank.
             tag: the checkpoint's name in it; default: "global_stepN".
-            client_state: anything that can be pickled; rank 0's.
+            client_state: anything that can be pickled; each rank's own.
             save_latest: the file `latest` names it.
             exclude_frozen_parameters: accepted: load_checkpoint() wants them all, so all are saved.
 
@@ -83,23 +108,22 @@ class EngineCheckpoints:
         Raises:
             ConfigError, RuntimeFault: see penstock.Engine.save().
         """
-        root, name = pathlib.Path(save_dir), str(tag or f"global_step{self.global_steps}")
+        root = pathlib.Path(save_dir)
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
         before = self._latest(root)
         kept = {
             "counts": {one: getattr(self, one) for one in _COUNTS},
             "scheduler": None
             if self.lr_scheduler is None
             else _pickled(self.lr_scheduler.state_dict()),
-            "client_state": _pickled(client_state or {}),
-            "frozen": not exclude_frozen_parameters,
+            "client_state": _of_ranks(_pickled(client_state or {})),
         }
         if _world() > 1:  # the engine wants the same of every rank
             shared = [kept]
             dist.broadcast_object_list(shared, 0)
             kept = shared[0]
         self.native.save(root, name, client_state={_OURS: json.dumps(kept)})
-        self._write_names(root / name, client_state or {})
-        _barrier()
+        _together(lambda: self._write_names(root / name))
         if _rank() == 0:
             if not save_latest:
                 self._set_latest(root, before)
@@ -130,7 +154,7 @@ class EngineCheckpoints:
             shutil.copyfile(pathlib.Path(__file__).parents[1] / "utils" / name, root / name)
             (root / name).chmod(0o755)
 
-    def _write_names(self, folder: pathlib.Path, client_state: dict[str, Any]) -> None:
+    def _write_names(self, folder: pathlib.Path) -> None:
         """DeepSpeed's files, without tensors."""
         stage, bf16 = self._config.zero_optimization_stage, self._config.bfloat16_enabled
         about = {
@@ -173,7 +197,7 @@ class EngineCheckpoints:
         Args:
             load_dir: folder of checkpoints.
             tag: the checkpoint's name; default: what `latest` says.
-            load_module_strict: must be True: all weights are in it, or it is an error.
+            load_module_strict: accepted: all weights are in it, or it is an error.
             load_optimizer_states: masters, moments and counts too.
             load_lr_scheduler_states: the scheduler's state too.
             load_module_only: weights alone.
@@ -189,31 +213,56 @@ class EngineCheckpoints:
         if custom_load_fn is not None:
             raise ConfigError("[deepspeed::load_checkpoint] custom_load_fn is not supported")
         root = pathlib.Path(load_dir)
-        name = str(tag) if tag is not None else self._latest(root)
-        if name is None or not (root / name).is_dir():
-            logger.warning(f"no checkpoint in {root}" + (f" of tag {name}" if name else ""))
+        name = self._chosen(root, tag)
+        if name is None:
+            logger.warning(f"there is no file {root / 'latest'}: nothing is loaded")
             return None, None
+        only = load_module_only or not load_optimizer_states
+        found = self.native.load(root, name, weights_only=only)
+        log_dist(f"loaded {root / name}", ranks=[0])
+        if not isinstance(found, dict) or _OURS not in found:  # converted, or penstock.Engine's
+            self.global_steps = self.native.steps
+            return str(root / name), found or {}
+        kept = json.loads(found[_OURS])
+        if not load_module_only:
+            self._take(kept, load_lr_scheduler_states)
+        return str(root / name), self._client_state(kept["client_state"])
+
+    def _chosen(self, root: pathlib.Path, tag: str | None) -> str | None:
+        """The checkpoint's name, as rank 0 sees it; None where there is no `latest`."""
+        name = str(tag) if tag is not None else self._latest(root)
+        if _world() > 1:
+            names = [name]
+            dist.broadcast_object_list(names, 0)
+            name = names[0]
+        if name is None:
+            return None
+        if not (root / name).is_dir():
+            raise ConfigError(f'[deepspeed::load_checkpoint] there is no "{root / name}"')
         if not (root / name / _MANIFEST).is_file():
             raise ConfigError(
                 f'[deepspeed::load_checkpoint] "{root / name}" is not one of Penstock: '
                 f"`penstock convert {root} OUT --tag {name}` makes one of it, "
                 f"and load_checkpoint(OUT) loads that"
             )
-        only = load_module_only or not load_optimizer_states
-        found = self.native.load(root, name, weights_only=only)
-        kept = json.loads(found[_OURS]) if isinstance(found, dict) and _OURS in found else {}
-        if not load_module_only:
-            for one, value in kept.get("counts", {}).items():
-                setattr(self, one, value)
-            if not kept:  # converted, or saved by penstock.Engine
-                self.global_steps = self.native.steps
-        state = kept.get("scheduler")
-        if load_lr_scheduler_states and not load_module_only and self.lr_scheduler is not None:
-            if state is not None:
-                self.lr_scheduler.load_state_dict(_unpickled(state))
-        client: dict[str, Any] = _unpickled(kept["client_state"]) if kept else dict(found or {})
-        log_dist(f"loaded {root / name}", ranks=[0])
-        return str(root / name), client
+        return name
+
+    def _take(self, kept: dict[str, Any], scheduler: bool) -> None:
+        for one, value in kept["counts"].items():
+            setattr(self, one, value)
+        self.micro_steps = 0  # a window begins, whatever the accumulation was
+        if scheduler and self.lr_scheduler is not None and kept["scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(_unpickled(kept["scheduler"]))
+
+    @staticmethod
+    def _client_state(texts: list[str]) -> dict[str, Any]:
+        if len(texts) > 1 and len(texts) != _world():
+            logger.warning(
+                "each rank saved its own client_state, and there are others now: rank 0's"
+            )
+            texts = texts[:1]
+        state: dict[str, Any] = _unpickled(texts[_rank() if len(texts) > 1 else 0])
+        return state
 
     def save_16bit_model(
         self,
@@ -240,11 +289,14 @@ class EngineCheckpoints:
         state = self.native.state_dict()
         if _rank() != 0:
             return None
+        cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied weights stay one
         for name in list(state):
+            whole = state[name]
             if exclude_frozen_parameters and name in frozen:
                 del state[name]
             elif name in dtypes:
-                state[name] = state[name].to(dtypes[name])
+                cast.setdefault(id(whole), (whole, whole.to(dtypes[name])))
+                state[name] = cast[id(whole)][1]
         return dict(state)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -277,5 +329,7 @@ class EngineCheckpoints:
         fetch_z3_params: bool = False,
     ) -> None:
         """Loads whole weights (`checkpoint["module"]`) into the model; all ranks pass the same."""
+        if custom_load_fn is not None:
+            raise ConfigError("[deepspeed::load_module_state_dict] custom_load_fn is not supported")
         with self.native.gathered(write=True):
             self.module.load_state_dict(checkpoint["module"], strict=strict)

@@ -9,7 +9,7 @@ import torch
 
 from penstock import ConfigError
 
-from ..utils.loaders import DeepSpeedDataLoader
+from ..utils.loaders import DeepSpeedDataLoader, in_order
 
 ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
 
@@ -141,7 +141,7 @@ class EngineSettings:
         )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the accumulation, from the next window on."""
+        """Changes the accumulation, at once; between windows, say."""
         config = self._config
         per_step = config.train_micro_batch_size_per_gpu * self.native.config.mesh.data
         if per_step == 0 or train_batch_size % per_step != 0:
@@ -197,6 +197,8 @@ class EngineSettings:
     ) -> DeepSpeedDataLoader:
         """A loader over this rank's samples of a dataset."""
         size = batch_size or self._config.train_micro_batch_size_per_gpu
+        if data_sampler is None and route != ROUTE_TRAIN:  # in the dataset's order
+            data_sampler = in_order(dataset)
         if not size:
             raise ConfigError(
                 "[deepspeed::deepspeed_io] the config says no train_micro_batch_size_per_gpu"

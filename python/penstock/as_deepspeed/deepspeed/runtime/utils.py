@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 from collections.abc import Iterable
 from typing import Any
 
+import numpy
 import torch
 
 from penstock import ConfigError
 
+from .. import _absent
 from ..utils.logging import logger
+
+_NORMS = "gradients are sharded in the engine: engine.get_global_grad_norm() is their norm"
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
@@ -36,6 +41,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def set_random_seed(seed: int) -> None:
+    """Of Python, NumPy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed)
     torch.manual_seed(seed)
 
 
@@ -56,6 +64,12 @@ def clip_grad_norm_(
     raise ConfigError(
         "[deepspeed::clip_grad_norm_] gradients are sharded in the engine: set gradient_clipping"
     )
+
+
+get_global_norm = _absent.function("runtime.utils.get_global_norm", _NORMS)
+get_grad_norm = _absent.function("runtime.utils.get_grad_norm", _NORMS)
+get_global_norm_of_tensors = _absent.function("runtime.utils.get_global_norm_of_tensors", _NORMS)
+CheckOverflow = _absent.cls("runtime.utils.CheckOverflow", _NORMS)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

@@ -32,8 +32,15 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
+def in_order(dataset: Any) -> Any:
+    """A sampler of this rank's samples that does not shuffle."""
+    return DistributedSampler(
+        dataset, num_replicas=get_world_size(), rank=get_rank(), shuffle=False
+    )
+
+
 class DeepSpeedDataLoader:
-    """A torch loader over this rank's samples; another order in each epoch."""
+    """A torch loader over this rank's samples, in one shuffled order."""
 
     def __init__(  # noqa: PLR0913 - as DeepSpeed's
         self,

@@ -15,6 +15,8 @@ import torch
 from penstock import ConfigError
 from penstock.engine import Engine, engine_of
 
+from .logging import warning_once
+
 
 @dataclasses.dataclass
 class fragment_address:  # noqa: N801 - DeepSpeed's checkpoints name it so
@@ -24,6 +26,7 @@ class fragment_address:  # noqa: N801 - DeepSpeed's checkpoints name it so
     start: int
 
 
+_AT_ONCE = "safe_set_*_fp32_param: the weight is the new one at once, not after the next step"
 _NAMES = {"fp32": "param"}
 
 
@@ -46,6 +49,9 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replaces the fp32 master, and with it the weight."""
+    warning_once(
+        "safe_set_*_fp32_param: the weight is the new one at once, not after the next step"
+    )
     _engine(param).set_param_state(param, "param", value)
 
 
@@ -65,7 +71,7 @@ def safe_set_full_optimizer_state(
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The averaged fp32 gradient, after backward and before step; None where there is none."""
+    """The averaged fp32 gradient, after backward and before step; None where it does not train."""
     if not param.requires_grad:
         return None
     return _engine(param).param_grad(param)
@@ -94,6 +100,10 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Replaces this rank's elements of the master, and of the weight."""
+    warning_once(
+        "safe_set_*_fp32_param: the weight is the new one at once, not after the next step"
+    )
     _engine(param).set_local_state(param, "param", value)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from penstock import ConfigError
 from penstock.conversion.convert import convert, state_dict
 from penstock.conversion.options import Options
 
@@ -56,6 +57,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0913 - as DeepSpeed'
         )
         torch.save(state, folder / "pytorch_model.bin")
         return
+    if exclude_frozen_parameters:
+        raise ConfigError(
+            "[zero_to_fp32] exclude_frozen_parameters goes with pytorch_model.bin: leave out "
+            "safe_serialization"
+        )
     convert(checkpoint_dir, folder, Options(to="safetensors", tag=tag or ""))
 
 

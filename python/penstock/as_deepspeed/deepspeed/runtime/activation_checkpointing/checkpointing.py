@@ -50,14 +50,32 @@ def reset() -> None:
     """Nothing is kept between steps."""
 
 
+def _as_before(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which draws from the tracker's generators the same when it runs again."""
+    first: list[dict[str, torch.Tensor]] = []
+
+    def run(*args: Any) -> Any:
+        if not first:
+            first.append(_tracker.get_states())
+            return function(*args)
+        now = _tracker.get_states()
+        _tracker.set_states(dict(first[0]))
+        try:
+            return function(*args)
+        finally:
+            _tracker.set_states(now)
+
+    return run
+
+
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """Runs `function` and keeps its inputs alone; backward runs it again."""
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True)
+    return torch.utils.checkpoint.checkpoint(_as_before(function), *args, use_reentrant=True)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """As checkpoint(), without a backward inside of the backward."""
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(_as_before(function), *args, use_reentrant=False)
 
 
 class CheckpointFunction:

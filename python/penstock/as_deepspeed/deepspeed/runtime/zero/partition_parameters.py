@@ -79,8 +79,9 @@ def _all_gather(param: Any, param_list: Any = None, **_: Any) -> None:
 
 
 def _partition(param: Any, param_list: Any = None, **_: Any) -> None:
-    if _open.get(id(param)):
-        _open[id(param)].pop().__exit__(None, None, None)
+    if not _open.get(id(param)):
+        raise ConfigError("[deepspeed::partition] all_gather() of this parameter comes before")
+    _open[id(param)].pop().__exit__(None, None, None)
 
 
 def _summary(param: Any, **_: Any) -> dict[str, Any]:
@@ -246,6 +247,7 @@ def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[No
             stack.enter_context(engine.gathered(own, write=modifier_rank is not None))
         for one in waiting:
             stack.enter_context(_of_init(held, one, modifier_rank))
+        before = [getattr(param, "ds_status", None) for param in params]
         for param in params:
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         try:
@@ -255,8 +257,8 @@ def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[No
                     for one in own:
                         dist.broadcast(one.data, modifier_rank)
         finally:
-            for param in params:
-                param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+            for param, status in zip(params, before, strict=True):
+                param.ds_status = status  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
