@@ -40,6 +40,11 @@ def _cases() -> dict[str, dict[str, Any]]:
     }
     found["sgd"] = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}}
     found["fixed-scale"] = {"fp16": {"enabled": True, "loss_scale": 128}}
+    for stage in (1, 2, 3):  # loss.backward(), and zero_grad() before each micro-batch
+        zero = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 4}
+        found[f"plain-backward-zero{stage}"] = zero
+        found[f"zero-grad-zero{stage}"] = zero
+        found[f"built-bf16-zero{stage}"] = {"zero_optimization": {"stage": stage}}
     for stage in (1, 2, 3):  # one loss that is not finite, on rank 1
         zero = {"zero_optimization": {"stage": stage}}
         found[f"nan-zero{stage}-fp32"] = zero

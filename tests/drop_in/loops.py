@@ -48,6 +48,8 @@ def run(case: str) -> dict[str, Any]:
     torch.manual_seed(0)
     heard = _listen()
     model = Model()
+    if case.startswith("built-bf16"):
+        model.bfloat16()
     engine, _, _, _ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config_of(case)
     )
@@ -58,7 +60,12 @@ def run(case: str) -> dict[str, Any]:
         out = engine(ids[:, :-1]).float()
         loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten())
         bad = case.startswith("nan") and step == 5
-        engine.backward(loss * float("nan") if bad and deepspeed.comm.get_rank() == 1 else loss)
+        if case.startswith("zero-grad"):
+            engine.zero_grad()
+        if case.startswith("plain-backward"):
+            loss.backward()
+        else:
+            engine.backward(loss * float("nan") if bad and deepspeed.comm.get_rank() else loss)
         engine.step()
         losses.append(loss.item())
         norm = engine.get_global_grad_norm()
