@@ -39,6 +39,10 @@ def _cases() -> dict[str, dict[str, Any]]:
         }
     }
     found["sgd"] = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}}
+    found["of-torch"] = {
+        "optimizer": {"type": "RMSprop", "params": {"lr": 0.001}},
+        "zero_allow_untested_optimizer": True,
+    }
     found["fixed-scale"] = {"fp16": {"enabled": True, "loss_scale": 128}}
     for stage in (1, 2, 3):  # loss.backward(), and zero_grad() before each micro-batch
         zero = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 4}

@@ -180,6 +180,20 @@ deepspeed.monitor.monitor.MonitorMaster x({}).write_events([('Train/a', 1.0, 1)]
 deepspeed.profiling.flops_profiler.FlopsProfiler x(model).get_total_params()
 deepspeed.profiling.flops_profiler.get_model_profile x(model, input_shape=(2, 4))
 deepspeed.git_version_info.torch_info x['version']
+deepspeed.sequence.layer.DistributedAttention ! x(None, None)
+deepspeed.linear.LoRAConfig ! x()
+deepspeed.ops.transformer.DeepSpeedTransformerLayer ! x(None)
+deepspeed.inference.config.DeepSpeedInferenceConfig ! x()
+deepspeed.inference.engine.InferenceEngine ! x(model)
+deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine ! x()
+deepspeed.runtime.compiler.is_compile_supported x()
+deepspeed.runtime.zero.utils.is_zero_param x(model.weight) is False
+deepspeed.runtime.utils.get_global_norm ! x([])
+deepspeed.runtime.utils.CheckOverflow ! x()
+deepspeed.runtime.utils.DummyOptim x([]).param_groups
+deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator
+deepspeed.utils.timer.ThroughputTimer x(batch_size=2).start()
+deepspeed.env_report.cli_main x() == 0
 """
 
 

@@ -16,15 +16,21 @@ from . import utils as utils
 from ._initialize import initialize as initialize
 from .accelerator import get_accelerator as get_accelerator
 from .comm.comm import init_distributed as init_distributed
+from .inference.config import DeepSpeedInferenceConfig as DeepSpeedInferenceConfig
+from .inference.engine import InferenceEngine as InferenceEngine
+from .ops.transformer import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
+from .ops.transformer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 from .runtime import zero as zero
 from .runtime.activation_checkpointing import checkpointing as checkpointing
 from .runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
 from .runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer
+from .runtime.compiler import is_compile_supported as is_compile_supported
 from .runtime.config import DeepSpeedConfig as DeepSpeedConfig
 from .runtime.config import DeepSpeedConfigError as DeepSpeedConfigError
 from .runtime.engine import ADAM_OPTIMIZER as ADAM_OPTIMIZER
 from .runtime.engine import LAMB_OPTIMIZER as LAMB_OPTIMIZER
 from .runtime.engine import DeepSpeedEngine as DeepSpeedEngine
+from .runtime.hybrid_engine import DeepSpeedHybridEngine as DeepSpeedHybridEngine
 from .runtime.lr_schedules import add_tuning_arguments as add_tuning_arguments
 from .runtime.pipe.module import PipelineModule as PipelineModule
 from .utils import log_dist as log_dist
@@ -39,17 +45,6 @@ __git_hash__, __git_branch__ = git_version_info.git_hash, git_version_info.git_b
 dist = comm
 
 PipelineEngine = _absent.cls("deepspeed.PipelineEngine", "pipelines are not built yet")
-DeepSpeedHybridEngine = _absent.cls(
-    "deepspeed.DeepSpeedHybridEngine", "engine.module.generate() works under every strategy"
-)
-InferenceEngine = _absent.cls("deepspeed.InferenceEngine", "it trains")
-DeepSpeedInferenceConfig = _absent.cls("deepspeed.DeepSpeedInferenceConfig", "it trains")
-DeepSpeedTransformerLayer = _absent.cls(
-    "deepspeed.DeepSpeedTransformerLayer", "use a layer of torch"
-)
-DeepSpeedTransformerConfig = _absent.cls(
-    "deepspeed.DeepSpeedTransformerConfig", "use a layer of torch"
-)
 init_inference = _absent.function(
     "deepspeed.init_inference", "it trains; call the model under torch.inference_mode()"
 )
@@ -68,11 +63,6 @@ def add_config_arguments(parser: _argparse.ArgumentParser) -> _argparse.Argument
     group.add_argument("--deepscale", default=False, action="store_true", help="of old scripts")
     group.add_argument("--deepscale_config", default=None, type=str, help="of old scripts")
     return parser
-
-
-def is_compile_supported() -> bool:
-    """torch.compile works on blocks of a model."""
-    return True
 
 
 def __getattr__(name: str) -> _Any:

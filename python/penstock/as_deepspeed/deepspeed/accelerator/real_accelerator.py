@@ -11,8 +11,10 @@ import torch
 
 from penstock import ConfigError
 
+from .abstract_accelerator import DeepSpeedAccelerator
 
-class CPU_Accelerator:  # noqa: N801 - DeepSpeed's name
+
+class CPU_Accelerator(DeepSpeedAccelerator):  # noqa: N801 - DeepSpeed's name
     """Host memory. What only devices have does nothing here, as in DeepSpeed."""
 
     _name = "cpu"

@@ -7,6 +7,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from penstock import ConfigError, config_file
 from penstock._native import _penstock
 
@@ -29,7 +31,10 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         given = as_dict(config)
-        text = json.dumps(config_file.finite(given))
+        self.torch_optimizer = _of_torch(given.get("optimizer"))
+        left_out = ("optimizer",) if self.torch_optimizer else ()
+        kept = {key: value for key, value in given.items() if key not in left_out}
+        text = json.dumps(config_file.finite(kept))
         self.native, self.translated = config_file.translate(text)
         resolved = _penstock.Config(self.native).resolved(config_file.world())
         batch = resolved.batch
@@ -58,6 +63,19 @@ class DeepSpeedConfig:
     def print(self, name: str = "DeepSpeedConfig") -> None:
         """Prints what was given."""
         print(f"{name}: {json.dumps(config_file.finite(self._param_dict), indent=2)}")
+
+
+def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:
+    """Name and parameters of a class of torch.optim that the engine has no kernel for."""
+    name = (section or {}).get("type") or ""
+    kernels = {kind.name.lower() for kind in _penstock.OPTIMIZER_KINDS}
+    made = getattr(torch.optim, name, None)
+    if name.lower() in kernels or not isinstance(made, type):
+        return None
+    if not issubclass(made, torch.optim.Optimizer):
+        return None
+    params = section.get("params") or {}
+    return name, {key: value for key, value in params.items() if value != "auto"}
 
 
 def _number(value: Any) -> int:

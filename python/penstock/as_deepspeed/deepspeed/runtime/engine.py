@@ -20,6 +20,7 @@ from penstock import optimizer as optimizers
 from penstock._native import _penstock
 from penstock.engine import engine_of
 
+from ..comm.comm import get_rank, get_world_size
 from ..monitor.monitor import MonitorMaster
 from ..utils.logging import log_dist
 from ..utils.timer import SynchronizedWallClockTimer
@@ -42,18 +43,15 @@ def _halved(value: Any) -> Any:
 
 
 def _warn_of(translated: Any) -> None:
-    text = translated.warning
-    lines = [line for line in text.splitlines()[1:] if line.strip()]
-    kept = []
-    for line in lines:
-        keys, _, why = line.strip().partition(": ")
-        left = [one for one in keys.split(", ") if one not in _TAKEN_HERE]
-        if left:
-            kept.append(f"  {', '.join(left)}: {why}")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if kept and rank == 0:
+    """One warning, on rank 0, of the keys without effect, by why they have none."""
+    by_note: dict[str, list[str]] = {}
+    for one in translated.given:
+        if one.fate == "no effect" and one.key not in _TAKEN_HERE:
+            by_note.setdefault(one.note, []).append(one.key)
+    if by_note and get_rank() == 0:
+        lines = [f"  {', '.join(keys)}: {note}" for note, keys in by_note.items()]
         warnings.warn(
-            "[deepspeed::initialize] keys of the config without effect:\n" + "\n".join(kept),
+            "[deepspeed::initialize] keys of the config without effect:\n" + "\n".join(lines),
             UserWarning,
             stacklevel=5,
         )
@@ -77,6 +75,9 @@ def _optimizer_of(
         if low or "moments_dtype" in (section or {}):
             native["optimizer"] = {"moments_dtype": "bf16"}
         return given, native
+    if config.torch_optimizer is not None:
+        name, params = config.torch_optimizer
+        return getattr(torch.optim, name)(chosen, **params), native
     if section is None or "type" not in section:
         return None, native
     if "moments_dtype" in section:
@@ -133,8 +134,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             None if training_data is None else self.deepspeed_io(training_data)
         )
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = self.dp_world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.global_rank = get_rank()
+        self.world_size = self.dp_world_size = get_world_size()
         self.mp_world_size = 1
         self.device = torch.device("cpu")
         self.monitor, self.timers = MonitorMaster(), SynchronizedWallClockTimer()

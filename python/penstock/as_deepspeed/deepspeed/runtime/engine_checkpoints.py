@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from penstock import ConfigError, RuntimeFault
 
+from ..comm.comm import get_rank, get_world_size
 from ..git_version_info import version
 from ..utils.logging import log_dist, logger
 
@@ -40,24 +41,16 @@ def _unpickled(text: str) -> Any:
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=False)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def _barrier() -> None:
-    if _world() > 1:
+    if get_world_size() > 1:
         dist.barrier()
 
 
 def _of_ranks(text: str) -> list[str]:
     """Every rank's, or the one that is the same on all."""
-    if _world() == 1:
+    if get_world_size() == 1:
         return [text]
-    all_texts: list[Any] = [None] * _world()
+    all_texts: list[Any] = [None] * get_world_size()
     dist.all_gather_object(all_texts, text)
     return all_texts[:1] if all(one == text for one in all_texts) else all_texts
 
@@ -68,10 +61,10 @@ def _together(work: Callable[[], None]) -> None:
     try:
         work()
     except OSError as error:
-        problem = f"rank {_rank()}: {error}"
+        problem = f"rank {get_rank()}: {error}"
     problems = [problem]
-    if _world() > 1:
-        problems = [""] * _world()
+    if get_world_size() > 1:
+        problems = [""] * get_world_size()
         dist.all_gather_object(problems, problem)
     if any(problems):
         raise RuntimeFault(f"[deepspeed::save_checkpoint] {next(filter(None, problems))}")
@@ -118,13 +111,13 @@ class EngineCheckpoints:
             else _pickled(self.lr_scheduler.state_dict()),
             "client_state": _of_ranks(_pickled(client_state or {})),
         }
-        if _world() > 1:  # the engine wants the same of every rank
+        if get_world_size() > 1:  # the engine wants the same of every rank
             shared = [kept]
             dist.broadcast_object_list(shared, 0)
             kept = shared[0]
         self.native.save(root, name, client_state={_OURS: json.dumps(kept)})
         _together(lambda: self._write_names(root / name))
-        if _rank() == 0:
+        if get_rank() == 0:
             if not save_latest:
                 self._set_latest(root, before)
             self._copy_scripts(root)
@@ -161,7 +154,7 @@ class EngineCheckpoints:
             "module": None,
             "ds_config": self._config._param_dict,
             "ds_version": version,
-            "dp_world_size": _world(),
+            "dp_world_size": get_world_size(),
             "mp_world_size": 1,
             "lr_scheduler": None,
             "penstock": "the tensors are in *.safetensors: see checkpoint.json",
@@ -169,17 +162,17 @@ class EngineCheckpoints:
         }
         name = "mp_rank_00_model_states.pt"
         if stage == 3:
-            torch.save(about, folder / f"zero_pp_rank_{_rank()}_{name}")
-        elif _rank() == 0:
+            torch.save(about, folder / f"zero_pp_rank_{get_rank()}_{name}")
+        elif get_rank() == 0:
             torch.save(about, folder / name)
         if stage > 0:
             optim = {
-                "optimizer_state_dict": {"zero_stage": stage, "partition_count": _world()},
+                "optimizer_state_dict": {"zero_stage": stage, "partition_count": get_world_size()},
                 "ds_config": self._config._param_dict,
                 "ds_version": version,
             }
             prefix = "bf16_" if bf16 else ""
-            file = f"{prefix}zero_pp_rank_{_rank()}_mp_rank_00_optim_states.pt"
+            file = f"{prefix}zero_pp_rank_{get_rank()}_mp_rank_00_optim_states.pt"
             torch.save(optim, folder / file)
 
     def load_checkpoint(  # noqa: PLR0913 - as DeepSpeed's
@@ -231,7 +224,7 @@ class EngineCheckpoints:
     def _chosen(self, root: pathlib.Path, tag: str | None) -> str | None:
         """The checkpoint's name, as rank 0 sees it; None where there is no `latest`."""
         name = str(tag) if tag is not None else self._latest(root)
-        if _world() > 1:
+        if get_world_size() > 1:
             names = [name]
             dist.broadcast_object_list(names, 0)
             name = names[0]
@@ -256,12 +249,12 @@ class EngineCheckpoints:
 
     @staticmethod
     def _client_state(texts: list[str]) -> dict[str, Any]:
-        if len(texts) > 1 and len(texts) != _world():
+        if len(texts) > 1 and len(texts) != get_world_size():
             logger.warning(
                 "each rank saved its own client_state, and there are others now: rank 0's"
             )
             texts = texts[:1]
-        state: dict[str, Any] = _unpickled(texts[_rank() if len(texts) > 1 else 0])
+        state: dict[str, Any] = _unpickled(texts[get_rank() if len(texts) > 1 else 0])
         return state
 
     def save_16bit_model(
@@ -272,7 +265,7 @@ class EngineCheckpoints:
     ) -> bool:
         """Writes the weights in the dtype that they compute in, as one torch file, on rank 0."""
         state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if _rank() == 0:
+        if get_rank() == 0:
             os.makedirs(save_dir, exist_ok=True)
             torch.save(state, os.path.join(save_dir, save_filename))
         _barrier()
@@ -287,7 +280,7 @@ class EngineCheckpoints:
         dtypes = {name: one.dtype for name, one in self._named()}
         frozen = {name for name, one in self._named() if not one.requires_grad}
         state = self.native.state_dict()
-        if _rank() != 0:
+        if get_rank() != 0:
             return None
         cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied weights stay one
         for name in list(state):

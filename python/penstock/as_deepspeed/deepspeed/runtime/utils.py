@@ -69,6 +69,7 @@ def clip_grad_norm_(
 get_global_norm = _absent.function("runtime.utils.get_global_norm", _NORMS)
 get_grad_norm = _absent.function("runtime.utils.get_grad_norm", _NORMS)
 get_global_norm_of_tensors = _absent.function("runtime.utils.get_global_norm_of_tensors", _NORMS)
+get_weight_norm = _absent.function("runtime.utils.get_weight_norm", "use torch.linalg")
 CheckOverflow = _absent.cls("runtime.utils.CheckOverflow", _NORMS)
 
 
@@ -76,3 +77,14 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Bounds of equal parts, the first ones longer by one where they must be."""
     size, more = divmod(num_items, num_parts)
     return [part * size + min(part, more) for part in range(num_parts + 1)]
+
+
+class DummyOptim:
+    """In the place of an optimizer that there is none of."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def empty_cache() -> None:
+    """Nothing: memory comes from torch and goes back to it."""

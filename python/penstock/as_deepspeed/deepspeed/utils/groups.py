@@ -35,6 +35,7 @@ def _zero() -> int:
     return 0
 
 
+_get_broadcast_src_rank = _zero
 _get_model_parallel_world_size = get_model_parallel_world_size = _one
 _get_model_parallel_rank = get_model_parallel_rank = _zero
 _get_sequence_parallel_world_size = get_sequence_parallel_world_size = _one

@@ -53,3 +53,24 @@ class SynchronizedWallClockTimer:
             if self.has_timer(one)
         ]
         log_dist("time (ms) | " + " | ".join(parts), ranks=[0])
+
+
+class ThroughputTimer:
+    """Samples a second of a loop of one's own: start(), then stop(), around each step."""
+
+    def __init__(self, batch_size: int = 1, start_step: int = 2, **_: Any) -> None:
+        self.batch_size, self.start_step = batch_size, start_step
+        self.global_step_count, self.total_elapsed_time = 0, 0.0
+        self._since = 0.0
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        self.global_step_count += 1
+        if self.global_step_count > self.start_step:
+            self.total_elapsed_time += time.perf_counter() - self._since
+
+    def avg_samples_per_sec(self) -> float:
+        steps = self.global_step_count - self.start_step
+        return self.batch_size * steps / self.total_elapsed_time if steps > 0 else float("-inf")

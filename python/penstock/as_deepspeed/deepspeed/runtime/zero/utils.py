@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .partition_parameters import GatheredParameters
+from .partition_parameters import is_zero_param as is_zero_param
 
 
 @contextlib.contextmanager

@@ -1,0 +1,5 @@
+"""For isinstance()."""
+
+
+class DeepSpeedAccelerator:
+    """Base class of accelerators."""

@@ -1,0 +1,7 @@
+"""Training and generating with one engine: every engine does, so there is no class of its own."""
+
+from .. import _absent
+
+DeepSpeedHybridEngine = _absent.cls(
+    "deepspeed.DeepSpeedHybridEngine", "engine.module.generate() works under every strategy"
+)
