@@ -10,7 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from cases import expressions
+from loop_cases import expressions
 from loops import Model
 
 CONFIG = {

@@ -1,7 +1,7 @@
 """DeepSpeed loops that run on DeepSpeed itself and on Penstock, case by case.
 
 Started on each rank with the names of cases; rank 0 prints one line of JSON for each. The same file
-runs with DeepSpeed (record.py) and with Penstock (test_loops.py).
+runs with DeepSpeed (record.py) and with Penstock (test_drop_in_loops.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from cases import CASES, STEPS, config_of
+from loop_cases import CASES, STEPS, config_of
 
 
 class Model(torch.nn.Module):

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from cases import CASES, STEPS, expressions
+from loop_cases import CASES, STEPS, expressions
 from record import RECORDED, run
 
 _OURS = {"PENSTOCK_AS_DEEPSPEED": "1"}

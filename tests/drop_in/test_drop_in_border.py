@@ -9,7 +9,7 @@ from record import run
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     env = {"PENSTOCK_AS_DEEPSPEED": "1", "TMPDIR": str(tmp_path_factory.mktemp("border"))}
-    return run(sys.executable, "border.py", 2, env)
+    return run(sys.executable, "borders.py", 2, env)
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))
