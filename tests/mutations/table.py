@@ -500,8 +500,8 @@ MUTATIONS = [
     Mutation(
         "wrong divisor: the loss scale stays in the gradient",
         "src/engine/state.cpp",
-        "window->num_averaged()) * loss_scale.value();",
-        "window->num_averaged());",
+        "return static_cast<double>(averaged) * loss_scale.value();",
+        "return static_cast<double>(averaged);",
         SCALE,
     ),
     Mutation(
