@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 import pathlib
 import sys
 from typing import Any
@@ -14,6 +12,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DummyOptim, DummyScheduler
 from accelerated_cases import CASES
+from reporting import report
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 8
@@ -125,17 +124,7 @@ def run(name: str, folder: pathlib.Path) -> dict[str, Any]:
 def main() -> None:
     folder = pathlib.Path(sys.argv[1])
     torch.distributed.init_process_group("gloo")
-    for name in sys.argv[2:] or CASES:
-        try:
-            found = run(name, folder)
-        except Exception as error:  # noqa: BLE001 - recorded
-            if os.environ.get("SHOW"):
-                raise
-            found = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-        if torch.distributed.get_rank() == 0:
-            print("\nCASE " + json.dumps({name: found}), flush=True)
-    sys.stdout.flush()
-    os._exit(0)
+    report(sys.argv[2:] or CASES, lambda name: run(name, folder))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import sys
 import warnings
@@ -12,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 from loops import Model
+from reporting import report
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
@@ -47,14 +47,8 @@ def run(path: pathlib.Path, folder: str) -> dict[str, Any]:
 
 def main() -> None:
     deepspeed.init_distributed()
-    for path in sorted(CONFIGS.glob("*.json")):
-        try:
-            found = run(path, sys.argv[1])
-        except Exception as error:  # noqa: BLE001 - reported
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print("\nCASE " + json.dumps({path.stem: found}), flush=True)
-    sys.stdout.flush()
-    os._exit(0)
+    names = sorted(path.stem for path in CONFIGS.glob("*.json"))
+    report(names, lambda name: run(CONFIGS / f"{name}.json", sys.argv[1]))
 
 
 if __name__ == "__main__":

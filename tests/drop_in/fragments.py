@@ -3,9 +3,6 @@ optimizer that is given the same gradients and the same edits. Of the kind of lo
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
 
 import deepspeed
@@ -24,6 +21,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 from loops import Model
+from reporting import report
 
 _HOST = {"device": "cpu"}
 _DISK = {"device": "nvme", "nvme_path": "/tmp"}
@@ -130,19 +128,8 @@ def run(case: str, bf16: bool) -> dict[str, Any]:
 
 def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
-    for case in CASES:
-        for bf16 in (False, True):
-            try:
-                found = run(case, bf16)
-            except Exception as error:  # noqa: BLE001 - reported
-                if os.environ.get("SHOW"):
-                    raise
-                found = {"error": f"{type(error).__name__}: {error}"}
-            if deepspeed.comm.get_rank() == 0:
-                name = f"{case}-{'bf16' if bf16 else 'fp32'}"
-                print("\nCASE " + json.dumps({name: found}), flush=True)
-    sys.stdout.flush()
-    os._exit(0)
+    names = [f"{case}-{dtype}" for case in CASES for dtype in ("fp32", "bf16")]
+    report(names, lambda name: run(name.partition("-")[0], name.endswith("bf16")))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import sys
@@ -14,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from lightning_cases import CASES
+from reporting import report
 from torch.utils.data import DataLoader, TensorDataset
 
 from penstock.lightning import PenstockStrategy
@@ -95,17 +95,7 @@ def run(name: str, folder: pathlib.Path) -> dict[str, Any]:
 def main() -> None:
     warnings.simplefilter("ignore")
     folder = pathlib.Path(sys.argv[1])
-    for name in sys.argv[2:] or CASES:
-        try:
-            found = run(name, folder)
-        except Exception as error:  # noqa: BLE001 - recorded
-            if os.environ.get("SHOW"):
-                raise
-            found = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-        if int(os.environ["RANK"]) == 0:
-            print("\nCASE " + json.dumps({name: found}), flush=True)
-    sys.stdout.flush()
-    os._exit(0)
+    report(sys.argv[2:] or CASES, lambda name: run(name, folder))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ runs with DeepSpeed (record.py) and with Penstock (test_drop_in_loops.py).
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 from loop_cases import CASES, STEPS, config_of
+from reporting import report
 
 
 class Model(torch.nn.Module):
@@ -95,15 +95,7 @@ def run(case: str) -> dict[str, Any]:
 
 def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
-    for case in sys.argv[1:] or CASES:
-        try:
-            found = run(case)
-        except Exception as error:  # noqa: BLE001 - of DeepSpeed's: recorded
-            found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-        if deepspeed.comm.get_rank() == 0:
-            print("CASE " + json.dumps({case: found}), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # DeepSpeed's own exit aborts on a CPU
+    report(sys.argv[1:] or CASES, run)
 
 
 if __name__ == "__main__":

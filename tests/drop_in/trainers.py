@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from reporting import report
 from trainer_cases import CASES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -23,10 +24,6 @@ import peft  # noqa: E402
 import transformers  # noqa: E402
 from text import Bytes  # noqa: E402
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # noqa: E402
-
-
-def _first() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _meet() -> None:
@@ -144,7 +141,7 @@ def main() -> None:
     folder = pathlib.Path(sys.argv[1])
     transformers.logging.set_verbosity_error()
     _arguments({}, folder, "none")  # makes the process group
-    if _first():
+    if int(os.environ.get("RANK", "0")) == 0:
         for name in ("gpt2", "llama", "moe"):
             models.build(name).save_pretrained(folder / f"weights_{name}")
     _meet()
@@ -152,18 +149,8 @@ def main() -> None:
         import deepspeed  # noqa: PLC0415
 
         deepspeed.init_distributed(dist_backend="gloo")
-    for name in [one for one in sys.argv[2:] if not one.startswith("--")] or CASES:
-        try:
-            found = run(name, folder)
-        except Exception as error:  # noqa: BLE001 - recorded
-            text = str(error).splitlines() or [""]
-            found = {"error": f"{type(error).__name__}: {text[0]}"}
-            if os.environ.get("SHOW"):
-                raise
-        if _first():
-            print("\nCASE " + json.dumps({name: found}), flush=True)
-    sys.stdout.flush()
-    os._exit(0)
+    names = [one for one in sys.argv[2:] if not one.startswith("--")]
+    report(names or CASES, lambda name: run(name, folder))
 
 
 if __name__ == "__main__":

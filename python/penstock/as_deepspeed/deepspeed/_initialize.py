@@ -11,6 +11,7 @@ import torch
 from penstock import ConfigError
 
 from .comm.comm import init_distributed
+from .git_version_info import git_hash, version
 from .runtime.engine import DeepSpeedEngine
 from .runtime.pipe.module import PipelineModule
 from .utils.logging import log_dist
@@ -57,7 +58,7 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
     Raises:
         ConfigError: a setting that cannot work.
     """
-    log_dist("DeepSpeed info: version=0.19.8+penstock, git-hash=penstock", ranks=[0])
+    log_dist(f"DeepSpeed info: version={version}, git-hash={git_hash}", ranks=[0])
     _check(model, mpu, mesh_param)
     assert model is not None
     given = _one_config(args, config, config_params)

@@ -7,24 +7,18 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _absent
+from ..comm.comm import get_rank, get_world_size
 
 
 def _world() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 _get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group = _world
-_get_data_parallel_world_size = get_data_parallel_world_size = _size
-_get_data_parallel_rank = get_data_parallel_rank = _rank
-_get_sequence_data_parallel_world_size, _get_sequence_data_parallel_rank = _size, _rank
+_get_data_parallel_world_size = get_data_parallel_world_size = get_world_size
+_get_data_parallel_rank = get_data_parallel_rank = get_rank
+_get_sequence_data_parallel_world_size = get_world_size
+_get_sequence_data_parallel_rank = get_rank
 
 
 def _one() -> int:

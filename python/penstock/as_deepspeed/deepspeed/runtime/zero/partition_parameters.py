@@ -17,6 +17,8 @@ import penstock
 from penstock import ConfigError, sharded_init
 from penstock.engine import engine_of
 
+from ...comm.comm import get_world_size
+
 _orig_torch_arange = torch.arange
 _orig_torch_empty, _orig_torch_zeros = torch.empty, torch.zeros
 _orig_torch_ones, _orig_torch_full = torch.ones, torch.full
@@ -63,8 +65,7 @@ def mark(param: torch.Tensor) -> None:
 
 
 def _partition_numel(param: Any) -> int:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    return -(-int(param.ds_numel) // world)
+    return -(-int(param.ds_numel) // get_world_size())
 
 
 _open: dict[int, list[Any]] = {}
