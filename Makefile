@@ -46,7 +46,7 @@ test: build  ## C++ tests, then Python tests
 	@echo "[test] ctest"
 	@ctest --preset release -j $(JOBS)
 	@echo "[test] pytest"
-	@$(BIN)/python -m pytest -q tests/python tests/parity tests/drop_in
+	@$(BIN)/python -m pytest -q tests/python tests/parity tests/drop_in tests/device
 
 demo: build  ## train a small GPT on two ranks of this machine; kill and resume another
 	@echo "[demo] penstock run --nproc 2 examples/train_gpt.py --demo"

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "penstock/export.h"
+#include "src/device/split.h"
 #include "src/mem/arena.h"
 #include "src/optim/kernels.h"
-#include "src/optim/split.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace penstock::bench::HWY_NAMESPACE {
@@ -66,17 +66,17 @@ HWY_EXPORT(loop_part);
 
 // Memory as the engine has it, until the process ends.
 extern "C" PENSTOCK_API void* penstock_bench_take(int64_t bytes) {
-  static mem::Pool pool{c10::Device(c10::DeviceType::CPU)};
+  static mem::Pool pool;
   static mem::Arena arena{pool};
   static std::vector<mem::Lease> leases;
   leases.push_back(arena.take(bytes, mem::Account::kOptim));
-  return leases.back().data();
+  return leases.back().data().host();
 }
 
 // Arrays aligned to 64 bytes.
 extern "C" PENSTOCK_API void penstock_bench_loop(float* x, float* y, float* z, int64_t numel,
                                                  int kind) {
-  optim::for_each_part(numel, [&](int64_t begin, int64_t end) {
+  device::host::for_each_part(numel, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(loop_part)(x, y, z, begin, end, kind);
   });
 }

@@ -24,7 +24,7 @@ struct Bench {
   int64_t bytes = 0, request_bytes = 0;
   int depth = 0;
   std::string text;
-  mem::Pool pool{c10::Device(c10::DeviceType::CPU)};
+  mem::Pool pool;
   mem::Arena arena{pool};
   std::deque<mem::Lease> windows;
   std::optional<mem::Disk> disk;  // last: it ends before the memory does
@@ -52,7 +52,7 @@ extern "C" PENSTOCK_API Bench* penstock_bench_disk_open(const char* folder, int6
   const int64_t window = depth / 2 * request_bytes;
   for (int i = 0; i < kWindows; ++i) {
     bench->windows.push_back(bench->arena.take(window, mem::Account::kOptim));
-    auto* values = reinterpret_cast<uint64_t*>(bench->windows.back().data());
+    auto* values = reinterpret_cast<uint64_t*>(bench->windows.back().data().host());
     for (int64_t j = 0; j < window / 8; ++j) values[j] = random();
   }
   return bench.release();
@@ -75,7 +75,7 @@ extern "C" PENSTOCK_API double penstock_bench_disk_run(Bench* bench, char mode) 
       disk.wait(moving.front());
       moving.pop_front();
     }
-    char* data = bench->windows[i % kWindows].data();
+    char* data = bench->windows[i % kWindows].data().host();
     const bool write = mode == 'w' || (mode == 'm' && i % 2 == 1);
     const int64_t offset = (mode == 'm' ? i / 2 : i) * window;
     moving.push_back(write ? disk.write(offset, data, window) : disk.read(offset, data, window));

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-for folder in ("parity", "foreign"):
+for folder in ("parity", "foreign", "device"):
     sys.path.insert(0, str(pathlib.Path(__file__).parent / folder))
 # Ranks meet on this machine; a host name that resolves to nothing must not matter.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -26,8 +26,7 @@ def shared_memory():
     return set(os.listdir(folder)) if folder.exists() else set()
 
 
-@pytest.fixture(scope="session")
-def pools():
+def started_pools():
     """pools(world) is a pool of that many ranks. At the end none may be left, or have left
     anything."""
     import ranks  # noqa: PLC0415 - torch is not needed by the tests that do not use this
@@ -43,6 +42,18 @@ def pools():
     )
     left = {name for name in shared_memory() - before if name.startswith(("torch_", "penstock"))}
     assert not left, f"left in /dev/shm: {left}"
+
+
+@pytest.fixture(scope="session")
+def pools():
+    yield from started_pools()
+
+
+@pytest.fixture(scope="session")
+def device_pools():
+    """Of their own: a process that knows the simulated device is no longer one that knows the CPU
+    alone."""
+    yield from started_pools()
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,9 @@
 #include "penstock/export.h"
 
 namespace c10d {
+class Backend;
 class ProcessGroup;
-}
+}  // namespace c10d
 
 namespace penstock {
 
@@ -76,6 +77,13 @@ class PENSTOCK_API Group {
   virtual void end_exchanges(const std::string& why) = 0;
   // [all ranks] When nothing of this rank exchanges: connections that no failed exchange has used.
   virtual void renew() = 0;
+  // Makes a back end with collectives on a device's memory (NCCL, RCCL, XCCL) among these ranks,
+  // all of which ask in the same order. Set before an engine is made; without it, what is on a
+  // device is exchanged through host memory.
+  using DeviceGroups =
+      std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>& ranks)>;
+  void set_device_groups(DeviceGroups make) { device_groups_ = std::move(make); }
+  const DeviceGroups& device_groups() const { return device_groups_; }
   // No more exchanges; joins what the group started. Called once, by the engine.
   virtual void close() = 0;
 
@@ -97,6 +105,9 @@ class PENSTOCK_API Group {
       const WatchOptions& watch = {});
   // A single rank.
   static std::shared_ptr<Group> alone();
+
+ private:
+  DeviceGroups device_groups_;
 };
 
 }  // namespace penstock

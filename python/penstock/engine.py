@@ -14,6 +14,7 @@ import torch
 from penstock import (
     checkpoint,
     config_file,
+    device_back_ends,
     ranks,
     recompute,
     schedules,
@@ -66,7 +67,9 @@ class Engine(checkpoint.Checkpointing, ParamState):
         comm = config.comm
         super().__init__()
         self._installed: list[Any] = []  # on modules
-        self._ranks = ranks.Ranks(comm.timeout_s, comm.warn_s, comm.report_dir)
+        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        back_end = device_back_ends.name_for(device, comm.backend)
+        self._ranks = ranks.Ranks(comm.timeout_s, comm.warn_s, comm.report_dir, back_end)
         try:
             self._adopt(described, config)
         except BaseException as error:

@@ -6,7 +6,7 @@ import weakref
 
 import torch.distributed as dist
 
-from penstock import environment
+from penstock import device_back_ends, environment
 from penstock._native import _penstock
 
 
@@ -32,15 +32,23 @@ class Ranks:
     """Gloo process groups of our own over all ranks, one a direction; none for a single rank.
 
     They are let go of by `close()`, or when neither this nor the group is used any more.
+    `back_end`: what has collectives on the memory of the device that the model is on, or none.
     """
 
-    def __init__(self, timeout_s: float, warn_s: float = 30.0, report_dir: str = "") -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        warn_s: float = 30.0,
+        report_dir: str = "",
+        back_end: str | None = None,
+    ) -> None:
         timeout = datetime.timedelta(seconds=timeout_s)
         if not dist.is_initialized():
             environment.adopt()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo", timeout=timeout)
         made = self._made = _Made()
+        self._on_device: device_back_ends.DeviceGroups | None = None
         if not dist.is_initialized() or dist.get_world_size() == 1:
             self.group = _penstock.Group.alone()
             return
@@ -54,9 +62,14 @@ class Ranks:
         self.group = _penstock.Group.from_process_group(
             up, timeout_s, down, connect, warn_s, report_dir
         )
+        if back_end is not None:
+            self._on_device = device_back_ends.DeviceGroups(back_end, timeout)
+            self.group.set_device_groups(self._on_device)
 
     def close(self) -> None:
         """Lets go of the process groups; no rank needs to be there."""
+        if self._on_device is not None:
+            self._on_device.close()
         self._made.close()
 
 

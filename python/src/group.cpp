@@ -4,6 +4,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "python/src/module.h"
@@ -35,6 +36,7 @@ void bind_group(py::module_& module) {
           py::arg("process_group"), py::arg("timeout_s"), py::arg("downward"), py::arg("connect"),
           py::arg("warn_s"), py::arg("report_dir"))
       .def_static("alone", &Group::alone)
+      .def("set_device_groups", &Group::set_device_groups, py::arg("make"))
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("size", &Group::size);

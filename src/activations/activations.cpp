@@ -4,6 +4,8 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <optional>
@@ -75,7 +77,26 @@ void check_unchanged(const at::Tensor& tensor, int64_t version, const std::strin
 }  // namespace
 
 struct Activations::Store {
-  mem::Pool pool{c10::Device(c10::DeviceType::CPU)};
+  explicit Store(const device::Device& computes)
+      : device(computes),
+        stream(computes.is_host() ? std::nullopt : std::optional(computes.side_stream())),
+        pool(computes.is_host() ? mem::Kind::kHost : mem::Kind::kPinned, device) {}
+
+  // On the stream of activations, after what this thread has queued; returns when it is done.
+  c10::Event copy(const at::Tensor& to, const at::Tensor& from) const {
+    c10::Event before(stream->device_type()), after(stream->device_type());
+    before.record(device.current());
+    const c10::StreamGuard guard(*stream);
+    before.block(*stream);
+    to.copy_(from, /*non_blocking=*/true);
+    device.used_on((to.is_cpu() ? from : to).storage().data_ptr(), *stream);
+    after.record(*stream);
+    return after;
+  }
+
+  const device::Device device;
+  const std::optional<c10::Stream> stream;
+  mem::Pool pool;
   mem::Arena arena{pool};
   std::shared_ptr<mem::Extents> extents;  // with the entries there, any thread's last one closes it
 };
@@ -116,16 +137,37 @@ struct Activations::Entry {
       offset = extents->take(bytes);
     }
     memory = store->arena.take(bytes, mem::Account::kAct);
-    content().copy_(content_of(source, view));
-    if (offset >= 0) moving = extents->disk().write(offset, memory.data(), bytes);
+    if (store->stream) {
+      copied.emplace(store->copy(content(), content_of(source, view)));
+    } else {
+      content().copy_(content_of(source, view));
+      write();
+    }
     source.reset();
+  }
+
+  void write() {
+    if (offset >= 0) moving = extents->disk().write(offset, memory.data().host(), bytes);
+  }
+
+  // What goes to the host is there, and on its way to the disk.
+  void leave() {
+    if (!copied) return;
+    copied->synchronize();
+    copied.reset();
+    write();
   }
 
   void bring() {
     wanted = true;
+    if (store->stream && offset < 0 && !back.defined()) {  // in host memory, or on its way there
+      const at::NoGradGuard no_grad;
+      back = at::empty({numel}, view.options.dtype(dtype));
+      came.emplace(store->copy(back, content()));
+    }
     if (memory || offset < 0) return;
     memory = store->arena.take(bytes, mem::Account::kAct);
-    moving = extents->disk().read(offset, memory.data(), bytes);
+    moving = extents->disk().read(offset, memory.data().host(), bytes);
   }
 
   // The view that begins so many elements after this.
@@ -141,8 +183,11 @@ struct Activations::Entry {
     }
     bring();
     arrive();
-    at::Tensor tensor = part(content(), as, after);
+    if (came) came->block(store->device.current());
+    at::Tensor tensor = part(back.defined() ? back : content(), as, after);
     wanted = false;
+    back.reset();
+    came.reset();
     if (offset >= 0) memory.reset();
     return tensor;
   }
@@ -157,6 +202,7 @@ struct Activations::Entry {
   // The transfer in flight ends.
   void arrive() {
     if (offset < 0) return;
+    leave();
     extents->disk().wait(moving);
     moving = {};
   }
@@ -168,9 +214,13 @@ struct Activations::Entry {
       // Nobody wants these bytes any more; what counts is that nothing moves them.
     }
     source.reset();
+    back.reset();
+    // Before the memory is given back.
+    if (copied) copied->block(store->device.current());
+    if (came) came->block(store->device.current());
     if (offset >= 0 && !extents->disk().done(moving)) {
       // The system may yet write to this memory or this part of the file: neither is used again.
-      if (memory) store->arena.keep(memory.data());
+      if (memory) store->arena.keep(memory.data().data);
       offset = -1;
     }
     memory.reset();
@@ -179,7 +229,7 @@ struct Activations::Entry {
   }
 
   at::Tensor content() const {
-    return at::from_blob(memory.data(), {numel}, at::TensorOptions(dtype));
+    return at::from_blob(memory.data().host(), {numel}, at::TensorOptions(dtype));
   }
 
   const std::shared_ptr<Store> store;
@@ -195,11 +245,15 @@ struct Activations::Entry {
   std::shared_ptr<mem::Extents> extents;
   int64_t offset = -1;  // on disk
   mem::DiskTicket moving;
+  std::optional<c10::Event> copied;  // on its way to the host
+  at::Tensor back;                   // on its way to the device, or there
+  std::optional<c10::Event> came;
   bool wanted = false;  // brought, and not fetched yet
   bool closed = false;
 };
 
-Activations::Activations(Tier hold) : hold_(hold), store_(std::make_shared<Store>()) {}
+Activations::Activations(Tier hold, const device::Device& device)
+    : hold_(hold), store_(std::make_shared<Store>(device)) {}
 
 void Activations::open_disk(const mem::DiskOptions& options) {
   store_->extents = std::make_shared<mem::Extents>(options);
@@ -279,6 +333,11 @@ void Activations::settle() {
   for (const std::weak_ptr<Entry>& one : std::exchange(writing_, {})) {
     const std::shared_ptr<Entry> entry = one.lock();
     if (!entry || entry->wanted) continue;
+    if (entry->copied) {
+      entry->leave();
+      writing_.push_back(entry);
+      continue;
+    }
     entry->arrive();
     entry->memory.reset();
   }

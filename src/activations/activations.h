@@ -6,7 +6,8 @@
 // offloaded not those either: autograd keeps what save() returned, which gives the values back any
 // number of times (retain_graph) and lets the bytes go when the graph does. In between the plan
 // moves them: put_away() when the unit's forward has ended, bring() one unit ahead of its backward.
-// A plan that did not foresee a unit costs time only: the function fetches what is not there.
+// Beside a device the bytes travel on a stream of their own, through pinned memory. A plan that did
+// not foresee a unit costs time only: the function fetches what is not there.
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
@@ -17,6 +18,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "src/device/device.h"
 #include "src/mem/arena.h"
 #include "src/mem/extents.h"
 #include "src/place/placement.h"
@@ -27,7 +29,7 @@ namespace penstock::activations {
 // also after this object.
 class Activations {
  public:
-  explicit Activations(Tier hold);
+  explicit Activations(Tier hold, const device::Device& device = device::Device::host());
 
   // Before the first save() where they are held on disk.
   void open_disk(const mem::DiskOptions& options);

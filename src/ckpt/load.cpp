@@ -9,7 +9,7 @@
 
 #include "src/base/text.h"
 #include "src/ckpt/damaged.h"
-#include "src/optim/kernels.h"
+#include "src/device/kernels.h"
 
 namespace penstock::ckpt {
 
@@ -236,7 +236,7 @@ struct Filling {
       const int64_t part = std::min(kBlockElements, numel - done);
       block.resize(static_cast<size_t>(part * dtype_bytes(there)));
       reader.read(tensor, begin + done, part, block.data());
-      optim::take(to + done * dtype_bytes(dtype), dtype, block.data(), there, part, false);
+      device::take(to + done * dtype_bytes(dtype), dtype, block.data(), there, part, false);
     }
   }
 
@@ -256,7 +256,14 @@ struct Filling {
   void into_buffer(const Holding& holding) {
     target.executor.traffic().settle();  // one of them in memory
     target.executor.traffic().make_room(*holding.buffer, holding.account);
-    read(holding, holding.buffer->data(), holding.buffer->dtype);
+    const device::Address to = holding.buffer->data();
+    if (to.device == nullptr) {
+      read(holding, to.host(), holding.buffer->dtype);
+    } else {
+      std::vector<char> values(static_cast<size_t>(holding.buffer->bytes()));
+      read(holding, values.data(), holding.buffer->dtype);
+      device::copy(to, values.data(), holding.buffer->bytes());
+    }
     target.executor.traffic().put_back(*holding.buffer);
   }
 
@@ -274,7 +281,7 @@ struct Filling {
       attempt([&] { throw Damaged(full.what()); });
       spare.resize(static_cast<size_t>(numel * 4));
     }
-    char* const values = room ? room.data() : spare.data();
+    char* const values = room ? room.data().host() : spare.data();
     for (const Holding& part : parts) {
       read(part, values + (part.first - first.first) * 4, Dtype::kFp32);
     }
@@ -305,7 +312,8 @@ std::string fill(Reader& reader, const Manifest& manifest, const Target& target,
   flush();
   target.executor.traffic().settle();
   for (const Extra& extra : target.extras) {
-    at::Tensor whole = at::empty(extra.tensor.sizes(), extra.tensor.options());
+    const auto on_host = extra.tensor.options().device(at::kCPU);
+    const at::Tensor whole = at::empty(extra.tensor.sizes(), on_host);
     filling.attempt([&] {
       const Tensor& tensor = *find(manifest, options, extra.role, extra.global.name, extra.rank);
       auto* to = static_cast<char*>(whole.data_ptr());

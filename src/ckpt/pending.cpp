@@ -96,7 +96,7 @@ void Pending::copy(std::unique_lock<std::mutex>& lock, size_t index) {
   mem::Lease copy;
   try {
     copy = tiers_.host.take(source.bytes, mem::Account::kBuffers);
-    std::memcpy(copy.data(), source.data, static_cast<size_t>(source.bytes));
+    std::memcpy(copy.data().host(), source.data, static_cast<size_t>(source.bytes));
   } catch (const RuntimeFault&) {
     // No room: then it is written now.
   }
@@ -105,7 +105,7 @@ void Pending::copy(std::unique_lock<std::mutex>& lock, size_t index) {
   stages_[index] = Stage::kWaiting;
   if (copy) {
     source.copy = std::move(copy);
-    source.data = source.copy.data();
+    source.data = source.copy.data().host();
   }
   changed_.notify_all();
   if (!source.copy) wait_for(lock, index);

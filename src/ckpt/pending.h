@@ -28,8 +28,9 @@ struct Source {
   at::Tensor kept;   // contiguous
   at::Tensor edits;  // of masters on disk: parameters as they were, of the same elements
   mem::Lease copy;
-  const char* data = nullptr;  // in memory; null: on disk
-  int64_t offset = 0;          // on disk
+  const char* data = nullptr;              // in memory; null: on disk
+  const device::Device* device = nullptr;  // whose memory that is, where it is not the host's
+  int64_t offset = 0;                      // on disk
 };
 
 class Pending final : public mem::ChangeWatch {

@@ -1,7 +1,5 @@
 #include "src/ckpt/save.h"
 
-#include <ATen/ops/from_blob.h>
-
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -12,8 +10,8 @@
 
 #include "src/base/text.h"
 #include "src/ckpt/damaged.h"
+#include "src/device/kernels.h"
 #include "src/mem/kept.h"
-#include "src/optim/kernels.h"
 
 namespace penstock::ckpt {
 
@@ -57,14 +55,14 @@ class Save::Bounce {
       used_ = 0;
       writer_.flush(part_);
     }
-    char* room = memory_.data() + part_ * part_bytes_ + used_;
+    char* room = memory_.data().host() + part_ * part_bytes_ + used_;
     used_ += size;
     return room;
   }
   // What was put at `room`, with zeros to the end of its last block.
   void write(int64_t offset, char* room, int64_t bytes) {
     std::memset(room + bytes, 0, static_cast<size_t>(block_padded(bytes) - bytes));
-    const auto part = static_cast<int>((room - memory_.data()) / part_bytes_);
+    const auto part = static_cast<int>((room - memory_.data().host()) / part_bytes_);
     writer_.write(offset, room, block_padded(bytes), part);
   }
   void flush() {
@@ -130,7 +128,7 @@ void Save::add(const Holding& holding, const GlobalOf& global_of, const Mesh& me
 
 void Save::add(const Extra& extra) {
   Source& source = sources_.emplace_back();
-  source.kept = extra.tensor.detach().contiguous();
+  source.kept = extra.tensor.detach().cpu().contiguous();
   Region region;
   region.bytes = source.bytes = static_cast<int64_t>(source.kept.nbytes());
   const char* dtype = nullptr;
@@ -153,44 +151,52 @@ void Save::open(const std::string& folder) {
 }
 
 // What users wrote to parameters that rest whole is in no master yet. Those parameters, of the
-// elements that the source has.
-at::Tensor Save::edits_of(const Source& source) {
+// elements that the source has, in the memory of `where`.
+at::Tensor Save::edits_of(const Source& source, const device::Device* where) {
   const Holding& holding = source.holding;
-  const at::ScalarType type = scalar_type(file_dtype(holding.edits->dtype));
-  return at::from_blob(holding.edits->at(holding.first + source.first - holding.edits_first),
-                       {source.numel}, type);
+  return device::brought(holding.edits->at(holding.first + source.first - holding.edits_first),
+                         holding.edits->dtype, source.numel, where);
+}
+
+void Save::capture(Source& source, bool behind, bool* stays) {
+  const mem::Buffer& buffer = *source.holding.buffer;
+  const bool edited = source.holding.edits != nullptr && source.numel > 0;
+  if (buffer.on_disk()) {
+    source.offset = buffer.offset + source.first * dtype_bytes(buffer.dtype);  // at a block
+    if (edited) source.edits = edits_of(source, nullptr).clone();
+    return;
+  }
+  const device::Address data = buffer.at(source.first);
+  source.data = data.data;
+  source.device = data.device;
+  if (edited) {
+    const at::Tensor edits = edits_of(source, data.device);
+    device::take_edits(data, buffer.dtype, device::address_of(edits, data.device),
+                       source.holding.edits->dtype, source.numel);
+  }
+  const bool changes = source.holding.users || data.device != nullptr;
+  if (!behind || !changes || source.bytes == 0) return;
+  source.copy = tiers_.host.take(source.bytes, mem::Account::kBuffers);
+  device::copy(source.copy.data(), data, source.bytes);
+  source.data = source.copy.data().host();
+  source.device = nullptr;
+  *stays = true;
 }
 
 void Save::capture(bool behind) {
   executor_.traffic().settle();
   for (Source& source : std::exchange(sources_, {})) {
-    const mem::Buffer* buffer = source.holding.buffer;
     bool stays = !behind;
-    if (buffer == nullptr) {
+    if (source.holding.buffer == nullptr) {
       if (behind) source.kept = source.kept.clone();
       source.data = static_cast<const char*>(source.kept.const_data_ptr());
       stays = true;
-    } else if (buffer->on_disk()) {
-      source.offset = buffer->offset + source.first * dtype_bytes(buffer->dtype);  // at a block
-      if (source.holding.edits != nullptr && source.numel > 0)
-        source.edits = edits_of(source).clone();
     } else {
-      char* data = buffer->at(source.first);
-      source.data = data;
-      if (source.holding.edits != nullptr && source.numel > 0) {
-        const at::Tensor edits = edits_of(source);
-        optim::take_edits(data, buffer->dtype, edits.const_data_ptr(), source.holding.edits->dtype,
-                          source.numel);
-      }
-      if (behind && source.holding.users && source.bytes > 0) {
-        source.copy = tiers_.host.take(source.bytes, mem::Account::kBuffers);
-        std::memcpy(source.copy.data(), data, static_cast<size_t>(source.bytes));
-        source.data = source.copy.data();
-        stays = true;
-      }
+      capture(source, behind, &stays);
     }
     pending_->add(std::move(source), stays);
   }
+  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();
   if (behind) executor_.traffic().watch(pending_);
 }
 
@@ -216,22 +222,23 @@ void Save::write_what_was_read() {
   const int64_t first = piece.at / 4, numel = source.edits.defined() ? piece.bytes / 4 : 0;
   for (int64_t at = 0; at < numel; at += kPart) {
     const at::Tensor edits = source.edits.narrow(0, first + at, std::min(kPart, numel - at));
-    optim::take_edits(piece.room + at * 4, Dtype::kFp32, edits.const_data_ptr(),
-                      exec::dtype_of(edits.scalar_type()), edits.numel());
+    device::take_edits(piece.room + at * 4, Dtype::kFp32, device::address_of(edits, nullptr),
+                       exec::dtype_of(edits.scalar_type()), edits.numel());
   }
   bounce_->write(regions_[piece.index].offset + piece.at, piece.room, piece.bytes);
 }
 
 void Save::write_from_memory(const Source& source, const Region& region, int batch) {
   int64_t done = 0;
-  if (is_aligned(source.data)) {
+  if (source.device == nullptr && is_aligned(source.data)) {
     done = source.bytes / kBlockBytes * kBlockBytes;
     writer_->write(region.offset, source.data, done, batch);
   }
   while (done < source.bytes) {
     const int64_t bytes = std::min(bounce_->part_bytes(), source.bytes - done);
     char* room = bounce_->take(bytes);
-    std::memcpy(room, source.data + done, static_cast<size_t>(bytes));
+    device::copy(room, {const_cast<char*>(source.data) + done, source.device}, bytes);
+    if (source.device != nullptr) source.device->synchronize();
     bounce_->write(region.offset + done, room, bytes);
     done += bytes;
   }

@@ -69,7 +69,8 @@ class Save {
   void add(const Holding& holding, const GlobalOf& global_of, const Mesh& mesh);
   void add(const Extra& extra);
   int tensor_of(const std::string& role, const Global& global, int rank, const char* dtype);
-  static at::Tensor edits_of(const Source& source);
+  static at::Tensor edits_of(const Source& source, const device::Device* where);
+  void capture(Source& source, bool behind, bool* stays);
   void write_regions();
   void read_from_disk(size_t index);
   void write_what_was_read();

@@ -1,15 +1,19 @@
 #include "src/comm/channel.h"
 
-#include <cstring>
+#include <algorithm>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
-#include "src/comm/sum.h"
+#include "src/device/device.h"
+#include "src/device/kernels.h"
 #include "src/place/packing.h"
 
 namespace penstock::comm {
+
+using device::Address;
+
 namespace {
 
 uint64_t mix(uint64_t hash, uint64_t value) {
@@ -24,11 +28,6 @@ int64_t shard_bytes(const Members& /*members*/, const GatherBuffer& buffer) {
   return buffer.shard_bytes;
 }
 
-// A shard of no bytes may have no address.
-void copy(void* to, const void* from, int64_t bytes) {
-  if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
-}
-
 template <class Buffer>
 Packing packing_of(const Members& members, const std::vector<Buffer>& buffers) {
   Packing packing;
@@ -38,26 +37,28 @@ Packing packing_of(const Members& members, const std::vector<Buffer>& buffers) {
 
 // 0: nothing is packed.
 template <class Buffer>
-int64_t packed_in(std::span<char> staging, const Members& members,
+int64_t packed_in(const Staging& staging, const Members& members,
                   const std::vector<Buffer>& buffers) {
-  if (staging.empty()) return 0;
-  const auto lent = static_cast<int64_t>(staging.size());
+  if (staging.bytes == 0) return 0;
+  const int64_t lent = staging.bytes;
   const int64_t needed = Channel::staging_bytes(members, buffers);
   PENSTOCK_ASSERT(lent >= needed, concat("[comm::Channel] ", lent, " bytes lent of ", needed));
   return packing_of(members, buffers).piece(members.size());
 }
 
+at::Tensor bytes_at(Address at, int64_t bytes) { return device::view(at, at::kByte, bytes); }
+
 // `staging`: each member's shards, one buffer after the other.
-void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, const char* staging,
+void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, Address staging,
             int64_t packed) {
   for (int i = 0; i < members.size(); ++i) {
     if (i == members.index) continue;
-    const char* from = staging + i * packed;
+    Address from = staging + i * packed;
     for (const GatherBuffer& buffer : buffers) {
       const int64_t bytes = buffer.shard_bytes;
       if (bytes > kPackBytes) continue;
-      copy(static_cast<char*>(buffer.full) + i * bytes, from, bytes);
-      from += bytes;
+      device::copy(buffer.full + i * bytes, from, bytes);
+      from = from + bytes;
     }
   }
 }
@@ -81,25 +82,78 @@ Channel::Channel(Group& group, std::string name)
       name_(std::move(name)),
       lane_(group.board() == nullptr ? -1 : group.board()->lane(*name_.text)) {}
 
+void Channel::use(const Members& members, const c10::intrusive_ptr<c10d::Backend>& back_end) {
+  on_device_.emplace_back(&members, std::make_unique<DeviceCollectives>(back_end));
+}
+
+DeviceCollectives* Channel::on_device(const Members& members, Address buffer) {
+  if (buffer.device == nullptr) return nullptr;
+  const auto found = std::find_if(on_device_.begin(), on_device_.end(),
+                                  [&](const auto& one) { return one.first == &members; });
+  return found == on_device_.end() ? nullptr : found->second.get();
+}
+
+// The next collective; returns its tag.
+uint32_t Channel::begin(const Label& label) {
+  const int64_t sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
+  group_.set_position({step_, sequence, name_.text, label.text});
+  uint64_t hash = mix(label.hash, name_.hash);
+  hash = mix(mix(hash, static_cast<uint64_t>(step_)), static_cast<uint64_t>(sequence));
+  // gloo takes tags of 31 bits.
+  return static_cast<uint32_t>(mix(hash, sizes_) & 0x7fffffffU);
+}
+
 // What was added since the last one.
 void Channel::exchange(const Label& label) {
-  const Position position{step_, exchanges(), name_.text, label.text};
-  group_.set_position(position);
-  uint64_t hash = mix(label.hash, name_.hash);
-  hash = mix(mix(hash, static_cast<uint64_t>(step_)), static_cast<uint64_t>(position.sequence));
-  // gloo takes tags of 31 bits.
-  const auto tag = static_cast<uint32_t>(mix(hash, sizes_) & 0x7fffffffU);
-  sequence_.fetch_add(1, std::memory_order_relaxed);
+  const uint32_t tag = begin(label);
+  const Position position{step_, exchanges() - 1, name_.text, label.text};
   Board* const board = group_.board();
   const Waiting waiting(board, lane_, {step_, position.sequence, tag}, *label.text);
   try {
-    group_.exchange(sends_, receives_, tag);
+    exchange(tag);
   } catch (const std::exception& error) {
     const std::string text =
         concat("[comm::exchange] rank ", group_.rank(), " at ", position.text(),
                " lost a peer: ", group_.roll_call(error.what()));
     throw RuntimeFault(text + (board == nullptr ? "" : board->report(text)));
   }
+}
+
+void Channel::exchange(uint32_t tag) {
+  const device::Device* device = nullptr;
+  int64_t bytes = 0;
+  for (const std::vector<Part>* parts : {&sends_, &receives_}) {
+    for (const Part& part : *parts) {
+      bytes += part.bytes;
+      if (part.data.device != nullptr) device = part.data.device;
+    }
+  }
+  sent_.clear();
+  received_.clear();
+  if (device == nullptr) {
+    for (const Part& part : sends_) sent_.push_back({part.peer, part.data.host(), part.bytes});
+    for (const Part& part : receives_) {
+      received_.push_back({part.peer, part.data.host(), part.bytes});
+    }
+    return group_.exchange(sent_, received_, tag);
+  }
+  c10::DataPtr pinned = device->allocate_pinned(std::max<int64_t>(1, bytes));
+  Address at(pinned.get());
+  for (const Part& part : sends_) {
+    device::copy(at, part.data, part.bytes);
+    sent_.push_back({part.peer, at.data, part.bytes});
+    at = at + part.bytes;
+  }
+  for (const Part& part : receives_) {
+    received_.push_back({part.peer, at.data, part.bytes});
+    at = at + part.bytes;
+  }
+  device->synchronize();
+  group_.exchange(sent_, received_, tag);
+  for (size_t i = 0; i < receives_.size(); ++i) {
+    device::copy(receives_[i].data, received_[i].data, receives_[i].bytes);
+  }
+  device->give_back_pinned(std::move(pinned));
 }
 
 void Channel::start() {
@@ -109,7 +163,7 @@ void Channel::start() {
 }
 
 void Channel::add_gather(const Members& members, const GatherBuffer& buffer) {
-  char* full = static_cast<char*>(buffer.full);
+  const Address full = buffer.full;
   const int64_t bytes = buffer.shard_bytes;
   sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
   for (int i = 0; i < members.size(); ++i) {
@@ -120,11 +174,11 @@ void Channel::add_gather(const Members& members, const GatherBuffer& buffer) {
 }
 
 void Channel::all_gather(const Label& label, const Members& members,
-                         const std::vector<GatherBuffer>& buffers, std::span<char> staging) {
+                         const std::vector<GatherBuffer>& buffers, const Staging& staging) {
   if (members.size() == 1) return;
   start();
   const int64_t packed = packed_in(staging, members, buffers);
-  char* own = staging.data() + members.index * packed;
+  Address own = staging.data + members.index * packed;
   for (const GatherBuffer& buffer : buffers) {
     const int64_t bytes = buffer.shard_bytes;
     if (packed == 0 || bytes > kPackBytes) {
@@ -132,100 +186,149 @@ void Channel::all_gather(const Label& label, const Members& members,
       continue;
     }
     sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
-    const char* shard = static_cast<const char*>(buffer.full) + members.index * bytes;
-    copy(own, shard, bytes);
-    own += bytes;
+    device::copy(own, buffer.full + members.index * bytes, bytes);
+    own = own + bytes;
   }
-  if (packed > 0) add_gather(members, {staging.data(), packed});
-  exchange(label);
-  if (packed > 0) unpack(members, buffers, staging.data(), packed);
+  if (packed > 0) add_gather(members, {staging.data, packed});
+  if (DeviceCollectives* const back_end =
+          on_device(members, buffers.empty() ? Address() : buffers.front().full)) {
+    history_ = mix(history_, begin(label));
+    std::vector<DeviceCollectives::Gather> gathers;
+    const auto add = [&](const GatherBuffer& one) {
+      gathers.push_back({bytes_at(one.full, one.shard_bytes * members.size()),
+                         bytes_at(one.full + members.index * one.shard_bytes, one.shard_bytes)});
+    };
+    for (const GatherBuffer& buffer : buffers) {
+      if (packed == 0 || buffer.shard_bytes > kPackBytes) add(buffer);
+    }
+    if (packed > 0) add({staging.data, packed});
+    back_end->all_gather(gathers);
+  } else {
+    exchange(label);
+  }
+  if (packed > 0) unpack(members, buffers, staging.data, packed);
 }
 
 void Channel::add_reduce(const Members& members, const ReduceBuffer& buffer) {
   const int64_t bytes = shard_bytes(members, buffer);
-  char* slot = static_cast<char*>(buffer.scratch);
+  Address slot = buffer.scratch;
   for (int i = 0; i < members.size(); ++i) {
     if (i == members.index) continue;
-    sends_.push_back({members.ranks[i], static_cast<char*>(buffer.partial) + i * bytes, bytes});
+    sends_.push_back({members.ranks[i], buffer.partial + i * bytes, bytes});
     receives_.push_back({members.ranks[i], slot, bytes});
-    slot += bytes;
+    slot = slot + bytes;
   }
 }
 
 // Staging: a piece to send for each peer, then a piece from each.
 void Channel::add_packed(const Members& members, const std::vector<ReduceBuffer>& buffers,
-                         char* staging, int64_t packed) {
+                         Address staging, int64_t packed) {
   sizes_ = mix(sizes_, static_cast<uint64_t>(packed));
-  char* send = staging;
-  char* receive = staging + (members.size() - 1) * packed;
+  Address send = staging, receive = staging + (members.size() - 1) * packed;
   for (int i = 0; i < members.size(); ++i) {
     if (i == members.index) continue;
-    char* to = send;
+    Address to = send;
     for (const ReduceBuffer& buffer : buffers) {
       const int64_t bytes = shard_bytes(members, buffer);
       if (bytes > kPackBytes) continue;
-      const char* shard = static_cast<const char*>(buffer.partial) + i * bytes;
-      copy(to, shard, bytes);
-      to += bytes;
+      device::copy(to, buffer.partial + i * bytes, bytes);
+      to = to + bytes;
     }
     sends_.push_back({members.ranks[i], send, packed});
     receives_.push_back({members.ranks[i], receive, packed});
-    send += packed;
-    receive += packed;
+    send = send + packed;
+    receive = receive + packed;
   }
 }
 
 // In member order, whoever sums: the same bits everywhere. `received` is the first peer's shard,
 // the next one's is `stride` bytes further.
-void Channel::add_up(const Members& members, const ReduceBuffer& buffer, const char* received,
+void Channel::add_up(const Members& members, const ReduceBuffer& buffer, Address received,
                      int64_t stride) {
   sources_.clear();
   for (int i = 0; i < members.size(); ++i) {
     if (i == members.index) {
-      const int64_t own = i * shard_bytes(members, buffer);
-      sources_.push_back(static_cast<const char*>(buffer.partial) + own);
+      sources_.push_back((buffer.partial + i * shard_bytes(members, buffer)).data);
     } else {
-      sources_.push_back(received);
-      received += stride;
+      sources_.push_back(received.data);
+      received = received + stride;
     }
   }
-  const Sum sum{buffer.result,    buffer.result_dtype,           sources_,
-                buffer.dtype,     buffer.numel / members.size(), buffer.scale,
-                buffer.accumulate};
-  if (buffer.squares == nullptr) return sum_chunks(sum);
-  *buffer.squares = sum_chunks_and_squares(sum);
+  const device::Sum sum{buffer.result,    buffer.result_dtype,           sources_,
+                        buffer.dtype,     buffer.numel / members.size(), buffer.scale,
+                        buffer.accumulate};
+  if (buffer.squares == nullptr) return device::sum_chunks(sum);
+  *buffer.squares = device::sum_chunks_and_squares(sum);
+}
+
+// What NCCL and its like add up, they add up in the dtype it has on the wire. So the sum of low
+// precision is made here, in fp32, of what an all-to-all brings, which moves no more bytes.
+void Channel::reduce_on_device(const Label& label, const Members& members,
+                               const std::vector<ReduceBuffer>& buffers,
+                               DeviceCollectives& back_end) {
+  for (const ReduceBuffer& buffer : buffers) {
+    sizes_ = mix(sizes_, static_cast<uint64_t>(shard_bytes(members, buffer)));
+  }
+  history_ = mix(history_, begin(label));
+  for (const ReduceBuffer& buffer : buffers) {
+    const int64_t shard = buffer.numel / members.size();
+    const at::Tensor partial = device::view(buffer.partial, buffer.dtype, buffer.numel);
+    if (buffer.dtype == Dtype::kFp32) {
+      back_end.reduce_scatter(device::view(buffer.scratch, buffer.dtype, shard), partial);
+      const void* const sum = buffer.scratch.data;
+      device::sum_chunks({buffer.result,
+                          buffer.result_dtype,
+                          {&sum, 1},
+                          buffer.dtype,
+                          shard,
+                          buffer.scale,
+                          buffer.accumulate});
+      continue;
+    }
+    back_end.all_to_all(device::view(buffer.scratch, buffer.dtype, buffer.numel), partial);
+    const int64_t bytes = shard_bytes(members, buffer);
+    sources_.clear();
+    for (int i = 0; i < members.size(); ++i) sources_.push_back((buffer.scratch + i * bytes).data);
+    device::sum_chunks({buffer.result, buffer.result_dtype, sources_, buffer.dtype, shard,
+                        buffer.scale, buffer.accumulate});
+  }
 }
 
 void Channel::reduce_scatter(const Label& label, const Members& members,
-                             const std::vector<ReduceBuffer>& buffers, std::span<char> staging) {
+                             const std::vector<ReduceBuffer>& buffers, const Staging& staging) {
   start();
+  DeviceCollectives* const back_end =
+      on_device(members, buffers.empty() ? Address() : buffers.front().partial);
+  if (back_end != nullptr && members.size() > 1) {
+    return reduce_on_device(label, members, buffers, *back_end);
+  }
   const int64_t packed = packed_in(staging, members, buffers);
   for (const ReduceBuffer& buffer : buffers) {
     const int64_t bytes = shard_bytes(members, buffer);
     sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
     if (packed == 0 || bytes > kPackBytes) add_reduce(members, buffer);
   }
-  if (packed > 0) add_packed(members, buffers, staging.data(), packed);
+  if (packed > 0) add_packed(members, buffers, staging.data, packed);
   if (members.size() > 1) exchange(label);
-  const char* received = staging.data() + (members.size() - 1) * packed;
+  Address received = staging.data + (members.size() - 1) * packed;
   for (const ReduceBuffer& buffer : buffers) {
     const int64_t bytes = shard_bytes(members, buffer);
     if (packed == 0 || bytes > kPackBytes) {
-      add_up(members, buffer, static_cast<const char*>(buffer.scratch), bytes);
+      add_up(members, buffer, buffer.scratch, bytes);
       continue;
     }
     add_up(members, buffer, received, packed);
-    received += bytes;
+    received = received + bytes;
   }
 }
 
 void Channel::all_reduce(const Label& label, const Members& members,
-                         const std::vector<ReduceBuffer>& buffers, std::span<char> staging) {
+                         const std::vector<ReduceBuffer>& buffers, const Staging& staging) {
   reduces_ = buffers;
   gathers_.clear();
   for (ReduceBuffer& buffer : reduces_) {
     const int64_t bytes = shard_bytes(members, buffer);
-    buffer.result = static_cast<char*>(buffer.partial) + members.index * bytes;
+    buffer.result = buffer.partial + members.index * bytes;
     buffer.result_dtype = buffer.dtype;
     buffer.accumulate = false;
     gathers_.push_back({buffer.partial, bytes});

@@ -7,11 +7,13 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/group.h"
+#include "src/comm/device_collectives.h"
+#include "src/device/address.h"
 #include "src/place/groups.h"
 #include "src/place/placement.h"
 
@@ -33,26 +35,33 @@ struct Label {
 
 // A full buffer of members.size() equal shards; this rank's shard is in its place already.
 struct GatherBuffer {
-  void* full = nullptr;
+  device::Address full;
   int64_t shard_bytes = 0;
 };
 
 // `partial` holds numel addends; shard `index` of the sum over the members, times `scale`, goes to
 // `result` (which may be that shard of `partial`), added to what is there when `accumulate`.
-// `scratch` takes (members - 1) shards of `dtype`.
+// `scratch` takes (members - 1) shards of `dtype`, and of a device's memory one more.
 struct ReduceBuffer {
-  void* partial = nullptr;
-  void* scratch = nullptr;
-  void* result = nullptr;
+  device::Address partial, scratch, result;
   Dtype dtype = Dtype::kFp32, result_dtype = Dtype::kFp32;
   int64_t numel = 0;
   float scale = 1.0F;
   bool accumulate = false;
   // Where not null: the sum of squares of the values written to this rank's shard, as of
-  // optim::sum_squares. Not finite when one of them is not.
+  // host::sum_squares. Not finite when one of them is not. In host memory only.
   double* squares = nullptr;
 };
 
+// Memory that a caller lends, of the kind that the buffers are in.
+struct Staging {
+  device::Address data;
+  int64_t bytes = 0;
+};
+
+// [Note: Between devices] Buffers of a device whose group exchanges host memory go through pinned
+// memory: the lane waits on the host for what it sends, and what arrives is copied behind its back.
+//
 // Once warm, a collective allocates nothing itself and makes no text (share() does both).
 //
 // [Note: Staging] Where several small buffers travel together (src/place/packing.h) and the caller
@@ -66,6 +75,12 @@ class Channel {
 
   Channel(Group& group, std::string name);
 
+  // Collectives of device memory among these members are that back end's. The members outlive it.
+  void use(const Members& members, const c10::intrusive_ptr<c10d::Backend>& back_end);
+  // Of all collectives so far that were a device's: ranks that made the same ones have the same.
+  // (Those through the host are compared one by one.)
+  uint64_t history() const { return history_; }
+
   void set_step(int64_t step) { step_ = step; }  // for tags and messages
   // After the group's renew(): ranks may have come from different collectives.
   void renew() { step_ = sequence_ = 0; }
@@ -74,13 +89,13 @@ class Channel {
 
   // All buffers travel together. `staging` is the call's own until it returns; empty: no packing.
   void all_gather(const Label& label, const Members& members,
-                  const std::vector<GatherBuffer>& buffers, std::span<char> staging = {});
+                  const std::vector<GatherBuffer>& buffers, const Staging& staging = {});
   // The scratch of a packed buffer is not used.
   void reduce_scatter(const Label& label, const Members& members,
-                      const std::vector<ReduceBuffer>& buffers, std::span<char> staging = {});
+                      const std::vector<ReduceBuffer>& buffers, const Staging& staging = {});
   // In place on `partial` (same dtype); `result` is not used.
   void all_reduce(const Label& label, const Members& members,
-                  const std::vector<ReduceBuffer>& buffers, std::span<char> staging = {});
+                  const std::vector<ReduceBuffer>& buffers, const Staging& staging = {});
   // Member 0's bytes to all.
   void broadcast(const Label& label, const Members& members, void* data, int64_t bytes);
   // Shards to the first owner: `owners` has the rank of each shard, in order. There `data` has room
@@ -95,11 +110,16 @@ class Channel {
   void start();
   void add_gather(const Members& members, const GatherBuffer& buffer);
   void add_reduce(const Members& members, const ReduceBuffer& buffer);
-  void add_packed(const Members& members, const std::vector<ReduceBuffer>& buffers, char* staging,
-                  int64_t packed);
-  void add_up(const Members& members, const ReduceBuffer& buffer, const char* received,
+  void add_packed(const Members& members, const std::vector<ReduceBuffer>& buffers,
+                  device::Address staging, int64_t packed);
+  void add_up(const Members& members, const ReduceBuffer& buffer, device::Address received,
               int64_t stride);
+  uint32_t begin(const Label& label);
   void exchange(const Label& label);
+  void exchange(uint32_t tag);
+  DeviceCollectives* on_device(const Members& members, device::Address buffer);
+  void reduce_on_device(const Label& label, const Members& members,
+                        const std::vector<ReduceBuffer>& buffers, DeviceCollectives& back_end);
 
   Group& group_;
   const Label name_;
@@ -107,7 +127,15 @@ class Channel {
   std::atomic<int64_t> sequence_ = 0;  // of the next exchange
   int64_t step_ = 0;
   // Of the collective under way; members, so that their memory is reused.
-  std::vector<Piece> sends_, receives_;
+  struct Part {
+    int peer = 0;
+    device::Address data;
+    int64_t bytes = 0;
+  };
+  std::vector<Part> sends_, receives_;
+  std::vector<Piece> sent_, received_;  // as the group takes them
+  uint64_t history_ = 0;
+  std::vector<std::pair<const Members*, std::unique_ptr<DeviceCollectives>>> on_device_;
   uint64_t sizes_ = 0;  // hash of the bytes of each buffer
   std::vector<const void*> sources_;
   std::vector<ReduceBuffer> reduces_;

@@ -31,6 +31,10 @@ void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 namespace penstock::comm {
 namespace {
 
+Staging lent(std::vector<char>& memory) {
+  return {memory.data(), static_cast<int64_t>(memory.size())};
+}
+
 // Runs `body(group)` on every rank and returns what each threw ("" for nothing).
 template <typename Body>
 std::vector<std::string> on_ranks(int size, const Body& body,
@@ -136,7 +140,7 @@ TEST_P(Channels, PackedBuffersHaveTheBitsOfTheirOwn) {
     std::vector<double> squares(std::size(kShards), -1.0);
     for (size_t i = 0; i < squares.size(); ++i) packed.reduces[i].squares = &squares[i];
     channel.reduce_scatter("reduce", all, alone.reduces);
-    channel.reduce_scatter("reduce", all, packed.reduces, staging);
+    channel.reduce_scatter("reduce", all, packed.reduces, lent(staging));
     for (size_t i = 0; i < squares.size(); ++i) {
       double expected = 0.0;
       for (const double value : packed.result[i]) expected += value * value;
@@ -144,11 +148,11 @@ TEST_P(Channels, PackedBuffersHaveTheBitsOfTheirOwn) {
     }
     EXPECT_TRUE(alone.result == packed.result);
     channel.all_reduce("all", all, alone.reduces);
-    channel.all_reduce("all", all, packed.reduces, staging);
+    channel.all_reduce("all", all, packed.reduces, lent(staging));
     EXPECT_TRUE(alone.full == packed.full);
     Fused gathered(size, group.rank()), packed_gathered(size, group.rank());
     channel.all_gather("gather", all, gathered.gathers);
-    channel.all_gather("gather", all, packed_gathered.gathers, staging);
+    channel.all_gather("gather", all, packed_gathered.gathers, lent(staging));
     EXPECT_TRUE(gathered.full == packed_gathered.full);
   });
   for (const auto& error : errors) EXPECT_EQ(error, "");
@@ -253,15 +257,15 @@ TEST(Channel, SmallBuffersTravelAsOnePiece) {
   std::vector<char> staging(Channel::staging_bytes(all, fused.reduces));
   channel.all_gather("move", all, fused.gathers);
   EXPECT_EQ(group.pieces, 2U * 6);
-  channel.all_gather("move", all, fused.gathers, staging);
+  channel.all_gather("move", all, fused.gathers, lent(staging));
   EXPECT_EQ(group.pieces, 2U * 2);
-  channel.reduce_scatter("move", all, fused.reduces, staging);
+  channel.reduce_scatter("move", all, fused.reduces, lent(staging));
   EXPECT_EQ(group.pieces, 2U * 2);
-  channel.all_gather("move", all, {fused.gathers[0]}, staging);
+  channel.all_gather("move", all, {fused.gathers[0]}, lent(staging));
   EXPECT_EQ(group.pieces, 2U);
   EXPECT_EQ(Channel::staging_bytes(all, std::vector<GatherBuffer>{fused.gathers[0]}), 0);
   staging.resize(8);
-  EXPECT_THROW(channel.all_gather("move", all, fused.gathers, staging), Bug);
+  EXPECT_THROW(channel.all_gather("move", all, fused.gathers, lent(staging)), Bug);
 }
 
 TEST(Channel, ARankThatPacksAndOneThatDoesNotDoNotMatch) {
@@ -272,7 +276,7 @@ TEST(Channel, ARankThatPacksAndOneThatDoesNotDoNotMatch) {
         Fused fused(2, group.rank());
         std::vector<char> staging(Channel::staging_bytes(everyone(group), fused.reduces));
         if (group.rank() == 0) staging.clear();
-        channel.reduce_scatter("move u1 grad", everyone(group), fused.reduces, staging);
+        channel.reduce_scatter("move u1 grad", everyone(group), fused.reduces, lent(staging));
       },
       std::chrono::milliseconds(300));
   for (const auto& error : errors) EXPECT_NE(error.find("move u1 grad"), std::string::npos);
@@ -297,8 +301,8 @@ TEST(Channel, AllocatesNothingOnceWarm) {
     channel.all_gather(label, all, gathers);
     channel.reduce_scatter(label, all, reduces);
     channel.all_reduce(label, all, reduces);
-    channel.all_gather(label, all, gathers, staging);
-    channel.all_reduce(label, all, reduces, staging);
+    channel.all_gather(label, all, gathers, lent(staging));
+    channel.all_reduce(label, all, reduces, lent(staging));
     channel.broadcast(label, all, full.data(), 8);
   }
   EXPECT_GT(before, 0);  // it counts

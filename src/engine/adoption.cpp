@@ -18,18 +18,6 @@ namespace penstock::engine {
 
 namespace {
 
-at::ScalarType scalar_type(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kFp32:
-      return at::kFloat;
-    case Dtype::kBf16:
-      return at::kBFloat16;
-    case Dtype::kFp16:
-      return at::kHalf;
-  }
-  throw Bug("[engine::scalar_type] unknown dtype");
-}
-
 bool is_tile(const exec::Slot& slot, const ModelTree& tree) {
   return tree.params[slot.index].param.unsafeGetTensorImpl() != slot.param.unsafeGetTensorImpl();
 }
@@ -46,7 +34,7 @@ at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
 }  // namespace
 
 void own_storage(const at::Tensor& param, Dtype dtype) {
-  const auto options = param.options().dtype(scalar_type(dtype)).requires_grad(false);
+  const auto options = param.options().dtype(device::scalar_type(dtype)).requires_grad(false);
   const auto bytes = param.numel() * dtype_bytes(dtype);
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
                                                        c10::DataPtr(nullptr, param.device()),
@@ -67,7 +55,7 @@ void take_storage(const at::Tensor& param, Dtype dtype) {
   param.mutable_grad().reset();
   const bool its_own = param.storage_offset() == 0 && old->nbytes() == param.nbytes();
   if (!its_own || storage.use_count() <= 2) return own_storage(param, dtype);
-  const bool stays = param.is_contiguous() && param.scalar_type() == scalar_type(dtype);
+  const bool stays = param.is_contiguous() && param.scalar_type() == device::scalar_type(dtype);
   old->set_data_ptr_noswap(c10::DataPtr(nullptr, old->device()));
   if (stays) return old->set_resizable(false);
   exec::set_guard(*old,
@@ -169,10 +157,10 @@ void Adoption::take_flat(exec::Flat& flat, const std::string& label, const Model
 
 void Adoption::take_buffers(const std::vector<at::Tensor>& buffers) {
   for (size_t i = 0; i < buffers.size(); ++i) {
-    at::Tensor buffer = buffers[i].contiguous();
+    at::Tensor buffer = buffers[i].cpu().contiguous();
     executor_.broadcast(concat("buffer ", i), buffer.data_ptr(),
                         static_cast<int64_t>(buffer.nbytes()));
-    if (!buffers[i].is_contiguous()) buffers[i].copy_(buffer);
+    if (!buffer.is_same(buffers[i])) buffers[i].copy_(buffer);
   }
 }
 

@@ -3,12 +3,12 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/kernels.h"
 #include "src/engine/adoption.h"
 #include "src/exec/torch_compat.h"
 
@@ -83,7 +83,7 @@ void Border::look_at(Param& param) {
                               "\"precision\" in the config, or close() before and initialize "
                               "again"));
   }
-  if (!tensor.device().is_cpu()) {
+  if (tensor.device() != slot->window.device()) {
     refuse(param.name, concat("is on ", tensor.device().str(),
                               " now: the engine keeps where it was initialized. close() before and "
                               "initialize again"));
@@ -100,7 +100,7 @@ void Border::look_at(Param& param) {
   if (param.tiled || !unit->attached) return;
   const Placement& whole = executor_.table().at(Role::kParam, Phase::kForward);
   if (storage->_mutable_data_ptr_no_checks().get() !=
-      find(flat->params, whole)->one().at(slot->offset)) {
+      find(flat->params, whole)->one().at(slot->offset).data) {
     refuse(param.name,
            "has other memory than the engine gave it (share_memory_(), say), which the engine "
            "cannot follow: let the processes share copies");
@@ -131,14 +131,15 @@ void Border::take_over(Param& param) {
   }
   slot->window = param.tensor.storage();
   const Placement& whole = executor_.table().at(Role::kParam, Phase::kForward);
-  char* base = unit->attached ? find(flat->params, whole)->one().data() : nullptr;
+  const device::Address base =
+      unit->attached ? find(flat->params, whole)->one().data() : device::Address();
   flat->point(*slot, base);
-  if (base != nullptr) {
-    std::memcpy(base + slot->offset * flat->element_bytes(), values.const_data_ptr(),
-                values.nbytes());
+  const device::Address from = device::address_of(values, &executor_.traffic().tiers().computes);
+  if (base) {
+    device::copy(base + slot->offset * flat->element_bytes(), from,
+                 static_cast<int64_t>(values.nbytes()));
   }
-  executor_.values().write(*flat, slot->offset, slot->numel,
-                           static_cast<const char*>(values.const_data_ptr()));
+  executor_.values().write(*flat, slot->offset, slot->numel, from);
 }
 
 std::string Border::edited(int index, bool always) {
@@ -149,7 +150,10 @@ std::string Border::edited(int index, bool always) {
       if (slot.param._version() != slot.version) return slot.name;
     }
   }
-  if (executor_.table().at(Role::kParam, Phase::kRest).tier == Tier::kDisk && !always) {
+  // To compare with what rests elsewhere, it has to be brought.
+  const Tier rest = executor_.table().at(Role::kParam, Phase::kRest).tier;
+  const bool on_accelerator = !executor_.traffic().tiers().computes.is_host();
+  if ((rest == Tier::kDisk || (rest == Tier::kHost && on_accelerator)) && !always) {
     const int looks = ++looks_[static_cast<size_t>(index)];
     if (looks > 4 && looks % 32 != 0) return "";
   }

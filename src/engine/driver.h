@@ -47,6 +47,7 @@ class Driver {
   // After an error in the user's code: forget the section, free what is gathered.
   void abandon();
 
+  Section section() const { return section_; }
   Plan plan(Section section) const;
   int64_t off_plan_events() const { return off_plan_; }
 

@@ -120,7 +120,7 @@ at::Tensor ShardedInit::whole(const at::Tensor& tensor) const {
   auto* full = static_cast<char*>(values.data_ptr());
   state_->traffic.fetch(part.own, mem::Account::kParam);
   state_->traffic.wait_read(part.own);
-  std::memcpy(full + state_->members.index * bytes, part.own.data(), bytes);
+  std::memcpy(full + state_->members.index * bytes, part.own.data().host(), bytes);
   state_->traffic.let_go(part.own);
   state_->channel.all_gather("init", state_->members, {{full, bytes}});
   return values;
@@ -135,7 +135,7 @@ void ShardedInit::keep(const at::Tensor& tensor, const at::Tensor& values) {
   const auto* from = static_cast<const char*>(values.const_data_ptr());
   state_->traffic.settle();
   state_->traffic.make_room(part.own, mem::Account::kParam);
-  std::memcpy(part.own.data(), from + begin, end - begin);
+  std::memcpy(part.own.data().host(), from + begin, end - begin);
   state_->traffic.put_back(part.own);
 }
 

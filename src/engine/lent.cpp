@@ -2,6 +2,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 
 #include <algorithm>
@@ -14,8 +15,12 @@ namespace penstock::engine {
 void own_values(const at::Tensor& param, const at::Tensor& values) {
   c10::StorageImpl* storage = param.storage().unsafeGetStorageImpl();
   c10::Allocator* allocator = c10::GetAllocator(storage->device_type());
+  const c10::DeviceGuard guard(storage->device());
   c10::DataPtr memory = allocator->allocate(std::max(storage->nbytes(), param.nbytes()));
-  at::from_blob(memory.get(), {param.numel()}, param.options().requires_grad(false))
+  at::for_blob(memory.get(), {param.numel()})
+      .options(param.options().requires_grad(false))
+      .target_device(storage->device())
+      .make_tensor()
       .copy_(values.reshape({-1}));
   storage->set_data_ptr_noswap(std::move(memory));
   exec::clear_guard(*storage);

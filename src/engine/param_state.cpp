@@ -16,9 +16,9 @@
 #include "penstock/optimizer_kinds.h"
 #include "src/base/text.h"
 #include "src/ckpt/inventory.h"
+#include "src/device/kernels.h"
 #include "src/engine/agreement.h"
 #include "src/engine/state.h"
-#include "src/optim/kernels.h"
 
 namespace penstock {
 
@@ -117,6 +117,14 @@ struct Values::ParamState {
     action();
   }
 
+  mem::Tiers& tiers() { return state.tiers; }
+
+  // What users wrote to low-precision parameters, into fp32 values in host memory.
+  static void take_edits(void* values, const exec::Buffer& edits, int64_t first, int64_t numel) {
+    const at::Tensor seen = device::brought(edits.at(first), edits.dtype, numel, nullptr);
+    device::take_edits(values, Dtype::kFp32, device::address_of(seen, nullptr), edits.dtype, numel);
+  }
+
   std::vector<Own> read(bool once) {
     std::vector<Own> all;
     for_each(once, [&](Holding& one, const ckpt::Piece& piece) {
@@ -124,13 +132,11 @@ struct Values::ParamState {
         Own& part = all.emplace_back();
         part.begin = piece.global.begin;
         part.values.resize(static_cast<size_t>(piece.numel));
-        const char* from = one.buffer->at(piece.at - one.first);
-        optim::take(bytes_of(part.values), Dtype::kFp32, from, one.buffer->dtype, piece.numel,
-                    false);
+        device::take(bytes_of(part.values), Dtype::kFp32, one.buffer->at(piece.at - one.first),
+                     one.buffer->dtype, piece.numel, false);
+        if (!tiers().computes.is_host()) tiers().computes.synchronize();
         if (one.edits != nullptr) {
-          optim::take_edits(bytes_of(part.values), Dtype::kFp32,
-                            one.edits->at(piece.at - one.edits_first), one.edits->dtype,
-                            piece.numel);
+          take_edits(bytes_of(part.values), *one.edits, piece.at - one.edits_first, piece.numel);
         }
         state.executor->traffic().let_go(*one.buffer);
       });
@@ -186,11 +192,11 @@ struct Values::ParamState {
   }
 
  private:
-  void put(Holding& one, const float* full, char* to, Dtype dtype, int64_t first) {
+  void put(Holding& one, const float* full, device::Address to, Dtype dtype, int64_t first) {
     for (const ckpt::Piece& piece : ckpt::pieces(one, one.first, one.numel(), names())) {
       if (piece.global.name != name || piece.numel == 0) continue;
-      optim::take(to + (piece.at - first) * dtype_bytes(dtype), dtype, full + piece.global.begin,
-                  Dtype::kFp32, piece.numel, false);
+      device::take(to + (piece.at - first) * dtype_bytes(dtype), dtype,
+                   const_cast<float*>(full) + piece.global.begin, Dtype::kFp32, piece.numel, false);
     }
   }
 
@@ -217,14 +223,14 @@ struct Values::ParamState {
     for (Holding* one : parts) {
       float* const to = masters.data() + (one->first - first.first);
       with_values(*one, [&] {
-        std::memcpy(to, one->buffer->data(), static_cast<size_t>(one->buffer->bytes()));
+        device::copy(to, one->buffer->data(), one->buffer->bytes());
+        if (!tiers().computes.is_host()) tiers().computes.synchronize();
         if (one->edits != nullptr) {
-          optim::take_edits(to, Dtype::kFp32, one->edits->at(one->first - one->edits_first),
-                            one->edits->dtype, one->numel());
+          take_edits(to, *one->edits, one->first - one->edits_first, one->numel());
         }
         state.executor->traffic().let_go(*one->buffer);
       });
-      put(*one, full, reinterpret_cast<char*>(to), Dtype::kFp32, one->first);
+      put(*one, full, to, Dtype::kFp32, one->first);
     }
     state.executor->values().restore(first.unit, *first.flat, first.place, bytes_of(masters));
   }

@@ -17,12 +17,23 @@ namespace penstock {
 
 namespace {
 
-void check_devices(const ModelTree& tree) {
+// Where all parameters are.
+c10::Device device_of(const ModelTree& tree) {
   for (const ParamInfo& info : tree.params) {
-    if (info.param.device().is_cpu()) continue;
-    throw ConfigError(concat("[engine::Core] parameter \"", info.name, "\" is on ",
-                             info.param.device().str(), "; this version trains on the CPU"));
+    const c10::Device where = info.param.device(), first = tree.params.front().param.device();
+    if (where.is_meta()) {
+      throw ConfigError(concat("[engine::Core] parameter \"", info.name,
+                               "\" is on the meta device and has no values: build the model under "
+                               "penstock.init(), on a device, or give it values (to_empty())"));
+    }
+    if (where == first) continue;
+    throw ConfigError(concat("[engine::Core] parameter \"", info.name, "\" is on ", where.str(),
+                             " and \"", tree.params.front().name, "\" on ", first.str(),
+                             ": one engine trains on one device of each rank. Move the model there "
+                             "before"));
   }
+  return tree.params.empty() ? c10::Device(c10::DeviceType::CPU)
+                             : tree.params.front().param.device();
 }
 
 // No element belongs to two parameters.
@@ -54,11 +65,6 @@ void check_memory(const ModelTree& tree) {
         concat("[engine::Core] parameters \"", *one.name, "\" and \"", *next.name,
                "\" share memory (one storage): to tie weights, give both modules the same "
                "Parameter object; else clone one of them"));
-  }
-  for (const at::Tensor& buffer : tree.buffers) {
-    if (buffer.device().is_cpu()) continue;
-    throw ConfigError(concat("[engine::Core] a buffer of shape ", buffer.sizes(), " is on ",
-                             buffer.device().str(), "; this version trains on the CPU"));
   }
 }
 
@@ -116,9 +122,9 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                    bool external_optimizer)
     : config(settings),
       group(std::move(ranks)),
+      tiers(device_of(tree)),
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
   config.resolve(group->size());
-  check_devices(tree);
   check_memory(tree);
   engine::Blueprint blueprint = engine::draw(tree, config);
   engine::foresee(blueprint);

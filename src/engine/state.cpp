@@ -119,6 +119,10 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   }
   unit_end(0, outputs);
   if (engine::in_backward()) return;
+  // Nothing else waits for the device in evaluations, and so nothing else would tell.
+  if (driver->section() == Section::kEval) {
+    engine::Border::refuse_edit(executor->values().resolve_doubts(), "in forward");
+  }
   driver->finish();
   order->end_forward();
   show(group->board(), "the caller's code, after forward");
@@ -421,9 +425,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     throw;
   }
   loss_scale.good_step();
-  for (size_t unit = 0; unit < executor->units().size(); ++unit) {
-    executor->units()[unit].param_ready.wait();
-  }
+  executor->updates().arrive();
   ++steps;
   executor->set_step(steps + 1);
   return true;

@@ -67,7 +67,8 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
   state_->window->check(engine::Call::kFullGrads);
   const double divisor = state_->divisor();
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  std::map<int, at::Tensor> rows_of = state_->tiled->whole_values(true, at::kFloat, &tensors);
+  std::map<int, at::Tensor> rows_of = state_->tiled->whole_values(
+      true, at::TensorOptions(at::kFloat).device(state_->tiers.computes.where()), &tensors);
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
     const std::vector<exec::Flat>& flats = state_->executor->units()[unit].flats;
     for (size_t flat = 0; flat < flats.size(); ++flat) {
@@ -77,8 +78,9 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
             return state_->tiled->whole_of(static_cast<int>(unit), slot.name).first == only;
           });
       if (!flats[flat].trainable || !wanted) continue;
-      at::Tensor full =
-          state_->executor->values().gradient(static_cast<int>(unit), static_cast<int>(flat));
+      at::Tensor full = state_->executor->values()
+                            .gradient(static_cast<int>(unit), static_cast<int>(flat))
+                            .to(state_->tiers.computes.where());
       if (divisor != 1.0) full.div_(divisor);
       for (const exec::Slot& slot : flats[flat].slots) {
         const at::Tensor value = full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes());
@@ -129,10 +131,6 @@ mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrive
   return room;
 }
 
-at::ScalarType scalar_of(Dtype dtype) {
-  return dtype == Dtype::kFp32 ? at::kFloat : dtype == Dtype::kBf16 ? at::kBFloat16 : at::kHalf;
-}
-
 }  // namespace
 
 // sink(unit, slot, its whole values), where they arrive. One flat after the other.
@@ -145,15 +143,16 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
   }
   exec::Executor& executor = *state_->executor;
   const bool arrives = everywhere || state_->group->rank() == 0;
-  const mem::Lease room = agreed_room(executor, state_->tiers.device, arrives);
+  const mem::Lease room = agreed_room(executor, state_->tiers.on_host(), arrives);
   for (size_t u = 0; u < executor.units().size(); ++u) {
     const std::vector<exec::Flat>& flats = executor.units()[u].flats;
     for (size_t f = 0; f < flats.size(); ++f) {
       const auto unit = static_cast<int>(u);
       const Dtype dtype =
-          executor.values().parameters(unit, static_cast<int>(f), room.data(), everywhere);
+          executor.values().parameters(unit, static_cast<int>(f), room.data().host(), everywhere);
       if (!arrives) continue;
-      const at::Tensor full = at::from_blob(room.data(), {flats[f].numel}, scalar_of(dtype));
+      const at::Tensor full =
+          at::from_blob(room.data().host(), {flats[f].numel}, device::scalar_type(dtype));
       for (const exec::Slot& slot : flats[f].slots) {
         sink(unit, slot, full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes()));
       }
@@ -202,7 +201,7 @@ namespace {
 void refuse_other_values(exec::Executor& executor, const std::map<std::string, at::Tensor>& given) {
   std::string mine;
   for (const auto& [name, value] : given) {
-    const at::Tensor bytes = value.to(at::kFloat).contiguous();
+    const at::Tensor bytes = value.to(at::kCPU, at::kFloat).contiguous();
     const std::string_view text(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
     mine += concat(name, " ", hash_text(text), "\n");
   }
@@ -315,6 +314,7 @@ void Values::refuse_edits(const std::vector<int>& units) {
     // Inside another gathered() that one sees to it.
     if (mine.empty() && state_->driver->held(unit) == 1) mine = state_->border->edited(unit, true);
   }
+  if (mine.empty()) mine = state_->executor->values().resolve_doubts();
   const auto share = [this](const std::string& label, const std::string& text) {
     return state_->executor->share(label, text);
   };

@@ -17,7 +17,8 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tier
       gradients_(rank_, lanes_),
       updates_(rank_, lanes_, gradients_),
       values_(rank_, gradients_, updates_),
-      activations_(rank_.cell(Role::kAct, Phase::kHold).tier) {
+      activations_(rank_.cell(Role::kAct, Phase::kHold).tier, tiers.computes),
+      lanes_(rank_.table, tiers.computes, group.size() > 1 && !group.device_groups()) {
   set_step(1);
 }
 
@@ -113,10 +114,10 @@ void Executor::discard() {
 
 void Executor::drain() {
   // The lanes are ordered, so an empty task at their end is done when all before it is.
-  const std::array<Event, 3> ends = {lanes_.gather.submit([] {}), lanes_.reduce.submit([] {}),
-                                     lanes_.update.submit([] {})};
-  for (const Event& end : ends) end.settle();  // all of them before one throws
-  for (const Event& end : ends) end.wait();
+  const std::array<device::Fence, 3> ends = {
+      lanes_.gather.submit([] {}), lanes_.reduce.submit([] {}), lanes_.update.submit([] {})};
+  for (const device::Fence& end : ends) end.settle();  // all of them before one throws
+  for (const device::Fence& end : ends) end.wait();
   rank_.traffic.settle();
 }
 

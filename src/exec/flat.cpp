@@ -1,14 +1,15 @@
 #include "src/exec/flat.h"
 
-#include <c10/core/CPUAllocator.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/kernels.h"
 #include "src/exec/torch_compat.h"
 
 namespace penstock::exec {
@@ -57,16 +58,16 @@ void Flat::seal(int num_ranks) {
   numel = round_up(std::max<int64_t>(used, 1), num_ranks * kShardBytes / element_bytes());
 }
 
-void Flat::point(Slot& slot, char* base) {
+void Flat::point(Slot& slot, device::Address base) {
   c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
-  char* data = base == nullptr ? nullptr : base + slot.offset * element_bytes();
+  char* data = base ? base.data + slot.offset * element_bytes() : nullptr;
   storage->set_data_ptr_noswap(c10::DataPtr(data, storage->device()));
-  if (base == nullptr) return set_guard(*storage, slot.guard);
+  if (!base) return set_guard(*storage, slot.guard);
   clear_guard(*storage);
   slot.version = slot.param._version();
 }
 
-void Flat::attach(char* base) {
+void Flat::attach(device::Address base) {
   for (Slot& slot : slots) point(slot, base);
 }
 
@@ -76,10 +77,12 @@ void Flat::detach() {
 
 void Flat::let_go(Slot& slot) {
   c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
-  const void* data = storage->_mutable_data_ptr_no_checks().get();
+  void* data = storage->_mutable_data_ptr_no_checks().get();
   if (data == nullptr) return;
-  c10::DataPtr own = c10::GetCPUAllocator()->allocate(storage->nbytes());
-  std::memcpy(own.get(), data, storage->nbytes());
+  const c10::DeviceGuard guard(storage->device());
+  c10::DataPtr own = c10::GetAllocator(storage->device_type())->allocate(storage->nbytes());
+  const device::Device* there = rest().one().data().device;
+  device::copy({own.get(), there}, {data, there}, static_cast<int64_t>(storage->nbytes()));
   storage->set_data_ptr_noswap(std::move(own));
 }
 
@@ -94,7 +97,7 @@ void Flat::say_gone() {
 void Flat::let_params_go() {
   if (params.empty()) return;
   const Buffer& kept = rest().one();
-  const char* begin = kept.data();
+  const char* begin = kept.data().data;
   for (Slot& slot : slots) {
     c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
     const auto* data = static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get());
@@ -107,14 +110,18 @@ void Flat::let_params_go() {
 
 void Flat::complete(Buffer& sum) {
   const int64_t size = dtype_bytes(sum.dtype);
+  if (sum.data().device != nullptr) {
+    for (Slot& slot : slots) slot.written = true;
+    return;
+  }
   int64_t done = 0;
   for (Slot& slot : slots) {
     const int64_t begin = slot.written ? slot.offset : slot.offset + slot.numel;
-    std::memset(sum.at(done), 0, (begin - done) * size);
+    device::zero(sum.at(done), (begin - done) * size);
     done = slot.offset + slot.numel;
     slot.written = true;
   }
-  std::memset(sum.at(done), 0, (numel - done) * size);
+  device::zero(sum.at(done), (numel - done) * size);
 }
 
 void Flat::free() {
@@ -122,6 +129,8 @@ void Flat::free() {
   grads.clear();
   chunks.clear();
   gradient32.reset();
+  squares_there.reset();
+  sum_there.reset();
 }
 
 bool UnitState::trainable() const {

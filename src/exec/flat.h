@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "src/device/fence.h"
 #include "src/exec/copy.h"
-#include "src/exec/lane.h"
 #include "src/mem/arena.h"
 #include "src/place/placement.h"
 #include "src/plan/copies.h"
@@ -67,21 +67,28 @@ class Flat {
   void seal(int num_ranks);
 
   // Points the parameters into `base` (a full copy), or frees them.
-  void attach(char* base);
+  void attach(device::Address base);
   void detach();
   // One of them; null frees it.
-  void point(Slot& slot, char* base);
+  void point(Slot& slot, device::Address base);
   // The slot's window becomes memory of its own, with its values, for those who still look at it.
   void let_go(Slot& slot);
   // What reading a parameter says after the next detach(): that its values are nowhere any more.
   void say_gone();
   // As detach(), where some parameters may still have storages of their own.
   void let_params_go();
-  // Zeroes what no contribution was written to, gaps and padding included, of a full copy.
+  // Zeroes what no contribution was written to, gaps and padding included, of a full copy (a
+  // device's was zeroed when it was made).
   void complete(Buffer& sum);
 
   Copy& rest() { return params.front(); }
   const Copy& rest() const { return params.front(); }
+
+  // The squares are not those of what is there now.
+  void uncount() {
+    squares = kUncounted;
+    squares_there.reset();
+  }
 
   void free();  // gives all buffers back; the parameters must have no windows any more
 
@@ -96,6 +103,10 @@ class Flat {
   std::vector<Copy> grads;         // those on disk for good
   int64_t summed_since = 0;        // the backward that made the copy that backwards add to
   double squares = kUncounted;     // of the held gradient: the sum of its own part's squares
+  at::Tensor squares_there;        // or a scalar on the device
+  at::Tensor sum_there;            // of this rank's contributions, where that is not finite
+  at::Tensor left;                 // fingerprint of the resting parameters, as the engine left them
+  bool edited = true;              // they may have been written to since
   mem::Lease gradient32;           // scaled fp32 gradient, for an optimizer of the user's
   std::vector<ChunkState> chunks;  // none when frozen
 };
@@ -107,8 +118,8 @@ struct UnitState {
   bool attached = false;              // the parameters have windows
   std::vector<mem::Lease> leaving{};  // what moves in flight still read
   std::shared_ptr<Walk> gathering{};  // the last of them; keeps its memory until the unit is used
-  Event param_ready{};                // the last move of the parameters
-  Event updated{};                    // the last update, publishing included
+  device::Fence param_ready{};        // the last move of the parameters
+  device::Fence updated{};            // the last update, publishing included
 
   bool trainable() const;
 };

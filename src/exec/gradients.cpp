@@ -3,13 +3,13 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
-#include "src/optim/kernels.h"
+#include "src/device/host_kernels.h"
+#include "src/device/kernels.h"
 
 namespace penstock::exec {
 
@@ -20,7 +20,11 @@ Copy& Gradients::sum_of(Flat& flat) {
   if (sum != nullptr) return *sum;
   for (Slot& slot : flat.slots) slot.written = false;
   flat.summed_since = backward_;
-  return rank_.open(flat.grads, made, flat, mem::Account::kGrad);
+  Copy& opened = rank_.open(flat.grads, made, flat, mem::Account::kGrad);
+  // On a device one pass costs less than one for each gap between parameters.
+  const Buffer& buffer = opened.one();
+  if (buffer.data().device != nullptr) device::zero(buffer.data(), buffer.bytes());
+  return opened;
 }
 
 // Sums over backwards are fp32. Where the table has room for one backward alone, what it left is
@@ -32,13 +36,13 @@ void Gradients::widen(Copy& copy) {
   wide.numel = sum.numel;
   wide.tier = sum.tier;
   rank_.traffic.make_room(wide, mem::Account::kGrad);
-  optim::take(wide.data(), wide.dtype, sum.data(), sum.dtype, sum.numel, false);
+  device::take(wide.data(), wide.dtype, sum.data(), sum.dtype, sum.numel, false);
   sum = std::move(wide);
 }
 
 Copy& Gradients::zeros_at(const Placement& place, Flat& flat) {
   Copy& copy = rank_.open(flat.grads, place, flat, mem::Account::kGrad);
-  std::memset(copy.one().data(), 0, copy.one().bytes());
+  device::zero(copy.one().data(), copy.one().bytes());
   return copy;
 }
 
@@ -61,8 +65,9 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   state.grads.make(rank_.table.grad_after_backward());
   const at::Tensor dense = gradient.contiguous();
   const Dtype from = dtype_of(dense.scalar_type());
-  const bool finite = optim::take_checked(sum.at(slot.offset), sum.dtype, dense.const_data_ptr(),
-                                          from, slot.numel, slot.written);
+  const bool finite = device::take_checked(sum.at(slot.offset), sum.dtype,
+                                           device::address_of(dense, &rank_.tiers.computes), from,
+                                           slot.numel, slot.written);
   slot.written = slot.touched = true;
   slot.bad |= !finite;
   return finite;
@@ -96,12 +101,13 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       if (source == nullptr && late) source = &zeros_at(from, flat);
       PENSTOCK_ASSERT(source != nullptr,
                       concat("no gradient for ", *planned.label.text, " to start"));
-      if (from == made) flat.complete(source->one());
+      if (from == made) close(flat, source->one());
       rank_.traffic.fetch(source->one(), mem::Account::kGrad);
       const Buffer& start = source->one();
       Copy* sum = find(flat.grads, to);
       const bool adds = sum != nullptr;
       if (adds) {
+        if (sum->one().tier != Tier::kDevice) done_.wait_on_host();  // it is widened there
         widen(*sum);
         rank_.traffic.fetch(sum->one(), mem::Account::kGrad);
         rank_.traffic.wait_read(sum->one());
@@ -113,10 +119,10 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       } else {
         sum = &rank_.open(flat.grads, to, flat, mem::Account::kGrad);
       }
-      char* data = start.memory ? start.data() : sum->one().data();
-      flat.squares = Flat::kUncounted;
+      const device::Address data = start.memory ? start.data() : sum->one().data();
+      flat.uncount();
       walk->add({data, sum->one().data(), start.dtype, sum->one().dtype, flat.numel, adds,
-                 start.moving, &flat.squares});
+                 start.moving, &flat.squares, &flat.squares_there});
       moved_.push_back({&flat, to, std::move(source->one().memory), start.moving});
       source->valid = false;
       std::erase_if(flat.grads, [](const Copy& c) { return !c.valid && !c.one().on_disk(); });
@@ -126,6 +132,14 @@ void Gradients::run(const PlannedStep& planned, bool late) {
   walk_ = walk;
   done_ = lanes_.reduce.submit(
       [this, walk, label = planned.label] { walk->run(rank_.reduce_channel, label); });
+}
+
+// No backward adds to it any more. On a device it is not known yet whether it is finite.
+void Gradients::close(Flat& flat, Buffer& sum) {
+  flat.complete(sum);
+  if (sum.data().device == nullptr) return;
+  const at::Tensor total = device::sum_on_device(sum.data(), sum.dtype, sum.numel);
+  flat.sum_there = flat.sum_there.defined() ? flat.sum_there.add(total) : total;
 }
 
 void Gradients::finish() {
@@ -140,7 +154,10 @@ void Gradients::finish() {
     walk_.reset();
     throw;
   }
-  if (rank_.cell(Role::kGrad, Phase::kHold).tier == Tier::kDisk) rank_.traffic.settle();
+  if (rank_.cell(Role::kGrad, Phase::kHold).tier == Tier::kDisk) {
+    done_.wait_on_host();
+    rank_.traffic.settle();
+  }
   for (Moved& moved : moved_) put_back(*moved.flat, *find(moved.flat->grads, moved.to));
   moved_.clear();
   walk_.reset();
@@ -149,7 +166,7 @@ void Gradients::finish() {
 // Of a gradient on disk only the sum of its squares stays in memory.
 void Gradients::put_back(Flat& flat, Copy& copy) {
   if (!copy.one().on_disk()) return;
-  flat.squares = own_squares(flat, &copy);
+  if (!flat.squares_there.defined()) flat.squares = own_squares(flat, &copy, nullptr);
   rank_.traffic.put_back(copy.one());
 }
 
@@ -171,9 +188,13 @@ void Gradients::complete() {
   }
 }
 
-double Gradients::own_squares(const Flat& flat, const Copy* copy) const {
+double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const {
   if (copy == nullptr) return 0.0;
   if (!(flat.squares < 0.0)) return flat.squares;
+  if (flat.squares_there.defined()) {
+    there->push_back(flat.squares_there);
+    return 0.0;
+  }
   const Buffer& sum = copy->one();
   PENSTOCK_ASSERT(sum.memory, concat("the squares of ", flat.slots.front().name,
                                      "'s gradient were not counted before it left memory"));
@@ -183,7 +204,11 @@ double Gradients::own_squares(const Flat& flat, const Copy* copy) const {
     numel /= rank_.mesh.size(axis);
     begin += rank_.mesh.coordinate(rank_.group.rank(), axis) * numel;
   }
-  return optim::sum_squares(sum.at(begin), sum.dtype, numel);
+  if (sum.data().device != nullptr) {
+    there->push_back(device::squares_on_device(sum.at(begin), sum.dtype, numel));
+    return 0.0;
+  }
+  return device::host::sum_squares(sum.at(begin).host(), sum.dtype, numel);
 }
 
 void Gradients::clear(Flat& flat) {
@@ -194,7 +219,8 @@ void Gradients::clear(Flat& flat) {
   for (ChunkState& chunk : flat.chunks) rank_.traffic.drop(chunk.gradient);
   std::erase_if(flat.grads, [](const Copy& copy) { return !copy.one().on_disk(); });
   flat.gradient32.reset();
-  flat.squares = Flat::kUncounted;
+  flat.uncount();
+  flat.sum_there.reset();
 }
 
 void Gradients::discard() {
@@ -240,12 +266,12 @@ void Gradients::write(Flat& flat, Copy& copy, const Slot& slot, const at::Tensor
   const int64_t from = std::max(begin, slot.offset);
   const int64_t to = std::min(begin + sum.numel, slot.offset + slot.numel);
   if (from >= to) return;
-  flat.squares = Flat::kUncounted;
+  flat.uncount();
   rank_.traffic.fetch(sum, mem::Account::kGrad);
   rank_.traffic.wait_read(sum);
   const at::Tensor part = full.reshape({-1}).narrow(0, from - slot.offset, to - from).mul(factor);
-  optim::take(sum.at(from - begin), sum.dtype, part.const_data_ptr(), Dtype::kFp32, to - from,
-              false);
+  device::take(sum.at(from - begin), sum.dtype, device::address_of(part, &rank_.tiers.computes),
+               Dtype::kFp32, to - from, false);
   put_back(flat, copy);
 }
 

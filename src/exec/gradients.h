@@ -25,6 +25,8 @@ class Gradients {
   // As a move of the update section: the gradient comes from disk, a chunk at a time.
   void fetch(const PlannedStep& planned);
   void finish();  // every move is done
+  // Of the last move that was given to the lane, which works in order.
+  const device::Fence& last_move() const { return done_; }
   // Throws away what was accumulated.
   void discard();
   void clear(Flat& flat);  // after its update
@@ -39,8 +41,9 @@ class Gradients {
   // Sums that no backward will add to become whole.
   void complete();
   // Over the part that only this rank counts: each replica of a gradient takes an equal piece, so
-  // every layout adds up the same pieces in the same order.
-  double own_squares(const Flat& flat, const Copy* copy) const;
+  // every layout adds up the same pieces in the same order. What a device has is not in it: that
+  // sum is appended to `there`, as a scalar on the device.
+  double own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const;
 
  private:
   struct Moved {  // in flight on the reduce lane
@@ -51,6 +54,7 @@ class Gradients {
   };
 
   Copy& sum_of(Flat& flat);
+  void close(Flat& flat, Buffer& sum);
   void widen(Copy& sum);
   Placement begin_of(const std::vector<Move>& moves) const;
   Copy& zeros_at(const Placement& place, Flat& flat);
@@ -62,7 +66,7 @@ class Gradients {
   int64_t backward_ = 0;
   std::vector<Moved> moved_;
   std::shared_ptr<Walk> walk_;  // its buffers go when the others do, so that peaks do not vary
-  Event done_;
+  device::Fence done_;
 };
 
 }  // namespace penstock::exec

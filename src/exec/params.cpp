@@ -68,7 +68,7 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
                    const std::vector<Move>& moves, const comm::Label& label) {
   auto walk = std::make_shared<Walk>(rank_.walk(from, moves));
   std::vector<std::vector<Copy>> arriving(units.size());
-  std::vector<Event> updated;
+  std::vector<device::Fence> updated;
   try {  // where there is not enough memory, nothing has changed
     fetch(units, from);
     for (size_t i = 0; i < units.size(); ++i) {
@@ -96,8 +96,8 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
   for (size_t i = 0; i < units.size(); ++i) {
     arrive(rank_.units[units[i]], moves, std::move(arriving[i]));
   }
-  const Event ready = lanes_.gather.submit([this, walk, updated, label] {
-    for (const Event& update : updated) update.wait();
+  const device::Fence ready = lanes_.gather.submit([this, walk, updated, label] {
+    for (const device::Fence& update : updated) update.wait();
     walk->run(rank_.gather_channel, label);
   });
   for (const int unit : units) {

@@ -1,6 +1,30 @@
 #include "src/exec/rank.h"
 
+#include <algorithm>
+#include <utility>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
 namespace penstock::exec {
+
+namespace {
+
+device::LaneKind kind_of(const Table& table, Role role, const device::Device& device,
+                         bool peers_meet_on_host) {
+  if (device.is_host() || peers_meet_on_host) return device::LaneKind::kThread;
+  for (int phase = 0; phase < kNumPhases; ++phase) {
+    if (table.at(role, static_cast<Phase>(phase)).tier != Tier::kDevice)
+      return device::LaneKind::kThread;
+  }
+  return device::LaneKind::kQueued;
+}
+
+}  // namespace
+
+Lanes::Lanes(const Table& table, const device::Device& device, bool peers_meet_on_host)
+    : gather("penstock-gather", device, kind_of(table, Role::kParam, device, peers_meet_on_host)),
+      reduce("penstock-reduce", device, kind_of(table, Role::kGrad, device, peers_meet_on_host)),
+      update("penstock-update", device, kind_of(table, Role::kOptim, device, false)) {}
 
 Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memory,
            std::vector<UnitState> parts)
@@ -18,10 +42,31 @@ Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memo
       gather_channel(peers, "gather"),
       reduce_channel(peers, "reduce"),
       control_channel(peers, "control") {
+  connect();
   for (UnitState& unit : units) {
     unit.params = Copies::resting(cell(Role::kParam, Phase::kRest));
     unit.grads = Copies::moving();
     unit.attached = cell(Role::kParam, Phase::kRest) == whole();
+  }
+}
+
+// Every lane has connections of its own, so that two that meet in another order on some rank do not
+// wait for each other.
+void Rank::connect() {
+  const Group::DeviceGroups& make = group.device_groups();
+  if (!on_accelerator() || !make) return;
+  std::vector<const Members*> connected;
+  for (const std::vector<Axis>& axes :
+       {std::vector<Axis>{Axis::kNode, Axis::kLocal}, std::vector<Axis>{Axis::kLocal},
+        std::vector<Axis>{Axis::kNode}}) {
+    const Members& members = groups.of(axes);
+    if (members.size() < 2 || std::count(connected.begin(), connected.end(), &members) > 0) {
+      continue;
+    }
+    connected.push_back(&members);
+    for (comm::Channel* channel : {&gather_channel, &reduce_channel}) {
+      channel->use(members, make(members.ranks));
+    }
   }
 }
 

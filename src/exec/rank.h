@@ -7,9 +7,9 @@
 
 #include "penstock/group.h"
 #include "src/comm/channel.h"
+#include "src/device/lane.h"
 #include "src/exec/copy.h"
 #include "src/exec/flat.h"
-#include "src/exec/lane.h"
 #include "src/exec/walk.h"
 #include "src/mem/tiers.h"
 #include "src/plan/plan.h"
@@ -23,9 +23,20 @@ struct PlannedStep {
   bool writes_back = false;  // update: the optimizer's pass writes what a publish begins with
 };
 
+// Parameters that users may have written to where the write is lost: how many of the flat's values
+// differ, a scalar on the device, which is read with the norm.
+struct Doubt {
+  const Flat* flat = nullptr;
+  at::Tensor edits;
+};
+
 // Each ordered; between them only events count. Gathers, reductions, and updates on the host.
 struct Lanes {
-  Lane gather{"penstock-gather"}, reduce{"penstock-reduce"}, update{"penstock-update"};
+  // One that only queues work on the device needs no thread: where neither a tier of its role nor
+  // its group takes anything of the host.
+  Lanes(const Table& table, const device::Device& device, bool peers_meet_on_host);
+
+  device::Lane gather, reduce, update;
 };
 
 struct Rank {
@@ -41,6 +52,11 @@ struct Rank {
   int64_t numel_of(const Placement& place, const Flat& flat) const {
     return flat.numel / num_shards(place, mesh);
   }
+  // Of the chunk, where it is updated: what is not streamed may rest cut otherwise.
+  int64_t numel_updated(const Flat& flat, const ChunkState& chunk) const {
+    return flat.chunks.size() > 1 ? chunk.numel
+                                  : numel_of(cell(Role::kOptim, Phase::kUpdate), flat);
+  }
   // The first element of this rank's shard there.
   int64_t begin_of(const Placement& place, const Flat& flat) const {
     return shard_index(place, mesh, group.rank()) * numel_of(place, flat);
@@ -51,9 +67,19 @@ struct Rank {
     return flat.trainable && flat.rest().place == whole() &&
            has_master[static_cast<size_t>(flat.dtype)];
   }
+  // They are on a device and their masters are not: looking for edits would bring all of them.
+  bool edits_cross(const Flat& flat) const {
+    return users_write(flat) && flat.rest().one().data().device != nullptr &&
+           cell(Role::kOptim, Phase::kUpdate).tier != Tier::kDevice;
+  }
   Walk walk(const Placement& from, const std::vector<Move>& moves, bool consumes = true) {
     return {route(from, moves, mesh, group.rank(), consumes), mesh, groups, tiers};
   }
+  // Of values in host memory, whatever the tiers, and there whatever they come to.
+  Walk walk_on_host(const Placement& from, const std::vector<Move>& moves) {
+    return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
+  }
+  bool on_accelerator() const { return !tiers.computes.is_host(); }
   const Members& everyone() const { return groups.of({Axis::kNode, Axis::kLocal}); }
   // What a flat keeps for good, without memory yet: copies that rest, and their places on disk.
   void claim_params(Flat& flat);
@@ -63,6 +89,8 @@ struct Rank {
   // The copy there, of values to come: with memory, and valid.
   Copy& open(std::vector<Copy>& copies, const Placement& place, const Flat& flat,
              mem::Account account);
+
+  void connect();
 
   int64_t exchanges() const {
     return gather_channel.exchanges() + reduce_channel.exchanges() + control_channel.exchanges();
@@ -82,6 +110,7 @@ struct Rank {
   mem::Tiers& tiers;
   std::vector<UnitState> units;
   mem::DiskTraffic traffic;
+  std::vector<Doubt> doubts;
   comm::Channel gather_channel, reduce_channel, control_channel;
 };
 

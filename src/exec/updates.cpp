@@ -1,7 +1,5 @@
 #include "src/exec/updates.h"
 
-#include <ATen/ops/from_blob.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -9,6 +7,7 @@
 #include <utility>
 
 #include "src/base/text.h"
+#include "src/device/kernels.h"
 #include "src/optim/kernels.h"
 #include "src/optim/optimizer_step.h"
 
@@ -16,18 +15,33 @@ namespace penstock::exec {
 
 namespace {
 
-constexpr size_t kBadBytes = 256;  // of the text that names a non-finite contribution
-
 // The bytes are in host memory on their way to and from disk, and need not be copied there.
-bool stays_in_memory(const std::vector<Move>& moves) {
-  return moves.size() == 1 && moves[0].kind == MoveKind::kCopy &&
-         (moves[0].from == Tier::kDisk || moves[0].to == Tier::kDisk);
+bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
+  if (moves.size() != 1 || moves[0].kind != MoveKind::kCopy) return false;
+  const Tier other = moves[0].from == Tier::kDisk ? moves[0].to : moves[0].from;
+  const bool disk = moves[0].from == Tier::kDisk || moves[0].to == Tier::kDisk;
+  return disk && tiers.owner(other) == nullptr;
+}
+
+// Masters are this rank's shards of what rests, and only have to be gathered there.
+bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Route& way) {
+  return way.passes.size() == 1 && way.passes[0].kind == PassKind::kAllGather &&
+         std::all_of(units.begin(), units.end(), [&](int unit) {
+           const std::vector<Flat>& flats = rank.units[unit].flats;
+           return std::all_of(flats.begin(), flats.end(), [&](const Flat& flat) {
+             return !flat.trainable || !rank.has_master[static_cast<size_t>(flat.dtype)];
+           });
+         });
 }
 
 }  // namespace
 
 Updates::Updates(Rank& rank, Lanes& lanes, Gradients& gradients)
-    : rank_(rank), lanes_(lanes), gradients_(gradients), channel_(rank.group, "update") {}
+    : rank_(rank),
+      lanes_(lanes),
+      gradients_(gradients),
+      norm_(rank, lanes, gradients),
+      channel_(rank.group, "update") {}
 
 void Updates::begin(Update update) {
   finish();
@@ -39,27 +53,38 @@ void Updates::set_step(int64_t step) {
   on_lane({}, [this, step] { channel_.set_step(step); });
 }
 
+void Updates::arrive() {
+  for (UnitState& unit : rank_.units) {
+    unit.param_ready.wait();
+    for (Flat& flat : unit.flats) {
+      if (!rank_.edits_cross(flat)) continue;
+      const Buffer& rest = flat.rest().one();
+      flat.left = device::fingerprint(rest.data(), rest.bytes());
+    }
+  }
+}
+
 void Updates::finish() {
   for (const UnitState& unit : rank_.units) unit.updated.wait();
 }
 
 void Updates::on_lane(const std::vector<int>& units, std::function<void()> work) {
   if (rank_.cell(Role::kOptim, Phase::kUpdate).tier == Tier::kDevice) return work();
-  const Event done = lanes_.update.submit(std::move(work));
+  const device::Fence done = lanes_.update.submit(std::move(work));
   for (const int unit : units) rank_.units[unit].updated = done;
 }
 
 // ---- the norm
 
 void Updates::norm(const comm::Label& label) {
-  double total = 0.0, divisor = 0.0;
-  std::string bad;
-  while (divisor == 0.0) {
+  Norm::Result made;
+  while (made.divisor == 0.0) {
     gradients_.finish();
     rank_.traffic.settle();  // the last unit's write of the step before, long since done
     gradients_.complete();
-    bad = exchange_norm(label, &total, &divisor);
+    made = norm_.exchange(label, update_);
   }
+  const auto& [total, divisor, bad] = made;
   if (!bad.empty() || !std::isfinite(total)) {
     discard();
     gradients_.discard();
@@ -80,41 +105,6 @@ void Updates::norm(const comm::Label& label) {
   }
 }
 
-// Payload: sum of squares, the first bad contribution, one flag a parameter, what say() says.
-std::string Updates::exchange_norm(const comm::Label& label, double* total, double* divisor) {
-  std::vector<Slot*> slots;
-  double own = 0.0;
-  *total = 0.0;
-  for (UnitState& unit : rank_.units) {
-    for (Flat& flat : unit.flats) {
-      own += gradients_.own_squares(flat, gradients_.held(flat));
-      for (Slot& slot : flat.slots) slots.push_back(&slot);
-    }
-  }
-  std::string payload(sizeof(double) + kBadBytes + slots.size(), '\0');
-  std::memcpy(payload.data(), &own, sizeof(own));
-  update_.bad.copy(payload.data() + sizeof(double), kBadBytes - 1);
-  for (size_t i = 0; i < slots.size(); ++i) {
-    payload[sizeof(double) + kBadBytes + i] = static_cast<char>(slots[i]->touched);
-  }
-  const size_t said = payload.size();
-  payload += update_.say();
-  std::string bad;
-  std::vector<std::string> all;
-  for (const std::string& part : rank_.control_channel.share(label, rank_.everyone(), payload)) {
-    double sum = 0.0;
-    std::memcpy(&sum, part.data(), sizeof(sum));
-    *total += sum;
-    if (bad.empty()) bad = part.c_str() + sizeof(double);
-    for (size_t i = 0; i < slots.size(); ++i) {
-      slots[i]->touched |= part[sizeof(double) + kBadBytes + i] != 0;
-    }
-    all.push_back(part.substr(said));
-  }
-  *divisor = update_.hear(all);
-  return bad;
-}
-
 // For a graph that was kept: autograd says that what it saved has changed.
 void Updates::bump_versions() {
   for (UnitState& unit : rank_.units) {
@@ -132,13 +122,15 @@ void Updates::prepare_external() {
       const Copy* gradient = flat.trainable ? gradients_.held(flat) : nullptr;
       if (gradient == nullptr) continue;
       const Buffer& sum = gradient->one();
-      flat.gradient32 = rank_.tiers.host.take(sum.numel * 4, mem::Account::kGrad);
+      const Tier tier = rank_.cell(Role::kOptim, Phase::kUpdate).tier;
+      flat.gradient32 = rank_.tiers.arena(tier).take(sum.numel * 4, mem::Account::kGrad);
       for (ChunkState& chunk : flat.chunks) {
-        take_edits(flat, master_of(flat, chunk), chunk.begin, chunk.numel);
+        take_edits(flat, master_of(flat, chunk), chunk.begin, rank_.numel_updated(flat, chunk));
       }
-      auto* out = reinterpret_cast<float*>(flat.gradient32.data());
-      optim::take(out, Dtype::kFp32, sum.data(), sum.dtype, sum.numel, false);
-      for (int64_t i = 0; i < sum.numel; ++i) out[i] *= grad_scale_;
+      const device::Address out = flat.gradient32.data();
+      device::take(out, Dtype::kFp32, sum.data(), sum.dtype, sum.numel, false);
+      if (out.device == nullptr && sum.data().device != nullptr) rank_.tiers.computes.synchronize();
+      device::scale(out, sum.numel, grad_scale_);
     }
   }
 }
@@ -172,7 +164,7 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
       buffer.dtype = kept.dtype;
       buffer.tier = at.tier;
       if (kept.exists())
-        buffer.numel = stays_in_memory(moves) ? kept.numel : rank_.numel_of(at, flat);
+        buffer.numel = stays_in_memory(moves, rank_.tiers) ? kept.numel : rank_.numel_of(at, flat);
     }
     chunk.optim.push_back(std::move(away));
   }
@@ -182,7 +174,7 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
   Walk walk = rank_.walk(from.place, moves, false);
   for (size_t i = 0; i < from.buffers.size(); ++i) {
     Buffer &source = from.buffers[i], &target = to.buffers[i];
-    if (stays_in_memory(moves)) {
+    if (stays_in_memory(moves, rank_.tiers)) {
       target.memory = std::move(source.memory);
       target.moving = source.moving;
     } else if (source.exists()) {
@@ -191,9 +183,9 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
                 source.moving});
     }
   }
-  if (!stays_in_memory(moves)) walk.run(channel_, planned.label);
+  if (!stays_in_memory(moves, rank_.tiers)) walk.run(channel_, planned.label);
   if (fetches) {  // on disk it stays true until the update
-    if (!stays_in_memory(moves))
+    if (!stays_in_memory(moves, rank_.tiers))
       for (Buffer& kept : rest.buffers) {
         rank_.traffic.changes(kept);
         rank_.traffic.drop(kept);
@@ -207,6 +199,7 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
 }
 
 void Updates::discard() {
+  rank_.doubts.clear();
   for (UnitState& unit : rank_.units) {
     unit.updated.settle();
     for (Flat& flat : unit.flats) {
@@ -230,25 +223,25 @@ std::pair<int64_t, int64_t> Updates::owned(const Flat& flat) const {
 }
 
 // An element of those that this rank updates, in the resting parameter; they may be a slice of it.
-char* Updates::rest_at(Flat& flat, int64_t element) const {
+device::Address Updates::rest_at(Flat& flat, int64_t element) const {
   return flat.rest().one().at(owned(flat).first - rank_.begin_of(flat.rest().place, flat) +
                               element);
 }
 
-void Updates::take_edits(Flat& flat, float* master, int64_t element, int64_t numel) const {
-  if (!rank_.users_write(flat)) return;
+void Updates::take_edits(Flat& flat, device::Address master, int64_t element, int64_t numel) const {
+  if (!rank_.users_write(flat) || (rank_.edits_cross(flat) && !flat.edited)) return;
   const Buffer& rest = flat.rest().one();
-  optim::take_edits(master, Dtype::kFp32, rest_at(flat, element), rest.dtype, numel);
+  const at::Tensor seen = device::brought(rest_at(flat, element), rest.dtype, numel, master.device);
+  device::take_edits(master, Dtype::kFp32, device::address_of(seen, master.device), rest.dtype,
+                     numel);
 }
 
-float* Updates::master_of(Flat& flat, ChunkState& chunk) {
-  if (!shares_master(flat)) {
-    return reinterpret_cast<float*>(chunk.optim.back().buffers.front().data());
-  }
-  return reinterpret_cast<float*>(rest_at(flat, chunk.begin));
+device::Address Updates::master_of(Flat& flat, ChunkState& chunk) {
+  if (!shares_master(flat)) return chunk.optim.back().buffers.front().data();
+  return rest_at(flat, chunk.begin);
 }
 
-float* Updates::fetch_master(Flat& flat, ChunkState& chunk) {
+device::Address Updates::fetch_master(Flat& flat, ChunkState& chunk) {
   if (!shares_master(flat)) {
     Buffer& master = chunk.optim.back().buffers.front();
     rank_.traffic.fetch(master, mem::Account::kOptim);
@@ -260,7 +253,8 @@ float* Updates::fetch_master(Flat& flat, ChunkState& chunk) {
 void Updates::update(const PlannedStep& planned) {
   gradients_.finish();
   on_lane(planned.step.units, [this, units = planned.step.units, chunk = planned.step.chunk,
-                               back = planned.writes_back] {
+                               back = planned.writes_back, reduced = gradients_.last_move()] {
+    if (rank_.cell(Role::kOptim, Phase::kUpdate).tier != Tier::kDevice) reduced.wait_on_host();
     for (const int unit : units) update_unit(unit, chunk, back);
   });
 }
@@ -299,7 +293,8 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
   const bool used = std::any_of(flat.slots.begin(), flat.slots.end(),
                                 [](const Slot& slot) { return slot.touched; });
   ChunkState& state = flat.chunks[chunk.index];
-  if (!used || state.numel == 0) return;  // on no rank in this window
+  const int64_t numel = rank_.numel_updated(flat, state);
+  if (!used || numel == 0) return;  // on no rank in this window
   const Copy* gradient = gradients_.held(flat);
   const Placement& wanted =
       rank_.cell(Role::kGrad, rank_.grads_in_chunks ? Phase::kHold : Phase::kUpdate);
@@ -309,7 +304,7 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
   PENSTOCK_ASSERT(state.optim.back().place == rank_.cell(Role::kOptim, Phase::kUpdate),
                   concat("[exec::update] no step of the plan brought the optimizer's state of ",
                          flat.slots.front().name, " to where it runs"));
-  const int64_t begin = owned(flat).first + state.begin, end = begin + state.numel;
+  const int64_t begin = owned(flat).first + state.begin, end = begin + numel;
   // Runs of neighbouring parameters that share hyperparameters and step count are one pass.
   const size_t num_slots = flat.slots.size();
   for (size_t first = 0; first < num_slots;) {
@@ -333,28 +328,52 @@ void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int
                            const Slot& slot, bool writes_back) {
   const int64_t begin = part.first;
   const Buffer& sum = rank_.grads_in_chunks ? chunk.gradient : gradients_.held(flat)->one();
+  const device::Address master = master_of(flat, chunk) + begin * 4;
+  const device::Address grad = sum.at(&sum == &chunk.gradient ? begin : chunk.begin + begin);
+  PENSTOCK_ASSERT(grad.device == master.device,
+                  concat("[exec::update] the gradient of ", slot.name,
+                         " is in other memory than its optimizer works in"));
   optim::Range range;
-  range.master = master_of(flat, chunk) + begin;
+  range.device = master.device;
+  range.master = reinterpret_cast<float*>(master.data);
   range.grad_dtype = sum.dtype;
-  range.grad = sum.at(&sum == &chunk.gradient ? begin : chunk.begin + begin);
+  range.grad = grad.data;
   range.numel = part.second - begin;
   range.moment_dtype = rank_.cell(Role::kOptim, Phase::kUpdate).dtype;
   range.param_dtype = flat.rest().one().dtype;
-  if (writes_back && !shares_master(flat)) range.param_out = rest_at(flat, chunk.begin + begin);
+  const Published out = writes_back && !shares_master(flat)
+                            ? publish_from(rest_at(flat, chunk.begin + begin), range, master)
+                            : Published{};
+  range.param_out = out.written.data;
   if (update_.external) {
-    if (range.param_out != nullptr) {
-      optim::take(range.param_out, range.param_dtype, range.master, Dtype::kFp32, range.numel,
-                  false);
+    if (out.written) {
+      device::take(out.written, range.param_dtype, master, Dtype::kFp32, range.numel, false);
     }
-    return;
+  } else {
+    const OptimizerConfig& group = update_.groups.at(slot.group);
+    take_edits(flat, master, chunk.begin + begin, range.numel);
+    const std::vector<Buffer>& state = chunk.optim.back().buffers;
+    const auto moment = [&](size_t i) {
+      const bool kept = state.size() > i && state[i].exists();
+      return kept ? static_cast<void*>(state[i].at(begin).data) : nullptr;
+    };
+    optim::run_optimizer(group, range, moment(1), moment(2), grad_scale_, slot.updates + 1);
   }
-  const OptimizerConfig& group = update_.groups.at(slot.group);
-  take_edits(flat, range.master, chunk.begin + begin, range.numel);
-  const std::vector<Buffer>& state = chunk.optim.back().buffers;
-  const auto moment = [&](size_t i) {
-    return state.size() > i && state[i].exists() ? static_cast<void*>(state[i].at(begin)) : nullptr;
-  };
-  optim::run_optimizer(group, range, moment(1), moment(2), grad_scale_, slot.updates + 1);
+  if (out.room) {
+    device::copy(out.rest, out.written, range.numel * dtype_bytes(range.param_dtype));
+  }
+}
+
+// Where the optimizer's pass writes the new parameters: to where they rest, or beside the masters
+// and from there.
+Updates::Published Updates::publish_from(device::Address rest, const optim::Range& range,
+                                         device::Address master) {
+  if (rest.device == master.device) return {rest, rest, {}};
+  mem::Arena& arena = master.device == nullptr ? rank_.tiers.host : rank_.tiers.device;
+  Published out{rest, {}, {}};
+  out.room = arena.take(range.numel * dtype_bytes(range.param_dtype), mem::Account::kParam);
+  out.written = out.room.data();
+  return out;
 }
 
 // ---- publishing
@@ -367,21 +386,10 @@ void Updates::publish_to_disk(int unit, const Chunk& chunk) {
     ChunkState& state = flat.chunks.at(chunk.index);
     rank_.traffic.make_room(state.param, mem::Account::kParam);
     if (!state.param.exists()) continue;
-    optim::take(state.param.data(), state.param.dtype, master_of(flat, state), Dtype::kFp32,
-                state.numel, false);
+    device::take(state.param.data(), state.param.dtype, master_of(flat, state), Dtype::kFp32,
+                 state.numel, false);
     rank_.traffic.put_back(state.param);
   }
-}
-
-// Masters are this rank's shards of what rests, and only have to be gathered there.
-bool Updates::gathers_masters(const std::vector<int>& units, const Route& way) const {
-  return way.passes.size() == 1 && way.passes[0].kind == PassKind::kAllGather &&
-         std::all_of(units.begin(), units.end(), [this](int unit) {
-           const std::vector<Flat>& flats = rank_.units[unit].flats;
-           return std::all_of(flats.begin(), flats.end(), [this](const Flat& flat) {
-             return !flat.trainable || shares_master(flat);
-           });
-         });
 }
 
 void Updates::publish(const PlannedStep& planned) {
@@ -393,8 +401,8 @@ void Updates::publish(const PlannedStep& planned) {
   }
   auto walk = std::make_shared<Walk>(rank_.walk(rank_.table.master(), planned.step.moves, false));
   const bool joined = walk->route().joins_update();
-  const bool in_window = gathers_masters(units, walk->route());
-  std::vector<Event> updated;
+  const bool in_window = gathers_masters(rank_, units, walk->route());
+  std::vector<device::Fence> updated;
   for (const int unit : units) updated.push_back(rank_.units[unit].updated);
   const auto pack = [this, walk, units, joined] {
     for (const int unit : units) {
@@ -403,18 +411,18 @@ void Updates::publish(const PlannedStep& planned) {
         Buffer& rest = flat.rest().one();
         if (shares_master(flat)) rank_.traffic.changes(rest);
         rank_.traffic.make_room(rest, mem::Account::kParam);
-        float* master = joined ? nullptr : master_of(flat, flat.chunks.front());
-        walk->add(
-            {reinterpret_cast<char*>(master), rest.data(), Dtype::kFp32, rest.dtype, flat.numel});
+        const device::Address master =
+            joined ? device::Address() : master_of(flat, flat.chunks.front());
+        walk->add({master, rest.data(), Dtype::kFp32, rest.dtype, flat.numel});
       }
     }
   };
   if (joined || in_window) {  // the optimizer has made the first pass
     if (walk->route().local()) return;
     pack();
-    const Event ready =
+    const device::Fence ready =
         lanes_.gather.submit([this, walk, updated, label = planned.label, first = joined ? 1 : 0] {
-          for (const Event& update : updated) update.wait();
+          for (const device::Fence& update : updated) update.wait();
           walk->run(rank_.gather_channel, label, first);
         });
     for (const int unit : units) rank_.units[unit].param_ready = ready;
@@ -452,9 +460,8 @@ std::vector<ShardView> Updates::shard_views() {
   finish();
   std::vector<ShardView> views;
   for_each_piece([&](Flat& flat, const Slot& slot, int64_t from, int64_t numel) {
-    float* master = master_of(flat, flat.chunks.front()) + from;
-    views.push_back({slot.name, slot.param,
-                     at::from_blob(master, {numel}, at::TensorOptions(at::kFloat)),
+    const device::Address master = master_of(flat, flat.chunks.front()) + from * 4;
+    views.push_back({slot.name, slot.param, device::view(master, Dtype::kFp32, numel),
                      owned(flat).first + from - slot.offset});
   });
   return views;
@@ -465,8 +472,7 @@ std::vector<at::Tensor> Updates::shard_gradients() {
   for_each_piece([&](Flat& flat, const Slot& slot, int64_t from, int64_t numel) {
     at::Tensor& gradient = gradients.emplace_back();
     if (!slot.touched) return;
-    float* base = reinterpret_cast<float*>(flat.gradient32.data());
-    gradient = at::from_blob(base + from, {numel}, at::TensorOptions(at::kFloat));
+    gradient = device::view(flat.gradient32.data() + from * 4, Dtype::kFp32, numel);
   });
   return gradients;
 }

@@ -14,6 +14,8 @@
 #include "penstock/config.h"
 #include "penstock/error.h"
 #include "src/exec/gradients.h"
+#include "src/exec/norm.h"
+#include "src/optim/kernels.h"
 
 namespace penstock::exec {
 
@@ -21,20 +23,6 @@ namespace penstock::exec {
 class NonFinite : public RuntimeFault {
  public:
   using RuntimeFault::RuntimeFault;
-};
-
-// What one step is asked for.
-struct Update {
-  std::vector<OptimizerConfig> groups;  // by parameter group
-  double clip = 0.0;
-  std::string bad;                 // first non-finite contribution on this rank, or empty
-  std::function<void()> external;  // the user's optimizer; empty = our kernels
-  // What this rank says of the window: as long everywhere, and told with the norm.
-  std::function<std::string()> say;
-  // What all of them said, by rank. Returns what the gradients are divided by (micro-batches
-  // averaged over, times the loss scale); or 0 when it moved gradients or changed what say() says,
-  // so that they have to be told again. What it throws ends the update before anything is written.
-  std::function<double(const std::vector<std::string>&)> hear;
 };
 
 // A piece of a parameter that this rank updates, as the user's own optimizer sees it.
@@ -50,7 +38,9 @@ class Updates {
   Updates(Rank& rank, Lanes& lanes, Gradients& gradients);
 
   void begin(Update update);
-  void finish();   // every unit has its new weights
+  void finish();  // every unit has its new weights
+  // Every unit is where it rests. On a device the engine remembers how it leaves them to users.
+  void arrive();
   void discard();  // what was read ahead of an update that does not come
   double grad_norm() const { return grad_norm_; }
   int64_t exchanges() const { return channel_.exchanges(); }
@@ -63,14 +53,19 @@ class Updates {
   // The elements of a flat that this rank updates.
   std::pair<int64_t, int64_t> owned(const Flat& flat) const;
   // The chunk's fp32 masters, wherever they rest.
-  float* fetch_master(Flat& flat, ChunkState& chunk);
+  device::Address fetch_master(Flat& flat, ChunkState& chunk);
   std::vector<ShardView> shard_views();
   std::vector<at::Tensor> shard_gradients();  // fp32, aligned with shard_views()
 
  private:
+  // New parameters on their way from the optimizer's pass.
+  struct Published {
+    device::Address rest, written;
+    mem::Lease room;  // what they are written to, where that is not where they rest
+  };
+  Published publish_from(device::Address rest, const optim::Range& range, device::Address master);
   void on_lane(const std::vector<int>& units, std::function<void()> work);
   void move_state(Flat& flat, ChunkState& chunk, const PlannedStep& planned);
-  std::string exchange_norm(const comm::Label& label, double* total, double* divisor);
   void bump_versions();
   void prepare_external();
   void update_unit(int unit, const Chunk& chunk, bool writes_back);
@@ -79,11 +74,10 @@ class Updates {
   void update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int64_t> range,
                     const Slot& slot, bool writes_back);
   void publish_to_disk(int unit, const Chunk& chunk);
-  char* rest_at(Flat& flat, int64_t element) const;
+  device::Address rest_at(Flat& flat, int64_t element) const;
   // What users wrote to parameters of this range goes to their masters.
-  void take_edits(Flat& flat, float* master, int64_t element, int64_t numel) const;
-  float* master_of(Flat& flat, ChunkState& chunk);  // of the chunk's first element
-  bool gathers_masters(const std::vector<int>& units, const Route& way) const;
+  void take_edits(Flat& flat, device::Address master, int64_t element, int64_t numel) const;
+  device::Address master_of(Flat& flat, ChunkState& chunk);  // of the chunk's first element
   bool shares_master(const Flat& flat) const {
     return !rank_.has_master[static_cast<size_t>(flat.dtype)];
   }
@@ -93,6 +87,7 @@ class Updates {
   Rank& rank_;
   Lanes& lanes_;
   Gradients& gradients_;
+  Norm norm_;
   comm::Channel channel_;
   Update update_;
   double grad_norm_ = 0.0;

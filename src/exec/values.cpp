@@ -1,12 +1,15 @@
 #include "src/exec/values.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "src/base/text.h"
-#include "src/optim/kernels.h"
+#include "src/device/host_kernels.h"
+#include "src/device/kernels.h"
 
 namespace penstock::exec {
 
@@ -16,6 +19,13 @@ at::Tensor zeros32(int64_t numel) { return at::zeros({numel}, at::TensorOptions(
 char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
 
 }  // namespace
+
+// Its values in host memory: a view of it, or a copy of what a device has.
+at::Tensor Values::on_host(const Buffer& buffer) const {
+  if (rank_.on_accelerator())
+    rank_.tiers.computes.synchronize();  // what was on its way to the host
+  return device::brought(buffer.data(), buffer.dtype, buffer.numel, nullptr);
+}
 
 // `own` is this rank's part, in the placement's dtype; it is not changed.
 at::Tensor Values::whole(Placement place, const void* own, const Flat& flat,
@@ -30,7 +40,7 @@ void Values::gather(const Placement& from, const char* own, const Flat& flat,
   Placement place = from, wanted = rank_.whole();
   place.tier = Tier::kDevice;
   wanted.dtype = Dtype::kFp32;
-  Walk walk = rank_.walk(place, hops(place, wanted), false);
+  Walk walk = rank_.walk_on_host(place, hops(place, wanted));
   walk.add({const_cast<char*>(own), full, place.dtype, Dtype::kFp32, flat.numel});
   walk.run(rank_.control_channel, label);
 }
@@ -41,7 +51,7 @@ at::Tensor Values::read(Buffer& own, Placement place, mem::Account account, cons
   rank_.traffic.fetch(own, account);
   rank_.traffic.wait_read(own);
   place.dtype = own.dtype;
-  at::Tensor full = whole(place, own.data(), flat, label);
+  at::Tensor full = whole(place, on_host(own).const_data_ptr(), flat, label);
   rank_.traffic.let_go(own);
   return full;
 }
@@ -49,10 +59,11 @@ at::Tensor Values::read(Buffer& own, Placement place, mem::Account account, cons
 // In fp32, with chunks put together.
 void Values::own_masters(Flat& flat, char* to) {
   for (ChunkState& chunk : flat.chunks) {
-    const float* master = updates_.fetch_master(flat, chunk);
-    std::memcpy(to + chunk.begin * 4, master, chunk.numel * 4);
+    device::copy(to + chunk.begin * 4, updates_.fetch_master(flat, chunk),
+                 rank_.numel_updated(flat, chunk) * 4);
     rank_.traffic.let_go(chunk.optim.back().buffers.front());
   }
+  if (rank_.on_accelerator()) rank_.tiers.computes.synchronize();
 }
 
 Dtype Values::parameters(int unit, int index, char* room, bool everywhere) {
@@ -72,23 +83,25 @@ Dtype Values::parameters(int unit, int index, char* room, bool everywhere) {
     rank_.traffic.fetch(*kept, one ? mem::Account::kOptim : mem::Account::kParam);
     rank_.traffic.wait_read(*kept);
   }
+  const at::Tensor part = kept == nullptr ? at::Tensor() : on_host(*kept);
+  char* const values = kept == nullptr ? nullptr : bytes_of(part);
   const int64_t part_bytes = rank_.numel_of(place, flat) * dtype_bytes(place.dtype);
   const bool arrives = everywhere || rank_.group.rank() == 0;
   char* own =
       arrives ? room + shard_index(place, rank_.mesh, rank_.group.rank()) * part_bytes : room;
   if (kept == nullptr) own_masters(flat, own);
   if (everywhere) {
-    gather(place, kept == nullptr ? own : kept->data(), flat, label, room);
+    gather(place, kept == nullptr ? own : values, flat, label, room);
   } else {
-    if (kept != nullptr && arrives) std::memcpy(own, kept->data(), part_bytes);
+    if (kept != nullptr && arrives) std::memcpy(own, values, part_bytes);
     rank_.control_channel.collect(label, owners(place, rank_.mesh, rank_.group.rank()),
-                                  kept == nullptr || arrives ? own : kept->data(), part_bytes);
+                                  kept == nullptr || arrives ? own : values, part_bytes);
   }
   if (kept != nullptr) rank_.traffic.let_go(*kept);
   const Dtype made = everywhere ? Dtype::kFp32 : place.dtype;
   if (arrives && rank_.users_write(flat)) {
     const Buffer& rest = flat.rest().one();
-    optim::take_edits(room, made, rest.data(), rest.dtype, flat.numel);
+    device::take_edits(room, made, bytes_of(on_host(rest)), rest.dtype, flat.numel);
   }
   return made;
 }
@@ -104,9 +117,10 @@ at::Tensor Values::open_sum(const Flat& flat, const Copy* sum, const std::string
   const at::Tensor own = zeros32(flat.numel);
   for (const Slot& slot : flat.slots) {
     if (sum == nullptr || !slot.written) continue;
-    optim::take(bytes_of(own) + slot.offset * 4, Dtype::kFp32, sum->one().at(slot.offset),
-                sum->one().dtype, slot.numel, false);
+    device::take(bytes_of(own) + slot.offset * 4, Dtype::kFp32, sum->one().at(slot.offset),
+                 sum->one().dtype, slot.numel, false);
   }
+  if (rank_.on_accelerator()) rank_.tiers.computes.synchronize();
   Placement place = rank_.table.grad_after_backward();
   place.dtype = Dtype::kFp32;
   return whole(place, own.data_ptr(), flat, label);
@@ -144,9 +158,14 @@ void Values::set_rest(Flat& flat, const Placement& at, char* values, const std::
   Buffer& rest = flat.rest().one();
   rank_.traffic.make_room(rest, mem::Account::kParam);
   from.tier = rank_.whole().tier;
-  Walk walk = rank_.walk(from, hops(from, flat.rest().place), false);
-  walk.add({values, rest.data(), Dtype::kFp32, rest.dtype, flat.numel});
+  Walk walk = rank_.walk_on_host(from, hops(from, flat.rest().place));
+  const device::Device* owner = rest.data().device;
+  const at::Tensor made =
+      at::empty({owner == nullptr ? 0 : rest.numel}, device::scalar_type(rest.dtype));
+  const device::Address to = owner == nullptr ? rest.data() : device::Address(made.data_ptr());
+  walk.add({values, to, Dtype::kFp32, rest.dtype, flat.numel});
   walk.run(rank_.control_channel, label);
+  if (owner != nullptr) device::copy(rest.data(), to, rest.bytes());
   show(flat);
   rank_.traffic.put_back(rest);
 }
@@ -157,7 +176,7 @@ void Values::restore(int unit, Flat& flat, const Placement& place, char* masters
     if (!master.exists()) continue;
     rank_.traffic.settle();  // one of them in memory, beside the masters
     rank_.traffic.make_room(master, mem::Account::kOptim);
-    std::memcpy(master.data(), masters + chunk.begin * 4, master.bytes());
+    device::copy(master.data(), masters + chunk.begin * 4, master.bytes());
     rank_.traffic.put_back(master);
   }
   set_rest(flat, place, masters, concat("restore u", unit));
@@ -175,9 +194,9 @@ void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label)
       rank_.traffic.make_room(buffers[i], mem::Account::kOptim);
       const int64_t first = rank_.begin_of(place, flat) + chunk.begin;
       if (i == 0) {
-        std::memcpy(buffers[i].data(), bytes_of(full) + first * 4, buffers[i].bytes());
+        device::copy(buffers[i].data(), bytes_of(full) + first * 4, buffers[i].bytes());
       } else {
-        std::memset(buffers[i].data(), 0, buffers[i].bytes());
+        device::zero(buffers[i].data(), buffers[i].bytes());
       }
       rank_.traffic.put_back(buffers[i]);
     }
@@ -189,14 +208,16 @@ void Values::refresh(int index) {
   updates_.finish();
   for (Flat& flat : rank_.units[index].flats) {
     Buffer& whole = find(flat.params, rank_.whole())->one();
-    rank_.control_channel.broadcast(concat("refresh u", index), rank_.everyone(), whole.data(),
+    const at::Tensor values = on_host(whole);
+    rank_.control_channel.broadcast(concat("refresh u", index), rank_.everyone(), bytes_of(values),
                                     whole.bytes());
+    if (whole.data().device != nullptr) device::copy(whole.data(), bytes_of(values), whole.bytes());
     write(flat, 0, flat.numel, whole.data());
     for (Slot& slot : flat.slots) slot.version = slot.param._version();
   }
 }
 
-void Values::write(Flat& flat, int64_t first, int64_t numel, const char* values) {
+void Values::write(Flat& flat, int64_t first, int64_t numel, device::Address values) {
   const int64_t size = flat.element_bytes();
   const auto into = [&](Buffer& buffer, int64_t begin, mem::Account account) {
     const int64_t from = std::max(first, begin);
@@ -205,8 +226,11 @@ void Values::write(Flat& flat, int64_t first, int64_t numel, const char* values)
     rank_.traffic.fetch(buffer, account);
     rank_.traffic.wait_read(buffer);
     rank_.traffic.changes(buffer);
-    optim::take_edits(buffer.at(from - begin), buffer.dtype, values + (from - first) * size,
-                      flat.dtype, to - from);
+    const device::Device* owner = buffer.data().device;
+    const at::Tensor seen =
+        device::brought(values + (from - first) * size, flat.dtype, to - from, owner);
+    device::take_edits(buffer.at(from - begin), buffer.dtype, device::address_of(seen, owner),
+                       flat.dtype, to - from);
     rank_.traffic.put_back(buffer);
     rank_.traffic.settle();
   };
@@ -221,6 +245,31 @@ void Values::write(Flat& flat, int64_t first, int64_t numel, const char* values)
   }
 }
 
+void Values::doubt(const Flat& flat, Buffer& own, device::Address seen) {
+  const device::Device* owner = seen.device;
+  const at::Tensor kept = device::brought(own.data(), own.dtype, own.numel, owner);
+  rank_.traffic.let_go(own);
+  const at::Tensor edits = device::edits_on_device(device::address_of(kept, owner), own.dtype, seen,
+                                                   flat.dtype, own.numel);
+  for (Doubt& known : rank_.doubts) {
+    if (known.flat != &flat) continue;
+    known.edits = known.edits.add(edits);
+    return;
+  }
+  rank_.doubts.push_back({&flat, edits});
+}
+
+std::string Values::resolve_doubts() {
+  std::vector<at::Tensor> counts;
+  for (const Doubt& one : rank_.doubts) counts.push_back(one.edits);
+  const std::vector<Doubt> doubts = std::exchange(rank_.doubts, {});
+  const std::vector<double> edits = device::read(counts);
+  for (size_t i = 0; i < edits.size(); ++i) {
+    if (edits[i] != 0.0) return doubts[i].flat->slots.front().name;
+  }
+  return "";
+}
+
 std::string Values::edited(int index) {
   for (Flat& flat : rank_.units[index].flats) {
     const Placement& rest = flat.rest().place;
@@ -230,8 +279,12 @@ std::string Values::edited(int index) {
     Buffer& own = flat.rest().one();
     rank_.traffic.fetch(own, mem::Account::kParam);
     rank_.traffic.wait_read(own);
-    const int64_t at =
-        optim::first_edit(own.data(), own.dtype, whole.at(begin), whole.dtype, own.numel);
+    if (whole.data().device != nullptr) {
+      doubt(flat, own, whole.at(begin));
+      continue;
+    }
+    const int64_t at = device::host::first_edit(own.data().host(), own.dtype,
+                                                whole.at(begin).host(), whole.dtype, own.numel);
     rank_.traffic.let_go(own);
     for (const Slot& slot : flat.slots) {
       if (at >= 0 && begin + at < slot.offset + slot.numel) return slot.name;

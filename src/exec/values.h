@@ -15,7 +15,8 @@ class Values {
       : rank_(rank), gradients_(gradients), updates_(updates) {}
 
   // The masters where it trains. They arrive on every rank, or on rank 0, in `room`, which takes
-  // numel elements of fp32 there and elsewhere this rank's part. Returns what arrives' dtype.
+  // numel elements of fp32 there and elsewhere this rank's part. Returns what arrives' dtype. Here
+  // and below values that go in and out are in host memory.
   Dtype parameters(int unit, int flat, char* room, bool everywhere);
   at::Tensor resting(int unit, int flat);          // fp32, of the parameters as they rest
   void renew() { rank_.control_channel.renew(); }  // after the group's
@@ -30,13 +31,17 @@ class Values {
   // After rank 0's whole parameters were edited: every copy follows.
   void refresh(int unit);
   // The first parameter of which this rank's part rests with other values than were gathered:
-  // users wrote to it. Empty where there is none. Not collective.
+  // users wrote to it. Empty where there is none. Not collective. On a device that is not known
+  // before the norm, which then ends the step.
   std::string edited(int unit);
+  // What edited() has left open, known now: the host waits for the device.
+  std::string resolve_doubts();
   // Values of the elements from `first`, in the flat's dtype and equal on every rank, go to every
   // copy that rests but for one that computes. Not collective.
-  void write(Flat& flat, int64_t first, int64_t numel, const char* values);
+  void write(Flat& flat, int64_t first, int64_t numel, device::Address values);
 
  private:
+  at::Tensor on_host(const Buffer& buffer) const;
   at::Tensor whole(Placement place, const void* own, const Flat& flat, const std::string& label);
   at::Tensor read(Buffer& own, Placement place, mem::Account account, const Flat& flat,
                   const std::string& label);
@@ -44,6 +49,7 @@ class Values {
   void gather(const Placement& place, const char* own, const Flat& flat, const std::string& label,
               char* full);
   void set_rest(Flat& flat, const Placement& from, char* values, const std::string& label);
+  void doubt(const Flat& flat, Buffer& own, device::Address seen);
   at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);
 
   Rank& rank_;

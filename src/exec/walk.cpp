@@ -1,15 +1,16 @@
 #include "src/exec/walk.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
-#include "src/optim/kernels.h"
+#include "src/device/kernels.h"
 
 namespace penstock::exec {
 
-Walk::Walk(Route route, const Mesh& mesh, const Groups& groups, mem::Tiers& tiers)
-    : route_(std::move(route)), mesh_(mesh), tiers_(tiers) {
+using device::Address;
+
+Walk::Walk(Route route, const Mesh& mesh, const Groups& groups, mem::Tiers& tiers, bool on_host)
+    : route_(std::move(route)), mesh_(mesh), tiers_(tiers), on_host_(on_host) {
   for (const Pass& pass : route_.passes) members_.push_back(&groups.of(pass.axes));
 }
 
@@ -30,49 +31,60 @@ Dtype Walk::dtype_after(const Travel& travel, size_t pass) const {
   return route_.dtype_after(pass, travel.first, travel.last);
 }
 
-char* Walk::input(size_t travel, size_t pass) const {
+Address Walk::input(size_t travel, size_t pass) const {
   return pass == 0 ? travels_[travel].from : stops_[travel][pass - 1];
 }
 
 // Whether the pass itself adds to what is at the end; else arrive() does.
 bool Walk::adds_here(const Travel& travel, size_t pass) const {
   const PassKind kind = route_.passes[pass].kind;
-  return travel.adds && pass + 1 == route_.passes.size() &&
+  return travel.adds && pass + 1 == route_.passes.size() && !sums_elsewhere(travel, pass) &&
          (kind == PassKind::kLocal || kind == PassKind::kReduceScatter);
 }
 
-char* Walk::scratch(Tier tier, int64_t bytes) {
-  leases_.push_back(tiers_.arena(tier).take(std::max<int64_t>(1, bytes), mem::Account::kBuffers));
+// A sum is made in the memory that its addends are in; arrive() moves it.
+bool Walk::sums_elsewhere(const Travel& travel, size_t pass) const {
+  return route_.passes[pass].sums() && travel.to.device != owner(route_.passes[pass].from.tier);
+}
+
+Address Walk::scratch(Tier tier, int64_t bytes) {
+  mem::Arena& arena = on_host_ && tier == Tier::kDevice ? tiers_.on_host() : tiers_.arena(tier);
+  leases_.push_back(arena.take(std::max<int64_t>(1, bytes), mem::Account::kBuffers));
   return leases_.back().data();
 }
 
 void Walk::lay_out(size_t index) {
   const Travel& travel = travels_[index];
   const std::vector<Pass>& passes = route_.passes;
-  std::vector<char*>& stops = stops_[index];
+  std::vector<Address>& stops = stops_[index];
   int64_t receives = 0;  // one pass after the other
+  Tier sums_at = Tier::kDevice;
   for (size_t i = passes.size(); i-- > 0;) {
     const Pass& pass = passes[i];
     const int64_t bytes = numel_at(travel, pass.to) * dtype_bytes(dtype_after(travel, i));
     if (pass.sums()) {
       const int64_t here = numel_at(travel, pass.from) * dtype_bytes(dtype_before(travel, i));
       const int64_t size = members_[i]->size();
-      receives = std::max(receives, here / size * (size - 1));
+      sums_at = pass.from.tier;
+      // A back end of a device sends a rank its own part, too.
+      const int64_t parts = owner(sums_at) == nullptr ? size - 1 : size;
+      receives = std::max(receives, here / size * parts);
     }
     if (pass.kind == PassKind::kAllReduce) continue;  // in place
-    const bool as_it_ends = !travel.adds && dtype_after(travel, i) == travel.last;
+    const bool as_it_ends =
+        !travel.adds && dtype_after(travel, i) == travel.last && !sums_elsewhere(travel, i);
     if ((route_.ends_at(i) && as_it_ends) || adds_here(travel, i)) {
       stops[i] = travel.to;
     } else if (route_.into_next(i)) {
       stops[i] = stops[i + 1] + members_[i + 1]->index * bytes;
     } else {
-      stops[i] = scratch(pass.to.tier, bytes);
+      stops[i] = scratch(pass.sums() ? pass.from.tier : pass.to.tier, bytes);
     }
   }
   for (size_t i = 0; i < passes.size(); ++i) {
     if (passes[i].kind == PassKind::kAllReduce) stops[i] = i == 0 ? travel.from : stops[i - 1];
   }
-  received_.push_back(receives > 0 ? scratch(Tier::kDevice, receives) : nullptr);
+  received_.push_back(receives > 0 ? scratch(sums_at, receives) : Address());
 }
 
 // What each collective is given; returns what it packs into.
@@ -85,13 +97,14 @@ int64_t Walk::lay_out_collective(size_t index) {
     const Travel& travel = travels_[t];
     const int64_t numel = numel_at(travel, pass.from);
     const Dtype before = dtype_before(travel, index), after = dtype_after(travel, index);
-    char* const to = stops_[t][index];
+    const Address to = stops_[t][index];
     if (!pass.sums()) {
       gathers_[index].push_back({to, numel * dtype_bytes(after)});
       continue;
     }
     // Where a pass does not end at the end, arrive() has the last word.
-    double* const squares = counts && to == travel.to ? travel.squares : nullptr;
+    double* const squares =
+        counts && to == travel.to && to.device == nullptr ? travel.squares : nullptr;
     reduces_[index].push_back({input(t, index), received_[t], to, before, after, numel, scale,
                                adds_here(travel, index), squares});
   }
@@ -101,17 +114,25 @@ int64_t Walk::lay_out_collective(size_t index) {
 
 void Walk::ready() {
   const size_t num_passes = route_.passes.size();
-  stops_.assign(travels_.size(), std::vector<char*>(num_passes));
+  stops_.assign(travels_.size(), std::vector<Address>(num_passes));
   gathers_.resize(num_passes);
   reduces_.resize(num_passes);
   for (size_t t = 0; t < travels_.size(); ++t) lay_out(t);
   int64_t staging = 0;
+  Tier tier = Tier::kDevice;
   for (size_t i = 0; i < num_passes; ++i) {
-    if (route_.passes[i].kind != PassKind::kLocal)
-      staging = std::max(staging, lay_out_collective(i));
+    if (route_.passes[i].kind == PassKind::kLocal) continue;
+    staging = std::max(staging, lay_out_collective(i));
+    tier = route_.passes[i].from.tier;
   }
-  if (staging > 0) staging_ = {scratch(Tier::kDevice, staging), static_cast<size_t>(staging)};
+  if (staging > 0) staging_ = {scratch(tier, staging), staging};
   ready_ = true;
+}
+
+// Of the memory that the pass works in, or none.
+comm::Staging Walk::staging_of(size_t index) const {
+  const bool fits = staging_.data.device == owner(route_.passes[index].from.tier);
+  return fits ? staging_ : comm::Staging{};
 }
 
 // The shard that this rank sums is its own part of what arrives.
@@ -133,7 +154,9 @@ void Walk::run(comm::Channel& channel, const comm::Label& label, size_t first) {
     if (tiers_.disk) tiers_.disk->wait(travel.arriving);
   }
   for (size_t i = first; i < route_.passes.size(); ++i) {
-    switch (route_.passes[i].kind) {
+    const Pass& pass = route_.passes[i];
+    if (host_reads(i)) tiers_.computes.synchronize();
+    switch (pass.kind) {
       case PassKind::kLocal:
         local(i);
         break;
@@ -149,15 +172,23 @@ void Walk::run(comm::Channel& channel, const comm::Label& label, size_t first) {
   arrive();
 }
 
+// Whether the host itself works on what may still be on its way there from the device.
+bool Walk::host_reads(size_t index) const {
+  if (tiers_.computes.is_host() || on_host_) return false;
+  const Pass& pass = route_.passes[index];
+  if (owner(pass.from.tier) != nullptr) return false;
+  return pass.kind != PassKind::kLocal || owner(pass.to.tier) == nullptr;
+}
+
 void Walk::local(size_t index) const {
   const Pass& pass = route_.passes[index];
   for (size_t t = 0; t < travels_.size(); ++t) {
     const Travel& travel = travels_[t];
     const Dtype before = dtype_before(travel, index), after = dtype_after(travel, index);
     const int64_t numel = numel_at(travel, pass.from) / pass.parts;
-    const char* from = input(t, index) + pass.part * numel * dtype_bytes(before);
+    const Address from = input(t, index) + pass.part * numel * dtype_bytes(before);
     if (from == stops_[t][index] && before == after) continue;
-    optim::take(stops_[t][index], after, from, before, numel, adds_here(travel, index));
+    device::take(stops_[t][index], after, from, before, numel, adds_here(travel, index));
   }
 }
 
@@ -165,17 +196,38 @@ void Walk::gather(size_t index, comm::Channel& channel, const comm::Label& label
   const std::vector<comm::GatherBuffer>& buffers = gathers_[index];
   for (size_t t = 0; t < travels_.size(); ++t) {
     const int64_t bytes = buffers[t].shard_bytes;
-    char* own = stops_[t][index] + members_[index]->index * bytes;
-    if (own != input(t, index)) std::memcpy(own, input(t, index), bytes);
+    const Address own = stops_[t][index] + members_[index]->index * bytes;
+    if (own != input(t, index)) device::copy(own, input(t, index), bytes);
   }
-  channel.all_gather(label, *members_[index], buffers, staging_);
+  channel.all_gather(label, *members_[index], buffers, staging_of(index));
 }
 
 void Walk::reduce(size_t index, comm::Channel& channel, const comm::Label& label) {
   if (route_.passes[index].kind == PassKind::kAllReduce) {
-    channel.all_reduce(label, *members_[index], reduces_[index], staging_);
+    channel.all_reduce(label, *members_[index], reduces_[index], staging_of(index));
   } else {
-    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_);
+    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_of(index));
+  }
+  count_squares(index);
+}
+
+// On a device, of what is there before arrive() adds it to anything: then nothing is counted.
+void Walk::count_squares(size_t index) const {
+  const Pass& pass = route_.passes[index];
+  if (index + 1 != route_.passes.size() || !counts_squares()) return;
+  const Members& members = *members_[index];
+  for (size_t t = 0; t < travels_.size(); ++t) {
+    const Travel& travel = travels_[t];
+    Address sum = stops_[t][index];
+    if (travel.squares_there == nullptr || sum.device == nullptr) continue;
+    if (travel.adds && !adds_here(travel, index)) continue;
+    const Dtype dtype = dtype_after(travel, index);
+    int64_t numel = numel_at(travel, pass.to);
+    if (pass.kind == PassKind::kAllReduce) {
+      numel /= members.size();
+      sum = sum + members.index * numel * dtype_bytes(dtype);
+    }
+    *travel.squares_there = device::squares_on_device(sum, dtype, numel);
   }
 }
 
@@ -184,10 +236,10 @@ void Walk::arrive() const {
   for (size_t t = 0; t < travels_.size(); ++t) {
     const Travel& travel = travels_[t];
     const bool moved = !route_.passes.empty();
-    const char* at = moved ? stops_[t].back() : travel.from;
+    const Address at = moved ? stops_[t].back() : travel.from;
     if (at == travel.to) continue;
     const Dtype dtype = moved ? dtype_after(travel, stops_[t].size() - 1) : travel.first;
-    optim::take(travel.to, travel.last, at, dtype, numel_at(travel, route_.to), travel.adds);
+    device::take(travel.to, travel.last, at, dtype, numel_at(travel, route_.to), travel.adds);
   }
 }
 

@@ -11,6 +11,7 @@
 #include <iterator>
 #include <memory>
 #include <new>
+#include <set>
 #include <utility>
 
 #include "penstock/error.h"
@@ -23,6 +24,7 @@ namespace penstock::mem {
 namespace {
 
 constexpr int64_t kHugePage = 2 << 20;
+const c10::Stream kNoStream(c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU));
 
 // Large buffers come from the system itself and go back to it: no heap is left with holes. They ask
 // for huge pages (whole ones only; a wish, refused the pages are small): the optimizer's passes run
@@ -48,21 +50,28 @@ c10::DataPtr map_large(int64_t bytes) {
 }
 
 // Host buffers are whole blocks, so that any of them can go to disk.
-c10::DataPtr allocate(c10::Device device, int64_t bytes) {
-  if (!device.is_cpu()) return c10::GetAllocator(device.type())->allocate(bytes);
+c10::DataPtr allocate_host(int64_t bytes) {
   if (bytes >= 2 * kHugePage) return map_large(bytes);
   void* data = nullptr;
   const int error = posix_memalign(&data, kBlockBytes, static_cast<size_t>(block_padded(bytes)));
   if (error != 0) throw std::bad_alloc();
-  return {data, data, &std::free, device};
+  return {data, data, &std::free, c10::Device(c10::DeviceType::CPU)};
 }
 
-// Large buffers of nearly one size can stand in for each other: the sizes of mappings are rounded
-// up to a sixteenth or less above (what is not touched takes no memory).
-int64_t slot_bytes(c10::Device device, int64_t bytes) {
-  if (!device.is_cpu() || bytes < 2 * kHugePage) return bytes;
-  const auto step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes))) / 16;
-  return (bytes + step - 1) / step * step;
+// An accelerator's allocator of pinned memory gives pages, and those are whole blocks.
+c10::DataPtr allocate_pinned(const device::Device& device, int64_t bytes) {
+  try {
+    c10::DataPtr data = device.allocate_pinned(block_padded(bytes));
+    PENSTOCK_ASSERT(reinterpret_cast<uintptr_t>(data.get()) % kBlockBytes == 0,
+                    "[mem::allocate_pinned] pinned memory does not begin at a page");
+    return data;
+  } catch (const c10::Error& error) {
+    TORCH_WARN_ONCE("penstock: ", format_bytes(bytes), " of pinned memory are not to be had (",
+                    error.what_without_backtrace(),
+                    "): host memory is not pinned, and copies to and from the device will wait "
+                    "(ulimit -l, or the container's limit on locked memory)");
+  }
+  return allocate_host(bytes);
 }
 
 void check_budget(const Budget& budget, int64_t bytes, int64_t in_use) {
@@ -88,6 +97,7 @@ void trim_heap(int64_t bytes) {
 Lease::Lease(Lease&& other) noexcept
     : arena_(std::exchange(other.arena_, nullptr)),
       data_(std::exchange(other.data_, c10::DataPtr())),
+      device_(other.device_),
       bytes_(std::exchange(other.bytes_, 0)),
       account_(other.account_) {}
 
@@ -96,6 +106,7 @@ Lease& Lease::operator=(Lease&& other) noexcept {
     reset();
     arena_ = std::exchange(other.arena_, nullptr);
     data_ = std::exchange(other.data_, c10::DataPtr());
+    device_ = other.device_;
     bytes_ = std::exchange(other.bytes_, 0);
     account_ = other.account_;
   }
@@ -109,26 +120,70 @@ void Lease::reset() {
   bytes_ = 0;
 }
 
+Pool::Pool(Kind kind, const device::Device& device) : kind_(kind), device_(device) {}
+
 void Pool::set_budget(Budget budget) {
   const std::lock_guard lock(mutex_);
   budget_ = std::move(budget);
 }
 
-c10::DataPtr Pool::take(int64_t bytes) {
+c10::DataPtr Pool::allocate(int64_t bytes) {
+  switch (kind_) {
+    case Kind::kHost:
+      return allocate_host(bytes);
+    case Kind::kPinned:
+      return allocate_pinned(device_, bytes);
+    case Kind::kDevice:
+      return device_.allocate(bytes);
+  }
+  throw Bug("[mem::Pool::allocate] unknown kind");
+}
+
+// Large buffers of nearly one size can stand in for each other: the sizes of mappings are rounded
+// up to a sixteenth or less above (what is not touched takes no memory).
+int64_t Pool::slot_bytes(int64_t bytes) const {
+  if (kind_ == Kind::kDevice || bytes < 2 * kHugePage) return bytes;
+  const auto step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes))) / 16;
+  return (bytes + step - 1) / step * step;
+}
+
+// Whether the host may use it at once, or the stream of the device as soon as it comes to it.
+bool Pool::stands_by(Unused& unused) const {
+  if (!unused.after) return true;
+  if (kind_ == Kind::kDevice) return unused.stream == device_.current();
+  return unused.after->query();
+}
+
+// The address that was there before, so that a unit finds itself where it was; else one that nobody
+// has to wait for; else the last.
+Pool::Buffers::iterator Pool::choose(Buffers& buffers, const void* wanted) const {
+  for (auto one = buffers.begin(); one != buffers.end() && wanted != nullptr; ++one) {
+    if (one->data.get() == wanted) return one;
+  }
+  for (auto one = buffers.begin(); one != buffers.end(); ++one) {
+    if (stands_by(*one)) return one;
+  }
+  return buffers.begin();
+}
+
+c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
   const std::lock_guard lock(mutex_);
   check_budget(budget_, bytes, in_use_);
   c10::DataPtr data;
-  const int64_t slot = slot_bytes(device_, bytes);
+  const int64_t slot = slot_bytes(bytes);
   const auto unused = unused_.find(slot);
   if (unused != unused_.end()) {
-    data = std::move(unused->second.back());
-    unused->second.pop_back();
+    const auto chosen = choose(unused->second, wanted);
+    if (chosen->after && kind_ == Kind::kDevice) chosen->after->block(device_.current());
+    if (chosen->after && kind_ == Kind::kPinned) chosen->after->synchronize();
+    data = std::move(chosen->data);
+    unused->second.erase(chosen);
     unused_bytes_ -= slot;
     if (unused->second.empty()) unused_.erase(unused);
   } else {
     evict(bytes);
     try {
-      data = allocate(device_, slot);
+      data = allocate(slot);
     } catch (const std::exception& error) {
       throw RuntimeFault(concat("[mem::Arena::take] no memory for ", format_bytes(bytes),
                                 " beside the ", format_bytes(in_use_),
@@ -143,9 +198,22 @@ c10::DataPtr Pool::take(int64_t bytes) {
 void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   const std::lock_guard lock(mutex_);
   in_use_ -= bytes;
-  const int64_t slot = slot_bytes(device_, bytes);
-  unused_[slot].push_back(std::move(data));
+  const int64_t slot = slot_bytes(bytes);
+  Unused unused{std::move(data), {}, kNoStream};
+  if (kind_ != Kind::kHost) {
+    unused.stream = device_.current();
+    unused.after.emplace(device_.where().type());
+    unused.after->record(unused.stream);
+  }
+  unused_[slot].push_front(std::move(unused));
   unused_bytes_ += slot;
+}
+
+// To the system, or to torch's allocator.
+void Pool::free(Unused unused) const {
+  if (!unused.after) return;
+  if (kind_ == Kind::kDevice) return device_.used_on(unused.data, unused.stream);
+  unused.after->synchronize();
 }
 
 void Pool::forget(int64_t bytes) {
@@ -159,6 +227,7 @@ void Pool::evict(int64_t room) {
   while (!unused_.empty() && in_use + unused_bytes_ > most) {
     const auto largest = std::prev(unused_.end());
     unused_bytes_ -= largest->first;
+    free(std::move(largest->second.back()));
     largest->second.pop_back();
     if (largest->second.empty()) unused_.erase(largest);
   }
@@ -176,6 +245,9 @@ void Pool::reset_peak() {
 
 void Pool::trim() {
   const std::lock_guard lock(mutex_);
+  for (auto& [bytes, buffers] : unused_) {
+    for (Unused& unused : buffers) free(std::move(unused));
+  }
   unused_.clear();
   unused_bytes_ = 0;
 }
@@ -193,11 +265,13 @@ void Arena::count(Account account, int64_t bytes) {
   usage_.total_peak = std::max(usage_.total_peak, usage_.total_now);
 }
 
-Lease Arena::take(int64_t bytes, Account account) {
+Lease Arena::take(int64_t bytes, Account account, const void* wanted) {
   const std::lock_guard lock(mutex_);
   check_budget(budget_, bytes, usage_.total_now);
+  Pool& pool = pool_of(account);
   Lease lease;
-  lease.data_ = pool_.take(bytes);
+  lease.data_ = pool.take(bytes, wanted);
+  lease.device_ = pool.address(lease.data_).device;
   lease.arena_ = this;
   lease.bytes_ = bytes;
   lease.account_ = account;
@@ -208,28 +282,34 @@ Lease Arena::take(int64_t bytes, Account account) {
 void Arena::give_back(Lease& lease) {
   const std::lock_guard lock(mutex_);
   count(lease.account_, -lease.bytes_);
-  const char* data = lease.data();
+  const char* data = lease.data().data;
   if (std::any_of(kept_.begin(), kept_.end(), [&](const char* address) {
         return address >= data && address < data + lease.bytes_;
       })) {
-    pool_.forget(lease.bytes_);
+    pool_of(lease.account_).forget(lease.bytes_);
     return keep_for_good(std::move(lease.data_));
   }
-  pool_.give_back(std::move(lease.data_), lease.bytes_);
+  pool_of(lease.account_).give_back(std::move(lease.data_), lease.bytes_);
 }
 
 Usage Arena::usage() const {
   const std::lock_guard lock(mutex_);
   Usage usage = usage_;
-  usage.held = pool_.held();
+  for (const Pool* pool : distinct()) usage.held += pool->held();
   return usage;
 }
+
+void Arena::trim() {
+  for (Pool* pool : distinct()) pool->trim();
+}
+
+std::set<Pool*> Arena::distinct() const { return {pools_.begin(), pools_.end()}; }
 
 void Arena::reset_peak() {
   const std::lock_guard lock(mutex_);
   usage_.peak = usage_.now;
   usage_.total_peak = usage_.total_now;
-  pool_.reset_peak();
+  for (Pool* pool : distinct()) pool->reset_peak();
 }
 
 void Arena::keep(const char* address) {

@@ -5,17 +5,22 @@
 // the system before they would take the pool beyond the most that was ever in use. So what it holds
 // is hardly more than its peak.
 #include <c10/core/Allocator.h>
-#include <c10/core/Device.h>
+#include <c10/core/Event.h>
 
 #include <array>
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
+
+#include "src/device/device.h"
 
 namespace penstock::mem {
 
@@ -37,27 +42,50 @@ struct Budget {
   std::function<std::string()> advice;
 };
 
-// Buffers of one kind of memory. Any thread; arenas call it.
+// kPinned: of the host, for asynchronous copies to and from a device.
+enum class Kind : uint8_t { kHost, kPinned, kDevice };
+
+// Buffers of one kind of memory. Any thread; arenas call it. Beside a device, memory is given back
+// in the order of the stream of who does ([Note: Order on a device]), and handed out in that of who
+// takes it.
 class Pool {
  public:
-  explicit Pool(c10::Device device) : device_(device) {}
+  // The device outlives it. Where pinned memory cannot be had, it is the host's, with one warning.
+  explicit Pool(Kind kind = Kind::kHost, const device::Device& device = device::Device::host());
 
   void set_budget(Budget budget);
-  // Contents are undefined. Throws RuntimeFault with the bytes asked for, in use and allowed.
-  c10::DataPtr take(int64_t bytes);
+  // Contents are undefined; where `wanted` is unused and fits, it is that. Throws RuntimeFault with
+  // the bytes asked for, in use and allowed.
+  c10::DataPtr take(int64_t bytes, const void* wanted = nullptr);
   void give_back(c10::DataPtr data, int64_t bytes);
   void forget(int64_t bytes);  // what was taken and never comes back
   int64_t held() const;
   void reset_peak();
   void trim();  // returns unused buffers to the system
+  device::Address address(const c10::DataPtr& data) const {
+    return {data.get(), kind_ == Kind::kDevice ? &device_ : nullptr};
+  }
 
  private:
-  void evict(int64_t room);  // unused buffers, the largest first, until that much is free
+  struct Unused {
+    c10::DataPtr data;
+    std::optional<c10::Event> after;  // what used it last
+    c10::Stream stream;
+  };
+  using Buffers = std::list<Unused>;  // of one size, the last given back first
 
-  const c10::Device device_;
+  void evict(int64_t room);  // unused buffers, the largest first, until that much is free
+  void free(Unused unused) const;
+  c10::DataPtr allocate(int64_t bytes);
+  int64_t slot_bytes(int64_t bytes) const;
+  Buffers::iterator choose(Buffers& buffers, const void* wanted) const;
+  bool stands_by(Unused& unused) const;
+
+  const Kind kind_;
+  const device::Device& device_;
   mutable std::mutex mutex_;
   Budget budget_;
-  std::map<int64_t, std::vector<c10::DataPtr>> unused_;  // by size; no empty entries
+  std::map<int64_t, Buffers> unused_;  // by size; no empty entries
   int64_t unused_bytes_ = 0, in_use_ = 0, most_in_use_ = 0;
 };
 
@@ -75,13 +103,14 @@ class Lease {
 
   void reset();
   explicit operator bool() const { return arena_ != nullptr; }
-  char* data() const { return static_cast<char*>(data_.get()); }
+  device::Address data() const { return {data_.get(), device_}; }
   int64_t bytes() const { return bytes_; }
 
  private:
   friend class Arena;
   Arena* arena_ = nullptr;
   c10::DataPtr data_;
+  const device::Device* device_ = nullptr;  // of device memory
   int64_t bytes_ = 0;
   Account account_ = Account::kParam;
 };
@@ -93,24 +122,29 @@ void trim_heap(int64_t bytes);
 // Outlives its leases. Any thread.
 class Arena {
  public:
-  explicit Arena(Pool& pool) : pool_(pool) {}
+  explicit Arena(Pool& pool) { pools_.fill(&pool); }
 
+  // Before the first take(): that account's memory comes from another pool.
+  void use(Account account, Pool& pool) { pools_[static_cast<size_t>(account)] = &pool; }
   void set_budget(Budget budget);
-  // Contents are undefined. Throws RuntimeFault with the bytes asked for, in use and allowed.
-  Lease take(int64_t bytes, Account account);
+  // As Pool::take().
+  Lease take(int64_t bytes, Account account, const void* wanted = nullptr);
   Usage usage() const;
   void reset_peak();
   // The buffer with this address is never reused and never freed: the system may yet write to it.
   void keep(const char* address);
   // Returns unused buffers to the system.
-  void trim() { pool_.trim(); }
+  void trim();
 
  private:
   friend class Lease;
   void give_back(Lease& lease);
   void count(Account account, int64_t bytes);
 
-  Pool& pool_;
+  std::set<Pool*> distinct() const;
+  Pool& pool_of(Account account) const { return *pools_[static_cast<size_t>(account)]; }
+
+  std::array<Pool*, kNumAccounts> pools_{};
   mutable std::mutex mutex_;
   Budget budget_;
   Usage usage_;

@@ -10,8 +10,6 @@
 namespace penstock::mem {
 namespace {
 
-const c10::Device kCpu(c10::DeviceType::CPU);
-
 std::string refusal(Arena& arena, int64_t bytes) {
   try {
     arena.take(bytes, Account::kParam);
@@ -22,28 +20,28 @@ std::string refusal(Arena& arena, int64_t bytes) {
 }
 
 TEST(Arena, ReusesBuffersOfEqualSizeAndCountsEveryByte) {
-  Pool pool{kCpu};
+  Pool pool;
   Arena arena(pool);
   char* first = nullptr;
   {
     Lease a = arena.take(4096, Account::kParam);
     const Lease b = arena.take(100, Account::kGrad);
-    first = a.data();
+    first = a.data().host();
     EXPECT_EQ(arena.usage().total_now, 4196);
     Lease moved = std::move(a);
     EXPECT_FALSE(a);  // NOLINT(bugprone-use-after-move): moved-from leases are empty
-    EXPECT_EQ(moved.data(), first);
+    EXPECT_EQ(moved.data().host(), first);
   }
   EXPECT_EQ(arena.usage().total_now, 0);
   EXPECT_EQ(arena.usage().total_peak, 4196);
   EXPECT_EQ(arena.usage().peak[static_cast<size_t>(Account::kGrad)], 100);
-  EXPECT_EQ(arena.take(4096, Account::kOptim).data(), first);
+  EXPECT_EQ(arena.take(4096, Account::kOptim).data().host(), first);
   arena.reset_peak();
   EXPECT_EQ(arena.usage().total_peak, 0);
 }
 
 TEST(Arena, HoldsNoMoreThanItsPeak) {
-  Pool pool{kCpu};
+  Pool pool;
   Arena arena(pool);
   {
     const Lease a = arena.take(3000, Account::kParam);
@@ -60,7 +58,7 @@ TEST(Arena, HoldsNoMoreThanItsPeak) {
 }
 
 TEST(Arena, RefusesWhatIsOverItsBudget) {
-  Pool pool{kCpu};
+  Pool pool;
   Arena arena(pool);
   arena.set_budget({4096, "device memory (memory.device_bytes)", [] { return "offload more"; }});
   Lease held = arena.take(3072, Account::kParam);
@@ -74,19 +72,19 @@ TEST(Arena, RefusesWhatIsOverItsBudget) {
 }
 
 TEST(Arena, ArenasOfOnePoolShareItsBudgetAndItsBuffers) {
-  Pool pool{kCpu};
+  Pool pool;
   Arena device(pool), host(pool);
   pool.set_budget({5000, "memory", {}});
   const char* first = nullptr;
   {
     const Lease a = device.take(3000, Account::kParam);
-    first = a.data();
+    first = a.data().host();
     const Lease b = host.take(2000, Account::kOptim);
     EXPECT_NE(refusal(host, 1), "");
     EXPECT_NE(refusal(device, 1), "");
   }
   const Lease c = host.take(3000, Account::kOptim);
-  EXPECT_EQ(c.data(), first);
+  EXPECT_EQ(c.data().host(), first);
   const Lease d = host.take(1500, Account::kOptim);
   EXPECT_EQ(host.usage().held, 4500);  // not 6500: the 2000 unused went back to the system
   EXPECT_EQ(device.usage().total_now, 0);
@@ -94,14 +92,14 @@ TEST(Arena, ArenasOfOnePoolShareItsBudgetAndItsBuffers) {
 }
 
 TEST(Arena, LargeBuffersStandInForNearlyEqualOnes) {
-  Pool pool(c10::Device(c10::DeviceType::CPU));
+  Pool pool;
   Arena arena(pool);
   constexpr int64_t kMiB = 1 << 20;
   Lease first = arena.take(16 * kMiB + 4096, Account::kOptim);
-  const char* address = first.data();
+  const char* address = first.data().host();
   first.reset();
   first = arena.take(17 * kMiB, Account::kOptim);
-  EXPECT_EQ(first.data(), address);
+  EXPECT_EQ(first.data().host(), address);
   EXPECT_EQ(arena.usage().total_now, 17 * kMiB) << "what was asked for counts";
   first.reset();
   EXPECT_EQ(pool.held(), 17 * kMiB);

@@ -390,7 +390,7 @@ TEST_F(DiskTest, AStallNamesTheRequestAndItsMemoryIsNeverFreed) {
     tiers.disk->reserve(bytes);
     tiers.disk->allocate();
     Lease lease = tiers.host.take(bytes, Account::kOptim);
-    const DiskTicket ticket = tiers.disk->write(0, lease.data(), bytes);
+    const DiskTicket ticket = tiers.disk->write(0, lease.data().host(), bytes);
     for (const auto& waits : {std::function<void()>([&] { tiers.disk->wait(ticket); }),
                               std::function<void()>([&] { tiers.disk->wait_for_all(); })}) {
       const std::string error = error_of(waits);

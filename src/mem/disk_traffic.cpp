@@ -42,7 +42,7 @@ void DiskTraffic::make_room(Buffer& buffer, Account account) {
 void DiskTraffic::fetch(Buffer& buffer, Account account) {
   if (!buffer.on_disk() || !buffer.exists() || buffer.memory) return;
   make_room(buffer, account);
-  buffer.moving = tiers_.disk->read(buffer.offset, buffer.data(), buffer.bytes());
+  buffer.moving = tiers_.disk->read(buffer.offset, buffer.data().host(), buffer.bytes());
 }
 
 void DiskTraffic::wait_read(const Buffer& buffer) const {
@@ -51,16 +51,17 @@ void DiskTraffic::wait_read(const Buffer& buffer) const {
 
 void DiskTraffic::changes(const Buffer& buffer) {
   if (buffer.on_disk() || !buffer.exists()) return;
-  if (const auto watch = watch_.load()) watch->memory_changes(buffer.data(), buffer.bytes());
+  if (const auto watch = watch_.load()) watch->memory_changes(buffer.data().data, buffer.bytes());
 }
 
 void DiskTraffic::put_back(Buffer& buffer) {
   if (!buffer.on_disk() || !buffer.exists()) return;
   if (const auto watch = watch_.load()) watch->disk_changes(buffer.offset, buffer.bytes());
   settle(buffer.offset, buffer.offset + buffer.bytes());
+  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();  // what fills it
   const std::lock_guard lock(mutex_);
   Write write{buffer.offset, buffer.bytes(), {}, {}, num_writes_++};
-  write.ticket = tiers_.disk->write(buffer.offset, buffer.data(), buffer.bytes());
+  write.ticket = tiers_.disk->write(buffer.offset, buffer.data().host(), buffer.bytes());
   write.memory = std::move(buffer.memory);
   writing_.push_back(std::move(write));
 }

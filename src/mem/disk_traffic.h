@@ -25,8 +25,8 @@ struct Buffer {
   bool exists() const { return numel > 0; }
   bool on_disk() const { return tier == Tier::kDisk; }
   int64_t bytes() const { return numel * dtype_bytes(dtype); }
-  char* data() const { return memory.data(); }
-  char* at(int64_t element) const { return memory.data() + element * dtype_bytes(dtype); }
+  device::Address data() const { return memory.data(); }
+  device::Address at(int64_t element) const { return memory.data() + element * dtype_bytes(dtype); }
 };
 
 // Any thread, but one at a time for each buffer. A buffer may be a part of another on disk: what is
@@ -35,6 +35,7 @@ struct Buffer {
 class DiskTraffic {
  public:
   explicit DiskTraffic(Tiers& tiers) : tiers_(tiers) {}
+  const Tiers& tiers() const { return tiers_; }
 
   // Starts the read, unless the bytes are in memory.
   void fetch(Buffer& buffer, Account account);

@@ -2,6 +2,13 @@
 
 namespace penstock::mem {
 
+Tiers::Tiers(c10::Device where)
+    : computes(where),
+      memory(computes.is_host() ? Kind::kHost : Kind::kPinned, computes),
+      accelerator(Kind::kDevice, computes),
+      device(computes.is_host() ? memory : accelerator),
+      host(memory) {}
+
 void Tiers::close_disk() {
   if (!disk) return;
   for (const char* address : disk->end()) {

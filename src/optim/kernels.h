@@ -5,6 +5,7 @@
 // is split over at::parallel_for. SIMD (Highway) is chosen at run time.
 #include <cstdint>
 
+#include "src/device/address.h"
 #include "src/place/placement.h"
 
 namespace penstock::optim {
@@ -22,6 +23,7 @@ struct Range {
   Dtype param_dtype = Dtype::kBf16;
   int64_t numel = 0;
   Dtype moment_dtype = Dtype::kFp32;
+  const device::Device* device = nullptr;  // whose memory that is; null: the host's, as below
 };
 
 struct AdamOptions {
@@ -57,27 +59,5 @@ struct AdagradOptions {
 // As torch.optim.Adagrad with initial_accumulator_value 0. `sum`: of squares, fp32 (in bf16 a sum
 // that only grows would soon stand still).
 void adagrad(const Range& range, float* sum, const AdagradOptions& options);
-
-// Sum of squares in double, in a fixed order that does not depend on the number of threads.
-// Inf or NaN anywhere makes the result not finite.
-double sum_squares(const void* values, Dtype dtype, int64_t numel);
-
-// First index of an Inf or NaN, or -1.
-int64_t first_nonfinite(const void* values, Dtype dtype, int64_t numel);
-
-// dst = src (accumulate false) or dst + src, converted; sums in fp32, one rounding.
-void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t numel,
-          bool accumulate);
-
-// take(), and whether every value of `src` is finite (dst is written all the same), in one pass.
-[[nodiscard]] bool take_checked(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype,
-                                int64_t numel, bool accumulate);
-
-// Where `values` are not what `kept` rounds to, they were changed since, and `kept` becomes them.
-// Elsewhere it keeps its lower bits.
-void take_edits(void* kept, Dtype kept_dtype, const void* values, Dtype dtype, int64_t numel);
-// The first such place, or -1.
-[[nodiscard]] int64_t first_edit(const void* kept, Dtype kept_dtype, const void* values,
-                                 Dtype dtype, int64_t numel);
 
 }  // namespace penstock::optim

@@ -15,79 +15,14 @@
 #include <vector>
 
 #include "penstock/error.h"
+#include "src/device/host_kernels.h"
+#include "src/device/sample_values.h"
 
 namespace penstock::optim {
 namespace {
 
-constexpr Dtype kDtypes[] = {Dtype::kFp32, Dtype::kBf16, Dtype::kFp16};
-const std::vector<int64_t> kSizes = {0, 1, 7, 33, 1000, 100003};
-
-// One value of any dtype, converted by c10's scalar casts.
-float read(const void* at, Dtype dtype, int64_t i) {
-  if (dtype == Dtype::kBf16) return static_cast<const c10::BFloat16*>(at)[i];
-  if (dtype == Dtype::kFp16) return static_cast<const c10::Half*>(at)[i];
-  return static_cast<const float*>(at)[i];
-}
-
-float from_bits(uint16_t bits, Dtype dtype) {
-  if (dtype == Dtype::kBf16) return c10::BFloat16(bits, c10::BFloat16::from_bits());
-  return c10::Half(bits, c10::Half::from_bits());
-}
-
-void write(void* at, Dtype dtype, int64_t i, float value) {
-  if (dtype == Dtype::kBf16) {
-    static_cast<c10::BFloat16*>(at)[i] = value;
-  } else if (dtype == Dtype::kFp16) {
-    static_cast<c10::Half*>(at)[i] = value;
-  } else {
-    static_cast<float*>(at)[i] = value;
-  }
-}
-
-// Values of `dtype`, starting `offset` values into an allocation, with a guard behind them.
-class Values {
- public:
-  Values(Dtype dtype, int64_t numel, int64_t offset = 0)
-      : dtype_(dtype), numel_(numel), offset_(offset) {
-    bytes_.assign(static_cast<size_t>((numel + offset) * dtype_bytes(dtype)) + kGuard, 0x5A);
-  }
-  Values& randomize(uint32_t seed, float low, float high) {
-    std::mt19937 engine(seed);
-    std::uniform_real_distribution<float> value(low, high);
-    for (int64_t i = 0; i < numel_; ++i) set(i, value(engine));
-    return *this;
-  }
-  void* data() { return bytes_.data() + offset_ * dtype_bytes(dtype_); }
-  const void* data() const { return bytes_.data() + offset_ * dtype_bytes(dtype_); }
-  void* at(int64_t i) { return static_cast<char*>(data()) + i * dtype_bytes(dtype_); }
-  float* floats() { return static_cast<float*>(data()); }
-  float operator[](int64_t i) const { return read(data(), dtype_, i); }
-  void set(int64_t i, float value) { write(data(), dtype_, i, value); }
-  bool guard_intact() const {
-    for (size_t i = bytes_.size() - kGuard; i < bytes_.size(); ++i)
-      if (bytes_[i] != 0x5A) return false;
-    return true;
-  }
-  bool same_bits(const Values& other) const {
-    return std::memcmp(data(), other.data(), static_cast<size_t>(numel_ * dtype_bytes(dtype_))) ==
-           0;
-  }
-
- private:
-  static constexpr size_t kGuard = 128;
-  Dtype dtype_;
-  int64_t numel_, offset_;
-  std::vector<unsigned char> bytes_;
-};
-
-class Threads {
- public:
-  explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
-  ~Threads() { at::set_num_threads(before_); }
-
- private:
-  int before_;
-};
+using device::host::sum_squares;
+using namespace samples;  // NOLINT(google-build-using-namespace)
 
 // torch.optim.AdamW / Adam, one value in double.
 struct AdamReference {
@@ -419,134 +354,6 @@ TEST(Bf16Moments, NotWithAdagrad) {
   EXPECT_THROW(adagrad(range, &value, {}), Bug);
 }
 
-TEST(SumSquares, MatchesDoubleAndIgnoresThreads) {
-  for (const Dtype dtype : kDtypes) {
-    for (const int64_t numel : {0L, 1L, 7L, 33L, 1000L, 100003L, 500000L}) {
-      Values values(dtype, numel, 3);
-      values.randomize(5, -3, 3);
-      double expected = 0;
-      for (int64_t i = 0; i < numel; ++i) expected += double(values[i]) * double(values[i]);
-      const double sum = sum_squares(values.data(), dtype, numel);
-      EXPECT_NEAR(sum, expected, 1e-12 * expected) << dtype_name(dtype) << " " << numel;
-      for (const int count : {1, 2, 5}) {
-        const Threads threads(count);
-        EXPECT_EQ(sum, sum_squares(values.data(), dtype, numel)) << count << " threads";
-      }
-    }
-  }
-}
-
-TEST(SumSquares, LargeFp32DoesNotOverflow) {
-  const std::vector<float> values(40, 3e38F);
-  EXPECT_NEAR(sum_squares(values.data(), Dtype::kFp32, 40) / (40 * 9e76), 1.0, 1e-6);
-}
-
-TEST(SumSquares, InfAndNanShow) {
-  for (const float bad : {INFINITY, -INFINITY, NAN}) {
-    for (const Dtype dtype : kDtypes) {
-      Values values(dtype, 50000);
-      values.randomize(1, -1, 1).set(49999, bad);
-      EXPECT_FALSE(std::isfinite(sum_squares(values.data(), dtype, 50000)));
-    }
-  }
-}
-
-TEST(FirstNonfinite, FindsTheFirst) {
-  for (const Dtype dtype : kDtypes) {
-    for (const int64_t numel : {1L, 7L, 1000L, 100003L}) {
-      Values values(dtype, numel, 1);
-      values.randomize(1, -60000, 60000);
-      EXPECT_EQ(first_nonfinite(values.data(), dtype, numel), -1);
-      for (const int64_t index : {numel - 1, numel / 2, int64_t{0}}) {
-        values.set(index, index % 2 == 0 ? NAN : -INFINITY);
-        EXPECT_EQ(first_nonfinite(values.data(), dtype, numel), index);
-      }
-    }
-    EXPECT_EQ(first_nonfinite(nullptr, dtype, 0), -1);
-  }
-}
-
-void check_take_pairs() {
-  for (const Dtype from : kDtypes) {
-    for (const Dtype to : kDtypes) {
-      for (const int64_t numel : kSizes) {
-        Values src(from, numel, 1), dst(to, numel, 3), expected(to, numel);
-        src.randomize(1, -4, 4);
-        dst.randomize(2, -4, 4);
-        for (int64_t i = 0; i < numel; ++i) expected.set(i, dst[i] + src[i]);
-        take(dst.data(), to, src.data(), from, numel, true);
-        EXPECT_TRUE(dst.same_bits(expected)) << dtype_name(from) << dtype_name(to) << numel;
-        for (int64_t i = 0; i < numel; ++i) expected.set(i, src[i]);
-        take(dst.data(), to, src.data(), from, numel, false);
-        EXPECT_TRUE(dst.same_bits(expected)) << dtype_name(from) << dtype_name(to) << numel;
-        EXPECT_TRUE(dst.guard_intact());
-      }
-    }
-  }
-}
-
-TEST(Take, MatchesScalarCastsForEveryPair) { check_take_pairs(); }
-
-// Every 16-bit value and the fp32 values around each of them: ties, subnormals, overflow.
-void check_rounding() {
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp16}) {
-    std::vector<float> source;
-    for (uint32_t bits = 0; bits < 65536; ++bits) {
-      const float value = from_bits(static_cast<uint16_t>(bits), dtype);
-      if (!std::isfinite(value)) continue;
-      const float tie = 0.5F * value + 0.5F * from_bits(static_cast<uint16_t>(bits + 1), dtype);
-      for (const float x : {value, std::nextafterf(value, INFINITY), tie,
-                            std::nextafterf(tie, INFINITY), std::nextafterf(tie, -INFINITY)})
-        source.push_back(x);
-    }
-    for (const float x : {INFINITY, -INFINITY, 65519.996F, 65520.0F, -65520.0F, 3.4e38F, 1e-45F,
-                          2.9802322e-8F, 2.9802326e-8F})
-      source.push_back(x);
-    const auto numel = static_cast<int64_t>(source.size());
-    Values actual(dtype, numel), expected(dtype, numel);
-    take(actual.data(), dtype, source.data(), Dtype::kFp32, numel, false);
-    for (int64_t i = 0; i < numel; ++i) {
-      if (std::isnan(source[i])) continue;
-      expected.set(i, source[i]);
-      ASSERT_EQ(std::signbit(actual[i]), std::signbit(expected[i])) << source[i];
-      ASSERT_EQ(actual[i], expected[i]) << source[i];
-    }
-  }
-}
-
-TEST(Take, RoundsLikeTorchEverywhere) { check_rounding(); }
-
-void check_widening() {
-  for (const Dtype dtype : {Dtype::kBf16, Dtype::kFp16}) {
-    std::vector<uint16_t> source(65536);
-    for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<uint16_t>(i);
-    std::vector<float> actual(65536);
-    take(actual.data(), Dtype::kFp32, source.data(), dtype, 65536, false);
-    for (int64_t i = 0; i < 65536; ++i) {
-      const float expected = from_bits(static_cast<uint16_t>(i), dtype);
-      if (std::isnan(expected)) {
-        ASSERT_TRUE(std::isnan(actual[i])) << i;
-      } else {
-        ASSERT_EQ(std::memcmp(&actual[i], &expected, 4), 0) << i << " " << expected;
-      }
-    }
-  }
-}
-
-TEST(Take, WidensEveryBitPattern) { check_widening(); }
-
-void check_nan() {
-  std::vector<uint32_t> bits = {0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF, 0xFF800001};
-  bits.resize(35, 0x7F800001);
-  for (const Dtype dtype : kDtypes) {
-    Values out(dtype, 35);
-    take(out.data(), dtype, bits.data(), Dtype::kFp32, 35, false);
-    for (int64_t i = 0; i < 35; ++i) EXPECT_TRUE(std::isnan(out[i])) << dtype_name(dtype) << i;
-  }
-}
-
-TEST(Take, NanStaysNan) { check_nan(); }
-
 // The other tests run on the best instruction set of this machine; these on each that it has.
 class TargetTest : public testing::TestWithParam<int64_t> {
  protected:
@@ -563,13 +370,6 @@ class TargetTest : public testing::TestWithParam<int64_t> {
 TEST_P(TargetTest, CutsDoNotChangeBits) { check_cuts(Dtype::kFp32); }
 TEST_P(TargetTest, NorWithBf16Moments) { check_cuts(Dtype::kBf16); }
 TEST_P(TargetTest, Bf16MomentsAreRoundedFp32Moments) { check_bf16_moments(1003); }
-
-TEST_P(TargetTest, CastsAreThoseOfTorch) {
-  check_take_pairs();
-  check_rounding();
-  check_widening();
-  check_nan();
-}
 
 TEST_P(TargetTest, AdamAndSumSquaresAgreeWithDouble) {
   Values master(Dtype::kFp32, 1003), m(Dtype::kFp32, 1003), v(Dtype::kFp32, 1003);

@@ -16,8 +16,8 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/split.h"
 #include "src/optim/kernels.h"
-#include "src/optim/split.h"
 #include "src/simd/dtypes.h"
 
 #ifndef PENSTOCK_OPTIM_UPDATE_ONCE_
@@ -362,7 +362,7 @@ void adam(const Range& range, void* exp_avg, void* exp_avg_sq, const AdamOptions
   PENSTOCK_ASSERT(options.step >= 1, concat("step ", options.step, " of adam(); the first is 1"));
   const AdamScalars scalars = adam_scalars(options);
   const State state{range, exp_avg, exp_avg_sq, should_stream(range, 2)};
-  for_each_part(range.numel, [&](int64_t begin, int64_t end) {
+  device::host::for_each_part(range.numel, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(adam_part)(scalars, state, begin, end);
   });
 }
@@ -381,7 +381,7 @@ void sgd(const Range& range, void* momentum_buffer, const SgdOptions& options) {
   const bool momentum = options.momentum != 0;
   const State state{range, momentum ? momentum_buffer : nullptr, nullptr,
                     should_stream(range, momentum ? 1 : 0)};
-  for_each_part(range.numel, [&](int64_t begin, int64_t end) {
+  device::host::for_each_part(range.numel, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(sgd_part)(scalars, state, begin, end);
   });
 }
@@ -396,7 +396,7 @@ void lion(const Range& range, void* exp_avg, const LionOptions& options) {
                             static_cast<float>(options.beta2),
                             static_cast<float>(1.0 - options.beta2)};
   const State state{range, exp_avg, nullptr, should_stream(range, 1)};
-  for_each_part(range.numel, [&](int64_t begin, int64_t end) {
+  device::host::for_each_part(range.numel, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(lion_part)(scalars, state, begin, end);
   });
 }
@@ -408,7 +408,7 @@ void adagrad(const Range& range, float* sum, const AdagradOptions& options) {
   const AdagradScalars scalars{options.grad_scale, static_cast<float>(options.weight_decay),
                                static_cast<float>(lr), static_cast<float>(options.eps)};
   const State state{range, sum, nullptr, should_stream(range, 1)};
-  for_each_part(range.numel, [&](int64_t begin, int64_t end) {
+  device::host::for_each_part(range.numel, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(adagrad_part)(scalars, state, begin, end);
   });
 }

@@ -5,6 +5,7 @@
 #include "penstock/error.h"
 #include "penstock/optimizer_kinds.h"
 #include "src/base/text.h"
+#include "src/optim/device_step.h"
 
 namespace penstock::optim {
 
@@ -76,6 +77,9 @@ void run_optimizer(const OptimizerConfig& group, const Range& range, void* momen
   PENSTOCK_ASSERT(range.moment_dtype == Dtype::kFp32 || kind.takes("moments_dtype"),
                   concat("[optim::run_optimizer] ", kind.name, " with moments in ",
                          dtype_name(range.moment_dtype)));
+  if (range.device != nullptr) {
+    return run_on_device(group, {range, moment1, moment2, grad_scale, step});
+  }
   kKernels[static_cast<size_t>(group.type)].run({group, range, moment1, moment2, grad_scale, step});
 }
 

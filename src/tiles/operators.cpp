@@ -121,8 +121,8 @@ void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b) {
   }
 }
 
-at::Tensor zeros32(at::IntArrayRef sizes) {
-  return at::zeros(sizes, at::TensorOptions(at::kFloat));
+at::Tensor zeros32(at::IntArrayRef sizes, const at::Tensor& like) {
+  return at::zeros(sizes, at::TensorOptions(at::kFloat).device(like.device()));
 }
 
 // A tensor of these sizes but for the last one.
@@ -163,7 +163,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
         gradients[0].reshape({-1, gradients[0].size(-1)}).to(op.compute).contiguous();
     const at::Tensor rows = input.reshape({-1, input.size(-1)}).to(op.compute);
     const bool wants_input = context->needs_input_grad(0), trains = context->needs_input_grad(1);
-    at::Tensor to_input = wants_input ? zeros32(rows.sizes()) : at::Tensor();
+    at::Tensor to_input = wants_input ? zeros32(rows.sizes(), rows) : at::Tensor();
     op.backward(wants_input, trains,
                 [&](const TiledWeight& one, size_t tile, const at::Tensor& weight) {
                   const at::Tensor part = outer.narrow(1, one.first[tile], one.rows(tile));
@@ -263,8 +263,9 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     const int64_t num_classes = whole.size(0), num_tokens = input.size(0);
     const double smoothing = op->loss.label_smoothing;
     const at::Tensor skip = ignored(*op, target, num_classes);
-    at::Tensor log_sum = zeros32({num_tokens}).fill_(-std::numeric_limits<double>::infinity());
-    const at::Tensor picked = zeros32({num_tokens}), total = zeros32({num_tokens});
+    at::Tensor log_sum =
+        zeros32({num_tokens}, input).fill_(-std::numeric_limits<double>::infinity());
+    const at::Tensor picked = zeros32({num_tokens}, input), total = zeros32({num_tokens}, input);
     op->forward([&](const TiledWeight& one, size_t tile, const at::Tensor& weight) {
       for (int64_t begin = 0; begin < num_tokens; begin += op->tokens) {
         const Chunk part = chunk(*op, one, tile, begin, {input, weight, target});
@@ -297,12 +298,12 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     const bool wants_input = context->needs_input_grad(0), trains = context->needs_input_grad(1);
     const at::Tensor rows = input.to(op.compute);
     if (op.bias.defined()) op.bias = op.bias.to(op.compute);
-    const at::Tensor to_input = wants_input ? zeros32(input.sizes()) : at::Tensor();
+    const at::Tensor to_input = wants_input ? zeros32(input.sizes(), input) : at::Tensor();
     const bool wants_bias = op.has_bias && context->needs_input_grad(3);
-    const at::Tensor to_bias = wants_bias ? zeros32({num_classes}) : at::Tensor();
+    const at::Tensor to_bias = wants_bias ? zeros32({num_classes}, input) : at::Tensor();
     op.backward(true, trains, [&](const TiledWeight& one, size_t tile, const at::Tensor& held) {
       const at::Tensor weight = held.to(op.compute);
-      const at::Tensor to_weight = trains ? zeros32(weight.sizes()) : at::Tensor();
+      const at::Tensor to_weight = trains ? zeros32(weight.sizes(), input) : at::Tensor();
       for (int64_t begin = 0; begin < input.size(0); begin += op.tokens) {
         const Chunk part = chunk(op, one, tile, begin, {rows, weight, target});
         const at::Tensor outer =

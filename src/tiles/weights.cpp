@@ -3,10 +3,10 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/kernels.h"
 #include "src/exec/torch_compat.h"
 
 namespace penstock::tiles {
@@ -86,12 +86,12 @@ bool TiledWeights::any_in(const TiledWeight& one, const std::vector<int>& units)
 namespace {
 
 // Whole rows between the tiles and `whole`, in the dtype they compute in.
-void copy_rows(const TiledWeight& one, char* whole, bool to_tiles) {
+void copy_rows(const TiledWeight& one, device::Address whole, bool to_tiles) {
   for (const at::Tensor& tile : one.tiles) {
     const auto bytes = static_cast<int64_t>(tile.nbytes());
-    auto* part = static_cast<char*>(tile.data_ptr());
-    std::memcpy(to_tiles ? part : whole, to_tiles ? whole : part, bytes);
-    whole += bytes;
+    const device::Address part(tile.data_ptr(), whole.device);
+    device::copy(to_tiles ? part : whole, to_tiles ? whole : part, bytes);
+    whole = whole + bytes;
   }
 }
 
@@ -103,7 +103,7 @@ void TiledWeights::gather(const std::vector<int>& units, mem::Arena& memory) {
     one.gathered = memory.take(static_cast<int64_t>(one.whole.nbytes()), mem::Account::kParam);
     copy_rows(one, one.gathered.data(), false);
     c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
-    storage->set_data_ptr_noswap(c10::DataPtr(one.gathered.data(), storage->device()));
+    storage->set_data_ptr_noswap(c10::DataPtr(one.gathered.data().data, storage->device()));
     exec::clear_guard(*storage);
   }
 }

@@ -16,6 +16,7 @@ class Pytest(NamedTuple):
     """What only users of the Python front can see."""
 
     arguments: tuple[str, ...]
+    targets: tuple[str, ...] = ()  # to build beside the package
 
 
 # Random tables in random loops, on ranks that are threads.

@@ -57,7 +57,9 @@ def copy_tree(tree: pathlib.Path) -> None:
 def build(tree: pathlib.Path, test: Program | Pytest, jobs: int) -> None:
     """What the test needs. The Python module comes to stand beside the package's Python files."""
     python = isinstance(test, Pytest)
-    targets = ["penstock", "_penstock"] if python else [pathlib.Path(test.path).name]
+    targets = [pathlib.Path(test.path).name]
+    if isinstance(test, Pytest):
+        targets = ["penstock", "_penstock", *test.targets]
     command = ["cmake", "--build", "--preset", "release", "-j", str(jobs), "--target", *targets]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if done.returncode != 0:

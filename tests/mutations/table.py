@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from border import AT_THE_BORDER
+from device import BESIDE_A_DEVICE
 from planted import Mutation, Program, Pytest, draw, gtest, ranks
 from saves import OF_CHECKPOINTS
 
@@ -148,12 +149,12 @@ MUTATIONS = [
     Mutation(
         "skipped cast: a pass copies the bytes",
         WALK,
-        "    optim::take(stops_[t][index], after, from,",
+        "    device::take(stops_[t][index], after, from,",
         "    if (before != after && !adds_here(travel, index)) {\n"
-        "      std::memcpy(stops_[t][index], from, numel * dtype_bytes(after));\n"
+        "      device::copy(stops_[t][index], from, numel * dtype_bytes(after));\n"
         "      continue;\n"
         "    }\n"
-        "    optim::take(stops_[t][index], after, from,",
+        "    device::take(stops_[t][index], after, from,",
     ),
     Mutation(
         "widened sum: read in the dtype that it ends in",
@@ -170,17 +171,17 @@ MUTATIONS = [
     Mutation(
         "swapped shards: the collective's",
         WALK,
-        "char* own = stops_[t][index] + members_[index]->index * bytes;",
+        "const Address own = stops_[t][index] + members_[index]->index * bytes;",
         "const int other = members_[index]->size() - 1 - members_[index]->index;\n"
-        "    char* own = stops_[t][index] + other * bytes;",
+        "    const Address own = stops_[t][index] + other * bytes;",
     ),
     Mutation(
         "reduce twice",
         WALK,
-        "    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_);",
-        "    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_);\n"
+        "    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_of(index));",
+        "    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_of(index));\n"
         "    for (comm::ReduceBuffer& buffer : reduces_[index]) buffer.accumulate = true;\n"
-        "    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_);",
+        "    channel.reduce_scatter(label, *members_[index], reduces_[index], staging_of(index));",
     ),
     Mutation(
         "squares of a part that this rank does not count",
@@ -191,8 +192,8 @@ MUTATIONS = [
     Mutation(
         "packed pieces are unpacked from one's own",
         "src/comm/channel.cpp",
-        "const char* from = staging + i * packed;",
-        "const char* from = staging + members.index * packed;",
+        "Address from = staging + i * packed;",
+        "Address from = staging + members.index * packed;",
     ),
     Mutation(
         "wrong divisor: all ranks, where only some are summed",
@@ -227,8 +228,8 @@ MUTATIONS = [
     Mutation(
         "drop a micro-batch: the last overwrites the partial sum",
         GRADIENTS,
-        "from, slot.numel, slot.written);",
-        "from, slot.numel, false);",
+        "slot.numel, slot.written);",
+        "slot.numel, false);",
     ),
     Mutation(
         "wrong source: a gradient from where the backward left it",
@@ -258,7 +259,7 @@ MUTATIONS = [
     Mutation(
         "the norm leaves out gradients on disk",
         GRADIENTS,
-        "flat.squares = own_squares(flat, &copy);",
+        "flat.squares = own_squares(flat, &copy, nullptr);",
         "flat.squares = 0.0;",
         GRAD_DISK,
     ),
@@ -271,9 +272,9 @@ MUTATIONS = [
     ),
     Mutation(
         "missing unit in the norm",
-        UPDATES,
-        "own += gradients_.own_squares(",
-        "if (&unit != &rank_.units.back()) own += gradients_.own_squares(",
+        "src/exec/norm.cpp",
+        "own.squares += gradients_.own_squares(",
+        "if (&unit != &rank_.units.back()) own.squares += gradients_.own_squares(",
     ),
     Mutation(
         "clip factor ignored",
@@ -298,7 +299,7 @@ MUTATIONS = [
     Mutation(
         "the norm of gradients that were replaced",
         GRADIENTS,
-        "if (from >= to) return;\n  flat.squares = Flat::kUncounted;",
+        "if (from >= to) return;\n  flat.uncount();",
         "if (from >= to) return;",
         EDITED,
     ),
@@ -330,9 +331,10 @@ MUTATIONS = [
     Mutation(
         "skipped cast: a publish to disk copies the bytes",
         UPDATES,
-        "optim::take(state.param.data(), state.param.dtype, master_of(flat, state), Dtype::kFp32,\n"
-        "                state.numel, false);",
-        "std::memcpy(state.param.data(), master_of(flat, state), state.param.bytes());",
+        "device::take(state.param.data(), state.param.dtype, master_of(flat, state), "
+        "Dtype::kFp32,\n"
+        "                 state.numel, false);",
+        "device::copy(state.param.data(), master_of(flat, state), state.param.bytes());",
         CHUNKS,
     ),
     Mutation(
@@ -352,8 +354,8 @@ MUTATIONS = [
     Mutation(
         "a chunk is published over the first",
         UPDATES,
-        "range.param_out = rest_at(flat, chunk.begin + begin);",
-        "range.param_out = rest_at(flat, begin);",
+        "publish_from(rest_at(flat, chunk.begin + begin), range, master)",
+        "publish_from(rest_at(flat, begin), range, master)",
         CHUNKS,
     ),
     Mutation(
@@ -399,7 +401,7 @@ MUTATIONS = [
     Mutation(
         "an edit in low precision does not reach the master",
         UPDATES,
-        "  take_edits(flat, range.master, chunk.begin + begin, range.numel);\n",
+        "    take_edits(flat, master, chunk.begin + begin, range.numel);\n",
         "",
         EDITS,
     ),
@@ -486,9 +488,9 @@ MUTATIONS = [
     Mutation(
         "cast of a buffer",
         "src/engine/adoption.cpp",
-        "at::Tensor buffer = buffers[i].contiguous();",
+        "at::Tensor buffer = buffers[i].cpu().contiguous();",
         "buffers[i].set_data(buffers[i].to(at::kBFloat16));\n"
-        "    at::Tensor buffer = buffers[i].contiguous();",
+        "    at::Tensor buffer = buffers[i].cpu().contiguous();",
         CHUNKS,
     ),
     Mutation(
@@ -562,4 +564,4 @@ MUTATIONS = [
         BATCH_NORM,
     ),
 ]
-MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS
+MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS + BESIDE_A_DEVICE

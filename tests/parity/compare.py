@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,13 +119,29 @@ def check_buffers(case: Case, runs: list[Run], plain: Run) -> None:
                 assert apart <= WEIGHT_LIMIT, f"{name} on rank {rank} is {apart} off"
 
 
-def assert_parity(case: Case, pools: Any, largest: dict[str, float]) -> None:
-    """Trains `case` on a pool's ranks and by plain torch, and compares all they leave."""
+def references(case: Case, precision: str) -> tuple[Any, ...]:
+    """What training.reference() is asked for."""
     clip = training.CLIP[case.model] if case.clip else 0.0
     ranks = case.world if zoo.ENTRIES[case.model].by_rank else 1
-    plain = training.reference(case.model, case.samples, clip, "fp32", ranks)
-    assert not case.clip or min(plain.norms[:5]) > clip, "the case does not clip"
+    return case.model, case.samples, clip, precision, ranks
+
+
+def assert_parity(case: Case, pools: Any, largest: dict[str, float]) -> None:
+    """Trains `case` on a pool's ranks and by plain torch, and compares all they leave."""
     outcomes = pools(case.world).run(training.train, case)
+    assert_equal(case, outcomes, largest, lambda asked: training.reference(*asked))
+
+
+def assert_equal(
+    case: Case,
+    outcomes: list[tuple[Run, str]],
+    largest: dict[str, float],
+    reference: Callable[[tuple[Any, ...]], Run],
+) -> None:
+    """Compares all that training.train() left, by rank, with what plain torch does."""
+    plain = reference(references(case, "fp32"))
+    clip = training.CLIP[case.model] if case.clip else 0.0
+    assert not case.clip or min(plain.norms[:5]) > clip, "the case does not clip"
     runs = [run for run, _ in outcomes]
     assert len({digest for _, digest in outcomes}) == 1, "ranks hold different models after close()"
     assert all(run.norms == runs[0].norms for run in runs), "ranks differ in grad_norm"
@@ -137,7 +154,7 @@ def assert_parity(case: Case, pools: Any, largest: dict[str, float]) -> None:
     if case.precision == "fp32":
         check(largest, "fp32", FP32_LIMITS, fp32_deviations(ours, plain))
         return
-    theirs = training.reference(case.model, case.samples, clip, case.precision, ranks)
+    theirs = reference(references(case, case.precision))
     start = training.initial_weights(case.model, trained=True)
     own = bf16_deviations(theirs, plain, start)
     slack = FP16_SLACK if case.precision == "fp16" else BF16_SLACK

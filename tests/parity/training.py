@@ -82,6 +82,19 @@ class Run:
     ledger: dict[str, Any] = field(default_factory=dict)
 
 
+def moved(model: nn.Module, device: str) -> nn.Module:
+    """The model there. A device that no torch knows by name gets new tensors, which take the place
+    of the old ones inside the Parameter objects, so that tied weights stay tied."""
+    if device == "cpu":
+        return model
+    torch.__future__.set_swap_module_params_on_conversion(device.startswith("sim"))
+    return model.to(device)
+
+
+def sent(part: Part, device: str) -> Part:
+    return tuple(tensor.to(device) for tensor in part)
+
+
 def initial_weights(model: str, trained: bool) -> Tensors:
     """By name, of the parameters that train, or of the frozen and the unused ones."""
     return {
@@ -130,23 +143,28 @@ class Reference:
 
 
 @functools.cache
-def reference(
-    name: str, samples: int, clip: float = 0.0, precision: str = "fp32", world: int = 1
+def reference(  # noqa: PLR0913 - what makes two references differ
+    name: str,
+    samples: int,
+    clip: float = 0.0,
+    precision: str = "fp32",
+    world: int = 1,
+    device: str = "cpu",
 ) -> Run:
     """Plain torch, one process, the whole batch; or one micro-batch after the other in low
     precision, since a gradient is rounded after each, and where the model makes it differ."""
     entry = zoo.ENTRIES[name]
-    plain = Reference(zoo.build(name), precision, world)
+    plain = Reference(moved(zoo.build(name), device), precision, world)
     model = plain.master
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     run = Run()
     for step, batch in enumerate(zoo.batches(name, samples)):
         by_parts = entry.by_rank or precision != "fp32"
-        parts = split(batch) if by_parts else [batch]
+        parts = [sent(part, device) for part in (split(batch) if by_parts else [batch])]
         loss = plain.backward(entry, parts, step)
         if not run.losses:
             run.gradients = {
-                key: parameter.grad.clone()
+                key: parameter.grad.to("cpu", copy=True)
                 for key, parameter in model.named_parameters()
                 if parameter.grad is not None
             }
@@ -155,10 +173,14 @@ def reference(
         run.losses.append(loss)
         optimizer.step()
         optimizer.zero_grad()
-    run.buffers = [dict(one.named_buffers()) for one in plain.copies]
-    run.weights = {key: value.detach() for key, value in model.state_dict().items()}
+    run.buffers = [on_cpu(dict(one.named_buffers())) for one in plain.copies]
+    run.weights = on_cpu({key: value.detach() for key, value in model.state_dict().items()})
     run.weights |= run.buffers[0]
     return run
+
+
+def on_cpu(tensors: Tensors) -> Tensors:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def split(batch: Part) -> list[Part]:
@@ -175,7 +197,7 @@ def digest(model: nn.Module) -> str:
     """Of every parameter's bytes: equal on ranks that hold the same weights."""
     total = hashlib.sha256()
     for parameter in model.parameters():
-        total.update(parameter.detach().float().numpy().tobytes())
+        total.update(parameter.detach().float().cpu().numpy().tobytes())
     return total.hexdigest()
 
 
@@ -183,11 +205,13 @@ def output(engine: Any, part: Part) -> torch.Tensor:
     return engine(*part)
 
 
-def backwards(engine: Any, batch: Part, accumulate: int, loss_of: Loss = output) -> float:
+def backwards(
+    engine: Any, batch: Part, accumulate: int, loss_of: Loss = output, device: str = "cpu"
+) -> float:
     """One window's forwards and backwards; this rank's mean loss."""
     losses = []
     for micro in range(accumulate):
-        loss = loss_of(engine, rank_part(batch, micro))
+        loss = loss_of(engine, sent(rank_part(batch, micro), device))
         engine.backward(loss)
         losses.append(loss.item())
         if micro + 1 < accumulate:
@@ -195,12 +219,12 @@ def backwards(engine: Any, batch: Part, accumulate: int, loss_of: Loss = output)
     return sum(losses) / accumulate
 
 
-def train(case: Case, **overrides: Any) -> tuple[Run, str]:
+def train(case: Case, device: str = "cpu", **overrides: Any) -> tuple[Run, str]:
     """On a rank: `case`, with `overrides` of its config, by Penstock; the run (gradients and
     weights on rank 0 only) and the digest of the model that close() leaves."""
     import penstock  # noqa: PLC0415 - the reference does without
 
-    model = zoo.build(case.model, case.recompute)
+    model = moved(zoo.build(case.model, case.recompute), device)
     dtypes = compute_dtypes(model, case.precision)
     entry, rank = zoo.ENTRIES[case.model], dist.get_rank()
     for buffer in model.buffers():
@@ -211,15 +235,15 @@ def train(case: Case, **overrides: Any) -> tuple[Run, str]:
     for step, batch in enumerate(zoo.batches(case.model, case.samples)):
         place = Place(step, rank)
         loss_of = functools.partial(entry.loss, place=place)
-        run.losses.append(backwards(engine, batch, case.accumulate, loss_of))
+        run.losses.append(backwards(engine, batch, case.accumulate, loss_of, device))
         if len(run.losses) == 1:
             gradients = engine.full_grads()
             assert all(g.dtype == torch.float32 for g in gradients.values())
-            run.gradients = gradients if rank == 0 else {}
+            run.gradients = on_cpu(gradients) if rank == 0 else {}
         assert engine.step() is True, "step() at the end of a window changed nothing"
         run.norms.append(engine.grad_norm)
-    run.weights = engine.state_dict()
+    run.weights = on_cpu(engine.state_dict())
     run.ledger = engine.ledger()
-    run.buffers = [dict(model.named_buffers())]
+    run.buffers = [on_cpu(dict(model.named_buffers()))]
     engine.close()
     return run, digest(model)

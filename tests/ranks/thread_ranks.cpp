@@ -7,9 +7,19 @@
 
 namespace penstock::ranks {
 
-BlockImpl::BlockImpl() {
-  inner = register_module("inner", torch::nn::Linear(kWidth, kWidth));
-  frozen = register_module("frozen", torch::nn::Linear(kWidth, kWidth));
+DenseImpl::DenseImpl(int64_t width, c10::Device where) {
+  const torch::nn::Linear made(width, width);
+  weight = register_parameter("weight", made->weight.detach().to(where));
+  bias = register_parameter("bias", made->bias.detach().to(where));
+}
+
+torch::Tensor DenseImpl::forward(const torch::Tensor& x) {
+  return torch::nn::functional::linear(x, weight, bias);
+}
+
+BlockImpl::BlockImpl(c10::Device where) {
+  inner = register_module("inner", Dense(kWidth, where));
+  frozen = register_module("frozen", Dense(kWidth, where));
   for (auto& p : frozen->parameters()) p.requires_grad_(false);
 }
 
@@ -17,11 +27,11 @@ torch::Tensor BlockImpl::forward(const torch::Tensor& x) {
   return unit(*this, [&] { return x + torch::tanh(frozen(torch::tanh(inner(x)))); });
 }
 
-NetImpl::NetImpl() {
-  embed = register_parameter("embed", torch::randn({kWidth, kWidth}) * 0.3);
-  unused = register_parameter("unused", torch::randn({3}));
+NetImpl::NetImpl(c10::Device where) {
+  embed = register_parameter("embed", (torch::randn({kWidth, kWidth}) * 0.3).to(where));
+  unused = register_parameter("unused", torch::randn({3}).to(where));
   blocks = register_module("blocks", torch::nn::ModuleList());
-  for (int i = 0; i < 3; ++i) blocks->push_back(Block());
+  for (int i = 0; i < 3; ++i) blocks->push_back(Block(where));
   run_block = [this](int i, const torch::Tensor& x) { return blocks[i]->as<Block>()->forward(x); };
 }
 
@@ -31,9 +41,9 @@ torch::Tensor NetImpl::forward(torch::Tensor x) {
   return x.matmul(embed.t());  // tied
 }
 
-std::shared_ptr<NetImpl> build() {
+std::shared_ptr<NetImpl> build(c10::Device where) {
   torch::manual_seed(1);
-  return std::make_shared<NetImpl>();
+  return std::make_shared<NetImpl>(where);
 }
 
 namespace {
@@ -48,8 +58,9 @@ torch::Tensor values_of(const Rows& rows, int64_t salt) {
 }  // namespace
 
 torch::Tensor loss_of(NetImpl& net, const Rows& rows) {
-  const torch::Tensor x = values_of(rows, 0), y = values_of(rows, 5);
-  const torch::Tensor out = net.forward(x.to(net.embed.scalar_type()));
+  const c10::Device where = net.embed.device();
+  const torch::Tensor x = values_of(rows, 0), y = values_of(rows, 5).to(where);
+  const torch::Tensor out = net.forward(x.to(where, net.embed.scalar_type()));
   return (out.to(torch::kFloat) - y).square().mean();
 }
 

@@ -17,15 +17,23 @@ namespace penstock::ranks {
 inline constexpr int64_t kWidth = 13;  // odd, so that every shard border falls inside a parameter
 inline constexpr int64_t kRows = 2;    // per rank and micro-batch
 
-struct BlockImpl : torch::nn::Module {
-  BlockImpl();
+// A torch::nn::Linear whose parameters are made where they are to be.
+struct DenseImpl : torch::nn::Module {
+  DenseImpl(int64_t width, c10::Device where);
   torch::Tensor forward(const torch::Tensor& x);
-  torch::nn::Linear inner{nullptr}, frozen{nullptr};
+  torch::Tensor weight, bias;
+};
+TORCH_MODULE(Dense);
+
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(c10::Device where = c10::Device(c10::DeviceType::CPU));
+  torch::Tensor forward(const torch::Tensor& x);
+  Dense inner{nullptr}, frozen{nullptr};
 };
 TORCH_MODULE(Block);
 
 struct NetImpl : torch::nn::Module {
-  NetImpl();
+  explicit NetImpl(c10::Device where = c10::Device(c10::DeviceType::CPU));
   torch::Tensor forward(torch::Tensor x);
 
   // Runs a block; may be replaced by one who tells an engine when blocks begin and end.
@@ -35,7 +43,7 @@ struct NetImpl : torch::nn::Module {
 };
 
 // The same values every time. Seeds torch's generator, so not on several threads at once.
-std::shared_ptr<NetImpl> build();
+std::shared_ptr<NetImpl> build(c10::Device where = c10::Device(c10::DeviceType::CPU));
 
 // Which rows of a window's data: those of `count` ranks from `first`, of `world`.
 struct Rows {

@@ -167,7 +167,7 @@ std::string what_is_off(const Draw& draw, std::vector<Trace> traces) {
 Outcome run(const Draw& draw) {
   at::set_num_threads(1);
   std::vector<std::shared_ptr<ranks::NetImpl>> nets;
-  for (int rank = 0; rank < draw.world; ++rank) nets.push_back(ranks::build());
+  for (int rank = 0; rank < draw.world; ++rank) nets.push_back(ranks::build(place_of(rank)));
   std::vector<Trace> traces(draw.world);
   std::vector<std::string> refusals(draw.world);
   const std::vector<std::string> errors =

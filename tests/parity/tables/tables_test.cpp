@@ -31,8 +31,10 @@ namespace penstock::tables {
 namespace {
 
 constexpr int kDailyDraws = 60;
-// A late gradient was gathered in one dtype into a sum of another.
-constexpr uint64_t kOnceBroken[] = {238, 249};
+// A late gradient was gathered in one dtype into a sum of another; a sum on the host was widened
+// before it had come from the device; optimizer state that rests whole was updated beyond this
+// rank's part.
+constexpr uint64_t kOnceBroken[] = {238, 249, 275, 437};
 constexpr double kLeastExact = 0.4;  // a test that refuses everything proves nothing
 
 int num_jobs() { return static_cast<int>(std::max(1U, std::thread::hardware_concurrency())); }

@@ -27,7 +27,7 @@ constexpr double kClip = 0.5;
 const std::vector<std::string> kGathered = {"embed", "blocks.1.inner.weight"};
 
 torch::Tensor fp32_copy(const torch::Tensor& tensor) {
-  return tensor.detach().to(torch::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  return tensor.detach().to(torch::kCPU, torch::kFloat, /*non_blocking=*/false, /*copy=*/true);
 }
 
 Tensors values_of(const ranks::NetImpl& net) {

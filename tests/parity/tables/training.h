@@ -41,6 +41,9 @@ class Trainer {
   virtual Tensors close() = 0;  // the model's own parameters
 };
 
+// Where that rank's model is; called on its thread before it is made.
+c10::Device place_of(int rank);
+
 // All of a global batch in one process; `dtype` is what it computes in, over fp32 masters.
 Trace train_plainly(const Draw& draw, Dtype dtype);
 

@@ -1,0 +1,31 @@
+#pragma once
+// Address: of a byte of host memory, or of a device's, which only what is queued there may read.
+#include <cstdint>
+
+#include "penstock/error.h"
+
+namespace penstock::device {
+
+class Device;
+
+struct Address {
+  Address() = default;
+  // NOLINTNEXTLINE(google-explicit-constructor)
+  Address(void* at, const Device* where = nullptr) : data(static_cast<char*>(at)), device(where) {}
+
+  char* data = nullptr;
+  const Device* device = nullptr;  // null: host memory
+
+  Address operator+(int64_t bytes) const { return {data + bytes, device}; }
+  explicit operator bool() const { return data != nullptr; }
+  bool operator==(const Address& other) const { return data == other.data; }
+  bool operator!=(const Address& other) const { return data != other.data; }
+
+  // For who computes there itself.
+  char* host() const {
+    PENSTOCK_ASSERT(device == nullptr, "[device::Address] the host reads a device's memory");
+    return data;
+  }
+};
+
+}  // namespace penstock::device

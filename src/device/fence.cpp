@@ -1,0 +1,37 @@
+#include "src/device/fence.h"
+
+namespace penstock::device {
+
+void Fence::wait_for_host_half() const {
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait(lock, [this] { return state_->done; });
+}
+
+void Fence::wait() const {
+  if (!state_) return;
+  wait_for_host_half();
+  if (state_->error) std::rethrow_exception(state_->error);
+  if (state_->queued) state_->queued->block(state_->device->current());
+}
+
+void Fence::wait_on_host() const {
+  if (!state_) return;
+  wait_for_host_half();
+  if (state_->error) std::rethrow_exception(state_->error);
+  if (state_->queued) state_->queued->synchronize();
+}
+
+void Fence::settle() const {
+  if (!state_) return;
+  wait_for_host_half();
+  if (state_->queued) state_->queued->synchronize();
+}
+
+void Fence::set(const std::exception_ptr& error) const {
+  const std::lock_guard lock(state_->mutex);
+  state_->done = true;
+  state_->error = error;
+  state_->changed.notify_all();
+}
+
+}  // namespace penstock::device

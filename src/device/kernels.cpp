@@ -1,0 +1,193 @@
+#include "src/device/kernels.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+
+#include <cstring>
+
+#include "src/base/text.h"
+#include "src/device/device.h"
+#include "src/device/host_kernels.h"
+
+namespace penstock::device {
+
+namespace {
+
+bool on_host(Address one, Address other) {
+  return one.device == nullptr && other.device == nullptr;
+}
+
+// The same values as integers of their size: NaN equals itself.
+at::Tensor bits(const at::Tensor& values) {
+  return values.view(values.element_size() == 4 ? at::kInt : at::kShort);
+}
+
+at::Tensor changed(const at::Tensor& kept, const at::Tensor& values) {
+  return bits(kept.to(values.scalar_type())).ne(bits(values));
+}
+
+// From the host's memory into the device's, in the dtype it has.
+at::Tensor sent(const at::Tensor& values, const Device& device) {
+  at::Tensor there = at::empty(values.sizes(), values.options().device(device.where()));
+  return there.copy_(values, /*non_blocking=*/true);
+}
+
+void take_across(const at::Tensor& to, const at::Tensor& from, Address target, Address source,
+                 bool accumulate) {
+  if (source.device == nullptr) {  // to a device
+    if (!accumulate && to.scalar_type() == from.scalar_type()) {
+      to.copy_(from, true);
+    } else if (accumulate) {
+      to.add_(sent(from, *target.device));
+    } else {
+      to.copy_(sent(from, *target.device));
+    }
+    return;
+  }
+  const at::Tensor cast = from.to(to.scalar_type());  // there, so that the host only receives
+  if (!accumulate) {
+    to.copy_(cast, true);
+    return;
+  }
+  to.add_(from.cpu());
+}
+
+}  // namespace
+
+void copy(Address to, Address from, int64_t bytes) {
+  if (bytes == 0) return;
+  if (on_host(to, from)) {
+    std::memcpy(to.data, from.data, static_cast<size_t>(bytes));
+    return;
+  }
+  const Unseen unseen;
+  view(to, at::kByte, bytes).copy_(view(from, at::kByte, bytes), /*non_blocking=*/true);
+}
+
+void zero(Address at, int64_t bytes) {
+  if (bytes == 0) return;
+  if (at.device == nullptr) {
+    std::memset(at.data, 0, static_cast<size_t>(bytes));
+    return;
+  }
+  const Unseen unseen;
+  view(at, at::kByte, bytes).zero_();
+}
+
+void take(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t numel,
+          bool accumulate) {
+  if (on_host(to, from)) {
+    return host::take(to.data, to_dtype, from.data, from_dtype, numel, accumulate);
+  }
+  if (numel == 0) return;
+  const Unseen unseen;
+  const at::Tensor target = view(to, to_dtype, numel), source = view(from, from_dtype, numel);
+  if (to.device == nullptr || from.device == nullptr) {
+    return take_across(target, source, to, from, accumulate);
+  }
+  if (accumulate) {
+    target.add_(source);
+  } else {
+    target.copy_(source);
+  }
+}
+
+bool take_checked(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t numel,
+                  bool accumulate) {
+  if (on_host(to, from)) {
+    return host::take_checked(to.data, to_dtype, from.data, from_dtype, numel, accumulate);
+  }
+  take(to, to_dtype, from, from_dtype, numel, accumulate);
+  return true;
+}
+
+at::Tensor brought(Address values, Dtype dtype, int64_t numel, const Device* where) {
+  const Unseen unseen;
+  const at::Tensor own = view(values, dtype, numel);
+  if (values.device == where) return own;
+  return where == nullptr ? own.cpu() : sent(own, *where);
+}
+
+Address address_of(const at::Tensor& values, const Device* where) {
+  return {const_cast<void*>(values.const_data_ptr()), values.is_cpu() ? nullptr : where};
+}
+
+void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int64_t numel) {
+  if (on_host(kept, values)) {
+    return host::take_edits(kept.data, kept_dtype, values.data, dtype, numel);
+  }
+  if (numel == 0) return;
+  const Unseen unseen;
+  const at::Tensor own = view(kept, kept_dtype, numel), seen = view(values, dtype, numel);
+  own.copy_(at::where(changed(own, seen), seen.to(own.scalar_type()), own));
+}
+
+void scale(Address values, int64_t numel, float factor) {
+  const Unseen unseen;
+  view(values, Dtype::kFp32, numel).mul_(factor);
+}
+
+at::Tensor squares_on_device(Address values, Dtype dtype, int64_t numel) {
+  const Unseen unseen;
+  return at::linalg_vector_norm(view(values, dtype, numel), 2, std::nullopt, false, at::kDouble)
+      .square_();
+}
+
+at::Tensor edits_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
+                           int64_t numel) {
+  const Unseen unseen;
+  return changed(view(kept, kept_dtype, numel), view(values, dtype, numel)).sum(at::kDouble);
+}
+
+at::Tensor sum_on_device(Address values, Dtype dtype, int64_t numel) {
+  const Unseen unseen;
+  return view(values, dtype, numel).sum(at::kFloat).to(at::kDouble);
+}
+
+at::Tensor fingerprint(Address values, int64_t bytes) {
+  const Unseen unseen;
+  const at::Tensor words = view(values, at::kInt, bytes / 4).view({-1, 128});
+  const auto folded = [&](int64_t dim) {
+    const at::Tensor sums = words.sum(dim, false, at::kLong);
+    const at::Tensor weights = at::arange(1, sums.numel() + 1, sums.options());
+    return sums.mul(weights.mul_(int64_t{0x1E3779B97F4A7C15})).sum();
+  };
+  return at::stack({folded(0), folded(1)});
+}
+
+at::Tensor differ(const at::Tensor& one, const at::Tensor& other) {
+  const Unseen unseen;
+  return one.ne(other).sum(at::kDouble);
+}
+
+std::vector<double> read(const std::vector<at::Tensor>& scalars) {
+  if (scalars.empty()) return {};
+  const Unseen unseen;
+  const at::Tensor all = at::stack(scalars).cpu();
+  const auto* values = all.const_data_ptr<double>();
+  return {values, values + all.numel()};
+}
+
+void sum_on_device(const Sum& sum) {
+  if (sum.numel == 0) return;
+  const Unseen unseen;
+  const auto source = [&](size_t i) {
+    // Of the memory that the sum is in.
+    return view({const_cast<void*>(sum.sources[i]), sum.dst.device}, sum.dtype, sum.numel);
+  };
+  at::Tensor total = source(0).to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  for (size_t i = 1; i < sum.sources.size(); ++i) total.add_(source(i));
+  total.mul_(sum.scale);
+  const at::Tensor target = view(sum.dst, sum.dst_dtype, sum.numel);
+  if (sum.accumulate) {
+    target.add_(total);
+  } else {
+    target.copy_(total);
+  }
+}
+
+}  // namespace penstock::device

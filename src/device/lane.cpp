@@ -1,0 +1,85 @@
+#include "src/device/lane.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/util/thread_name.h>
+
+#include <utility>
+
+#include "penstock/error.h"
+
+namespace penstock::device {
+
+Lane::Lane(const std::string& name, const Device& device, LaneKind kind)
+    : device_(device),
+      stream_(device.is_host() ? std::nullopt : std::optional(device.side_stream())) {
+  if (kind == LaneKind::kQueued) return;
+  thread_ = std::thread([this, name] {
+    c10::setThreadName(name);
+    const c10::OptionalStreamGuard guard(stream_);
+    run();
+  });
+}
+
+Lane::~Lane() {
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+Fence Lane::submit(std::function<void()> work) {
+  Task task{std::move(work), {}, {}};
+  task.fence.state_ = std::make_shared<Fence::State>();
+  task.fence.state_->device = &device_;
+  if (stream_) {
+    task.after.emplace(device_.where().type());
+    task.after->record(device_.current());
+  }
+  const Fence fence = task.fence;
+  if (!thread_.joinable()) {
+    const c10::OptionalStreamGuard guard(stream_);
+    run(task);
+    return fence;
+  }
+  const std::lock_guard lock(mutex_);
+  queue_.push_back(std::move(task));
+  changed_.notify_all();
+  return fence;
+}
+
+void Lane::run(Task& task) {
+  if (!error_) {
+    try {
+      if (task.after) task.after->block(*stream_);
+      task.work();
+    } catch (...) {  // kept, and thrown again by every wait
+      error_ = std::current_exception();
+    }
+  }
+  task.work = nullptr;  // what it held is let go before anybody goes on
+  if (stream_) {
+    task.fence.state_->queued.emplace(device_.where().type());
+    task.fence.state_->queued->record(*stream_);
+  }
+  task.fence.set(error_);
+}
+
+void Lane::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+    if (closing_) break;
+    Task task = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    run(task);
+    lock.lock();
+  }
+  const auto closed =
+      std::make_exception_ptr(RuntimeFault("[device::Lane::run] the engine was closed"));
+  for (const Task& task : queue_) task.fence.set(closed);
+}
+
+}  // namespace penstock::device

@@ -1,0 +1,159 @@
+#include "src/exec/norm.h"
+
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/device/kernels.h"
+
+namespace penstock::exec {
+
+namespace {
+
+constexpr size_t kBadBytes = 256;  // of the text that names a non-finite contribution
+constexpr char kCounts = '1', kDoubtful = '0';
+
+}  // namespace
+
+bool Norm::stay_on_device() const {
+  return rank_.cell(Role::kGrad, Phase::kHold).tier == Tier::kDevice &&
+         rank_.cell(Role::kGrad, Phase::kUpdate).tier == Tier::kDevice;
+}
+
+// The one time in a step that the host waits for the device.
+Norm::Own Norm::look(const std::string& bad) {
+  if (rank_.on_accelerator() && !stay_on_device()) {
+    gradients_.last_move().wait_on_host();
+    rank_.tiers.computes.synchronize();  // those that no lane has moved
+  }
+  Own own{0.0, bad, false, {}};
+  std::vector<at::Tensor> there;
+  std::vector<std::string> suspects;
+  for (UnitState& unit : rank_.units) {
+    for (Flat& flat : unit.flats) {
+      own.squares += gradients_.own_squares(flat, gradients_.held(flat), &there);
+    }
+  }
+  const size_t num_squares = there.size();
+  for (const UnitState& unit : rank_.units) {
+    for (const Flat& flat : unit.flats) {
+      if (!flat.sum_there.defined()) continue;
+      there.push_back(flat.sum_there);
+      suspects.push_back(flat.slots.size() == 1
+                             ? concat("parameter \"", flat.slots.front().name, "\"")
+                             : concat("a parameter of \"", unit.name, "\""));
+    }
+  }
+  const size_t num_sums = suspects.size();
+  std::vector<Flat*> left;
+  for (UnitState& unit : rank_.units) {
+    for (Flat& flat : unit.flats) {
+      flat.edited = true;
+      if (!flat.left.defined() || !rank_.edits_cross(flat)) continue;
+      const Buffer& rest = flat.rest().one();
+      there.push_back(device::differ(flat.left, device::fingerprint(rest.data(), rest.bytes())));
+      left.push_back(&flat);
+    }
+  }
+  const size_t num_left = left.size();
+  for (const Doubt& doubt : rank_.doubts) there.push_back(doubt.edits);
+  const std::vector<Doubt> doubts = std::exchange(rank_.doubts, {});
+  const std::vector<double> answers = device::read(there);
+  for (size_t i = 0; i < num_squares; ++i) own.squares += answers[i];
+  for (size_t i = 0; i < num_sums && own.bad.empty(); ++i) {
+    if (std::isfinite(answers[num_squares + i])) continue;
+    own.doubt = true;
+    own.bad = concat(suspects[i], ", rank ", rank_.group.rank());
+  }
+  for (size_t i = 0; i < num_left; ++i) {
+    left[i]->edited = answers[num_squares + num_sums + i] != 0.0;
+  }
+  for (size_t i = 0; i < doubts.size() && own.edited.empty(); ++i) {
+    if (answers[num_squares + num_sums + num_left + i] != 0.0)
+      own.edited = doubts[i].flat->slots.front().name;
+  }
+  return own;
+}
+
+// Of each lane up to the norm before, so that nobody waits for what a lane still does.
+std::array<uint64_t, 2> Norm::history() {
+  std::array<uint64_t, 2> seen{};
+  if (!rank_.on_accelerator() || !rank_.group.device_groups()) return seen;
+  const std::array<std::pair<device::Lane*, const comm::Channel*>, 2> lanes = {
+      {{&lanes_.gather, &rank_.gather_channel}, {&lanes_.reduce, &rank_.reduce_channel}}};
+  for (size_t i = 0; i < lanes.size(); ++i) {
+    const auto [lane, channel] = lanes[i];
+    const std::shared_ptr<Made> before = before_[i];
+    if (before != nullptr) {
+      before->seen.wait();
+      seen[i] = before->history;
+    }
+    auto made = std::make_shared<Made>();
+    made->seen = lane->submit([made, channel] { made->history = channel->history(); });
+    before_[i] = std::move(made);
+  }
+  return seen;
+}
+
+// Payload: sum of squares, the first bad contribution and whether it counts by itself, a parameter
+// that was edited where that is lost, the lanes' histories, one flag a parameter, what say() says.
+Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
+  const Own own = look(update.bad);
+  Result made;
+  std::vector<Slot*> slots;
+  for (UnitState& unit : rank_.units) {
+    for (Flat& flat : unit.flats) {
+      for (Slot& slot : flat.slots) slots.push_back(&slot);
+    }
+  }
+  constexpr size_t kBad = sizeof(double) + 1, kEdited = kBad + kBadBytes;
+  constexpr size_t kHistory = kEdited + kBadBytes;
+  const std::array<uint64_t, 2> mine = history();
+  constexpr size_t kFlags = kHistory + sizeof(mine);
+  std::string payload(kFlags + slots.size(), '\0');
+  std::memcpy(payload.data(), &own.squares, sizeof(double));
+  payload[sizeof(double)] = own.doubt ? kDoubtful : kCounts;
+  own.bad.copy(payload.data() + kBad, kBadBytes - 1);
+  own.edited.copy(payload.data() + kEdited, kBadBytes - 1);
+  std::memcpy(payload.data() + kHistory, mine.data(), sizeof(mine));
+  for (size_t i = 0; i < slots.size(); ++i) {
+    payload[kFlags + i] = static_cast<char>(slots[i]->touched);
+  }
+  const size_t said = payload.size();
+  payload += update.say();
+  std::string doubtful, edited;
+  int other = -1;
+  std::vector<std::string> all;
+  for (const std::string& part : rank_.control_channel.share(label, rank_.everyone(), payload)) {
+    double sum = 0.0;
+    std::memcpy(&sum, part.data(), sizeof(sum));
+    made.total += sum;
+    std::string& first = part[sizeof(double)] == kCounts ? made.bad : doubtful;
+    if (first.empty()) first = part.c_str() + kBad;
+    if (edited.empty()) edited = part.c_str() + kEdited;
+    if (std::memcmp(part.data() + kHistory, mine.data(), sizeof(mine)) != 0) {
+      other = static_cast<int>(all.size());
+    }
+    for (size_t i = 0; i < slots.size(); ++i) slots[i]->touched |= part[kFlags + i] != 0;
+    all.push_back(part.substr(said));
+  }
+  if (other >= 0) {
+    throw RuntimeFault(concat("[exec::norm] rank ", other, " made other collectives than rank ",
+                              rank_.group.rank(),
+                              " on its device in the step before: what they "
+                              "gathered or summed is not to be trusted"));
+  }
+  if (!edited.empty()) {
+    throw RuntimeFault(concat(
+        "[exec::norm] parameter \"", edited,
+        "\" was changed in place in a forward or backward, where it is a gathered copy: the change "
+        "would be lost. Change it inside `with engine.gathered(write=True):`"));
+  }
+  made.divisor = update.hear(all);
+  if (made.bad.empty() && !std::isfinite(made.total)) made.bad = doubtful;
+  return made;
+}
+
+}  // namespace penstock::exec

@@ -1,0 +1,62 @@
+"""Training the parity models on a device: what a rank's process runs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import training
+from training import Case, Run
+
+NAME = os.environ.get("PENSTOCK_TEST_DEVICE", "sim")
+
+
+@functools.cache
+def device() -> str:
+    """This rank's. Importing the simulated one is what makes torch know it."""
+    if NAME == "sim":
+        import sim  # noqa: F401, PLC0415 - the parent and other ranks do without
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return f"{NAME}:{rank % torch.accelerator.device_count()}"
+
+
+def schedule(seed: int) -> None:
+    """Of a simulated device: how late what is queued there runs."""
+    place = device()
+    if NAME == "sim":
+        import sim  # noqa: PLC0415
+
+        sim.set_seed(seed)
+        sim.set_delays_us(0, 50)
+    torch.accelerator.set_device_index(torch.device(place).index)
+
+
+def train(case: Case, seed: int, folder: str, **overrides: Any) -> tuple[Run, str]:
+    """training.train() on this rank's device."""
+    schedule(seed)
+    offload = overrides.get("offload", {})
+    if "disk" in offload.values():
+        overrides |= {"offload": offload | {"path": folder}}
+    run, digest = training.train(case, device=device(), **overrides)
+    assert not list(pathlib.Path(folder).iterdir()), "a swap file has a name"
+    return run, digest
+
+
+def reference(asked: tuple[Any, ...]) -> Run:
+    """training.reference() on the device of a process of its own."""
+    schedule(0)
+    return training.reference(*asked, device=device())
+
+
+def train_recomputed(case: Case, seed: int, folder: str, activations: str) -> tuple[Run, str]:
+    """With units' inputs large enough to be moved, which wait for the backward on that tier."""
+    samples, training.MICRO = training.MICRO, 12
+    try:
+        offload = {"activations": activations}
+        return train(case, seed, folder, offload=offload, activations={"checkpoint": "unit"})
+    finally:
+        training.MICRO = samples

@@ -1,0 +1,400 @@
+#include "tests/device/simulated/collectives.h"
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+
+#include "tests/device/simulated/arena.h"
+#include "tests/device/simulated/counting.h"
+#include "tests/device/simulated/stream.h"
+#include "tests/device/simulated/view.h"
+
+namespace penstock::sim {
+namespace {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+using WorkPointer = c10::intrusive_ptr<c10d::Work>;
+using Timeout = std::chrono::milliseconds;
+
+// What a collective uses, until somebody waits for it or it is done: the allocator is not told of
+// the use on the backend's stream. Shared by the work and the backend, as either may go first.
+using Stash = std::shared_ptr<Tensors>;
+
+class CollectiveWork final : public c10d::Work {
+ public:
+  CollectiveWork(int rank, c10d::OpType type, MarkPointer mark, c10::Device device, Stash stash)
+      : Work(rank, type), mark_(std::move(mark)), device_(device), stash_(std::move(stash)) {}
+
+  bool isCompleted() override { return is_done(mark_); }
+  bool isSuccess() const override { return true; }
+  bool wait(Timeout timeout) override {
+    if (timeout == kNoTimeout) {
+      synchronize();
+    } else {
+      wait_on_host("collective");
+    }
+    return true;
+  }
+  void synchronize() override {
+    if (opType_ == c10d::OpType::BARRIER) return wait_on_host("barrier");
+    block(current_stream(device_.index()), mark_);
+    stash_->clear();
+  }
+  void blockCurrentStream() override { synchronize(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+  // Completed already, as NCCL's: who waits for it waits with his stream.
+  void set_future(c10::Stream stream) {
+    const c10::StreamGuard guard(stream);
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_});
+    future_->markCompleted(at::IValue(*stash_));
+  }
+
+ private:
+  void wait_on_host(const char* why) {
+    sim::synchronize(device_.index(), mark_, why);
+    stash_->clear();
+  }
+
+  const MarkPointer mark_;
+  const c10::Device device_;
+  const Stash stash_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+size_t bytes_of(const Tensors& tensors) {
+  size_t bytes = 0;
+  for (const Tensor& tensor : tensors) bytes += tensor.nbytes();
+  return bytes;
+}
+
+Tensors joined(Tensors first, const Tensors& second) {
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+Tensors flat(const std::vector<Tensors>& lists) {
+  Tensors all;
+  for (const Tensors& list : lists) all = joined(std::move(all), list);
+  return all;
+}
+
+// The tensors of one side as the inner backend will see them, without a reference to any.
+class Views {
+ public:
+  explicit Views(const Tensors& tensors) {
+    for (const Tensor& tensor : tensors) {
+      TORCH_CHECK(on_device(tensor), "[sim] simccl: expected a device tensor, got one on ",
+                  tensor.device());
+      TORCH_CHECK(tensor.is_contiguous(), "[sim] simccl: expected a contiguous tensor");
+      views_.emplace_back(tensor);
+    }
+  }
+  Tensors tensors() const {
+    Tensors all;
+    for (const View& view : views_) all.push_back(view.on_shadow());
+    return all;
+  }
+  // At most one list, as one thread has one device.
+  std::vector<Tensors> lists() const {
+    return views_.empty() ? std::vector<Tensors>{} : std::vector<Tensors>{tensors()};
+  }
+
+ private:
+  std::vector<View> views_;
+};
+
+// A collective as it is issued.
+struct Issue {
+  c10d::OpType type;
+  const char* name;
+  Tensors tensors;
+  size_t bytes;
+};
+
+Issue issue(c10d::OpType type, const char* name, const Tensors& outputs,
+            const Tensors& inputs = {}) {
+  return {type, name, joined(outputs, inputs), std::max(bytes_of(outputs), bytes_of(inputs))};
+}
+
+// The part without the collectives: order, streams, lifetime. Used by one thread at a time.
+class StreamBackend : public c10d::Backend {
+ public:
+  explicit StreamBackend(c10::intrusive_ptr<Backend> inner)
+      : Backend(inner->getRank(), inner->getSize()),
+        core_(std::make_shared<Core>(std::move(inner))) {}
+  ~StreamBackend() override { finish(); }
+
+  const std::string getBackendName() const override { return "simccl"; }
+  void setTimeout(Timeout timeout) override { core_->inner->setTimeout(timeout); }
+  void setSequenceNumberForGroup() override { core_->inner->setSequenceNumberForGroup(); }
+  uint64_t getSequenceNumberForGroup() override {
+    return core_->inner->getSequenceNumberForGroup();
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return core_->inner->getBackendOptions();
+  }
+  // What has not begun does not begin; what has begun ends as the inner backend can.
+  void abort() override {
+    core_->aborted = true;
+    core_->inner->abort();
+  }
+  void shutdown() override {
+    finish();
+    core_->inner->shutdown();
+  }
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { group_.emplace(); }
+  WorkPointer endCoalescing() override {
+    TORCH_CHECK(group_, "[sim] simccl: no group of collectives was started");
+    Group group = *std::exchange(group_, std::nullopt);
+    return launch({c10d::OpType::COALESCED, "coalesced", group.tensors, group.bytes},
+                  [calls = std::move(group.calls)](Backend& inner) {
+                    std::vector<WorkPointer> works;
+                    for (const auto& call : calls) works.push_back(call(inner));
+                    for (const auto& work : works) work->wait();
+                  });
+  }
+
+ protected:
+  using Call = std::function<WorkPointer(Backend& inner)>;  // on the stream
+
+  WorkPointer run(const Issue& issue, Call call) {
+    if (!group_) {
+      return launch(issue, [call = std::move(call)](Backend& inner) { call(inner)->wait(); });
+    }
+    group_->calls.push_back(std::move(call));
+    group_->tensors = joined(std::move(group_->tensors), issue.tensors);
+    group_->bytes += issue.bytes;
+    return nullptr;
+  }
+
+  bool is_grouping() const { return group_.has_value(); }
+
+ private:
+  // Shared with what is queued: after an abort that may outlive this object.
+  struct Core {
+    explicit Core(c10::intrusive_ptr<Backend> backend) : inner(std::move(backend)) {}
+    const c10::intrusive_ptr<Backend> inner;
+    std::atomic<bool> aborted{false};
+  };
+  struct Group {
+    std::vector<Call> calls;
+    Tensors tensors;
+    size_t bytes = 0;
+  };
+  struct Unfinished {
+    MarkPointer mark;
+    Stash stash;
+  };
+
+  WorkPointer launch(const Issue& issue, std::function<void(Backend&)> task) {
+    const c10::Device device =
+        issue.tensors.empty() ? sim_device(current_device()) : issue.tensors.front().device();
+    const c10::Stream stream = stream_of(device);
+    count_collective(issue.name, issue.bytes);
+    block(stream, record(current_stream(device.index())));
+    sim::launch(stream, issue.name, [core = core_, task = std::move(task)] {
+      if (!core->aborted) task(*core->inner);
+    });
+    const auto mark = record(stream);
+    auto stash = std::make_shared<Tensors>(issue.tensors);
+    auto work = c10::make_intrusive<CollectiveWork>(getRank(), issue.type, mark, device, stash);
+    work->set_future(stream);
+    remember({mark, std::move(stash)});
+    return work;
+  }
+
+  c10::Stream stream_of(c10::Device device) {
+    const std::lock_guard lock(mutex_);
+    const auto found = streams_.find(device.index());
+    if (found != streams_.end()) return found->second;
+    return streams_.emplace(device.index(), pool_stream(device.index(), true)).first->second;
+  }
+
+  // Also lets go what is done, outside the lock: it may free memory.
+  void remember(Unfinished one) {
+    std::vector<Unfinished> done;
+    const std::lock_guard lock(mutex_);
+    while (!unfinished_.empty() && is_done(unfinished_.front().mark)) {
+      done.push_back(std::move(unfinished_.front()));
+      unfinished_.pop_front();
+    }
+    unfinished_.push_back(std::move(one));
+  }
+
+  void finish() {
+    if (core_->aborted) return;
+    try {
+      for (const auto& [device, stream] : streams_) synchronize(stream, "collective");
+    } catch (const c10::Error&) {  // the device's, which whoever waits for it is told again
+    }
+  }
+
+  const std::shared_ptr<Core> core_;
+  std::optional<Group> group_;
+  std::mutex mutex_;
+  std::map<int, c10::Stream> streams_;  // guarded by mutex_, as below: by device
+  std::deque<Unfinished> unfinished_;
+};
+
+class SimBackend final : public StreamBackend {
+ public:
+  using StreamBackend::StreamBackend;
+
+  WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return run(issue(c10d::OpType::BROADCAST, "broadcast", tensors),
+               [views = Views(tensors), options](Backend& inner) {
+                 auto local = views.tensors();
+                 return inner.broadcast(local, options);
+               });
+  }
+  WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return run(issue(c10d::OpType::ALLREDUCE, "all_reduce", tensors),
+               [views = Views(tensors), options](Backend& inner) {
+                 auto local = views.tensors();
+                 return inner.allreduce(local, options);
+               });
+  }
+  WorkPointer allreduce_coalesced(Tensors& tensors,
+                                  const c10d::AllreduceCoalescedOptions& options) override {
+    return run(issue(c10d::OpType::ALLREDUCE_COALESCED, "all_reduce", tensors),
+               [views = Views(tensors), options](Backend& inner) {
+                 auto local = views.tensors();
+                 return inner.allreduce_coalesced(local, options);
+               });
+  }
+  WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    return run(issue(c10d::OpType::REDUCE, "reduce", tensors),
+               [views = Views(tensors), options](Backend& inner) {
+                 auto local = views.tensors();
+                 return inner.reduce(local, options);
+               });
+  }
+  WorkPointer _allgather_base(Tensor& output, Tensor& input,
+                              const c10d::AllgatherOptions& options) override {
+    return run(issue(c10d::OpType::_ALLGATHER_BASE, "all_gather", {output}, {input}),
+               [views = Views({output, input}), options](Backend& inner) {
+                 auto local = views.tensors();
+                 return inner._allgather_base(local[0], local[1], options);
+               });
+  }
+  WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                        const c10d::AllgatherOptions& options) override {
+    return run(issue(c10d::OpType::ALLGATHER, "all_gather", flat(outputs), inputs),
+               [out = Views(flat(outputs)), in = Views(inputs), options](Backend& inner) {
+                 auto lists = out.lists();
+                 auto local = in.tensors();
+                 return inner.allgather(lists, local, options);
+               });
+  }
+  WorkPointer allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                              const c10d::AllgatherOptions& options) override {
+    return run_all(outputs, inputs,
+                   [&](Tensor& output, Tensor& input) { _allgather_base(output, input, options); });
+  }
+  WorkPointer _reduce_scatter_base(Tensor& output, Tensor& input,
+                                   const c10d::ReduceScatterOptions& options) override {
+    return run(issue(c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", {output}, {input}),
+               [views = Views({output, input}), options](Backend& inner) {
+                 auto local = views.tensors();
+                 return inner._reduce_scatter_base(local[0], local[1], options);
+               });
+  }
+  WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                             const c10d::ReduceScatterOptions& options) override {
+    return run(issue(c10d::OpType::REDUCE_SCATTER, "reduce_scatter", outputs, flat(inputs)),
+               [out = Views(outputs), in = Views(flat(inputs)), options](Backend& inner) {
+                 auto local = out.tensors();
+                 auto lists = in.lists();
+                 return inner.reduce_scatter(local, lists, options);
+               });
+  }
+  WorkPointer reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                              const c10d::ReduceScatterOptions& options) override {
+    return run_all(outputs, inputs, [&](Tensor& output, Tensor& input) {
+      _reduce_scatter_base(output, input, options);
+    });
+  }
+  WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                     const c10d::GatherOptions& options) override {
+    return run(issue(c10d::OpType::GATHER, "gather", flat(outputs), inputs),
+               [out = Views(flat(outputs)), in = Views(inputs), options](Backend& inner) {
+                 auto lists = out.lists();
+                 auto local = in.tensors();
+                 return inner.gather(lists, local, options);
+               });
+  }
+  WorkPointer scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                      const c10d::ScatterOptions& options) override {
+    return run(issue(c10d::OpType::SCATTER, "scatter", outputs, flat(inputs)),
+               [out = Views(outputs), in = Views(flat(inputs)), options](Backend& inner) {
+                 auto local = out.tensors();
+                 auto lists = in.lists();
+                 return inner.scatter(local, lists, options);
+               });
+  }
+  WorkPointer alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
+                            std::vector<int64_t>& input_sizes,
+                            const c10d::AllToAllOptions& options) override {
+    return run(issue(c10d::OpType::ALLTOALL_BASE, "all_to_all", {output}, {input}),
+               [views = Views({output, input}), to = output_sizes, from = input_sizes,
+                options](Backend& inner) mutable {
+                 auto local = views.tensors();
+                 return inner.alltoall_base(local[0], local[1], to, from, options);
+               });
+  }
+  WorkPointer alltoall(Tensors& outputs, Tensors& inputs,
+                       const c10d::AllToAllOptions& options) override {
+    return run(issue(c10d::OpType::ALLTOALL, "all_to_all", outputs, inputs),
+               [out = Views(outputs), in = Views(inputs), options](Backend& inner) {
+                 auto to = out.tensors(), from = in.tensors();
+                 return inner.alltoall(to, from, options);
+               });
+  }
+  WorkPointer send(Tensors& tensors, int to, int tag) override {
+    return run(issue(c10d::OpType::SEND, "send", tensors),
+               [views = Views(tensors), to, tag](Backend& inner) {
+                 auto local = views.tensors();
+                 return inner.send(local, to, tag);
+               });
+  }
+  WorkPointer recv(Tensors& tensors, int from, int tag) override {
+    return run(issue(c10d::OpType::RECV, "recv", tensors),
+               [views = Views(tensors), from, tag](Backend& inner) {
+                 auto local = views.tensors();
+                 return inner.recv(local, from, tag);
+               });
+  }
+  WorkPointer barrier(const c10d::BarrierOptions& options) override {
+    return run(issue(c10d::OpType::BARRIER, "barrier", {}),
+               [options](Backend& inner) { return inner.barrier(options); });
+  }
+
+ private:
+  template <typename Each>
+  WorkPointer run_all(Tensors& outputs, Tensors& inputs, const Each& each) {
+    const bool grouped = is_grouping();
+    if (!grouped) startCoalescing();
+    for (size_t i = 0; i < outputs.size(); ++i) each(outputs[i], inputs[i]);
+    return grouped ? nullptr : endCoalescing();
+  }
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> make_collectives(c10::intrusive_ptr<c10d::Backend> inner) {
+  return c10::make_intrusive<SimBackend>(std::move(inner));
+}
+
+}  // namespace penstock::sim

@@ -1,0 +1,75 @@
+#include "tests/device/simulated/counting.h"
+
+#include <atomic>
+#include <mutex>
+
+#include "tests/device/simulated/control.h"
+
+namespace penstock::sim {
+namespace {
+
+constexpr size_t kKeptOperators = 100;
+
+struct Book {
+  std::mutex mutex;
+  Counters counters;                // guarded by mutex, less kernels
+  std::atomic<int64_t> kernels{0};  // apart, as there are many
+};
+
+// Never destroyed: other static objects free device memory when the process ends.
+Book& book() {
+  static Book* const book = new Book;
+  return *book;
+}
+
+void add(Tally& tally, size_t bytes) {
+  ++tally.count;
+  tally.bytes += static_cast<int64_t>(bytes);
+}
+
+}  // namespace
+
+Counters counters() {
+  const std::lock_guard lock(book().mutex);
+  Counters now = book().counters;
+  now.kernels = book().kernels;
+  return now;
+}
+
+void reset_counters() {
+  const std::lock_guard lock(book().mutex);
+  book().counters = {};
+  book().kernels = 0;
+}
+
+void count_kernel() { book().kernels.fetch_add(1, std::memory_order_relaxed); }
+
+void count_host_wait(const std::string& name) {
+  const std::lock_guard lock(book().mutex);
+  ++book().counters.host_waits;
+  ++book().counters.host_waits_by_name[name];
+}
+
+void count_copy(Direction direction, size_t bytes) {
+  const std::lock_guard lock(book().mutex);
+  Counters& now = book().counters;
+  add(direction == Direction::kHostToDevice   ? now.h2d
+      : direction == Direction::kDeviceToHost ? now.d2h
+                                              : now.d2d,
+      bytes);
+}
+
+void count_collective(const std::string& name, size_t bytes) {
+  const std::lock_guard lock(book().mutex);
+  add(book().counters.collectives, bytes);
+  add(book().counters.collectives_by_name[name], bytes);
+}
+
+void count_synchronous_operator(const std::string& name) {
+  const std::lock_guard lock(book().mutex);
+  auto& kept = book().counters.synchronous_operators;
+  if (kept.size() == kKeptOperators) kept.erase(kept.begin());
+  kept.push_back(name);
+}
+
+}  // namespace penstock::sim

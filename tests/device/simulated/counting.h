@@ -1,0 +1,17 @@
+#pragma once
+// What the other files tell the counters of control.h. Any thread.
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace penstock::sim {
+
+enum class Direction { kHostToDevice, kDeviceToHost, kDeviceToDevice };
+
+void count_kernel();
+void count_host_wait(const std::string& name);
+void count_copy(Direction direction, size_t bytes);
+void count_collective(const std::string& name, size_t bytes);
+void count_synchronous_operator(const std::string& name);
+
+}  // namespace penstock::sim

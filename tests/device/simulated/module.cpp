@@ -1,0 +1,54 @@
+// The Python module _sim: what tests/device/sim.py needs beside torch's own interfaces.
+#include <ATen/Context.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "tests/device/simulated/collectives.h"
+#include "tests/device/simulated/control.h"
+
+namespace penstock::sim {
+namespace {
+
+namespace py = pybind11;
+
+py::tuple pair(const Tally& tally) { return py::make_tuple(tally.count, tally.bytes); }
+
+py::dict counters_as_dict() {
+  const Counters now = counters();
+  py::dict collectives;
+  for (const auto& [name, tally] : now.collectives_by_name) collectives[name.c_str()] = pair(tally);
+  py::dict dict;
+  dict["kernels"] = now.kernels;
+  dict["host_waits"] = now.host_waits;
+  dict["host_waits_by_name"] = now.host_waits_by_name;
+  dict["h2d"] = pair(now.h2d);
+  dict["d2h"] = pair(now.d2h);
+  dict["d2d"] = pair(now.d2d);
+  dict["collectives"] = pair(now.collectives);
+  dict["collectives_by_name"] = collectives;
+  dict["synchronous_operators"] = now.synchronous_operators;
+  return dict;
+}
+
+PYBIND11_MODULE(_sim, module) {
+  module.attr("DEVICES") = kDevices;
+  module.def("counters", &counters_as_dict);
+  module.def("reset_counters", &reset_counters);
+  module.def("set_seed", &set_seed);
+  module.def("set_delays_us", &set_delays_us);
+  module.def("set_memory_limit", &set_memory_limit);
+  module.def("set_pinning_fails", &set_pinning_fails);
+  module.def("write_wrongly", &write_wrongly);
+  module.def("reset_errors", &reset_errors);
+  module.def("is_forked", &is_forked);
+  module.def("default_generator", [](c10::DeviceIndex device) {
+    return at::globalContext().defaultGenerator({c10::kPrivateUse1, device});
+  });
+  const py::call_guard<py::gil_scoped_release> waits;
+  module.def("check_redzones", &check_redzones, waits);
+  module.def("drain", &drain, waits);
+  py::module_::import("torch._C._distributed_c10d");  // which knows Backend
+  module.def("make_collectives", &make_collectives, waits);
+}
+
+}  // namespace
+}  // namespace penstock::sim

@@ -1,0 +1,224 @@
+"""What people do around an engine, where the model is on a device."""
+
+from __future__ import annotations
+
+import on_device
+import pytest
+import torch
+import training
+import zoo
+from training import Case
+
+CASE = Case("zero3", "bf16", world=2)
+
+
+def start(strategy="zero3", precision="bf16", model=None, **overrides):
+    """An engine on this rank's device, and its first samples there."""
+    import penstock  # noqa: PLC0415 - the parent does without
+
+    on_device.schedule(0)
+    place = on_device.device()
+    case = Case(strategy, precision, world=training.dist.get_world_size())
+    model = training.moved(zoo.build("gpt"), place) if model is None else model
+    engine = penstock.initialize(model, case.config() | overrides)
+    batch = training.rank_part(zoo.batches("gpt", case.samples)[0], 0)
+    return engine, training.sent(batch, place)
+
+
+def train(engine, batch, steps=1):
+    for _ in range(steps):
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+    return loss.item()
+
+
+def raised(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None, ""
+
+
+def edits_by_data(where):
+    """A gathered parameter is written to through .data, which torch does not count."""
+    engine, batch = start()
+    train(engine, batch, 2)
+    block = engine.module.blocks[0]
+
+    def write(*_):
+        next(block.parameters()).data.mul_(2)
+
+    handle = block.norm1.register_forward_hook(write)
+    if where == "evaluation":
+        with torch.no_grad():
+            told = raised(lambda: engine(*batch))
+    else:
+        told = raised(lambda: train(engine, batch))
+    handle.remove()
+    engine.close(gather=False)
+    return told
+
+
+def not_finite(strategy):
+    engine, batch = start(strategy)
+    train(engine, batch)
+    parameter = engine.module.blocks[1].parameters().__next__()
+    if training.dist.get_rank() == 1:
+        parameter.register_hook(lambda gradient: gradient * float("nan"))
+    told = raised(lambda: train(engine, batch))
+    engine.close()
+    return told
+
+
+def whole_values():
+    """gathered(write=True), full_grads(), state_dict(), and what close() leaves."""
+    engine, batch = start()
+    place = torch.device(on_device.device())
+    train(engine, batch, 2)
+    engine.backward(engine(*batch))
+    assert all(one.device == place for one in engine.full_grads().values())
+    engine.step()
+    with engine.gathered(write=True), torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(0.5)
+    before = engine.state_dict()
+    assert all(one.device.type == "cpu" for one in before.values())
+    view = next(engine.module.parameters()).detach()
+    engine.close()
+    for name, parameter in engine.module.named_parameters():
+        assert parameter.device == place
+        if before:
+            assert torch.allclose(parameter.float().cpu(), before[name].float(), rtol=1e-2), name
+    assert torch.equal(view, next(engine.module.parameters()))
+    return True
+
+
+def saved(folder, device):
+    """A checkpoint of the device loads on the CPU and the other way."""
+    import penstock  # noqa: PLC0415
+
+    engine, batch = start("zero3")
+    train(engine, batch, 3)
+    wait = device == "sim"
+    engine.save(folder, wait=wait)
+    after = train(engine, batch, 2)  # behind its back
+    engine.wait_for_save() if hasattr(engine, "wait_for_save") else None
+    engine.close()
+    on_cpu = zoo.build("gpt")
+    case = Case("zero2", "bf16", world=training.dist.get_world_size())
+    other = penstock.initialize(on_cpu, case.config() | {"offload": {"optimizer": "host"}})
+    other.load(folder)
+    again = train(other, tuple(tensor.cpu() for tensor in batch), 2)
+    other.close()
+    return after, again
+
+
+def pinning_fails():
+    import sim  # noqa: PLC0415
+
+    on_device.device()
+    sim.set_pinning_fails(True)
+    try:
+        engine, batch = start("zero2", offload={"optimizer": "host"}, comm={"backend": "auto"})
+        losses = [train(engine, batch) for _ in range(3)]
+        engine.close()
+    finally:
+        sim.set_pinning_fails(False)
+    engine, batch = start("zero2", offload={"optimizer": "host"})
+    pinned = [train(engine, batch) for _ in range(3)]
+    engine.close()
+    return losses, pinned
+
+
+def through_the_host():
+    """gloo instead of the device's own collectives; fp32, so that sums have one order."""
+    losses = []
+    for back_end in ("gloo", "auto"):
+        engine, batch = start("zero3", "fp32", comm={"backend": back_end})
+        losses.append([train(engine, batch) for _ in range(3)])
+        engine.close()
+    return losses
+
+
+def refused():
+    import penstock  # noqa: PLC0415
+
+    place = on_device.device()
+    half = torch.nn.Sequential(torch.nn.Linear(4, 4, device=place), torch.nn.Linear(4, 4))
+    meta = torch.nn.Linear(4, 4, device="meta")
+    return [raised(lambda model=model: penstock.initialize(model, {})) for model in (half, meta)]
+
+
+def two_devices():
+    """Two engines of one process, on two devices, in turns."""
+    import penstock  # noqa: PLC0415
+
+    on_device.schedule(1)
+    losses = []
+    engines = []
+    for index in (1, 3):
+        place = f"{on_device.NAME}:{index}"
+        model = training.moved(zoo.build("gpt"), place)
+        engine = penstock.initialize(model, Case("zero2", "fp32").config())
+        engines.append((engine, training.sent(zoo.batches("gpt", 2)[0], place)))
+    for _ in range(3):
+        losses.append([train(engine, batch) for engine, batch in engines])
+    for engine, _ in engines:
+        engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_an_edit_that_would_be_lost_is_told(where, device_pools):
+    told = device_pools(2).run(edits_by_data, where)
+    if where == "evaluation":  # whoever has that part of the parameter looks at it
+        told = [one for one in told if one[0] is not None]
+        assert told
+    for kind, text in told:
+        assert kind == "RuntimeFault", text
+        assert "was changed in place" in text
+        assert "gathered(write=True)" in text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_what_is_not_finite_is_named(strategy, device_pools):
+    for kind, text in device_pools(2).run(not_finite, strategy):
+        assert kind == "RuntimeFault"
+        assert "not finite" in text
+        assert 'a parameter of "blocks.1", rank 1' in text
+
+
+def test_whole_values(device_pools):
+    assert device_pools(2).run(whole_values) == [True, True]
+
+
+def test_checkpoints_cross(device_pools, tmp_path):
+    for behind in ("sim", "behind"):
+        for after, again in device_pools(2).run(saved, str(tmp_path / behind), behind):
+            assert abs(after - again) < 2e-2
+
+
+@pytest.mark.skipif(on_device.NAME != "sim", reason="only there can pinning be made to fail")
+def test_memory_that_cannot_be_pinned(device_pools):
+    for losses, pinned in device_pools(2).run(pinning_fails):
+        assert losses == pinned
+
+
+def test_collectives_through_the_host(device_pools):
+    for gloo, own in device_pools(2).run(through_the_host):
+        assert gloo == pytest.approx(own, rel=1e-6)
+
+
+def test_models_that_are_nowhere_or_everywhere(device_pools):
+    (half_kind, half), (meta_kind, meta) = device_pools(1).run(refused)[0]
+    assert (half_kind, meta_kind) == ("ConfigError", "ConfigError")
+    assert "one engine trains on one device" in half
+    assert "meta device" in meta
+
+
+@pytest.mark.skipif(on_device.NAME != "sim", reason="there may be one device only")
+def test_two_devices_in_a_process(device_pools):
+    losses = device_pools(1).run(two_devices)[0]
+    assert all(one == other for one, other in losses)

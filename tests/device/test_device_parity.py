@@ -1,0 +1,87 @@
+"""Where state rests, and when what is queued on a device runs, changes no answer: every strategy
+and tier on an accelerator against plain torch on it.
+
+`pytest tests/device` takes a sample; `--full` the whole matrix. PENSTOCK_TEST_DEVICE=cuda takes
+another device than the simulated one, with as many ranks as there are of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import compare
+import on_device
+from training import Case
+
+HOST, DISK = "host", "disk"
+TIERS = {
+    "device": {},
+    "optimizer-host": {"optimizer": HOST},
+    "optimizer-disk": {"optimizer": DISK},
+    "all-host": {"optimizer": HOST, "params": HOST, "gradients": HOST},
+    "all-disk": {"optimizer": DISK, "params": DISK, "gradients": DISK},
+}
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hpz", "mics"]
+SHARDED = {"zero3", "hpz", "mics"}  # parameters rest in pieces, so they can rest elsewhere
+SEEDS = 3
+SAMPLE = 36
+
+
+def matrix() -> list[tuple[Case, str]]:
+    cells = []
+    worlds = [1, 2, 4] if on_device.NAME == "sim" else [1]
+    for world, strategy, tier, precision in itertools.product(
+        worlds, STRATEGIES, TIERS, ["fp32", "bf16", "fp16"]
+    ):
+        if tier.startswith("all") and strategy not in SHARDED:
+            continue
+        if world == 1 and strategy in ("hpz", "mics"):
+            continue
+        for accumulate, recompute in ((1, "off"), (3, "off"), (1, "nonreentrant")):
+            model = "awkward" if (len(cells) % 2) else "gpt"
+            clip = len(cells) % 3 == 0
+            cells.append(
+                (Case(strategy, precision, accumulate, world, recompute, model, clip), tier)
+            )
+    return cells
+
+
+def sample() -> list[tuple[Case, str]]:
+    """Every strategy with every tier it has, in some precision, world and loop."""
+    shuffled = matrix()
+    random.Random(3).shuffle(shuffled)
+    first = {}
+    for case, tier in shuffled:
+        first.setdefault((case.strategy, tier), (case, tier))
+    rest = [cell for cell in shuffled if cell not in first.values()]
+    return [*first.values(), *rest][:SAMPLE]
+
+
+def pytest_generate_tests(metafunc):
+    if "cell" in metafunc.fixturenames:
+        full = metafunc.config.getoption("full")
+        chosen = matrix() if full else sample()
+        metafunc.parametrize("cell", chosen, ids=[f"{case}-{tier}" for case, tier in chosen])
+
+
+_references: dict[tuple, object] = {}
+
+
+def reference(pools, asked):
+    if asked not in _references:
+        _references[asked] = pools(1).run(on_device.reference, asked)[0]
+    return _references[asked]
+
+
+def test_device_parity(cell, device_pools, largest, tmp_path):
+    case, tier = cell
+    train = functools.partial(on_device.train, offload=TIERS[tier])
+    for seed in range(SEEDS if on_device.NAME == "sim" else 1):
+        outcomes = device_pools(case.world).run(train, case, seed, str(tmp_path))
+        compare.assert_equal(case, outcomes, largest, functools.partial(reference, device_pools))
+
+
+def test_matrix_is_not_small():
+    assert on_device.NAME != "sim" or len(matrix()) >= 300

@@ -1,0 +1,184 @@
+"""Synchronisations that are left out beside a device, memory that goes too early, and reads by the
+host of what is not its own: each must make a test on the simulated accelerator fail."""
+
+from __future__ import annotations
+
+from planted import Mutation, Program, Pytest
+
+# Random tables on the device, each in a process with one schedule of late kernels.
+TABLES = Program("tests/device/device_tables_test", ("--draws", "0:80"))
+ON_ONE_RANK = Pytest(("tests/device/test_device_activations.py", "-k", "world1"), ("_sim",))
+
+LANE, FENCE, KERNELS = "src/device/lane.cpp", "src/device/fence.cpp", "src/device/kernels.cpp"
+ARENA, TRAFFIC, CHANNEL = "src/mem/arena.cpp", "src/mem/disk_traffic.cpp", "src/comm/channel.cpp"
+WALK, PARAMS, FLAT = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/flat.cpp"
+GRADIENTS, NORM = "src/exec/gradients.cpp", "src/exec/norm.cpp"
+ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
+
+BESIDE_A_DEVICE = [
+    Mutation(
+        "a lane's work does not come after what was queued before it",
+        LANE,
+        "      if (task.after) task.after->block(*stream_);\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "who waits for a lane does not wait for its stream",
+        FENCE,
+        "  if (state_->queued) state_->queued->block(state_->device->current());\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "the host does not wait for what is on its way to it",
+        FENCE,
+        """  if (state_->error) std::rethrow_exception(state_->error);
+  if (state_->queued) state_->queued->synchronize();
+""",
+        "  if (state_->error) std::rethrow_exception(state_->error);\n",
+        TABLES,
+    ),
+    Mutation(
+        "pinned memory is used again before its copy has ended",
+        ARENA,
+        "    if (chosen->after && kind_ == Kind::kPinned) chosen->after->synchronize();\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "device memory is used again by a stream that its last user is not before",
+        ARENA,
+        "    if (chosen->after && kind_ == Kind::kDevice) "
+        "chosen->after->block(device_.current());\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "peers are sent what has not come from the device yet",
+        CHANNEL,
+        "  device->synchronize();\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "what peers sent is let go before it is copied to the device",
+        CHANNEL,
+        "  device->give_back_pinned(std::move(pinned));\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "the host works on values that are on their way to it",
+        WALK,
+        "    if (host_reads(i)) tiers_.computes.synchronize();\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "a sum on the host is widened before it is there",
+        GRADIENTS,
+        "        if (sum->one().tier != Tier::kDevice) done_.wait_on_host();"
+        "  // it is widened there\n",
+        "",
+        Program(TABLES.path, ("--draws", "270:280")),
+    ),
+    Mutation(
+        "a reduction's buffers go while it runs",
+        GRADIENTS,
+        """  try {
+    done_.wait();
+  } catch""",
+        """  try {
+  } catch""",
+        TABLES,
+    ),
+    Mutation(
+        "the host's optimizer does not wait for the gradients",
+        NORM,
+        "    gradients_.last_move().wait_on_host();\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "a gather does not wait for the update of what it gathers",
+        PARAMS,
+        "    for (const device::Fence& update : updated) update.wait();\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "a unit computes before its parameters are there",
+        PARAMS,
+        """void Params::settle(UnitState& unit) {
+  unit.param_ready.wait();
+""",
+        "void Params::settle(UnitState& unit) {\n",
+        TABLES,
+    ),
+    Mutation(
+        "a disk is written what has not come from the device yet",
+        TRAFFIC,
+        "  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();  // what fills it\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "a save writes what has not come from the device yet",
+        SAVE,
+        "  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "the host copies a device's memory itself",
+        KERNELS,
+        """  if (bytes == 0) return;
+  if (on_host(to, from)) {""",
+        """  if (bytes == 0) return;
+  if (on_host(to, to)) {""",
+        TABLES,
+    ),
+    Mutation(
+        "the host zeroes a device's memory itself",
+        KERNELS,
+        "  if (at.device == nullptr) {\n    std::memset",
+        "  if (at.data != nullptr) {\n    std::memset",
+        TABLES,
+    ),
+    Mutation(
+        "a sum on the device is not zeroed where nothing is written",
+        GRADIENTS,
+        "  if (buffer.data().device != nullptr) device::zero(buffer.data(), buffer.bytes());\n",
+        "",
+        TABLES,
+    ),
+    Mutation(
+        "saved inputs leave before they are computed",
+        ACTIVATIONS,
+        "    before.block(*stream);\n",
+        "",
+        ON_ONE_RANK,
+    ),
+    Mutation(
+        "saved inputs are let go while they leave",
+        ACTIVATIONS,
+        "    device.used_on((to.is_cpu() ? from : to).storage().data_ptr(), *stream);\n",
+        "",
+        ON_ONE_RANK,
+    ),
+    Mutation(
+        "a unit is computed again before its inputs are back",
+        ACTIVATIONS,
+        "    if (came) came->block(store->device.current());\n    at::Tensor tensor",
+        "    at::Tensor tensor",
+        ON_ONE_RANK,
+    ),
+    Mutation(
+        "saved inputs go to disk before they are in memory",
+        ACTIVATIONS,
+        "    copied->synchronize();\n    copied.reset();",
+        "    copied.reset();",
+        ON_ONE_RANK,
+    ),
+]

@@ -1,0 +1,186 @@
+"""Builds, tests and measures this tree on a machine with an accelerator and without network.
+
+Needs a Python with torch (the one that runs this), a C++ compiler and the folder that
+tools/gpu_bundle made. Everything is done below --state; one JSON file has the machine, every
+figure and the end of the output of what failed. A call ends within --budget-s seconds; the next one
+goes on with the stages that are not done or whose sources have changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import time
+from typing import Any
+
+import machine
+import prebuilt
+import source_tree
+import summary
+from stages import Check, Outcome, Stage, all_stages
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESERVE_S = 10.0  # for the report, and for ending what is over its time
+SIZES = {"cuda": ["125m", "1.5b", "7b"]}
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tools/gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--device", help='"cuda", "sim", ...; default: cuda where torch sees one, else sim')
+    add("--bundle", type=pathlib.Path, default=ROOT / "build" / "gpu_bundle")
+    add("--state", type=pathlib.Path, default=ROOT / "build" / "gpu_check")
+    add("--json", type=pathlib.Path, help="the report; default: report.json in --state")
+    add("--budget-s", type=float, default=520.0, help="for this call (default %(default)g)")
+    add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    add("--sizes", nargs="*", help="of the models that gpu_train.py trains")
+    add("--only", nargs="+", help="of the stages after the build, those with these words in a name")
+    add("--pack", type=pathlib.Path, help="write what was built to this file, for --prebuilt")
+    add("--prebuilt", type=pathlib.Path, help="build nothing: take this file's binaries")
+    add("--fresh", action="store_true", help="start over: forget the state, build products too")
+    add("--retry", action="store_true", help="run again what failed, with the sources as they were")
+    return parser.parse_args()
+
+
+@dataclasses.dataclass
+class Report:
+    """The JSON file; written after every stage, so that a call that is cut off leaves it."""
+
+    path: pathlib.Path
+    whole: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: pathlib.Path, kept: pathlib.Path) -> Report:
+        """`kept` has what the last call left, wherever its report went."""
+        whole: dict[str, Any] = {}
+        if kept.exists():
+            whole = json.loads(kept.read_text(encoding="utf-8"))
+        return cls(path, {"stages": {}} | whole)
+
+    def write(self, kept: pathlib.Path) -> None:
+        text = json.dumps(self.whole, indent=1) + "\n"
+        for path in {self.path, kept}:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".part")
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(path)
+
+
+def commit() -> str:
+    """Of the checkout, if it is one and git is there."""
+    if not (ROOT / ".git").exists():
+        return ""
+    return machine.first_line(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
+
+
+def run_stage(stage: Stage, check: Check, report: Report, left_s: float) -> dict[str, Any]:
+    """Runs it unless it is done; what the report has of it from now on."""
+    before: dict[str, Any] = report.whole["stages"].get(stage.name, {})
+    same = before.get("key") == check.key
+    if same and before.get("status") in ("done", "failed") and not stage.always:
+        return before | {"kept": True}
+    if left_s < stage.least_s:
+        return {"status": "not run", "why": f"{max(0.0, left_s):.0f} s were left", "key": check.key}
+    print(f"[gpu_check] {stage.name} ({min(left_s, stage.most_s):.0f} s at most)", flush=True)
+    begin = time.monotonic()
+    try:
+        outcome = stage.run(check, min(left_s, stage.most_s))
+    except (OSError, RuntimeError, ValueError) as error:
+        outcome = Outcome("failed", tail=f"{type(error).__name__}: {error}")
+    seconds = time.monotonic() - begin
+    earlier = before.get("seconds", 0.0) if same else 0.0
+    print(f"[gpu_check] {stage.name}: {outcome.status}, {seconds:.0f} s", flush=True)
+    if outcome.tail:
+        print(outcome.tail[-1500:], flush=True)
+    times = {"seconds": round(seconds, 1), "seconds_in_all": round(earlier + seconds, 1)}
+    return {**dataclasses.asdict(outcome), **times, "key": check.key}
+
+
+def chosen_stages(options: argparse.Namespace, check: Check, torch: str) -> list[Stage]:
+    """With --prebuilt one that unpacks takes the place of those that build."""
+    stages = all_stages(check)
+    if options.prebuilt is None:
+        return stages
+
+    def unpack(check: Check, limit_s: float) -> Outcome:
+        return prebuilt.unpack(check, torch, options.prebuilt)
+
+    taken = Stage("prebuilt", unpack, prebuilt.COMPILED, 2, 60, always=True, needed=True)
+    left_out = {"dependencies", "configure", "build", "cpp tests"}
+    rest = [stage for stage in stages if stage.name not in left_out]
+    return [rest[0], taken, *rest[1:]]
+
+
+def run_all(options: argparse.Namespace, check: Check, report: Report, deadline: float) -> None:
+    kept = check.state / "report.json"
+    torch = report.whole["machine"]["torch"]
+    stages = chosen_stages(options, check, torch)
+    bundle = source_tree.digest(check.bundle, ["manifest.json"])
+    missing = ""  # a stage that all after it need
+    for stage in stages:
+        digest = source_tree.digest(check.tree, stage.inputs)
+        text = f"{digest} {bundle} {torch} {check.device} {sys.executable}"
+        check.key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        wanted = stage.needed or stage.always or not options.only
+        if missing:
+            found = {"status": "not run", "why": f"{missing} did not get through"}
+        elif not wanted and not any(word in stage.name for word in options.only):
+            found = report.whole["stages"].get(stage.name, {"status": "not run", "why": "--only"})
+        else:
+            found = run_stage(stage, check, report, deadline - time.monotonic())
+        report.whole["stages"][stage.name] = found
+        report.write(kept)
+        if stage.needed and found["status"] != "done" and not missing:
+            missing = stage.name
+    names = [stage.name for stage in stages]
+    report.whole["stages"] = {name: report.whole["stages"][name] for name in names}
+    report.write(kept)
+
+
+def prepared(options: argparse.Namespace) -> tuple[Check, Report]:
+    if options.fresh:
+        shutil.rmtree(options.state, ignore_errors=True)
+    options.state.mkdir(parents=True, exist_ok=True)
+    state = options.state.resolve()
+    report = Report.read(options.json or state / "report.json", state / "report.json")
+    found = machine.described(sys.executable, state)
+    device = options.device or ("cuda" if found["devices"] else "sim")
+    sizes = options.sizes or SIZES.get(device.partition(":")[0], ["tiny"])
+    source_tree.mirror(ROOT, state / "tree")
+    report.whole["machine"] = found
+    report.whole["device"] = device
+    report.whole["commit"] = commit()
+    report.whole["calls"] = report.whole.get("calls", 0) + 1
+    if options.retry:
+        stages = report.whole["stages"]
+        report.whole["stages"] = {k: s for k, s in stages.items() if s["status"] != "failed"}
+    return Check(state, options.bundle.resolve(), device, options.jobs, sizes), report
+
+
+def main() -> None:
+    begin = time.monotonic()
+    options = parse_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("[gpu_check] terminated"))
+    check, report = prepared(options)
+    run_all(options, check, report, begin + options.budget_s - RESERVE_S)
+    if options.pack:
+        prebuilt.pack(check, report.whole["machine"]["torch"], options.pack)
+    print(summary.text(report.whole))
+    print(f"[gpu_check] {time.monotonic() - begin:.0f} s; {report.path}")
+    statuses = {stage["status"] for stage in report.whole["stages"].values()}
+    raise SystemExit(1 if "failed" in statuses else 0)
+
+
+if __name__ == "__main__":
+    main()
