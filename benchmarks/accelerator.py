@@ -34,8 +34,9 @@ def open_device(name: str) -> torch.device:
     """Of "cuda", "sim" (tests/device) or "cpu"; it is the current one from then on."""
     if name.startswith("sim"):
         sys.path.insert(0, str(ROOT / "tests" / "device"))
-        import sim  # noqa: F401, PLC0415 - a process that has it is of no use to other tests
+        import sim  # noqa: PLC0415 - is not where others look for modules
 
+        sim.start()
         torch.__future__.set_swap_module_params_on_conversion(True)
     device = torch.device(name)
     if device.type == "cpu":

@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import Any
 
+import sim
 import torch
 import torch.distributed as dist
 import training
@@ -17,9 +18,9 @@ NAME = os.environ.get("PENSTOCK_TEST_DEVICE", "sim")
 
 @functools.cache
 def device() -> str:
-    """This rank's. Importing the simulated one is what makes torch know it."""
+    """This rank's."""
     if NAME == "sim":
-        import sim  # noqa: F401, PLC0415 - the parent and other ranks do without
+        sim.start()
     rank = dist.get_rank() if dist.is_initialized() else 0
     return f"{NAME}:{rank % torch.accelerator.device_count()}"
 
@@ -28,8 +29,6 @@ def schedule(seed: int) -> None:
     """Of a simulated device: how late what is queued there runs."""
     place = device()
     if NAME == "sim":
-        import sim  # noqa: PLC0415
-
         sim.set_seed(seed)
         sim.set_delays_us(0, 50)
     torch.accelerator.set_device_index(torch.device(place).index)

@@ -1,6 +1,6 @@
-"""The simulated accelerator, device "sim": importing this is all that a test does.
+"""The simulated accelerator, device "sim": a process calls start() first.
 
-Loads the module from the build tree (`build/release/tests/device`, or the folder in the environment
+That loads the module from the build tree (`build/release/tests/device`, or the folder in the environment
 variable PENSTOCK_SIM_BUILD), gives torch the device's name and Python side, and registers the
 collectives backend "simccl". The switches and counters are those of simulated/control.h. What it is
 for, what it finds, and its traps: README.md.
@@ -37,8 +37,8 @@ def _load() -> types.ModuleType:
     return module
 
 
-_sim: Any = _load()
-DEVICES: int = _sim.DEVICES
+_sim: Any = None
+DEVICES = 8
 
 
 @dataclass(frozen=True)
@@ -192,4 +192,16 @@ def _register() -> None:
     atexit.register(_sim.drain)
 
 
-_register()
+def start() -> None:
+    """Makes torch of this process know the device; again: nothing. There is no way back, and much of
+    torch behaves otherwise from then on: a process that runs other tests must not call this."""
+    global _sim
+    if _sim is None:
+        _sim = _load()
+        assert _sim.DEVICES == DEVICES
+        _register()
+
+
+def is_started() -> bool:
+    """Whether this process called start()."""
+    return _sim is not None

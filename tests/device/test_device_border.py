@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import on_device
 import pytest
+import sim
 import torch
 import training
 import zoo
@@ -116,8 +117,6 @@ def saved(folder, device):
 
 
 def pinning_fails():
-    import sim  # noqa: PLC0415
-
     on_device.device()
     sim.set_pinning_fails(True)
     try:

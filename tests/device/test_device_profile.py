@@ -7,6 +7,7 @@ import re
 
 import on_device
 import pytest
+import sim
 import torch
 import torch.distributed as dist
 import training
@@ -51,8 +52,6 @@ def planned(engine, world):
 def profile(strategy, offload):
     """On a rank: what the plan says, and what the device counted."""
     on_device.schedule(0)
-    import sim  # noqa: PLC0415 - the parent does without
-
     place = on_device.device()
     model = training.moved(zoo.build("gpt"), place)
     config = training.Case(strategy, "bf16", world=dist.get_world_size()).config()

@@ -14,6 +14,8 @@ import device_cases
 import device_collectives
 import device_ordering
 import ranks
+import sim
+import torch
 from device_model import Training
 
 SEEDS = 20
@@ -31,13 +33,16 @@ def started():
 @pytest.fixture
 def alone(started):
     """A process that has the device."""
-    return started(1)
+    pool = started(1)
+    pool.run(sim.start)
+    return pool
 
 
 @pytest.fixture
 def pair(started):
     """Two ranks, each with the device."""
     pool = started(2)
+    pool.run(sim.start)
     pool.run(device_collectives.meet, pool.store.port)
     return pool
 
@@ -98,7 +103,7 @@ def test_finds_a_collective_that_nobody_waits_for(pair):
 def ended(script: str) -> tuple[int, str]:
     """Exit code and output of a program that has the device."""
     folder = device_cases.__file__.rpartition("/")[0]
-    setup = f"import sys; sys.path.insert(0, {folder!r}); import sim, torch\n"
+    setup = f"import sys; sys.path.insert(0, {folder!r}); import sim, torch; sim.start()\n"
     limits = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
     # From Python 3.12 on there is a warning of forks beside threads.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", limits + setup + script]
@@ -140,3 +145,9 @@ def test_processes_end():
     )
     assert code == 0, text
     assert text == "[sim] the device cannot be used in a forked process\n3\n"
+
+
+def test_this_process_has_no_device():
+    """Of other tests some would do something else beside one: torch starts as many workers as there
+    are devices, DataParallel puts its module there."""
+    assert not sim.is_started() and not torch.accelerator.is_available()

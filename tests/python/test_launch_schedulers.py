@@ -125,7 +125,7 @@ def test_a_script_trains_under(launcher, expected, tmp_path, request):
         words = ["mpirun", "-n", "2", "--host", "localhost:2", "--bind-to", "none", *script]
     else:
         env = request.getfixturevalue("slurm")
-        words = ["srun", "--ntasks", "2", *script]
+        words = ["srun", "--quiet", "--ntasks", "2", *script]
     code, said = start(tmp_path, words, env)
     assert code == 0, said
     assert sums(said) == expected
@@ -176,7 +176,7 @@ def test_slurm_starts_a_launcher_on_each_node(slurm, tmp_path):
         "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')))",
         encoding="utf-8",
     )
-    words = ["srun", "--ntasks", "1", *LAUNCHER, "--nproc", "2", "say.py"]
+    words = ["srun", "--quiet", "--ntasks", "1", *LAUNCHER, "--nproc", "2", "say.py"]
     code, said = start(tmp_path, words, slurm)
     assert code == 0, said
     assert sorted(line[-13:] for line in said.splitlines()) == ["0 2 127.0.0.1", "1 2 127.0.0.1"]
