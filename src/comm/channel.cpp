@@ -165,12 +165,45 @@ void Channel::start() {
 void Channel::add_gather(const Members& members, const GatherBuffer& buffer) {
   const Address full = buffer.full;
   const int64_t bytes = buffer.shard_bytes;
-  sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
   for (int i = 0; i < members.size(); ++i) {
     if (i == members.index) continue;
     sends_.push_back({members.ranks[i], full + members.index * bytes, bytes});
     receives_.push_back({members.ranks[i], full + i * bytes, bytes});
   }
+}
+
+// The shards that a member has after some rounds are its own and those of the members that follow
+// it. In each round it gets more of them from one further on.
+void Channel::pass_on(const Label& label, const Members& members,
+                      const std::vector<GatherBuffer>& buffers, bool doubling) {
+  const int size = members.size();
+  for (int have = 1, next = 0; have < size; have = next) {
+    const int count = doubling ? std::min(have, size - have) : 1;
+    next = have + count;
+    // Around the ring each sends on what it got last.
+    const int stride = doubling ? have : 1, first = doubling ? 0 : have - 1;
+    const int from = (members.index + stride) % size, to = (members.index + size - stride) % size;
+    sends_.clear();
+    receives_.clear();
+    for (const GatherBuffer& buffer : buffers) {
+      const int64_t bytes = buffer.shard_bytes;
+      for (int i = first; i < first + count; ++i) {
+        sends_.push_back(
+            {members.ranks[to], buffer.full + (members.index + i) % size * bytes, bytes});
+        receives_.push_back({members.ranks[from], buffer.full + (from + i) % size * bytes, bytes});
+      }
+    }
+    exchange(label);
+  }
+}
+
+void Channel::gather(const Label& label, const Members& members,
+                     const std::vector<GatherBuffer>& buffers) {
+  int64_t bytes = 0;
+  for (const GatherBuffer& buffer : buffers) bytes += buffer.shard_bytes;
+  if (members.size() > kDirect) return pass_on(label, members, buffers, bytes <= kByDoubling);
+  for (const GatherBuffer& buffer : buffers) add_gather(members, buffer);
+  exchange(label);
 }
 
 void Channel::all_gather(const Label& label, const Members& members,
@@ -179,32 +212,30 @@ void Channel::all_gather(const Label& label, const Members& members,
   start();
   const int64_t packed = packed_in(staging, members, buffers);
   Address own = staging.data + members.index * packed;
+  travel_.clear();  // what the collective moves
   for (const GatherBuffer& buffer : buffers) {
     const int64_t bytes = buffer.shard_bytes;
+    sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
     if (packed == 0 || bytes > kPackBytes) {
-      add_gather(members, buffer);
+      travel_.push_back(buffer);
       continue;
     }
-    sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
     device::copy(own, buffer.full + members.index * bytes, bytes);
     own = own + bytes;
   }
-  if (packed > 0) add_gather(members, {staging.data, packed});
+  if (packed > 0) travel_.push_back({staging.data, packed});
+  sizes_ = mix(sizes_, static_cast<uint64_t>(packed));
   if (DeviceCollectives* const back_end =
           on_device(members, buffers.empty() ? Address() : buffers.front().full)) {
     history_ = mix(history_, begin(label));
     std::vector<DeviceCollectives::Gather> gathers;
-    const auto add = [&](const GatherBuffer& one) {
+    for (const GatherBuffer& one : travel_) {
       gathers.push_back({bytes_at(one.full, one.shard_bytes * members.size()),
                          bytes_at(one.full + members.index * one.shard_bytes, one.shard_bytes)});
-    };
-    for (const GatherBuffer& buffer : buffers) {
-      if (packed == 0 || buffer.shard_bytes > kPackBytes) add(buffer);
     }
-    if (packed > 0) add({staging.data, packed});
     back_end->all_gather(gathers);
   } else {
-    exchange(label);
+    gather(label, members, travel_);
   }
   if (packed > 0) unpack(members, buffers, staging.data, packed);
 }
@@ -341,11 +372,17 @@ void Channel::broadcast(const Label& label, const Members& members, void* data, 
   if (members.size() == 1) return;
   start();
   sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
-  if (members.index != 0) receives_.push_back({members.ranks[0], data, bytes});
-  for (int i = 1; i < members.size() && members.index == 0; ++i) {
-    sends_.push_back({members.ranks[i], data, bytes});
+  for (int have = 1; have < members.size(); have *= 2) {
+    sends_.clear();
+    receives_.clear();
+    const int to = members.index + have, from = members.index - have;
+    if (members.index < have && to < members.size()) {
+      sends_.push_back({members.ranks[to], data, bytes});
+    } else if (from >= 0 && from < have) {
+      receives_.push_back({members.ranks[from], data, bytes});
+    }
+    exchange(label);
   }
-  exchange(label);
 }
 
 void Channel::collect(const Label& label, const Members& owners, void* data, int64_t shard_bytes) {

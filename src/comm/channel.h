@@ -62,6 +62,12 @@ struct Staging {
 // [Note: Between devices] Buffers of a device whose group exchanges host memory go through pinned
 // memory: the lane waits on the host for what it sends, and what arrives is copied behind its back.
 //
+// [Note: Many ranks] Over host memory up to kDirect members send each other their shards in one
+// round. More of them gather small shards by doubling, in log2(members) rounds, and larger ones
+// around a ring: of each node one rank sends to another node, all else stays inside. A broadcast is
+// a binomial tree. Sums stay one round of direct sends, which moves no byte more than a ring and
+// adds up in member order, in fp32; what spares the links between nodes is the plan's (sum_wide()).
+//
 // Once warm, a collective allocates nothing itself and makes no text (share() does both).
 //
 // [Note: Staging] Where several small buffers travel together (src/place/packing.h) and the caller
@@ -87,6 +93,9 @@ class Channel {
   // Calls of Group::exchange since construction. From any thread.
   int64_t exchanges() const { return sequence_.load(std::memory_order_relaxed); }
 
+  static constexpr int kDirect = 8;                // members
+  static constexpr int64_t kByDoubling = 8 << 10;  // bytes of all shards of a member
+
   // All buffers travel together. `staging` is the call's own until it returns; empty: no packing.
   void all_gather(const Label& label, const Members& members,
                   const std::vector<GatherBuffer>& buffers, const Staging& staging = {});
@@ -108,7 +117,10 @@ class Channel {
 
  private:
   void start();
+  void gather(const Label& label, const Members& members, const std::vector<GatherBuffer>& buffers);
   void add_gather(const Members& members, const GatherBuffer& buffer);
+  void pass_on(const Label& label, const Members& members, const std::vector<GatherBuffer>& buffers,
+               bool doubling);
   void add_reduce(const Members& members, const ReduceBuffer& buffer);
   void add_packed(const Members& members, const std::vector<ReduceBuffer>& buffers,
                   device::Address staging, int64_t packed);
@@ -139,7 +151,7 @@ class Channel {
   uint64_t sizes_ = 0;  // hash of the bytes of each buffer
   std::vector<const void*> sources_;
   std::vector<ReduceBuffer> reduces_;
-  std::vector<GatherBuffer> gathers_;
+  std::vector<GatherBuffer> gathers_, travel_;
 };
 
 }  // namespace penstock::comm

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -158,7 +159,7 @@ TEST_P(Channels, PackedBuffersHaveTheBitsOfTheirOwn) {
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
-INSTANTIATE_TEST_SUITE_P(Sizes, Channels, testing::Values(1, 2, 3, 4, 7));
+INSTANTIATE_TEST_SUITE_P(Sizes, Channels, testing::Values(1, 2, 3, 4, 7, 8, 9, 13, 16));
 
 TEST(Channel, RanksThatDivergeEndWithAnErrorThatShowsBothSteps) {
   const auto errors = on_ranks(
@@ -307,7 +308,77 @@ TEST(Channel, AllocatesNothingOnceWarm) {
   }
   EXPECT_GT(before, 0);  // it counts
   EXPECT_EQ(allocations, before);
-  EXPECT_EQ(channel.exchanges(), 5 * 8);
+  EXPECT_EQ(channel.exchanges(), 5 * 9);
+}
+
+// A rank of several on nodes of eight. Counts what it sends.
+class Counted final : public Group {
+ public:
+  explicit Counted(Group& inner) : inner_(inner) {}
+  int rank() const override { return inner_.rank(); }
+  int size() const override { return inner_.size(); }
+  void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
+                uint32_t tag) override {
+    ++rounds;
+    std::set<int> peers;
+    for (const Piece& piece : sends) {
+      peers.insert(piece.peer);
+      if (piece.peer / 8 != rank() / 8) to_other_nodes += piece.bytes;
+    }
+    messages += static_cast<int64_t>(peers.size());
+    inner_.exchange(sends, receives, tag);
+  }
+  void set_position(Position where) override { inner_.set_position(std::move(where)); }
+  std::string roll_call(const std::string& error) override { return inner_.roll_call(error); }
+  std::string last_call(const std::string& fault) override { return inner_.last_call(fault); }
+  void end_exchanges(const std::string& why) override { inner_.end_exchanges(why); }
+  void renew() override { inner_.renew(); }
+  void close() override { inner_.close(); }
+
+  int64_t rounds = 0, messages = 0, to_other_nodes = 0;
+
+ private:
+  Group& inner_;
+};
+
+TEST(Channel, OfManyRanksNoGatherSendsToAll) {
+  constexpr int kRanks = 64;
+  constexpr int64_t kLarge = 40000;
+  std::vector<std::array<int64_t, 3>> small(kRanks), ring(kRanks), tree(kRanks);
+  const auto errors = on_ranks(kRanks, [&](Group& inner) {
+    const auto count = [&](const auto& body) {
+      Counted group(inner);
+      Channel channel(group, "test");
+      body(channel, everyone(group));
+      return std::array{group.rounds, group.messages, group.to_other_nodes};
+    };
+    const int rank = inner.rank();
+    small[rank] = count([&](Channel& channel, const Members& all) {
+      const auto shared = channel.share("share", all, std::string(10, static_cast<char>(rank)));
+      for (int i = 0; i < kRanks; ++i) EXPECT_EQ(shared[i], std::string(10, static_cast<char>(i)));
+    });
+    ring[rank] = count([&](Channel& channel, const Members& all) {
+      std::vector<char> full(kRanks * kLarge);
+      std::fill_n(full.begin() + rank * kLarge, kLarge, static_cast<char>(rank + 1));
+      channel.all_gather("gather", all, {{full.data(), kLarge}});
+      for (int64_t i = 0; i < kRanks * kLarge; ++i) ASSERT_EQ(full[i], i / kLarge + 1);
+    });
+    tree[rank] = count([&](Channel& channel, const Members& all) {
+      std::vector<char> data(kLarge, static_cast<char>(rank));
+      channel.broadcast("broadcast", all, data.data(), kLarge);
+      EXPECT_EQ(data, std::vector<char>(kLarge, 0));
+    });
+  });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+  for (int rank = 0; rank < kRanks; ++rank) {
+    EXPECT_EQ(small[rank][0], 6);
+    EXPECT_EQ(small[rank][1], 6);
+    EXPECT_EQ(ring[rank][1], kRanks - 1);
+    // Of a node one rank sends to another node.
+    EXPECT_EQ(ring[rank][2], rank % 8 == 0 ? (kRanks - 1) * kLarge : 0);
+    EXPECT_EQ(tree[rank][0], 6);
+  }
+  EXPECT_EQ(tree[0][1], 6);
 }
 
 TEST(Channel, CollectBringsShardsToTheFirstOwnerAlone) {
