@@ -55,10 +55,12 @@ struct BatchConfig {
 struct CommConfig {
   std::string backend = "auto";
   std::string codec = "none";
-  int64_t bucket_bytes = 1 << 20;  // neighbouring moves below it share one collective
-  double timeout_s = 600.0;        // every wait on a peer
-  double warn_s = 30.0;            // a longer one is a line on stderr; 0 = never
-  std::string report_dir;          // where an error of a lost peer leaves a report; empty = nowhere
+  std::string reduce_dtype = "auto";  // of gradients of low precision while they are summed:
+                                      // "gradient" (their own) "fp32"; resolved before a plan
+  int64_t bucket_bytes = 1 << 20;     // neighbouring moves below it share one collective
+  double timeout_s = 600.0;           // every wait on a peer
+  double warn_s = 30.0;               // a longer one is a line on stderr; 0 = never
+  std::string report_dir;  // where an error of a lost peer leaves a report; empty = nowhere
 };
 
 struct UnitsConfig {

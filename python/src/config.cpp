@@ -77,6 +77,7 @@ void bind_step_sections(py::module_& module) {
   py::class_<CommConfig>(module, "CommConfig")
       .def_readonly("backend", &CommConfig::backend)
       .def_readonly("codec", &CommConfig::codec)
+      .def_readonly("reduce_dtype", &CommConfig::reduce_dtype)
       .def_readonly("bucket_bytes", &CommConfig::bucket_bytes)
       .def_readonly("timeout_s", &CommConfig::timeout_s)
       .def_readonly("warn_s", &CommConfig::warn_s)

@@ -125,6 +125,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
       tiers(device_of(tree)),
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
   config.resolve(group->size());
+  resolve_reduce_dtype(mesh_of(config), static_cast<bool>(group->device_groups()), &config.comm);
   check_memory(tree);
   engine::Blueprint blueprint = engine::draw(tree, config);
   engine::foresee(blueprint);

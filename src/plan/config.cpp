@@ -328,8 +328,9 @@ void parse_tiling(const Json& value, TilingConfig* tiling) {
 }
 
 void parse_comm(const Json& value, CommConfig* comm) {
-  const Section section(value, "comm",
-                        {"backend", "codec", "bucket_bytes", "timeout_s", "warn_s", "report_dir"});
+  const Section section(
+      value, "comm",
+      {"backend", "codec", "reduce_dtype", "bucket_bytes", "timeout_s", "warn_s", "report_dir"});
   section.read_text("backend", &comm->backend);
   if (comm->backend != "auto" && comm->backend != "gloo")
     fail_unsupported("comm.backend", comm->backend,
@@ -338,6 +339,10 @@ void parse_comm(const Json& value, CommConfig* comm) {
   if (comm->codec != "none")
     fail_unsupported("comm.codec", comm->codec,
                      "this version does not support codecs yet, only \"none\"");
+  section.read_text("reduce_dtype", &comm->reduce_dtype);
+  if (comm->reduce_dtype != "auto" && comm->reduce_dtype != "gradient" &&
+      comm->reduce_dtype != "fp32")
+    fail_unsupported("comm.reduce_dtype", comm->reduce_dtype, "\"auto\", \"gradient\" or \"fp32\"");
   section.read_bytes("bucket_bytes", &comm->bucket_bytes, 0);
   section.read("timeout_s", &comm->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
   section.read("warn_s", &comm->warn_s, 0.0, 1e9, "seconds, a number from 0 (never) to 1e9");
@@ -525,9 +530,10 @@ std::string Config::json(int indent) const {
                    {"modules", tiling.modules},
                    {"loss_tokens", tiling.loss_tokens},
                    {"head", tiling.head}};
-  out["comm"] = {
-      {"backend", comm.backend},     {"codec", comm.codec},   {"bucket_bytes", comm.bucket_bytes},
-      {"timeout_s", comm.timeout_s}, {"warn_s", comm.warn_s}, {"report_dir", comm.report_dir}};
+  out["comm"] = {{"backend", comm.backend},           {"codec", comm.codec},
+                 {"reduce_dtype", comm.reduce_dtype}, {"bucket_bytes", comm.bucket_bytes},
+                 {"timeout_s", comm.timeout_s},       {"warn_s", comm.warn_s},
+                 {"report_dir", comm.report_dir}};
   Json ordered = out;
   Json rules = Json::object();
   for (const auto& [pattern, dtype] : dtypes) rules[pattern] = dtype;

@@ -3,10 +3,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "penstock/error.h"
+#include "src/base/text.h"
 #include "src/place/placement.h"
+#include "src/plan/copies.h"
 
 namespace penstock {
 
@@ -55,6 +59,10 @@ bool is_read(const Step& step) {
 bool is_wall(const Step& step) {
   return step.op == Op::kMicro || step.op == Op::kNorm || step.op == Op::kUpdate ||
          step.op == Op::kPublish;
+}
+
+bool sums(const Move& move) {
+  return move.kind == MoveKind::kReduceScatter || move.kind == MoveKind::kAllReduce;
 }
 
 int64_t unit_bytes(const UnitDesc& unit) {
@@ -234,6 +242,35 @@ Plan read_ahead(const Plan& plan) {
     steps.insert(at, step);
   }
   return ahead;
+}
+
+bool ring_sends_less(const Mesh& mesh) {
+  const int64_t local = mesh.size(Axis::kLocal), ranks = mesh.data();
+  // Parts of a gradient that leave a node, times their bytes.
+  return 4 * (ranks - 1) < 2 * local * (ranks - local);
+}
+
+Plan sum_as_fp32(const Plan& plan, const Table& table) {
+  Plan wide = plan;
+  for (Step& step : wide.steps) {
+    if (!is_move(step, Role::kGrad)) continue;
+    const auto sum = std::find_if(step.moves.begin(), step.moves.end(), sums);
+    if (sum == step.moves.end()) continue;
+    // What is partial in hold is summed from there.
+    Placement from = table.at(Role::kGrad, Phase::kHold);
+    std::optional<Placement> to = apply_all(from, step.moves);
+    if (!to) to = apply_all(from = table.grad_after_backward(), step.moves);
+    PENSTOCK_ASSERT(to, concat("no gradient for ", step.moves.front().text(), " to start"));
+    if (from.dtype == Dtype::kFp32) continue;
+    std::vector<Move> moves;
+    for (auto move = step.moves.begin(); move != step.moves.end(); ++move) {
+      if (move == sum) moves.push_back({MoveKind::kCast, {}, {}, {}, Dtype::kFp32});
+      if (move->kind != MoveKind::kCast) moves.push_back(*move);
+    }
+    if (to->dtype != Dtype::kFp32) moves.push_back({MoveKind::kCast, {}, {}, {}, to->dtype});
+    step.moves = std::move(moves);
+  }
+  return wide;
 }
 
 }  // namespace penstock

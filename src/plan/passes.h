@@ -1,8 +1,10 @@
 #pragma once
-// Passes: pure functions Plan -> Plan that never change results.
+// Passes: pure functions Plan -> Plan that never change results (but for the order in which a back
+// end of a device adds up, where sum_as_fp32() leaves a sum to it).
 #include <cstdint>
 
 #include "src/plan/plan.h"
+#include "src/plan/table.h"
 
 namespace penstock {
 
@@ -14,6 +16,14 @@ Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes);
 // Neighbouring moves of the same kind share one collective while their parameters together are
 // smaller than `bucket_bytes`: gathers join the earlier one, gradients and publishes the later one.
 Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
+
+// Gradients of low precision are fp32 on the wire of their first sum, which is what a ring that
+// adds up needs: twice the bytes, but those of a node go to another node once. Sums are made in
+// fp32 either way. `table` as on the mesh.
+Plan sum_as_fp32(const Plan& plan, const Table& table);
+// Whether the links between nodes carry less then, over a ring, than where each rank sends each
+// other one its part in 2 bytes a value.
+bool ring_sends_less(const Mesh& mesh);
 
 // What an update needs is read from disk while the one before runs: each read starts before that
 // update, and the first two reads of optimizer state even before the norm. What a unit's backward

@@ -178,6 +178,43 @@ TEST(PrefetchTest, PeaksGrowByNoMoreThanTheBudget) {
   }
 }
 
+TEST(SumTest, GradientsAreCastBeforeTheirFirstSum) {
+  struct Row {
+    const char* strategy;
+    Dtype precision;
+    const char* backward;  // what is done with a gradient after the last backward
+  };
+  const Row rows[] = {
+      {"zero2", Dtype::kFp32, "reduce_scatter(data)"},
+      {"zero2", Dtype::kBf16, "cast(fp32); reduce_scatter(data); cast(bf16)"},
+      {"ddp", Dtype::kFp16, "cast(fp32); all_reduce(data); cast(fp16)"},
+      {"mics", Dtype::kBf16, "cast(fp32); reduce_scatter(local); all_reduce(node); cast(bf16)"},
+  };
+  const Mesh mesh = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}});
+  for (const Row& row : rows) {
+    const Table table = preset(row.strategy, {.precision = row.precision}).on(mesh);
+    ModelDesc model = blocks(1);
+    model.units[0].flats[0].dtype = row.precision;
+    const Plan plan = plan_section(table, model, mesh, Section::kBackwardLast);
+    const Plan wide = sum_as_fp32(plan, table);
+    const std::string wanted = concat("u0 grad ", row.backward);
+    EXPECT_NE(wide.text().find(wanted), std::string::npos) << row.strategy << "\n" << wide.text();
+    EXPECT_EQ(sum_as_fp32(wide, table), wide) << row.strategy;
+    EXPECT_EQ(wide == plan, row.precision == Dtype::kFp32);
+  }
+}
+
+TEST(SumTest, ARingIsForNodesOfManyRanks) {
+  const auto less = [](int node, int local) {
+    return ring_sends_less(Mesh::of({{Axis::kNode, node}, {Axis::kLocal, local}}));
+  };
+  EXPECT_FALSE(less(1, 8));
+  EXPECT_FALSE(less(8, 1));
+  EXPECT_FALSE(less(2, 2));
+  EXPECT_TRUE(less(2, 8));
+  EXPECT_TRUE(less(16, 4));
+}
+
 TEST(PassesTest, StepsAreOnlyReordered) {
   const Mesh mesh = Mesh::of({{Axis::kLocal, 4}});
   const ModelDesc model = blocks(4);

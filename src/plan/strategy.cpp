@@ -131,9 +131,16 @@ void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
   }
 }
 
+void resolve_reduce_dtype(const Mesh& mesh, bool rings, CommConfig* comm) {
+  if (comm->reduce_dtype != "auto") return;
+  comm->reduce_dtype = rings && ring_sends_less(mesh) ? "fp32" : "gradient";
+}
+
 Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config) {
-  return fuse(prefetch(read_ahead(plan), model, config.prefetch_bytes), model,
-              config.comm.bucket_bytes);
+  Plan made = fuse(prefetch(read_ahead(plan), model, config.prefetch_bytes), model,
+                   config.comm.bucket_bytes);
+  if (config.comm.reduce_dtype != "fp32") return made;
+  return sum_as_fp32(made, table_of(config, model).on(mesh_of(config)));
 }
 
 int num_moments(const Config& config) {

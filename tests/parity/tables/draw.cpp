@@ -277,8 +277,9 @@ std::string Draw::config() const {
                 R"(}, "batch": {"accumulate": )", loop.accumulate, R"(}, "clip": 0.5, )",
                 R"("optimizer": {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1}, )",
                 R"("units": {"modules": ["Block"]}, "prefetch_bytes": )", prefetch_bytes,
-                R"(, "comm": {"bucket_bytes": )", bucket_bytes, R"(}, "offload": )",
-                offload_json(*this), R"(, "table": )", cells_json(cells), "}");
+                R"(, "comm": {"bucket_bytes": )", bucket_bytes, R"(, "reduce_dtype": ")",
+                sums_as_fp32 ? "fp32" : "gradient", R"("}, "offload": )", offload_json(*this),
+                R"(, "table": )", cells_json(cells), "}");
 }
 
 std::string Draw::text() const {
@@ -308,6 +309,7 @@ Draw draw(uint64_t seed) {
   draw.options.precision = dice.chance(40) ? Dtype::kBf16 : Dtype::kFp32;
   draw_loop(draw.loop, dice);
   draw.loop.save = seed % 2 == 1;  // of the seed, so that the dice fall as before
+  draw.sums_as_fp32 = seed % 3 == 1;
   draw.options.accumulate = draw.loop.accumulate > 1;
   draw_offload(draw, dice);
   draw.prefetch_bytes = dice.one_of<int64_t>({0, 1000, 1 << 20});

@@ -36,6 +36,7 @@ struct Draw {
   TableOptions options;  // of the preset
   bool late_update = false;
   int64_t prefetch_bytes = 0, bucket_bytes = 0;
+  bool sums_as_fp32 = false;
   std::vector<Cell> cells;  // that differ from the preset
   Loop loop;
 
