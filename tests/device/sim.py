@@ -1,9 +1,9 @@
 """The simulated accelerator, device "sim": a process calls start() first.
 
-That loads the module from the build tree (`build/release/tests/device`, or the folder in the environment
-variable PENSTOCK_SIM_BUILD), gives torch the device's name and Python side, and registers the
-collectives backend "simccl". The switches and counters are those of simulated/control.h. What it is
-for, what it finds, and its traps: README.md.
+That loads the module from the build tree (`build/release/tests/device`, or the folder in the
+environment variable PENSTOCK_SIM_BUILD), gives torch its name and Python side, and registers
+the collectives backend "simccl". The switches and counters are those of simulated/control.h. What it
+is for, what it finds, and its traps: README.md.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def _register() -> None:
 
 
 def start() -> None:
-    """Makes torch of this process know the device; again: nothing. There is no way back, and much of
-    torch behaves otherwise from then on: a process that runs other tests must not call this."""
+    """Makes torch of this process know the device; again: nothing. There is no way back, and much
+    of torch behaves otherwise from then on: a process that runs other tests must not call this."""
     global _sim
     if _sim is None:
         _sim = _load()
