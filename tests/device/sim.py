@@ -2,8 +2,8 @@
 
 That loads the module from the build tree (`build/release/tests/device`, or the folder in the
 environment variable PENSTOCK_SIM_BUILD), gives torch its name and Python side, and registers
-the collectives backend "simccl". The switches and counters are those of simulated/control.h. What it
-is for, what it finds, and its traps: README.md.
+the collectives backend "simccl". The switches and counters are those of simulated/control.h.
+What it is for, what it finds, and its traps: README.md.
 """
 
 from __future__ import annotations
