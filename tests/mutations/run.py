@@ -57,9 +57,10 @@ def copy_tree(tree: pathlib.Path) -> None:
 def build(tree: pathlib.Path, test: Program | Pytest, jobs: int) -> None:
     """What the test needs. The Python module comes to stand beside the package's Python files."""
     python = isinstance(test, Pytest)
-    targets = [pathlib.Path(test.path).name]
     if isinstance(test, Pytest):
         targets = ["penstock", "_penstock", *test.targets]
+    else:
+        targets = [pathlib.Path(test.path).name]
     command = ["cmake", "--build", "--preset", "release", "-j", str(jobs), "--target", *targets]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if done.returncode != 0:
