@@ -3,10 +3,11 @@ host of what is not its own: each must make a test on the simulated accelerator 
 
 from __future__ import annotations
 
-from planted import Mutation, Program, Pytest
+from planted import Mutation, Program, Pytest, gtest
 
 # Random tables on the device, each in a process with one schedule of late kernels.
 TABLES = Program("tests/device/device_tables_test", ("--draws", "0:80"))
+MEMORY = gtest("tests/device/memory_test", "MemoryTest.*")
 ON_ONE_RANK = Pytest(("tests/device/test_device_activations.py", "-k", "world1"), ("_sim",))
 
 LANE, FENCE, KERNELS = "src/device/lane.cpp", "src/device/fence.cpp", "src/device/kernels.cpp"
@@ -37,7 +38,7 @@ BESIDE_A_DEVICE = [
   if (state_->queued) state_->queued->synchronize();
 """,
         "  if (state_->error) std::rethrow_exception(state_->error);\n",
-        TABLES,
+        MEMORY,
     ),
     Mutation(
         "pinned memory is used again before its copy has ended",
@@ -52,19 +53,12 @@ BESIDE_A_DEVICE = [
         "    if (chosen->after && kind_ == Kind::kDevice) "
         "chosen->after->block(device_.current());\n",
         "",
-        TABLES,
+        MEMORY,
     ),
     Mutation(
         "peers are sent what has not come from the device yet",
         CHANNEL,
         "  device->synchronize();\n",
-        "",
-        TABLES,
-    ),
-    Mutation(
-        "what peers sent is let go before it is copied to the device",
-        CHANNEL,
-        "  device->give_back_pinned(std::move(pinned));\n",
         "",
         TABLES,
     ),
