@@ -210,8 +210,9 @@ struct Activations::Entry {
   void let_go() {
     try {
       arrive();
-    } catch (const RuntimeFault&) {
-      // Nobody wants these bytes any more; what counts is that nothing moves them.
+    } catch (const std::exception&) {
+      // Nobody wants these bytes any more; what counts is that nothing moves them. (Of a device that
+      // failed every wait throws.)
     }
     source.reset();
     back.reset();

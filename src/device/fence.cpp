@@ -10,8 +10,12 @@ void Fence::wait_for_host_half() const {
 void Fence::wait() const {
   if (!state_) return;
   wait_for_host_half();
+  try {  // also after an error: what was queued before it may still use memory that is let go now
+    if (state_->queued) state_->queued->block(state_->device->current());
+  } catch (const std::exception&) {
+    if (!state_->error) throw;
+  }
   if (state_->error) std::rethrow_exception(state_->error);
-  if (state_->queued) state_->queued->block(state_->device->current());
 }
 
 void Fence::wait_on_host() const {

@@ -60,8 +60,13 @@ void Lane::run(Task& task) {
   }
   task.work = nullptr;  // what it held is let go before anybody goes on
   if (stream_) {
-    task.fence.state_->queued.emplace(device_.where().type());
-    task.fence.state_->queued->record(*stream_);
+    try {
+      c10::Event queued(device_.where().type());
+      queued.record(*stream_);
+      task.fence.state_->queued.emplace(std::move(queued));
+    } catch (...) {  // of a device that failed
+      if (!error_) error_ = std::current_exception();
+    }
   }
   task.fence.set(error_);
 }

@@ -92,11 +92,15 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
   comm::Members all{{}, group.rank()};
   for (int rank = 0; rank < group.size(); ++rank) all.ranks.push_back(rank);
   const engine::Found mine = engine::find_room(config, tree, group.size());
-  std::vector<std::string> texts =
-      engine::share_text("model and config", concat(mine.text(), "\n", config.lines(), print),
-                         [&](const std::string& label, const std::string& payload) {
-                           return channel.share(label, all, payload);
-                         });
+  // Without its index: ranks may see their devices by any.
+  const std::string device =
+      concat("parameters on ", c10::DeviceTypeName(device_of(tree).type()), ", collectives ",
+             group.device_groups() ? "there" : "here", "\n");
+  std::vector<std::string> texts = engine::share_text(
+      "model and config", concat(mine.text(), "\n", device, config.lines(), print),
+      [&](const std::string& label, const std::string& payload) {
+        return channel.share(label, all, payload);
+      });
   std::vector<engine::Found> by_rank;
   for (std::string& text : texts) {
     const size_t line = text.find('\n');
@@ -125,7 +129,6 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
       tiers(device_of(tree)),
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
   config.resolve(group->size());
-  resolve_reduce_dtype(mesh_of(config), static_cast<bool>(group->device_groups()), &config.comm);
   check_memory(tree);
   engine::Blueprint blueprint = engine::draw(tree, config);
   engine::foresee(blueprint);
@@ -138,6 +141,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   const Table table = engine::settle(blueprint);
   config = std::move(blueprint.config);
   model = std::move(blueprint.model);
+  resolve_reduce_dtype(model, static_cast<bool>(group->device_groups()), &config);
   executor.emplace(table, blueprint.mesh, *group, tiers, std::move(blueprint.units));
   driver.emplace(*executor);
   moves_params = executor->moves_params();

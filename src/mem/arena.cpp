@@ -201,9 +201,16 @@ void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   const int64_t slot = slot_bytes(bytes);
   Unused unused{std::move(data), {}, kNoStream};
   if (kind_ != Kind::kHost) {
-    unused.stream = device_.current();
-    unused.after.emplace(device_.where().type());
-    unused.after->record(unused.stream);
+    try {
+      unused.stream = device_.current();
+      unused.after.emplace(device_.where().type());
+      unused.after->record(unused.stream);
+    } catch (const std::exception&) {
+      // The device failed. Nobody knows what still uses the memory, so it is never used again; and
+      // nothing throws here, as leases end in destructors.
+      unused.data.release_context();
+      return;
+    }
   }
   unused_[slot].push_front(std::move(unused));
   unused_bytes_ += slot;

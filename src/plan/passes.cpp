@@ -244,7 +244,14 @@ Plan read_ahead(const Plan& plan) {
   return ahead;
 }
 
-bool ring_sends_less(const Mesh& mesh) {
+bool ring_sends_less(const Mesh& mesh, const Table& table) {
+  const Placement& made = table.grad_after_backward();
+  const Placement& kept = table.at(Role::kGrad, Phase::kUpdate);
+  const std::vector<Move> moves = hops(made, kept);
+  const auto first = std::find_if(moves.begin(), moves.end(), sums);
+  if (first == moves.end() || made.dtype == Dtype::kFp32) return false;
+  if (std::find(first->axes.begin(), first->axes.end(), Axis::kNode) == first->axes.end())
+    return false;
   const int64_t local = mesh.size(Axis::kLocal), ranks = mesh.data();
   // Parts of a gradient that leave a node, times their bytes.
   return 4 * (ranks - 1) < 2 * local * (ranks - local);

@@ -22,8 +22,9 @@ Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
 // fp32 either way. `table` as on the mesh.
 Plan sum_as_fp32(const Plan& plan, const Table& table);
 // Whether the links between nodes carry less then, over a ring, than where each rank sends each
-// other one its part in 2 bytes a value.
-bool ring_sends_less(const Mesh& mesh);
+// other one its part in 2 bytes a value. Not where what crosses nodes is a second sum, which is
+// fp32 anyway.
+bool ring_sends_less(const Mesh& mesh, const Table& table);
 
 // What an update needs is read from disk while the one before runs: each read starts before that
 // update, and the first two reads of optimizer state even before the norm. What a unit's backward

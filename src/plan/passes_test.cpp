@@ -205,14 +205,19 @@ TEST(SumTest, GradientsAreCastBeforeTheirFirstSum) {
 }
 
 TEST(SumTest, ARingIsForNodesOfManyRanks) {
-  const auto less = [](int node, int local) {
-    return ring_sends_less(Mesh::of({{Axis::kNode, node}, {Axis::kLocal, local}}));
+  const auto less = [](int node, int local, const char* strategy = "zero2") {
+    const Mesh mesh = Mesh::of({{Axis::kNode, node}, {Axis::kLocal, local}});
+    const Table table = preset(strategy, {.precision = Dtype::kBf16});
+    return ring_sends_less(mesh, table.on(mesh));
   };
   EXPECT_FALSE(less(1, 8));
   EXPECT_FALSE(less(8, 1));
   EXPECT_FALSE(less(2, 2));
   EXPECT_TRUE(less(2, 8));
   EXPECT_TRUE(less(16, 4));
+  EXPECT_TRUE(less(2, 8, "ddp"));
+  EXPECT_TRUE(less(2, 8, "hpz"));
+  EXPECT_FALSE(less(2, 8, "mics"));  // sums inside the node first, and then in fp32
 }
 
 TEST(PassesTest, StepsAreOnlyReordered) {

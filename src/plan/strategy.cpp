@@ -131,9 +131,11 @@ void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
   }
 }
 
-void resolve_reduce_dtype(const Mesh& mesh, bool rings, CommConfig* comm) {
-  if (comm->reduce_dtype != "auto") return;
-  comm->reduce_dtype = rings && ring_sends_less(mesh) ? "fp32" : "gradient";
+void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config) {
+  if (config->comm.reduce_dtype != "auto") return;
+  const Mesh mesh = mesh_of(*config);
+  const bool wide = rings && ring_sends_less(mesh, table_of(*config, model).on(mesh));
+  config->comm.reduce_dtype = wide ? "fp32" : "gradient";
 }
 
 Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config) {

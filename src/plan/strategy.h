@@ -26,7 +26,7 @@ void mark_recomputed(const Config& config, ModelDesc& model);
 void set_chunks(const Config& config, const Table& table, ModelDesc& model);
 // "auto" becomes what sends less between nodes. `rings`: the ranks have a back end of a device,
 // whose sums go around rings.
-void resolve_reduce_dtype(const Mesh& mesh, bool rings, CommConfig* comm);
+void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config);
 // The passes that the config asks for.
 Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config);
 
