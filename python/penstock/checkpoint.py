@@ -257,6 +257,10 @@ def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         of_rank["numpy"] = encode((kind, keys.tolist(), *rest), "numpy.random.get_state()")
+    device = _device_of(engine)
+    if device.type != "cpu":
+        state = torch.get_device_module(device).get_rng_state(device).tolist()
+        of_rank["device_generator"] = encode((device.type, state), "the device's get_rng_state()")
     generator = torch.get_rng_state()
     tensors = [_Tensor("rng", "torch", list(generator.shape), 0, ranks.rank(), generator)]
     tensors += [_buffer(name, value) for name, value in _buffers(engine.module)]
@@ -418,6 +422,11 @@ class _Taken:
             if "numpy" in sys.modules and "numpy" in self._of_ranks[self._rank]:
                 state = decode(self._of_ranks[self._rank]["numpy"])
                 sys.modules["numpy"].random.set_state(state)
+            device = _device_of(self._engine)
+            kind, state = decode(self._of_ranks[self._rank].get("device_generator", ["cpu", []]))
+            if device.type == kind != "cpu":
+                state = torch.tensor(state, dtype=torch.uint8)
+                torch.get_device_module(device).set_rng_state(state, device)
             return
         # A rank that there was none of: from another's state, but not the same.
         text = bytes(self._generator.tolist()) + str(ranks.rank()).encode()
@@ -429,6 +438,11 @@ class _Taken:
 
 
 # ---- the parts
+
+
+def _device_of(engine: Any) -> torch.device:
+    """Where this rank's parameters compute."""
+    return next((one.device for one in engine.module.parameters()), torch.device("cpu"))
 
 
 def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

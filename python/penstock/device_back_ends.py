@@ -21,7 +21,7 @@ def name_for(device: torch.device, wanted: str) -> str | None:
     if device.type in ("cpu", "meta") or wanted == "gloo":
         return None
     found = dist.Backend.default_device_backend_map.get(device.type)
-    if found is None or not dist.is_backend_available(found):
+    if found in (None, "gloo") or not dist.is_backend_available(found):
         return None
     plugin = dist.Backend._plugins.get(found.upper())
     return None if plugin is not None and plugin.extended_api else found

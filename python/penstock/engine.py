@@ -68,6 +68,7 @@ class Engine(checkpoint.Checkpointing, ParamState):
         super().__init__()
         self._installed: list[Any] = []  # on modules
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        _warn_of_idle(device)
         back_end = device_back_ends.name_for(device, comm.backend)
         self._ranks = ranks.Ranks(comm.timeout_s, comm.warn_s, comm.report_dir, back_end)
         try:
@@ -486,6 +487,19 @@ def _refuse_model(model: torch.nn.Module) -> None:
 
 
 _cores: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # of engines that have one, closed or not
+
+
+def _warn_of_idle(device: torch.device) -> None:
+    """Of a machine's accelerator, where the model is on the CPU."""
+    if device.type != "cpu" or not torch.accelerator.is_available():
+        return
+    idle = torch.accelerator.current_accelerator()
+    warnings.warn(
+        f"[front::initialize] the model is on the CPU and trains there, and this machine has "
+        f'"{idle}": to train on it, model.to("{idle}") before initialize()',
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _forget() -> None:

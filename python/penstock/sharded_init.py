@@ -168,9 +168,15 @@ def init(timeout_s: float = 600.0, path: str | os.PathLike[str] = "") -> Iterato
         )
     own = _same_generator(held)
 
-    def registered(_module: Any, _name: str, param: torch.nn.Parameter | None) -> None:
-        if param is None or param.device.type != "cpu" or param.dtype not in _DTYPES:
+    def registered(_module: Any, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is None or param.device.type == "meta" or param.dtype not in _DTYPES:
             return
+        if param.device.type != "cpu":
+            raise ConfigError(
+                f'[front::init] parameter "{name}" is made on {param.device}: under '
+                "penstock.init() parameters are made on the CPU, in pieces, and train there. "
+                "A model that fits on a device is built there without init()"
+            )
         if not held.holds(param) and param.numel() > 0:
             held.hollow(param)
 

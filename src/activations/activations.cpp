@@ -211,8 +211,8 @@ struct Activations::Entry {
     try {
       arrive();
     } catch (const std::exception&) {
-      // Nobody wants these bytes any more; what counts is that nothing moves them. (Of a device that
-      // failed every wait throws.)
+      // Nobody wants these bytes any more; what counts is that nothing moves them. (Of a device
+      // that failed every wait throws.)
     }
     source.reset();
     back.reset();

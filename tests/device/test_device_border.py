@@ -221,3 +221,66 @@ def test_models_that_are_nowhere_or_everywhere(device_pools):
 def test_two_devices_in_a_process(device_pools):
     losses = device_pools(1).run(two_devices)[0]
     assert all(one == other for one, other in losses)
+
+
+def resumed(folder):
+    """Losses with dropout of a run, and of one that goes on from its checkpoint."""
+    runs = []
+    for first in (True, False):
+        engine, batch = start("zero2", model=dropout_model())
+        if first:
+            train(engine, batch, 2)
+            engine.save(folder)
+        else:
+            torch.rand(7, device=on_device.device())
+            engine.load(folder)
+        runs.append([train(engine, batch) for _ in range(3)])
+        engine.close()
+    return runs
+
+
+def dropout_model():
+    place = on_device.device()
+    model = zoo.build("gpt")
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.LayerNorm):
+            layer.register_forward_hook(lambda *given: torch.nn.functional.dropout(given[2], 0.2))
+    return training.moved(model, place)
+
+
+def test_a_checkpoint_has_the_generator_of_the_device(device_pools, tmp_path):
+    for before, after in device_pools(2).run(resumed, str(tmp_path)):
+        assert before == after
+
+
+def beside_a_device():
+    """A model on the CPU is told of, and one in pieces cannot be made on a device."""
+    import penstock  # noqa: PLC0415
+
+    place = on_device.device()
+    with pytest.warns(RuntimeWarning, match='model.to."sim'):
+        penstock.initialize(zoo.build("gpt"), Case("zero2", "fp32").config()).close()
+    with torch.device(place), penstock.init():
+        return raised(lambda: torch.nn.Linear(4, 4))
+
+
+def test_what_is_not_on_the_device_is_told(device_pools):
+    ((kind, text),) = device_pools(1).run(beside_a_device)
+    assert kind == "ConfigError" and "is made on sim" in text, text
+
+
+def on_other_kinds():
+    """One rank forgot to move its model."""
+    model = zoo.build("gpt")
+    if training.dist.get_rank() == 0:
+        on_device.schedule(0)
+        model = training.moved(model, on_device.device())
+    import penstock  # noqa: PLC0415
+
+    config = Case("zero2", "fp32", world=2).config() | {"comm": {"backend": "gloo"}}
+    return raised(lambda: penstock.initialize(model, config))
+
+
+def test_ranks_on_other_kinds_of_device_are_refused(device_pools):
+    for kind, text in device_pools(2).run(on_other_kinds):
+        assert kind == "RuntimeFault" and "parameters on" in text, text

@@ -137,7 +137,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self.global_rank = get_rank()
         self.world_size = self.dp_world_size = get_world_size()
         self.mp_world_size = 1
-        self.device = torch.device("cpu")
+        self.device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         self.monitor, self.timers = MonitorMaster(), SynchronizedWallClockTimer()
         self.pipeline_parallelism = self.has_moe_layers = False
         self.enable_backward_allreduce = True
