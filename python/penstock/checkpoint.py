@@ -4,12 +4,9 @@ The optimizer's groups, the scheduler, buffers, generators of random numbers, wh
 the user's own keeps, and objects that users register. The format is in docs/formats.md.
 """
 
-import hashlib
 import json
 import os
-import random
 import signal
-import sys
 import threading
 import warnings
 import weakref
@@ -19,7 +16,7 @@ from typing import Any
 
 import torch
 
-from penstock import export, ranks
+from penstock import export, generators, ranks
 from penstock._native import ConfigError, _penstock
 from penstock.json_values import decode, decode_scalar, encode, encode_scalar
 from penstock.launch import RESUME
@@ -248,19 +245,12 @@ def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any
         "tied": _tied(engine),
     }
     of_rank: dict[str, Any] = {
-        "random": encode(random.getstate(), "random.getstate()"),
+        **generators.states(_device_of(engine)),
         "objects": [
             [type(one).__name__, encode(one.state_dict(), f"state_dict() of object {i}")]
             for i, one in enumerate(engine._registered)
         ],
     }
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        of_rank["numpy"] = encode((kind, keys.tolist(), *rest), "numpy.random.get_state()")
-    device = _device_of(engine)
-    if device.type != "cpu":
-        state = torch.get_device_module(device).get_rng_state(device).tolist()
-        of_rank["device_generator"] = encode((device.type, state), "the device's get_rng_state()")
     generator = torch.get_rng_state()
     tensors = [_Tensor("rng", "torch", list(generator.shape), 0, ranks.rank(), generator)]
     tensors += [_buffer(name, value) for name, value in _buffers(engine.module)]
@@ -415,26 +405,10 @@ class _Taken:
     def _set_generators(self) -> None:
         if self._generator is None:
             return
-        if self._rank == ranks.rank():
-            torch.set_rng_state(self._generator)
-            if "random" in self._of_ranks[self._rank]:
-                random.setstate(decode(self._of_ranks[self._rank]["random"]))
-            if "numpy" in sys.modules and "numpy" in self._of_ranks[self._rank]:
-                state = decode(self._of_ranks[self._rank]["numpy"])
-                sys.modules["numpy"].random.set_state(state)
-            device = _device_of(self._engine)
-            kind, state = decode(self._of_ranks[self._rank].get("device_generator", ["cpu", []]))
-            if device.type == kind != "cpu":
-                state = torch.tensor(state, dtype=torch.uint8)
-                torch.get_device_module(device).set_rng_state(state, device)
-            return
-        # A rank that there was none of: from another's state, but not the same.
-        text = bytes(self._generator.tolist()) + str(ranks.rank()).encode()
-        seed = int.from_bytes(hashlib.sha256(text).digest()[:4], "little")
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
+        if self._rank != ranks.rank():
+            return generators.derive(self._generator, ranks.rank())
+        torch.set_rng_state(self._generator)
+        generators.restore(self._of_ranks[self._rank], _device_of(self._engine))
 
 
 # ---- the parts
