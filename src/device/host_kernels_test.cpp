@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "src/device/sample_values.h"
+#include "src/device/target_test.h"
 
 namespace penstock::device::host {
 namespace {
@@ -144,17 +145,7 @@ void check_nan() {
 TEST(Take, NanStaysNan) { check_nan(); }
 
 // The other tests run on the best instruction set of this machine; these on each that it has.
-class TargetTest : public testing::TestWithParam<int64_t> {
- protected:
-  void SetUp() override { choose(GetParam()); }
-  void TearDown() override { choose(0); }  // 0 = back to what the machine has
-
- private:
-  static void choose(int64_t targets) {
-    hwy::SetSupportedTargetsForTest(targets);
-    hwy::GetChosenTarget().DeInit();
-  }
-};
+class TargetTest : public OnTarget {};
 
 TEST_P(TargetTest, CastsAreThoseOfTorch) {
   check_take_pairs();

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "src/device/host_kernels.h"
+#include "src/device/target_test.h"
 
 namespace penstock::device::host {
 namespace {
@@ -57,17 +58,7 @@ void check_case(const Case& c, int64_t numel) {
   }
 }
 
-class TakeChecked : public testing::TestWithParam<int64_t> {
- protected:
-  void SetUp() override { choose(GetParam()); }
-  void TearDown() override { choose(0); }  // 0 = back to what the machine has
-
- private:
-  static void choose(int64_t targets) {
-    hwy::SetSupportedTargetsForTest(targets);
-    hwy::GetChosenTarget().DeInit();
-  }
-};
+class TakeChecked : public samples::OnTarget {};
 
 TEST_P(TakeChecked, HasTheBitsOfTakeAndSeesEveryBadSourceAndNothingElse) {
   for (const Case& c : cases())

@@ -17,6 +17,7 @@
 #include "penstock/error.h"
 #include "src/device/host_kernels.h"
 #include "src/device/sample_values.h"
+#include "src/device/target_test.h"
 
 namespace penstock::optim {
 namespace {
@@ -355,17 +356,7 @@ TEST(Bf16Moments, NotWithAdagrad) {
 }
 
 // The other tests run on the best instruction set of this machine; these on each that it has.
-class TargetTest : public testing::TestWithParam<int64_t> {
- protected:
-  void SetUp() override { choose(GetParam()); }
-  void TearDown() override { choose(0); }  // 0 = back to what the machine has
-
- private:
-  static void choose(int64_t targets) {
-    hwy::SetSupportedTargetsForTest(targets);
-    hwy::GetChosenTarget().DeInit();
-  }
-};
+class TargetTest : public OnTarget {};
 
 TEST_P(TargetTest, CutsDoNotChangeBits) { check_cuts(Dtype::kFp32); }
 TEST_P(TargetTest, NorWithBf16Moments) { check_cuts(Dtype::kBf16); }
