@@ -8,8 +8,8 @@
 #include <limits>
 #include <vector>
 
+#include "src/device/on_target.h"
 #include "src/device/sample_values.h"
-#include "src/device/target_test.h"
 
 namespace penstock::device::host {
 namespace {
@@ -145,7 +145,7 @@ void check_nan() {
 TEST(Take, NanStaysNan) { check_nan(); }
 
 // The other tests run on the best instruction set of this machine; these on each that it has.
-class TargetTest : public OnTarget {};
+class TargetTest : public OnTarget<testing::TestWithParam<int64_t>> {};
 
 TEST_P(TargetTest, CastsAreThoseOfTorch) {
   check_take_pairs();

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "src/device/host_kernels.h"
-#include "src/device/target_test.h"
+#include "src/device/on_target.h"
 
 namespace penstock::device::host {
 namespace {
@@ -58,7 +58,7 @@ void check_case(const Case& c, int64_t numel) {
   }
 }
 
-class TakeChecked : public samples::OnTarget {};
+class TakeChecked : public samples::OnTarget<testing::TestWithParam<int64_t>> {};
 
 TEST_P(TakeChecked, HasTheBitsOfTakeAndSeesEveryBadSourceAndNothingElse) {
   for (const Case& c : cases())

@@ -16,8 +16,8 @@
 
 #include "penstock/error.h"
 #include "src/device/host_kernels.h"
+#include "src/device/on_target.h"
 #include "src/device/sample_values.h"
-#include "src/device/target_test.h"
 
 namespace penstock::optim {
 namespace {
@@ -356,7 +356,7 @@ TEST(Bf16Moments, NotWithAdagrad) {
 }
 
 // The other tests run on the best instruction set of this machine; these on each that it has.
-class TargetTest : public OnTarget {};
+class TargetTest : public OnTarget<testing::TestWithParam<int64_t>> {};
 
 TEST_P(TargetTest, CutsDoNotChangeBits) { check_cuts(Dtype::kFp32); }
 TEST_P(TargetTest, NorWithBf16Moments) { check_cuts(Dtype::kBf16); }

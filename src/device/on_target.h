@@ -1,16 +1,16 @@
 #pragma once
-// For tests of kernels on each instruction set of the machine: the parameter is one of
-// hwy::SupportedAndGeneratedTargets().
-#include <gtest/gtest.h>
+// For tests of kernels on each instruction set of the machine: a fixture `Test` whose parameter is
+// one of hwy::SupportedAndGeneratedTargets().
 #include <hwy/highway.h>
 
 #include <cstdint>
 
 namespace penstock::samples {
 
-class OnTarget : public testing::TestWithParam<int64_t> {
+template <typename Test>
+class OnTarget : public Test {
  protected:
-  void SetUp() override { choose(GetParam()); }
+  void SetUp() override { choose(this->GetParam()); }
   void TearDown() override { choose(0); }  // 0 = back to what the machine has
 
  private:
