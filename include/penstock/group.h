@@ -22,6 +22,11 @@ namespace penstock {
 
 class Board;
 
+namespace comm {
+class BackEnds;
+class DeviceCollectives;
+}  // namespace comm
+
 // A piece of CPU memory that goes to or comes from `peer`.
 struct Piece {
   int peer = 0;
@@ -52,7 +57,8 @@ struct WatchOptions {
 // lets go of it). exchange() may be called from several lane threads at once.
 class PENSTOCK_API Group {
  public:
-  virtual ~Group() = default;
+  Group();
+  virtual ~Group();
   virtual int rank() const = 0;
   virtual int size() const = 0;
   // Sends and receives all pieces; returns when all are done. Both sides of a piece name the same
@@ -77,13 +83,16 @@ class PENSTOCK_API Group {
   virtual void end_exchanges(const std::string& why) = 0;
   // [all ranks] When nothing of this rank exchanges: connections that no failed exchange has used.
   virtual void renew() = 0;
-  // Makes a back end with collectives on a device's memory (NCCL, RCCL, XCCL) among these ranks,
+  // From connect_on_device(): makes a back end with collectives on a device's memory (NCCL, RCCL, XCCL) among these ranks,
   // all of which ask in the same order. Set before an engine is made; without it, what is on a
   // device is exchanged through host memory.
   using DeviceGroups =
       std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>& ranks)>;
   void set_device_groups(DeviceGroups make) { device_groups_ = std::move(make); }
   const DeviceGroups& device_groups() const { return device_groups_; }
+  // [those ranks] Collectives among them on a device's memory. They end with this rank's exchanges:
+  // where one that is under way gives up, what it would have written is undefined.
+  std::shared_ptr<comm::DeviceCollectives> connect_on_device(const std::vector<int>& ranks);
   // No more exchanges; joins what the group started. Called once, by the engine.
   virtual void close() = 0;
 
@@ -106,8 +115,14 @@ class PENSTOCK_API Group {
   // A single rank.
   static std::shared_ptr<Group> alone();
 
+ protected:
+  // Where a peer's end ends this rank's exchanges, though none may be under way on the host.
+  virtual void watch_peers() {}
+  comm::BackEnds& back_ends() { return *back_ends_; }
+
  private:
   DeviceGroups device_groups_;
+  std::unique_ptr<comm::BackEnds> back_ends_;
 };
 
 }  // namespace penstock

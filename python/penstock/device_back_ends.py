@@ -13,6 +13,8 @@ from torch.distributed import distributed_c10d
 
 # Of the engines of this process: all ranks make the same ones, so their groups find each other.
 _engines = itertools.count()
+# A back end's own timeout ends the process; before that the engine says which rank is missing.
+_LATER = datetime.timedelta(seconds=60)
 
 
 def name_for(device: torch.device, wanted: str) -> str | None:
@@ -33,9 +35,8 @@ class DeviceGroups:
     what that one left in the store."""
 
     def __init__(self, name: str, timeout: datetime.timedelta) -> None:
-        self._name, self._timeout = name, timeout
+        self._name, self._timeout = name, timeout + _LATER
         self._engine, self._made = next(_engines), itertools.count()
-        self._groups: list[typing.Any] = []
 
     def __call__(self, members: list[int]) -> typing.Any:
         """A back end among these ranks, of which this is one; all call it in the same order."""
@@ -43,15 +44,7 @@ class DeviceGroups:
         prefix = f"penstock/{self._engine}/{next(self._made)}/{ranks}"
         store = PrefixStore(prefix, distributed_c10d._get_default_store())
         own = members.index(dist.get_rank())
-        group = _maker(self._name)(store, own, len(members), self._timeout)
-        self._groups.append(group)
-        return group
-
-    def close(self) -> None:
-        """Ends them; no rank needs to be there."""
-        for group in self._groups:
-            group.shutdown()
-        self._groups.clear()
+        return _maker(self._name)(store, own, len(members), self._timeout)
 
 
 def _maker(name: str) -> Callable[..., typing.Any]:

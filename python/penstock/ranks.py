@@ -48,7 +48,6 @@ class Ranks:
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("gloo", timeout=timeout)
         made = self._made = _Made()
-        self._on_device: device_back_ends.DeviceGroups | None = None
         if not dist.is_initialized() or dist.get_world_size() == 1:
             self.group = _penstock.Group.alone()
             return
@@ -63,13 +62,10 @@ class Ranks:
             up, timeout_s, down, connect, warn_s, report_dir
         )
         if back_end is not None:
-            self._on_device = device_back_ends.DeviceGroups(back_end, timeout)
-            self.group.set_device_groups(self._on_device)
+            self.group.set_device_groups(device_back_ends.DeviceGroups(back_end, timeout))
 
     def close(self) -> None:
         """Lets go of the process groups; no rank needs to be there."""
-        if self._on_device is not None:
-            self._on_device.close()
         self._made.close()
 
 

@@ -82,8 +82,8 @@ Channel::Channel(Group& group, std::string name)
       name_(std::move(name)),
       lane_(group.board() == nullptr ? -1 : group.board()->lane(*name_.text)) {}
 
-void Channel::use(const Members& members, const c10::intrusive_ptr<c10d::Backend>& back_end) {
-  on_device_.emplace_back(&members, std::make_unique<DeviceCollectives>(back_end));
+void Channel::use(const Members& members, std::shared_ptr<DeviceCollectives> back_end) {
+  on_device_.emplace_back(&members, std::move(back_end));
 }
 
 DeviceCollectives* Channel::on_device(const Members& members, Address buffer) {
@@ -112,10 +112,26 @@ void Channel::exchange(const Label& label) {
   try {
     exchange(tag);
   } catch (const std::exception& error) {
-    const std::string text =
-        concat("[comm::exchange] rank ", group_.rank(), " at ", position.text(),
-               " lost a peer: ", group_.roll_call(error.what()));
-    throw RuntimeFault(text + (board == nullptr ? "" : board->report(text)));
+    throw lost(position, error.what());
+  }
+}
+
+RuntimeFault Channel::lost(const Position& position, const std::string& error) {
+  Board* const board = group_.board();
+  const std::string text = concat("[comm::exchange] rank ", group_.rank(), " at ", position.text(),
+                                  " lost a peer: ", group_.roll_call(error));
+  return RuntimeFault(text + (board == nullptr ? "" : board->report(text)));
+}
+
+// A collective of a device. Its stream is this thread's.
+void Channel::queue(const Label& label, const device::Device& device, DeviceCollectives& back_end,
+                    const std::function<void()>& collective) {
+  history_ = mix(history_, begin(label));
+  const Position position{step_, exchanges() - 1, name_.text, label.text};
+  try {
+    back_end.run(position, device.current(), collective);
+  } catch (const std::exception& error) {
+    throw lost(position, error.what());
   }
 }
 
@@ -227,13 +243,12 @@ void Channel::all_gather(const Label& label, const Members& members,
   sizes_ = mix(sizes_, static_cast<uint64_t>(packed));
   if (DeviceCollectives* const back_end =
           on_device(members, buffers.empty() ? Address() : buffers.front().full)) {
-    history_ = mix(history_, begin(label));
     std::vector<DeviceCollectives::Gather> gathers;
     for (const GatherBuffer& one : travel_) {
       gathers.push_back({bytes_at(one.full, one.shard_bytes * members.size()),
                          bytes_at(one.full + members.index * one.shard_bytes, one.shard_bytes)});
     }
-    back_end->all_gather(gathers);
+    queue(label, *buffers.front().full.device, *back_end, [&] { back_end->all_gather(gathers); });
   } else {
     gather(label, members, travel_);
   }
@@ -300,7 +315,12 @@ void Channel::reduce_on_device(const Label& label, const Members& members,
   for (const ReduceBuffer& buffer : buffers) {
     sizes_ = mix(sizes_, static_cast<uint64_t>(shard_bytes(members, buffer)));
   }
-  history_ = mix(history_, begin(label));
+  queue(label, *buffers.front().partial.device, back_end,
+        [&] { sum_on_device(members, buffers, back_end); });
+}
+
+void Channel::sum_on_device(const Members& members, const std::vector<ReduceBuffer>& buffers,
+                            DeviceCollectives& back_end) {
   for (const ReduceBuffer& buffer : buffers) {
     const int64_t shard = buffer.numel / members.size();
     const at::Tensor partial = device::view(buffer.partial, buffer.dtype, buffer.numel);

@@ -6,11 +6,13 @@
 // data: both sides wait, and end at the timeout with an error that shows each rank's position.
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "penstock/error.h"
 #include "penstock/group.h"
 #include "src/comm/device_collectives.h"
 #include "src/device/address.h"
@@ -82,7 +84,7 @@ class Channel {
   Channel(Group& group, std::string name);
 
   // Collectives of device memory among these members are that back end's. The members outlive it.
-  void use(const Members& members, const c10::intrusive_ptr<c10d::Backend>& back_end);
+  void use(const Members& members, std::shared_ptr<DeviceCollectives> back_end);
   // Of all collectives so far that were a device's: ranks that made the same ones have the same.
   // (Those through the host are compared one by one.)
   uint64_t history() const { return history_; }
@@ -129,9 +131,14 @@ class Channel {
   uint32_t begin(const Label& label);
   void exchange(const Label& label);
   void exchange(uint32_t tag);
+  RuntimeFault lost(const Position& position, const std::string& error);
   DeviceCollectives* on_device(const Members& members, device::Address buffer);
+  void queue(const Label& label, const device::Device& device, DeviceCollectives& back_end,
+             const std::function<void()>& collective);
   void reduce_on_device(const Label& label, const Members& members,
                         const std::vector<ReduceBuffer>& buffers, DeviceCollectives& back_end);
+  void sum_on_device(const Members& members, const std::vector<ReduceBuffer>& buffers,
+                     DeviceCollectives& back_end);
 
   Group& group_;
   const Label name_;
@@ -147,7 +154,7 @@ class Channel {
   std::vector<Part> sends_, receives_;
   std::vector<Piece> sent_, received_;  // as the group takes them
   uint64_t history_ = 0;
-  std::vector<std::pair<const Members*, std::unique_ptr<DeviceCollectives>>> on_device_;
+  std::vector<std::pair<const Members*, std::shared_ptr<DeviceCollectives>>> on_device_;
   uint64_t sizes_ = 0;  // hash of the bytes of each buffer
   std::vector<const void*> sources_;
   std::vector<ReduceBuffer> reduces_;

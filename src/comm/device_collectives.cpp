@@ -1,7 +1,9 @@
 #include "src/comm/device_collectives.h"
 
-#include <utility>
+#include <exception>
+#include <stdexcept>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 
 namespace penstock::comm {
 
@@ -9,6 +11,27 @@ DeviceCollectives::DeviceCollectives(c10::intrusive_ptr<c10d::Backend> back_end)
     : back_end_(std::move(back_end)) {}
 
 DeviceCollectives::~DeviceCollectives() = default;
+
+void DeviceCollectives::run(const Position& position, const c10::Stream& stream,
+                            const std::function<void()>& queue) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!aborted_.empty()) throw std::runtime_error(aborted_);
+    forget_ended();
+  }
+  const auto since = std::chrono::steady_clock::now();
+  try {
+    queue();
+  } catch (const std::exception&) {
+    const std::lock_guard lock(mutex_);
+    if (!aborted_.empty()) throw std::runtime_error(aborted_);
+    throw;
+  }
+  c10::Event end(stream.device_type());
+  end.record(stream);
+  const std::lock_guard lock(mutex_);
+  queued_.push_back({{position, since}, std::move(end)});
+}
 
 void DeviceCollectives::all_gather(std::vector<Gather>& gathers) {
   c10d::AllgatherOptions options;
@@ -46,6 +69,38 @@ void DeviceCollectives::broadcast(const at::Tensor& values) {
   options.asyncOp = false;
   std::vector<at::Tensor> tensors{values};
   if (const auto work = back_end_->broadcast(tensors, options)) work->wait();
+}
+
+void DeviceCollectives::forget_ended() {
+  while (!queued_.empty()) {
+    try {
+      if (!queued_.front().end.query()) return;
+    } catch (const std::exception&) {  // of a device that failed, which whoever waits for it is told
+    }
+    queued_.pop_front();
+  }
+}
+
+std::optional<DeviceCollectives::Pending> DeviceCollectives::oldest() {
+  const std::lock_guard lock(mutex_);
+  forget_ended();
+  if (queued_.empty()) return {};
+  return queued_.front().pending;
+}
+
+void DeviceCollectives::abort(const std::string& why) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!aborted_.empty()) return;
+    aborted_ = why;
+  }
+  back_end_->abort();
+}
+
+void DeviceCollectives::shut_down() {
+  const std::lock_guard lock(mutex_);
+  queued_.clear();
+  if (aborted_.empty()) back_end_->shutdown();
 }
 
 }  // namespace penstock::comm

@@ -11,6 +11,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "penstock/group.h"
+#include "src/comm/back_ends.h"
+#include "src/comm/lifeline.h"
 #include "src/comm/roll_call.h"
 #include "src/comm/watch.h"
 
@@ -76,12 +78,16 @@ class ProcessGroupGroup final : public Group {
   }
 
   void end_exchanges(const std::string& why) override {
-    const std::lock_guard lock(mutex_);
-    if (ended_.empty()) ended_ = why;
-    for (const Works* works : waiting_) abort(*works);
+    {
+      const std::lock_guard lock(mutex_);
+      if (ended_.empty()) ended_ = why;
+      for (const Works* works : waiting_) abort(*works);
+    }
+    back_ends().abort(why);
   }
 
   void renew() override {
+    lifeline_.reset();
     if (!connect_) throw std::runtime_error("the group was made without a way to connect again");
     const auto [up, down] = connect_();
     up_ = up->getBackend(c10::DeviceType::CPU);
@@ -92,11 +98,27 @@ class ProcessGroupGroup final : public Group {
   }
 
   void close() override {
+    lifeline_.reset();
+    back_ends().close();
     watch_.reset();
     roll_call_.reset();
     up_.reset();
     down_.reset();
     process_group_.reset();
+  }
+
+ protected:
+  void watch_peers() override {
+    if (lifeline_) return;
+    const int next = (rank() + 1) % size();
+    lifeline_.emplace(next < rank() ? up_ : down_, next, [this](const std::string& error) {
+      const std::string why = roll_call_->left(error);
+      if (!why.empty()) end_exchanges(why);
+    });
+    watch_->look_at([this] {
+      return back_ends().look(watch_->board(), timeout_,
+                              [this](const std::string& why) { end_exchanges(why); });
+    });
   }
 
  private:
@@ -175,6 +197,7 @@ class ProcessGroupGroup final : public Group {
   std::vector<const Works*> waiting_;  // guarded by mutex_
   std::optional<comm::RollCall> roll_call_;
   std::optional<comm::Watch> watch_;
+  std::optional<comm::Lifeline> lifeline_;
 };
 
 }  // namespace

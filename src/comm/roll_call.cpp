@@ -160,6 +160,22 @@ std::string RollCall::call(const std::string& error) {
   }
 }
 
+std::string RollCall::left(const std::string& error) {
+  try {
+    if (store_->check({key("last call", 0)})) {
+      const std::string answer = get_text(*store_, key("last call", 0));
+      return answer == kAllWell || answer == kSomeFailed ? "" : answer;
+    }
+    std::string verdict = call(error);
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_) wake(rank, verdict);
+    }
+    return verdict;
+  } catch (const std::exception& fault) {
+    return concat("the rendezvous store does not answer (", fault.what(), "); ", error);
+  }
+}
+
 // ---- the last call
 
 void RollCall::decide(const std::string& answer) {

@@ -10,6 +10,7 @@
 
 #include "penstock/group.h"
 #include "src/base/text.h"
+#include "src/comm/back_ends.h"
 #include "src/comm/watch.h"
 
 namespace penstock {
@@ -111,9 +112,12 @@ class ThreadGroup final : public Group {
   }
 
   void end_exchanges(const std::string& why) override {
-    const std::lock_guard lock(mailbox_->mutex);
-    if (mailbox_->ended[rank_].empty()) mailbox_->ended[rank_] = why;
-    mailbox_->changed.notify_all();
+    {
+      const std::lock_guard lock(mailbox_->mutex);
+      if (mailbox_->ended[rank_].empty()) mailbox_->ended[rank_] = why;
+      mailbox_->changed.notify_all();
+    }
+    back_ends().abort(why);
   }
 
   void renew() override {
@@ -124,6 +128,7 @@ class ThreadGroup final : public Group {
   }
 
   void close() override {
+    back_ends().close();
     watch_.reset();
     const std::lock_guard lock(mailbox_->mutex);
     mailbox_->closed[rank_] = true;

@@ -12,11 +12,24 @@ namespace penstock::comm {
 
 Watch::Watch(int rank, int size, const WatchOptions& options, Say say)
     : board_(rank, size, options.report_dir), warn_(options.warn), say_(std::move(say)) {
-  if (size == 1 || warn_.count() <= 0) return;
+  if (size > 1 && warn_.count() > 0) start();
+}
+
+void Watch::start() {
   thread_ = std::thread([this] {
     c10::setThreadName("penstock-watch");
     run();
   });
+}
+
+void Watch::look_at(Look also) {
+  {
+    const std::lock_guard lock(mutex_);
+    also_ = std::move(also);
+    renewed_ = true;
+    changed_.notify_all();
+  }
+  if (!thread_.joinable()) start();
 }
 
 Watch::~Watch() {
@@ -33,10 +46,14 @@ void Watch::to_stderr(const std::string& line) { std::fputs(line.c_str(), stderr
 void Watch::run() {
   std::unique_lock lock(mutex_);
   while (!closing_) {
+    const Look also = also_;
+    renewed_ = false;
     lock.unlock();
-    const std::chrono::milliseconds quiet = look();
+    std::chrono::milliseconds quiet = std::chrono::hours(1);
+    if (also) quiet = also();
+    if (warn_.count() > 0) quiet = std::min(quiet, look());
     lock.lock();
-    changed_.wait_for(lock, quiet, [this] { return closing_; });
+    changed_.wait_for(lock, quiet, [this] { return closing_ || renewed_; });
   }
 }
 

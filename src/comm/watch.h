@@ -18,17 +18,22 @@ namespace penstock::comm {
 // it saw then is due.
 class Watch {
  public:
-  using Say = std::function<void(const std::string& line)>;  // from the watch's thread
+  // Both from the watch's thread.
+  using Say = std::function<void(const std::string& line)>;
+  using Look = std::function<std::chrono::milliseconds()>;  // says when to look again
 
-  // No thread without peers, nor where `warn` is 0.
+  // No thread without peers, nor where `warn` is 0 until there is something to look_at().
   Watch(int rank, int size, const WatchOptions& options, Say say = to_stderr);
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
   Board& board() { return board_; }
+  // Besides the board; once.
+  void look_at(Look also);
 
  private:
+  void start();
   static void to_stderr(const std::string& line);
   void run();
   // Warns of what is due, and says how long nothing else is.
@@ -40,7 +45,8 @@ class Watch {
   std::map<std::string, int64_t> warned_;  // watch's thread only: by lane, its last such collective
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool closing_ = false;  // guarded by mutex_
+  Look also_;                              // guarded by mutex_, as below
+  bool closing_ = false, renewed_ = false;
   std::thread thread_;
 };
 

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 namespace penstock::exec {
 
 namespace {
@@ -53,8 +51,7 @@ Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memo
 // Every lane has connections of its own, so that two that meet in another order on some rank do not
 // wait for each other.
 void Rank::connect() {
-  const Group::DeviceGroups& make = group.device_groups();
-  if (!on_accelerator() || !make) return;
+  if (!on_accelerator() || !group.device_groups()) return;
   std::vector<const Members*> connected;
   for (const std::vector<Axis>& axes :
        {std::vector<Axis>{Axis::kNode, Axis::kLocal}, std::vector<Axis>{Axis::kLocal},
@@ -65,7 +62,7 @@ void Rank::connect() {
     }
     connected.push_back(&members);
     for (comm::Channel* channel : {&gather_channel, &reduce_channel}) {
-      channel->use(members, make(members.ranks));
+      channel->use(members, group.connect_on_device(members.ranks));
     }
   }
 }

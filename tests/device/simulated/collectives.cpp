@@ -1,15 +1,19 @@
 #include "tests/device/simulated/collectives.h"
 
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/tensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "tests/device/simulated/arena.h"
 #include "tests/device/simulated/counting.h"
@@ -119,11 +123,16 @@ struct Issue {
   const char* name;
   Tensors tensors;
   size_t bytes;
+  bool alike;  // whether every rank of the group calls it, with as many bytes
 };
 
 Issue issue(c10d::OpType type, const char* name, const Tensors& outputs,
             const Tensors& inputs = {}) {
-  return {type, name, joined(outputs, inputs), std::max(bytes_of(outputs), bytes_of(inputs))};
+  const bool alike = type == c10d::OpType::_ALLGATHER_BASE ||
+                     type == c10d::OpType::_REDUCE_SCATTER_BASE ||
+                     type == c10d::OpType::ALLREDUCE || type == c10d::OpType::BROADCAST;
+  return {type, name, joined(outputs, inputs), std::max(bytes_of(outputs), bytes_of(inputs)),
+          alike};
 }
 
 // The part without the collectives: order, streams, lifetime. Used by one thread at a time.
@@ -143,11 +152,8 @@ class StreamBackend : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return core_->inner->getBackendOptions();
   }
-  // What has not begun does not begin; what has begun ends as the inner backend can.
-  void abort() override {
-    core_->aborted = true;
-    core_->inner->abort();
-  }
+  // What has not begun does not begin, and what has begun is given up.
+  void abort() override { core_->abort(); }
   void shutdown() override {
     finish();
     core_->inner->shutdown();
@@ -158,11 +164,11 @@ class StreamBackend : public c10d::Backend {
   WorkPointer endCoalescing() override {
     TORCH_CHECK(group_, "[sim] simccl: no group of collectives was started");
     Group group = *std::exchange(group_, std::nullopt);
-    return launch({c10d::OpType::COALESCED, "coalesced", group.tensors, group.bytes},
+    return launch({c10d::OpType::COALESCED, "coalesced", group.tensors, group.bytes, group.alike},
                   [calls = std::move(group.calls)](Backend& inner) {
                     std::vector<WorkPointer> works;
                     for (const auto& call : calls) works.push_back(call(inner));
-                    for (const auto& work : works) work->wait();
+                    return works;
                   });
   }
 
@@ -171,11 +177,14 @@ class StreamBackend : public c10d::Backend {
 
   WorkPointer run(const Issue& issue, Call call) {
     if (!group_) {
-      return launch(issue, [call = std::move(call)](Backend& inner) { call(inner)->wait(); });
+      return launch(issue, [call = std::move(call)](Backend& inner) {
+        return std::vector<WorkPointer>{call(inner)};
+      });
     }
     group_->calls.push_back(std::move(call));
     group_->tensors = joined(std::move(group_->tensors), issue.tensors);
     group_->bytes += issue.bytes;
+    group_->alike = group_->alike && issue.alike;
     return nullptr;
   }
 
@@ -183,29 +192,73 @@ class StreamBackend : public c10d::Backend {
 
  private:
   // Shared with what is queued: after an abort that may outlive this object.
-  struct Core {
+  struct Core : std::enable_shared_from_this<Core> {
     explicit Core(c10::intrusive_ptr<Backend> backend) : inner(std::move(backend)) {}
-    const c10::intrusive_ptr<Backend> inner;
-    std::atomic<bool> aborted{false};
+    // The inner backend's waits for what it still does, which the peers may never end.
+    ~Core() {
+      if (aborted) std::thread([given_up = std::move(inner)] {}).detach();
+    }
+
+    void abort() {
+      const std::lock_guard lock(mutex);
+      aborted = true;
+      changed.notify_all();
+    }
+
+    // As NCCL's kernels: without its peers, or with another collective there, a collective waits
+    // until it is aborted. The inner backend's cannot be, so a thread is left with those.
+    void run(uint64_t kind, std::function<std::vector<WorkPointer>(Backend&)> begin) {
+      auto ended = std::make_shared<bool>(false);  // with the mutex
+      std::thread([self = shared_from_this(), kind, begin = std::move(begin), ended] {
+        try {
+          if (kind != 0 && !self->agree(kind)) return;
+          for (const auto& work : begin(*self->inner)) work->wait();
+        } catch (const std::exception&) {
+          return;
+        }
+        const std::lock_guard lock(self->mutex);
+        *ended = true;
+        self->changed.notify_all();
+      }).detach();
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [&] { return aborted || *ended; });
+    }
+
+    // Whether all have come for the same; the inner backend ends the process where sizes differ.
+    bool agree(uint64_t kind) const {
+      const auto mine = static_cast<int64_t>(kind >> 2);
+      Tensors range{at::tensor({mine, -mine}, at::kLong)};
+      c10d::AllreduceOptions options;
+      options.reduceOp = c10d::ReduceOp::MAX;
+      inner->allreduce(range, options)->wait();
+      return range[0][0].item<int64_t>() == -range[0][1].item<int64_t>();
+    }
+
+    c10::intrusive_ptr<Backend> inner;
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::atomic<bool> aborted{false};  // set with the mutex
   };
   struct Group {
     std::vector<Call> calls;
     Tensors tensors;
     size_t bytes = 0;
+    bool alike = true;
   };
   struct Unfinished {
     MarkPointer mark;
     Stash stash;
   };
 
-  WorkPointer launch(const Issue& issue, std::function<void(Backend&)> task) {
+  WorkPointer launch(const Issue& issue, std::function<std::vector<WorkPointer>(Backend&)> begin) {
     const c10::Device device =
         issue.tensors.empty() ? sim_device(current_device()) : issue.tensors.front().device();
     const c10::Stream stream = stream_of(device);
     count_collective(issue.name, issue.bytes);
     block(stream, record(current_stream(device.index())));
-    sim::launch(stream, issue.name, [core = core_, task = std::move(task)] {
-      if (!core->aborted) task(*core->inner);
+    const uint64_t kind = issue.alike ? c10::hash_combine(1, issue.bytes) : 0;
+    sim::launch(stream, issue.name, [core = core_, kind, begin = std::move(begin)] {
+      if (!core->aborted) core->run(kind, begin);
     });
     const auto mark = record(stream);
     auto stash = std::make_shared<Tensors>(issue.tensors);

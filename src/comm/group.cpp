@@ -1,5 +1,9 @@
 #include "penstock/group.h"
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
 #include "src/base/text.h"
+#include "src/comm/back_ends.h"
 
 namespace penstock {
 
@@ -13,6 +17,17 @@ std::string Position::text() const {
   const std::string name = what ? *what : "";
   if (!lane) return name;
   return concat("step ", step, ", collective ", sequence, " of lane ", *lane, ", `", name, "`");
+}
+
+Group::Group() : back_ends_(std::make_unique<comm::BackEnds>()) {}
+
+// Without close() peers may still be waited for.
+Group::~Group() { back_ends_->abort("nobody has the engine any more"); }
+
+std::shared_ptr<comm::DeviceCollectives> Group::connect_on_device(const std::vector<int>& ranks) {
+  auto made = back_ends_->add(device_groups_(ranks));
+  watch_peers();
+  return made;
 }
 
 }  // namespace penstock

@@ -1,0 +1,42 @@
+#include "src/comm/lifeline.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/thread_name.h>
+
+#include <chrono>
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include "src/base/text.h"
+
+namespace penstock::comm {
+
+namespace {
+
+constexpr int kTag = 0x7fffffff;
+constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
+
+}  // namespace
+
+Lifeline::Lifeline(c10::intrusive_ptr<c10d::Backend> backend, int peer,
+                   std::function<void(const std::string&)> cut)
+    : backend_(std::move(backend)), nothing_(at::empty({1}, at::TensorOptions(at::kByte))) {
+  std::vector<at::Tensor> tensors{nothing_};
+  receive_ = backend_->recv(tensors, peer, kTag);
+  thread_ = std::thread([this, peer, cut = std::move(cut)] {
+    c10::setThreadName("penstock-line");
+    try {
+      receive_->wait(kForever);
+    } catch (const std::exception& error) {
+      cut(concat("the connection to rank ", peer, " is closed (", error.what(), ")"));
+    }
+  });
+}
+
+Lifeline::~Lifeline() {
+  receive_->abort();
+  thread_.join();
+}
+
+}  // namespace penstock::comm

@@ -1,0 +1,31 @@
+#pragma once
+// Lifeline: tells at once that a neighbour's process has ended. Nobody sends what it receives, and
+// the receive fails when the connection does. For ranks that wait for one another on a device, where
+// nothing else would notice.
+#include <c10/util/intrusive_ptr.h>
+
+#include <functional>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace penstock::comm {
+
+class Lifeline {
+ public:
+  // `cut` is called on a thread of its own, at most once, unless this object goes first. Backends
+  // with point-to-point operations that can be aborted (gloo).
+  Lifeline(c10::intrusive_ptr<c10d::Backend> backend, int peer,
+           std::function<void(const std::string& why)> cut);
+  ~Lifeline();
+  Lifeline(const Lifeline&) = delete;
+  Lifeline& operator=(const Lifeline&) = delete;
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  at::Tensor nothing_;
+  c10::intrusive_ptr<c10d::Work> receive_;
+  std::thread thread_;
+};
+
+}  // namespace penstock::comm
