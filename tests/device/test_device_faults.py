@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import faults
+import models
+import on_device
+import pytest
+import torch.distributed as dist
+import training
 from faults import EVERY, FAULTS
+from training import Case
 
 OFFLOAD = {"": {}, "optimizer": {"optimizer": "host"}, "all": {"optimizer": "host", "params": "host"}}
 DAILY = [
@@ -21,6 +27,8 @@ DAILY = [
 
 
 def pytest_generate_tests(metafunc):
+    if "name" not in metafunc.fixturenames:
+        return
     chosen = DAILY
     if metafunc.config.getoption("full"):
         chosen = [(n, s, o) for n in FAULTS for s in sorted(EVERY) for o in OFFLOAD]
@@ -30,3 +38,48 @@ def pytest_generate_tests(metafunc):
 
 def test_fault(name, strategy, offload, device_pools):
     faults.check(name, strategy, 1, device_pools, accelerated=True, offload=OFFLOAD[offload])
+
+
+def raise_on_one(where, strategy, offload):
+    """Rank 1 raises in a step; both close their engines, with a timeout that nobody waits for."""
+    import penstock  # noqa: PLC0415
+
+    on_device.schedule(0)
+    place = on_device.device()
+    case = Case(strategy)
+    config = case.config() | {"comm": {"timeout_s": 300}, "offload": offload}
+    engine = penstock.initialize(training.moved(models.Gpt(), place), config)
+    batch = models.batches("gpt", 1, case.samples)[0]
+
+    def step():
+        training.backwards(engine, batch, 1, device=place)
+        engine.step()
+
+    step()
+    before = engine.state_dict(rank0_only=False)
+    said = "trained"
+    if dist.get_rank() == 1:
+        getattr(faults, f"raise_in_{where}")(engine, engine.module)
+    try:
+        try:
+            step()
+            step()
+        finally:
+            engine.close()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    after = {name: param.detach().cpu() for name, param in engine.module.named_parameters()}
+    assert all(after[name].equal(before[name].cpu()) for name in after), "these are other weights"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("where", "strategy", "offload"),
+    [("forward", "zero3", ""), ("backward", "zero3", "all"), ("backward", "ddp", "")],
+)
+def test_weights_come_back(where, strategy, offload, device_pools):
+    outcomes = device_pools(2).run(raise_on_one, where, strategy, OFFLOAD[offload], timeout=60)
+    waited, raised = outcomes
+    assert raised == "ValueError: this rank's data is bad"
+    assert waited.startswith("RuntimeFault: ") and "rank 1" in waited
+    assert "this rank's data is bad" in waited
