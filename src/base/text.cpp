@@ -72,6 +72,11 @@ std::string nearest(std::string_view word, const std::vector<std::string>& candi
   return best;
 }
 
+std::string reason(const std::exception& error) {
+  const std::string_view text = error.what();
+  return std::string(text.substr(0, text.find("\nException raised from")));
+}
+
 uint64_t hash_text(std::string_view text, uint64_t seed) {
   uint64_t hash = seed;
   for (const char c : text) {

@@ -1,6 +1,7 @@
 #pragma once
 // Small text tools: everything a message, a plan line or a config key needs.
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -23,6 +24,9 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
 // The candidate with the smallest edit distance to `word`; empty when none is near enough to be
 // a likely misspelling.
 std::string nearest(std::string_view word, const std::vector<std::string>& candidates);
+
+// What an error says, without the C++ stack that torch adds.
+std::string reason(const std::exception& error);
 
 // FNV-1a, 64 bit: the same on every machine, so ranks may compare it.
 uint64_t hash_text(std::string_view text, uint64_t seed = 0xcbf29ce484222325ULL);

@@ -112,7 +112,7 @@ void Channel::exchange(const Label& label) {
   try {
     exchange(tag);
   } catch (const std::exception& error) {
-    throw lost(position, error.what());
+    throw lost(position, reason(error));
   }
 }
 
@@ -131,7 +131,7 @@ void Channel::queue(const Label& label, const device::Device& device, DeviceColl
   try {
     back_end.run(position, device.current(), collective);
   } catch (const std::exception& error) {
-    throw lost(position, error.what());
+    throw lost(position, reason(error));
   }
 }
 

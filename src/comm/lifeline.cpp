@@ -29,7 +29,7 @@ Lifeline::Lifeline(c10::intrusive_ptr<c10d::Backend> backend, int peer,
     try {
       receive_->wait(kForever);
     } catch (const std::exception& error) {
-      cut(concat("the connection to rank ", peer, " is closed (", error.what(), ")"));
+      cut(concat("the connection to rank ", peer, " is closed (", reason(error), ")"));
     }
   });
 }

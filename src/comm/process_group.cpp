@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "penstock/group.h"
+#include "src/base/text.h"
 #include "src/comm/back_ends.h"
 #include "src/comm/lifeline.h"
 #include "src/comm/roll_call.h"
@@ -52,7 +53,7 @@ class ProcessGroupGroup final : public Group {
       run(sends, receives, tag);
     } catch (const std::exception& error) {  // for the last call
       const std::lock_guard lock(mutex_);
-      if (lost_.empty()) lost_ = error.what();
+      if (lost_.empty()) lost_ = reason(error);
       throw;
     }
   }

@@ -38,7 +38,7 @@ std::string Core::State::Closing::drained() {
     if (state.tiers.disk) state.tiers.disk->wait_for_all();  // reads of an update that did not come
     return "";
   } catch (const std::exception& error) {  // thrown where it happened, if anybody waited for it
-    return error.what();
+    return reason(error);
   }
 }
 
@@ -72,7 +72,7 @@ std::string Core::State::Closing::part(const std::string& why) {
       state.executor->values().renew();
     }
   } catch (const std::exception& error) {
-    lost = error.what();
+    lost = reason(error);
     drained();
   }
   return first;
@@ -111,7 +111,7 @@ void Core::State::Closing::give_back(int unit) {
     try {
       give_back(unit, flat, values_of(unit, static_cast<int>(f)));
     } catch (const std::exception& error) {  // thrown by close(), when all is let go of
-      if (lost.empty()) lost = error.what();
+      if (lost.empty()) lost = reason(error);
       state.tiers.close_disk();
       flat.say_gone();
       flat.detach();

@@ -220,7 +220,10 @@ void Pool::give_back(c10::DataPtr data, int64_t bytes) {
 void Pool::free(Unused unused) const {
   if (!unused.after) return;
   if (kind_ == Kind::kDevice) return device_.used_on(unused.data, unused.stream);
-  unused.after->synchronize();
+  try {
+    unused.after->synchronize();
+  } catch (const c10::Error&) {  // of a device that failed: nothing is under way there
+  }
 }
 
 void Pool::forget(int64_t bytes) {

@@ -110,7 +110,7 @@ def check_redzones(device: int = 0) -> None:
 
 
 def reset_errors() -> None:
-    """Forgets the asynchronous errors, which otherwise stay."""
+    """Waits for the devices and forgets their asynchronous errors, which otherwise stay."""
     _sim.reset_errors()
 
 

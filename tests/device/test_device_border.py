@@ -284,3 +284,36 @@ def on_other_kinds():
 def test_ranks_on_other_kinds_of_device_are_refused(device_pools):
     for kind, text in device_pools(2).run(on_other_kinds):
         assert kind == "RuntimeFault" and "parameters on" in text, text
+
+
+def device_fails(strategy, offload):
+    """A kernel fails: an index is out of range, which the device finds when it gets there."""
+    engine, batch = start(strategy, offload=offload)
+    train(engine, batch, 2)
+    bad = tuple(tensor + 10**6 if tensor.dtype == torch.int64 else tensor for tensor in batch)
+    told = raised(lambda: train(engine, bad, 2))
+    closed = raised(engine.close)
+    del engine
+    sim.reset_errors()
+    again, batch = start("zero2")
+    loss = train(again, batch, 2)
+    again.close()
+    return told, closed, loss
+
+
+@pytest.mark.skipif(on_device.NAME != "sim", reason="a device that failed stays so")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "offload"),
+    [
+        ("zero3", {}),
+        ("zero2", {"optimizer": "host"}),
+        ("zero3", {"params": "host", "optimizer": "host"}),
+    ],
+    ids=str,
+)
+def test_a_device_that_fails_is_an_error(world, strategy, offload, device_pools):
+    for (kind, text), (_, closed), loss in device_pools(world).run(device_fails, strategy, offload):
+        assert kind is not None and "sim" in text, text
+        assert "sim" in closed or not closed, closed
+        assert loss == loss

@@ -59,18 +59,25 @@ class DevicesAndStreams : public c10::impl::DeviceGuardImplInterface {
   }
 };
 
+// Once the device has failed, so does every use of an event.
 class Guard final : public DevicesAndStreams {
  public:
   // Every event has a time, so its flag does not matter.
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
               c10::EventFlag) const override {
+    throw_if_failed(stream.device_index());
     if (!*event) *event = new Recorded;
     recorded(*event) = {sim::record(stream), stream.device_index()};
   }
   void block(void* event, const c10::Stream& stream) const override {
+    throw_if_failed(stream.device_index());
     if (event) sim::block(stream, recorded(event).mark);
   }
-  bool queryEvent(void* event) const override { return !event || is_done(recorded(event).mark); }
+  bool queryEvent(void* event) const override {
+    if (!event) return true;
+    throw_if_failed(recorded(event).device);
+    return is_done(recorded(event).mark);
+  }
   void synchronizeEvent(void* event) const override {
     if (event) synchronize(recorded(event).device, recorded(event).mark, "event");
   }

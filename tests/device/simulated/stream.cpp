@@ -333,6 +333,7 @@ void throw_if_failed(int device) {
 }
 
 void reset_errors() {
+  machine().settle();
   for (Failure& failure : machine().failures) {
     const std::lock_guard lock(failure.mutex);
     failure.any = false;
