@@ -73,6 +73,9 @@ void Executor::run(const PlannedStep& planned) {
     case Op::kForward:
     case Op::kBackward:
       return;
+    case Op::kSend:
+    case Op::kReceive:
+      throw Bug(concat("[exec::run] no pipeline is executed: ", *planned.label.text));
   }
 }
 

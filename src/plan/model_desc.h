@@ -28,6 +28,7 @@ struct UnitDesc {
   TensorSplit split = TensorSplit::kNone;
   bool block = true;        // else one layer or a tile of one, which is never computed again
   bool recomputed = false;  // its forward runs again in backward, from its inputs
+  int stage = 0;            // of a pipeline, in which it is computed
   int num_chunks = 1;       // in which its optimizer state passes through memory
   bool operator==(const UnitDesc&) const = default;
 };

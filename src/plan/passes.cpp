@@ -35,9 +35,12 @@ bool is_fusible(const Step& step) {
          (is_move(step, Role::kParam) || is_move(step, Role::kGrad) || step.op == Op::kPublish);
 }
 
+// Between the stages of a pipeline.
+bool is_transfer(const Step& step) { return step.op == Op::kSend || step.op == Op::kReceive; }
+
 // An order between two steps that a parameter move must keep: activations move on their own.
 bool in_order(const Step& above, const Step& move) {
-  return shares_unit(above, move) && !is_move(above, Role::kAct);
+  return shares_unit(above, move) && !is_move(above, Role::kAct) && !is_transfer(above);
 }
 
 // Makes parameters ready for use; the others (to `hold`) follow it.

@@ -12,11 +12,14 @@ namespace penstock {
 
 namespace {
 
-constexpr std::array<const char*, 8> kOpNames = {"micro", "move", "forward", "backward",
-                                                 "drop",  "norm", "update",  "publish"};
+constexpr std::array<const char*, 10> kOpNames = {
+    "micro", "move", "forward", "backward", "drop", "norm", "update", "publish", "send", "recv"};
 constexpr std::array<const char*, 5> kMarkNames = {"", "begin", "end", "use", "gradient"};
 
-bool has_role(Op op) { return op == Op::kMove || op == Op::kDrop || op == Op::kPublish; }
+bool hops_on(Op op) { return op == Op::kSend || op == Op::kReceive; }
+bool has_role(Op op) {
+  return op == Op::kMove || op == Op::kDrop || op == Op::kPublish || hops_on(op);
+}
 bool has_moves(Op op) { return op == Op::kMove || op == Op::kPublish; }
 bool has_units(Op op) { return op != Op::kMicro && op != Op::kNorm; }
 
@@ -44,7 +47,11 @@ class StepReader {
   Step read() {
     Step step;
     step.op = op();
-    if (step.op == Op::kMicro) step.micro = number(word());
+    if (step.op == Op::kMicro) {
+      step.micro = number(word());
+    } else {
+      step.micro = micro();
+    }
     if (has_units(step.op)) {
       std::string_view units = word();
       if (const size_t bracket = units.find('['); bracket != std::string_view::npos) {
@@ -60,6 +67,7 @@ class StepReader {
     if (has_moves(step.op))
       for (const std::string& text : split(std::exchange(rest_, {}), ';'))
         step.moves.push_back(move(text));
+    if (hops_on(step.op)) step.hop = hop();
     if (step.is_compute() && !rest_.empty()) step.mark = mark();
     if (!rest_.empty()) fail(concat("'", rest_, "' is too much"));
     return step;
@@ -83,6 +91,22 @@ class StepReader {
     if (error != std::errc() || end != text.data() + text.size() || value < 0)
       fail(concat("'", text, "' is no number"));
     return value;
+  }
+
+  // " #2" at the end.
+  int micro() {
+    const size_t sign = rest_.find('#');
+    if (sign == std::string_view::npos) return kNoMicro;
+    const int value = number(rest_.substr(sign + 1));
+    rest_ = trim(rest_.substr(0, sign));
+    return value;
+  }
+
+  int hop() {
+    const std::string_view text = word();
+    if (text == "pipeline(+1)") return 1;
+    if (text != "pipeline(-1)") fail(concat("'", text, "' is no neighbour in the pipeline"));
+    return -1;
   }
 
   Chunk chunk(std::string_view text) const {
@@ -139,7 +163,9 @@ std::string Step::text() const {
   if (has_units(op)) out += concat(" ", units_text(units), chunk_text(chunk));
   if (has_role(op)) out += concat(" ", role_name(role));
   if (has_moves(op)) out += concat(" ", moves_text(moves));
+  if (hops_on(op)) out += hop > 0 ? " pipeline(+1)" : " pipeline(-1)";
   if (is_compute()) out += mark_text(mark);
+  if (op != Op::kMicro && micro != kNoMicro) out += concat(" #", micro);
   return out;
 }
 

@@ -10,6 +10,12 @@
 //   norm
 //   update u1
 //   publish u1 param cast(bf16); all_gather(data)
+//
+// Where ranks are stages of a pipeline, micro-batches overlap and lines carry theirs:
+//
+//   recv u1 act pipeline(-1) #2
+//   forward u1 #2
+//   send u1 act pipeline(+1) #2
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -30,7 +36,11 @@ enum class Op : uint8_t {
   kNorm,      // global gradient norm over all units: one small collective
   kUpdate,    // optimizer
   kPublish,   // the updated master weights become the parameter's resting copy, through `moves`
+  kSend,      // what the unit's forward (act) or backward (grad) made, to the rank `hop` stages on
+  kReceive,   // what the unit's forward (act) or backward (grad) begins with, from there
 };
+
+inline constexpr int kNoMicro = -1;
 
 std::string mark_text(Mark mark);  // " begin"; empty for whole
 
@@ -40,7 +50,8 @@ struct Step {
   Role role = Role::kParam;
   Mark mark = Mark::kWhole;
   std::vector<Move> moves{};
-  int micro = 0;
+  int micro = kNoMicro;
+  int hop = 0;    // send, receive: +1 or -1 along the pipeline axis, which closes to a ring
   Chunk chunk{};  // update section; printed where there are several: "update u1[0/4]"
 
   std::string text() const;

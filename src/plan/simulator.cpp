@@ -118,6 +118,10 @@ class Walk {
       case Op::kMove:
         move(plan, index);
         break;
+      case Op::kSend:
+      case Op::kReceive:
+        ++ledger_.exchanges;
+        break;
       case Op::kDrop:
         for (const int unit : step.units) drop_param(unit);
         break;

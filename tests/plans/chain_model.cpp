@@ -133,7 +133,7 @@ Trained train_reference(const Problem& problem) {
   return out;
 }
 
-ModelDesc describe(Variant variant, const Mesh& mesh) {
+ModelDesc describe(Variant variant, const Mesh& mesh, int num_stages) {
   ModelDesc model;
   const int64_t first = static_cast<int64_t>(first_flat_numel(mesh));
   const int64_t second = kWidth * kWidth / mesh.size(Axis::kTensor) - first;
@@ -147,6 +147,7 @@ ModelDesc describe(Variant variant, const Mesh& mesh) {
     desc.flats.push_back({padded(second), Dtype::kFp32, !(frozen && (unit == 1 || unit == 2))});
     if (mesh.size(Axis::kTensor) > 1)
       desc.split = unit % 2 ? TensorSplit::kRow : TensorSplit::kColumn;
+    desc.stage = unit * num_stages / kNumUnits;
     model.units.push_back(desc);
   }
   assume_order(model, variant == Variant::kTiedRoot);
@@ -205,6 +206,14 @@ void ChainModel::forward(int unit, Mark mark, const Matrix& weights) {
   inputs_[unit] = activated();
   value_ = multiply(inputs_[unit], weights, static_cast<int>(inputs_[unit].size()) / rows());
   unactivated_ = unit;
+}
+
+void ChainModel::arrive(Role role, Matrix values) {
+  if (role == Role::kGrad) {
+    grad_ = std::move(values);
+  } else {
+    value_ = std::move(values);
+  }
 }
 
 Matrix ChainModel::backward(int unit, Mark mark, const Matrix& weights) {

@@ -7,12 +7,13 @@
 
 #include "src/place/mesh.h"
 #include "src/plan/model_desc.h"
+#include "src/plan/table.h"
 
 namespace penstock::plans {
 
 inline constexpr int kWidth = 8;      // W is kWidth x kWidth
 inline constexpr int kNumUnits = 4;   // even: column and row splits alternate
-inline constexpr int kBatchRows = 8;  // rows of the global batch
+inline constexpr int kBatchRows = 120;  // of the global batch, so that 2, 3, 5 and 8 divide them
 
 enum class Variant { kChain, kTiedRoot, kFrozen };
 const char* variant_name(Variant variant);
@@ -48,7 +49,8 @@ Trained train_reference(const Problem& problem);
 
 // A unit's elements, cut for one tensor rank, are stored in two flats of uneven size.
 inline constexpr int kNumFlats = 2;
-ModelDesc describe(Variant variant, const Mesh& mesh);
+// The units in stages of equal size.
+ModelDesc describe(Variant variant, const Mesh& mesh, int num_stages = 1);
 // The flats (padded) of one tensor rank's part of a unit, and back.
 std::vector<Matrix> to_flats(const ModelDesc& model, const Mesh& mesh, int tensor, int unit,
                              const Matrix& weights);
@@ -65,6 +67,9 @@ class ChainModel {
   void begin(Batch rows);  // of one micro-batch
   void forward(int unit, Mark mark, const Matrix& weights);
   Matrix backward(int unit, Mark mark, const Matrix& weights);  // the gradient of the weights
+  // What goes on to the next stage of a pipeline, or to the one before in backward; and what comes.
+  Matrix leave() { return grad_ ? *grad_ : activated(); }
+  void arrive(Role role, Matrix values);
   // What a sum over tensor ranks is about: outputs in forward, input gradients in backward.
   Matrix& in_flight() { return grad_ ? *grad_ : value_; }
 

@@ -27,14 +27,73 @@ std::shared_ptr<const std::vector<Buffers>> Exchange::all(int rank, const std::v
   (*meeting->given)[static_cast<size_t>(position)] = std::move(mine);
   if (++meeting->num_arrived == group.size()) {
     meetings_.erase(key);
-    meeting->complete.notify_all();
+    changed_.notify_all();
   } else {
-    const bool in_time = meeting->complete.wait_for(
-        lock, timeout_, [&] { return meeting->num_arrived == group.size() || !failure_.empty(); });
-    if (!in_time) fail_locked(concat("rank ", rank, " waited in vain for peers at '", what, "'"));
-    if (meeting->num_arrived < group.size()) throw RuntimeFault(failure_);
+    wait(lock, rank, what, [&] { return meeting->num_arrived == group.size(); });
   }
   return meeting->given;
+}
+
+void Exchange::post(int rank, int peer, const std::string& tag, std::vector<double> values) {
+  std::unique_lock lock(mutex_);
+  if (!failure_.empty()) throw RuntimeFault(failure_);
+  std::deque<Message>& letters = letters_[{rank, peer}];
+  letters.push_back({tag, std::move(values)});
+  changed_.notify_all();
+  // Of a rank that waits for each message to be taken there is one at a time.
+  if (transport_ == Transport::kRendezvous)
+    wait(lock, rank, concat("send ", tag), [&] { return letters.empty(); });
+}
+
+std::vector<double> Exchange::take(int rank, int peer, const std::string& tag) {
+  std::unique_lock lock(mutex_);
+  if (!failure_.empty()) throw RuntimeFault(failure_);
+  std::deque<Message>& letters = letters_[{peer, rank}];
+  const auto found = [&] {
+    return std::find_if(letters.begin(), letters.end(),
+                        [&](const Message& letter) { return letter.tag == tag; });
+  };
+  wait(lock, rank, concat("recv ", tag), [&] {
+    return transport_ == Transport::kBuffered ? found() != letters.end() : !letters.empty();
+  });
+  const auto letter = found();
+  if (letter == letters.end()) {
+    fail_locked(concat("rank ", rank, " receives ", tag, ", rank ", peer, " sends ",
+                       letters.front().tag));
+    throw RuntimeFault(failure_);
+  }
+  std::vector<double> values = std::move(letter->values);
+  letters.erase(letter);
+  changed_.notify_all();
+  return values;
+}
+
+void Exchange::ended() {
+  const std::scoped_lock lock(mutex_);
+  ++num_ended_;
+  look_for_deadlock();
+}
+
+void Exchange::wait(std::unique_lock<std::mutex>& lock, int rank, const std::string& where,
+                    const std::function<bool()>& over) {
+  if (over()) return;
+  waits_[rank] = {concat("rank ", rank, " at '", where, "'"), over};
+  look_for_deadlock();
+  const bool in_time =
+      changed_.wait_for(lock, timeout_, [&] { return over() || !failure_.empty(); });
+  waits_.erase(rank);
+  if (!in_time) fail_locked(concat("rank ", rank, " waited in vain for peers at '", where, "'"));
+  if (!over()) throw RuntimeFault(failure_);
+}
+
+void Exchange::look_for_deadlock() {
+  if (waits_.empty() || static_cast<int>(waits_.size()) + num_ended_ != world_) return;
+  std::vector<std::string> places;
+  for (const auto& [rank, one] : waits_) {
+    if (one.over()) return;
+    places.push_back(one.where);
+  }
+  fail_locked(concat("every rank waits: ", join(places, ", ")));
 }
 
 void Exchange::abort(const std::string& reason) {
@@ -44,7 +103,7 @@ void Exchange::abort(const std::string& reason) {
 
 void Exchange::fail_locked(const std::string& reason) {
   if (failure_.empty()) failure_ = "[plans::exchange] " + reason;
-  for (const auto& [key, meeting] : meetings_) meeting->complete.notify_all();
+  changed_.notify_all();
 }
 
 }  // namespace penstock::plans

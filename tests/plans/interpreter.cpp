@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -10,7 +12,6 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/plan/copies.h"
-#include "tests/plans/exchange.h"
 
 namespace penstock::plans {
 
@@ -75,10 +76,10 @@ class RankRun {
         mesh_(run.mesh),
         model_(model),
         rank_(rank),
-        exchange_(exchange),
-        chain_(model, run.mesh) {
+        exchange_(exchange) {
     for (int unit = 0; unit < num_units(); ++unit) {
       UnitState& state = units_.emplace_back();
+      if (!mine(unit)) continue;
       const Placement& rest = cell(Role::kParam, Phase::kRest);
       state.param.book = Copies::resting(rest);
       state.param.copies = {Copy{rest, shards(unit, run.problem.weights[unit], rest)}};
@@ -97,6 +98,7 @@ class RankRun {
   void train_step(const Plan& plan, const Batch& batch) {
     batch_ = &batch;
     ++step_;
+    chains_.clear();
     for (const Step& step : plan.steps) {
       now_ = step.text();
       execute(step);
@@ -111,11 +113,12 @@ class RankRun {
     for (size_t i = 0; i < norms_.size(); ++i)
       raise_to(most, std::abs(norms_[i] - run_.expected.norms[i]));
     for (int unit = 0; unit < num_units(); ++unit) {
-      const Copy& mine = units_[unit].param.copies.front();
-      const Buffers wanted = shards(unit, run_.expected.weights[unit], mine.place);
+      if (!mine(unit)) continue;
+      const Copy& own = units_[unit].param.copies.front();
+      const Buffers wanted = shards(unit, run_.expected.weights[unit], own.place);
       for (size_t flat = 0; flat < kNumFlats; ++flat)
         for (size_t i = 0; i < wanted[flat].size(); ++i)
-          raise_to(most, std::abs(mine.buffers[flat].at(i) - wanted[flat][i]));
+          raise_to(most, std::abs(own.buffers[flat].at(i) - wanted[flat][i]));
     }
     return most;
   }
@@ -124,6 +127,11 @@ class RankRun {
 
  private:
   int num_units() const { return static_cast<int>(model_.units.size()); }
+  int coordinate(Axis axis) const { return mesh_.coordinate(rank_, axis); }
+  int stage_of(int unit) const { return model_.units[unit].stage; }
+  bool mine(int unit) const {
+    return stage_of(unit) % mesh_.size(Axis::kPipeline) == coordinate(Axis::kPipeline);
+  }
   const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
   bool trains(int unit, size_t flat) const { return model_.units[unit].flats[flat].trainable; }
   bool trains(int unit) const { return trains(unit, 0) || trains(unit, 1); }
@@ -139,13 +147,21 @@ class RankRun {
   void execute(const Step& step) {
     switch (step.op) {
       case Op::kMicro:
-        begin_micro(step.micro);
+        micro_ = step.micro;
         break;
       case Op::kForward:
-        chain_.forward(step.units[0], step.mark, whole_param(step.units[0]));
+        chain_of(step).forward(step.units[0], step.mark, whole_param(step.units[0]));
         break;
       case Op::kBackward:
-        backward(step.units[0], step.mark);
+        backward(step);
+        break;
+      case Op::kSend:
+        exchange_.post(rank_, neighbour(step), tag(step, step.units[0]), chain_of(step).leave());
+        break;
+      case Op::kReceive:
+        chain_of(step).arrive(
+            step.role, exchange_.take(rank_, neighbour(step),
+                                      tag(step, step.units[0] + (step.hop > 0 ? 1 : -1))));
         break;
       case Op::kDrop:
         for (const int unit : step.units) {
@@ -169,25 +185,47 @@ class RankRun {
   }
 
   // This rank's rows of the global batch, which is cut by micro-batch, then by data-parallel rank.
-  Matrix rows(const Matrix& global) const {
-    return part(global,
-                static_cast<size_t>(micro_ * mesh_.data() + rank_ / mesh_.size(Axis::kTensor)),
+  Matrix rows(const Matrix& global, int micro) const {
+    const int data = coordinate(Axis::kNode) * mesh_.size(Axis::kLocal) + coordinate(Axis::kLocal);
+    return part(global, static_cast<size_t>(micro * mesh_.data() + data),
                 static_cast<size_t>(run_.num_micro * mesh_.data()));
   }
 
-  void begin_micro(int micro) {
-    if (micro > 0) check_input_grad();
-    micro_ = micro;
-    chain_.begin({rows(batch_->input), rows(batch_->target)});
+  // Of the step's micro-batch. Stages after the first know nothing of its input.
+  ChainModel& chain_of(const Step& step) {
+    const int micro = step.micro == kNoMicro ? micro_ : step.micro;
+    const auto [found, is_new] = chains_.try_emplace(micro, model_, mesh_);
+    if (is_new) {
+      Matrix input = rows(batch_->input, micro);
+      if (!mine(0)) input.assign(input.size(), std::numeric_limits<double>::quiet_NaN());
+      found->second.begin({std::move(input), rows(batch_->target, micro)});
+    }
+    return found->second;
   }
 
-  // The gradient that would go on to what precedes the chain.
-  void check_input_grad() {
-    const Matrix expected = rows(run_.expected.input_grads[static_cast<size_t>(step_ - 1)]);
-    const Matrix& mine = chain_.in_flight();
-    if (mine.size() != expected.size()) fail("the gradient of the input has a wrong size");
-    for (size_t i = 0; i < mine.size(); ++i)
-      raise_to(input_deviation_, std::abs(mine[i] - expected[i]));
+  int neighbour(const Step& step) const {
+    const std::vector<int> ranks = mesh_.group(rank_, {Axis::kPipeline});
+    const auto size = static_cast<int>(ranks.size());
+    return ranks[(coordinate(Axis::kPipeline) + step.hop + size) % size];
+  }
+
+  // `unit` is the last of the sender's stage, in the direction that it goes.
+  static std::string tag(const Step& step, int unit) {
+    return concat(role_name(step.role), " of u", unit, " #", step.micro);
+  }
+
+  // The gradients that would go on to what precedes the chain.
+  void check_input_grads() {
+    if (!mine(0)) return;
+    if (static_cast<int>(chains_.size()) != run_.num_micro) fail("a micro-batch is missing");
+    for (auto& [micro, chain] : chains_) {
+      const Matrix expected =
+          rows(run_.expected.input_grads[static_cast<size_t>(step_ - 1)], micro);
+      const Matrix& mine = chain.in_flight();
+      if (mine.size() != expected.size()) fail("the gradient of the input has a wrong size");
+      for (size_t i = 0; i < mine.size(); ++i)
+        raise_to(input_deviation_, std::abs(mine[i] - expected[i]));
+    }
   }
 
   Matrix whole_param(int unit) {
@@ -196,8 +234,10 @@ class RankRun {
     return from_flats(whole->buffers, mesh_);
   }
 
-  void backward(int unit, Mark mark) {
-    const Matrix local = chain_.backward(unit, mark, whole_param(unit));
+  void backward(const Step& step) {
+    const int unit = step.units[0];
+    const Mark mark = step.mark;
+    const Matrix local = chain_of(step).backward(unit, mark, whole_param(unit));
     if (!trains(unit)) return;
     Copy made{table_.grad_after_backward(), pad_flats(model_, mesh_, unit, local)};
     for (size_t flat = 0; flat < kNumFlats; ++flat)
@@ -222,7 +262,7 @@ class RankRun {
 
   void move(const Step& step) {
     if (step.role == Role::kAct) {
-      for (const Move& move : step.moves) sum_activations(move);
+      for (const Move& move : step.moves) sum_activations(move, chain_of(step).in_flight());
       return;
     }
     std::vector<Copy> copies;
@@ -231,12 +271,11 @@ class RankRun {
     for (size_t i = 0; i < copies.size(); ++i) settle(step.units[i], step, std::move(copies[i]));
   }
 
-  void sum_activations(const Move& move) {
+  void sum_activations(const Move& move, Matrix& values) {
     if (move.kind != MoveKind::kAllReduce) fail("activations only know all_reduce");
-    const auto all =
-        exchange_.all(rank_, mesh_.group(rank_, move.axes), now_, {chain_.in_flight()});
-    chain_.in_flight() = (*all)[0][0];
-    for (size_t i = 1; i < all->size(); ++i) add(chain_.in_flight(), (*all)[i][0]);
+    const auto all = exchange_.all(rank_, mesh_.group(rank_, move.axes), now_, {values});
+    values = (*all)[0][0];
+    for (size_t i = 1; i < all->size(); ++i) add(values, (*all)[i][0]);
   }
 
   // Of the copy that the moves start from.
@@ -304,18 +343,19 @@ class RankRun {
   }
 
   void norm() {
-    check_input_grad();
+    check_input_grads();
     // What is held on disk comes later: its squares are added up as it is written.
     const Placement& held = cell(Role::kGrad, Phase::kHold);
     const Placement& place = held.tier == Tier::kDisk ? held : cell(Role::kGrad, Phase::kUpdate);
     double sum = 0;
     for (int unit = 0; unit < num_units(); ++unit) {
-      if (!trains(unit)) continue;
+      if (!mine(unit) || !trains(unit)) continue;
       const Copy* grad = units_[unit].grad.at(place);
       if (grad == nullptr || units_[unit].grad.copies.size() != 1)
         fail(concat("the gradient of u", unit, " is not where it is updated"));
       const bool split = model_.units[unit].split != TensorSplit::kNone;
-      const int owners = num_shards(place, mesh_) * (split ? mesh_.size(Axis::kTensor) : 1);
+      const int owners = num_shards(place, mesh_) * (split ? mesh_.size(Axis::kTensor) : 1) *
+                         mesh_.size(Axis::kPipeline);
       for (const auto& buffer : grad->buffers)
         for (const double value : buffer) sum += value * value * owners / mesh_.world();
     }
@@ -370,6 +410,7 @@ class RankRun {
 
   void check_at_rest() {
     for (int unit = 0; unit < num_units(); ++unit) {
+      if (!mine(unit)) continue;
       UnitState& state = units_[unit];
       if (!state.published) fail(concat("the new weights of u", unit, " were not published"));
       if (!state.param.book.at_rest())
@@ -386,7 +427,7 @@ class RankRun {
   const ModelDesc& model_;
   const int rank_;
   Exchange& exchange_;
-  ChainModel chain_;
+  std::map<int, ChainModel> chains_;  // by micro-batch
   std::vector<UnitState> units_;
   const Batch* batch_ = nullptr;
   std::vector<double> norms_;
@@ -398,14 +439,16 @@ class RankRun {
 }  // namespace
 
 Outcome interpret(const Training& run, const std::vector<Plan>& plans) {
-  const ModelDesc model = describe(run.problem.variant, run.mesh);
-  Exchange exchange(run.timeout);
+  const ModelDesc model = describe(run.problem.variant, run.mesh, run.num_stages);
+  Exchange exchange(run.timeout, run.mesh.world(), run.transport);
   Outcome outcome;
   std::mutex mutex;  // guards outcome
   const auto run_rank = [&](int rank) {
     RankRun runner(run, model, rank, exchange);
     try {
-      const Plan& plan = plans[static_cast<size_t>(rank) % plans.size()];
+      const bool by_stage = run.mesh.size(Axis::kPipeline) > 1;
+      const int index = by_stage ? run.mesh.coordinate(rank, Axis::kPipeline) : rank;
+      const Plan& plan = plans[static_cast<size_t>(index) % plans.size()];
       for (const Batch& batch : run.problem.steps) runner.train_step(plan, batch);
       const double deviation = runner.deviation();
       const std::scoped_lock lock(mutex);
@@ -416,6 +459,7 @@ Outcome interpret(const Training& run, const std::vector<Plan>& plans) {
       if (outcome.error.empty()) outcome.error = what;
       exchange.abort(what);
     }
+    exchange.ended();
   };
   std::vector<std::jthread> threads;
   for (int rank = 1; rank < run.mesh.world(); ++rank) threads.emplace_back(run_rank, rank);

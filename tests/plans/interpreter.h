@@ -8,6 +8,7 @@
 
 #include "src/plan/plan.h"
 #include "tests/plans/chain_model.h"
+#include "tests/plans/exchange.h"
 
 namespace penstock::plans {
 
@@ -17,6 +18,8 @@ struct Training {
   const Table& table;
   Mesh mesh;
   int num_micro = 1;
+  int num_stages = 1;
+  Exchange::Transport transport = Exchange::Transport::kBuffered;
   std::chrono::milliseconds timeout{5000};
 };
 
@@ -26,7 +29,7 @@ struct Outcome {
       0;  // largest difference, on any rank, in weights, gradient norms, input gradients
 };
 
-// plans[rank], or one plan for all ranks; the same plan for every training step of the problem.
+// plans[rank], or one plan for all ranks, or one for each rank of the pipeline; the same plan for every training step of the problem.
 Outcome interpret(const Training& run, const std::vector<Plan>& plans);
 
 }  // namespace penstock::plans

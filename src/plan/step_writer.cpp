@@ -1,0 +1,104 @@
+#include "src/plan/step_writer.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace penstock {
+
+StepWriter::StepWriter(const Table& table, const ModelDesc& model, const Mesh& mesh)
+    : table_(table.on(mesh)), model_(model), mesh_(mesh), publish_(table_.publish()) {}
+
+bool StepWriter::trains(int unit) const {
+  const std::vector<FlatDesc>& flats = model_.units[unit].flats;
+  return std::any_of(flats.begin(), flats.end(),
+                     [](const FlatDesc& flat) { return flat.trainable; });
+}
+
+void StepWriter::move(int unit, Role role, const Placement& from, const Placement& to,
+                      Chunk chunk) {
+  std::vector<Move> moves = hops(from, to);
+  if (moves.empty()) return;
+  put({.op = Op::kMove,
+         .units = {unit},
+         .role = role,
+         .moves = std::move(moves),
+         .micro = role == Role::kAct ? micro_ : kNoMicro,
+         .chunk = chunk});
+}
+
+void StepWriter::move_grad(int unit, Phase from, Phase to, Chunk chunk) {
+  if (trains(unit)) move(unit, Role::kGrad, cell(Role::kGrad, from), cell(Role::kGrad, to), chunk);
+}
+
+void StepWriter::settle_param(int unit, Phase phase) {
+  const Placement& want = cell(Role::kParam, phase);
+  Copies& book = params_[unit];
+  if (book.current() == want) return;
+  if (want == cell(Role::kParam, Phase::kRest)) {
+    put({.op = Op::kDrop, .units = {unit}, .role = Role::kParam});
+    book.drop();
+    return;
+  }
+  std::vector<Move> moves = book.way_to(want);
+  book.move(moves);
+  put({.op = Op::kMove, .units = {unit}, .role = Role::kParam, .moves = std::move(moves)});
+}
+
+void StepWriter::begin_params(Phase phase) {
+  Copies book = Copies::resting(cell(Role::kParam, Phase::kRest));
+  book.make(cell(Role::kParam, phase));
+  params_.assign(model_.units.size(), book);
+}
+
+void StepWriter::sum_activations(int unit, TensorSplit split) {
+  if (mesh_.size(Axis::kTensor) == 1 || model_.units[unit].split != split) return;
+  put({.op = Op::kMove,
+         .units = {unit},
+         .role = Role::kAct,
+         .moves = {{.kind = MoveKind::kAllReduce, .axes = {Axis::kTensor}}},
+         .micro = micro_});
+}
+
+void StepWriter::move_inputs(int unit, Phase from, Phase to) {
+  if (model_.units[unit].recomputed)
+    move(unit, Role::kAct, cell(Role::kAct, from), cell(Role::kAct, to));
+}
+
+void StepWriter::settle_grad(int unit, bool last) {
+  const bool in_place = table_.holds_grad_in_place();
+  const bool goes_straight = cell(Role::kGrad, Phase::kHold) == cell(Role::kGrad, Phase::kUpdate);
+  if (!in_place) move_grad(unit, Phase::kBackward, Phase::kHold);
+  if (last && !goes_straight && !table_.grads_wait_on_disk())
+    move_grad(unit, Phase::kHold, Phase::kUpdate);
+}
+
+void StepWriter::update() {
+  put({.op = Op::kNorm});
+  for (int unit = 0; unit < num_units(); ++unit) {
+    if (!trains(unit)) continue;
+    // What changes its layout on the way moves whole.
+    if (table_.grads_wait_on_disk() && !table_.grads_come_in_chunks()) {
+      move_grad(unit, Phase::kHold, Phase::kUpdate);
+    }
+    const int count = model_.units[unit].num_chunks;
+    for (int index = 0; index < count; ++index) update_chunk(unit, {index, count});
+  }
+}
+
+void StepWriter::update_chunk(int unit, const Chunk& chunk) {
+  const Placement& rest = cell(Role::kOptim, Phase::kRest);
+  const Placement& at = cell(Role::kOptim, Phase::kUpdate);
+  move(unit, Role::kOptim, rest, at, chunk);
+  if (table_.grads_come_in_chunks()) move_grad(unit, Phase::kHold, Phase::kUpdate, chunk);
+  put({.op = Op::kUpdate, .units = {unit}, .chunk = chunk});
+  const bool chunks = table_.publishes_chunks();
+  if (!publish_.empty() && (chunks || chunk.last())) {
+    put({.op = Op::kPublish,
+           .units = {unit},
+           .moves = publish_,
+           .chunk = chunks ? chunk : Chunk{}});
+  }
+  move(unit, Role::kOptim, at, rest, chunk);
+}
+
+}  // namespace penstock
