@@ -1,0 +1,256 @@
+// Claim: cut in stages, whatever the schedule, the table and the mesh, the plans train the same
+// weights as a trainer that knows none of them; and no order of sends and receives can get stuck,
+// even where a send waits for its receive.
+#include "src/plan/pipeline.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "src/base/text.h"
+#include "src/plan/passes.h"
+#include "tests/plans/interpreter.h"
+#include "tests/plans/table_cases.h"
+
+namespace penstock::plans {
+namespace {
+
+using Transport = Exchange::Transport;
+
+struct Ranks {
+  int pipeline, node, local, tensor;
+  Mesh mesh() const {
+    return Mesh::of({{Axis::kPipeline, pipeline},
+                     {Axis::kNode, node},
+                     {Axis::kLocal, local},
+                     {Axis::kTensor, tensor}});
+  }
+};
+
+struct Order {
+  const char* name;
+  int virtual_stages;
+};
+
+constexpr Order kOrders[] = {{"gpipe", 1}, {"1f1b", 1}, {"interleaved", 2}, {"gpipe", 2}};
+constexpr Ranks kRanks[] = {{1, 1, 1, 1}, {2, 1, 1, 1}, {4, 1, 1, 1}, {2, 1, 2, 1}, {2, 1, 1, 2},
+                            {2, 2, 1, 1}, {4, 1, 2, 1}, {2, 2, 2, 1}, {2, 1, 2, 2}, {4, 2, 1, 2}};
+
+class PipelineTest : public testing::Test {
+ protected:
+  PipelineTest() : problem_(Problem::make(Variant::kChain, 2)) {
+    expected_ = train_reference(problem_);
+  }
+
+  // Nothing where the schedule has no such shape.
+  std::optional<Schedule> schedule_of(const Order& order, const Mesh& mesh, int num_micro) {
+    const int ranks = mesh.size(Axis::kPipeline);
+    if (ranks * order.virtual_stages > kNumUnits) return {};
+    if (order.virtual_stages > 1 && num_micro % std::max(1, num_micro / ranks) != 0) return {};
+    return make_schedule(order.name, {ranks, order.virtual_stages, num_micro});
+  }
+
+  Outcome run(const Table& table, const Mesh& mesh, const Schedule& schedule,
+              const std::vector<Plan>& plans, Transport transport) {
+    return interpret({.problem = problem_,
+                      .expected = expected_,
+                      .table = table,
+                      .mesh = mesh,
+                      .num_micro = schedule.num_micro(),
+                      .num_stages = schedule.num_stages(),
+                      .transport = transport},
+                     plans);
+  }
+
+  const Problem problem_;
+  Trained expected_;
+};
+
+TEST_F(PipelineTest, EveryTableUnderEverySchedule) {
+  constexpr int64_t kBytes[] = {0, 500, int64_t{1} << 40};
+  int num_cases = 0;
+  size_t turn = 0;
+  double most = 0;
+  for (const Ranks& ranks : kRanks) {
+    const Mesh mesh = ranks.mesh();
+    const size_t stride = mesh.world() > 8 ? 29 : mesh.world() > 2 ? 13 : 5;
+    for (const TableCase& tables : table_cases()) {
+      for (const Order& order : kOrders) {
+        for (const int num_micro : {1, 2, 3, 5}) {
+          const std::optional<Schedule> schedule = schedule_of(order, mesh, num_micro);
+          if (!schedule || turn++ % stride != 0) continue;
+          const ModelDesc model = describe(Variant::kChain, mesh, schedule->num_stages());
+          const Table table = tables.table(num_micro > 1);
+          std::vector<Plan> plans = plan_pipeline(table, model, mesh, *schedule);
+          const int64_t ahead = kBytes[turn % 3], bucket = kBytes[turn / 3 % 3];
+          for (Plan& plan : plans) plan = fuse(prefetch(plan, model, ahead), model, bucket);
+          const Transport transport = turn % 2 ? Transport::kRendezvous : Transport::kBuffered;
+          const Outcome outcome = run(table, mesh, *schedule, plans, transport);
+          ++num_cases;
+          most = std::max(most, outcome.deviation);
+          const std::string name =
+              concat(order.name, " x", order.virtual_stages, " of ", num_micro, " on ", mesh.text(),
+                     ": ", tables.text(), " prefetch=", ahead, " bucket=", bucket);
+          ASSERT_EQ(outcome.error, "") << name << "\n" << plans[0].text();
+          ASSERT_LT(outcome.deviation, 1e-10) << name << "\n" << plans[0].text();
+        }
+      }
+    }
+  }
+  std::printf("%d cases, largest deviation %.1e\n", num_cases, most);
+  EXPECT_GE(num_cases, 200);
+}
+
+// ---- planted faults
+
+using Plant = std::function<bool(std::vector<Step>&, size_t)>;
+
+struct Fault {
+  const char* name;
+  Plant plant;  // at that step; false: it has no place there
+  size_t least_ranks = 2;
+};
+
+void drop(std::vector<Step>& steps, size_t at) {
+  steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(at));
+}
+
+Plant drops(Op op) {
+  return [op](std::vector<Step>& steps, size_t at) {
+    if (steps[at].op != op) return false;
+    drop(steps, at);
+    return true;
+  };
+}
+
+// The next step of this kind, or steps.size().
+size_t next(const std::vector<Step>& steps, size_t at, const std::function<bool(const Step&)>& is) {
+  const auto begin = steps.begin() + static_cast<std::ptrdiff_t>(at) + 1;
+  return static_cast<size_t>(std::find_if(begin, steps.end(), is) - steps.begin());
+}
+
+bool is_grad_move(const Step& step) { return step.op == Op::kMove && step.role == Role::kGrad; }
+
+const Fault kFaults[] = {
+    {"a dropped send", drops(Op::kSend)},
+    {"a dropped receive", drops(Op::kReceive)},
+    {"swapped receives",
+     [](std::vector<Step>& steps, size_t at) {
+       if (steps[at].op != Op::kReceive) return false;
+       const size_t other = next(steps, at, [&](const Step& step) {
+         return step.op == Op::kReceive && step.role == steps[at].role;
+       });
+       const size_t used = next(steps, at, [](const Step& step) { return step.is_compute(); });
+       if (other == steps.size() || other < used) return false;
+       std::swap(steps[at], steps[other]);
+       return true;
+     }},
+    {"another micro-batch is sent",
+     [](std::vector<Step>& steps, size_t at) {
+       if (steps[at].op != Op::kSend) return false;
+       steps[at].micro ^= 1;
+       return true;
+     }},
+    {"sent to the other side",
+     [](std::vector<Step>& steps, size_t at) {
+       if (steps[at].op != Op::kSend) return false;
+       steps[at].hop = -steps[at].hop;
+       return true;
+     },
+     3},  // on a ring of two both sides are one peer
+    {"a gradient is moved before its last micro-batch",
+     [](std::vector<Step>& steps, size_t at) {
+       if (!is_grad_move(steps[at])) return false;
+       for (size_t i = at; i > 0; --i) {
+         const Step& above = steps[i - 1];
+         if (above.op != Op::kBackward || above.units != steps[at].units) continue;
+         const Step moved = steps[at];
+         drop(steps, at);
+         steps.insert(steps.begin() + static_cast<std::ptrdiff_t>(i - 1), moved);
+         return true;
+       }
+       return false;
+     }},
+    {"a micro-batch has no backward", drops(Op::kBackward)},
+    {"a micro-batch has two forwards",
+     [](std::vector<Step>& steps, size_t at) {
+       if (steps[at].op != Op::kForward || steps[at].units[0] + 1 == kNumUnits) return false;
+       steps.insert(steps.begin() + static_cast<std::ptrdiff_t>(at), steps[at]);
+       return true;
+     }},
+    {"no sum of activations",
+     [](std::vector<Step>& steps, size_t at) {
+       if (steps[at].op != Op::kMove || steps[at].role != Role::kAct) return false;
+       drop(steps, at);
+       return true;
+     }},
+};
+
+TEST_F(PipelineTest, NoPlantedFaultGoesUnseen) {
+  std::map<std::string, int> num_seen;
+  struct Setting {
+    const char* strategy;
+    Ranks ranks;
+    Order order;
+  };
+  for (const Setting& setting :
+       {Setting{"ddp", {2, 1, 2, 1}, {"1f1b", 1}}, Setting{"zero3", {2, 1, 2, 1}, {"interleaved", 2}},
+        Setting{"zero1", {4, 1, 1, 2}, {"1f1b", 1}}, Setting{"zero2", {2, 1, 1, 2}, {"gpipe", 1}}}) {
+    const Mesh mesh = setting.ranks.mesh();
+    const Schedule schedule = *schedule_of(setting.order, mesh, 4);
+    const Table table = preset(setting.strategy, {.accumulate = true});
+    const ModelDesc model = describe(Variant::kChain, mesh, schedule.num_stages());
+    const std::vector<Plan> plans = plan_pipeline(table, model, mesh, schedule);
+    for (const Fault& fault : kFaults) {
+      if (plans.size() < fault.least_ranks) continue;
+      for (size_t rank = 0; rank < plans.size(); ++rank) {
+        for (size_t i = 0; i < plans[rank].steps.size(); ++i) {
+          for (const Transport transport : {Transport::kRendezvous, Transport::kBuffered}) {
+            std::vector<Plan> broken = plans;
+            if (!fault.plant(broken[rank].steps, i)) continue;
+            const Outcome outcome = run(table, mesh, schedule, broken, transport);
+            EXPECT_TRUE(!outcome.error.empty() || !(outcome.deviation < 1e-6))
+                << setting.strategy << ": " << fault.name << " on stage rank " << rank << " at " << i
+                << " '" << plans[rank].steps[i].text() << "' trained the same weights";
+            ++num_seen[fault.name];
+          }
+        }
+      }
+    }
+  }
+  for (const Fault& fault : kFaults) {
+    std::printf("%s: %d planted\n", fault.name, num_seen[fault.name]);
+    EXPECT_GT(num_seen[fault.name], 0) << fault.name;
+  }
+}
+
+// What waits for itself ends at once, with everybody's place, not at the timeout.
+TEST_F(PipelineTest, WhatIsStuckIsSeenAtOnce) {
+  const Mesh mesh = Mesh::of({{Axis::kPipeline, 2}});
+  const Schedule schedule = make_schedule("1f1b", {2, 1, 4});
+  const Table table = preset("ddp", {.accumulate = true});
+  std::vector<Plan> plans =
+      plan_pipeline(table, describe(Variant::kChain, mesh, 2), mesh, schedule);
+  // Both send first: the first stage its second micro-batch, the last one its gradient.
+  std::vector<Step>& steps = plans[1].steps;
+  const auto is_send = [](const Step& step) { return step.op == Op::kSend; };
+  const auto is_receive = [](const Step& step) { return step.op == Op::kReceive; };
+  const auto first_send = std::find_if(steps.begin(), steps.end(), is_send);
+  const auto before = std::find_if(steps.begin() + 1, first_send, is_receive);
+  ASSERT_NE(before, first_send);
+  const Step late = *before;
+  steps.insert(first_send + 1, late);
+  steps.erase(before);
+  const Outcome stuck = run(table, mesh, schedule, plans, Transport::kRendezvous);
+  EXPECT_NE(stuck.error.find("every rank waits: rank 0 at 'send"), std::string::npos)
+      << stuck.error;
+  EXPECT_EQ(run(table, mesh, schedule, plans, Transport::kBuffered).error, "");
+}
+
+}  // namespace
+}  // namespace penstock::plans
