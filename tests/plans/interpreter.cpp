@@ -65,7 +65,7 @@ void add(std::vector<double>& into, const std::vector<double>& from) {
 
 // Unlike std::max, lets no NaN pass unseen.
 void raise_to(double& most, double value) {
-  if (!(value <= most)) most = value;
+  if (!std::isnan(most) && !(value <= most)) most = value;
 }
 
 class RankRun {
