@@ -2,8 +2,8 @@
 
 #include <exception>
 #include <stdexcept>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 namespace penstock::comm {
 
@@ -75,7 +75,8 @@ void DeviceCollectives::forget_ended() {
   while (!queued_.empty()) {
     try {
       if (!queued_.front().end.query()) return;
-    } catch (const std::exception&) {  // of a device that failed, which whoever waits for it is told
+    } catch (
+        const std::exception&) {  // of a device that failed, which whoever waits for it is told
     }
     queued_.pop_front();
   }

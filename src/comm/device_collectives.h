@@ -1,6 +1,7 @@
 #pragma once
 // DeviceCollectives: those of a back end of torch's that works on a device's memory, among its
-// ranks. They are queued on this thread's stream. One thread at a time, but for what says otherwise.
+// ranks. They are queued on this thread's stream. One thread at a time, but for what says
+// otherwise.
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 #include <c10/util/intrusive_ptr.h>

@@ -1,7 +1,7 @@
 #pragma once
 // Lifeline: tells at once that a neighbour's process has ended. Nobody sends what it receives, and
-// the receive fails when the connection does. For ranks that wait for one another on a device, where
-// nothing else would notice.
+// the receive fails when the connection does. For ranks that wait for one another on a device,
+// where nothing else would notice.
 #include <c10/util/intrusive_ptr.h>
 
 #include <functional>

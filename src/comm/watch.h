@@ -45,7 +45,7 @@ class Watch {
   std::map<std::string, int64_t> warned_;  // watch's thread only: by lane, its last such collective
   std::mutex mutex_;
   std::condition_variable changed_;
-  Look also_;                              // guarded by mutex_, as below
+  Look also_;  // guarded by mutex_, as below
   bool closing_ = false, renewed_ = false;
   std::thread thread_;
 };

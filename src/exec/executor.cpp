@@ -75,7 +75,8 @@ void Executor::run(const PlannedStep& planned) {
       return;
     case Op::kSend:
     case Op::kReceive:
-      throw Bug(concat("[exec::run] no pipeline is executed: ", *planned.label.text));
+    case Op::kSum:
+      throw Bug(concat("[exec::run] neither stages nor tensor ranks are executed: ", *planned.label.text));
   }
 }
 

@@ -9,15 +9,22 @@
 
 namespace penstock {
 
-// One flat range of a unit: parameters of one dtype that all train or are all frozen.
+// What the ranks of the tensor axis have of a parameter: all of it, with gradients that are equal
+// by themselves; a part of it each; or all of it, where each has an addend of its gradient (a norm
+// before a column split, say; Megatron-LM, arXiv:2205.05198, section 4.2.2).
+enum class TensorCut : uint8_t { kWhole, kCut, kPartial };
+
+// One flat range of a unit: parameters of one dtype that all train or are all frozen, and that the
+// tensor axis has alike.
 struct FlatDesc {
   int64_t numel = 0;           // padded: divisible by the number of data ranks
   Dtype dtype = Dtype::kFp32;  // the dtype it computes in
   bool trainable = true;
+  TensorCut tensor = TensorCut::kWhole;
   bool operator==(const FlatDesc&) const = default;
 };
 
-// How a unit is split over the tensor axis: its flats then hold 1/tensor of the weights. A column
+// How a unit is split over the tensor axis. A column
 // split yields a full output from a full input and a partial input gradient; a row split a partial
 // output (Megatron-LM, arXiv:1909.08053, section 3).
 enum class TensorSplit : uint8_t { kNone, kColumn, kRow };
@@ -28,7 +35,6 @@ struct UnitDesc {
   TensorSplit split = TensorSplit::kNone;
   bool block = true;        // else one layer or a tile of one, which is never computed again
   bool recomputed = false;  // its forward runs again in backward, from its inputs
-  int stage = 0;            // of a pipeline, in which it is computed
   int num_chunks = 1;       // in which its optimizer state passes through memory
   bool operator==(const UnitDesc&) const = default;
 };
@@ -50,10 +56,12 @@ inline constexpr int64_t kChunkGrain = 2048;  // elements
 enum class Mark : uint8_t { kWhole, kBegin, kEnd, kUse, kGradient };
 
 // One entry of the order of a pass. Units that contain others (the root) or that stay in use until
-// later have a begin and an end; the rest are whole.
+// later have a begin and an end; the rest are whole. In a pipeline each is of a stage, and a unit
+// that is in the visits of several is there in each of them (a tied embedding).
 struct Visit {
   int unit = 0;
   Mark mark = Mark::kWhole;
+  int stage = 0;
   bool operator==(const Visit&) const = default;
 };
 

@@ -150,7 +150,8 @@ bool goes_up(const Step& step) { return is_move(step, Role::kParam); }
 // Whether the one before can go down past this step.
 bool lets_pass(const Step& between, const Step& step) {
   if (!shares_unit(between, step)) return true;
-  return step.op != Op::kPublish && !between.is_compute() && !is_move(between, Role::kGrad);
+  return step.op != Op::kPublish && !between.is_compute() && !is_move(between, Role::kGrad) &&
+         between.op != Op::kSum;
 }
 
 // Where the collective before the one at `later` is, if the two can meet; steps.size() if not.

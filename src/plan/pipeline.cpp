@@ -12,33 +12,29 @@ namespace penstock {
 
 namespace {
 
-// The units of each stage, in their order in a pass.
-using Stages = std::vector<std::vector<int>>;
+// The visits of each stage, in their order in a pass.
+using Stages = std::vector<std::vector<Visit>>;
 
 [[noreturn]] void refuse(const std::string& why) {
   throw ConfigError("[plan::plan_pipeline] " + why);
 }
 
-Stages units_of(const ModelDesc& model, const std::vector<Visit>& order, int num_stages) {
+Stages by_stage(const ModelDesc& model, const std::vector<Visit>& order, int num_stages) {
   Stages stages(static_cast<size_t>(num_stages));
   for (const Visit& visit : order) {
     const UnitDesc& unit = model.units[visit.unit];
-    if (visit.mark == Mark::kBegin || visit.mark == Mark::kEnd) {
-      if (unit.flats.empty()) continue;
-      refuse(concat("\"", unit.name, "\" encloses other units and has parameters of its own, ",
-                    "which no stage can have: make them units (\"units.layer_bytes\": 1)"));
+    if (unit.flats.empty()) continue;  // it only encloses others
+    if (visit.stage < 0 || visit.stage >= num_stages) {
+      refuse(concat("\"", unit.name, "\" is in stage ", visit.stage, " of ", num_stages));
     }
-    if (unit.stage < 0 || unit.stage >= num_stages) {
-      refuse(concat("\"", unit.name, "\" is in stage ", unit.stage, " of ", num_stages));
-    }
-    stages[unit.stage].push_back(visit.unit);
+    stages[visit.stage].push_back(visit);
   }
   return stages;
 }
 
 // In a forward, stages follow each other.
 Stages check_order(const ModelDesc& model, int num_stages) {
-  Stages stages = units_of(model, model.forward, num_stages);
+  Stages stages = by_stage(model, model.forward, num_stages);
   for (int stage = 0; stage < num_stages; ++stage) {
     if (stages[stage].empty()) {
       refuse(concat("stage ", stage, " of ", num_stages, " has no units; the model has ",
@@ -49,12 +45,39 @@ Stages check_order(const ModelDesc& model, int num_stages) {
   for (const Visit& visit : model.forward) {
     const UnitDesc& unit = model.units[visit.unit];
     if (unit.flats.empty()) continue;
-    if (unit.stage < now) {
-      refuse(concat("\"", unit.name, "\" of stage ", unit.stage, " is computed after stage ", now));
+    if (visit.stage < now) {
+      refuse(concat("\"", unit.name, "\" of stage ", visit.stage, " is computed after stage ", now,
+                    visit.mark == Mark::kEnd ? ": it encloses other units; make what it has "
+                                               "units of their own (\"units.layer_bytes\": 1)"
+                                             : ""));
     }
-    now = unit.stage;
+    now = visit.stage;
   }
   return stages;
+}
+
+std::set<int> ranks_of(const ModelDesc& model, int unit, int num_ranks) {
+  std::set<int> ranks;
+  for (const Visit& visit : model.forward) {
+    if (visit.unit == unit) ranks.insert(visit.stage % num_ranks);
+  }
+  return ranks;
+}
+
+// The units that this rank has with others.
+std::vector<int> shared_by(const ModelDesc& model, int num_ranks, int rank, const Table& table) {
+  std::vector<int> shared;
+  for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
+    const std::set<int> ranks = ranks_of(model, unit, num_ranks);
+    if (ranks.size() < 2 || !ranks.contains(rank)) continue;
+    if (table.grads_wait_on_disk()) {
+      refuse(concat("\"", model.units[unit].name,
+                    "\" is in several stages (tied weights), and its ",
+                    "gradients wait on disk: hold them on the host"));
+    }
+    shared.push_back(unit);
+  }
+  return shared;
 }
 
 class RankWriter : StepWriter {
@@ -66,9 +89,9 @@ class RankWriter : StepWriter {
     uses_.resize(part.units.size());
     backwards_.resize(part.units.size());
     for (const Action& action : actions) {
-      for (const int unit : order(action)) {
-        ++uses_[unit];
-        if (!action.forward) ++backwards_[unit];
+      for (const Visit& visit : order(action)) {
+        ++uses_[visit.unit];
+        if (!action.forward) ++backwards_[visit.unit];
       }
     }
   }
@@ -79,52 +102,61 @@ class RankWriter : StepWriter {
   void compute() {
     const Action& action = actions_[done_++];
     micro_ = action.micro;
-    for (const int unit : order(action)) {
+    for (const Visit& visit : order(action)) {
       if (action.forward) {
-        forward(unit);
+        forward(visit);
       } else {
-        backward(unit);
+        backward(visit);
       }
-      settle_param(unit, --uses_[unit] > 0 ? Phase::kHold : Phase::kRest);
+      settle_param(visit.unit, --uses_[visit.unit] > 0 ? Phase::kHold : Phase::kRest);
     }
   }
 
   // Of what the action made.
   void send(const Action& made) {
-    const std::vector<int>& units = forward_[made.stage];
-    transfer(Op::kSend, made, made.forward ? units.back() : units.front(), made.forward ? 1 : -1);
+    const std::vector<Visit>& visits = forward_[made.stage];
+    const Visit& visit = made.forward ? visits.back() : visits.front();
+    transfer(Op::kSend, made, visit.unit, made.forward ? 1 : -1);
   }
   void receive(const Action& made) {
-    const int stage = made.forward ? made.stage + 1 : made.stage - 1;
-    const std::vector<int>& units = forward_[stage];
-    transfer(Op::kReceive, made, made.forward ? units.front() : units.back(),
-             made.forward ? -1 : 1);
+    const std::vector<Visit>& visits = forward_[made.forward ? made.stage + 1 : made.stage - 1];
+    const Visit& visit = made.forward ? visits.front() : visits.back();
+    transfer(Op::kReceive, made, visit.unit, made.forward ? -1 : 1);
   }
 
-  Plan finish() && {
+  // `shared`: by other ranks, too.
+  Plan finish(const std::vector<int>& shared) && {
+    for (const int unit : shared) {
+      if (trains(unit)) sum_grad(unit, Axis::kPipeline);
+    }
     update();
     return std::move(plan_);
   }
 
  private:
-  const std::vector<int>& order(const Action& action) const {
+  const std::vector<Visit>& order(const Action& action) const {
     return (action.forward ? forward_ : backward_)[action.stage];
   }
 
-  void forward(int unit) {
+  void forward(const Visit& visit) {
+    const int unit = visit.unit;
     settle_param(unit, Phase::kForward);
-    put({.op = Op::kForward, .units = {unit}, .micro = micro_});
+    put({.op = Op::kForward, .units = {unit}, .mark = visit.mark, .micro = micro_});
     sum_activations(unit, TensorSplit::kRow);
     move_inputs(unit, Phase::kForward, Phase::kHold);
   }
 
-  void backward(int unit) {
+  void backward(const Visit& visit) {
+    const int unit = visit.unit;
     move_inputs(unit, Phase::kHold, Phase::kBackward);
     settle_param(unit, Phase::kBackward);
-    put({.op = Op::kBackward, .units = {unit}, .micro = micro_});
+    put({.op = Op::kBackward, .units = {unit}, .mark = visit.mark, .micro = micro_});
     sum_activations(unit, TensorSplit::kColumn);
-    const bool last = --backwards_[unit] == 0;
-    if (!table_.holds_grad_in_place() || last) settle_grad(unit, last);
+    const bool last = --backwards_[unit] == 0, on_disk = table_.grads_wait_on_disk();
+    const bool settles = !table_.holds_grad_in_place() || last;
+    if (settles && on_disk) sum_partial(unit);
+    if (settles) settle_grad(unit, last);
+    if (last && !on_disk) sum_partial(unit);
   }
 
   void transfer(Op op, const Action& made, int unit, int hop) {
@@ -146,8 +178,10 @@ class RankWriter : StepWriter {
 
 ModelDesc part(const ModelDesc& model, int num_ranks, int rank) {
   ModelDesc own = model;
-  for (UnitDesc& unit : own.units) {
-    if (unit.stage % num_ranks != rank) unit.flats.clear();
+  for (size_t unit = 0; unit < own.units.size(); ++unit) {
+    if (!ranks_of(model, static_cast<int>(unit), num_ranks).contains(rank)) {
+      own.units[unit].flats.clear();
+    }
   }
   return own;
 }
@@ -159,7 +193,7 @@ std::vector<Plan> plan_pipeline(const Table& table, const ModelDesc& model, cons
                   concat("a schedule of ", schedule.num_ranks(), " ranks on ", mesh.text()));
   check_schedule(schedule);
   const Stages forward = check_order(model, num_stages);
-  const Stages backward = units_of(model, model.backward, num_stages);
+  const Stages backward = by_stage(model, model.backward, num_stages);
   std::vector<ModelDesc> parts;
   for (int rank = 0; rank < num_ranks; ++rank) parts.push_back(part(model, num_ranks, rank));
   std::vector<RankWriter> writers;
@@ -186,7 +220,9 @@ std::vector<Plan> plan_pipeline(const Table& table, const ModelDesc& model, cons
     }
   }
   std::vector<Plan> plans;
-  for (RankWriter& writer : writers) plans.push_back(std::move(writer).finish());
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    plans.push_back(std::move(writers[rank]).finish(shared_by(model, num_ranks, rank, table)));
+  }
   return plans;
 }
 

@@ -12,15 +12,16 @@ namespace penstock {
 
 namespace {
 
-constexpr std::array<const char*, 10> kOpNames = {
-    "micro", "move", "forward", "backward", "drop", "norm", "update", "publish", "send", "recv"};
+constexpr std::array<const char*, 11> kOpNames = {"micro",   "move", "forward", "backward",
+                                                  "drop",    "sum",  "norm",    "update",
+                                                  "publish", "send", "recv"};
 constexpr std::array<const char*, 5> kMarkNames = {"", "begin", "end", "use", "gradient"};
 
 bool hops_on(Op op) { return op == Op::kSend || op == Op::kReceive; }
 bool has_role(Op op) {
-  return op == Op::kMove || op == Op::kDrop || op == Op::kPublish || hops_on(op);
+  return op == Op::kMove || op == Op::kDrop || op == Op::kSum || op == Op::kPublish || hops_on(op);
 }
-bool has_moves(Op op) { return op == Op::kMove || op == Op::kPublish; }
+bool has_moves(Op op) { return op == Op::kMove || op == Op::kSum || op == Op::kPublish; }
 bool has_units(Op op) { return op != Op::kMicro && op != Op::kNorm; }
 
 std::string units_text(const std::vector<int>& units) {

@@ -33,6 +33,7 @@ enum class Op : uint8_t {
   kForward,   // compute, marked
   kBackward,  // compute, marked; leaves the unit's gradient as a partial sum
   kDrop,      // copies of the role other than the resting one go away: free
+  kSum,       // gradients of which ranks off the data axes have addends become the sum
   kNorm,      // global gradient norm over all units: one small collective
   kUpdate,    // optimizer
   kPublish,   // the updated master weights become the parameter's resting copy, through `moves`

@@ -30,8 +30,10 @@ class SectionWriter : StepWriter {
         backward();
         break;
       case Section::kUpdateEarly:
-        for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit)
+        for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit) {
           move_grad(unit, Phase::kHold, Phase::kUpdate);
+          sum_partial(unit);
+        }
         [[fallthrough]];
       case Section::kUpdate:
         update();
@@ -43,7 +45,7 @@ class SectionWriter : StepWriter {
  private:
   void forward(Phase after) {
     begin_params(Phase::kRest);
-    for (const auto& [unit, mark] : model_.forward) {
+    for (const auto& [unit, mark, stage] : model_.forward) {
       settle_param(unit, Phase::kForward);
       put({.op = Op::kForward, .units = {unit}, .mark = mark});
       if (mark == Mark::kBegin) continue;
@@ -59,7 +61,7 @@ class SectionWriter : StepWriter {
     std::vector<size_t> last_visit(model_.units.size(), 0);
     for (size_t i = 0; i < model_.backward.size(); ++i) last_visit[model_.backward[i].unit] = i;
     for (size_t i = 0; i < model_.backward.size(); ++i) {
-      const auto& [unit, mark] = model_.backward[i];
+      const auto& [unit, mark, stage] = model_.backward[i];
       if (mark != Mark::kEnd) move_inputs(unit, Phase::kHold, Phase::kBackward);
       if (mark != Mark::kGradient) settle_param(unit, Phase::kBackward);
       put({.op = Op::kBackward, .units = {unit}, .mark = mark});
@@ -67,7 +69,11 @@ class SectionWriter : StepWriter {
       sum_activations(unit, TensorSplit::kColumn);
       // What is visited again adds up first where that takes no more memory.
       const bool moves_now = mark != Mark::kUse && !table_.holds_grad_in_place();
-      if (moves_now || i == last_visit[unit]) settle_grad(unit, last);
+      const bool settles = moves_now || i == last_visit[unit];
+      // Before it leaves memory, or once in the window.
+      if (settles && table_.grads_wait_on_disk()) sum_partial(unit);
+      if (settles) settle_grad(unit, last);
+      if (last && i == last_visit[unit] && !table_.grads_wait_on_disk()) sum_partial(unit);
       settle_param(unit, Phase::kRest);
     }
   }

@@ -12,9 +12,7 @@ namespace penstock {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& why) {
-  throw ConfigError("[plan::Schedule] " + why);
-}
+[[noreturn]] void refuse(const std::string& why) { throw ConfigError("[plan::Schedule] " + why); }
 
 Schedule gpipe(const PipelineShape& shape) {
   Schedule schedule;
@@ -215,8 +213,8 @@ Replay replay(const Schedule& schedule, double forward, double backward, double 
       if ((needed.stage >= 0 && arrived == ends.end()) || !own) continue;
       any = true;
       ++next[rank];
-      const bool travels = needed.stage >= 0 && needed.stage % schedule.num_ranks() !=
-                                                    static_cast<int>(rank);
+      const bool travels =
+          needed.stage >= 0 && needed.stage % schedule.num_ranks() != static_cast<int>(rank);
       const double ready = needed.stage < 0 ? 0 : arrived->second + (travels ? transfer : 0);
       const double takes = action.forward ? forward : backward;
       time[rank] = std::max(time[rank], ready) + takes;
@@ -230,8 +228,8 @@ Replay replay(const Schedule& schedule, double forward, double backward, double 
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     if (next[rank] == schedule.ranks[rank].size()) continue;
     const Action& action = schedule.ranks[rank][next[rank]];
-    stuck.push_back(concat("rank ", rank, " at ", action.text(), " for ",
-                           before(action, num_stages).text()));
+    stuck.push_back(
+        concat("rank ", rank, " at ", action.text(), " for ", before(action, num_stages).text()));
   }
   if (!stuck.empty()) refuse(concat("the order does not end; it waits: ", join(stuck, ", ")));
   made.makespan = *std::max_element(time.begin(), time.end());

@@ -122,6 +122,10 @@ class Walk {
       case Op::kReceive:
         ++ledger_.exchanges;
         break;
+      case Op::kSum:
+        count_exchanges(step);
+        for (const int unit : step.units) sum_grad(step.moves.front(), unit);
+        break;
       case Op::kDrop:
         for (const int unit : step.units) drop_param(unit);
         break;
@@ -393,6 +397,19 @@ class Walk {
       }
       place = apply(place, move);
     }
+  }
+
+  // Of a unit's partial flats over tensor ranks, of all its flats over stages that share it.
+  void sum_grad(const Move& move, int unit) {
+    const bool partial_only = move.axes.front() == Axis::kTensor;
+    const Placement& place = grads_[unit].current();
+    int64_t sum = 0;
+    for (const FlatDesc& flat : model_.units[unit].flats) {
+      if (!flat.trainable || (partial_only && flat.tensor != TensorCut::kPartial)) continue;
+      const int64_t owned = flat.numel / num_shards(place, mesh_);
+      sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
+    }
+    send_collective(move, sum, phase_);
   }
 
   void send_collective(const Move& move, int64_t here, const std::string& phase) {

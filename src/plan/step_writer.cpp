@@ -19,11 +19,11 @@ void StepWriter::move(int unit, Role role, const Placement& from, const Placemen
   std::vector<Move> moves = hops(from, to);
   if (moves.empty()) return;
   put({.op = Op::kMove,
-         .units = {unit},
-         .role = role,
-         .moves = std::move(moves),
-         .micro = role == Role::kAct ? micro_ : kNoMicro,
-         .chunk = chunk});
+       .units = {unit},
+       .role = role,
+       .moves = std::move(moves),
+       .micro = role == Role::kAct ? micro_ : kNoMicro,
+       .chunk = chunk});
 }
 
 void StepWriter::move_grad(int unit, Phase from, Phase to, Chunk chunk) {
@@ -53,10 +53,10 @@ void StepWriter::begin_params(Phase phase) {
 void StepWriter::sum_activations(int unit, TensorSplit split) {
   if (mesh_.size(Axis::kTensor) == 1 || model_.units[unit].split != split) return;
   put({.op = Op::kMove,
-         .units = {unit},
-         .role = Role::kAct,
-         .moves = {{.kind = MoveKind::kAllReduce, .axes = {Axis::kTensor}}},
-         .micro = micro_});
+       .units = {unit},
+       .role = Role::kAct,
+       .moves = {{.kind = MoveKind::kAllReduce, .axes = {Axis::kTensor}}},
+       .micro = micro_});
 }
 
 void StepWriter::move_inputs(int unit, Phase from, Phase to) {
@@ -70,6 +70,22 @@ void StepWriter::settle_grad(int unit, bool last) {
   if (!in_place) move_grad(unit, Phase::kBackward, Phase::kHold);
   if (last && !goes_straight && !table_.grads_wait_on_disk())
     move_grad(unit, Phase::kHold, Phase::kUpdate);
+}
+
+void StepWriter::sum_partial(int unit) {
+  const std::vector<FlatDesc>& flats = model_.units[unit].flats;
+  if (std::any_of(flats.begin(), flats.end(), [](const FlatDesc& flat) {
+        return flat.trainable && flat.tensor == TensorCut::kPartial;
+      })) {
+    sum_grad(unit, Axis::kTensor);
+  }
+}
+
+void StepWriter::sum_grad(int unit, Axis axis) {
+  put({.op = Op::kSum,
+       .units = {unit},
+       .role = Role::kGrad,
+       .moves = {{.kind = MoveKind::kAllReduce, .axes = {axis}}}});
 }
 
 void StepWriter::update() {
@@ -94,9 +110,9 @@ void StepWriter::update_chunk(int unit, const Chunk& chunk) {
   const bool chunks = table_.publishes_chunks();
   if (!publish_.empty() && (chunks || chunk.last())) {
     put({.op = Op::kPublish,
-           .units = {unit},
-           .moves = publish_,
-           .chunk = chunks ? chunk : Chunk{}});
+         .units = {unit},
+         .moves = publish_,
+         .chunk = chunks ? chunk : Chunk{}});
   }
   move(unit, Role::kOptim, at, rest, chunk);
 }

@@ -32,6 +32,10 @@ class StepWriter {
   // A gradient held in place is added up before it moves; any other moves first and is added up
   // where it arrives.
   void settle_grad(int unit, bool last);
+  // Of what the tensor ranks have addends of, where its gradient is.
+  void sum_partial(int unit);
+  // In place.
+  void sum_grad(int unit, Axis axis);
   // The norm, and every unit's update.
   void update();
 

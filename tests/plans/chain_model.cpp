@@ -42,6 +42,36 @@ Matrix loss_gradient(const Matrix& output, const Matrix& target) {
   return grad;
 }
 
+constexpr size_t kSquare = kWidth * kWidth;
+
+bool has_gain(int unit) { return unit % 2 == 0; }
+
+Matrix weights_of(const Matrix& all) { return {all.begin(), all.end() - kWidth}; }
+Matrix extra_of(const Matrix& all) { return {all.end() - kWidth, all.end()}; }
+
+// Of one value a column.
+void scale_columns(Matrix& values, const Matrix& by) {
+  for (size_t i = 0; i < values.size(); ++i) values[i] *= by[i % kWidth];
+}
+void add_to_columns(Matrix& values, const Matrix& addends) {
+  for (size_t i = 0; i < values.size(); ++i) values[i] += addends[i % kWidth];
+}
+Matrix sum_of_columns(const Matrix& values) {
+  Matrix sums(kWidth);
+  for (size_t i = 0; i < values.size(); ++i) sums[i % kWidth] += values[i];
+  return sums;
+}
+
+Matrix product(Matrix one, const Matrix& other) {
+  for (size_t i = 0; i < one.size(); ++i) one[i] *= other[i];
+  return one;
+}
+
+Matrix joined(Matrix one, const Matrix& other) {
+  one.insert(one.end(), other.begin(), other.end());
+  return one;
+}
+
 // The columns of W on this tensor rank (column split); its rows else.
 Matrix cut(const Matrix& full, TensorSplit split, const Mesh& mesh, int tensor) {
   if (mesh.size(Axis::kTensor) == 1) return full;
@@ -73,7 +103,11 @@ Problem Problem::make(Variant variant, int num_steps) {
     return values;
   };
   Problem problem{.variant = variant, .weights = {}, .steps = {}};
-  for (int unit = 0; unit < kNumUnits; ++unit) problem.weights.push_back(matrix(kWidth, 0.4));
+  for (int unit = 0; unit < kNumUnits; ++unit) {
+    Matrix extra = matrix(1, 0.3);
+    if (has_gain(unit)) add_to_columns(extra, Matrix(kWidth, 1.0));
+    problem.weights.push_back(joined(matrix(kWidth, 0.4), extra));
+  }
   for (int step = 0; step < num_steps; ++step)
     problem.steps.push_back({matrix(kBatchRows, 1), matrix(kBatchRows, 1)});
   return problem;
@@ -81,7 +115,7 @@ Problem Problem::make(Variant variant, int num_steps) {
 
 bool Problem::trainable(int unit, size_t element) const {
   if (variant != Variant::kFrozen) return true;
-  return unit != 1 && (unit != 2 || element < first_flat_numel(Mesh{}));
+  return unit != 1 && (unit != 2 || element < first_flat_numel(Mesh{}) || element >= kSquare);
 }
 
 void Adam::apply(int step, double grad, double& weight, double& mean, double& square) {
@@ -95,28 +129,41 @@ void Adam::apply(int step, double grad, double& weight, double& mean, double& sq
 Trained train_reference(const Problem& problem) {
   Trained out{.weights = problem.weights, .norms = {}, .input_grads = {}};
   std::vector<Matrix>& w = out.weights;
-  std::vector<Matrix> mean(kNumUnits, Matrix(kWidth * kWidth));
+  std::vector<Matrix> mean(kNumUnits, Matrix(kSquare + kWidth));
   std::vector<Matrix> square = mean;
   const bool tied = problem.variant == Variant::kTiedRoot;
   for (size_t step = 0; step < problem.steps.size(); ++step) {
-    std::vector<Matrix> hidden = {problem.steps[step].input};
+    std::vector<Matrix> hidden = {problem.steps[step].input}, inputs;
     for (int unit = 0; unit < kNumUnits; ++unit) {
-      hidden.push_back(multiply(hidden.back(), w[unit], kWidth));
+      inputs.push_back(hidden.back());
+      if (has_gain(unit)) scale_columns(inputs.back(), extra_of(w[unit]));
+      hidden.push_back(multiply(inputs.back(), weights_of(w[unit]), kWidth));
+      if (!has_gain(unit)) add_to_columns(hidden.back(), extra_of(w[unit]));
       for (double& value : hidden.back()) value = std::tanh(value);
     }
+    const Matrix first = weights_of(w[0]);
     const Matrix output =
-        tied ? multiply(hidden.back(), transpose(w[0], kWidth), kWidth) : hidden.back();
+        tied ? multiply(hidden.back(), transpose(first, kWidth), kWidth) : hidden.back();
     Matrix back = loss_gradient(output, problem.steps[step].target);
-    std::vector<Matrix> grads(kNumUnits, Matrix(kWidth * kWidth));
+    std::vector<Matrix> grads(kNumUnits);
+    Matrix of_tied(kSquare);
     if (tied) {
-      grads[0] = multiply(transpose(back, kWidth), hidden.back(), kBatchRows);
-      back = multiply(back, w[0], kWidth);
+      of_tied = multiply(transpose(back, kWidth), hidden.back(), kBatchRows);
+      back = multiply(back, first, kWidth);
     }
     for (int unit = kNumUnits - 1; unit >= 0; --unit) {
       through_tanh(back, hidden[unit + 1]);
-      const Matrix grad = multiply(transpose(hidden[unit], kWidth), back, kBatchRows);
-      for (size_t i = 0; i < grad.size(); ++i) grads[unit][i] += grad[i];
-      back = multiply(back, transpose(w[unit], kWidth), kWidth);
+      Matrix grad = multiply(transpose(inputs[unit], kWidth), back, kBatchRows);
+      Matrix extra = sum_of_columns(back);
+      back = multiply(back, transpose(weights_of(w[unit]), kWidth), kWidth);
+      if (has_gain(unit)) {
+        extra = sum_of_columns(product(back, hidden[unit]));
+        scale_columns(back, extra_of(w[unit]));
+      }
+      if (unit == 0) {
+        for (size_t i = 0; i < grad.size(); ++i) grad[i] += of_tied[i];
+      }
+      grads[unit] = joined(std::move(grad), extra);
     }
     double sum = 0;
     for (int unit = 0; unit < kNumUnits; ++unit) {
@@ -145,19 +192,30 @@ ModelDesc describe(Variant variant, const Mesh& mesh, int num_stages) {
     UnitDesc desc{.name = "block" + std::to_string(unit), .flats = {}};
     desc.flats.push_back({padded(first), Dtype::kBf16, !(frozen && unit == 1)});
     desc.flats.push_back({padded(second), Dtype::kFp32, !(frozen && (unit == 1 || unit == 2))});
-    if (mesh.size(Axis::kTensor) > 1)
-      desc.split = unit % 2 ? TensorSplit::kRow : TensorSplit::kColumn;
-    desc.stage = unit * num_stages / kNumUnits;
+    desc.flats.push_back({padded(kWidth), Dtype::kFp32, !(frozen && unit == 1)});
+    if (mesh.size(Axis::kTensor) > 1) {
+      desc.split = has_gain(unit) ? TensorSplit::kColumn : TensorSplit::kRow;
+      desc.flats[0].tensor = desc.flats[1].tensor = TensorCut::kCut;
+      desc.flats[2].tensor = has_gain(unit) ? TensorCut::kPartial : TensorCut::kWhole;
+    }
     model.units.push_back(desc);
   }
   assume_order(model, variant == Variant::kTiedRoot);
+  for (Visit& visit : model.forward) {
+    visit.stage = visit.mark == Mark::kEnd ? num_stages - 1 : visit.unit * num_stages / kNumUnits;
+  }
+  for (Visit& visit : model.backward) {
+    visit.stage = visit.mark == Mark::kBegin ? num_stages - 1 : visit.unit * num_stages / kNumUnits;
+  }
   return model;
 }
 
 std::vector<Matrix> pad_flats(const ModelDesc& model, const Mesh& mesh, int unit,
                               const Matrix& local) {
   const auto middle = local.begin() + static_cast<std::ptrdiff_t>(first_flat_numel(mesh));
-  std::vector<Matrix> flats = {Matrix(local.begin(), middle), Matrix(middle, local.end())};
+  const auto end = local.end() - kWidth;
+  std::vector<Matrix> flats = {Matrix(local.begin(), middle), Matrix(middle, end),
+                               Matrix(end, local.end())};
   for (size_t flat = 0; flat < kNumFlats; ++flat)
     flats[flat].resize(static_cast<size_t>(model.units[unit].flats[flat].numel));
   return flats;
@@ -165,7 +223,8 @@ std::vector<Matrix> pad_flats(const ModelDesc& model, const Mesh& mesh, int unit
 
 std::vector<Matrix> to_flats(const ModelDesc& model, const Mesh& mesh, int tensor, int unit,
                              const Matrix& weights) {
-  return pad_flats(model, mesh, unit, cut(weights, model.units[unit].split, mesh, tensor));
+  Matrix local = cut(weights_of(weights), model.units[unit].split, mesh, tensor);
+  return pad_flats(model, mesh, unit, joined(std::move(local), extra_of(weights)));
 }
 
 Matrix from_flats(const std::vector<Matrix>& flats, const Mesh& mesh) {
@@ -174,6 +233,7 @@ Matrix from_flats(const std::vector<Matrix>& flats, const Mesh& mesh) {
   Matrix local(flats[0].begin(), flats[0].begin() + static_cast<std::ptrdiff_t>(first));
   local.insert(local.end(), flats[1].begin(),
                flats[1].begin() + static_cast<std::ptrdiff_t>(second));
+  local.insert(local.end(), flats[2].begin(), flats[2].begin() + kWidth);
   return local;
 }
 
@@ -184,12 +244,14 @@ void ChainModel::begin(Batch rows) {
   unactivated_ = -1;
   inputs_.assign(kNumUnits, {});
   outputs_.assign(kNumUnits, {});
+  extras_.assign(kNumUnits, {});
 }
 
 int ChainModel::rows() const { return static_cast<int>(batch_.input.size()) / kWidth; }
 
 const Matrix& ChainModel::activated() {
   if (unactivated_ >= 0) {
+    if (!has_gain(unactivated_)) add_to_columns(value_, extras_[unactivated_]);
     for (double& value : value_) value = std::tanh(value);
     outputs_[unactivated_] = value_;
     unactivated_ = -1;
@@ -197,14 +259,23 @@ const Matrix& ChainModel::activated() {
   return value_;
 }
 
-void ChainModel::forward(int unit, Mark mark, const Matrix& weights) {
+// What W is multiplied with.
+Matrix ChainModel::scaled_input(int unit) const {
+  Matrix input = inputs_[unit];
+  if (has_gain(unit)) scale_columns(input, extras_[unit]);
+  return input;
+}
+
+void ChainModel::forward(int unit, Mark mark, const Matrix& all) {
+  const Matrix weights = weights_of(all);
   if (mark == Mark::kEnd) {
     tied_input_ = activated();
     value_ = multiply(tied_input_, transpose(weights, kWidth), kWidth);
     return;
   }
   inputs_[unit] = activated();
-  value_ = multiply(inputs_[unit], weights, static_cast<int>(inputs_[unit].size()) / rows());
+  extras_[unit] = extra_of(all);
+  value_ = multiply(scaled_input(unit), weights, static_cast<int>(inputs_[unit].size()) / rows());
   unactivated_ = unit;
 }
 
@@ -216,20 +287,27 @@ void ChainModel::arrive(Role role, Matrix values) {
   }
 }
 
-Matrix ChainModel::backward(int unit, Mark mark, const Matrix& weights) {
+Matrix ChainModel::backward(int unit, Mark mark, const Matrix& all) {
+  const Matrix weights = weights_of(all);
   if (!grad_) grad_ = loss_gradient(activated(), batch_.target);
   if (mark == Mark::kBegin) {
     const Matrix grad = multiply(transpose(*grad_, kWidth), tied_input_, rows());
     grad_ = multiply(*grad_, weights, kWidth);
-    return grad;
+    return joined(grad, Matrix(kWidth));
   }
   PENSTOCK_ASSERT(grad_->size() == outputs_[unit].size(), "backward out of order");
   through_tanh(*grad_, outputs_[unit]);
-  const Matrix& input = inputs_[unit];
+  const Matrix input = scaled_input(unit);
   const int columns = static_cast<int>(grad_->size()) / rows();
-  Matrix grad = multiply(transpose(input, static_cast<int>(input.size()) / rows()), *grad_, rows());
+  const Matrix grad =
+      multiply(transpose(input, static_cast<int>(input.size()) / rows()), *grad_, rows());
+  Matrix extra = has_gain(unit) ? Matrix() : sum_of_columns(*grad_);
   grad_ = multiply(*grad_, transpose(weights, columns), columns);
-  return grad;
+  if (has_gain(unit)) {
+    extra = sum_of_columns(product(*grad_, inputs_[unit]));
+    scale_columns(*grad_, extras_[unit]);
+  }
+  return joined(grad, extra);
 }
 
 }  // namespace penstock::plans

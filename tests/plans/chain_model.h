@@ -1,6 +1,9 @@
 #pragma once
-// The model that plans are tried on: a chain of y = tanh(x W), squared error on a global batch,
-// trained by Adam; and an independent trainer of the same model that knows no plans and no ranks.
+// The model that plans are tried on: a chain of y = tanh((x * gain) W) and y = tanh(x W + bias) in
+// turns, squared error on a global batch, trained by Adam; and an independent trainer of the same
+// model that knows no plans and no ranks. Over tensor ranks the first kind is cut by columns, and
+// its gain has addends of its gradient on all of them; the second kind by rows, and its bias has a
+// gradient that is equal on all.
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,14 +14,14 @@
 
 namespace penstock::plans {
 
-inline constexpr int kWidth = 8;      // W is kWidth x kWidth
-inline constexpr int kNumUnits = 4;   // even: column and row splits alternate
+inline constexpr int kWidth = 8;        // W is kWidth x kWidth, a gain or a bias is kWidth
+inline constexpr int kNumUnits = 4;     // even: column and row splits alternate
 inline constexpr int kBatchRows = 120;  // of the global batch, so that 2, 3, 5 and 8 divide them
 
 enum class Variant { kChain, kTiedRoot, kFrozen };
 const char* variant_name(Variant variant);
 
-using Matrix = std::vector<double>;  // row-major
+using Matrix = std::vector<double>;  // row-major; of a unit: W, then its gain or bias
 
 struct Batch {
   Matrix input, target;
@@ -47,8 +50,8 @@ struct Trained {
 };
 Trained train_reference(const Problem& problem);
 
-// A unit's elements, cut for one tensor rank, are stored in two flats of uneven size.
-inline constexpr int kNumFlats = 2;
+// A unit's W, cut for one tensor rank, is in two flats of uneven size, its gain or bias in a third.
+inline constexpr int kNumFlats = 3;
 // The units in stages of equal size.
 ModelDesc describe(Variant variant, const Mesh& mesh, int num_stages = 1);
 // The flats (padded) of one tensor rank's part of a unit, and back.
@@ -76,6 +79,7 @@ class ChainModel {
  private:
   const Matrix& activated();
   int rows() const;
+  Matrix scaled_input(int unit) const;
 
   const ModelDesc& model_;
   const Mesh mesh_;
@@ -83,7 +87,7 @@ class ChainModel {
   Matrix value_;
   std::optional<Matrix> grad_;
   int unactivated_ = -1;  // the unit whose output is still to pass through tanh
-  std::vector<Matrix> inputs_, outputs_;
+  std::vector<Matrix> inputs_, outputs_, extras_;  // extras: gains and biases, as last used
   Matrix tied_input_;
 };
 

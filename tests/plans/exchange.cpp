@@ -58,8 +58,8 @@ std::vector<double> Exchange::take(int rank, int peer, const std::string& tag) {
   });
   const auto letter = found();
   if (letter == letters.end()) {
-    fail_locked(concat("rank ", rank, " receives ", tag, ", rank ", peer, " sends ",
-                       letters.front().tag));
+    fail_locked(
+        concat("rank ", rank, " receives ", tag, ", rank ", peer, " sends ", letters.front().tag));
     throw RuntimeFault(failure_);
   }
   std::vector<double> values = std::move(letter->values);

@@ -128,13 +128,17 @@ class RankRun {
  private:
   int num_units() const { return static_cast<int>(model_.units.size()); }
   int coordinate(Axis axis) const { return mesh_.coordinate(rank_, axis); }
-  int stage_of(int unit) const { return model_.units[unit].stage; }
-  bool mine(int unit) const {
-    return stage_of(unit) % mesh_.size(Axis::kPipeline) == coordinate(Axis::kPipeline);
+  // Whether a rank of the pipeline has the unit.
+  bool has(int stage_rank, int unit) const {
+    return std::any_of(model_.forward.begin(), model_.forward.end(), [&](const Visit& visit) {
+      return visit.unit == unit && visit.stage % mesh_.size(Axis::kPipeline) == stage_rank;
+    });
   }
+  bool mine(int unit) const { return has(coordinate(Axis::kPipeline), unit); }
+  bool first_stage() const { return coordinate(Axis::kPipeline) == 0; }
   const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
   bool trains(int unit, size_t flat) const { return model_.units[unit].flats[flat].trainable; }
-  bool trains(int unit) const { return trains(unit, 0) || trains(unit, 1); }
+  bool trains(int unit) const { return trains(unit, 0) || trains(unit, 1) || trains(unit, 2); }
 
   Buffers shards(int unit, const Matrix& weights, const Placement& place) const {
     Buffers flats = to_flats(model_, mesh_, mesh_.coordinate(rank_, Axis::kTensor), unit, weights);
@@ -159,15 +163,18 @@ class RankRun {
         exchange_.post(rank_, neighbour(step), tag(step, step.units[0]), chain_of(step).leave());
         break;
       case Op::kReceive:
-        chain_of(step).arrive(
-            step.role, exchange_.take(rank_, neighbour(step),
-                                      tag(step, step.units[0] + (step.hop > 0 ? 1 : -1))));
+        chain_of(step).arrive(step.role,
+                              exchange_.take(rank_, neighbour(step),
+                                             tag(step, step.units[0] + (step.hop > 0 ? 1 : -1))));
         break;
       case Op::kDrop:
         for (const int unit : step.units) {
           units_[unit].param.book.drop();
           units_[unit].param.tidy();
         }
+        break;
+      case Op::kSum:
+        for (const int unit : step.units) sum(unit, step.moves);
         break;
       case Op::kNorm:
         norm();
@@ -197,7 +204,7 @@ class RankRun {
     const auto [found, is_new] = chains_.try_emplace(micro, model_, mesh_);
     if (is_new) {
       Matrix input = rows(batch_->input, micro);
-      if (!mine(0)) input.assign(input.size(), std::numeric_limits<double>::quiet_NaN());
+      if (!first_stage()) input.assign(input.size(), std::numeric_limits<double>::quiet_NaN());
       found->second.begin({std::move(input), rows(batch_->target, micro)});
     }
     return found->second;
@@ -216,7 +223,7 @@ class RankRun {
 
   // The gradients that would go on to what precedes the chain.
   void check_input_grads() {
-    if (!mine(0)) return;
+    if (!first_stage()) return;
     if (static_cast<int>(chains_.size()) != run_.num_micro) fail("a micro-batch is missing");
     for (auto& [micro, chain] : chains_) {
       const Matrix expected =
@@ -276,6 +283,28 @@ class RankRun {
     const auto all = exchange_.all(rank_, mesh_.group(rank_, move.axes), now_, {values});
     values = (*all)[0][0];
     for (size_t i = 1; i < all->size(); ++i) add(values, (*all)[i][0]);
+  }
+
+  // Of what the tensor ranks have addends of, or of a unit that is in several stages.
+  void sum(int unit, const std::vector<Move>& moves) {
+    if (moves.size() != 1 || moves[0].kind != MoveKind::kAllReduce || moves[0].axes.size() != 1)
+      fail("a sum is one all_reduce over one axis");
+    const Axis axis = moves[0].axes[0];
+    if (axis != Axis::kTensor && axis != Axis::kPipeline) fail("data axes are summed by moves");
+    std::vector<int> group;
+    for (const int rank : mesh_.group(rank_, {axis})) {
+      if (axis == Axis::kTensor || has(mesh_.coordinate(rank, Axis::kPipeline), unit))
+        group.push_back(rank);
+    }
+    RoleState& grad = units_[unit].grad;
+    if (grad.book.empty()) fail(concat("u", unit, " has no gradient"));
+    Copy& copy = *grad.at(grad.book.current());
+    for (size_t flat = 0; flat < kNumFlats; ++flat) {
+      const bool partial = model_.units[unit].flats[flat].tensor == TensorCut::kPartial;
+      if (!trains(unit, flat) || (axis == Axis::kTensor && !partial)) continue;
+      const auto all = exchange_.all(rank_, group, now_, {copy.buffers[flat]});
+      copy.buffers[flat] = combine(*all, 0, MoveKind::kAllReduce, 0);
+    }
   }
 
   // Of the copy that the moves start from.
@@ -353,11 +382,9 @@ class RankRun {
       const Copy* grad = units_[unit].grad.at(place);
       if (grad == nullptr || units_[unit].grad.copies.size() != 1)
         fail(concat("the gradient of u", unit, " is not where it is updated"));
-      const bool split = model_.units[unit].split != TensorSplit::kNone;
-      const int owners = num_shards(place, mesh_) * (split ? mesh_.size(Axis::kTensor) : 1) *
-                         mesh_.size(Axis::kPipeline);
-      for (const auto& buffer : grad->buffers)
-        for (const double value : buffer) sum += value * value * owners / mesh_.world();
+      for (size_t flat = 0; flat < kNumFlats; ++flat)
+        for (const double value : grad->buffers[flat])
+          sum += value * value * share(unit, flat, place);
     }
     std::vector<int> everyone(static_cast<size_t>(mesh_.world()));
     for (int rank = 0; rank < mesh_.world(); ++rank) everyone[static_cast<size_t>(rank)] = rank;
@@ -365,6 +392,15 @@ class RankRun {
     double total = 0;
     for (const Buffers& given : *all) total += given[0][0];
     norms_.push_back(std::sqrt(total));
+  }
+
+  // Of this rank in the norm: each element counts once in the world.
+  double share(int unit, size_t flat, const Placement& place) const {
+    int parts = num_shards(place, mesh_) * mesh_.size(Axis::kPipeline), stages = 0;
+    if (model_.units[unit].flats[flat].tensor == TensorCut::kCut)
+      parts *= mesh_.size(Axis::kTensor);
+    for (int rank = 0; rank < mesh_.size(Axis::kPipeline); ++rank) stages += has(rank, unit);
+    return static_cast<double>(parts) / (stages * mesh_.world());
   }
 
   void update(int unit) {

@@ -29,7 +29,8 @@ struct Outcome {
       0;  // largest difference, on any rank, in weights, gradient norms, input gradients
 };
 
-// plans[rank], or one plan for all ranks, or one for each rank of the pipeline; the same plan for every training step of the problem.
+// plans[rank], or one plan for all ranks, or one for each rank of the pipeline; the same plan for
+// every training step of the problem.
 Outcome interpret(const Training& run, const std::vector<Plan>& plans);
 
 }  // namespace penstock::plans

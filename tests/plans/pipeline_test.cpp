@@ -43,10 +43,6 @@ constexpr Ranks kRanks[] = {{1, 1, 1, 1}, {2, 1, 1, 1}, {4, 1, 1, 1}, {2, 1, 2, 
 
 class PipelineTest : public testing::Test {
  protected:
-  PipelineTest() : problem_(Problem::make(Variant::kChain, 2)) {
-    expected_ = train_reference(problem_);
-  }
-
   // Nothing where the schedule has no such shape.
   std::optional<Schedule> schedule_of(const Order& order, const Mesh& mesh, int num_micro) {
     const int ranks = mesh.size(Axis::kPipeline);
@@ -56,9 +52,11 @@ class PipelineTest : public testing::Test {
   }
 
   Outcome run(const Table& table, const Mesh& mesh, const Schedule& schedule,
-              const std::vector<Plan>& plans, Transport transport) {
-    return interpret({.problem = problem_,
-                      .expected = expected_,
+              const std::vector<Plan>& plans, Transport transport,
+              Variant variant = Variant::kChain) {
+    const auto& [problem, expected] = trained(variant);
+    return interpret({.problem = problem,
+                      .expected = expected,
                       .table = table,
                       .mesh = mesh,
                       .num_micro = schedule.num_micro(),
@@ -67,8 +65,16 @@ class PipelineTest : public testing::Test {
                      plans);
   }
 
-  const Problem problem_;
-  Trained expected_;
+ private:
+  const std::pair<Problem, Trained>& trained(Variant variant) {
+    if (!problems_.contains(variant)) {
+      const Problem problem = Problem::make(variant, 2);
+      problems_.emplace(variant, std::pair(problem, train_reference(problem)));
+    }
+    return problems_.at(variant);
+  }
+
+  std::map<Variant, std::pair<Problem, Trained>> problems_;
 };
 
 TEST_F(PipelineTest, EveryTableUnderEverySchedule) {
@@ -76,34 +82,47 @@ TEST_F(PipelineTest, EveryTableUnderEverySchedule) {
   int num_cases = 0;
   size_t turn = 0;
   double most = 0;
+  const auto check = [&](const TableCase& tables, const Mesh& mesh, const Schedule& schedule,
+                         Variant variant, const std::string& order) {
+    const ModelDesc model = describe(variant, mesh, schedule.num_stages());
+    const Table table = tables.table(schedule.num_micro() > 1);
+    std::vector<Plan> plans = plan_pipeline(table, model, mesh, schedule);
+    const int64_t ahead = kBytes[turn % 3], bucket = kBytes[turn / 3 % 3];
+    for (Plan& plan : plans) plan = fuse(prefetch(plan, model, ahead), model, bucket);
+    const Transport transport = turn % 2 ? Transport::kRendezvous : Transport::kBuffered;
+    const Outcome outcome = run(table, mesh, schedule, plans, transport, variant);
+    ++num_cases;
+    most = std::max(most, outcome.deviation);
+    const std::string name = concat(variant_name(variant), ", ", order, " on ", mesh.text(), ": ",
+                                    tables.text(), " prefetch=", ahead, " bucket=", bucket);
+    ASSERT_EQ(outcome.error, "") << name << "\n" << plans[0].text();
+    ASSERT_LT(outcome.deviation, 1e-10) << name << "\n" << plans[0].text();
+  };
   for (const Ranks& ranks : kRanks) {
     const Mesh mesh = ranks.mesh();
     const size_t stride = mesh.world() > 8 ? 29 : mesh.world() > 2 ? 13 : 5;
     for (const TableCase& tables : table_cases()) {
+      const bool waits_on_disk = tables.table(true).grads_wait_on_disk();
       for (const Order& order : kOrders) {
         for (const int num_micro : {1, 2, 3, 5}) {
           const std::optional<Schedule> schedule = schedule_of(order, mesh, num_micro);
           if (!schedule || turn++ % stride != 0) continue;
-          const ModelDesc model = describe(Variant::kChain, mesh, schedule->num_stages());
-          const Table table = tables.table(num_micro > 1);
-          std::vector<Plan> plans = plan_pipeline(table, model, mesh, *schedule);
-          const int64_t ahead = kBytes[turn % 3], bucket = kBytes[turn / 3 % 3];
-          for (Plan& plan : plans) plan = fuse(prefetch(plan, model, ahead), model, bucket);
-          const Transport transport = turn % 2 ? Transport::kRendezvous : Transport::kBuffered;
-          const Outcome outcome = run(table, mesh, *schedule, plans, transport);
-          ++num_cases;
-          most = std::max(most, outcome.deviation);
           const std::string name =
-              concat(order.name, " x", order.virtual_stages, " of ", num_micro, " on ", mesh.text(),
-                     ": ", tables.text(), " prefetch=", ahead, " bucket=", bucket);
-          ASSERT_EQ(outcome.error, "") << name << "\n" << plans[0].text();
-          ASSERT_LT(outcome.deviation, 1e-10) << name << "\n" << plans[0].text();
+              concat(order.name, " x", order.virtual_stages, " of ", num_micro);
+          for (const Variant variant : {Variant::kChain, Variant::kTiedRoot, Variant::kFrozen}) {
+            const bool tied = variant == Variant::kTiedRoot, frozen = variant == Variant::kFrozen;
+            if ((tied && waits_on_disk) || (variant != Variant::kChain && ranks.tensor > 1))
+              continue;
+            if (frozen && turn % 3 != 0) continue;
+            check(tables, mesh, *schedule, variant, name);
+            if (HasFatalFailure()) return;
+          }
         }
       }
     }
   }
   std::printf("%d cases, largest deviation %.1e\n", num_cases, most);
-  EXPECT_GE(num_cases, 200);
+  EXPECT_GE(num_cases, 400);
 }
 
 // ---- planted faults
@@ -183,6 +202,26 @@ const Fault kFaults[] = {
        steps.insert(steps.begin() + static_cast<std::ptrdiff_t>(at), steps[at]);
        return true;
      }},
+    {"no sum of gradients", drops(Op::kSum)},
+    {"gradients are summed before the last of them",
+     [](std::vector<Step>& steps, size_t at) {
+       if (steps[at].op != Op::kSum) return false;
+       for (size_t i = at; i > 0; --i) {
+         const Step& above = steps[i - 1];
+         if (above.op != Op::kBackward || above.units != steps[at].units) continue;
+         const Step moved = steps[at];
+         drop(steps, at);
+         steps.insert(steps.begin() + static_cast<std::ptrdiff_t>(i - 1), moved);
+         return true;
+       }
+       return false;
+     }},
+    {"gradients are summed twice",
+     [](std::vector<Step>& steps, size_t at) {
+       if (steps[at].op != Op::kSum) return false;
+       steps.insert(steps.begin() + static_cast<std::ptrdiff_t>(at), steps[at]);
+       return true;
+     }},
     {"no sum of activations",
      [](std::vector<Step>& steps, size_t at) {
        if (steps[at].op != Op::kMove || steps[at].role != Role::kAct) return false;
@@ -197,14 +236,17 @@ TEST_F(PipelineTest, NoPlantedFaultGoesUnseen) {
     const char* strategy;
     Ranks ranks;
     Order order;
+    Variant variant = Variant::kChain;
   };
   for (const Setting& setting :
-       {Setting{"ddp", {2, 1, 2, 1}, {"1f1b", 1}}, Setting{"zero3", {2, 1, 2, 1}, {"interleaved", 2}},
-        Setting{"zero1", {4, 1, 1, 2}, {"1f1b", 1}}, Setting{"zero2", {2, 1, 1, 2}, {"gpipe", 1}}}) {
+       {Setting{"ddp", {2, 1, 2, 1}, {"1f1b", 1}},
+        Setting{"zero3", {2, 1, 2, 1}, {"interleaved", 2}},
+        Setting{"zero1", {4, 1, 1, 2}, {"1f1b", 1}}, Setting{"zero2", {2, 1, 1, 2}, {"gpipe", 1}},
+        Setting{"zero3", {2, 1, 2, 1}, {"1f1b", 1}, Variant::kTiedRoot}}) {
     const Mesh mesh = setting.ranks.mesh();
     const Schedule schedule = *schedule_of(setting.order, mesh, 4);
     const Table table = preset(setting.strategy, {.accumulate = true});
-    const ModelDesc model = describe(Variant::kChain, mesh, schedule.num_stages());
+    const ModelDesc model = describe(setting.variant, mesh, schedule.num_stages());
     const std::vector<Plan> plans = plan_pipeline(table, model, mesh, schedule);
     for (const Fault& fault : kFaults) {
       if (plans.size() < fault.least_ranks) continue;
@@ -213,10 +255,10 @@ TEST_F(PipelineTest, NoPlantedFaultGoesUnseen) {
           for (const Transport transport : {Transport::kRendezvous, Transport::kBuffered}) {
             std::vector<Plan> broken = plans;
             if (!fault.plant(broken[rank].steps, i)) continue;
-            const Outcome outcome = run(table, mesh, schedule, broken, transport);
+            const Outcome outcome = run(table, mesh, schedule, broken, transport, setting.variant);
             EXPECT_TRUE(!outcome.error.empty() || !(outcome.deviation < 1e-6))
-                << setting.strategy << ": " << fault.name << " on stage rank " << rank << " at " << i
-                << " '" << plans[rank].steps[i].text() << "' trained the same weights";
+                << setting.strategy << ": " << fault.name << " on stage rank " << rank << " at "
+                << i << " '" << plans[rank].steps[i].text() << "' trained the same weights";
             ++num_seen[fault.name];
           }
         }
