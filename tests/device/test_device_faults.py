@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import faults
 import models
 import on_device
@@ -9,6 +12,7 @@ import pytest
 import torch.distributed as dist
 import training
 from faults import EVERY, FAULTS
+from ranks import Pool
 from training import Case
 
 OFFLOAD = {"": {}, "optimizer": {"optimizer": "host"}, "all": {"optimizer": "host", "params": "host"}}
@@ -40,8 +44,8 @@ def test_fault(name, strategy, offload, device_pools):
     faults.check(name, strategy, 1, device_pools, accelerated=True, offload=OFFLOAD[offload])
 
 
-def raise_on_one(where, strategy, offload):
-    """Rank 1 raises in a step; both close their engines, with a timeout that nobody waits for."""
+def start(strategy, offload):
+    """An engine with a timeout that nobody waits for, and a step of it."""
     import penstock  # noqa: PLC0415
 
     on_device.schedule(0)
@@ -55,6 +59,12 @@ def raise_on_one(where, strategy, offload):
         training.backwards(engine, batch, 1, device=place)
         engine.step()
 
+    return engine, step
+
+
+def raise_on_one(where, strategy, offload):
+    """Rank 1 raises in a step; both close their engines."""
+    engine, step = start(strategy, offload)
     step()
     before = engine.state_dict(rank0_only=False)
     said = "trained"
@@ -83,3 +93,30 @@ def test_weights_come_back(where, strategy, offload, device_pools):
     assert raised == "ValueError: this rank's data is bad"
     assert waited.startswith("RuntimeFault: ") and "rank 1" in waited
     assert "this rank's data is bad" in waited
+
+
+def leave_on_one():
+    """Rank 1's process ends, while the other waits for a number that the device never makes."""
+    engine, step = start("zero3", {})
+    step()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    try:
+        while True:
+            step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(Exception):  # its weights are gone
+            engine.close()
+
+
+def test_a_process_that_ends_is_noticed_at_once():
+    pool = Pool(2)
+    try:
+        pool.start(leave_on_one)
+        said = pool.outcomes({0}, 60)
+        assert said and said[0].startswith("RuntimeFault: "), said
+        assert "rank 1 is dead or stopped" in said[0]
+    finally:
+        pool.kill()

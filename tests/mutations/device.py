@@ -10,10 +10,13 @@ TABLES = Program("tests/device/device_tables_test", ("--draws", "0:80"))
 MEMORY = gtest("tests/device/memory_test", "MemoryTest.*")
 ON_ONE_RANK = Pytest(("tests/device/test_device_activations.py", "-k", "world1"), ("_sim",))
 
+FAULTS = "tests/device/test_device_faults.py"
+
 LANE, FENCE, KERNELS = "src/device/lane.cpp", "src/device/fence.cpp", "src/device/kernels.cpp"
 ARENA, TRAFFIC, CHANNEL = "src/mem/arena.cpp", "src/mem/disk_traffic.cpp", "src/comm/channel.cpp"
 WALK, PARAMS, FLAT = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/flat.cpp"
 GRADIENTS, NORM = "src/exec/gradients.cpp", "src/exec/norm.cpp"
+PROCESS_GROUP = "src/comm/process_group.cpp"
 ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
 
 BESIDE_A_DEVICE = [
@@ -169,5 +172,26 @@ BESIDE_A_DEVICE = [
         "    copied->synchronize();\n    copied.reset();",
         "    copied.reset();",
         ON_ONE_RANK,
+    ),
+    Mutation(
+        "what the device waits for does not end with the exchanges",
+        PROCESS_GROUP,
+        "    back_ends().abort(why);\n",
+        "    static_cast<void>(why);\n",
+        Pytest((FAULTS, "-k", "weights"), ("_sim",)),
+    ),
+    Mutation(
+        "nobody hears that a neighbour's process has ended",
+        "src/comm/lifeline.cpp",
+        '      cut(concat("the connection',
+        '      static_cast<void>(concat("the connection',
+        Pytest((FAULTS, "-k", "at_once"), ("_sim",)),
+    ),
+    Mutation(
+        "nobody looks at how long the device takes",
+        PROCESS_GROUP,
+        "    watch_->look_at([this] {",
+        "    static_cast<void>([this] {",
+        Pytest((FAULTS, "-k", "stopped"), ("_sim",)),
     ),
 ]
