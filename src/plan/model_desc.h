@@ -69,6 +69,7 @@ struct ModelDesc {
   std::vector<UnitDesc> units;
   std::vector<Visit> forward;
   std::vector<Visit> backward;
+  int64_t boundary_bytes = 0;  // of what goes from a stage to the next for a micro-batch
   bool operator==(const ModelDesc&) const = default;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -66,8 +67,16 @@ class Walk {
     }
   }
 
-  Ledger run(const Plan& plan) && {
-    for (size_t i = 0; i < plan.steps.size(); ++i) step(plan, i);
+  // `by_line`: takes what each line sends, which is then not in the ledger.
+  Ledger run(const Plan& plan, LineBytes* by_line = nullptr) && {
+    for (size_t i = 0; i < plan.steps.size(); ++i) {
+      if (by_line != nullptr) ledger_.sent.clear();
+      step(plan, i);
+      if (by_line == nullptr) continue;
+      std::map<std::string, int64_t>& line = by_line->emplace_back();
+      for (const auto& [phase, links] : ledger_.sent)
+        for (const auto& [link, bytes] : links) line[link] += bytes;
+    }
     ledger_.tier = meter_.peaks;
     ledger_.in_memory = meter_.in_memory;
     return std::move(ledger_);
@@ -119,12 +128,15 @@ class Walk {
         move(plan, index);
         break;
       case Op::kSend:
+        ledger_.sent[phase_]["pipeline"] += model_.boundary_bytes;
+        ++ledger_.exchanges;
+        break;
       case Op::kReceive:
         ++ledger_.exchanges;
         break;
       case Op::kSum:
         count_exchanges(step);
-        for (const int unit : step.units) sum_grad(step.moves.front(), unit);
+        for (const int unit : step.units) sum_grad(step.moves.front().axes.front(), unit);
         break;
       case Op::kDrop:
         for (const int unit : step.units) drop_param(unit);
@@ -400,8 +412,8 @@ class Walk {
   }
 
   // Of a unit's partial flats over tensor ranks, of all its flats over stages that share it.
-  void sum_grad(const Move& move, int unit) {
-    const bool partial_only = move.axes.front() == Axis::kTensor;
+  void sum_grad(Axis axis, int unit) {
+    const bool partial_only = axis == Axis::kTensor;
     const Placement& place = grads_[unit].current();
     int64_t sum = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
@@ -409,7 +421,12 @@ class Walk {
       const int64_t owned = flat.numel / num_shards(place, mesh_);
       sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
     }
-    send_collective(move, sum, phase_);
+    std::set<int> stages;
+    for (const Visit& visit : model_.forward) {
+      if (visit.unit == unit) stages.insert(visit.stage % mesh_.size(Axis::kPipeline));
+    }
+    const auto size = static_cast<int64_t>(partial_only ? mesh_.size(axis) : stages.size());
+    ledger_.sent[phase_][partial_only ? "local" : "pipeline"] += 2 * (size - 1) * sum / size;
   }
 
   void send_collective(const Move& move, int64_t here, const std::string& phase) {
@@ -460,6 +477,13 @@ std::string Ledger::text() const {
 Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
                 double moments_per_param) {
   return Walk(table, model, mesh, moments_per_param).run(step);
+}
+
+LineBytes bytes_by_line(const Plan& step, const Table& table, const ModelDesc& model,
+                        const Mesh& mesh) {
+  LineBytes bytes;
+  Walk(table, model, mesh, 2.0).run(step, &bytes);
+  return bytes;
 }
 
 }  // namespace penstock

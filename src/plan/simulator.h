@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "src/plan/plan.h"
 
@@ -22,7 +23,8 @@ struct Ledger {
   std::array<MemoryPeak, kNumTiers> tier;  // by Tier
   int64_t in_memory = 0;                   // peak of device and host together
   // Bytes this rank sends in one training step: phase ("forward" "backward" "update") -> link
-  // ("node" crosses nodes, "local" inside one, "device-host", "host-disk") -> bytes.
+  // ("node" crosses nodes, "local" inside one, "pipeline" between stages, "device-host",
+  // "host-disk") -> bytes.
   std::map<std::string, std::map<std::string, int64_t>> sent;
   int64_t exchanges = 0;  // with peers, in one training step
   std::string text() const;
@@ -30,5 +32,10 @@ struct Ledger {
 
 Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
                 double moments_per_param = 2.0);
+
+// Of each line: link -> bytes, as in Ledger::sent.
+using LineBytes = std::vector<std::map<std::string, int64_t>>;
+LineBytes bytes_by_line(const Plan& step, const Table& table, const ModelDesc& model,
+                        const Mesh& mesh);
 
 }  // namespace penstock

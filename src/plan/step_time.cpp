@@ -28,6 +28,7 @@ Lane longest_of(const std::map<std::string, double>& lanes) {
 StepTime step_time(const Work& work, const Ledger& ledger, const Machine& machine) {
   const std::map<std::string, double> links = {{"local", machine.local},
                                                {"node", machine.node},
+                                               {"pipeline", machine.node},
                                                {"device-host", machine.device_host},
                                                {"host-disk", machine.host_disk}};
   const auto flops = static_cast<double>(work.params) * 2 * work.tokens;
