@@ -83,9 +83,9 @@ class PENSTOCK_API Group {
   virtual void end_exchanges(const std::string& why) = 0;
   // [all ranks] When nothing of this rank exchanges: connections that no failed exchange has used.
   virtual void renew() = 0;
-  // From connect_on_device(): makes a back end with collectives on a device's memory (NCCL, RCCL, XCCL) among these ranks,
-  // all of which ask in the same order. Set before an engine is made; without it, what is on a
-  // device is exchanged through host memory.
+  // From connect_on_device(): makes a back end with collectives on a device's memory (NCCL, RCCL,
+  // XCCL) among these ranks, all of which ask in the same order. Set before an engine is made;
+  // without it, what is on a device is exchanged through host memory.
   using DeviceGroups =
       std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>& ranks)>;
   void set_device_groups(DeviceGroups make) { device_groups_ = std::move(make); }

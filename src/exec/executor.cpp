@@ -76,7 +76,8 @@ void Executor::run(const PlannedStep& planned) {
     case Op::kSend:
     case Op::kReceive:
     case Op::kSum:
-      throw Bug(concat("[exec::run] neither stages nor tensor ranks are executed: ", *planned.label.text));
+      throw Bug(concat("[exec::run] neither stages nor tensor ranks are executed: ",
+                       *planned.label.text));
   }
 }
 

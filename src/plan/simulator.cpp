@@ -122,7 +122,7 @@ class Walk {
       case Op::kBackward:
         phase_ = "backward";
         free_all(staged_[step.units[0]]);
-        if (step.mark != Mark::kUse) begin_grad(step.units[0]);
+        if (step.mark != Mark::kUse) make_grad(step.units[0], table_.grad_after_backward());
         break;
       case Op::kMove:
         move(plan, index);
@@ -177,8 +177,6 @@ class Walk {
     if (rest.tier == Tier::kDisk)
       write({Tier::kHost, Use::kParam, bytes(Role::kParam, unit, rest, step.chunk)});
   }
-
-  void begin_grad(int unit) { make_grad(unit, table_.grad_after_backward()); }
 
   void make_grad(int unit, const Placement& place) {
     if (!grads_[unit].has(place)) meter_.add(held(Role::kGrad, unit, place));

@@ -293,7 +293,6 @@ def device_fails(strategy, offload):
     bad = tuple(tensor + 10**6 if tensor.dtype == torch.int64 else tensor for tensor in batch)
     told = raised(lambda: train(engine, bad, 2))
     closed = raised(engine.close)
-    del engine
     sim.reset_errors()
     again, batch = start("zero2")
     loss = train(again, batch, 2)

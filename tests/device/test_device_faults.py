@@ -15,7 +15,11 @@ from faults import EVERY, FAULTS
 from ranks import Pool
 from training import Case
 
-OFFLOAD = {"": {}, "optimizer": {"optimizer": "host"}, "all": {"optimizer": "host", "params": "host"}}
+OFFLOAD = {
+    "": {},
+    "optimizer": {"optimizer": "host"},
+    "all": {"optimizer": "host", "params": "host"},
+}
 DAILY = [
     ("raises in forward", "zero3", ""),
     ("raises in forward", "ddp", ""),

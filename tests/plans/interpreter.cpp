@@ -68,6 +68,80 @@ void raise_to(double& most, double value) {
   if (!std::isnan(most) && !(value <= most)) most = value;
 }
 
+// Where a rank is in the mesh, and what it has of the model.
+struct Place {
+  const ModelDesc& model;
+  const Mesh mesh;
+  const int rank;
+
+  int coordinate(Axis axis) const { return mesh.coordinate(rank, axis); }
+  // Whether a rank of the pipeline has the unit.
+  bool has(int stage_rank, int unit) const {
+    return std::any_of(model.forward.begin(), model.forward.end(), [&](const Visit& visit) {
+      return visit.unit == unit && visit.stage % mesh.size(Axis::kPipeline) == stage_rank;
+    });
+  }
+  bool mine(int unit) const { return has(coordinate(Axis::kPipeline), unit); }
+  bool first_stage() const { return coordinate(Axis::kPipeline) == 0; }
+  int neighbour(const Step& step) const {
+    const std::vector<int> ranks = mesh.group(rank, {Axis::kPipeline});
+    const auto size = static_cast<int>(ranks.size());
+    return ranks[(coordinate(Axis::kPipeline) + step.hop + size) % size];
+  }
+};
+
+// A rank's samples of a step, and what it has computed of them.
+class MicroBatches {
+ public:
+  MicroBatches(const Place& place, int num_micro) : place_(place), num_micro_(num_micro) {}
+
+  void begin(const Batch& batch) {
+    batch_ = &batch;
+    chains_.clear();
+  }
+  void begin_micro(int micro) { micro_ = micro; }
+
+  // Of the step's micro-batch. Stages after the first know nothing of its input.
+  ChainModel& of(const Step& step) {
+    const int micro = step.micro == kNoMicro ? micro_ : step.micro;
+    const auto [found, is_new] = chains_.try_emplace(micro, place_.model, place_.mesh);
+    if (is_new) {
+      Matrix input = rows(batch_->input, micro);
+      if (!place_.first_stage())
+        input.assign(input.size(), std::numeric_limits<double>::quiet_NaN());
+      found->second.begin({std::move(input), rows(batch_->target, micro)});
+    }
+    return found->second;
+  }
+
+  // The gradients that would go on to what precedes the chain.
+  void check_input_grads(const Matrix& global, double& deviation) {
+    if (!place_.first_stage()) return;
+    if (static_cast<int>(chains_.size()) != num_micro_) fail("a micro-batch is missing");
+    for (auto& [micro, chain] : chains_) {
+      const Matrix expected = rows(global, micro);
+      const Matrix& mine = chain.in_flight();
+      if (mine.size() != expected.size()) fail("the gradient of the input has a wrong size");
+      for (size_t i = 0; i < mine.size(); ++i) raise_to(deviation, std::abs(mine[i] - expected[i]));
+    }
+  }
+
+ private:
+  // This rank's rows of the global batch, which is cut by micro-batch, then by data-parallel rank.
+  Matrix rows(const Matrix& global, int micro) const {
+    const int data = place_.coordinate(Axis::kNode) * place_.mesh.size(Axis::kLocal) +
+                     place_.coordinate(Axis::kLocal);
+    return part(global, static_cast<size_t>(micro * place_.mesh.data() + data),
+                static_cast<size_t>(num_micro_ * place_.mesh.data()));
+  }
+
+  const Place& place_;
+  const int num_micro_;
+  const Batch* batch_ = nullptr;
+  std::map<int, ChainModel> chains_;  // by micro-batch
+  int micro_ = 0;
+};
+
 class RankRun {
  public:
   RankRun(const Training& run, const ModelDesc& model, int rank, Exchange& exchange)
@@ -76,10 +150,12 @@ class RankRun {
         mesh_(run.mesh),
         model_(model),
         rank_(rank),
+        place_{model, run.mesh, rank},
+        batches_(place_, run.num_micro),
         exchange_(exchange) {
     for (int unit = 0; unit < num_units(); ++unit) {
       UnitState& state = units_.emplace_back();
-      if (!mine(unit)) continue;
+      if (!place_.mine(unit)) continue;
       const Placement& rest = cell(Role::kParam, Phase::kRest);
       state.param.book = Copies::resting(rest);
       state.param.copies = {Copy{rest, shards(unit, run.problem.weights[unit], rest)}};
@@ -96,9 +172,8 @@ class RankRun {
   }
 
   void train_step(const Plan& plan, const Batch& batch) {
-    batch_ = &batch;
+    batches_.begin(batch);
     ++step_;
-    chains_.clear();
     for (const Step& step : plan.steps) {
       now_ = step.text();
       execute(step);
@@ -113,7 +188,7 @@ class RankRun {
     for (size_t i = 0; i < norms_.size(); ++i)
       raise_to(most, std::abs(norms_[i] - run_.expected.norms[i]));
     for (int unit = 0; unit < num_units(); ++unit) {
-      if (!mine(unit)) continue;
+      if (!place_.mine(unit)) continue;
       const Copy& own = units_[unit].param.copies.front();
       const Buffers wanted = shards(unit, run_.expected.weights[unit], own.place);
       for (size_t flat = 0; flat < kNumFlats; ++flat)
@@ -127,15 +202,6 @@ class RankRun {
 
  private:
   int num_units() const { return static_cast<int>(model_.units.size()); }
-  int coordinate(Axis axis) const { return mesh_.coordinate(rank_, axis); }
-  // Whether a rank of the pipeline has the unit.
-  bool has(int stage_rank, int unit) const {
-    return std::any_of(model_.forward.begin(), model_.forward.end(), [&](const Visit& visit) {
-      return visit.unit == unit && visit.stage % mesh_.size(Axis::kPipeline) == stage_rank;
-    });
-  }
-  bool mine(int unit) const { return has(coordinate(Axis::kPipeline), unit); }
-  bool first_stage() const { return coordinate(Axis::kPipeline) == 0; }
   const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
   bool trains(int unit, size_t flat) const { return model_.units[unit].flats[flat].trainable; }
   bool trains(int unit) const { return trains(unit, 0) || trains(unit, 1) || trains(unit, 2); }
@@ -151,21 +217,22 @@ class RankRun {
   void execute(const Step& step) {
     switch (step.op) {
       case Op::kMicro:
-        micro_ = step.micro;
+        batches_.begin_micro(step.micro);
         break;
       case Op::kForward:
-        chain_of(step).forward(step.units[0], step.mark, whole_param(step.units[0]));
+        batches_.of(step).forward(step.units[0], step.mark, whole_param(step.units[0]));
         break;
       case Op::kBackward:
         backward(step);
         break;
       case Op::kSend:
-        exchange_.post(rank_, neighbour(step), tag(step, step.units[0]), chain_of(step).leave());
+        exchange_.post(rank_, place_.neighbour(step), tag(step, step.units[0]),
+                       batches_.of(step).leave());
         break;
       case Op::kReceive:
-        chain_of(step).arrive(step.role,
-                              exchange_.take(rank_, neighbour(step),
-                                             tag(step, step.units[0] + (step.hop > 0 ? 1 : -1))));
+        batches_.of(step).arrive(
+            step.role, exchange_.take(rank_, place_.neighbour(step),
+                                      tag(step, step.units[0] + (step.hop > 0 ? 1 : -1))));
         break;
       case Op::kDrop:
         for (const int unit : step.units) {
@@ -191,48 +258,9 @@ class RankRun {
     }
   }
 
-  // This rank's rows of the global batch, which is cut by micro-batch, then by data-parallel rank.
-  Matrix rows(const Matrix& global, int micro) const {
-    const int data = coordinate(Axis::kNode) * mesh_.size(Axis::kLocal) + coordinate(Axis::kLocal);
-    return part(global, static_cast<size_t>(micro * mesh_.data() + data),
-                static_cast<size_t>(run_.num_micro * mesh_.data()));
-  }
-
-  // Of the step's micro-batch. Stages after the first know nothing of its input.
-  ChainModel& chain_of(const Step& step) {
-    const int micro = step.micro == kNoMicro ? micro_ : step.micro;
-    const auto [found, is_new] = chains_.try_emplace(micro, model_, mesh_);
-    if (is_new) {
-      Matrix input = rows(batch_->input, micro);
-      if (!first_stage()) input.assign(input.size(), std::numeric_limits<double>::quiet_NaN());
-      found->second.begin({std::move(input), rows(batch_->target, micro)});
-    }
-    return found->second;
-  }
-
-  int neighbour(const Step& step) const {
-    const std::vector<int> ranks = mesh_.group(rank_, {Axis::kPipeline});
-    const auto size = static_cast<int>(ranks.size());
-    return ranks[(coordinate(Axis::kPipeline) + step.hop + size) % size];
-  }
-
   // `unit` is the last of the sender's stage, in the direction that it goes.
   static std::string tag(const Step& step, int unit) {
     return concat(role_name(step.role), " of u", unit, " #", step.micro);
-  }
-
-  // The gradients that would go on to what precedes the chain.
-  void check_input_grads() {
-    if (!first_stage()) return;
-    if (static_cast<int>(chains_.size()) != run_.num_micro) fail("a micro-batch is missing");
-    for (auto& [micro, chain] : chains_) {
-      const Matrix expected =
-          rows(run_.expected.input_grads[static_cast<size_t>(step_ - 1)], micro);
-      const Matrix& mine = chain.in_flight();
-      if (mine.size() != expected.size()) fail("the gradient of the input has a wrong size");
-      for (size_t i = 0; i < mine.size(); ++i)
-        raise_to(input_deviation_, std::abs(mine[i] - expected[i]));
-    }
   }
 
   Matrix whole_param(int unit) {
@@ -244,7 +272,7 @@ class RankRun {
   void backward(const Step& step) {
     const int unit = step.units[0];
     const Mark mark = step.mark;
-    const Matrix local = chain_of(step).backward(unit, mark, whole_param(unit));
+    const Matrix local = batches_.of(step).backward(unit, mark, whole_param(unit));
     if (!trains(unit)) return;
     Copy made{table_.grad_after_backward(), pad_flats(model_, mesh_, unit, local)};
     for (size_t flat = 0; flat < kNumFlats; ++flat)
@@ -269,7 +297,7 @@ class RankRun {
 
   void move(const Step& step) {
     if (step.role == Role::kAct) {
-      for (const Move& move : step.moves) sum_activations(move, chain_of(step).in_flight());
+      for (const Move& move : step.moves) sum_activations(move, batches_.of(step).in_flight());
       return;
     }
     std::vector<Copy> copies;
@@ -293,7 +321,7 @@ class RankRun {
     if (axis != Axis::kTensor && axis != Axis::kPipeline) fail("data axes are summed by moves");
     std::vector<int> group;
     for (const int rank : mesh_.group(rank_, {axis})) {
-      if (axis == Axis::kTensor || has(mesh_.coordinate(rank, Axis::kPipeline), unit))
+      if (axis == Axis::kTensor || place_.has(mesh_.coordinate(rank, Axis::kPipeline), unit))
         group.push_back(rank);
     }
     RoleState& grad = units_[unit].grad;
@@ -372,13 +400,14 @@ class RankRun {
   }
 
   void norm() {
-    check_input_grads();
+    batches_.check_input_grads(run_.expected.input_grads[static_cast<size_t>(step_ - 1)],
+                               input_deviation_);
     // What is held on disk comes later: its squares are added up as it is written.
     const Placement& held = cell(Role::kGrad, Phase::kHold);
     const Placement& place = held.tier == Tier::kDisk ? held : cell(Role::kGrad, Phase::kUpdate);
     double sum = 0;
     for (int unit = 0; unit < num_units(); ++unit) {
-      if (!mine(unit) || !trains(unit)) continue;
+      if (!place_.mine(unit) || !trains(unit)) continue;
       const Copy* grad = units_[unit].grad.at(place);
       if (grad == nullptr || units_[unit].grad.copies.size() != 1)
         fail(concat("the gradient of u", unit, " is not where it is updated"));
@@ -399,7 +428,7 @@ class RankRun {
     int parts = num_shards(place, mesh_) * mesh_.size(Axis::kPipeline), stages = 0;
     if (model_.units[unit].flats[flat].tensor == TensorCut::kCut)
       parts *= mesh_.size(Axis::kTensor);
-    for (int rank = 0; rank < mesh_.size(Axis::kPipeline); ++rank) stages += has(rank, unit);
+    for (int rank = 0; rank < mesh_.size(Axis::kPipeline); ++rank) stages += place_.has(rank, unit);
     return static_cast<double>(parts) / (stages * mesh_.world());
   }
 
@@ -446,7 +475,7 @@ class RankRun {
 
   void check_at_rest() {
     for (int unit = 0; unit < num_units(); ++unit) {
-      if (!mine(unit)) continue;
+      if (!place_.mine(unit)) continue;
       UnitState& state = units_[unit];
       if (!state.published) fail(concat("the new weights of u", unit, " were not published"));
       if (!state.param.book.at_rest())
@@ -462,14 +491,14 @@ class RankRun {
   const Mesh mesh_;
   const ModelDesc& model_;
   const int rank_;
+  const Place place_;
+  MicroBatches batches_;
   Exchange& exchange_;
-  std::map<int, ChainModel> chains_;  // by micro-batch
   std::vector<UnitState> units_;
-  const Batch* batch_ = nullptr;
   std::vector<double> norms_;
   double input_deviation_ = 0;
   std::string now_;
-  int step_ = 0, micro_ = 0;
+  int step_ = 0;
 };
 
 }  // namespace
