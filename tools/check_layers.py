@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "src/optim": ("src/base", "src/place", "src/device", "src/simd"),
     "src/activations": ("src/base", "src/place", "src/device", "src/mem"),
     "src/exec": (*PURE, "src/device", *FIVES, "src/activations"),
+    "src/parallel": CORE,
     "src/tiles": CORE,
     "src/ckpt": CORE,
     "src/engine": (*CORE, "src/tiles", "src/ckpt"),
@@ -48,6 +49,7 @@ POSITION = {
     "src/device": 4,
     "src/activations": 5,
     "src/exec": 6,
+    "src/parallel": 7,
     "src/tiles": 7,
     "src/ckpt": 7,
 }

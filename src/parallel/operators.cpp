@@ -1,0 +1,271 @@
+#include "src/parallel/operators.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "penstock/error.h"
+
+namespace penstock::parallel {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+enum class Way : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut };
+
+at::Tensor go(Way way, const at::Tensor& values, int64_t dim, Peers& peers) {
+  switch (way) {
+    case Way::kNothing:
+      return values.clone(at::MemoryFormat::Contiguous);
+    case Way::kSum:
+      return peers.sum(values);
+    case Way::kSumAndCut:
+      return peers.sum_and_cut(values, dim);
+    case Way::kGather:
+      return peers.gather(values, dim);
+    case Way::kCut:
+      return peers.cut(values, dim);
+  }
+  throw Bug("[parallel::go] unknown way");
+}
+
+// What an operator needs in backward.
+struct Kept : torch::CustomClassHolder {
+  Ranks peers;
+  Way back = Way::kNothing;
+  int64_t dim = 0;
+  // Of embedding and cross_entropy.
+  int64_t first = 0, padding_idx = -1, vocabulary = 0;
+  double smoothing = 0;
+
+  void save_in(AutogradContext* context) {
+    context->saved_data["kept"] =
+        c10::IValue::make_capsule(c10::intrusive_ptr<Kept>::reclaim_copy(this));
+  }
+  static Kept& of(AutogradContext* context) {
+    if (at::GradMode::is_enabled()) {
+      throw RuntimeFault(
+          "[parallel::backward] create_graph goes through an operator of several tensor ranks, "
+          "which has no second derivative");
+    }
+    return static_cast<Kept&>(*context->saved_data["kept"].toCapsule());
+  }
+};
+
+c10::intrusive_ptr<Kept> kept_of(const Ranks& peers) {
+  auto kept = c10::make_intrusive<Kept>();
+  kept->peers = peers;
+  return kept;
+}
+
+struct WayFunction : torch::autograd::Function<WayFunction> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& values, Way way,
+                            const c10::intrusive_ptr<Kept>& kept) {
+    kept->save_in(context);
+    // Without an exchange the value itself goes on; a view, so that it can have another gradient.
+    if (way == Way::kNothing) return values.view_as(values);
+    return go(way, values, kept->dim, *kept->peers);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const Kept& kept = Kept::of(context);
+    if (kept.back == Way::kNothing) return {gradients[0], at::Tensor(), at::Tensor()};
+    return {go(kept.back, gradients[0], kept.dim, *kept.peers), at::Tensor(), at::Tensor()};
+  }
+};
+
+at::Tensor way(const at::Tensor& values, Way there, Way back, int64_t dim, const Ranks& peers) {
+  const auto kept = kept_of(peers);
+  kept->back = back;
+  kept->dim = values.dim() == 0 ? 0 : (dim + values.dim()) % values.dim();
+  return WayFunction::apply(values, there, kept);
+}
+
+// ---- embedding
+
+struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& ids,
+                            const at::Tensor& weight, const c10::intrusive_ptr<Kept>& kept) {
+    TORCH_CHECK_INDEX(ids.numel() == 0 || (ids.min().item<int64_t>() >= 0 &&
+                                           ids.max().item<int64_t>() < kept->vocabulary),
+                      "index out of range in self");
+    const at::Tensor own = ids.sub(kept->first);
+    const at::Tensor elsewhere = own.lt(0).logical_or(own.ge(weight.size(0)));
+    context->save_for_backward({own, elsewhere, weight});
+    kept->save_in(context);
+    if (weight.size(0) == 0) {
+      std::vector<int64_t> sizes = ids.sizes().vec();
+      sizes.push_back(weight.size(1));
+      return kept->peers->sum(weight.new_zeros(sizes));
+    }
+    const at::Tensor found = at::embedding(weight, own.masked_fill(elsewhere, 0));
+    return kept->peers->sum(found.masked_fill(elsewhere.unsqueeze(-1), 0));
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const Kept& kept = Kept::of(context);
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &own = saved[0], &elsewhere = saved[1], &weight = saved[2];
+    if (weight.size(0) == 0) return {at::Tensor(), at::zeros_like(weight), at::Tensor()};
+    const at::Tensor gradient = gradients[0].masked_fill(elsewhere.unsqueeze(-1), 0);
+    const int64_t padding = kept.padding_idx - kept.first;
+    const bool pads = kept.padding_idx >= 0 && padding >= 0 && padding < weight.size(0);
+    return {at::Tensor(),
+            at::embedding_dense_backward(gradient, own.masked_fill(elsewhere, 0), weight.size(0),
+                                         pads ? padding : -1, false),
+            at::Tensor()};
+  }
+};
+
+// ---- cross entropy
+
+// Of each token: the largest of a rank's logits, the sum of their exponentials (of the difference
+// to that), the target's logit and the sum of logits.
+struct Local {
+  at::Tensor most, exponentials, target, sum;
+};
+
+struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
+                            const at::Tensor& target, const LossOptions& options,
+                            const c10::intrusive_ptr<Kept>& kept) {
+    const at::Tensor z = logits.to(at::kFloat);
+    const at::Tensor counts = target.ne(options.ignore_index);
+    TORCH_CHECK_INDEX(target.numel() == 0 || target.ge(0)
+                                                 .logical_and(target.lt(kept->vocabulary))
+                                                 .logical_or(counts.logical_not())
+                                                 .all()
+                                                 .item<bool>(),
+                      "Target is out of bounds.");
+    const at::Tensor own = target.sub(kept->first);
+    const at::Tensor here = counts.logical_and(own.ge(0)).logical_and(own.lt(z.size(1)));
+    // All ranks' in one exchange, put together in the order of the ranks: the same bits everywhere.
+    const Local local = look(z, own, here);
+    const at::Tensor all = kept->peers->gather(
+        at::stack({local.most, local.exponentials, local.target, local.sum}).unsqueeze(0), 0);
+    const at::Tensor most = std::get<0>(all.select(1, 0).max(0));
+    const at::Tensor scales = all.select(1, 0).sub(most).exp();
+    const at::Tensor log_sum = all.select(1, 1).mul(scales).sum(0).log().add(most);
+    const double smoothing = options.label_smoothing;
+    at::Tensor losses = log_sum.sub(all.select(1, 2).sum(0), 1.0 - smoothing);
+    if (smoothing > 0) {
+      losses =
+          losses.sub(all.select(1, 3).sum(0), smoothing / static_cast<double>(kept->vocabulary));
+    }
+    losses = losses.masked_fill(counts.logical_not(), 0);
+    const at::Tensor divisor =
+        options.mean ? counts.sum().to(at::kFloat) : at::ones({}, losses.options());
+    kept->smoothing = smoothing;
+    kept->save_in(context);
+    context->save_for_backward({z, log_sum, own, here, counts, divisor});
+    context->saved_data["dtype"] = static_cast<int64_t>(logits.scalar_type());
+    return losses.sum().div(divisor);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const Kept& kept = Kept::of(context);
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &z = saved[0], &log_sum = saved[1], &own = saved[2], &here = saved[3];
+    const at::Tensor &counts = saved[4], &divisor = saved[5];
+    at::Tensor gradient = z.sub(log_sum.unsqueeze(1)).exp_();
+    if (kept.smoothing > 0) {
+      gradient.sub_(kept.smoothing / static_cast<double>(kept.vocabulary));
+    }
+    if (z.size(1) > 0) {
+      const at::Tensor index = own.masked_fill(here.logical_not(), 0).unsqueeze(1);
+      gradient.scatter_add_(1, index, here.to(at::kFloat).mul(kept.smoothing - 1).unsqueeze(1));
+    }
+    gradient.mul_(gradients[0].to(at::kFloat).div(divisor));
+    gradient.masked_fill_(counts.logical_not().unsqueeze(1), 0);
+    const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
+    return {gradient.to(dtype), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+
+  static Local look(const at::Tensor& z, const at::Tensor& own, const at::Tensor& here) {
+    constexpr float kLeast = -std::numeric_limits<float>::infinity();
+    const at::Tensor none = z.new_zeros({z.size(0)});
+    if (z.size(1) == 0) return {none.add(kLeast), none, none, none};
+    const at::Tensor most = std::get<0>(z.max(1));
+    // Where all of them are masked, nothing is added.
+    const at::Tensor from = most.masked_fill(most.eq(kLeast), 0).unsqueeze(1);
+    const at::Tensor index = own.masked_fill(here.logical_not(), 0).unsqueeze(1);
+    const at::Tensor found = z.gather(1, index).squeeze(1);
+    return {most, z.sub(from).exp_().sum(1), at::where(here, found, none), z.sum(1)};
+  }
+};
+
+}  // namespace
+
+at::Tensor replicate(const at::Tensor& whole, const Ranks& peers) {
+  return way(whole, Way::kNothing, Way::kSum, 0, peers);
+}
+at::Tensor sum(const at::Tensor& partial, const Ranks& peers) {
+  return way(partial, Way::kSum, Way::kNothing, 0, peers);
+}
+at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim, const Ranks& peers) {
+  return way(partial, Way::kSumAndCut, Way::kGather, dim, peers);
+}
+at::Tensor gather(const at::Tensor& part, int64_t dim, const Ranks& peers) {
+  return way(part, Way::kGather, Way::kSumAndCut, dim, peers);
+}
+at::Tensor gather_whole(const at::Tensor& part, int64_t dim, const Ranks& peers) {
+  return way(part, Way::kGather, Way::kCut, dim, peers);
+}
+at::Tensor cut(const at::Tensor& whole, int64_t dim, const Ranks& peers) {
+  return way(whole, Way::kCut, Way::kGather, dim, peers);
+}
+
+at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& bias, const Ranks& peers) {
+  return at::linear(replicate(input, peers), weight, bias);
+}
+
+at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
+                      const std::optional<at::Tensor>& bias, const Ranks& peers) {
+  const at::Tensor output = sum(at::linear(input, weight), peers);
+  return bias ? output.add(*bias) : output;
+}
+
+Rows rows_of(int64_t vocabulary, const Peers& peers) {
+  const int64_t each = vocabulary / peers.size(), more = vocabulary % peers.size();
+  const int64_t rank = peers.rank();
+  return {rank * each + std::min(rank, more), each + (rank < more ? 1 : 0)};
+}
+
+at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocabulary,
+                     int64_t padding_idx, const Ranks& peers) {
+  const Rows rows = rows_of(vocabulary, *peers);
+  TORCH_CHECK(weight.dim() == 2 && weight.size(0) == rows.count, "[parallel::embedding] rank ",
+              peers->rank(), " of ", peers->size(), " has ", rows.count, " of ", vocabulary,
+              " rows, the weight ", weight.size(0));
+  const auto kept = kept_of(peers);
+  kept->first = rows.first;
+  kept->padding_idx = padding_idx;
+  kept->vocabulary = vocabulary;
+  return EmbeddingFunction::apply(ids, weight, kept);
+}
+
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, int64_t vocabulary,
+                         const LossOptions& options, const Ranks& peers) {
+  const Rows rows = rows_of(vocabulary, *peers);
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) == rows.count && target.dim() == 1 &&
+                  target.size(0) == logits.size(0),
+              "[parallel::cross_entropy] expected logits [tokens, ", rows.count,
+              "] and target [tokens], got ", logits.sizes(), " and ", target.sizes());
+  const auto kept = kept_of(peers);
+  kept->first = rows.first;
+  kept->vocabulary = vocabulary;
+  return CrossEntropyFunction::apply(logits, target, options, kept);
+}
+
+}  // namespace penstock::parallel

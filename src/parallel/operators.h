@@ -1,0 +1,61 @@
+#pragma once
+// Operators that tensor ranks compute together, each with its own backward.
+//
+// [Note: Tensor axis] A value is, over the tensor axis: whole (I: the same on all ranks, used
+// alike; its gradient is the same on all); replicated (R: the same, then used with what is each
+// rank's own; each has an addend of its gradient); cut (V); or partial (P: each has an addend of
+// it). These are the ways from one to another; which one is meant decides what backward does, so
+// each has a name (Megatron-LM, arXiv:1909.08053 section 3, arXiv:2205.05198 section 4.2.2).
+//
+// Peers outlive what is computed. No second derivatives.
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+
+#include "src/parallel/peers.h"
+
+namespace penstock::parallel {
+
+using Ranks = std::shared_ptr<Peers>;
+
+at::Tensor replicate(const at::Tensor& whole, const Ranks& peers);  // I to R; backward sums
+at::Tensor sum(const at::Tensor& partial, const Ranks& peers);      // P to I; backward: nothing
+at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim, const Ranks& peers);  // P to V
+at::Tensor gather(const at::Tensor& part, int64_t dim, const Ranks& peers);          // V to R
+at::Tensor gather_whole(const at::Tensor& part, int64_t dim, const Ranks& peers);    // V to I
+at::Tensor cut(const at::Tensor& whole, int64_t dim, const Ranks& peers);            // I to V
+
+// input [..., in] (whole), weight [out / ranks, in], bias [out / ranks] -> [..., out / ranks]
+// (cut).
+at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& bias, const Ranks& peers);
+// input [..., in / ranks] (cut), weight [out, in / ranks], bias [out], which is added once, after
+// the sum -> [..., out] (whole).
+at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
+                      const std::optional<at::Tensor>& bias, const Ranks& peers);
+
+// The rows of a vocabulary that a rank has: the first ranks have one more where it does not divide
+// evenly, so no row is made up.
+struct Rows {
+  int64_t first = 0, count = 0;
+};
+Rows rows_of(int64_t vocabulary, const Peers& peers);
+
+// ids [...] (integers, whole), weight [own rows, columns] -> [..., columns] (whole). Throws
+// c10::IndexError, as torch does.
+at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocabulary,
+                     int64_t padding_idx, const Ranks& peers);  // padding_idx < 0: none
+
+// As torch.nn.functional.cross_entropy over all rows of the vocabulary, computed in fp32.
+struct LossOptions {
+  int64_t ignore_index = -100;
+  double label_smoothing = 0.0;
+  bool mean = true;  // over the targets that count; else the sum
+};
+// logits [tokens, own rows] (cut), target [tokens] (whole) -> [] (whole, fp32). One exchange, of
+// four values a token; logits are never gathered.
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, int64_t vocabulary,
+                         const LossOptions& options, const Ranks& peers);
+
+}  // namespace penstock::parallel
