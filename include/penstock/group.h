@@ -93,6 +93,8 @@ class PENSTOCK_API Group {
   // [those ranks] Collectives among them on a device's memory. They end with this rank's exchanges:
   // where one that is under way gives up, what it would have written is undefined.
   std::shared_ptr<comm::DeviceCollectives> connect_on_device(const std::vector<int>& ranks);
+  // What of it was cut off so, if anything: "step 7, collective 12 of lane gather, `publish ...`".
+  std::string cut_off_on_device();
   // No more exchanges; joins what the group started. Called once, by the engine.
   virtual void close() = 0;
 

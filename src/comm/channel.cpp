@@ -1,11 +1,14 @@
 #include "src/comm/channel.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/comm/lifeline.h"
 #include "src/device/device.h"
 #include "src/device/kernels.h"
 #include "src/place/packing.h"
@@ -100,7 +103,7 @@ uint32_t Channel::begin(const Label& label) {
   uint64_t hash = mix(label.hash, name_.hash);
   hash = mix(mix(hash, static_cast<uint64_t>(step_)), static_cast<uint64_t>(sequence));
   // gloo takes tags of 31 bits.
-  return static_cast<uint32_t>(mix(hash, sizes_) & 0x7fffffffU);
+  return static_cast<uint32_t>(mix(hash, sizes_) % kLifelineTag);
 }
 
 // What was added since the last one.
@@ -130,7 +133,9 @@ void Channel::queue(const Label& label, const device::Device& device, DeviceColl
   const Position position{step_, exchanges() - 1, name_.text, label.text};
   try {
     back_end.run(position, device.current(), collective);
-  } catch (const std::exception& error) {
+  } catch (const Aborted& error) {
+    throw lost(position, error.what());
+  } catch (const c10::DistError& error) {
     throw lost(position, reason(error));
   }
 }

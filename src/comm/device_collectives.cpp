@@ -1,9 +1,12 @@
 #include "src/comm/device_collectives.h"
 
+#include <algorithm>
+#include <cstdio>
 #include <exception>
-#include <stdexcept>
 #include <utility>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include "src/base/text.h"
 
 namespace penstock::comm {
 
@@ -16,21 +19,22 @@ void DeviceCollectives::run(const Position& position, const c10::Stream& stream,
                             const std::function<void()>& queue) {
   {
     const std::lock_guard lock(mutex_);
-    if (!aborted_.empty()) throw std::runtime_error(aborted_);
+    if (!refused_.empty()) throw Aborted(refused_);
     forget_ended();
+    queued_.push_back({{position, std::chrono::steady_clock::now()}, {}});
   }
-  const auto since = std::chrono::steady_clock::now();
   try {
     queue();
+    c10::Event end(stream.device_type());
+    end.record(stream);
+    const std::lock_guard lock(mutex_);
+    if (!queued_.empty()) queued_.back().end.emplace(std::move(end));
   } catch (const std::exception&) {
     const std::lock_guard lock(mutex_);
-    if (!aborted_.empty()) throw std::runtime_error(aborted_);
+    if (!queued_.empty()) queued_.pop_back();
+    if (!refused_.empty()) throw Aborted(refused_);
     throw;
   }
-  c10::Event end(stream.device_type());
-  end.record(stream);
-  const std::lock_guard lock(mutex_);
-  queued_.push_back({{position, since}, std::move(end)});
 }
 
 void DeviceCollectives::all_gather(std::vector<Gather>& gathers) {
@@ -72,36 +76,60 @@ void DeviceCollectives::broadcast(const at::Tensor& values) {
 }
 
 void DeviceCollectives::forget_ended() {
-  while (!queued_.empty()) {
+  while (!queued_.empty() && queued_.front().end) {
     try {
-      if (!queued_.front().end.query()) return;
+      if (!queued_.front().end->query()) return;
     } catch (
         const std::exception&) {  // of a device that failed, which whoever waits for it is told
     }
     queued_.pop_front();
+    ended_ = std::chrono::steady_clock::now();
   }
 }
 
 std::optional<DeviceCollectives::Pending> DeviceCollectives::oldest() {
   const std::lock_guard lock(mutex_);
+  if (aborted_) return {};
   forget_ended();
   if (queued_.empty()) return {};
-  return queued_.front().pending;
+  const Pending& first = queued_.front().pending;
+  return Pending{first.position, std::max(first.since, ended_)};
 }
 
-void DeviceCollectives::abort(const std::string& why) {
+void DeviceCollectives::refuse(const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (refused_.empty()) refused_ = why;
+}
+
+std::optional<Position> DeviceCollectives::abort() {
+  std::optional<Position> cut_off;
   {
     const std::lock_guard lock(mutex_);
-    if (!aborted_.empty()) return;
-    aborted_ = why;
+    if (aborted_) return {};
+    aborted_ = true;
+    forget_ended();
+    if (!queued_.empty()) cut_off = queued_.front().pending.position;
   }
-  back_end_->abort();
+  try {
+    back_end_->abort();
+  } catch (const std::exception& error) {  // on threads that have nobody to tell
+    std::fprintf(stderr, "penstock: a device's collectives did not end: %s\n",
+                 reason(error).c_str());
+  }
+  return cut_off;
 }
 
 void DeviceCollectives::shut_down() {
-  const std::lock_guard lock(mutex_);
-  queued_.clear();
-  if (aborted_.empty()) back_end_->shutdown();
+  {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) return;
+  }
+  try {
+    back_end_->shutdown();
+  } catch (const std::exception& error) {  // at the end of an engine that is done
+    std::fprintf(stderr, "penstock: a device's collectives did not shut down: %s\n",
+                 reason(error).c_str());
+  }
 }
 
 }  // namespace penstock::comm

@@ -30,4 +30,6 @@ std::shared_ptr<comm::DeviceCollectives> Group::connect_on_device(const std::vec
   return made;
 }
 
+std::string Group::cut_off_on_device() { return back_ends_->cut_off(); }
+
 }  // namespace penstock

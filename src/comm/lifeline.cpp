@@ -14,7 +14,6 @@ namespace penstock::comm {
 
 namespace {
 
-constexpr int kTag = 0x7fffffff;
 constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
 }  // namespace
@@ -23,7 +22,7 @@ Lifeline::Lifeline(c10::intrusive_ptr<c10d::Backend> backend, int peer,
                    std::function<void(const std::string&)> cut)
     : backend_(std::move(backend)), nothing_(at::empty({1}, at::TensorOptions(at::kByte))) {
   std::vector<at::Tensor> tensors{nothing_};
-  receive_ = backend_->recv(tensors, peer, kTag);
+  receive_ = backend_->recv(tensors, peer, kLifelineTag);
   thread_ = std::thread([this, peer, cut = std::move(cut)] {
     c10::setThreadName("penstock-line");
     try {

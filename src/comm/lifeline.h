@@ -11,6 +11,9 @@
 
 namespace penstock::comm {
 
+// No collective has it (channel.cpp).
+inline constexpr int kLifelineTag = 0x7fffffff;
+
 class Lifeline {
  public:
   // `cut` is called on a thread of its own, at most once, unless this object goes first. Backends

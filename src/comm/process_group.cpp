@@ -23,6 +23,8 @@ namespace {
 // The first exchange waits longer: until then ranks arrive at their own pace, each with its imports
 // and connections.
 constexpr std::chrono::milliseconds kArrival = std::chrono::seconds(60);
+// When a rank has closed its engine by itself: for what it had a part in to end on the device.
+constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
 
 class ProcessGroupGroup final : public Group {
  public:
@@ -99,8 +101,8 @@ class ProcessGroupGroup final : public Group {
   }
 
   void close() override {
-    lifeline_.reset();
     back_ends().close();
+    lifeline_.reset();
     watch_.reset();
     roll_call_.reset();
     up_.reset();
@@ -112,17 +114,43 @@ class ProcessGroupGroup final : public Group {
   void watch_peers() override {
     if (lifeline_) return;
     const int next = (rank() + 1) % size();
-    lifeline_.emplace(next < rank() ? up_ : down_, next, [this](const std::string& error) {
-      const std::string why = roll_call_->left(error);
-      if (!why.empty()) end_exchanges(why);
-    });
-    watch_->look_at([this] {
-      return back_ends().look(watch_->board(), timeout_,
-                              [this](const std::string& why) { end_exchanges(why); });
-    });
+    lifeline_.emplace(next < rank() ? up_ : down_, next,
+                      [this](const std::string& error) { neighbour_left(error); });
+    back_ends().show_on(watch_->board());
+    watch_->look_at([this] { return look_at_device(); });
   }
 
  private:
+  // Lifeline's thread.
+  void neighbour_left(const std::string& error) {
+    using Ending = comm::RollCall::Ending;
+    std::string why;
+    const Ending ending = roll_call_->ending(&why);
+    if (ending == Ending::kTogether) return;
+    if (ending == Ending::kOneByOne) {  // what it has taken part in ends by itself
+      const std::lock_guard lock(mutex_);
+      left_ = why;
+      return;
+    }
+    why = roll_call_->call(error);
+    roll_call_->tell(why);
+    end_exchanges(why);
+  }
+
+  // Watch's thread.
+  std::chrono::milliseconds look_at_device() {
+    std::string left;
+    {
+      const std::lock_guard lock(mutex_);
+      left = left_;
+    }
+    return back_ends().look(left.empty() ? timeout_ : std::min(timeout_, kParting),
+                            [&](const std::string& why) {
+                              if (!left.empty()) roll_call_->tell(left);
+                              end_exchanges(left.empty() ? why : left);
+                            });
+  }
+
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
   // Where end_exchanges() finds the works that a thread waits for.
@@ -195,6 +223,7 @@ class ProcessGroupGroup final : public Group {
   std::mutex mutex_;
   std::string ended_;                  // guarded by mutex_: why nothing may be exchanged
   std::string lost_;                   // guarded by mutex_: what the first failed exchange said
+  std::string left_;                   // guarded by mutex_: why a neighbour's connection is closed
   std::vector<const Works*> waiting_;  // guarded by mutex_
   std::optional<comm::RollCall> roll_call_;
   std::optional<comm::Watch> watch_;

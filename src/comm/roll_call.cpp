@@ -160,19 +160,23 @@ std::string RollCall::call(const std::string& error) {
   }
 }
 
-std::string RollCall::left(const std::string& error) {
+void RollCall::tell(const std::string& why) {
   try {
-    if (store_->check({key("last call", 0)})) {
-      const std::string answer = get_text(*store_, key("last call", 0));
-      return answer == kAllWell || answer == kSomeFailed ? "" : answer;
-    }
-    std::string verdict = call(error);
     for (int rank = 0; rank < size_; ++rank) {
-      if (rank != rank_) wake(rank, verdict);
+      if (rank != rank_) wake(rank, why);
     }
-    return verdict;
-  } catch (const std::exception& fault) {
-    return concat("the rendezvous store does not answer (", fault.what(), "); ", error);
+  } catch (const std::exception&) {
+    // The store's host is dead, as the others find too.
+  }
+}
+
+RollCall::Ending RollCall::ending(std::string* why) {
+  try {
+    if (!store_->check({key("last call", 0)})) return Ending::kOpen;
+    *why = get_text(*store_, key("last call", 0));
+    return *why == kAllWell || *why == kSomeFailed ? Ending::kTogether : Ending::kOneByOne;
+  } catch (const std::exception&) {
+    return Ending::kOpen;  // call() says so
   }
 }
 
@@ -201,9 +205,7 @@ std::string RollCall::last_call(const std::string& fault, std::chrono::milliseco
     decide(store_->check({key("fault", 0)}) ? kSomeFailed : kAllWell);
   }
   if (!fault.empty() && !decided(kInFlight)) {
-    for (int rank = 0; rank < size_; ++rank) {
-      if (rank != rank_) wake(rank, concat("rank ", rank_, " failed and is closing: ", fault));
-    }
+    tell(concat("rank ", rank_, " failed and is closing: ", fault));
   }
   if (!decided(limit)) {
     decide(call(

@@ -35,9 +35,12 @@ class RollCall {
   void set_position(Position position);
   // One sentence for each rank that is dead or failed, then where the rest are.
   std::string call(const std::string& error);
-  // When a peer has left, which no exchange of this rank has noticed: why all exchanges are to end,
-  // and every other rank is told so; "" where all of them are closing, in order.
-  std::string left(const std::string& error);
+  // Ends the exchanges of all other ranks.
+  void tell(const std::string& why);
+  // How far the run is closed: not at all; by all ranks together, at the last call; or by one rank
+  // at least on its own, of which `why` then speaks.
+  enum class Ending { kOpen, kTogether, kOneByOne };
+  Ending ending(std::string* why);
   // As Group::last_call().
   std::string last_call(const std::string& fault, std::chrono::milliseconds limit);
 

@@ -8,9 +8,9 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "penstock/error.h"
 #include "penstock/group.h"
 #include "src/base/text.h"
-#include "src/comm/back_ends.h"
 #include "src/comm/watch.h"
 
 namespace penstock {
@@ -112,12 +112,9 @@ class ThreadGroup final : public Group {
   }
 
   void end_exchanges(const std::string& why) override {
-    {
-      const std::lock_guard lock(mailbox_->mutex);
-      if (mailbox_->ended[rank_].empty()) mailbox_->ended[rank_] = why;
-      mailbox_->changed.notify_all();
-    }
-    back_ends().abort(why);
+    const std::lock_guard lock(mailbox_->mutex);
+    if (mailbox_->ended[rank_].empty()) mailbox_->ended[rank_] = why;
+    mailbox_->changed.notify_all();
   }
 
   void renew() override {
@@ -128,7 +125,6 @@ class ThreadGroup final : public Group {
   }
 
   void close() override {
-    back_ends().close();
     watch_.reset();
     const std::lock_guard lock(mailbox_->mutex);
     mailbox_->closed[rank_] = true;
@@ -137,6 +133,13 @@ class ThreadGroup final : public Group {
                                  "at ", mailbox_->positions[rank_].text());
     }
     mailbox_->changed.notify_all();
+  }
+
+ protected:
+  void watch_peers() override {
+    throw ConfigError(
+        "[comm::Group] ranks that are threads exchange through host memory: a device's collectives "
+        "need ranks that are processes");
   }
 
  private:

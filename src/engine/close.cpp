@@ -22,6 +22,7 @@ struct Core::State::Closing {
   State& state;
   const bool gathers;  // asks the other ranks for what they have of the weights
   std::string lost{};  // why that, or giving them back, has failed
+  std::string torn{};  // the collective, cut off, that brought whole parameters their new values
 
   std::string drained();
   void discard();
@@ -67,6 +68,8 @@ std::string Core::State::Closing::part(const std::string& why) {
       state.group->end_exchanges(fault);
     }
     drained();
+    torn = state.group->cut_off_on_device();
+    if (gathers || torn.find("publish") == std::string::npos) torn.clear();
     if (gathers && !first.empty()) {
       state.group->renew();
       state.executor->values().renew();
@@ -154,6 +157,12 @@ std::string Core::State::close(bool gather, const std::string& why) {
   if (gather && !closing.lost.empty()) {
     throw RuntimeFault(concat("[engine::close] the weights could not be gathered, so what was ",
                               "sharded of the model has no values any more: ", closing.lost));
+  }
+  if (!closing.torn.empty()) {
+    throw RuntimeFault(concat("[engine::close] a rank failed while ", closing.torn,
+                              ", was under way, so some parameters have values of no step: load a "
+                              "checkpoint (",
+                              first, ")"));
   }
   if (!gather || first.find(kUpdateRaised) == std::string::npos) return "";
   return concat("a step was cut short (", first,

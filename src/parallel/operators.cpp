@@ -8,6 +8,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/WrapDimMinimal.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -28,7 +29,7 @@ enum class Way : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut };
 at::Tensor go(Way way, const at::Tensor& values, int64_t dim, Peers& peers) {
   switch (way) {
     case Way::kNothing:
-      return values.clone(at::MemoryFormat::Contiguous);
+      break;
     case Way::kSum:
       return peers.sum(values);
     case Way::kSumAndCut:
@@ -38,7 +39,7 @@ at::Tensor go(Way way, const at::Tensor& values, int64_t dim, Peers& peers) {
     case Way::kCut:
       return peers.cut(values, dim);
   }
-  throw Bug("[parallel::go] unknown way");
+  throw Bug("[parallel::go] there is nothing to do");
 }
 
 // What an operator needs in backward.
@@ -88,7 +89,7 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
 at::Tensor way(const at::Tensor& values, Way there, Way back, int64_t dim, const Ranks& peers) {
   const auto kept = kept_of(peers);
   kept->back = back;
-  kept->dim = values.dim() == 0 ? 0 : (dim + values.dim()) % values.dim();
+  kept->dim = c10::maybe_wrap_dim(dim, values.dim());
   return WayFunction::apply(values, there, kept);
 }
 
@@ -262,6 +263,9 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, int
                   target.size(0) == logits.size(0),
               "[parallel::cross_entropy] expected logits [tokens, ", rows.count,
               "] and target [tokens], got ", logits.sizes(), " and ", target.sizes());
+  TORCH_CHECK(options.label_smoothing >= 0 && options.label_smoothing <= 1,
+              "[parallel::cross_entropy] label_smoothing is ", options.label_smoothing,
+              ", which is not between 0 and 1");
   const auto kept = kept_of(peers);
   kept->first = rows.first;
   kept->vocabulary = vocabulary;

@@ -43,6 +43,7 @@ void Peers::check(const at::Tensor& values, int64_t dim) const {
 // Padded so that every rank adds up as many.
 at::Tensor Peers::reduce(const at::Tensor& addend, bool gathers) {
   check_host(addend);
+  const Dtype dtype = dtype_of(addend);
   const int64_t numel = addend.numel(), shard = (numel + size() - 1) / size();
   at::Tensor values = at::zeros({shard * size()}, addend.options());
   values.narrow(0, 0, numel).copy_(addend.reshape({-1}));
@@ -51,7 +52,7 @@ at::Tensor Peers::reduce(const at::Tensor& addend, bool gathers) {
   comm::ReduceBuffer buffer;
   buffer.partial = values.data_ptr();
   buffer.scratch = scratch.data_ptr();
-  buffer.dtype = buffer.result_dtype = dtype_of(addend);
+  buffer.dtype = buffer.result_dtype = dtype;
   buffer.numel = values.numel();
   if (gathers) {
     channel_.all_reduce("all_reduce(tensor)", members_, {buffer});

@@ -24,6 +24,11 @@ Stages by_stage(const ModelDesc& model, const std::vector<Visit>& order, int num
   for (const Visit& visit : order) {
     const UnitDesc& unit = model.units[visit.unit];
     if (unit.flats.empty()) continue;  // it only encloses others
+    if (visit.mark == Mark::kUse || visit.mark == Mark::kGradient) {
+      refuse(
+          concat("\"", unit.name, "\" leaves its gradient in another visit than the one that ",
+                 "needs its parameters (tiles, rows that are looked up), as no pipeline does yet"));
+    }
     if (visit.stage < 0 || visit.stage >= num_stages) {
       refuse(concat("\"", unit.name, "\" is in stage ", visit.stage, " of ", num_stages));
     }
@@ -64,12 +69,15 @@ std::set<int> ranks_of(const ModelDesc& model, int unit, int num_ranks) {
   return ranks;
 }
 
-// The units that this rank has with others.
+// The units that this rank trains with others.
 std::vector<int> shared_by(const ModelDesc& model, int num_ranks, int rank, const Table& table) {
   std::vector<int> shared;
   for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
     const std::set<int> ranks = ranks_of(model, unit, num_ranks);
-    if (ranks.size() < 2 || !ranks.contains(rank)) continue;
+    const std::vector<FlatDesc>& flats = model.units[unit].flats;
+    const bool trains = std::any_of(flats.begin(), flats.end(),
+                                    [](const FlatDesc& flat) { return flat.trainable; });
+    if (!trains || ranks.size() < 2 || !ranks.contains(rank)) continue;
     if (table.grads_wait_on_disk()) {
       refuse(concat("\"", model.units[unit].name,
                     "\" is in several stages (tied weights), and its ",
@@ -102,13 +110,21 @@ class RankWriter : StepWriter {
   void compute() {
     const Action& action = actions_[done_++];
     micro_ = action.micro;
-    for (const Visit& visit : order(action)) {
+    const std::vector<Visit>& visits = order(action);
+    for (size_t i = 0; i < visits.size(); ++i) {
+      const Visit& visit = visits[i];
+      // What encloses others of its stage is whole for them, too.
+      const bool stays = std::any_of(
+          visits.begin() + static_cast<std::ptrdiff_t>(i) + 1, visits.end(),
+          [&](const Visit& later) { return later.unit == visit.unit && later.mark == Mark::kEnd; });
       if (action.forward) {
         forward(visit);
       } else {
-        backward(visit);
+        backward(visit, stays);
       }
-      settle_param(visit.unit, --uses_[visit.unit] > 0 ? Phase::kHold : Phase::kRest);
+      --uses_[visit.unit];
+      if (stays) continue;
+      settle_param(visit.unit, uses_[visit.unit] > 0 ? Phase::kHold : Phase::kRest);
     }
   }
 
@@ -126,9 +142,7 @@ class RankWriter : StepWriter {
 
   // `shared`: by other ranks, too.
   Plan finish(const std::vector<int>& shared) && {
-    for (const int unit : shared) {
-      if (trains(unit)) sum_grad(unit, Axis::kPipeline);
-    }
+    for (const int unit : shared) sum_grad(unit, Axis::kPipeline);
     update();
     return std::move(plan_);
   }
@@ -146,14 +160,14 @@ class RankWriter : StepWriter {
     move_inputs(unit, Phase::kForward, Phase::kHold);
   }
 
-  void backward(const Visit& visit) {
+  void backward(const Visit& visit, bool stays) {
     const int unit = visit.unit;
     move_inputs(unit, Phase::kHold, Phase::kBackward);
     settle_param(unit, Phase::kBackward);
     put({.op = Op::kBackward, .units = {unit}, .mark = visit.mark, .micro = micro_});
     sum_activations(unit, TensorSplit::kColumn);
     const bool last = --backwards_[unit] == 0, on_disk = table_.grads_wait_on_disk();
-    const bool settles = !table_.holds_grad_in_place() || last;
+    const bool settles = (!table_.holds_grad_in_place() && !stays) || last;
     if (settles && on_disk) sum_partial(unit);
     if (settles) settle_grad(unit, last);
     if (last && !on_disk) sum_partial(unit);

@@ -73,6 +73,7 @@ void StepWriter::settle_grad(int unit, bool last) {
 }
 
 void StepWriter::sum_partial(int unit) {
+  if (mesh_.size(Axis::kTensor) == 1) return;
   const std::vector<FlatDesc>& flats = model_.units[unit].flats;
   if (std::any_of(flats.begin(), flats.end(), [](const FlatDesc& flat) {
         return flat.trainable && flat.tensor == TensorCut::kPartial;

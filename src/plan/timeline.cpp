@@ -81,9 +81,9 @@ class RankReplay {
   std::string where() const { return plan_.steps[next_].text(); }
 
  private:
-  static int64_t numel(const UnitDesc& unit) {
+  static int64_t numel(const UnitDesc& unit, bool trained_only = false) {
     int64_t sum = 0;
-    for (const FlatDesc& flat : unit.flats) sum += flat.numel;
+    for (const FlatDesc& flat : unit.flats) sum += flat.trainable || !trained_only ? flat.numel : 0;
     return sum;
   }
 
@@ -124,7 +124,7 @@ class RankReplay {
         const double rate =
             place.tier == Tier::kDevice ? machine_.device_memory : machine_.host_memory;
         const auto owned =
-            static_cast<double>(numel(unit) / num_shards(place, mesh_) / unit.num_chunks);
+            static_cast<double>(numel(unit, true) / num_shards(place, mesh_) / unit.num_chunks);
         update_ += owned * kUpdateBytes / rate;
         return;
       }
@@ -145,9 +145,12 @@ class RankReplay {
     double begin = std::max(compute_, params_there_[unit]);
     const auto came = arrived_.find({unit, step.micro, forward ? Role::kAct : Role::kGrad});
     if (came != arrived_.end()) begin = std::max(begin, came->second);
-    const auto params = static_cast<double>(numel(part_.units[unit]));
-    const double passes = forward ? 1 : part_.units[unit].recomputed ? 3 : 2;
-    const double takes = 2 * passes * params * tokens_ / machine_.flops;
+    const UnitDesc& desc = part_.units[unit];
+    const auto params = static_cast<double>(numel(desc));
+    const auto trained = static_cast<double>(numel(desc, true));
+    const double again = desc.recomputed ? params : 0;
+    const double multiplied = forward ? params : params + trained + again;
+    const double takes = 2 * multiplied * tokens_ / machine_.flops;
     issued_ = begin;
     compute_ = begin + takes;
     passes_ = compute_;

@@ -1,7 +1,8 @@
 #pragma once
 // Timeline: when all ranks of a pipeline do what, from their plans. A line begins when what it
 // needs has ended and its lane is free; a rank has lanes that compute, gather, reduce and update,
-// and one to send to either side. Nobody is late, and links do not share.
+// and one to send to either side. Nobody is late, links do not share, and sums of activations over
+// tensor ranks cost nothing: their bytes are not in the model's description.
 #include <cstdint>
 #include <map>
 #include <string>

@@ -9,6 +9,7 @@ import faults
 import models
 import on_device
 import pytest
+import sim
 import torch.distributed as dist
 import training
 from faults import EVERY, FAULTS
@@ -97,6 +98,35 @@ def test_weights_come_back(where, strategy, offload, device_pools):
     assert raised == "ValueError: this rank's data is bad"
     assert waited.startswith("RuntimeFault: ") and "rank 1" in waited
     assert "this rank's data is bad" in waited
+
+
+def raise_after_step(strategy, raises):
+    """New weights are on their way when rank 1 raises."""
+    engine, step = start(strategy, {})
+    sim.set_delays_us(0, 2000)
+    step()
+    step()
+    try:
+        if raises:
+            if dist.get_rank() == 1:
+                faults.fail()
+            step()
+    except Exception as error:
+        assert dist.get_rank() == 1 or "rank 1" in str(error)
+    finally:
+        engine.close()
+        sim.set_delays_us(0, 50)
+    return [param.detach().cpu() for param in engine.module.parameters()]
+
+
+@pytest.mark.skipif(on_device.NAME != "sim", reason="only there can the device be made slow")
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_what_is_published_arrives(strategy, device_pools):
+    pool = device_pools(2)
+    undisturbed = pool.run(raise_after_step, strategy, False, timeout=60)
+    disturbed = pool.run(raise_after_step, strategy, True, timeout=60)
+    for before, after in zip(undisturbed, disturbed, strict=True):
+        assert all(one.equal(other) for one, other in zip(before, after, strict=True))
 
 
 def leave_on_one():

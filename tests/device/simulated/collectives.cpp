@@ -256,7 +256,8 @@ class StreamBackend : public c10d::Backend {
     const c10::Stream stream = stream_of(device);
     count_collective(issue.name, issue.bytes);
     block(stream, record(current_stream(device.index())));
-    const uint64_t kind = issue.alike ? c10::hash_combine(1, issue.bytes) : 0;
+    const uint64_t kind =
+        issue.alike ? c10::hash_combine(static_cast<size_t>(issue.type), issue.bytes) : 0;
     sim::launch(stream, issue.name, [core = core_, kind, begin = std::move(begin)] {
       if (!core->aborted) core->run(kind, begin);
     });
