@@ -10,6 +10,7 @@ import models
 import on_device
 import pytest
 import sim
+import torch
 import torch.distributed as dist
 import training
 from faults import EVERY, FAULTS
@@ -53,6 +54,7 @@ def start(strategy, offload):
     """An engine with a timeout that nobody waits for, and a step of it."""
     import penstock  # noqa: PLC0415
 
+    torch.manual_seed(0)
     on_device.schedule(0)
     place = on_device.device()
     case = Case(strategy)
