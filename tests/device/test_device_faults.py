@@ -105,13 +105,13 @@ def test_weights_come_back(where, strategy, offload, device_pools):
 def raise_after_step(strategy, raises):
     """New weights are on their way when rank 1 raises."""
     engine, step = start(strategy, {})
-    sim.set_delays_us(0, 2000)
     step()
+    sim.set_delays_us(1000, 2000)
     step()
     try:
         if raises:
             if dist.get_rank() == 1:
-                faults.fail()
+                faults.raise_in_forward(engine, engine.module)
             step()
     except Exception as error:
         assert dist.get_rank() == 1 or "rank 1" in str(error)
