@@ -92,11 +92,9 @@ void RollCall::watch() {
       watch_store_->wait({next}, kForever);
       const std::string why = get_text(*watch_store_, next);
       if (why == kClose) return;
-      if (why == kFault) {
-        watch_store_->set(key("here", rank_), bytes_of(here()));
-      } else if (end_exchanges_) {
-        end_exchanges_(why);
-      }
+      watch_store_->set(key("here", rank_), bytes_of(here()));
+      // May take a while, in which others ask where this rank is.
+      if (why != kFault && end_exchanges_) end_exchanges_(why);
     }
   } catch (const std::exception&) {
     // The rank that hosts the store ended; there is nobody left to answer.
