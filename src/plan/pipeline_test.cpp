@@ -2,9 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <functional>
-
-#include "penstock/error.h"
+#include "src/plan/refusal.h"
 
 namespace penstock {
 namespace {
@@ -26,15 +24,6 @@ ModelDesc blocks(int num_units, int num_stages) {
 
 Mesh pipeline_of(int ranks, int data = 1) {
   return Mesh::of({{Axis::kPipeline, ranks}, {Axis::kLocal, data}});
-}
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
 }
 
 TEST(Pipeline, LinesOfTwoStages) {

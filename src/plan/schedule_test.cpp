@@ -4,20 +4,11 @@
 
 #include <cstdio>
 
-#include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/plan/refusal.h"
 
 namespace penstock {
 namespace {
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "";
-}
 
 TEST(Schedule, OrdersOfTheLiterature) {
   EXPECT_EQ(make_schedule("gpipe", {2, 1, 2}).text(), "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n");

@@ -8,8 +8,6 @@ namespace penstock {
 
 namespace {
 
-constexpr double kUpdateBytes = 28;
-
 struct Lane {
   std::string name;
   double seconds = 0;

@@ -10,13 +10,16 @@
 
 namespace penstock {
 
+// Of memory, that an update moves for a parameter: two fp32 moments and the master read and
+// written, a bf16 gradient in, a bf16 parameter out.
+inline constexpr double kUpdateBytes = 28;
+
 // What a rank computes in one step.
 struct Work {
   double tokens = 0;           // of all its micro-batches
   int64_t params = 0;          // of the model: a forward is 2 FLOPs a parameter and token
   int64_t trained_params = 0;  // a backward 4 for these, 2 for frozen ones
-  int64_t updated_params = 0;  // by this rank's optimizer: 28 bytes each (two fp32 moments and the
-                               // master read and written, a bf16 gradient in, a bf16 parameter out)
+  int64_t updated_params = 0;  // by this rank's optimizer
   bool updates_on_host = false;
 };
 

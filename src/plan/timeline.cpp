@@ -8,12 +8,11 @@
 #include "src/base/text.h"
 #include "src/plan/pipeline.h"
 #include "src/plan/simulator.h"
+#include "src/plan/step_time.h"
 
 namespace penstock {
 
 namespace {
-
-constexpr double kUpdateBytes = 28;  // of memory a parameter, as of step_time.h
 
 // What a rank has received: its unit, the micro-batch, forward or backward.
 using Arrival = std::tuple<int, int, Role>;

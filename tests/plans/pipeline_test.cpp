@@ -155,6 +155,22 @@ size_t next(const std::vector<Step>& steps, size_t at, const std::function<bool(
 
 bool is_grad_move(const Step& step) { return step.op == Op::kMove && step.role == Role::kGrad; }
 
+// It goes above the last backward of its unit.
+Plant comes_too_early(bool (*is)(const Step&)) {
+  return [is](std::vector<Step>& steps, size_t at) {
+    if (!is(steps[at])) return false;
+    for (size_t i = at; i > 0; --i) {
+      const Step& above = steps[i - 1];
+      if (above.op != Op::kBackward || above.units != steps[at].units) continue;
+      const Step moved = steps[at];
+      drop(steps, at);
+      steps.insert(steps.begin() + static_cast<std::ptrdiff_t>(i - 1), moved);
+      return true;
+    }
+    return false;
+  };
+}
+
 const Fault kFaults[] = {
     {"a dropped send", drops(Op::kSend)},
     {"a dropped receive", drops(Op::kReceive)},
@@ -182,19 +198,7 @@ const Fault kFaults[] = {
        return true;
      },
      3},  // on a ring of two both sides are one peer
-    {"a gradient is moved before its last micro-batch",
-     [](std::vector<Step>& steps, size_t at) {
-       if (!is_grad_move(steps[at])) return false;
-       for (size_t i = at; i > 0; --i) {
-         const Step& above = steps[i - 1];
-         if (above.op != Op::kBackward || above.units != steps[at].units) continue;
-         const Step moved = steps[at];
-         drop(steps, at);
-         steps.insert(steps.begin() + static_cast<std::ptrdiff_t>(i - 1), moved);
-         return true;
-       }
-       return false;
-     }},
+    {"a gradient is moved before its last micro-batch", comes_too_early(is_grad_move)},
     {"a micro-batch has no backward", drops(Op::kBackward)},
     {"a micro-batch has two forwards",
      [](std::vector<Step>& steps, size_t at) {
@@ -204,18 +208,7 @@ const Fault kFaults[] = {
      }},
     {"no sum of gradients", drops(Op::kSum)},
     {"gradients are summed before the last of them",
-     [](std::vector<Step>& steps, size_t at) {
-       if (steps[at].op != Op::kSum) return false;
-       for (size_t i = at; i > 0; --i) {
-         const Step& above = steps[i - 1];
-         if (above.op != Op::kBackward || above.units != steps[at].units) continue;
-         const Step moved = steps[at];
-         drop(steps, at);
-         steps.insert(steps.begin() + static_cast<std::ptrdiff_t>(i - 1), moved);
-         return true;
-       }
-       return false;
-     }},
+     comes_too_early([](const Step& step) { return step.op == Op::kSum; })},
     {"gradients are summed twice",
      [](std::vector<Step>& steps, size_t at) {
        if (steps[at].op != Op::kSum) return false;
