@@ -63,7 +63,10 @@ void reap(const Child& child, Ended* ended) {
   while (waitpid(child.pid, &status, 0) < 0)
     if (errno != EINTR) fail("waitpid");
   if (WIFSIGNALED(status)) ended->signal = WTERMSIG(status);
-  if (WIFEXITED(status)) ended->status = WEXITSTATUS(status);
+  if (WIFEXITED(status)) {
+    ended->status = WEXITSTATUS(status);
+    ended->timed_out = false;  // it was ending by itself when its time was up
+  }
 }
 
 // Waits until some child says something or ends, or is late; true for those that ended.

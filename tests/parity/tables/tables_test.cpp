@@ -137,7 +137,7 @@ TEST(Outcomes, WhatIsOffIsSeen) {
 }
 
 TEST(Children, TellHowTheyEnded) {
-  const auto ended = run_children(3, 2, std::chrono::seconds(1), [](int index) {
+  const auto ended = run_children(3, 2, std::chrono::seconds(3), [](int index) {
     std::printf("I am %d", index);
     std::fflush(stdout);
     if (index == 0) std::raise(SIGKILL);
