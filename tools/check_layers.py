@@ -32,8 +32,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "src/parallel": CORE,
     "src/tiles": CORE,
     "src/ckpt": CORE,
-    "src/engine": (*CORE, "src/tiles", "src/ckpt"),
-    "python/src": (*CORE, "src/tiles", "src/engine", "src/ckpt"),
+    "src/engine": (*CORE, "src/parallel", "src/tiles", "src/ckpt"),
+    "python/src": (*CORE, "src/parallel", "src/tiles", "src/engine", "src/ckpt"),
     "include/penstock": (),
     "examples/skeleton": PURE,
     "examples/cpp": (),
@@ -54,7 +54,7 @@ POSITION = {
     "src/ckpt": 7,
 }
 POSITION |= dict.fromkeys(FIVES, 5)
-PUBLIC_FROM = {"error.h": 1, "export.h": 1, "status.h": 1, "group.h": 5}
+PUBLIC_FROM = {"error.h": 1, "export.h": 1, "status.h": 1, "cut.h": 2, "group.h": 5}
 PUBLIC_FROM |= dict.fromkeys(("config.h", "deepspeed_config.h", "optimizer_kinds.h", "plan.h"), 3)
 PUBLIC_FROM |= dict.fromkeys(("init.h", "core.h", "tiling.h", "checkpoint_files.h"), 7)
 ENGINE = 8

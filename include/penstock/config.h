@@ -112,10 +112,18 @@ struct MeshConfig {
   int node = 1;  // how many nodes `data` is split in (hpZ, MiCS)
 };
 
+// How ranks of the tensor axis compute a model together (docs/parallel.md).
+struct ParallelConfig {
+  // Name pattern (glob) of modules or parameters -> style: "column" "row" "vocab" ...; the first
+  // that matches counts.
+  std::vector<std::pair<std::string, std::string>> rules;
+};
+
 struct PENSTOCK_API Config {
   std::string strategy = "zero3";                                   // a preset of src/plan/table.h
   std::map<std::string, std::map<std::string, std::string>> table;  // role -> phase -> placement
   MeshConfig mesh;
+  ParallelConfig parallel;
   std::optional<std::string> precision;  // "fp32" "bf16" "fp16"; absent = as the model was built
   std::vector<std::pair<std::string, std::string>> dtypes;  // name pattern (glob) -> dtype
   OffloadConfig offload;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "penstock/config.h"
+#include "penstock/cut.h"
 #include "penstock/export.h"
 #include "penstock/group.h"
 #include "penstock/init.h"
@@ -29,6 +30,7 @@ struct ParamInfo {
   at::Tensor param;
   int group = 0;   // optimizer parameter group
   int whole = -1;  // of a tile: the parameter it is rows of
+  Cut cut{};       // over the tensor axis; the config's rules say
 };
 struct ModelTree {
   std::vector<ModuleInfo> modules;
@@ -109,6 +111,7 @@ class PENSTOCK_API Core {
   friend class Checkpoints;
   friend class Recomputation;
   friend class Report;
+  friend class TensorRanks;
   friend class Tiles;
   friend class Values;
   struct State;

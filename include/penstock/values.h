@@ -86,6 +86,7 @@ class PENSTOCK_API Values {
 
   std::vector<std::pair<std::string, at::Tensor>> gradients(const std::string& only);
   void refuse_edits(const std::vector<int>& units);
+  void let_go_of(const std::vector<int>& units);
   template <class Sink>
   void for_each_weight(bool everywhere, const Sink& sink);
 

@@ -19,6 +19,7 @@ from penstock import (
     recompute,
     schedules,
     sharded_init,
+    tensor_parallel,
     tiling,
     tree,
 )
@@ -55,6 +56,7 @@ class Engine(checkpoint.Checkpointing, ParamState):
         _refuse_model(model)
         given, values = optim.prepare(optimizer, model, values)
         config = tiling.with_head(model, _penstock.Config(values))
+        config = tensor_parallel.with_rules(model, config)
         if given is None:
             given = optim.from_config(model, config.optimizer)
         self.optimizer = self._given = given
@@ -89,11 +91,16 @@ class Engine(checkpoint.Checkpointing, ParamState):
         self.config = self._core.config
         sharded_init.let_go()
         if self.config.seed >= 0:
-            torch.manual_seed(self.config.seed + ranks.rank())
+            torch.manual_seed(self.config.seed + self.data_rank)
         self._structure.set_to_itself = self._core.values.set_to_itself
         pace = Pace()
         tiling.install(self.module, self._core, self.config, pace, self._installed)
-        self._forwards = Forwards(self.module, self._core, self._structure, pace, self._installed)
+        self._tensor = tensor_parallel.TensorParallel(
+            self.module, self._core, self.config, self._installed
+        )
+        self._forwards = Forwards(
+            self.module, self._core, self._structure, pace, self._installed, self._tensor
+        )
         self._finish_setup(self._given)
 
     def _open(self) -> bool:
@@ -255,6 +262,17 @@ class Engine(checkpoint.Checkpointing, ParamState):
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
+    def data_rank(self) -> int:
+        """Which of the `data_ranks` this one is: ranks that compute one model together
+        (`mesh.tensor`) are one, and are given the same samples."""
+        return ranks.rank() // self.config.mesh.tensor
+
+    @property
+    def data_ranks(self) -> int:
+        """How many parts a global batch has."""
+        return int(self.config.mesh.data)
+
+    @property
     def steps(self) -> int:
         """Number of updates so far."""
         return int(self._core.steps)
@@ -280,7 +298,8 @@ class Engine(checkpoint.Checkpointing, ParamState):
         units = values.units_of(names) if names else []
         values.gather(units, write)
         try:
-            yield
+            with self._tensor if params is None else contextlib.nullcontext():
+                yield
         except BaseException:
             values.let_go(units)
             raise
@@ -323,7 +342,8 @@ class Engine(checkpoint.Checkpointing, ParamState):
         if rank0_only and ranks.rank() != 0:
             return {}
         by_param = {id(param): full[name] for param, name in self._structure.own.items()}
-        return tree.filled_state_dict(self.module, by_param, device)
+        with self._tensor:
+            return tree.filled_state_dict(self.module, by_param, device)
 
     def ledger(self) -> dict[str, Any]:
         """Bytes per rank: predicted for each strategy, and measured for the one running.

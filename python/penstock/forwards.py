@@ -103,8 +103,10 @@ class Forwards:
         structure: Structure,
         pace: Pace,
         installed: list[Any],
+        around: Any,
     ) -> None:
         self._core, self._structure, self._pace = core, structure, pace
+        self._model, self._around = module, around  # around.begin() and .end() of each forward
         self._open = False
         self._process, self._thread = os.getpid(), 0  # of the forward
         self._installed = installed  # what is on modules, the engine's
@@ -118,7 +120,11 @@ class Forwards:
             return forward(*args, **kwargs)
         try:
             self._begin()
+            if not _in_backward():
+                self._around.begin(self._model, (args, kwargs))
             output = forward(*args, **kwargs)
+            if not _in_backward():
+                self._around.end()
         except BaseException as error:
             if not _in_backward():  # where checkpointing ends what it computes again early
                 self._fail(error)

@@ -27,6 +27,8 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("sequence", &MeshConfig::sequence)
       .def_readonly("expert", &MeshConfig::expert)
       .def_readonly("node", &MeshConfig::node);
+  py::class_<ParallelConfig>(module, "ParallelConfig")
+      .def_readonly("rules", &ParallelConfig::rules);
   py::class_<OffloadConfig>(module, "OffloadConfig")
       .def_readonly("optimizer", &OffloadConfig::optimizer)
       .def_readonly("params", &OffloadConfig::params)
@@ -130,6 +132,7 @@ void bind_config(py::module_& module) {
       .def_readonly("table", &Config::table)
       .def_readonly("mesh", &Config::mesh)
       .def_readonly("precision", &Config::precision)
+      .def_readonly("parallel", &Config::parallel)
       .def_readonly("dtypes", &Config::dtypes)
       .def_readonly("offload", &Config::offload)
       .def_readonly("memory", &Config::memory)
@@ -155,6 +158,13 @@ void bind_config(py::module_& module) {
             return config;
           },
           py::arg("world_size"))
+      .def(
+          "with_rules",
+          [](Config config, std::vector<std::pair<std::string, std::string>> rules) {
+            config.parallel.rules = std::move(rules);
+            return config;
+          },
+          py::arg("rules"))
       .def(
           "with_head",
           [](Config config, std::string module_name) {

@@ -13,6 +13,7 @@ void bind_optimizer_kinds(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_report(pybind11::module_& module);
 void bind_status(pybind11::module_& module);
+void bind_tensor_ranks(pybind11::module_& module);
 void bind_tiling(pybind11::module_& module);
 void bind_values(pybind11::module_& module);
 

@@ -71,8 +71,10 @@ std::vector<Holding> holdings(exec::Executor& executor, int rank,
 
 std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank) {
   const int own = shard_index(holding.place, mesh, rank);
+  const bool apart = holding.flat->tensor == TensorCut::kCut;
   int64_t index = 0, count = 0;
   for (int other = 0; other < mesh.world(); ++other) {
+    if (apart && mesh.coordinate(other, Axis::kTensor) != mesh.coordinate(rank, Axis::kTensor)) continue;
     if (shard_index(holding.place, mesh, other) != own) continue;
     index += other < rank ? 1 : 0;
     ++count;
@@ -85,6 +87,33 @@ std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, i
   return {cut(index), cut(index + 1)};
 }
 
+namespace {
+
+// Of a parameter that tensor ranks have cut: what is in one piece of the whole of it, row by row.
+// `part`: elements of the flat.
+void add_cut(const exec::Slot& slot, const Global& global, std::pair<int64_t, int64_t> part,
+             std::vector<Piece>* found) {
+  const auto dim = static_cast<size_t>(slot.cut.dim);
+  int64_t inner = 1, outer = 1;
+  for (size_t i = 0; i < slot.whole.size(); ++i) (i < dim ? outer : inner) *= slot.whole[i];
+  inner = slot.whole[dim] == 0 ? 0 : inner / slot.whole[dim];
+  int64_t at = slot.offset;
+  for (int64_t row = 0; row < outer; ++row) {
+    for (const auto& [first, end] : slot.ranges) {
+      const int64_t numel = (end - first) * inner;
+      const int64_t from = std::max(part.first, at), to = std::min(part.second, at + numel);
+      if (from < to) {
+        Piece piece{global, to - from, from};
+        piece.global.begin += (row * slot.whole[dim] + first) * inner + (from - at);
+        found->push_back(std::move(piece));
+      }
+      at += numel;
+    }
+  }
+}
+
+}  // namespace
+
 std::vector<Piece> pieces(const Holding& holding, int64_t first, int64_t numel,
                           const GlobalOf& global_of) {
   std::vector<Piece> found;
@@ -92,6 +121,10 @@ std::vector<Piece> pieces(const Holding& holding, int64_t first, int64_t numel,
     const int64_t from = std::max(first, slot.offset);
     const int64_t to = std::min(first + numel, slot.offset + slot.numel);
     if (from >= to && slot.numel > 0) continue;
+    if (slot.cut.kind == TensorCut::kCut) {
+      add_cut(slot, global_of(holding.unit, slot), {from, to}, &found);
+      continue;
+    }
     Piece piece{global_of(holding.unit, slot), std::max<int64_t>(0, to - from), from};
     piece.global.begin += slot.numel > 0 ? from - slot.offset : 0;
     found.push_back(std::move(piece));

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
 
 #include <exception>
 #include <utility>
@@ -33,36 +34,44 @@ at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
 
 }  // namespace
 
-void own_storage(const at::Tensor& param, Dtype dtype) {
-  const auto options = param.options().dtype(device::scalar_type(dtype)).requires_grad(false);
-  const auto bytes = param.numel() * dtype_bytes(dtype);
+void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
+                at::IntArrayRef sizes) {
+  const auto options = param.options().dtype(dtype).requires_grad(false);
+  // torch lets go of a node that expects the old sizes where the dtype changes.
+  if (param.sizes() != sizes) param.set_data(at::empty({0}, options.dtype(at::kDouble)));
+  at::Tensor window = at::empty({0}, options);
+  window.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+  window.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  param.set_data(window);
+}
+
+void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
+  const auto bytes = c10::multiply_integers(sizes) * dtype_bytes(dtype);
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
                                                        c10::DataPtr(nullptr, param.device()),
                                                        /*allocator=*/nullptr, /*resizable=*/false);
-  at::Tensor window = at::empty({0}, options);
-  window.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(storage)));
-  window.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
-  param.set_data(window);
+  set_window(param, c10::Storage(std::move(storage)), device::scalar_type(dtype), sizes);
 }
 
 namespace {
 
 // Whoever looks at the parameter's memory so far goes on looking at the parameter, or is told that
 // it is no longer there.
-void take_storage(const at::Tensor& param, Dtype dtype) {
+void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
   const c10::Storage storage = param.storage();
   c10::StorageImpl* old = storage.unsafeGetStorageImpl();
   param.mutable_grad().reset();
   const bool its_own = param.storage_offset() == 0 && old->nbytes() == param.nbytes();
-  if (!its_own || storage.use_count() <= 2) return own_storage(param, dtype);
-  const bool stays = param.is_contiguous() && param.scalar_type() == device::scalar_type(dtype);
+  if (!its_own || storage.use_count() <= 2) return own_storage(param, dtype, sizes);
+  const bool stays = param.is_contiguous() && param.scalar_type() == device::scalar_type(dtype) &&
+                     param.sizes() == sizes;
   old->set_data_ptr_noswap(c10::DataPtr(nullptr, old->device()));
   if (stays) return old->set_resizable(false);
   exec::set_guard(*old,
                   "[engine::initialize] this looks at a parameter as it was before initialize(), "
-                  "which gave it another dtype or layout: take views after that, and clone what is "
+                  "which gave it another dtype, layout or part: take views after that, and clone what is "
                   "to be kept");
-  own_storage(param, dtype);
+  own_storage(param, dtype, sizes);
 }
 
 }  // namespace
@@ -135,7 +144,7 @@ void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>
   take_buffers(tree.buffers);
   for (const tiles::TiledWeight& one : tiled) {
     if (tree.init && tree.init->holds(one.whole)) tree.init->take(one.whole);
-    take_storage(one.whole, exec::dtype_of(one.tiles.front().scalar_type()));
+    take_storage(one.whole, exec::dtype_of(one.tiles.front().scalar_type()), one.whole.sizes());
   }
 }
 
@@ -143,12 +152,18 @@ void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>
 void Adoption::take_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree) {
   at::Tensor full = at::zeros({flat.numel}, at::TensorOptions(at::kFloat));
   for (exec::Slot& slot : flat.slots) {
-    const at::Tensor initial = initial_values(slot, tree);
+    at::Tensor initial = initial_values(slot, tree);
+    if (slot.cut.kind == TensorCut::kCut) {
+      initial = initial.to(at::kFloat).clone(at::MemoryFormat::Contiguous);
+      executor_.broadcast(concat(label, " ", slot.name), initial.data_ptr(),
+                          static_cast<int64_t>(initial.nbytes()));
+      initial = executor_.values().part_of(slot, initial);
+    }
     full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
     if (is_tile(slot, tree)) {
-      own_storage(slot.param, flat.dtype);  // its memory is the whole's, which may be looked at
+      own_storage(slot.param, flat.dtype, slot.sizes);  // its memory is the whole's, which may be looked at
     } else {
-      take_storage(slot.param, flat.dtype);
+      take_storage(slot.param, flat.dtype, slot.sizes);
     }
     slot.window = slot.param.storage();
   }

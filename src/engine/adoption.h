@@ -12,8 +12,12 @@
 
 namespace penstock::engine {
 
-// Replaces the storage of a parameter by one of its own of dtype `dtype`, not filled yet.
-void own_storage(const at::Tensor& param, Dtype dtype);
+// Replaces the storage of a parameter by one of its own of dtype `dtype` and these sizes, not
+// filled yet.
+void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes);
+// Where the parameter has other sizes, autograd's node for its gradient is made anew.
+void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
+                at::IntArrayRef sizes);
 
 // Lives while an engine is set up, by the thread that does it; what it is given outlives it. Unless
 // commit() was called its end lets the model go: parameters keep no windows into memory that is

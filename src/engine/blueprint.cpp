@@ -2,6 +2,7 @@
 
 #include <fnmatch.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "penstock/error.h"
@@ -13,9 +14,14 @@ namespace penstock::engine {
 
 namespace {
 
-// One flat per unit, dtype and trainability.
+// What a rank's flats depend on of its place in the mesh.
+struct Axes {
+  int num_data, tensor, num_tensor;
+};
+
+// One flat per unit, dtype, trainability and what tensor ranks have of it.
 std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<UnitSpec>& specs,
-                                     const Config& config, int num_ranks) {
+                                     const Config& config, const Axes& axes) {
   std::vector<exec::UnitState> units;
   for (const UnitSpec& spec : specs) {
     exec::UnitState unit;
@@ -27,17 +33,26 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
       const bool trainable = info.param.requires_grad();
       exec::Flat* flat = nullptr;
       for (exec::Flat& one : unit.flats) {
-        if (one.dtype == dtype && one.trainable == trainable) flat = &one;
+        const bool alike = one.dtype == dtype && one.trainable == trainable;
+        if (alike && one.tensor == info.cut.kind) flat = &one;
       }
-      if (flat == nullptr) flat = &unit.flats.emplace_back(dtype, trainable);
+      if (flat == nullptr) flat = &unit.flats.emplace_back(dtype, trainable, info.cut.kind);
       exec::Slot slot;
       slot.name = info.name;
       slot.param = info.param;
       slot.index = named;
       slot.group = info.group;
+      slot.cut = info.cut;
+      slot.whole = slot.sizes = info.param.sizes().vec();
+      if (info.cut.kind == TensorCut::kCut) {
+        slot.ranges = info.cut.ranges(axes.tensor, axes.num_tensor);
+        slot.sizes.at(info.cut.dim) = info.cut.size(axes.tensor, axes.num_tensor);
+        slot.room = info.param.numel() / std::max<int64_t>(1, info.param.size(info.cut.dim)) *
+                    info.cut.size(0, axes.num_tensor);
+      }
       flat->add(slot, unit.name);
     }
-    for (exec::Flat& flat : unit.flats) flat.seal(num_ranks);
+    for (exec::Flat& flat : unit.flats) flat.seal(axes.num_data * (flat.tensor == TensorCut::kPartial ? axes.num_tensor : 1));
     units.push_back(std::move(unit));
   }
   return units;
@@ -48,7 +63,7 @@ ModelDesc describe(const std::vector<exec::UnitState>& units, const std::vector<
   for (size_t unit = 0; unit < units.size(); ++unit) {
     UnitDesc desc{.name = units[unit].name, .flats = {}, .block = specs[unit].block};
     for (const exec::Flat& flat : units[unit].flats) {
-      desc.flats.push_back({flat.numel, flat.dtype, flat.trainable});
+      desc.flats.push_back({flat.numel, flat.dtype, flat.trainable, flat.tensor});
     }
     model.units.push_back(desc);
   }
@@ -71,6 +86,24 @@ Question question_of(const Blueprint& blueprint, const Room& room, bool external
           external_optimizer};
 }
 
+// What does not go together with it yet.
+void check_tensor(const ModelTree& tree, const Config& config) {
+  const auto fail = [&](const std::string& what) {
+    throw ConfigError(concat("[engine::draw] \"mesh.tensor\" is ", config.mesh.tensor, ": ", what));
+  };
+  if (config.parallel.rules.empty()) {
+    fail(concat("nothing says how the model's layers are cut: give \"parallel.rules\" a style for "
+                "each of them (docs/parallel.md). Those that could be: ",
+                parallel::names_of_matrices(tree)));
+  }
+  if (config.tiling.any()) fail("tiles of one rank's layers (\"tiling\") are not cut further yet");
+  for (const ParamInfo& info : tree.params) {
+    if (info.param.is_cpu()) continue;
+    fail(concat("tensor ranks exchange host memory as yet, and parameter \"", info.name,
+                "\" is on ", info.param.device().str()));
+  }
+}
+
 }  // namespace
 
 Dtype compute_dtype(const Config& config, const ParamInfo& param) {
@@ -87,14 +120,20 @@ Dtype compute_dtype(const Config& config, const ParamInfo& param) {
   return own == at::kHalf ? Dtype::kFp16 : Dtype::kFp32;
 }
 
-Blueprint draw(const ModelTree& tree, const Config& config) {
+Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   Blueprint drawn;
   drawn.config = config;
   drawn.mesh = mesh_of(config);
-  drawn.split = tiles::split_large(
-      tree, config.tiling, [&](const ParamInfo& param) { return compute_dtype(config, param); });
+  ModelTree tree = given;
+  const int tensor = drawn.mesh.size(Axis::kTensor);
+  if (tensor > 1) check_tensor(tree, config);
+  std::vector<parallel::Ruled> ruled = parallel::apply(config.parallel.rules, tensor, &tree);
+  if (tensor > 1) drawn.ruled = std::move(ruled);
+  drawn.split = tiles::split_large(tensor > 1 ? tree : given, config.tiling,
+                                   [&](const ParamInfo& param) { return compute_dtype(config, param); });
   drawn.specs = find_units(drawn.split.tree, config.units);
-  drawn.units = lay_out(drawn.split.tree, drawn.specs, config, drawn.mesh.data());
+  drawn.units = lay_out(drawn.split.tree, drawn.specs, config,
+                        {drawn.mesh.data(), drawn.mesh.coordinate(rank, Axis::kTensor), tensor});
   drawn.model = describe(drawn.units, drawn.specs);
   return drawn;
 }
@@ -151,14 +190,24 @@ Table settle(Blueprint& blueprint) {
   return table;
 }
 
+namespace {
+
+std::string text_of(const Cut& cut) {
+  if (cut.kind == TensorCut::kWhole) return "";
+  if (cut.kind == TensorCut::kPartial) return " partial";
+  return concat(" cut along ", cut.dim, " in ", cut.parts.size());
+}
+
+}  // namespace
+
 std::string fingerprint(const std::vector<exec::UnitState>& units) {
   std::string text;
   for (const exec::UnitState& unit : units) {
     for (const exec::Flat& flat : unit.flats) {
       for (const exec::Slot& slot : flat.slots) {
-        text += concat("parameter \"", slot.name, "\" ", slot.param.sizes(), " ",
-                       dtype_name(flat.dtype), flat.trainable ? "" : " frozen", " in unit ",
-                       unit.name, "\n");
+        text += concat("parameter \"", slot.name, "\" ", at::IntArrayRef(slot.whole), " ",
+                       dtype_name(flat.dtype), flat.trainable ? "" : " frozen",
+                       text_of(slot.cut), " in unit ", unit.name, "\n");
       }
     }
   }

@@ -9,6 +9,7 @@
 #include "src/engine/units.h"
 #include "src/exec/flat.h"
 #include "src/mem/arena.h"
+#include "src/parallel/rules.h"
 #include "src/plan/model_desc.h"
 #include "src/plan/table.h"
 #include "src/tiles/split.h"
@@ -23,13 +24,15 @@ struct Blueprint {
   Config config;  // resolved
   Mesh mesh;
   tiles::Split split;                  // the model with its large weights in tiles
+  std::vector<parallel::Ruled> ruled;  // modules that tensor ranks compute together
   std::vector<UnitSpec> specs;         // its units
   std::vector<exec::UnitState> units;  // and their flats with their slots, without memory
   ModelDesc model;                     // the planner's view of them
 };
 
-// `config` is resolved. Units in model order, in backward in reverse. Throws ConfigError.
-Blueprint draw(const ModelTree& tree, const Config& config);
+// `config` is resolved. Units in model order, in backward in reverse. All ranks draw the same, but
+// for their own parts of what tensor ranks cut. Throws ConfigError.
+Blueprint draw(const ModelTree& tree, const Config& config, int rank = 0);
 
 // What this model is expected to do in step one: the order that its modules and tiles suggest, and
 // which units are computed again in backward. Throws ConfigError.

@@ -19,7 +19,7 @@ namespace {
 at::Tensor hollow_gradient(const at::Tensor& param, const std::string& name) {
   at::Tensor mark = at::empty({0}, param.options().requires_grad(false));
   mark.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
-  own_storage(mark, exec::dtype_of(param.scalar_type()));
+  own_storage(mark, exec::dtype_of(param.scalar_type()), param.sizes());
   exec::set_guard(
       *mark.storage().unsafeGetStorageImpl(),
       concat("[engine::gradients] the gradient of \"", name,
@@ -88,10 +88,11 @@ void Border::look_at(Param& param) {
                               " now: the engine keeps where it was initialized. close() before and "
                               "initialize again"));
   }
-  if (tensor.sizes() != param.sizes) {
+  if (tensor.sizes() != (slot->shown ? at::IntArrayRef(slot->whole) : at::IntArrayRef(param.sizes))) {
     refuse(param.name, concat("was ", at::IntArrayRef(param.sizes), " and is ", tensor.sizes(),
                               " now: close() before and initialize again"));
   }
+  if (slot->shown) return;  // it is no window now
   const c10::Storage& window = param.tiled ? param.tiled : slot->window;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   const bool same = storage == window.unsafeGetStorageImpl() && tensor.storage_offset() == 0 &&
@@ -122,12 +123,9 @@ void Border::take_over(Param& param) {
       param.tensor.storage().unsafeGetStorageImpl() == slot->window.unsafeGetStorageImpl();
   if (slot->window.use_count() > (own ? 2 : 1)) {
     flat->let_go(*slot);
-    own_storage(param.tensor, flat->dtype);
+    own_storage(param.tensor, flat->dtype, param.sizes);
   } else {
-    at::Tensor window = at::empty({0}, param.tensor.options().requires_grad(false));
-    window.unsafeGetTensorImpl()->set_storage_keep_dtype(slot->window);
-    window.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes);
-    param.tensor.set_data(window);
+    set_window(param.tensor, slot->window, param.tensor.scalar_type(), param.sizes);
   }
   slot->window = param.tensor.storage();
   const Placement& whole = executor_.table().at(Role::kParam, Phase::kForward);

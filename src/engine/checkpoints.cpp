@@ -40,7 +40,7 @@ ckpt::GlobalOf names_of(const tiles::TiledWeights& tiled) {
   return [of_tile = std::move(of_tile)](int unit, const exec::Slot& slot) -> ckpt::Global {
     const auto found = of_tile.find(unit);
     if (found != of_tile.end()) return found->second;
-    return {slot.name, slot.param.sizes().vec(), 0};
+    return {slot.name, slot.whole, 0};
   };
 }
 
@@ -239,6 +239,7 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
   state.steps = numbers.whole("steps", 0, kMost);
   state.skipped = numbers.whole("skipped", 0, kMost);
   state.executor->set_step(state.steps + 1);
+  if (state.peers) state.peers->set_step(state.steps + 1);
   const ckpt::JsonReader scale(numbers.object("loss_scale"), "the manifest's loss_scale");
   const Json& value = scale.at("value");
   if (!value.is_number()) scale.fail("\"value\" is no number");

@@ -6,6 +6,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/engine/adoption.h"
 #include "src/engine/lent.h"
 #include "src/engine/state.h"
 
@@ -29,6 +30,7 @@ struct Core::State::Closing {
   std::string part(const std::string& why);
   void give_back(int unit);
   void give_back(int unit, exec::Flat& flat, const at::Tensor& values);
+  void give_back_cut(exec::Flat& flat, const at::Tensor& values);
   at::Tensor values_of(int unit, int flat);
 };
 
@@ -94,6 +96,7 @@ void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tenso
     flat.say_gone();
     return flat.detach();
   }
+  if (flat.tensor == TensorCut::kCut) return give_back_cut(flat, values);
   for (exec::Slot& slot : flat.slots) {
     if (slot.param.storage().unsafeGetStorageImpl() != slot.window.unsafeGetStorageImpl()) {
       flat.let_go(slot);  // users have put other memory in its place, which stays
@@ -105,6 +108,21 @@ void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tenso
   if (!state.tiled->is_tile(unit)) return;
   state.tiled->return_rows(unit);
   flat.detach();
+}
+
+// Parameters of which this rank had a part are all there again, where every rank came.
+void Core::State::Closing::give_back_cut(exec::Flat& flat, const at::Tensor& values) {
+  if (!gathers || !lost.empty()) {
+    flat.say_gone();
+    return flat.detach();
+  }
+  for (exec::Slot& slot : flat.slots) {
+    if (slot.shown) continue;  // closed inside gathered()
+    const at::Tensor part =
+        values.defined() ? values.narrow(0, slot.offset, slot.numel) : slot.param.variable_data();
+    const at::Tensor whole = state.executor->values().whole_of(slot, part).to(slot.param.options());
+    engine::set_window(slot.param, whole.storage(), whole.scalar_type(), slot.whole);
+  }
 }
 
 void Core::State::Closing::give_back(int unit) {
@@ -134,7 +152,8 @@ std::string Core::State::close(bool gather, const std::string& why) {
   const bool together = gather && why.empty() && !faulted;
   const std::string unsaved = together ? saver.finish() : saver.finish_alone();
   if (!unsaved.empty()) std::fprintf(stderr, "penstock: not saved: %s\n", unsaved.c_str());
-  Closing closing{*this, gather && !executor->table().rests_whole()};
+  const bool apart = !executor->table().rests_whole() || peers != nullptr;
+  Closing closing{*this, gather && apart};
   const std::string first = closing.part(why);
   if (gather && closing.lost.empty()) closing.discard();
   outside_reads.reset();

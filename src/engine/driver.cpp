@@ -20,6 +20,8 @@ bool is_backward(Section section) {
 }
 
 bool moves_gradients(const Step& step) { return step.op == Op::kMove && step.role == Role::kGrad; }
+// Takes its turn among the moves.
+bool sums_gradients(const Step& step) { return step.op == Op::kSum; }
 
 }  // namespace
 
@@ -167,7 +169,7 @@ void Driver::run_moves() {
 
 void Driver::run(const exec::PlannedStep& planned) {
   const Step& step = planned.step;
-  if (moves_gradients(step) && !is_forward(section_)) {
+  if ((moves_gradients(step) && !is_forward(section_)) || sums_gradients(step)) {
     owed_.push_back(&planned);
     pump();
     return;

@@ -96,7 +96,7 @@ void ShardedInit::hollow(const at::Tensor& tensor) {
   part.own.tier = state_->tiers.disk ? Tier::kDisk : Tier::kHost;
   if (part.own.on_disk()) part.own.offset = state_->tiers.disk->claim(part.own.bytes());
   const at::Tensor values = tensor.detach().reshape({-1}).contiguous();
-  engine::own_storage(tensor, exec::dtype_of(tensor.scalar_type()));
+  engine::own_storage(tensor, exec::dtype_of(tensor.scalar_type()), tensor.sizes());
   c10::StorageImpl* storage = storage_of(tensor);
   exec::set_guard(*storage, kGuard);
   using Strong = c10::intrusive_ptr<c10::StorageImpl>;

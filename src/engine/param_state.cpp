@@ -74,7 +74,7 @@ struct Values::ParamState {
       for (const tiles::TiledWeight& one : state.tiled->all()) {
         if (one.name == whole) tiled = &one;
       }
-      return {whole, (tiled == nullptr ? slot.param : tiled->whole).sizes().vec(), begin};
+      return {whole, tiled == nullptr ? slot.whole : tiled->whole.sizes().vec(), begin};
     };
   }
 
@@ -274,7 +274,7 @@ std::pair<int64_t, at::Tensor> Values::local_state(const std::string& param,
   for (const Own& part : parts) {
     if (part.begin != parts.front().begin + numel) {
       throw ConfigError(concat("[engine::local_state] this rank has several pieces of \"", param,
-                               "\", which is in tiles: look at the whole of it"));
+                               "\", which is in tiles or cut over tensor ranks: look at the whole of it"));
     }
     numel += static_cast<int64_t>(part.values.size());
   }

@@ -114,6 +114,14 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
       concat("[engine::initialize] the ranks have different models or configs: ", difference));
 }
 
+// It sees shards of a rank's part as if they were of the whole.
+void check_optimizer(const Config& config, bool external) {
+  if (config.mesh.tensor == 1 || !external) return;
+  throw ConfigError(concat("[engine::Core] \"mesh.tensor\" is ", config.mesh.tensor,
+                           ": an optimizer of your own does not work on parts of parameters yet; "
+                           "set \"optimizer\" in the config"));
+}
+
 void set_budgets(mem::Tiers& tiers, engine::Budgets budgets) {
   tiers.device.set_budget(std::move(budgets.device));
   tiers.host.set_budget(std::move(budgets.host));
@@ -130,7 +138,8 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
       loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
   config.resolve(group->size());
   check_memory(tree);
-  engine::Blueprint blueprint = engine::draw(tree, config);
+  engine::Blueprint blueprint = engine::draw(tree, config, group->rank());
+  check_optimizer(config, external_optimizer);
   engine::foresee(blueprint);
   for (const engine::UnitSpec& spec : blueprint.specs) unit_modules.push_back(spec.module);
   for (const exec::UnitState& unit : blueprint.units) unit_names.push_back(unit.name);
@@ -144,6 +153,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   resolve_reduce_dtype(model, static_cast<bool>(group->device_groups()), &config);
   executor.emplace(table, blueprint.mesh, *group, tiers, std::move(blueprint.units));
   driver.emplace(*executor);
+  connect_tensor_ranks(blueprint);
   moves_params = executor->moves_params();
   tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);
   unit_events = moves_params || table.moves_activations();
@@ -163,6 +173,18 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   border.emplace(*executor, *tiled);
   adoption.commit();
   show(group->board(), "the caller's code, after initialize");
+}
+
+// What the front cuts a module's weight for.
+void Core::State::connect_tensor_ranks(const engine::Blueprint& blueprint) {
+  wholes.emplace(*executor);
+  if (blueprint.mesh.size(Axis::kTensor) == 1) return;
+  peers = std::make_shared<parallel::Peers>(*group, executor->tensor_ranks());
+  for (const parallel::Ruled& one : blueprint.ruled) {
+    tensor_modules.push_back({blueprint.split.tree.modules[one.module].name,
+                              parallel::style_name(one.style), one.transposed, one.heads,
+                              one.size});
+  }
 }
 
 Core::State::~State() {

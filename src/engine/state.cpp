@@ -88,6 +88,11 @@ std::vector<std::string> Core::State::share_text(const std::string& label,
 
 void Core::State::forward_begin(bool grad_enabled) {
   check_open("forward");
+  if (wholes->any()) {
+    throw RuntimeFault(
+        "[engine::forward] inside gathered(): parameters are whole there, and tensor ranks compute "
+        "with their parts. Leave the block before");
+  }
   if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
   if (window->armed()) {  // the backward before threw: nothing of its window can be trusted
     driver->abandon();
@@ -408,6 +413,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   } catch (const StillOpen&) {
     window->blame(bad);
     executor->updates().discard();
+    executor->gradients().reopen();
     driver->abandon();
     border->show_gradients();
     return false;
@@ -428,6 +434,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   executor->updates().arrive();
   ++steps;
   executor->set_step(steps + 1);
+  if (peers) peers->set_step(steps + 1);
   return true;
 }
 

@@ -83,7 +83,8 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
                             .to(state_->tiers.computes.where());
       if (divisor != 1.0) full.div_(divisor);
       for (const exec::Slot& slot : flats[flat].slots) {
-        const at::Tensor value = full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes());
+        const at::Tensor value = state_->executor->values().whole_of(
+            slot, full.narrow(0, slot.offset, slot.numel).view(slot.sizes));
         if (state_->tiled->is_tile(static_cast<int>(unit))) {
           rows_of.at(static_cast<int>(unit)).copy_(value);
         } else {
@@ -139,10 +140,14 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
   state_->check_open("state_dict");
   state_->border->look_at_params();
   for (size_t unit = 0; unit < state_->written.size(); ++unit) {
-    if (state_->written[unit] > 0) state_->executor->values().refresh(static_cast<int>(unit));
+    if (state_->written[unit] == 0) continue;
+    state_->wholes->write(static_cast<int>(unit));
+    state_->executor->values().refresh(static_cast<int>(unit));
   }
   exec::Executor& executor = *state_->executor;
-  const bool arrives = everywhere || state_->group->rank() == 0;
+  // Of what tensor ranks have cut, the parts arrive at rank 0 and its tensor ranks.
+  const bool arrives = everywhere || executor.data_ranks().index == 0;
+  const bool wanted = everywhere || state_->group->rank() == 0;
   const mem::Lease room = agreed_room(executor, state_->tiers.on_host(), arrives);
   for (size_t u = 0; u < executor.units().size(); ++u) {
     const std::vector<exec::Flat>& flats = executor.units()[u].flats;
@@ -154,7 +159,9 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
       const at::Tensor full =
           at::from_blob(room.data().host(), {flats[f].numel}, device::scalar_type(dtype));
       for (const exec::Slot& slot : flats[f].slots) {
-        sink(unit, slot, full.narrow(0, slot.offset, slot.numel).view(slot.param.sizes()));
+        const at::Tensor whole = executor.values().whole_of(
+            slot, full.narrow(0, slot.offset, slot.numel).view(slot.sizes));
+        if (wanted) sink(unit, slot, whole);
       }
     }
   }
@@ -241,9 +248,9 @@ void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>
   for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor& value) {
     const exec::Slot& slot = units[unit].flats[flat].slots[index];
     ++known;
-    if (value.sizes() == slot.param.sizes()) return;
+    if (value.sizes() == at::IntArrayRef(slot.whole)) return;
     throw ConfigError(concat("[engine::set_grads] \"", slot.name, "\" has shape ", value.sizes(),
-                             ", its parameter ", slot.param.sizes()));
+                             ", its parameter ", at::IntArrayRef(slot.whole)));
   });
   if (known != by_name.size()) {
     std::set<std::string> unknown;
@@ -261,9 +268,10 @@ void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>
       bad = concat("parameter \"", units[unit].flats[flat].slots[index].name,
                    "\", which was given to set_grads()");
     }
+    const exec::Slot& slot = units[unit].flats[flat].slots[index];
+    const at::Tensor part = state_->executor->values().part_of(slot, value.to(at::kFloat));
     state_->executor->gradients().set(static_cast<int>(unit), static_cast<int>(flat),
-                                      static_cast<int>(index), value.to(at::kFloat),
-                                      state_->divisor());
+                                      static_cast<int>(index), part, state_->divisor());
   });
   state_->border->show_gradients();
   if (!state_->border->any_bad()) state_->window->take_blamed();
@@ -279,9 +287,13 @@ void Values::gather(const std::vector<int>& units, bool write) {
     for (const int unit : units) {
       if (!executor.params().whole(unit)) brought.push_back(unit);
       executor.params().require(unit);
+      state_->wholes->show(unit);
     }
     state_->tiled->gather(units, state_->tiers.device);
   } catch (const RuntimeFault&) {  // no memory, say: as if nobody had asked
+    for (const int unit : units) {
+      if (state_->driver->held(unit) == 0) state_->wholes->hide(unit);
+    }
     for (const int unit : brought) executor.params().drop(unit);
     throw;
   }
@@ -295,24 +307,37 @@ void Values::release(const std::vector<int>& units, bool write) {
     state_->border->look_at_params();
     state_->tiled->release(units, write);
     for (const int unit : units) {
-      if (write) state_->executor->values().refresh(unit);
+      if (!write) continue;
+      state_->wholes->write(unit);
+      state_->executor->values().refresh(unit);
     }
     for (const int unit : units) state_->written[unit] -= write ? 1 : 0;
     if (!write) refuse_edits(units);
   } catch (...) {
-    state_->driver->let_go(units);
+    let_go_of(units);
     throw;
+  }
+  let_go_of(units);
+}
+
+// The last to let go of a unit whose parameters were whole: they are this rank's parts again.
+void Values::let_go_of(const std::vector<int>& units) {
+  for (const int unit : units) {
+    if (state_->driver->held(unit) == 1) state_->wholes->hide(unit);
   }
   state_->driver->let_go(units);
 }
 
 // On every rank alike: one compares only its own part.
 void Values::refuse_edits(const std::vector<int>& units) {
-  if (state_->executor->table().rests_whole()) return;
+  const bool rests_whole = state_->executor->table().rests_whole();
+  if (rests_whole && !state_->wholes->any()) return;
   std::string mine;
   for (const int unit : units) {
     // Inside another gathered() that one sees to it.
-    if (mine.empty() && state_->driver->held(unit) == 1) mine = state_->border->edited(unit, true);
+    if (!mine.empty() || state_->driver->held(unit) != 1) continue;
+    mine = state_->wholes->edited(unit);
+    if (mine.empty() && !rests_whole) mine = state_->border->edited(unit, true);
   }
   if (mine.empty()) mine = state_->executor->values().resolve_doubts();
   const auto share = [this](const std::string& label, const std::string& text) {
@@ -327,7 +352,7 @@ void Values::let_go(const std::vector<int>& units) {
   if (state_->closed) return;
   for (const int unit : units) state_->written[unit] = 0;
   state_->tiled->release(units, false);
-  state_->driver->let_go(units);
+  let_go_of(units);
 }
 
 void Values::set_to_itself(const std::string& param) {

@@ -73,11 +73,11 @@ void Executor::run(const PlannedStep& planned) {
     case Op::kForward:
     case Op::kBackward:
       return;
+    case Op::kSum:
+      return gradients_.sum(planned);
     case Op::kSend:
     case Op::kReceive:
-    case Op::kSum:
-      throw Bug(concat("[exec::run] neither stages nor tensor ranks are executed: ",
-                       *planned.label.text));
+      throw Bug(concat("[exec::run] stages are not executed: ", *planned.label.text));
   }
 }
 

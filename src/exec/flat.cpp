@@ -3,6 +3,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <utility>
@@ -41,10 +42,12 @@ Dtype dtype_of(at::ScalarType type) {
 
 void Flat::add(const Slot& described, const std::string& unit) {
   Slot slot = described;
-  slot.numel = slot.param.numel();
+  if (slot.sizes.empty()) slot.sizes = slot.whole = slot.param.sizes().vec();
+  slot.numel = c10::multiply_integers(slot.sizes);
+  slot.room = std::max(slot.room, slot.numel);
   slot.window = slot.param.storage();
   if (!slots.empty()) {
-    slot.offset = round_up(slots.back().offset + slots.back().numel, kAlignBytes / element_bytes());
+    slot.offset = round_up(slots.back().offset + slots.back().room, kAlignBytes / element_bytes());
   }
   slot.guard = concat(
       "[exec::guard] parameter \"", slot.name, "\" is sharded and its unit \"", unit,
@@ -54,7 +57,7 @@ void Flat::add(const Slot& described, const std::string& unit) {
 }
 
 void Flat::seal(int num_ranks) {
-  const int64_t used = slots.back().offset + slots.back().numel;
+  const int64_t used = slots.back().offset + slots.back().room;
   numel = round_up(std::max<int64_t>(used, 1), num_ranks * kShardBytes / element_bytes());
 }
 

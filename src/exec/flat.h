@@ -1,5 +1,5 @@
 #pragma once
-// Flat: parameters of one unit that share dtype and trainability, in one range; and UnitState, the
+// Flat: parameters of one unit that share dtype, trainability and cut, in one range; and UnitState, the
 // copies of a unit's roles.
 //
 // [Note: Windows] Each parameter keeps its own StorageImpl for life. Its DataPtr is a non-owning
@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "penstock/cut.h"
 #include "src/device/fence.h"
 #include "src/exec/copy.h"
 #include "src/mem/arena.h"
@@ -34,12 +35,17 @@ struct Slot {
   c10::Storage window;   // that the engine gave the parameter; users may put another in its place
   uint32_t version = 0;  // of the parameter, when its window was set
   int index = 0;         // in the model
+  Cut cut{};             // what this rank has of it
+  std::vector<int64_t> sizes, whole;  // of that; of all of it
+  std::vector<std::pair<int64_t, int64_t>> ranges{};  // of that along cut.dim
   int64_t offset = 0, numel = 0;
+  int64_t room = 0;      // as many as the tensor rank with the most has
   int group = 0;         // optimizer parameter group
   int64_t updates = 0;   // optimizer steps taken so far
   bool arrived = false;  // its gradient came in this backward
   bool touched = false;  // got a gradient in this window; after the norm: on any rank
   bool written = false;  // the copy that backwards add to holds its contribution
+  bool shown = false;    // the parameter is all of it for now (engine/wholes.h)
   bool bad = false;      // a contribution of this rank to this window was not finite
   std::string guard;     // what reading it while freed says
 };
@@ -59,11 +65,12 @@ class Flat {
  public:
   static constexpr double kUncounted = -1.0;
 
-  Flat(Dtype dtype, bool trainable) : dtype(dtype), trainable(trainable) {}
+  Flat(Dtype dtype, bool trainable, TensorCut tensor = TensorCut::kWhole)
+      : dtype(dtype), trainable(trainable), tensor(tensor) {}
 
   // Adds a parameter of this dtype; called before seal().
   void add(const Slot& described, const std::string& unit);
-  // Pads to `num_ranks` equal shards of a multiple of 512 bytes.
+  // Pads to `num_ranks` equal shards of a multiple of 512 bytes, as many on every tensor rank.
   void seal(int num_ranks);
 
   // Points the parameters into `base` (a full copy), or frees them.
@@ -96,11 +103,13 @@ class Flat {
 
   const Dtype dtype;
   const bool trainable;
-  int64_t numel = 0;  // padded, after seal()
+  const TensorCut tensor;  // what tensor ranks have of its parameters
+  int64_t numel = 0;       // padded, after seal()
   std::vector<Slot> slots;
 
   std::vector<Copy> params;        // the resting one first
   std::vector<Copy> grads;         // those on disk for good
+  bool summed = false;             // over the tensor ranks, for the update that comes
   int64_t summed_since = 0;        // the backward that made the copy that backwards add to
   double squares = kUncounted;     // of the held gradient: the sum of its own part's squares
   at::Tensor squares_there;        // or a scalar on the device

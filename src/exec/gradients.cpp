@@ -1,5 +1,6 @@
 #include "src/exec/gradients.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -102,6 +103,8 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       PENSTOCK_ASSERT(source != nullptr,
                       concat("no gradient for ", *planned.label.text, " to start"));
       if (from == made) close(flat, source->one());
+      // In time its line of the plan adds up what was moved.
+      if (late && from == made) sum_over_tensor_ranks(flat, source->one(), planned.label);
       rank_.traffic.fetch(source->one(), mem::Account::kGrad);
       const Buffer& start = source->one();
       Copy* sum = find(flat.grads, to);
@@ -132,6 +135,55 @@ void Gradients::run(const PlannedStep& planned, bool late) {
   walk_ = walk;
   done_ = lanes_.reduce.submit(
       [this, walk, label = planned.label] { walk->run(rank_.reduce_channel, label); });
+}
+
+void Gradients::sum(const PlannedStep& planned) {
+  finish();
+  const Placement& made = rank_.table.grad_after_backward();
+  for (const int index : planned.step.units) {
+    UnitState& unit = rank_.units[index];
+    unit.updated.wait();
+    for (Flat& flat : unit.flats) {
+      if (!flat.trainable || flat.tensor != TensorCut::kPartial) continue;
+      flat.grads.reserve(flat.grads.size() + 1);
+      Copy* copy = held(flat);
+      if (copy == nullptr) {  // nothing contributed on this rank: the others' sum still counts
+        copy = &zeros_at(rank_.grads_on_disk ? made : rank_.cell(Role::kGrad, Phase::kUpdate), flat);
+        unit.grads.make(copy->place);
+      }
+      if (copy->place == made) flat.complete(copy->one());
+      sum_over_tensor_ranks(flat, copy->one(), planned.label);
+      flat.summed = !rank_.grads_on_disk;
+    }
+  }
+}
+
+// Each rank is left with an equal addend of the sum.
+void Gradients::reopen() {
+  for (UnitState& unit : rank_.units) {
+    for (Flat& flat : unit.flats) {
+      if (!std::exchange(flat.summed, false)) continue;
+      Buffer& sum = held(flat)->one();
+      const at::Tensor values = device::view(sum.data(), sum.dtype, sum.numel);
+      values.div_(rank_.tensor_ranks().size());
+      flat.uncount();
+    }
+  }
+}
+
+// Of a flat whose gradient every tensor rank has an addend of.
+void Gradients::sum_over_tensor_ranks(Flat& flat, Buffer& sum, const comm::Label& label) {
+  const Members& ranks = rank_.tensor_ranks();
+  if (flat.tensor != TensorCut::kPartial || ranks.size() == 1) return;
+  flat.uncount();
+  const int64_t scratch = sum.numel / ranks.size() * (ranks.size() - 1);
+  const at::Tensor room = at::empty({scratch}, device::scalar_type(sum.dtype));
+  comm::ReduceBuffer buffer;
+  buffer.partial = sum.data();
+  buffer.scratch = room.data_ptr();
+  buffer.dtype = buffer.result_dtype = sum.dtype;
+  buffer.numel = sum.numel;
+  rank_.control_channel.all_reduce(label, ranks, {buffer});
 }
 
 // No backward adds to it any more. On a device it is not known yet whether it is finite.
@@ -190,6 +242,8 @@ void Gradients::complete() {
 
 double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const {
   if (copy == nullptr) return 0.0;
+  // What every tensor rank has alike, one of them counts.
+  if (flat.tensor != TensorCut::kCut && rank_.tensor_ranks().index > 0) return 0.0;
   if (!(flat.squares < 0.0)) return flat.squares;
   if (flat.squares_there.defined()) {
     there->push_back(flat.squares_there);
@@ -219,6 +273,7 @@ void Gradients::clear(Flat& flat) {
   for (ChunkState& chunk : flat.chunks) rank_.traffic.drop(chunk.gradient);
   std::erase_if(flat.grads, [](const Copy& copy) { return !copy.one().on_disk(); });
   flat.gradient32.reset();
+  flat.summed = false;
   flat.uncount();
   flat.sum_there.reset();
 }
@@ -255,8 +310,11 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
     copy = &sum_of(flat);
     state.grads.make(copy->place);
   }
-  slot.written |= copy->place == rank_.table.grad_after_backward();
-  write(flat, *copy, slot, full, factor);
+  const bool made = copy->place == rank_.table.grad_after_backward();
+  slot.written |= made;
+  // They are still to be added up over the tensor ranks.
+  const bool open = flat.tensor == TensorCut::kPartial && (made || !rank_.grads_on_disk);
+  write(flat, *copy, slot, full, open ? factor / rank_.tensor_ranks().size() : factor);
 }
 
 void Gradients::write(Flat& flat, Copy& copy, const Slot& slot, const at::Tensor& full,

@@ -24,6 +24,10 @@ class Gradients {
   void run(const PlannedStep& planned, bool late = false);
   // As a move of the update section: the gradient comes from disk, a chunk at a time.
   void fetch(const PlannedStep& planned);
+  // Partial flats, over the tensor axis.
+  void sum(const PlannedStep& planned);
+  // After sum(), where the update did not come: backwards may add to them again.
+  void reopen();
   void finish();  // every move is done
   // Of the last move that was given to the lane, which works in order.
   const device::Fence& last_move() const { return done_; }
@@ -54,6 +58,7 @@ class Gradients {
   };
 
   Copy& sum_of(Flat& flat);
+  void sum_over_tensor_ranks(Flat& flat, Buffer& sum, const comm::Label& label);
   void close(Flat& flat, Buffer& sum);
   void widen(Copy& sum);
   Placement begin_of(const std::vector<Move>& moves) const;

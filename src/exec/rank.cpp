@@ -27,6 +27,7 @@ Lanes::Lanes(const Table& table, const device::Device& device, bool peers_meet_o
 Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memory,
            std::vector<UnitState> parts)
     : table(cells.on(ranks)),
+      grads_on_disk(table.grads_wait_on_disk()),
       grads_in_chunks(table.grads_come_in_chunks()),
       publishes_chunks(table.publishes_chunks()),
       has_master{table.has_master(Dtype::kFp32), table.has_master(Dtype::kBf16),

@@ -1,7 +1,10 @@
 #include "src/exec/values.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <cstring>
@@ -86,7 +89,7 @@ Dtype Values::parameters(int unit, int index, char* room, bool everywhere) {
   const at::Tensor part = kept == nullptr ? at::Tensor() : on_host(*kept);
   char* const values = kept == nullptr ? nullptr : bytes_of(part);
   const int64_t part_bytes = rank_.numel_of(place, flat) * dtype_bytes(place.dtype);
-  const bool arrives = everywhere || rank_.group.rank() == 0;
+  const bool arrives = everywhere || rank_.data_ranks().index == 0;
   char* own =
       arrives ? room + shard_index(place, rank_.mesh, rank_.group.rank()) * part_bytes : room;
   if (kept == nullptr) own_masters(flat, own);
@@ -137,10 +140,62 @@ at::Tensor Values::gradient(int unit, int index) {
     if (!copy.valid || copy.place == made) continue;
     full.add_(read(copy.one(), copy.place, mem::Account::kGrad, flat, label));
   }
+  if (!rank_.grads_on_disk) add_up(flat, full, label);
   // Where gradients rest as sums of this rank's, every rank must take part, whoever has some.
   const Copy* open = find(flat.grads, made);
-  if (rank_.table.holds_grad_in_place() || open != nullptr) full.add_(open_sum(flat, open, label));
+  if (rank_.table.holds_grad_in_place() || open != nullptr) {
+    const at::Tensor sum = open_sum(flat, open, label);
+    add_up(flat, sum, label);
+    full.add_(sum);
+  }
   return full;
+}
+
+// Where each tensor rank has an addend.
+void Values::add_up(const Flat& flat, const at::Tensor& full, const std::string& label) {
+  const Members& ranks = rank_.tensor_ranks();
+  if (flat.tensor != TensorCut::kPartial || ranks.size() == 1) return;
+  const at::Tensor scratch = at::empty({flat.numel / ranks.size() * (ranks.size() - 1)});
+  comm::ReduceBuffer buffer;
+  buffer.partial = full.data_ptr();
+  buffer.scratch = scratch.data_ptr();
+  buffer.numel = flat.numel;
+  rank_.control_channel.all_reduce(label, ranks, {buffer});
+}
+
+// ---- over the tensor axis
+
+at::Tensor Values::whole_of(const Slot& slot, const at::Tensor& part) {
+  const Members& ranks = rank_.tensor_ranks();
+  if (slot.cut.kind != TensorCut::kCut) return part;
+  // Every rank sends as much as the one with the most.
+  const at::Tensor parts = at::zeros({ranks.size(), slot.room}, part.options());
+  parts.select(0, ranks.index).narrow(0, 0, slot.numel).copy_(part.reshape({-1}));
+  rank_.control_channel.all_gather(
+      concat("whole ", slot.name), ranks,
+      {{parts.data_ptr(), slot.room * static_cast<int64_t>(part.element_size())}});
+  at::Tensor whole = at::empty(slot.whole, part.options());
+  for (int other = 0; other < ranks.size(); ++other) {
+    std::vector<int64_t> sizes = slot.whole;
+    sizes.at(slot.cut.dim) = slot.cut.size(other, ranks.size());
+    const at::Tensor theirs = parts.select(0, other).narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
+    int64_t at = 0;
+    for (const auto& [first, end] : slot.cut.ranges(other, ranks.size())) {
+      whole.narrow(slot.cut.dim, first, end - first).copy_(theirs.narrow(slot.cut.dim, at, end - first));
+      at += end - first;
+    }
+  }
+  return whole;
+}
+
+at::Tensor Values::part_of(const Slot& slot, const at::Tensor& whole) const {
+  if (slot.cut.kind != TensorCut::kCut) return whole;
+  const Members& ranks = rank_.tensor_ranks();
+  std::vector<at::Tensor> parts;
+  for (const auto& [first, end] : slot.cut.ranges(ranks.index, ranks.size())) {
+    parts.push_back(whole.narrow(slot.cut.dim, first, end - first));
+  }
+  return at::cat(parts, slot.cut.dim).contiguous();
 }
 
 void Values::show(Flat& flat) {
@@ -183,7 +238,7 @@ void Values::restore(int unit, Flat& flat, const Placement& place, char* masters
 }
 
 void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
-  rank_.control_channel.broadcast(label, rank_.everyone(), full.data_ptr(), flat.numel * 4);
+  rank_.control_channel.broadcast(label, rank_.owners_of(flat), full.data_ptr(), flat.numel * 4);
   set_rest(flat, rank_.whole(), bytes_of(full), label);
   for (ChunkState& chunk : flat.chunks) {
     std::vector<Buffer>& buffers = chunk.optim.front().buffers;
@@ -209,7 +264,8 @@ void Values::refresh(int index) {
   for (Flat& flat : rank_.units[index].flats) {
     Buffer& whole = find(flat.params, rank_.whole())->one();
     const at::Tensor values = on_host(whole);
-    rank_.control_channel.broadcast(concat("refresh u", index), rank_.everyone(), bytes_of(values),
+    rank_.control_channel.broadcast(concat("refresh u", index), rank_.owners_of(flat),
+                                    bytes_of(values),
                                     whole.bytes());
     if (whole.data().device != nullptr) device::copy(whole.data(), bytes_of(values), whole.bytes());
     write(flat, 0, flat.numel, whole.data());

@@ -21,6 +21,10 @@ class Values {
   at::Tensor resting(int unit, int flat);          // fp32, of the parameters as they rest
   void renew() { rank_.control_channel.renew(); }  // after the group's
   at::Tensor gradient(int unit, int flat);         // fp32, as accumulated
+  // Of a parameter that tensor ranks have cut: all of it, made of every rank's part, in the part's
+  // dtype; and this rank's part of it, a copy. Else the values as they are. [its tensor ranks]
+  at::Tensor whole_of(const Slot& slot, const at::Tensor& part);
+  at::Tensor part_of(const Slot& slot, const at::Tensor& whole) const;
   // Rank 0's `full` (fp32) becomes the resting copy and the optimizer's first state.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
   // This rank's part of new fp32 masters, as `place` cuts them, becomes the optimizer's and, cast
@@ -51,6 +55,7 @@ class Values {
   void set_rest(Flat& flat, const Placement& from, char* values, const std::string& label);
   void doubt(const Flat& flat, Buffer& own, device::Address seen);
   at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);
+  void add_up(const Flat& flat, const at::Tensor& full, const std::string& label);
 
   Rank& rank_;
   Gradients& gradients_;

@@ -15,6 +15,7 @@
 #include <limits>
 #include <vector>
 
+#include "penstock/cut.h"
 #include "penstock/error.h"
 
 namespace penstock::parallel {
@@ -26,7 +27,7 @@ using torch::autograd::variable_list;
 
 enum class Way : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut };
 
-at::Tensor go(Way way, const at::Tensor& values, int64_t dim, Peers& peers) {
+at::Tensor go(Way way, const at::Tensor& values, int64_t dim, int64_t size, Peers& peers) {
   switch (way) {
     case Way::kNothing:
       break;
@@ -35,7 +36,7 @@ at::Tensor go(Way way, const at::Tensor& values, int64_t dim, Peers& peers) {
     case Way::kSumAndCut:
       return peers.sum_and_cut(values, dim);
     case Way::kGather:
-      return peers.gather(values, dim);
+      return peers.gather(values, dim, size);
     case Way::kCut:
       return peers.cut(values, dim);
   }
@@ -46,7 +47,7 @@ at::Tensor go(Way way, const at::Tensor& values, int64_t dim, Peers& peers) {
 struct Kept : torch::CustomClassHolder {
   Ranks peers;
   Way back = Way::kNothing;
-  int64_t dim = 0;
+  int64_t dim = 0, size = -1;
   // Of embedding and cross_entropy.
   int64_t first = 0, padding_idx = -1, vocabulary = 0;
   double smoothing = 0;
@@ -77,18 +78,21 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
     kept->save_in(context);
     // Without an exchange the value itself goes on; a view, so that it can have another gradient.
     if (way == Way::kNothing) return values.view_as(values);
-    return go(way, values, kept->dim, *kept->peers);
+    return go(way, values, kept->dim, kept->size, *kept->peers);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const Kept& kept = Kept::of(context);
     if (kept.back == Way::kNothing) return {gradients[0], at::Tensor(), at::Tensor()};
-    return {go(kept.back, gradients[0], kept.dim, *kept.peers), at::Tensor(), at::Tensor()};
+    return {go(kept.back, gradients[0], kept.dim, kept.size, *kept.peers), at::Tensor(), at::Tensor()};
   }
 };
 
-at::Tensor way(const at::Tensor& values, Way there, Way back, int64_t dim, const Ranks& peers) {
+// `size`: along `dim` of what is gathered; < 0: as many parts as ranks.
+at::Tensor way(const at::Tensor& values, Way there, Way back, int64_t dim, const Ranks& peers,
+               int64_t size = -1) {
   const auto kept = kept_of(peers);
   kept->back = back;
+  kept->size = size;
   kept->dim = c10::maybe_wrap_dim(dim, values.dim());
   return WayFunction::apply(values, there, kept);
 }
@@ -210,6 +214,20 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
 at::Tensor replicate(const at::Tensor& whole, const Ranks& peers) {
   return way(whole, Way::kNothing, Way::kSum, 0, peers);
 }
+at::Tensor Replicated::of(const at::Tensor& whole, const Ranks& peers) {
+  const bool known = input_.lock().get() == whole.unsafeGetTensorImpl() &&
+                     version_ == whole._version() && grad_ == at::GradMode::is_enabled();
+  if (known) {
+    if (auto output = output_.lock()) return at::Tensor(std::move(output));
+  }
+  at::Tensor made = replicate(whole, peers);
+  input_ = c10::weak_intrusive_ptr<c10::TensorImpl>(whole.getIntrusivePtr());
+  output_ = c10::weak_intrusive_ptr<c10::TensorImpl>(made.getIntrusivePtr());
+  version_ = whole._version();
+  grad_ = at::GradMode::is_enabled();
+  return made;
+}
+
 at::Tensor sum(const at::Tensor& partial, const Ranks& peers) {
   return way(partial, Way::kSum, Way::kNothing, 0, peers);
 }
@@ -219,8 +237,8 @@ at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim, const Ranks& peer
 at::Tensor gather(const at::Tensor& part, int64_t dim, const Ranks& peers) {
   return way(part, Way::kGather, Way::kSumAndCut, dim, peers);
 }
-at::Tensor gather_whole(const at::Tensor& part, int64_t dim, const Ranks& peers) {
-  return way(part, Way::kGather, Way::kCut, dim, peers);
+at::Tensor gather_whole(const at::Tensor& part, int64_t dim, int64_t size, const Ranks& peers) {
+  return way(part, Way::kGather, Way::kCut, dim, peers, size);
 }
 at::Tensor cut(const at::Tensor& whole, int64_t dim, const Ranks& peers) {
   return way(whole, Way::kCut, Way::kGather, dim, peers);
@@ -234,23 +252,17 @@ at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
 at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
                       const std::optional<at::Tensor>& bias, const Ranks& peers) {
   const at::Tensor output = sum(at::linear(input, weight), peers);
-  return bias ? output.add(*bias) : output;
-}
-
-Rows rows_of(int64_t vocabulary, const Peers& peers) {
-  const int64_t each = vocabulary / peers.size(), more = vocabulary % peers.size();
-  const int64_t rank = peers.rank();
-  return {rank * each + std::min(rank, more), each + (rank < more ? 1 : 0)};
+  return bias ? output.add(bias->to(output.scalar_type())) : output;
 }
 
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocabulary,
                      int64_t padding_idx, const Ranks& peers) {
-  const Rows rows = rows_of(vocabulary, *peers);
-  TORCH_CHECK(weight.dim() == 2 && weight.size(0) == rows.count, "[parallel::embedding] rank ",
-              peers->rank(), " of ", peers->size(), " has ", rows.count, " of ", vocabulary,
+  const auto [first, end] = share(vocabulary, peers->rank(), peers->size());
+  TORCH_CHECK(weight.dim() == 2 && weight.size(0) == end - first, "[parallel::embedding] rank ",
+              peers->rank(), " of ", peers->size(), " has ", end - first, " of ", vocabulary,
               " rows, the weight ", weight.size(0));
   const auto kept = kept_of(peers);
-  kept->first = rows.first;
+  kept->first = first;
   kept->padding_idx = padding_idx;
   kept->vocabulary = vocabulary;
   return EmbeddingFunction::apply(ids, weight, kept);
@@ -258,16 +270,16 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vo
 
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, int64_t vocabulary,
                          const LossOptions& options, const Ranks& peers) {
-  const Rows rows = rows_of(vocabulary, *peers);
-  TORCH_CHECK(logits.dim() == 2 && logits.size(1) == rows.count && target.dim() == 1 &&
+  const auto [first, end] = share(vocabulary, peers->rank(), peers->size());
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) == end - first && target.dim() == 1 &&
                   target.size(0) == logits.size(0),
-              "[parallel::cross_entropy] expected logits [tokens, ", rows.count,
+              "[parallel::cross_entropy] expected logits [tokens, ", end - first,
               "] and target [tokens], got ", logits.sizes(), " and ", target.sizes());
   TORCH_CHECK(options.label_smoothing >= 0 && options.label_smoothing <= 1,
               "[parallel::cross_entropy] label_smoothing is ", options.label_smoothing,
               ", which is not between 0 and 1");
   const auto kept = kept_of(peers);
-  kept->first = rows.first;
+  kept->first = first;
   kept->vocabulary = vocabulary;
   return CrossEntropyFunction::apply(logits, target, options, kept);
 }

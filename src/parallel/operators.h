@@ -20,11 +20,24 @@ namespace penstock::parallel {
 using Ranks = std::shared_ptr<Peers>;
 
 at::Tensor replicate(const at::Tensor& whole, const Ranks& peers);  // I to R; backward sums
+// As replicate(), where the last one was of the same value and is still in use: that. So layers that
+// read one value (queries, keys, values) have its gradient added up once, together.
+class Replicated {
+ public:
+  at::Tensor of(const at::Tensor& whole, const Ranks& peers);
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
+  Weak input_{c10::intrusive_ptr<c10::TensorImpl>()}, output_{c10::intrusive_ptr<c10::TensorImpl>()};
+  int64_t version_ = 0;
+  bool grad_ = false;
+};
 at::Tensor sum(const at::Tensor& partial, const Ranks& peers);      // P to I; backward: nothing
 at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim, const Ranks& peers);  // P to V
 at::Tensor gather(const at::Tensor& part, int64_t dim, const Ranks& peers);          // V to R
-at::Tensor gather_whole(const at::Tensor& part, int64_t dim, const Ranks& peers);    // V to I
-at::Tensor cut(const at::Tensor& whole, int64_t dim, const Ranks& peers);            // I to V
+// V to I: `size` along `dim`, of which each rank has its share() (penstock/cut.h).
+at::Tensor gather_whole(const at::Tensor& part, int64_t dim, int64_t size, const Ranks& peers);
+at::Tensor cut(const at::Tensor& whole, int64_t dim, const Ranks& peers);  // I to V
 
 // input [..., in] (whole), weight [out / ranks, in], bias [out / ranks] -> [..., out / ranks]
 // (cut).
@@ -35,15 +48,8 @@ at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
 at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
                       const std::optional<at::Tensor>& bias, const Ranks& peers);
 
-// The rows of a vocabulary that a rank has: the first ranks have one more where it does not divide
-// evenly, so no row is made up.
-struct Rows {
-  int64_t first = 0, count = 0;
-};
-Rows rows_of(int64_t vocabulary, const Peers& peers);
-
-// ids [...] (integers, whole), weight [own rows, columns] -> [..., columns] (whole). Throws
-// c10::IndexError, as torch does.
+// ids [...] (integers, whole), weight [own rows, columns] -> [..., columns] (whole). A rank has its
+// share() of the vocabulary's rows, and no row is made up. Throws c10::IndexError, as torch does.
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocabulary,
                      int64_t padding_idx, const Ranks& peers);  // padding_idx < 0: none
 

@@ -1,5 +1,6 @@
 #include "src/parallel/operators.h"
 
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cross_entropy_loss.h>
@@ -14,6 +15,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "penstock/cut.h"
 
 namespace penstock::parallel {
 namespace {
@@ -99,7 +102,7 @@ TEST_P(Operators, WaysOverTheAxis) {
           EXPECT_EQ(apart(made, base), 0);
           EXPECT_LT(apart(own.grad(), part(grad_base.mul(total), dim, rank, size_)), 1e-4);
           const at::Tensor kept = leaf(part(input, dim, rank, size_));
-          made = gather_whole(kept, dim, peers);
+          made = gather_whole(kept, dim, input.size(dim), peers);
           made.backward(outer);
           EXPECT_EQ(apart(made, base), 0);
           EXPECT_EQ(apart(kept.grad(), part(grad_base, dim, rank, size_)), 0);
@@ -167,13 +170,13 @@ TEST_P(Operators, EmbeddingOfAnyVocabulary) {
       const at::Tensor wanted = at::embedding(plain, ids, padding);
       wanted.backward(outer);
       on_ranks(size_, [&](const Ranks& peers) -> Tensors {
-        const Rows rows = rows_of(vocabulary, *peers);
-        const at::Tensor own = leaf(weight.narrow(0, rows.first, rows.count));
+        const auto [first, end] = share(vocabulary, peers->rank(), peers->size());
+        const at::Tensor own = leaf(weight.narrow(0, first, end - first));
         const at::Tensor made = embedding(ids, own, vocabulary, padding, peers);
         made.backward(outer);
         EXPECT_TRUE(made.equal(wanted));
-        if (rows.count > 0) {
-          EXPECT_LT(apart(own.grad(), plain.grad().narrow(0, rows.first, rows.count)), 1e-5);
+        if (end > first) {
+          EXPECT_LT(apart(own.grad(), plain.grad().narrow(0, first, end - first)), 1e-5);
         }
         return {};
       });
@@ -182,8 +185,8 @@ TEST_P(Operators, EmbeddingOfAnyVocabulary) {
   EXPECT_THROW(
       on_ranks(size_,
                [&](const Ranks& peers) -> Tensors {
-                 const Rows rows = rows_of(10, *peers);
-                 return {embedding(at::tensor({3, 10}), at::randn({rows.count, 4}), 10, -1, peers)};
+                 const auto [first, end] = share(10, peers->rank(), peers->size());
+                 return {embedding(at::tensor({3, 10}), at::randn({end - first, 4}), 10, -1, peers)};
                }),
       c10::IndexError);
 }
@@ -210,8 +213,8 @@ TEST_P(Operators, CrossEntropyOverACutVocabulary) {
     wanted.mul(3).backward();
     const double within = one.dtype == at::kFloat ? 1e-5 : 2e-2;
     const auto results = on_ranks(size_, [&](const Ranks& peers) -> Tensors {
-      const Rows rows = rows_of(one.vocabulary, *peers);
-      const at::Tensor own = leaf(logits.narrow(1, rows.first, rows.count));
+      const auto [first, end] = share(one.vocabulary, peers->rank(), peers->size());
+      const at::Tensor own = leaf(logits.narrow(1, first, end - first));
       LossOptions options;
       options.label_smoothing = one.smoothing;
       options.mean = one.mean;
@@ -219,12 +222,30 @@ TEST_P(Operators, CrossEntropyOverACutVocabulary) {
       made.mul(3).backward();
       EXPECT_LT(apart(made, wanted), 1e-4 * (1 + wanted.abs().item<double>()));
       EXPECT_EQ(own.grad().scalar_type(), one.dtype);
-      if (rows.count > 0) {
-        EXPECT_LT(apart(own.grad(), plain.grad().narrow(1, rows.first, rows.count)), within);
+      if (end > first) {
+        EXPECT_LT(apart(own.grad(), plain.grad().narrow(1, first, end - first)), within);
       }
       return {made.detach()};
     });
     for (const Tensors& other : results) EXPECT_TRUE(other[0].equal(results[0][0]));
+  }
+}
+
+TEST_P(Operators, UnevenSharesAreGathered) {
+  for (const int64_t size : {1, 3, 7, 9}) {
+    const at::Tensor whole = at::randn({size, 2, 5}), outer = at::randn({size, 2, 5});
+    on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+      const auto [first, end] = share(size, peers->rank(), peers->size());
+      const at::Tensor own = leaf(whole.narrow(0, first, end - first));
+      const at::Tensor made = gather_whole(own, 0, size, peers);
+      made.backward(outer);
+      EXPECT_TRUE(made.equal(whole));
+      EXPECT_TRUE(own.grad().equal(outer.narrow(0, first, end - first)));
+      const at::Tensor all = leaf(whole);
+      const at::Tensor part = cut(all, 0, peers);
+      EXPECT_TRUE(part.equal(own));
+      return {};
+    });
   }
 }
 
@@ -242,7 +263,7 @@ TEST_P(Operators, WhatIsWrongIsNamed) {
   };
   if (size_ > 1) {
     EXPECT_NE(told([](const Ranks& peers) {
-                cut(at::randn({7, 2}), 0, peers);
+                sum_and_cut(at::randn({7, 2}), 0, peers);
               }).find("7 along dimension 0 do not divide evenly by"),
               std::string::npos);
     EXPECT_NE(told([](const Ranks& peers) {
@@ -255,8 +276,8 @@ TEST_P(Operators, WhatIsWrongIsNamed) {
             }).find("of 10 rows, the weight 99"),
             std::string::npos);
   EXPECT_NE(told([](const Ranks& peers) {
-              const Rows rows = rows_of(10, *peers);
-              cross_entropy(at::randn({1, rows.count}), at::tensor({10}), 10, {}, peers);
+              const auto [first, end] = share(10, peers->rank(), peers->size());
+              cross_entropy(at::randn({1, end - first}), at::tensor({10}), 10, {}, peers);
             }).find("Target is out of bounds"),
             std::string::npos);
   EXPECT_NE(told([](const Ranks& peers) {

@@ -1,11 +1,15 @@
 #include "src/parallel/peers.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
+#include <array>
 #include <vector>
 
+#include "penstock/cut.h"
+#include "src/base/text.h"
 #include "src/device/kernels.h"
 
 namespace penstock::parallel {
@@ -34,11 +38,6 @@ void check_host(const at::Tensor& values) {
 }  // namespace
 
 Peers::Peers(Group& group, const Members& members) : members_(members), channel_(group, "act") {}
-
-void Peers::check(const at::Tensor& values, int64_t dim) const {
-  TORCH_CHECK(values.size(dim) % size() == 0, "[parallel::Peers] ", values.size(dim),
-              " along dimension ", dim, " do not divide evenly by ", size(), " tensor ranks");
-}
 
 // Padded so that every rank adds up as many.
 at::Tensor Peers::reduce(const at::Tensor& addend, bool gathers) {
@@ -69,31 +68,67 @@ at::Tensor Peers::sum(const at::Tensor& addend) {
 }
 
 at::Tensor Peers::sum_and_cut(const at::Tensor& addend, int64_t dim) {
-  check(addend, dim);
+  TORCH_CHECK(addend.size(dim) % size() == 0, "[parallel::Peers] ", addend.size(dim),
+              " along dimension ", dim, " do not divide evenly by ", size(), " tensor ranks");
   const at::Tensor first = addend.movedim(dim, 0);
   std::vector<int64_t> sizes = first.sizes().vec();
   sizes[0] /= size();
   return reduce(first, size() == 1).view(sizes).movedim(0, dim).contiguous();
 }
 
-at::Tensor Peers::gather(const at::Tensor& part, int64_t dim) {
+// Where shares differ by one, every rank sends as many as the first.
+at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total) {
   check_host(part);
   const at::Tensor first = part.movedim(dim, 0);
+  const int64_t own = first.size(0);
+  if (total < 0) total = own * size();
+  const auto [begin, end] = share(total, rank(), size());
+  TORCH_CHECK(own == end - begin, "[parallel::Peers] rank ", rank(), " of ", size(), " has ", own,
+              " of ", total, " along dimension ", dim, ", where its share is ", end - begin);
   std::vector<int64_t> sizes = first.sizes().vec();
-  sizes[0] *= size();
+  const int64_t each = (total + size() - 1) / size();
+  sizes[0] = each * size();
   const at::Tensor full = at::empty(sizes, part.options());
-  full.narrow(0, rank() * first.size(0), first.size(0)).copy_(first);
-  if (size() > 1 && part.numel() > 0) {
-    const auto bytes = static_cast<int64_t>(part.nbytes());
+  full.narrow(0, rank() * each, own).copy_(first);
+  if (own < each) full.narrow(0, rank() * each + own, each - own).zero_();
+  if (size() > 1 && full.numel() > 0) {
+    const auto bytes = static_cast<int64_t>(full.nbytes()) / size();
     channel_.all_gather("all_gather(tensor)", members_, {{full.data_ptr(), bytes}});
   }
-  return full.movedim(0, dim).contiguous();
+  if (total == each * size()) return full.movedim(0, dim).contiguous();
+  std::vector<at::Tensor> shares;
+  for (int other = 0; other < size(); ++other) {
+    const auto [from, to] = share(total, other, size());
+    shares.push_back(full.narrow(0, other * each, to - from));
+  }
+  return at::cat(shares).movedim(0, dim).contiguous();
+}
+
+std::pair<int, bool> Peers::compare(const std::vector<at::Tensor>& values, const std::string& text,
+                                    const std::string& other) {
+  uint64_t hash = hash_text(text);
+  for (const at::Tensor& one : values) {
+    hash = hash_text(concat(one.sizes(), " ", one.scalar_type()), hash);
+    if (one.layout() != at::kStrided) continue;
+    const at::Tensor bytes = one.detach().cpu().contiguous();
+    hash = hash_text({static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()}, hash);
+  }
+  const std::array<uint64_t, 2> mine = {hash, hash_text(other)};
+  const std::vector<std::string> all = channel_.share(
+      "inputs", members_, {reinterpret_cast<const char*>(mine.data()), sizeof(mine)});
+  std::pair<int, bool> found = {-1, true};
+  for (int peer = 1; peer < size(); ++peer) {
+    const std::string& theirs = all[static_cast<size_t>(peer)];
+    const bool same = theirs.compare(0, sizeof(hash), all.front(), 0, sizeof(hash)) == 0;
+    if (!same && found.first < 0) found.first = peer;
+    found.second &= theirs.substr(sizeof(hash)) == all.front().substr(sizeof(hash));
+  }
+  return found;
 }
 
 at::Tensor Peers::cut(const at::Tensor& whole, int64_t dim) const {
-  check(whole, dim);
-  const int64_t own = whole.size(dim) / size();
-  return whole.narrow(dim, rank() * own, own).clone(at::MemoryFormat::Contiguous);
+  const auto [begin, end] = share(whole.size(dim), rank(), size());
+  return whole.narrow(dim, begin, end - begin).clone(at::MemoryFormat::Contiguous);
 }
 
 }  // namespace penstock::parallel

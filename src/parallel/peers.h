@@ -6,6 +6,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "penstock/group.h"
 #include "src/comm/channel.h"
@@ -18,22 +21,29 @@ class Peers {
   // The group outlives it. `members`: this rank and those that it computes with.
   Peers(Group& group, const Members& members);
 
+  void set_step(int64_t step) { channel_.set_step(step); }  // for messages
+
   int rank() const { return members_.index; }
   int size() const { return members_.size(); }
 
   // The ranks' addends, each of this shape and dtype: their sum, made in fp32 for low precision,
   // equal on all ranks.
   at::Tensor sum(const at::Tensor& addend);
-  // The ranks' parts along `dim`, of equal sizes, in their order.
-  at::Tensor gather(const at::Tensor& part, int64_t dim);
+  // The ranks' parts along `dim`, in their order: of equal sizes, or (`size` >= 0) each rank's
+  // share() of so many together.
+  at::Tensor gather(const at::Tensor& part, int64_t dim, int64_t size = -1);
   // This rank's part along `dim` of the sum. Throws c10::Error where it does not divide evenly.
   at::Tensor sum_and_cut(const at::Tensor& addend, int64_t dim);
 
-  // This rank's part along `dim`; nothing is exchanged.
+  // The first rank whose values (their bytes, sizes and dtypes) or text are not those of rank 0, < 0:
+  // none; and whether all have the same `other` text.
+  std::pair<int, bool> compare(const std::vector<at::Tensor>& values, const std::string& text,
+                               const std::string& other);
+
+  // This rank's share() along `dim`; nothing is exchanged.
   at::Tensor cut(const at::Tensor& whole, int64_t dim) const;
 
  private:
-  void check(const at::Tensor& values, int64_t dim) const;
   at::Tensor reduce(const at::Tensor& addend, bool gathers);
 
   const Members members_;

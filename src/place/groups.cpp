@@ -19,8 +19,9 @@ std::vector<Axis> axes_in(unsigned set) {
 
 Members owners(const Placement& place, const Mesh& mesh, int rank) {
   Members owners{std::vector<int>(static_cast<size_t>(num_shards(place, mesh)), -1), -1};
-  for (int holder = mesh.world() - 1; holder >= 0; --holder) {
-    owners.ranks[static_cast<size_t>(shard_index(place, mesh, holder))] = holder;
+  const std::vector<int> holders = mesh.group(rank, {Axis::kNode, Axis::kLocal});
+  for (auto holder = holders.rbegin(); holder != holders.rend(); ++holder) {
+    owners.ranks[static_cast<size_t>(shard_index(place, mesh, *holder))] = *holder;
   }
   const auto own = std::find(owners.ranks.begin(), owners.ranks.end(), rank);
   if (own != owners.ranks.end()) owners.index = static_cast<int>(own - owners.ranks.begin());

@@ -14,8 +14,8 @@ struct Members {
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-// The lowest rank that holds each shard under `place`, in shard order, and which of these `rank`
-// is; < 0: none.
+// Of the data ranks that `rank` is one of, the lowest that holds each shard under `place`, in shard
+// order, and which of these `rank` is; < 0: none.
 Members owners(const Placement& place, const Mesh& mesh, int rank);
 
 class Groups {

@@ -80,8 +80,8 @@ void parse_mesh(const Json& value, MeshConfig* mesh) {
   const std::string whole = "a whole number >= 1";
   section.read_int("data", &mesh->data, 1, whole);
   section.read_int("node", &mesh->node, 1, whole);
-  const std::array<std::pair<const char*, int*>, 4> axes = {{{"tensor", &mesh->tensor},
-                                                             {"pipeline", &mesh->pipeline},
+  section.read_int("tensor", &mesh->tensor, 1, whole);
+  const std::array<std::pair<const char*, int*>, 3> axes = {{{"pipeline", &mesh->pipeline},
                                                              {"sequence", &mesh->sequence},
                                                              {"expert", &mesh->expert}}};
   for (const auto& [axis, size] : axes) {
@@ -89,6 +89,19 @@ void parse_mesh(const Json& value, MeshConfig* mesh) {
     if (*size > 1)
       fail_unsupported(section.path(axis), *size,
                        concat("this version does not support ", axis, " parallelism yet, only 1"));
+  }
+}
+
+// What a style may be is known where modules are (src/parallel/rules.h).
+void parse_parallel(const Json& value, Config* config) {
+  const Section section(value, "parallel", {"rules"});
+  const Json* rules = section.find("rules");
+  if (rules == nullptr) return;
+  if (!rules->is_object()) fail_value("parallel.rules", *rules, "an object {name pattern: style}");
+  for (const auto& [pattern, style] : rules->items()) {
+    if (pattern.empty()) fail("\"parallel.rules\" has an empty name pattern");
+    if (!style.is_string()) fail_value("parallel.rules." + pattern, style, "a style, as text");
+    config->parallel.rules.emplace_back(pattern, style.get<std::string>());
   }
 }
 
@@ -368,6 +381,7 @@ void parse_signals(const Section& section, CheckpointConfig* checkpoint) {
 void parse_nested(const Section& top, Config* config) {
   if (const Json* value = top.find("table")) parse_table(*value, config);
   if (const Json* value = top.find("mesh")) parse_mesh(*value, &config->mesh);
+  if (const Json* value = top.find("parallel")) parse_parallel(*value, config);
   if (const Json* value = top.find("dtypes")) parse_dtypes(*value, config);
   if (const Json* value = top.find("offload")) parse_offload(*value, config);
   if (const Json* value = top.find("memory")) {
@@ -460,7 +474,7 @@ Config Config::parse(const std::string& json_text) {
       json, "", {"strategy", "table",       "mesh",      "precision",      "dtypes", "offload",
                  "memory",   "activations", "optimizer", "schedule",       "batch",  "loss_scale",
                  "clip",     "units",       "tiling",    "prefetch_bytes", "comm",   "checkpoint",
-                 "monitor",  "seed",        "nonfinite"});
+                 "monitor",  "seed",        "nonfinite", "parallel"});
   Config config;
   config.strategy = top.choice("strategy", config.strategy, preset_names());
   if (const Json* value = top.find("precision"))
@@ -538,6 +552,9 @@ std::string Config::json(int indent) const {
   Json rules = Json::object();
   for (const auto& [pattern, dtype] : dtypes) rules[pattern] = dtype;
   ordered["dtypes"] = rules;
+  Json styles = Json::object();
+  for (const auto& [pattern, style] : parallel.rules) styles[pattern] = style;
+  ordered["parallel"]["rules"] = styles;
   return ordered.dump(indent);
 }
 

@@ -5,14 +5,10 @@
 #include <utility>
 #include <vector>
 
+#include "penstock/cut.h"
 #include "src/place/placement.h"
 
 namespace penstock {
-
-// What the ranks of the tensor axis have of a parameter: all of it, with gradients that are equal
-// by themselves; a part of it each; or all of it, where each has an addend of its gradient (a norm
-// before a column split, say; Megatron-LM, arXiv:2205.05198, section 4.2.2).
-enum class TensorCut : uint8_t { kWhole, kCut, kPartial };
 
 // One flat range of a unit: parameters of one dtype that all train or are all frozen, and that the
 // tensor axis has alike.

@@ -32,10 +32,13 @@ class SectionWriter : StepWriter {
       case Section::kUpdateEarly:
         for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit) {
           move_grad(unit, Phase::kHold, Phase::kUpdate);
-          sum_partial(unit);
         }
         [[fallthrough]];
       case Section::kUpdate:
+        // Once in the window, when whatever comes late is there.
+        for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit) {
+          sum_partial(unit);
+        }
         update();
         break;
     }
@@ -70,10 +73,9 @@ class SectionWriter : StepWriter {
       // What is visited again adds up first where that takes no more memory.
       const bool moves_now = mark != Mark::kUse && !table_.holds_grad_in_place();
       const bool settles = moves_now || i == last_visit[unit];
-      // Before it leaves memory, or once in the window.
+      // Before it leaves memory.
       if (settles && table_.grads_wait_on_disk()) sum_partial(unit);
       if (settles) settle_grad(unit, last);
-      if (last && i == last_visit[unit] && !table_.grads_wait_on_disk()) sum_partial(unit);
       settle_param(unit, Phase::kRest);
     }
   }

@@ -92,3 +92,21 @@ def zoo_sample() -> list[Case]:
         return case.model, case.strategy in MOVE_PARAMS and case.world % 2 == 0
 
     return _sample(zoo_matrix(), moves, ZOO_SAMPLE)
+
+
+def tensor_matrix() -> list[Case]:
+    """Meshes with tensor ranks."""
+    meshes = [(world, tensor) for world, tensor in [(2, 2), (4, 2), (4, 4), (6, 2)]]
+    flip = random.Random(0)
+    return [
+        Case(strategy, precision, accumulate, world, recompute, "parts", flip.random() < 0.5, tensor)
+        for world, tensor in meshes
+        for strategy in STRATEGIES + (NODE_STRATEGIES if world // tensor == 2 else [])
+        for precision in [*PRECISIONS, "fp16"]
+        for accumulate in ACCUMULATE
+        for recompute in RECOMPUTE
+    ]
+
+
+def tensor_sample() -> list[Case]:
+    return _sample(tensor_matrix(), lambda case: (case.strategy, case.world, case.tensor), 30)

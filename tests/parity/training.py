@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import tensor_models
 import torch
 import torch.distributed as dist
 import zoo
@@ -24,7 +25,7 @@ BY_NODE = {"hpz", "hpz_host", "mics"}  # strategies that tell nodes apart
 MICRO = 2  # samples per rank and backward
 ADAMW = {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}
 # Below every gradient norm of the first steps of that model.
-CLIP = {"gpt": 0.25, "awkward": 1.0}
+CLIP = {"gpt": 0.25, "parts": 0.25, "awkward": 1.0}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_SCALE = 1024.0  # of fp16: far from overflow, and as good as what a dynamic scale ends at
 
@@ -38,10 +39,11 @@ class Case:
     recompute: str = "off"  # activation checkpointing
     model: str = "gpt"
     clip: bool = False
+    tensor: int = 1  # ranks that compute one model together
 
     @property
     def samples(self) -> int:
-        return self.world * self.accumulate * MICRO
+        return self.world // self.tensor * self.accumulate * MICRO
 
     def config(self) -> dict[str, Any]:
         # In the zoo, two and four ranks move each unit, a layer too, by itself and in time,
@@ -59,11 +61,17 @@ class Case:
             "comm": {"timeout_s": 60} | ({"bucket_bytes": 0} if alone else {}),
             "units": {"modules": entry.units, "layer_bytes": layer_bytes},
             "loss_scale": {"initial": LOSS_SCALE} if self.precision == "fp16" else {},
-            "mesh": {"node": min(2, self.world)} if self.strategy in BY_NODE else {},
+            "mesh": self.mesh(),
+            "parallel": {"rules": tensor_models.rules(self.tensor)} if self.tensor > 1 else {},
         }
+
+    def mesh(self) -> dict[str, int]:
+        nodes = min(2, self.world // self.tensor) if self.strategy in BY_NODE else 1
+        return {"node": nodes, "tensor": self.tensor}
 
     def __str__(self) -> str:
         clip = "-clip" if self.clip else ""
+        clip += f"-tensor{self.tensor}" if self.tensor > 1 else ""
         return (
             f"{self.strategy}-{self.precision}-world{self.world}-accumulate{self.accumulate}"
             f"-{self.model}-{self.recompute}{clip}"
@@ -188,9 +196,9 @@ def split(batch: Part) -> list[Part]:
     return list(zip(*(tensor.split(MICRO) for tensor in batch), strict=True))
 
 
-def rank_part(batch: Part, micro: int) -> Part:
-    """This rank's samples of a micro-batch of the whole batch."""
-    return split(batch)[micro * dist.get_world_size() + dist.get_rank()]
+def rank_part(batch: Part, micro: int, tensor: int = 1) -> Part:
+    """This rank's samples of a micro-batch of the whole batch; `tensor` ranks have the same."""
+    return split(batch)[micro * (dist.get_world_size() // tensor) + dist.get_rank() // tensor]
 
 
 def digest(model: nn.Module) -> str:
@@ -209,14 +217,18 @@ def backwards(
     engine: Any, batch: Part, accumulate: int, loss_of: Loss = output, device: str = "cpu"
 ) -> float:
     """One window's forwards and backwards; this rank's mean loss."""
-    losses = []
+    losses, tensor = [], engine.config.mesh.tensor
     for micro in range(accumulate):
-        loss = loss_of(engine, sent(rank_part(batch, micro), device))
+        loss = loss_of(engine, sent(rank_part(batch, micro, tensor), device))
         engine.backward(loss)
         losses.append(loss.item())
         if micro + 1 < accumulate:
             assert engine.step() is False, "step() in the middle of a window changed weights"
     return sum(losses) / accumulate
+
+
+def train_with(case: Case, settings: dict[str, Any]) -> tuple[Run, str]:
+    return train(case, **settings)
 
 
 def train(case: Case, device: str = "cpu", **overrides: Any) -> tuple[Run, str]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import layer_models
 import models
+import tensor_models
 import torch
 import torch.nn.functional as F
 from models import FEATURES, SEQ, VOCAB, WIDTH, OddBlock
@@ -523,6 +524,7 @@ ENTRIES = (
         "unordered": UNORDERED,
         "unordered_in_root": dataclasses.replace(UNORDERED, layer_bytes=1 << 20),
         "gpt": Entry(models.Gpt, "gpt", steps=20),
+        "parts": Entry(tensor_models.Parts, "gpt", steps=20),
         "awkward": Entry(models.Awkward, steps=20),
         "order_by_rank": Entry(Conditional, loss=_order_by_rank, by_rank=True),
         "order_by_rank_later": Entry(Conditional, loss=_order_by_rank_later, by_rank=True),

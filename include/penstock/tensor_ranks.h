@@ -1,0 +1,56 @@
+#pragma once
+// TensorRanks: what modules compute with when the ranks of the tensor axis have cut their weights
+// (config keys "mesh.tensor" and "parallel"). Docs: docs/parallel.md.
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/core.h"
+#include "penstock/export.h"
+
+namespace penstock {
+
+// A module that the rules cut.
+struct TensorModule {
+  std::string name;
+  std::string style;         // "column", "row", ... (docs/parallel.md)
+  bool transposed = false;   // its weight is [in, out]
+  int64_t heads = 0;         // of style "shared": key and value heads, fewer than ranks
+  int64_t size = 0;          // of its output over all ranks
+};
+
+// A view of a core with mesh.tensor > 1, for the thread that runs the model. All tensor ranks make
+// the same calls in the same order, inside the model's forward; backwards exchange by themselves. No
+// second derivatives (RuntimeFault).
+class PENSTOCK_API TensorRanks {
+ public:
+  // Throws ConfigError where nothing is cut.
+  explicit TensorRanks(const Core& core);
+
+  int index() const;
+  int count() const;
+  const std::vector<TensorModule>& modules() const;
+
+  // As torch.nn.functional.linear by the module's style. input [..., in], or [..., in / ranks] for
+  // "row"; weight and bias are this rank's -> [..., out], or [..., out / ranks] for "column" and
+  // "shared".
+  at::Tensor linear(const TensorModule& how, const at::Tensor& input, const at::Tensor& weight,
+                    const std::optional<at::Tensor>& bias) const;
+  // ids [...] (integers) -> [..., columns], or [..., columns / ranks] for "column". `padding_idx` <
+  // 0: none. Throws c10::IndexError, as torch does.
+  at::Tensor embedding(const TensorModule& how, const at::Tensor& ids, const at::Tensor& weight,
+                       int64_t padding_idx) const;
+  // Throws RuntimeFault on all tensor ranks where they have not the same inputs of a forward (values
+  // and a text of what else counts). Returns whether they have the same `draws`.
+  bool compare(const std::vector<at::Tensor>& inputs, const std::string& others,
+               const std::string& draws) const;
+
+ private:
+  std::shared_ptr<Core::State> state_;
+};
+
+}  // namespace penstock

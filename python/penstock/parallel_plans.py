@@ -1,0 +1,199 @@
+"""How the layers of known models are cut over tensor ranks: rules for the key `parallel.rules`.
+
+A rule is a name pattern and a style; docs/parallel.md has the styles. The first pattern that matches
+a name counts.
+"""
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError
+
+Rules = dict[str, str]
+
+# By `config.model_type` of transformers, for models that bring no plan of their own.
+OURS: Mapping[str, Rules] = {
+    "gpt2": {
+        "*.attn.c_attn": "column:3",  # [Q|K|V]
+        "*.crossattention.c_attn": "column:2",  # [K|V]
+        "*.crossattention.q_attn": "column",
+        "*attn.c_proj": "row",
+        "*attention.c_proj": "row",
+        "*.mlp.c_fc": "column",
+        "*.mlp.c_proj": "row",
+        "*attn.split_size": "divide",
+        "*attention.split_size": "divide",
+        "*attn.num_heads": "divide",
+        "*attention.num_heads": "divide",
+        "*wte": "vocab",
+        "lm_head": "vocab",
+    },
+    "opt": {
+        "*.self_attn.q_proj": "column",
+        "*.self_attn.k_proj": "column",
+        "*.self_attn.v_proj": "column",
+        "*.self_attn.out_proj": "row",
+        "*.self_attn.num_heads": "divide",
+        "*.fc1": "column",
+        "*.fc2": "row",
+        "*embed_tokens": "vocab",
+        "lm_head": "vocab",
+    },
+    "bert": {
+        "*.attention.self.query": "column",
+        "*.attention.self.key": "column",
+        "*.attention.self.value": "column",
+        "*.attention.self.num_attention_heads": "divide",
+        "*.attention.self.all_head_size": "divide",
+        "*.crossattention.self.query": "column",
+        "*.crossattention.self.key": "column",
+        "*.crossattention.self.value": "column",
+        "*.layer.*.output.dense": "row",
+        "*.intermediate.dense": "column",
+    },
+    "t5": {
+        "*Attention.q": "column",
+        "*Attention.k": "column",
+        "*Attention.v": "column",
+        "*Attention.o": "row",
+        "*Attention.relative_attention_bias": "column",
+        "*Attention.n_heads": "divide",
+        "*Attention.inner_dim": "divide",
+        "*DenseReluDense.wi": "column",
+        "*DenseReluDense.wi_0": "column",
+        "*DenseReluDense.wi_1": "column",
+        "*DenseReluDense.wo": "row",
+        "shared": "vocab",
+        "*embed_tokens": "vocab",
+        "lm_head": "vocab",
+    },
+}
+
+# Of transformers' plans (distributed/tensor_parallel.py of version 5).
+_STYLES = {
+    "colwise": "column",
+    "colwise_gather_output": "column_gather",
+    "colwise_rep": "column_gather",
+    "rowwise": "row",
+    "rowwise_split_input": "row_cut",
+    "rowwise_rep": "row_cut",
+    "packed_colwise": "column:2",
+    "packed_rowwise": "row:2",
+    "embedding_rowwise": "vocab",
+    "embedding_colwise": "column_gather",
+    "replicated_with_grad_allreduce": "partial",
+    "replicate": "whole",
+}
+
+
+def rules_for(model: torch.nn.Module, tensor: int) -> Rules:
+    """The rules of a model on so many tensor ranks; empty where nothing is known of it.
+
+    Raises ConfigError: numbers of heads that do not divide, a plan of transformers with a style
+    that is not supported.
+    """
+    config = getattr(model, "config", None)
+    plan = getattr(model, "_tp_plan", None) or {}
+    if plan:
+        found = _of_transformers(model, plan, tensor)
+    else:
+        found = dict(OURS.get(getattr(config, "model_type", ""), {}))
+        names = _names(model)
+        found = {pattern: style for pattern, style in found.items() if _any(names, pattern)}
+        if found:
+            _check_heads(config, tensor, shared=False)
+    return _with_both_embeddings(model, found)
+
+
+def _of_transformers(model: torch.nn.Module, plan: Mapping[str, str], tensor: int) -> Rules:
+    config = getattr(model, "config", None)
+    head = _name_of(model, "get_output_embeddings")
+    cut_heads = "colwise" in (style for name, style in plan.items() if name.endswith("q_proj"))
+    heads = _check_heads(config, tensor, shared=True) if cut_heads else 0
+    names, rules = _names(model), {}
+    for pattern, style in plan.items():
+        if not _any(names, pattern):
+            continue
+        if style not in _STYLES:
+            raise ConfigError(
+                f'[front::initialize] "mesh.tensor" is {tensor}: transformers\' plan for this model '
+                f'cuts "{pattern}" as "{style}", which is not supported yet: give "parallel.rules"'
+            )
+        rules[pattern] = "vocab" if pattern == head else _STYLES[style]
+        if heads and style == "colwise" and pattern.endswith(("k_proj", "v_proj")):
+            rules[pattern] = f"shared:{heads}"
+    if heads:
+        rules["*.num_key_value_groups"] = f"divide:{tensor // heads}"
+    return rules
+
+
+def _check_heads(config: Any, tensor: int, shared: bool) -> int:
+    """The number of key and value heads where they are fewer than ranks, else 0."""
+    queries = next(
+        (getattr(config, name) for name in ("num_attention_heads", "num_heads", "n_head")
+         if hasattr(config, name)), 0
+    )
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    if queries % tensor:
+        raise ConfigError(
+            f'[front::initialize] "mesh.tensor" is {tensor}, and the model has {queries} attention '
+            f"heads, which do not divide by it"
+        )
+    if keys % tensor == 0:
+        return 0
+    if not shared or tensor % keys:
+        raise ConfigError(
+            f'[front::initialize] "mesh.tensor" is {tensor}, and the model has {keys} key and value '
+            f"heads: one of the two numbers has to divide by the other"
+        )
+    return int(keys)
+
+
+def _with_both_embeddings(model: torch.nn.Module, rules: Rules) -> Rules:
+    """Where embedding and head share a weight, both are cut or neither."""
+    first, last = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
+    if not first or not last:
+        return rules
+    weights = [getattr(model.get_submodule(name), "weight", None) for name in (first, last)]
+    if weights[0] is not weights[1]:
+        return rules
+    cutting = [[p for p in rules if matches(name, p)] for name in (first, last)]
+    if all(cutting):
+        return rules
+    return {p: style for p, style in rules.items() if p not in (*cutting[0], *cutting[1])}
+
+
+def _name_of(model: torch.nn.Module, getter: str) -> str:
+    try:
+        wanted = getattr(model, getter, lambda: None)()
+    except NotImplementedError:
+        return ""
+    return next((name for name, module in model.named_modules() if module is wanted), "")
+
+
+def _names(model: torch.nn.Module) -> list[str]:
+    names = [name for name, _ in model.named_modules()]
+    names += [name for name, _ in model.named_parameters()]
+    return names + list(attributes(model))
+
+
+def attributes(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+    """The whole numbers that modules keep, by name: "blocks.0.attention.num_heads"."""
+    return {
+        f"{name}.{key}" if name else key: (module, key)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    }
+
+
+def _any(names: Iterable[str], pattern: str) -> bool:
+    return any(matches(name, pattern) for name in names)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """As the engine matches rules: `*` stands for anything, dots too."""
+    return fnmatch.fnmatchcase(name, pattern)

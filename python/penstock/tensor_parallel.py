@@ -1,0 +1,193 @@
+"""What tensor ranks put on a model: layers that compute with this rank's part of their weights.
+
+The mathematics and the exchanges are the engine's (`_penstock.TensorRanks`); here is which modules
+call them, and what else of a module has to be a part's: numbers of heads.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock import parallel_plans, tree
+from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.forwards import Forward, Hook
+
+
+def with_rules(model: torch.nn.Module, config: Any) -> Any:
+    """The config with rules for this model, where it asks for tensor ranks and has none itself."""
+    if config.mesh.tensor == 1 or config.parallel.rules:
+        return config
+    return config.with_rules(list(parallel_plans.rules_for(model, config.mesh.tensor).items()))
+
+
+class TensorParallel:
+    """Of one engine: its layers, and whether the model's parameters are whole just now.
+
+    Attributes:
+        whole: how many blocks (`gathered()`, say) have made them whole.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, core: Any, config: Any, installed: list[Any]
+    ) -> None:
+        self.whole = 0
+        self._core, self._count = core, config.mesh.tensor
+        self._attributes: list[_Attribute] = []
+        if self._count == 1:
+            return
+        self._ranks = _penstock.TensorRanks(core)
+        self._draws = _Draws()
+        for how in self._ranks.modules:
+            self._cut(model.get_submodule(how.name), how, installed)
+        self._divide(model, config.parallel.rules, installed)
+
+    def _cut(self, module: torch.nn.Module, how: Any, installed: list[Any]) -> None:
+        if how.style in ("partial", "whole"):
+            return
+        _refuse(module, how)
+        installed.append(_Layer(module, self._standing_in(module, how), self))
+        installed.append(
+            module.register_state_dict_pre_hook(Hook(module, lambda *_: self.refuse_parts()))
+        )
+
+    def _standing_in(self, module: Any, how: Any) -> Callable[..., Any]:
+        ranks = self._ranks
+        if isinstance(module, torch.nn.Embedding):
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            return lambda _inner, input: ranks.embedding(how, input, module.weight, padding)
+        return lambda _inner, input: ranks.linear(how, input, module.weight, module.bias)
+
+    def _divide(self, model: torch.nn.Module, rules: Any, installed: list[Any]) -> None:
+        known = parallel_plans.attributes(model)
+        for pattern, style in rules:
+            name, _, by = style.partition(":")
+            if name != "divide":
+                continue
+            count = int(by or self._count)
+            found = [one for one in known if parallel_plans.matches(one, pattern)]
+            if not found:
+                raise ConfigError(
+                    f'[front::initialize] "parallel.rules.{pattern}" is "{style}": no module has an '
+                    f"attribute of that name that is a whole number"
+                )
+            for one in found:
+                made = _Attribute(*known.pop(one), one, count)
+                self._attributes.append(made)
+                installed.append(made)
+
+    def refuse_parts(self) -> None:
+        """Raises RuntimeFault where a rank's parts of parameters would be taken for all of them."""
+        if self.whole == 0:
+            raise RuntimeFault(
+                f"[front::parameters] this rank has a part of some parameters (mesh.tensor "
+                f"{self._count}), so a copy or a state_dict() of the model itself is not whole: use "
+                f"engine.state_dict(), or copy inside `with engine.gathered():`"
+            )
+
+    def __enter__(self) -> None:
+        """Parameters are whole within, and so is what depends on their sizes."""
+        self.whole += 1
+        if self.whole == 1:
+            for one in self._attributes:
+                one.remove()
+
+    def __exit__(self, *_: Any) -> None:
+        self.whole -= 1
+        if self.whole == 0:
+            for one in self._attributes:
+                one.divide()
+
+    def begin(self, model: torch.nn.Module, inputs: Any) -> None:
+        """A forward begins: raises RuntimeFault where tensor ranks were given other inputs."""
+        if self._count == 1:
+            return
+        given = list(tree.tensors_in(inputs))
+        others = f"{model.training} {torch.is_grad_enabled()}"
+        self._draws.begin(self._ranks.compare(given, others, self._draws.now()))
+
+    def end(self) -> None:
+        """It ends: raises RuntimeFault where it drew other random numbers than its tensor ranks."""
+        if self._count > 1:
+            self._draws.end()
+
+
+def _refuse(module: torch.nn.Module, how: Any) -> None:
+    kinds = (torch.nn.Linear, torch.nn.Embedding)
+    plain = [kind.forward for kind in kinds]
+    own = "forward" in vars(module) or type(module).__name__ != "Conv1D"
+    if type(module).forward not in plain and own:
+        raise ConfigError(
+            f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}", a '
+            f"{type(module).__name__} with a forward of its own: torch's Linear and Embedding and "
+            f"transformers' Conv1D are cut"
+        )
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option, None):
+            raise ConfigError(
+                f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}", which has '
+                f"{option}: that needs the whole weight on every rank"
+            )
+
+
+class _Layer(Forward):
+    """A layer whose forward is the tensor ranks'. A copy of the model has its own again."""
+
+    def __init__(
+        self, module: torch.nn.Module, around: Callable[..., Any], owner: TensorParallel
+    ) -> None:
+        super().__init__(module, around)
+        self._owner = owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._owner.refuse_parts()
+        return super().__deepcopy__(memo)
+
+    def __reduce__(self) -> Any:
+        self._owner.refuse_parts()
+        return super().__reduce__()
+
+
+class _Attribute:
+    """A module's whole number, of which this rank has a part."""
+
+    def __init__(self, module: torch.nn.Module, key: str, name: str, count: int) -> None:
+        self._module, self._key, self._count = module, key, count
+        self._whole = getattr(module, key)
+        if self._whole % count:
+            raise ConfigError(
+                f'[front::initialize] "{name}" is {self._whole}, which does not divide by {count} '
+                f"tensor ranks"
+            )
+        self.divide()
+
+    def divide(self) -> None:
+        setattr(self._module, self._key, self._whole // self._count)
+
+    def remove(self) -> None:
+        """It is whole again."""
+        setattr(self._module, self._key, self._whole)
+
+
+class _Draws:
+    """Whether what tensor ranks compute alike would be alike: the random numbers of a forward."""
+
+    def __init__(self) -> None:
+        self._alike, self._before = True, ""
+
+    @staticmethod
+    def now() -> str:
+        return hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).hexdigest()
+
+    def begin(self, alike: bool) -> None:
+        self._alike = alike
+        self._before = "" if alike else self.now()
+
+    def end(self) -> None:
+        if not self._alike and self._before != self.now():
+            raise RuntimeFault(
+                "[front::forward] the model drew random numbers (dropout, say), and tensor ranks "
+                "that compute it together draw different ones: seed them alike, with the config's "
+                '"seed" or torch.manual_seed(seed + engine.data_rank)'
+            )

@@ -1,0 +1,32 @@
+#include "penstock/tensor_ranks.h"
+
+#include <pybind11/stl.h>
+
+#include "python/src/module.h"
+
+namespace py = pybind11;
+
+namespace penstock::python {
+
+void bind_tensor_ranks(py::module_& module) {
+  py::class_<TensorModule>(module, "TensorModule")
+      .def_readonly("name", &TensorModule::name)
+      .def_readonly("style", &TensorModule::style)
+      .def_readonly("transposed", &TensorModule::transposed)
+      .def_readonly("heads", &TensorModule::heads)
+      .def_readonly("size", &TensorModule::size);
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<TensorRanks>(module, "TensorRanks")
+      .def(py::init<const Core&>(), py::arg("core"))
+      .def_property_readonly("index", &TensorRanks::index)
+      .def_property_readonly("count", &TensorRanks::count)
+      .def_property_readonly("modules", &TensorRanks::modules)
+      .def("linear", &TensorRanks::linear, py::arg("how"), py::arg("input"), py::arg("weight"),
+           py::arg("bias"), no_gil)
+      .def("embedding", &TensorRanks::embedding, py::arg("how"), py::arg("ids"), py::arg("weight"),
+           py::arg("padding_idx"), no_gil)
+      .def("compare", &TensorRanks::compare, py::arg("inputs"), py::arg("others"),
+           py::arg("draws"), no_gil);
+}
+
+}  // namespace penstock::python

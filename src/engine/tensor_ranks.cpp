@@ -1,0 +1,78 @@
+#include "penstock/tensor_ranks.h"
+
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/linear.h>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/engine/state.h"
+#include "src/parallel/operators.h"
+
+namespace penstock {
+
+TensorRanks::TensorRanks(const Core& core) : state_(core.state_) {
+  if (state_->peers != nullptr) return;
+  throw ConfigError("[engine::TensorRanks] \"mesh.tensor\" is 1: nothing is cut");
+}
+
+int TensorRanks::index() const { return state_->peers->rank(); }
+int TensorRanks::count() const { return state_->peers->size(); }
+const std::vector<TensorModule>& TensorRanks::modules() const { return state_->tensor_modules; }
+
+namespace {
+
+// The rows of the head that this rank's queries look at.
+at::Tensor head_of(const at::Tensor& rows, int64_t heads, const parallel::Peers& peers) {
+  const int64_t each = rows.size(0) / heads, head = peers.rank() * heads / peers.size();
+  return rows.narrow(0, head * each, each);
+}
+
+}  // namespace
+
+at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
+                               const at::Tensor& weight,
+                               const std::optional<at::Tensor>& bias) const {
+  state_->check_open("forward");
+  const parallel::Ranks& peers = state_->peers;
+  const at::Tensor rows = how.transposed ? weight.t() : weight;
+  if (how.style == "row") return parallel::row_linear(input, rows, bias, peers);
+  if (how.style == "row_cut") {
+    return parallel::row_linear(parallel::cut(input, -1, peers), rows, bias, peers);
+  }
+  const at::Tensor replicated = state_->replicated.of(input, peers);
+  if (how.style == "shared") {
+    std::optional<at::Tensor> own;
+    if (bias) own = head_of(*bias, how.heads, *peers);
+    return at::linear(replicated, head_of(rows, how.heads, *peers), own);
+  }
+  const at::Tensor output = at::linear(replicated, rows, bias);
+  if (how.style == "column") return output;
+  return parallel::gather_whole(output, -1, how.size, peers);
+}
+
+at::Tensor TensorRanks::embedding(const TensorModule& how, const at::Tensor& ids,
+                                  const at::Tensor& weight, int64_t padding_idx) const {
+  state_->check_open("forward");
+  const parallel::Ranks& peers = state_->peers;
+  if (how.style == "vocab") {
+    return parallel::embedding(ids, weight, how.size, padding_idx, peers);
+  }
+  const at::Tensor output = at::embedding(weight, ids, padding_idx);
+  if (how.style == "column") return output;
+  return parallel::gather_whole(output, -1, how.size, peers);
+}
+
+bool TensorRanks::compare(const std::vector<at::Tensor>& inputs, const std::string& others,
+                          const std::string& draws) const {
+  state_->check_open("forward");
+  const auto [different, alike] = state_->peers->compare(inputs, others, draws);
+  if (different < 0) return alike;
+  const std::vector<int>& ranks = state_->executor->tensor_ranks().ranks;
+  throw RuntimeFault(concat(
+      "[engine::forward] ranks ", ranks.front(), " and ", ranks[static_cast<size_t>(different)],
+      " compute one model together (mesh.tensor ", count(),
+      ") and were given other inputs: hand samples out by engine.data_rank and engine.data_ranks, "
+      "not by the rank"));
+}
+
+}  // namespace penstock
