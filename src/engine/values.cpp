@@ -155,12 +155,15 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
       const auto unit = static_cast<int>(u);
       const Dtype dtype =
           executor.values().parameters(unit, static_cast<int>(f), room.data().host(), everywhere);
-      if (!arrives) continue;
-      const at::Tensor full =
-          at::from_blob(room.data().host(), {flats[f].numel}, device::scalar_type(dtype));
+      at::Tensor full;
+      if (arrives) {
+        full = at::from_blob(room.data().host(), {flats[f].numel}, device::scalar_type(dtype));
+      }
       for (const exec::Slot& slot : flats[f].slots) {
-        const at::Tensor whole = executor.values().whole_of(
-            slot, full.narrow(0, slot.offset, slot.numel).view(slot.sizes));
+        at::Tensor part;
+        if (arrives) part = full.narrow(0, slot.offset, slot.numel).view(slot.sizes);
+        const at::Tensor whole = everywhere ? executor.values().whole_of(slot, part)
+                                            : executor.values().whole_on_first(slot, part);
         if (wanted) sink(unit, slot, whole);
       }
     }

@@ -146,11 +146,11 @@ void Gradients::sum(const PlannedStep& planned) {
     for (Flat& flat : unit.flats) {
       if (!flat.trainable || flat.tensor != TensorCut::kPartial) continue;
       flat.grads.reserve(flat.grads.size() + 1);
-      Copy* copy = held(flat);
-      if (copy == nullptr) {  // nothing contributed on this rank: the others' sum still counts
-        copy = &zeros_at(rank_.grads_on_disk ? made : rank_.cell(Role::kGrad, Phase::kUpdate), flat);
-        unit.grads.make(copy->place);
-      }
+      // On disk is what earlier backwards left, added up; this one's joins it later.
+      Copy* copy = rank_.grads_on_disk ? &sum_of(flat) : held(flat);
+      // Where nothing contributed on this rank, the others' sum still counts.
+      if (copy == nullptr) copy = &zeros_at(rank_.cell(Role::kGrad, Phase::kUpdate), flat);
+      unit.grads.make(copy->place);
       if (copy->place == made) flat.complete(copy->one());
       sum_over_tensor_ranks(flat, copy->one(), planned.label);
       flat.summed = !rank_.grads_on_disk;

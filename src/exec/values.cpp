@@ -165,27 +165,54 @@ void Values::add_up(const Flat& flat, const at::Tensor& full, const std::string&
 
 // ---- over the tensor axis
 
-at::Tensor Values::whole_of(const Slot& slot, const at::Tensor& part) {
-  const Members& ranks = rank_.tensor_ranks();
-  if (slot.cut.kind != TensorCut::kCut) return part;
-  // Every rank sends as much as the one with the most.
-  const at::Tensor parts = at::zeros({ranks.size(), slot.room}, part.options());
-  parts.select(0, ranks.index).narrow(0, 0, slot.numel).copy_(part.reshape({-1}));
-  rank_.control_channel.all_gather(
-      concat("whole ", slot.name), ranks,
-      {{parts.data_ptr(), slot.room * static_cast<int64_t>(part.element_size())}});
-  at::Tensor whole = at::empty(slot.whole, part.options());
+namespace {
+
+// Every rank sends as much as the one with the most. This rank's part is at `index`.
+at::Tensor room_for_parts(const Slot& slot, int count, int index, const at::Tensor& part) {
+  const auto options = part.defined() ? part.options() : at::TensorOptions(at::kFloat);
+  at::Tensor parts = at::zeros({count, slot.room}, options);
+  if (part.defined()) parts.select(0, index).narrow(0, 0, slot.numel).copy_(part.reshape({-1}));
+  return parts;
+}
+
+at::Tensor put_together(const Slot& slot, const at::Tensor& parts, const Members& ranks) {
+  at::Tensor whole = at::empty(slot.whole, parts.options());
+  const int64_t dim = slot.cut.dim;
   for (int other = 0; other < ranks.size(); ++other) {
     std::vector<int64_t> sizes = slot.whole;
-    sizes.at(slot.cut.dim) = slot.cut.size(other, ranks.size());
-    const at::Tensor theirs = parts.select(0, other).narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
+    sizes.at(dim) = slot.cut.size(other, ranks.size());
+    const at::Tensor theirs =
+        parts.select(0, other).narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
     int64_t at = 0;
     for (const auto& [first, end] : slot.cut.ranges(other, ranks.size())) {
-      whole.narrow(slot.cut.dim, first, end - first).copy_(theirs.narrow(slot.cut.dim, at, end - first));
+      whole.narrow(dim, first, end - first).copy_(theirs.narrow(dim, at, end - first));
       at += end - first;
     }
   }
   return whole;
+}
+
+}  // namespace
+
+at::Tensor Values::whole_of(const Slot& slot, const at::Tensor& part) {
+  if (slot.cut.kind != TensorCut::kCut) return part;
+  const Members& ranks = rank_.tensor_ranks();
+  const at::Tensor parts = room_for_parts(slot, ranks.size(), ranks.index, part);
+  rank_.control_channel.all_gather(
+      concat("whole ", slot.name), ranks,
+      {{parts.data_ptr(), slot.room * static_cast<int64_t>(part.element_size())}});
+  return put_together(slot, parts, ranks);
+}
+
+at::Tensor Values::whole_on_first(const Slot& slot, const at::Tensor& part) {
+  Members ranks = rank_.tensor_ranks();
+  const bool first = rank_.data_ranks().index == 0 && ranks.index == 0;
+  if (slot.cut.kind != TensorCut::kCut) return first ? part : at::Tensor();
+  if (rank_.data_ranks().index > 0) ranks.index = -1;
+  const at::Tensor parts = room_for_parts(slot, first ? ranks.size() : 1, 0, part);
+  rank_.control_channel.collect(concat("whole ", slot.name), ranks, parts.data_ptr(),
+                                slot.room * static_cast<int64_t>(parts.element_size()));
+  return first ? put_together(slot, parts, ranks) : at::Tensor();
 }
 
 at::Tensor Values::part_of(const Slot& slot, const at::Tensor& whole) const {

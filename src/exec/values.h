@@ -24,6 +24,8 @@ class Values {
   // Of a parameter that tensor ranks have cut: all of it, made of every rank's part, in the part's
   // dtype; and this rank's part of it, a copy. Else the values as they are. [its tensor ranks]
   at::Tensor whole_of(const Slot& slot, const at::Tensor& part);
+  // The same on rank 0 alone, of its tensor ranks' parts; undefined elsewhere. [all ranks]
+  at::Tensor whole_on_first(const Slot& slot, const at::Tensor& part);
   at::Tensor part_of(const Slot& slot, const at::Tensor& whole) const;
   // Rank 0's `full` (fp32) becomes the resting copy and the optimizer's first state.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);

@@ -40,6 +40,7 @@ TIERS = [
 @pytest.mark.parametrize("world", [2, 4])
 def test_tiers(world, strategy, precision, accumulate, offload, pools, largest, tmp_path):
     case = Case(strategy, precision, accumulate, world, model="parts", tensor=2)
-    settings = {"offload": offload | {"path": str(tmp_path)}}
+    path = {"path": str(tmp_path)} if DISK in offload.values() else {}
+    settings = {"offload": offload | path}
     outcomes = pools(world).run(training.train_with, case, settings)
     compare.assert_equal(case, outcomes, largest, lambda asked: training.reference(*asked))
