@@ -103,7 +103,8 @@ class TensorParallel:
         """A forward begins: raises RuntimeFault where tensor ranks were given other inputs."""
         if self._count == 1:
             return
-        given = list(tree.tensors_in(inputs))
+        # What other objects hold (a cache of keys and values) may be a rank's own part.
+        given, _ = tree.take_out(inputs)
         others = f"{model.training} {torch.is_grad_enabled()}"
         self._draws.begin(self._ranks.compare(given, others, self._draws.now()))
 

@@ -1,0 +1,87 @@
+"""Models of transformers on tensor ranks: what they do with an engine is what they do with plain
+torch, without a word about their layers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import hugging_face as hf
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+pytestmark = pytest.mark.timeout(180)
+LIMIT = 1e-5  # as compare.WEIGHT_LIMIT
+
+ODD = {"vocab_size": 67}  # which no number of ranks divides
+hf.KINDS |= {
+    "qwen3": (
+        transformers.Qwen3Config,
+        transformers.Qwen3ForCausalLM,
+        hf.LLAMA | {"head_dim": 8, "tie_word_embeddings": True},
+    ),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, hf.LLAMA),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, hf.LLAMA),
+    "opt": (
+        transformers.OPTConfig,
+        transformers.OPTForCausalLM,
+        {"vocab_size": hf.VOCAB, "hidden_size": hf.WIDTH, "ffn_dim": hf.INNER}
+        | {"num_hidden_layers": 2, "num_attention_heads": hf.HEADS, "dropout": 0.0}
+        | {"max_position_embeddings": hf.PLACES, "word_embed_proj_dim": hf.WIDTH}
+        | hf.SPECIAL,
+    ),
+}
+
+
+def trains(engine: Any, kind: str, rank: int) -> dict[str, Any]:
+    losses = []
+    for step in range(3):
+        loss = engine(**hf.batch(kind, step, rank)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.eval()
+    with torch.no_grad():
+        seen = engine(**hf.batch(kind, 9, rank)).logits.clone()
+    engine.train()
+    told = {"losses": losses, "logits": seen}
+    if kind in ("bert", "t5"):
+        return told
+    return told | {"said": engine.generate(**hf.prompts(rank), max_new_tokens=5)}
+
+
+def compared(kind: str, strategy: str, tensor: int, extra: Any, config: Any) -> dict[str, float]:
+    """On a rank: as hf.compared(), where `tensor` ranks have the same samples."""
+    rank = dist.get_rank() // tensor
+    build = functools.partial(hf.build, **extra)
+    model = build(kind)
+    ours = hf.told(hf.start(strategy, model, config | {"mesh": {"tensor": tensor}}), trains, kind, rank)
+    theirs = hf.told(hf.Plain(build(kind)), trains, kind, rank)
+    return {name: hf.far(ours[name], theirs[name]) for name in theirs}
+
+
+CASES = [
+    ("llama", "zero3", 2, 2, {}, {}),
+    ("llama", "zero2", 4, 4, {}, {}),  # more tensor ranks than keys and values
+    ("llama", "zero3", 4, 2, ODD, {"activations": {"checkpoint": "unit"}}),
+    ("llama", "ddp", 2, 2, ODD | {"tie_word_embeddings": True}, {}),
+    ("mistral", "zero1", 2, 2, {}, {}),
+    ("qwen3", "zero3", 2, 2, {}, {}),
+    ("qwen3", "zero3", 4, 4, ODD, {}),
+    ("phi3", "zero3", 2, 2, {}, {}),
+    ("gpt2", "zero3", 2, 2, ODD, {}),
+    ("gpt2", "zero2", 4, 4, {}, {}),
+    ("opt", "zero3", 2, 2, {}, {}),
+    ("bert", "zero3", 2, 2, {}, {}),
+    ("t5", "zero3", 2, 2, {}, {}),
+    ("t5", "zero2", 4, 2, ODD, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "strategy", "world", "tensor", "extra", "config"), CASES)
+def test_trains(kind, strategy, world, tensor, extra, config, pools):
+    for rank, apart in enumerate(pools(world).run(compared, kind, strategy, tensor, extra, config)):
+        beyond = {name: value for name, value in apart.items() if not value <= LIMIT}
+        assert not beyond, f"rank {rank} is apart from plain torch: {beyond}"
