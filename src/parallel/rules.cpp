@@ -149,6 +149,8 @@ class Cutter {
     }
   }
 
+  bool knows(int param) const { return given_.count(param) > 0; }
+
   void give(int index, const Cut& cut, const Rule& rule) {
     const ParamInfo& param = tree_.params[index];
     const auto [at, added] = given_.emplace(index, &rule);
@@ -261,8 +263,9 @@ std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>&
   for (size_t index = 0; index < tree->params.size(); ++index) {
     for (Rule& rule : parsed) {
       if (!matches(rule, tree->params[index].name)) continue;
-      rule.used = true;
       const Style style = rule.row->style;
+      rule.used = true;
+      if (cutter.knows(static_cast<int>(index))) break;  // its module's rule counts
       if (style != Style::kPartial && style != Style::kWhole) {
         rule.fail(concat("\"", tree->params[index].name,
                          "\" is a parameter, which is \"partial\" or \"whole\": name its module"));

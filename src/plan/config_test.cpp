@@ -312,7 +312,11 @@ INSTANTIATE_TEST_SUITE_P(
 INSTANTIATE_TEST_SUITE_P(
     NotYet, BadConfigTest,
     testing::Values(
-        Bad{R"({"mesh": {"tensor": 2}})", {R"("mesh.tensor" is 2)", "does not support tensor"}},
+        Bad{R"({"mesh": {"tensor": 0}})", {R"("mesh.tensor" is 0)", "a whole number >= 1"}},
+        Bad{R"({"parallel": {"rules": ["*"]}})", {"parallel.rules", "{name pattern: style}"}},
+        Bad{R"({"parallel": {"rules": {"*.up": 3}}})", {"\"parallel.rules.*.up\" is 3"}},
+        Bad{R"({"parallel": {"rules": {"": "row"}}})", {"an empty name pattern"}},
+        Bad{R"({"parallel": {"rule": {}}})", {"did you mean \"parallel.rules\"?"}},
         Bad{R"({"mesh": {"pipeline": 2}})", {"does not support pipeline"}},
         Bad{R"({"mesh": {"sequence": 2}})", {"does not support sequence"}},
         Bad{R"({"mesh": {"expert": 2}})", {"does not support expert"}},
