@@ -17,15 +17,15 @@ namespace penstock {
 // A module that the rules cut.
 struct TensorModule {
   std::string name;
-  std::string style;         // "column", "row", ... (docs/parallel.md)
-  bool transposed = false;   // its weight is [in, out]
-  int64_t heads = 0;         // of style "shared": key and value heads, fewer than ranks
-  int64_t size = 0;          // of its output over all ranks
+  std::string style;        // "column", "row", ... (docs/parallel.md)
+  bool transposed = false;  // its weight is [in, out]
+  int64_t heads = 0;        // of style "shared": key and value heads, fewer than ranks
+  int64_t size = 0;         // of its output over all ranks
 };
 
 // A view of a core with mesh.tensor > 1, for the thread that runs the model. All tensor ranks make
-// the same calls in the same order, inside the model's forward; backwards exchange by themselves. No
-// second derivatives (RuntimeFault).
+// the same calls in the same order, inside the model's forward; backwards exchange by themselves.
+// No second derivatives (RuntimeFault).
 class PENSTOCK_API TensorRanks {
  public:
   // Throws ConfigError where nothing is cut.
@@ -44,8 +44,8 @@ class PENSTOCK_API TensorRanks {
   // 0: none. Throws c10::IndexError, as torch does.
   at::Tensor embedding(const TensorModule& how, const at::Tensor& ids, const at::Tensor& weight,
                        int64_t padding_idx) const;
-  // Throws RuntimeFault on all tensor ranks where they have not the same inputs of a forward (values
-  // and a text of what else counts). Returns whether they have the same `draws`.
+  // Throws RuntimeFault on all tensor ranks where they have not the same inputs of a forward
+  // (values and a text of what else counts). Returns whether they have the same `draws`.
   bool compare(const std::vector<at::Tensor>& inputs, const std::string& others,
                const std::string& draws) const;
 

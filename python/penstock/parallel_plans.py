@@ -133,8 +133,12 @@ def _of_transformers(model: torch.nn.Module, plan: Mapping[str, str], tensor: in
 def _check_heads(config: Any, tensor: int, shared: bool) -> int:
     """The number of key and value heads where they are fewer than ranks, else 0."""
     queries = next(
-        (getattr(config, name) for name in ("num_attention_heads", "num_heads", "n_head")
-         if hasattr(config, name)), 0
+        (
+            getattr(config, name)
+            for name in ("num_attention_heads", "num_heads", "n_head")
+            if hasattr(config, name)
+        ),
+        0,
     )
     keys = getattr(config, "num_key_value_heads", None) or queries
     if queries % tensor:

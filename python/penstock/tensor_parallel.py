@@ -91,7 +91,7 @@ class TensorParallel:
         self.whole += 1
         if self.whole == 1:
             for one in self._attributes:
-                one.remove()
+                one.make_whole()
 
     def __exit__(self, *_: Any) -> None:
         self.whole -= 1
@@ -166,9 +166,13 @@ class _Attribute:
     def divide(self) -> None:
         setattr(self._module, self._key, self._whole // self._count)
 
-    def remove(self) -> None:
-        """It is whole again."""
+    def make_whole(self) -> None:
         setattr(self._module, self._key, self._whole)
+
+    def remove(self) -> None:
+        """The engine is closed: it is whole for good."""
+        self._count = 1
+        self.make_whole()
 
 
 class _Draws:

@@ -25,8 +25,8 @@ void bind_tensor_ranks(py::module_& module) {
            py::arg("bias"), no_gil)
       .def("embedding", &TensorRanks::embedding, py::arg("how"), py::arg("ids"), py::arg("weight"),
            py::arg("padding_idx"), no_gil)
-      .def("compare", &TensorRanks::compare, py::arg("inputs"), py::arg("others"),
-           py::arg("draws"), no_gil);
+      .def("compare", &TensorRanks::compare, py::arg("inputs"), py::arg("others"), py::arg("draws"),
+           no_gil);
 }
 
 }  // namespace penstock::python

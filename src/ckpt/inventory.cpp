@@ -74,7 +74,8 @@ std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, i
   const bool apart = holding.flat->tensor == TensorCut::kCut;
   int64_t index = 0, count = 0;
   for (int other = 0; other < mesh.world(); ++other) {
-    if (apart && mesh.coordinate(other, Axis::kTensor) != mesh.coordinate(rank, Axis::kTensor)) continue;
+    if (apart && mesh.coordinate(other, Axis::kTensor) != mesh.coordinate(rank, Axis::kTensor))
+      continue;
     if (shard_index(holding.place, mesh, other) != own) continue;
     index += other < rank ? 1 : 0;
     ++count;

@@ -67,10 +67,11 @@ void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
                      param.sizes() == sizes;
   old->set_data_ptr_noswap(c10::DataPtr(nullptr, old->device()));
   if (stays) return old->set_resizable(false);
-  exec::set_guard(*old,
-                  "[engine::initialize] this looks at a parameter as it was before initialize(), "
-                  "which gave it another dtype, layout or part: take views after that, and clone what is "
-                  "to be kept");
+  exec::set_guard(
+      *old,
+      "[engine::initialize] this looks at a parameter as it was before initialize(), "
+      "which gave it another dtype, layout or part: take views after that, and clone what is "
+      "to be kept");
   own_storage(param, dtype, sizes);
 }
 
@@ -161,7 +162,8 @@ void Adoption::take_flat(exec::Flat& flat, const std::string& label, const Model
     }
     full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
     if (is_tile(slot, tree)) {
-      own_storage(slot.param, flat.dtype, slot.sizes);  // its memory is the whole's, which may be looked at
+      own_storage(slot.param, flat.dtype,
+                  slot.sizes);  // its memory is the whole's, which may be looked at
     } else {
       take_storage(slot.param, flat.dtype, slot.sizes);
     }

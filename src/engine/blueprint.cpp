@@ -52,7 +52,8 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
       }
       flat->add(slot, unit.name);
     }
-    for (exec::Flat& flat : unit.flats) flat.seal(axes.num_data * (flat.tensor == TensorCut::kPartial ? axes.num_tensor : 1));
+    for (exec::Flat& flat : unit.flats)
+      flat.seal(axes.num_data * (flat.tensor == TensorCut::kPartial ? axes.num_tensor : 1));
     units.push_back(std::move(unit));
   }
   return units;
@@ -92,9 +93,10 @@ void check_tensor(const ModelTree& tree, const Config& config) {
     throw ConfigError(concat("[engine::draw] \"mesh.tensor\" is ", config.mesh.tensor, ": ", what));
   };
   if (config.parallel.rules.empty()) {
-    fail(concat("nothing says how the model's layers are cut: give \"parallel.rules\" a style for "
-                "each of them (docs/parallel.md). Those that could be: ",
-                parallel::names_of_matrices(tree)));
+    fail(
+        concat("nothing says how the model's layers are cut: give \"parallel.rules\" a style for "
+               "each of them (docs/parallel.md). Those that could be: ",
+               parallel::names_of_matrices(tree)));
   }
   if (config.tiling.any()) fail("tiles of one rank's layers (\"tiling\") are not cut further yet");
   for (const ParamInfo& info : tree.params) {
@@ -129,8 +131,9 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   if (tensor > 1) check_tensor(tree, config);
   std::vector<parallel::Ruled> ruled = parallel::apply(config.parallel.rules, tensor, &tree);
   if (tensor > 1) drawn.ruled = std::move(ruled);
-  drawn.split = tiles::split_large(tensor > 1 ? tree : given, config.tiling,
-                                   [&](const ParamInfo& param) { return compute_dtype(config, param); });
+  drawn.split =
+      tiles::split_large(tensor > 1 ? tree : given, config.tiling,
+                         [&](const ParamInfo& param) { return compute_dtype(config, param); });
   drawn.specs = find_units(drawn.split.tree, config.units);
   drawn.units = lay_out(drawn.split.tree, drawn.specs, config,
                         {drawn.mesh.data(), drawn.mesh.coordinate(rank, Axis::kTensor), tensor});
@@ -206,8 +209,8 @@ std::string fingerprint(const std::vector<exec::UnitState>& units) {
     for (const exec::Flat& flat : unit.flats) {
       for (const exec::Slot& slot : flat.slots) {
         text += concat("parameter \"", slot.name, "\" ", at::IntArrayRef(slot.whole), " ",
-                       dtype_name(flat.dtype), flat.trainable ? "" : " frozen",
-                       text_of(slot.cut), " in unit ", unit.name, "\n");
+                       dtype_name(flat.dtype), flat.trainable ? "" : " frozen", text_of(slot.cut),
+                       " in unit ", unit.name, "\n");
       }
     }
   }

@@ -88,7 +88,8 @@ void Border::look_at(Param& param) {
                               " now: the engine keeps where it was initialized. close() before and "
                               "initialize again"));
   }
-  if (tensor.sizes() != (slot->shown ? at::IntArrayRef(slot->whole) : at::IntArrayRef(param.sizes))) {
+  if (tensor.sizes() !=
+      (slot->shown ? at::IntArrayRef(slot->whole) : at::IntArrayRef(param.sizes))) {
     refuse(param.name, concat("was ", at::IntArrayRef(param.sizes), " and is ", tensor.sizes(),
                               " now: close() before and initialize again"));
   }

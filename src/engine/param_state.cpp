@@ -273,8 +273,9 @@ std::pair<int64_t, at::Tensor> Values::local_state(const std::string& param,
   int64_t numel = 0;
   for (const Own& part : parts) {
     if (part.begin != parts.front().begin + numel) {
-      throw ConfigError(concat("[engine::local_state] this rank has several pieces of \"", param,
-                               "\", which is in tiles or cut over tensor ranks: look at the whole of it"));
+      throw ConfigError(
+          concat("[engine::local_state] this rank has several pieces of \"", param,
+                 "\", which is in tiles or cut over tensor ranks: look at the whole of it"));
     }
     numel += static_cast<int64_t>(part.values.size());
   }

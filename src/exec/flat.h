@@ -1,6 +1,6 @@
 #pragma once
-// Flat: parameters of one unit that share dtype, trainability and cut, in one range; and UnitState, the
-// copies of a unit's roles.
+// Flat: parameters of one unit that share dtype, trainability and cut, in one range; and UnitState,
+// the copies of a unit's roles.
 //
 // [Note: Windows] Each parameter keeps its own StorageImpl for life. Its DataPtr is a non-owning
 // window into the flat copy that computes now; freeing drops the pointer and keeps nbytes (shapes
@@ -36,7 +36,7 @@ struct Slot {
   uint32_t version = 0;  // of the parameter, when its window was set
   int index = 0;         // in the model
   Cut cut{};             // what this rank has of it
-  std::vector<int64_t> sizes, whole;  // of that; of all of it
+  std::vector<int64_t> sizes, whole;                  // of that; of all of it
   std::vector<std::pair<int64_t, int64_t>> ranges{};  // of that along cut.dim
   int64_t offset = 0, numel = 0;
   int64_t room = 0;      // as many as the tensor rank with the most has

@@ -292,8 +292,7 @@ void Values::refresh(int index) {
     Buffer& whole = find(flat.params, rank_.whole())->one();
     const at::Tensor values = on_host(whole);
     rank_.control_channel.broadcast(concat("refresh u", index), rank_.owners_of(flat),
-                                    bytes_of(values),
-                                    whole.bytes());
+                                    bytes_of(values), whole.bytes());
     if (whole.data().device != nullptr) device::copy(whole.data(), bytes_of(values), whole.bytes());
     write(flat, 0, flat.numel, whole.data());
     for (Slot& slot : flat.slots) slot.version = slot.param._version();

@@ -20,19 +20,20 @@ namespace penstock::parallel {
 using Ranks = std::shared_ptr<Peers>;
 
 at::Tensor replicate(const at::Tensor& whole, const Ranks& peers);  // I to R; backward sums
-// As replicate(), where the last one was of the same value and is still in use: that. So layers that
-// read one value (queries, keys, values) have its gradient added up once, together.
+// As replicate(), where the last one was of the same value and is still in use: that. So layers
+// that read one value (queries, keys, values) have its gradient added up once, together.
 class Replicated {
  public:
   at::Tensor of(const at::Tensor& whole, const Ranks& peers);
 
  private:
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
-  Weak input_{c10::intrusive_ptr<c10::TensorImpl>()}, output_{c10::intrusive_ptr<c10::TensorImpl>()};
+  Weak input_{c10::intrusive_ptr<c10::TensorImpl>()},
+      output_{c10::intrusive_ptr<c10::TensorImpl>()};
   int64_t version_ = 0;
   bool grad_ = false;
 };
-at::Tensor sum(const at::Tensor& partial, const Ranks& peers);      // P to I; backward: nothing
+at::Tensor sum(const at::Tensor& partial, const Ranks& peers);  // P to I; backward: nothing
 at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim, const Ranks& peers);  // P to V
 at::Tensor gather(const at::Tensor& part, int64_t dim, const Ranks& peers);          // V to R
 // V to I: `size` along `dim`, of which each rank has its share() (penstock/cut.h).

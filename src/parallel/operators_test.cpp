@@ -1,6 +1,5 @@
 #include "src/parallel/operators.h"
 
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cross_entropy_loss.h>
@@ -182,13 +181,13 @@ TEST_P(Operators, EmbeddingOfAnyVocabulary) {
       });
     }
   }
-  EXPECT_THROW(
-      on_ranks(size_,
-               [&](const Ranks& peers) -> Tensors {
-                 const auto [first, end] = share(10, peers->rank(), peers->size());
-                 return {embedding(at::tensor({3, 10}), at::randn({end - first, 4}), 10, -1, peers)};
-               }),
-      c10::IndexError);
+  EXPECT_THROW(on_ranks(size_,
+                        [&](const Ranks& peers) -> Tensors {
+                          const auto [first, end] = share(10, peers->rank(), peers->size());
+                          return {embedding(at::tensor({3, 10}), at::randn({end - first, 4}), 10,
+                                            -1, peers)};
+                        }),
+               c10::IndexError);
 }
 
 struct LossCase {
@@ -229,6 +228,27 @@ TEST_P(Operators, CrossEntropyOverACutVocabulary) {
     });
     for (const Tensors& other : results) EXPECT_TRUE(other[0].equal(results[0][0]));
   }
+}
+
+TEST_P(Operators, ReplicatedOnceForAllThatReadIt) {
+  on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+    Replicated last;
+    const at::Tensor leaf_value = leaf(at::ones({3}));
+    const at::Tensor value = leaf_value.mul(1);
+    const at::Tensor one = last.of(value, peers);
+    EXPECT_TRUE(last.of(value, peers).is_same(one));
+    {
+      const at::NoGradGuard no_grad;
+      EXPECT_FALSE(last.of(value, peers).requires_grad());
+    }
+    const at::Tensor again = last.of(value, peers);
+    EXPECT_TRUE(again.requires_grad());
+    value.add_(1);
+    EXPECT_FALSE(last.of(value, peers).is_same(again));
+    last.of(value, peers).sum().backward();
+    EXPECT_EQ(leaf_value.grad()[0].item<double>(), peers->size());
+    return {};
+  });
 }
 
 TEST_P(Operators, UnevenSharesAreGathered) {

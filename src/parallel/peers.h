@@ -35,8 +35,8 @@ class Peers {
   // This rank's part along `dim` of the sum. Throws c10::Error where it does not divide evenly.
   at::Tensor sum_and_cut(const at::Tensor& addend, int64_t dim);
 
-  // The first rank whose values (their bytes, sizes and dtypes) or text are not those of rank 0, < 0:
-  // none; and whether all have the same `other` text.
+  // The first rank whose values (their bytes, sizes and dtypes) or text are not those of rank 0, <
+  // 0: none; and whether all have the same `other` text.
   std::pair<int, bool> compare(const std::vector<at::Tensor>& values, const std::string& text,
                                const std::string& other);
 

@@ -21,9 +21,9 @@ struct StyleRow {
   bool takes_sizes;
 };
 constexpr StyleRow kStyles[] = {
-    {"column", Style::kColumn, true},   {"column_gather", Style::kColumnGather, true},
-    {"row", Style::kRow, true},         {"row_cut", Style::kRowCut, true},
-    {"vocab", Style::kVocab, false},    {"shared", Style::kShared, true},
+    {"column", Style::kColumn, true},    {"column_gather", Style::kColumnGather, true},
+    {"row", Style::kRow, true},          {"row_cut", Style::kRowCut, true},
+    {"vocab", Style::kVocab, false},     {"shared", Style::kShared, true},
     {"partial", Style::kPartial, false}, {"whole", Style::kWhole, false},
 };
 constexpr const char* kDivide = "divide";  // the front's
@@ -173,7 +173,8 @@ class Cutter {
     } else if (ruled.style == Style::kColumn || ruled.style == Style::kColumnGather) {
       give(matrix.weight, {TensorCut::kCut, 1, parts(weight.size(1), module, rule)}, rule);
     } else {
-      rule.fail(concat("\"", module.name, "\" is an embedding: \"vocab\", \"column\" or "
+      rule.fail(concat("\"", module.name,
+                       "\" is an embedding: \"vocab\", \"column\" or "
                        "\"column_gather\""));
     }
     return ruled;
@@ -199,8 +200,8 @@ class Cutter {
     if (rule.sizes.size() == 1) {
       const int64_t number = rule.sizes.front();
       if (size % number != 0) {
-        rule.fail(concat("\"", module.name, "\" has ", size, ", which is not ", number,
-                         " equal parts"));
+        rule.fail(
+            concat("\"", module.name, "\" has ", size, ", which is not ", number, " equal parts"));
       }
       parts.assign(static_cast<size_t>(number), size / number);
     }
@@ -209,9 +210,8 @@ class Cutter {
     }
     for (const int64_t part : parts) {
       if (part % count_ == 0 || rule.row->style == Style::kVocab) continue;
-      rule.fail(concat("\"", module.name, "\" has ", part,
-                       parts.size() > 1 ? " in a part" : "", ", which does not divide by ", count_,
-                       " tensor ranks (mesh.tensor)"));
+      rule.fail(concat("\"", module.name, "\" has ", part, parts.size() > 1 ? " in a part" : "",
+                       ", which does not divide by ", count_, " tensor ranks (mesh.tensor)"));
     }
     return parts;
   }

@@ -37,9 +37,9 @@ struct Ruled {
 // "column:3" (three equal parts, [Q|K|V]), "column:64,16,16" (parts of these sizes),
 // "column_gather", "row" and "row_cut" (with parts likewise), "vocab", "shared:2" (so many heads,
 // fewer than ranks), "partial", "whole", and "divide" or "divide:2", which are for attributes of
-// modules and the front's. A pattern may also name a parameter, to be "partial" or "whole". The first rule that
-// matches counts. Throws ConfigError for rules that match nothing, cannot be, or contradict each
-// other on a shared parameter.
+// modules and the front's. A pattern may also name a parameter, to be "partial" or "whole". The
+// first rule that matches counts. Throws ConfigError for rules that match nothing, cannot be, or
+// contradict each other on a shared parameter.
 std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
                          ModelTree* tree);
 

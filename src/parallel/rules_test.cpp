@@ -1,7 +1,7 @@
 #include "src/parallel/rules.h"
 
-#include <gtest/gtest.h>
 #include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
 
 #include "penstock/error.h"
 
@@ -43,10 +43,14 @@ std::string told(const Rules& rules, int count = 2) {
 
 TEST(Rules, GiveParametersTheirCuts) {
   ModelTree model = tree();
-  const std::vector<Ruled> ruled =
-      apply({{"*.qkv", "column:3"}, {"*.proj", "row"}, {"mlp", "column"}, {"norm", "partial"},
-             {"wte", "vocab"}, {"head", "vocab"}, {"attn.heads", "divide"}},
-            2, &model);
+  const std::vector<Ruled> ruled = apply({{"*.qkv", "column:3"},
+                                          {"*.proj", "row"},
+                                          {"mlp", "column"},
+                                          {"norm", "partial"},
+                                          {"wte", "vocab"},
+                                          {"head", "vocab"},
+                                          {"attn.heads", "divide"}},
+                                         2, &model);
   ASSERT_EQ(ruled.size(), 6);
   const auto cut = [&](size_t index) { return model.params[index].cut; };
   EXPECT_EQ(cut(0), (Cut{TensorCut::kCut, 0, {11}}));

@@ -6,6 +6,7 @@ from border import AT_THE_BORDER
 from device import BESIDE_A_DEVICE
 from planted import Mutation, Program, Pytest, draw, gtest, ranks
 from saves import OF_CHECKPOINTS
+from tensor import OVER_TENSOR_RANKS
 
 CHUNKS = ranks("*Chunks*")
 GRAD_DISK = ranks("*_grad_disk")
@@ -564,4 +565,4 @@ MUTATIONS = [
         BATCH_NORM,
     ),
 ]
-MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS + BESIDE_A_DEVICE
+MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS + BESIDE_A_DEVICE + OVER_TENSOR_RANKS

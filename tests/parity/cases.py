@@ -99,7 +99,9 @@ def tensor_matrix() -> list[Case]:
     meshes = [(world, tensor) for world, tensor in [(2, 2), (4, 2), (4, 4), (6, 2)]]
     flip = random.Random(0)
     return [
-        Case(strategy, precision, accumulate, world, recompute, "parts", flip.random() < 0.5, tensor)
+        Case(
+            strategy, precision, accumulate, world, recompute, "parts", flip.random() < 0.5, tensor
+        )
         for world, tensor in meshes
         for strategy in STRATEGIES + (NODE_STRATEGIES if world // tensor == 2 else [])
         for precision in [*PRECISIONS, "fp16"]

@@ -55,9 +55,9 @@ class Block(nn.Module):
 class Parts(nn.Module):
     """A GPT whose embedding is its head."""
 
-    def __init__(self, recompute: str = "off", tied: bool = True) -> None:
+    def __init__(self, recompute: str = "off", tied: bool = True, twice: bool = False) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.twice = recompute, twice
         self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQ, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
@@ -72,6 +72,8 @@ class Parts(nn.Module):
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = run_block(block, x, self.recompute)
+        if self.twice:  # the gradients of its first use come late
+            x = run_block(self.blocks[0], x, self.recompute)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

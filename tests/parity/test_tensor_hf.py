@@ -57,7 +57,9 @@ def compared(kind: str, strategy: str, tensor: int, extra: Any, config: Any) -> 
     rank = dist.get_rank() // tensor
     build = functools.partial(hf.build, **extra)
     model = build(kind)
-    ours = hf.told(hf.start(strategy, model, config | {"mesh": {"tensor": tensor}}), trains, kind, rank)
+    ours = hf.told(
+        hf.start(strategy, model, config | {"mesh": {"tensor": tensor}}), trains, kind, rank
+    )
     theirs = hf.told(hf.Plain(build(kind)), trains, kind, rank)
     return {name: hf.far(ours[name], theirs[name]) for name in theirs}
 

@@ -90,9 +90,7 @@ def pytest_generate_tests(metafunc):
 def test_any_into_any(pair, pools, tmp_path):
     source, target = pair
     saved, again = tmp_path / "saved", tmp_path / "again"
-    was = pools(source[0]).run(
-        save_trained, config_of(*source, "fp32", tmp_path), str(saved)
-    )
+    was = pools(source[0]).run(save_trained, config_of(*source, "fp32", tmp_path), str(saved))
     found = pools(target[0]).run(
         load_and_save, config_of(*target, "fp32", tmp_path), str(saved / "one"), str(again)
     )

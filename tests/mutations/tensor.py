@@ -1,0 +1,159 @@
+"""What ranks that compute one model together owe each other, left out or done twice."""
+
+from __future__ import annotations
+
+from planted import Mutation, Pytest, gtest
+
+GRADIENTS, VALUES, WHOLES = "src/exec/gradients.cpp", "src/exec/values.cpp", "src/engine/wholes.cpp"
+OPERATORS, RULES = "src/parallel/operators.cpp", "src/parallel/rules.cpp"
+
+
+def life(story: str) -> Pytest:
+    return Pytest(("tests/parity/test_tensor_life.py", "-k", story))
+
+
+MESH = Pytest(("tests/parity/test_tensor.py", "-k", "world2 and fp32 and zero"))
+ON_DISK = Pytest(("tests/parity/test_tensor.py", "-k", "tiers and 2-zero2"))
+CHECKPOINTS = Pytest(("tests/python/test_checkpoint_tensor.py",))
+
+OVER_TENSOR_RANKS = [
+    Mutation(
+        "addends of a gradient are not added up over tensor ranks",
+        GRADIENTS,
+        "      sum_over_tensor_ranks(flat, copy->one(), planned.label);\n",
+        "",
+        MESH,
+    ),
+    Mutation(
+        "the norm is that of gradients before they were added up",
+        GRADIENTS,
+        "  flat.uncount();\n  const int64_t scratch",
+        "  const int64_t scratch",
+        MESH,
+    ),
+    Mutation(
+        "the norm counts what tensor ranks have alike once a rank",
+        GRADIENTS,
+        "  if (flat.tensor != TensorCut::kCut && rank_.tensor_ranks().index > 0) return 0.0;\n",
+        "",
+        MESH,
+    ),
+    Mutation(
+        "gradients that are read lack the other ranks' addends",
+        VALUES,
+        "  if (!rank_.grads_on_disk) add_up(flat, full, label);\n",
+        "",
+        MESH,
+    ),
+    Mutation(
+        "gradients that were set are added up once more",
+        GRADIENTS,
+        "open ? factor / rank_.tensor_ranks().size() : factor",
+        "factor",
+        life("changes_gradients"),
+    ),
+    Mutation(
+        "a late addend is not added up",
+        GRADIENTS,
+        "      if (late && from == made) "
+        "sum_over_tensor_ranks(flat, source->one(), planned.label);\n",
+        "",
+        life("twice"),
+    ),
+    Mutation(
+        "what was added up for an update that did not come is added up again",
+        "src/engine/state.cpp",
+        "    executor->gradients().reopen();\n",
+        "",
+        life("window_open"),
+    ),
+    Mutation(
+        "gradients on disk are added up each time with those before",
+        GRADIENTS,
+        "rank_.grads_on_disk ? &sum_of(flat) : held(flat)",
+        "held(flat)",
+        ON_DISK,
+    ),
+    Mutation(
+        "a column's input is taken for a value that all ranks use alike",
+        OPERATORS,
+        "  at::Tensor made = replicate(whole, peers);\n",
+        "  at::Tensor made = whole.view_as(whole);\n",
+        MESH,
+    ),
+    Mutation(
+        "the gradient of a sum is added up again",
+        OPERATORS,
+        "return way(partial, Way::kSum, Way::kNothing, 0, peers);",
+        "return way(partial, Way::kSum, Way::kSum, 0, peers);",
+        MESH,
+    ),
+    Mutation(
+        "a row's bias is added once a rank",
+        OPERATORS,
+        "  const at::Tensor output = sum(at::linear(input, weight), peers);\n",
+        "  const at::Tensor output = sum(at::linear(input, weight, bias), peers);\n  return output;\n",
+        MESH,
+    ),
+    Mutation(
+        "a value that was written to since stands for what it is now",
+        OPERATORS,
+        "                     version_ == whole._version() && ",
+        "                     ",
+        gtest("src/parallel/parallel_test", "*Replicated*"),
+    ),
+    Mutation(
+        "fused layers are cut as if they were one",
+        RULES,
+        "      parts.assign(static_cast<size_t>(number), size / number);\n",
+        "      parts = {size};\n",
+        MESH,
+    ),
+    Mutation(
+        "ranks begin with weights of their own",
+        "src/engine/adoption.cpp",
+        """      executor_.broadcast(concat(label, " ", slot.name), initial.data_ptr(),
+                          static_cast<int64_t>(initial.nbytes()));
+""",
+        "",
+        life("evaluates"),
+    ),
+    Mutation(
+        "every rank keeps what it wrote into gathered parameters",
+        WHOLES,
+        """    executor_.broadcast(concat("written ", slot.name), whole.data_ptr(),
+                        static_cast<int64_t>(whole.nbytes()));
+""",
+        "",
+        life("writes_gathered"),
+    ),
+    Mutation(
+        "parameters stay whole after gathered()",
+        WHOLES,
+        "    set_window(slot.param, slot.window, slot.param.scalar_type(), slot.sizes);\n",
+        "",
+        life("reads_gathered"),
+    ),
+    Mutation(
+        "tensor ranks share the work of writing what only one of them has",
+        "src/ckpt/inventory.cpp",
+        "    if (apart && mesh.coordinate(other, Axis::kTensor) != "
+        "mesh.coordinate(rank, Axis::kTensor))\n      continue;\n",
+        "",
+        CHECKPOINTS,
+    ),
+    Mutation(
+        "ranks that compute together are seeded apart",
+        "python/penstock/engine.py",
+        "torch.manual_seed(self.config.seed + self.data_rank)",
+        "torch.manual_seed(self.config.seed + ranks.rank())",
+        life("dropout"),
+    ),
+    Mutation(
+        "a copy of the model keeps divided numbers",
+        "python/penstock/tensor_parallel.py",
+        "                one.make_whole()\n",
+        "                pass\n",
+        life("reads_gathered"),
+    ),
+]
