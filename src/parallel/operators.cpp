@@ -216,16 +216,16 @@ at::Tensor replicate(const at::Tensor& whole, const Ranks& peers) {
   return way(whole, Way::kNothing, Way::kSum, 0, peers);
 }
 at::Tensor Replicated::of(const at::Tensor& whole, const Ranks& peers) {
-  const bool known = input_.lock().get() == whole.unsafeGetTensorImpl() &&
-                     version_ == whole._version() && grad_ == at::GradMode::is_enabled();
+  if (!at::GradMode::is_enabled() || !whole.requires_grad()) return whole;
+  const bool known =
+      input_.lock().get() == whole.unsafeGetTensorImpl() && version_ == whole._version();
   if (known) {
     if (auto output = output_.lock()) return at::Tensor(std::move(output));
   }
   at::Tensor made = replicate(whole, peers);
-  input_ = c10::weak_intrusive_ptr<c10::TensorImpl>(whole.getIntrusivePtr());
-  output_ = c10::weak_intrusive_ptr<c10::TensorImpl>(made.getIntrusivePtr());
+  input_ = Weak(whole.getIntrusivePtr());
+  output_ = Weak(made.getIntrusivePtr());
   version_ = whole._version();
-  grad_ = at::GradMode::is_enabled();
   return made;
 }
 

@@ -31,7 +31,6 @@ class Replicated {
   Weak input_{c10::intrusive_ptr<c10::TensorImpl>()},
       output_{c10::intrusive_ptr<c10::TensorImpl>()};
   int64_t version_ = 0;
-  bool grad_ = false;
 };
 at::Tensor sum(const at::Tensor& partial, const Ranks& peers);  // P to I; backward: nothing
 at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim, const Ranks& peers);  // P to V

@@ -98,8 +98,8 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "a value that was written to since stands for what it is now",
         OPERATORS,
-        "                     version_ == whole._version() && ",
-        "                     ",
+        "whole.unsafeGetTensorImpl() && version_ == whole._version();",
+        "whole.unsafeGetTensorImpl();",
         gtest("src/parallel/parallel_test", "*Replicated*"),
     ),
     Mutation(
