@@ -524,15 +524,15 @@ MUTATIONS = [
     Mutation(
         "a shard is sent by the last rank that holds it",
         "src/place/groups.cpp",
-        "for (int holder = mesh.world() - 1; holder >= 0; --holder) {",
-        "for (int holder = 0; holder < mesh.world(); ++holder) {",
+        "for (auto holder = holders.rbegin(); holder != holders.rend(); ++holder) {",
+        "for (auto holder = holders.begin(); holder != holders.end(); ++holder) {",
         PLACES,
     ),
     Mutation(
         "views of what was sharded dangle after the end",
         "src/engine/close.cpp",
-        "    flat.say_gone();\n    return flat.detach();\n",
-        "    return;\n",
+        "attached) {\n    flat.say_gone();\n    return flat.detach();\n",
+        "attached) {\n    return;\n",
         ranks("*Views*"),
     ),
     Mutation(
