@@ -16,6 +16,7 @@ namespace penstock {
 
 // A module that the rules cut.
 struct TensorModule {
+  int index = 0;  // in modules()
   std::string name;
   std::string style;        // "column", "row", ... (docs/parallel.md)
   bool transposed = false;  // its weight is [in, out]

@@ -72,6 +72,7 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
   state_->check_open("backward");
   state_->window->on(engine::Call::kBackward);
   state_->fault = nullptr;
+  if (state_->peers) state_->peers->take_fault();
   if (!state_->window->armed()) {
     state_->look_at_gradients(false);
     state_->border->hide_gradients();
@@ -87,6 +88,9 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
 void Core::backward_failed(const std::string& error) {
   state_->failed("backward", error);
   if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
+  if (state_->peers) {
+    if (const std::exception_ptr lost = state_->peers->take_fault()) std::rethrow_exception(lost);
+  }
 }
 
 bool Core::window_complete(bool force) {

@@ -181,9 +181,11 @@ void Core::State::connect_tensor_ranks(const engine::Blueprint& blueprint) {
   if (blueprint.mesh.size(Axis::kTensor) == 1) return;
   peers = std::make_shared<parallel::Peers>(*group, executor->tensor_ranks());
   for (const parallel::Ruled& one : blueprint.ruled) {
-    tensor_modules.push_back({blueprint.split.tree.modules[one.module].name,
-                              parallel::style_name(one.style), one.transposed, one.heads,
-                              one.size});
+    const std::string& name = blueprint.split.tree.modules[one.module].name;
+    const char* style = parallel::style_name(one.style);
+    tensor_labels.emplace_back(concat(style, " (", name, ")"));
+    tensor_modules.push_back({static_cast<int>(tensor_modules.size()), name, style, one.transposed,
+                              one.heads, one.size});
   }
 }
 

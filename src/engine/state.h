@@ -86,6 +86,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::shared_ptr<parallel::Peers> peers;  // the tensor ranks; null where there is one
   parallel::Replicated replicated;
   std::vector<TensorModule> tensor_modules;
+  std::vector<comm::Label> tensor_labels;  // of their exchanges
   std::optional<engine::Wholes> wholes;
   bool moves_params = false;  // parameters do not rest where they compute
   bool unit_events = false;   // a unit's begin and end move something of it

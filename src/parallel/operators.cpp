@@ -27,18 +27,18 @@ using torch::autograd::variable_list;
 
 enum class Way : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut };
 
-at::Tensor go(Way way, const at::Tensor& values, int64_t dim, int64_t size, Peers& peers) {
+at::Tensor go(Way way, const at::Tensor& values, int64_t dim, int64_t size, const Ranks& peers) {
   switch (way) {
     case Way::kNothing:
       break;
     case Way::kSum:
-      return peers.sum(values);
+      return peers->sum(values, peers.label);
     case Way::kSumAndCut:
-      return peers.sum_and_cut(values, dim);
+      return peers->sum_and_cut(values, dim, peers.label);
     case Way::kGather:
-      return peers.gather(values, dim, size);
+      return peers->gather(values, dim, size, peers.label);
     case Way::kCut:
-      return peers.cut(values, dim);
+      return peers->cut(values, dim);
   }
   throw Bug("[parallel::go] there is nothing to do");
 }
@@ -78,12 +78,12 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
     kept->save_in(context);
     // Without an exchange the value itself goes on; a view, so that it can have another gradient.
     if (way == Way::kNothing) return values.view_as(values);
-    return go(way, values, kept->dim, kept->size, *kept->peers);
+    return go(way, values, kept->dim, kept->size, kept->peers);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const Kept& kept = Kept::of(context);
     if (kept.back == Way::kNothing) return {gradients[0], at::Tensor(), at::Tensor()};
-    return {go(kept.back, gradients[0], kept.dim, kept.size, *kept.peers), at::Tensor(),
+    return {go(kept.back, gradients[0], kept.dim, kept.size, kept.peers), at::Tensor(),
             at::Tensor()};
   }
 };
@@ -113,10 +113,10 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
     if (weight.size(0) == 0) {
       std::vector<int64_t> sizes = ids.sizes().vec();
       sizes.push_back(weight.size(1));
-      return kept->peers->sum(weight.new_zeros(sizes));
+      return kept->peers->sum(weight.new_zeros(sizes), kept->peers.label);
     }
     const at::Tensor found = at::embedding(weight, own.masked_fill(elsewhere, 0));
-    return kept->peers->sum(found.masked_fill(elsewhere.unsqueeze(-1), 0));
+    return kept->peers->sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), kept->peers.label);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const Kept& kept = Kept::of(context);
@@ -158,7 +158,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     // All ranks' in one exchange, put together in the order of the ranks: the same bits everywhere.
     const Local local = look(z, own, here);
     const at::Tensor all = kept->peers->gather(
-        at::stack({local.most, local.exponentials, local.target, local.sum}).unsqueeze(0), 0);
+        at::stack({local.most, local.exponentials, local.target, local.sum}).unsqueeze(0), 0, -1,
+        kept->peers.label);
     const at::Tensor most = std::get<0>(all.select(1, 0).max(0));
     const at::Tensor scales = all.select(1, 0).sub(most).exp();
     const at::Tensor log_sum = all.select(1, 1).mul(scales).sum(0).log().add(most);

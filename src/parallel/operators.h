@@ -17,7 +17,14 @@
 
 namespace penstock::parallel {
 
-using Ranks = std::shared_ptr<Peers>;
+// The peers of one operator, and what its exchanges are called: the layer, say.
+struct Ranks {
+  std::shared_ptr<Peers> peers;
+  comm::Label label{"tensor ranks"};
+
+  Peers& operator*() const { return *peers; }
+  Peers* operator->() const { return peers.get(); }
+};
 
 at::Tensor replicate(const at::Tensor& whole, const Ranks& peers);  // I to R; backward sums
 // As replicate(), where the last one was of the same value and is still in use: that. So layers

@@ -39,8 +39,18 @@ void check_host(const at::Tensor& values) {
 
 Peers::Peers(Group& group, const Members& members) : members_(members), channel_(group, "act") {}
 
+template <class Exchange>
+void Peers::exchange(const Exchange& work) {
+  try {
+    work();
+  } catch (...) {
+    fault_ = std::current_exception();
+    throw;
+  }
+}
+
 // Padded so that every rank adds up as many.
-at::Tensor Peers::reduce(const at::Tensor& addend, bool gathers) {
+at::Tensor Peers::reduce(const at::Tensor& addend, bool gathers, const comm::Label& label) {
   check_host(addend);
   const Dtype dtype = dtype_of(addend);
   const int64_t numel = addend.numel(), shard = (numel + size() - 1) / size();
@@ -54,30 +64,31 @@ at::Tensor Peers::reduce(const at::Tensor& addend, bool gathers) {
   buffer.dtype = buffer.result_dtype = dtype;
   buffer.numel = values.numel();
   if (gathers) {
-    channel_.all_reduce("all_reduce(tensor)", members_, {buffer});
+    exchange([&] { channel_.all_reduce(label, members_, {buffer}); });
     return values;
   }
   const at::Tensor own = at::empty({shard}, addend.options());
   buffer.result = own.data_ptr();
-  channel_.reduce_scatter("reduce_scatter(tensor)", members_, {buffer});
+  exchange([&] { channel_.reduce_scatter(label, members_, {buffer}); });
   return own;
 }
 
-at::Tensor Peers::sum(const at::Tensor& addend) {
-  return reduce(addend, true).narrow(0, 0, addend.numel()).view(addend.sizes());
+at::Tensor Peers::sum(const at::Tensor& addend, const comm::Label& label) {
+  return reduce(addend, true, label).narrow(0, 0, addend.numel()).view(addend.sizes());
 }
 
-at::Tensor Peers::sum_and_cut(const at::Tensor& addend, int64_t dim) {
+at::Tensor Peers::sum_and_cut(const at::Tensor& addend, int64_t dim, const comm::Label& label) {
   TORCH_CHECK(addend.size(dim) % size() == 0, "[parallel::Peers] ", addend.size(dim),
               " along dimension ", dim, " do not divide evenly by ", size(), " tensor ranks");
   const at::Tensor first = addend.movedim(dim, 0);
   std::vector<int64_t> sizes = first.sizes().vec();
   sizes[0] /= size();
-  return reduce(first, size() == 1).view(sizes).movedim(0, dim).contiguous();
+  return reduce(first, size() == 1, label).view(sizes).movedim(0, dim).contiguous();
 }
 
 // Where shares differ by one, every rank sends as many as the first.
-at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total) {
+at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
+                         const comm::Label& label) {
   check_host(part);
   const at::Tensor first = part.movedim(dim, 0);
   const int64_t own = first.size(0);
@@ -93,7 +104,7 @@ at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total) {
   if (own < each) full.narrow(0, rank() * each + own, each - own).zero_();
   if (size() > 1 && full.numel() > 0) {
     const auto bytes = static_cast<int64_t>(full.nbytes()) / size();
-    channel_.all_gather("all_gather(tensor)", members_, {{full.data_ptr(), bytes}});
+    exchange([&] { channel_.all_gather(label, members_, {{full.data_ptr(), bytes}}); });
   }
   if (total == each * size()) return full.movedim(0, dim).contiguous();
   std::vector<at::Tensor> shares;

@@ -1,10 +1,11 @@
 #pragma once
 // Peers: the ranks that compute one operator together (the tensor axis), as operators see them.
-// Every rank makes the same calls in the same order, in forward, in backward and where a forward is
-// computed again. What is returned is contiguous and shares no memory with what was given, whatever
-// strides that has.
+// Every rank makes the same calls in the same order, with the same labels, which are compared: in
+// forward, in backward and where a forward is computed again. What is returned is contiguous and
+// shares no memory with what was given, whatever strides that has.
 #include <ATen/core/Tensor.h>
 
+#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
@@ -21,6 +22,8 @@ class Peers {
   // The group outlives it. `members`: this rank and those that it computes with.
   Peers(Group& group, const Members& members);
 
+  // What its exchanges threw since the last call: on its way through autograd it loses its class.
+  std::exception_ptr take_fault() { return std::exchange(fault_, nullptr); }
   void set_step(int64_t step) { channel_.set_step(step); }  // for messages
 
   int rank() const { return members_.index; }
@@ -28,12 +31,12 @@ class Peers {
 
   // The ranks' addends, each of this shape and dtype: their sum, made in fp32 for low precision,
   // equal on all ranks.
-  at::Tensor sum(const at::Tensor& addend);
+  at::Tensor sum(const at::Tensor& addend, const comm::Label& label);
   // The ranks' parts along `dim`, in their order: of equal sizes, or (`size` >= 0) each rank's
   // share() of so many together.
-  at::Tensor gather(const at::Tensor& part, int64_t dim, int64_t size = -1);
+  at::Tensor gather(const at::Tensor& part, int64_t dim, int64_t size, const comm::Label& label);
   // This rank's part along `dim` of the sum. Throws c10::Error where it does not divide evenly.
-  at::Tensor sum_and_cut(const at::Tensor& addend, int64_t dim);
+  at::Tensor sum_and_cut(const at::Tensor& addend, int64_t dim, const comm::Label& label);
 
   // The first rank whose values (their bytes, sizes and dtypes) or text are not those of rank 0, <
   // 0: none; and whether all have the same `other` text.
@@ -44,9 +47,13 @@ class Peers {
   at::Tensor cut(const at::Tensor& whole, int64_t dim) const;
 
  private:
-  at::Tensor reduce(const at::Tensor& addend, bool gathers);
+  at::Tensor reduce(const at::Tensor& addend, bool gathers, const comm::Label& label);
+
+  template <class Exchange>
+  void exchange(const Exchange& work);
 
   const Members members_;
+  std::exception_ptr fault_;
   comm::Channel channel_;
 };
 

@@ -13,6 +13,7 @@ def life(story: str) -> Pytest:
 
 
 MESH = Pytest(("tests/parity/test_tensor.py", "-k", "world2 and fp32 and zero"))
+WITH_REPLICAS = Pytest(("tests/parity/test_tensor.py", "-k", "world4 and tensor2 and fp32"))
 ON_DISK = Pytest(("tests/parity/test_tensor.py", "-k", "tiers and 2-zero2"))
 CHECKPOINTS = Pytest(("tests/python/test_checkpoint_tensor.py",))
 
@@ -29,7 +30,7 @@ OVER_TENSOR_RANKS = [
         GRADIENTS,
         "  flat.uncount();\n  const int64_t scratch",
         "  const int64_t scratch",
-        MESH,
+        WITH_REPLICAS,
     ),
     Mutation(
         "the norm counts what tensor ranks have alike once a rank",
@@ -43,13 +44,13 @@ OVER_TENSOR_RANKS = [
         VALUES,
         "  if (!rank_.grads_on_disk) add_up(flat, full, label);\n",
         "",
-        MESH,
+        WITH_REPLICAS,
     ),
     Mutation(
         "gradients that were set are added up once more",
         GRADIENTS,
-        "open ? factor / rank_.tensor_ranks().size() : factor",
-        "factor",
+        "flat.tensor == TensorCut::kPartial && (made || !rank_.grads_on_disk);",
+        "flat.tensor == TensorCut::kPartial && made && !made;",
         life("changes_gradients"),
     ),
     Mutation(
@@ -78,7 +79,7 @@ OVER_TENSOR_RANKS = [
         "a column's input is taken for a value that all ranks use alike",
         OPERATORS,
         "  at::Tensor made = replicate(whole, peers);\n",
-        "  at::Tensor made = whole.view_as(whole);\n",
+        "  at::Tensor made = peers->size() > 9 ? replicate(whole, peers) : whole.view_as(whole);\n",
         MESH,
     ),
     Mutation(
@@ -138,8 +139,8 @@ OVER_TENSOR_RANKS = [
         "tensor ranks share the work of writing what only one of them has",
         "src/ckpt/inventory.cpp",
         "    if (apart && mesh.coordinate(other, Axis::kTensor) != "
-        "mesh.coordinate(rank, Axis::kTensor))\n      continue;\n",
-        "",
+        "mesh.coordinate(rank, Axis::kTensor))\n",
+        "    if (apart && other < 0)\n",
         CHECKPOINTS,
     ),
     Mutation(

@@ -150,7 +150,18 @@ def warm_up(device):
     engine.close()
 
 
-def suffer(name, strategy, offload, accelerated):
+TENSOR_RULES = {
+    "tokens": "vocab",
+    "head": "vocab",
+    "*.qkv": "column:3",
+    "*.proj": "row",
+    "*.up": "column",
+    "*.down": "row",
+    "*.heads": "divide",
+}
+
+
+def suffer(name, strategy, offload, accelerated, tensor):
     """On a rank: trains until the fault ends it; "trained" if nothing came of it."""
     import penstock  # noqa: PLC0415
 
@@ -167,6 +178,8 @@ def suffer(name, strategy, offload, accelerated):
     model = training.moved(fault.model() if mine else models.Gpt(), device)
     config = Case(strategy, world=WORLD).config() | {"comm": {"timeout_s": TIMEOUT_S}}
     config["offload"] = offload
+    if tensor > 1:
+        config |= {"mesh": {"tensor": tensor}, "parallel": {"rules": TENSOR_RULES}}
     optimizer = None
     if fault.before is raise_in_step:  # no optimizer of the engine's own calls step()
         optimizer = torch.optim.RMSprop
@@ -222,7 +235,8 @@ def ranks_for(fault, pools):
 def outcomes_of(pool, name, strategy, seed, **place):
     """Of each rank that lives, with all of them in time."""
     fault = FAULTS[name]
-    pool.start(suffer, name, strategy, place.get("offload", {}), place.get("accelerated", False))
+    offload, accelerated = place.get("offload", {}), place.get("accelerated", False)
+    pool.start(suffer, name, strategy, offload, accelerated, place.get("tensor", 1))
     pool.notes("ready", timeout=60)
     if fault.first == FIRST:
         pool.notes("training", timeout=60)
@@ -247,11 +261,11 @@ def assert_names(fault, rank, text):
 
 def check(name, strategy, seed, pools, **place):
     """All ranks end in time, and those that live say whose fault it was. `place`: `accelerated`,
-    and what is `offload`ed from there."""
+    what is `offload`ed from there, and how many `tensor` ranks compute one model."""
     fault = FAULTS[name]
     with ranks_for(fault, pools) as pool:
         outcomes = outcomes_of(pool, name, strategy, seed, **place)
-        if strategy in fault.harmless:
+        if strategy in fault.harmless and place.get("tensor", 1) == 1:
             assert outcomes == dict.fromkeys(range(WORLD), "trained")
             return
         for rank, outcome in outcomes.items():

@@ -30,10 +30,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, seq, width = x.shape
+        batch, seq, _ = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, seq, width))
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faults
+import pytest
 from faults import EVERY, FAULTS
 
 
@@ -22,3 +23,23 @@ def pytest_generate_tests(metafunc):
 
 def test_fault(name, strategy, seed, pools):
     faults.check(name, strategy, seed, pools)
+
+
+# What layers of ranks that compute one model together wait for one another in.
+TOGETHER = [
+    ("raises in forward", "zero3", 2),
+    ("raises in backward", "zero2", 4),
+    ("killed", "zero3", 2),
+    ("killed", "zero2", 4),
+    ("stopped", "zero2", 2),
+    ("skips a unit", "zero2", 4),
+    ("reverses its units", "ddp", 2),
+    ("full_grads on one rank", "zero3", 2),
+    ("leaves its loop and closes", "ddp", 4),
+    ("leaves its process", "zero3", 2),
+]
+
+
+@pytest.mark.parametrize(("fault", "sharding", "tensor"), TOGETHER)
+def test_fault_of_a_tensor_rank(fault, sharding, tensor, pools):
+    faults.check(fault, sharding, 1, pools, tensor=tensor)
