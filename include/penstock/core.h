@@ -111,6 +111,7 @@ class PENSTOCK_API Core {
   friend class Checkpoints;
   friend class Recomputation;
   friend class Report;
+  friend class SequenceRanks;
   friend class TensorRanks;
   friend class Tiles;
   friend class Values;

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import inspect
 import sys
 import warnings
@@ -18,6 +19,7 @@ from penstock import (
     ranks,
     recompute,
     schedules,
+    sequence_parallel,
     sharded_init,
     tensor_parallel,
     tiling,
@@ -91,11 +93,14 @@ class Engine(checkpoint.Checkpointing, ParamState):
         self.config = self._core.config
         sharded_init.let_go()
         if self.config.seed >= 0:
-            torch.manual_seed(self.config.seed + self.data_rank)
+            torch.manual_seed(self.config.seed + ranks.rank() // self.config.mesh.tensor)
         self._structure.set_to_itself = self._core.values.set_to_itself
         pace = Pace()
         tiling.install(self.module, self._core, self.config, pace, self._installed)
         self._tensor = tensor_parallel.TensorParallel(
+            self.module, self._core, self.config, self._installed
+        )
+        self._sequence = sequence_parallel.SequenceParallel(
             self.module, self._core, self.config, self._installed
         )
         self._forwards = Forwards(
@@ -135,6 +140,9 @@ class Engine(checkpoint.Checkpointing, ParamState):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, on the same arguments."""
         self._forwards.reset()
+        if self._sequence.active:
+            run = functools.partial(self._forwards.run, self.module)
+            return self._sequence.run(run, args, kwargs)
         return self._forwards.run(self.module, *args, **kwargs)
 
     def uneven(self) -> Uneven:
@@ -264,8 +272,9 @@ class Engine(checkpoint.Checkpointing, ParamState):
     @property
     def data_rank(self) -> int:
         """Which of the `data_ranks` this one is: ranks that compute one model together
-        (`mesh.tensor`) are one, and are given the same samples."""
-        return ranks.rank() // self.config.mesh.tensor
+        (`mesh.tensor`, `mesh.sequence`) are one, and are given the same samples."""
+        mesh = self.config.mesh
+        return ranks.rank() // (mesh.tensor * mesh.sequence)
 
     @property
     def data_ranks(self) -> int:

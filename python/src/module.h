@@ -12,6 +12,7 @@ void bind_core(pybind11::module_& module);
 void bind_optimizer_kinds(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_report(pybind11::module_& module);
+void bind_sequence_ranks(pybind11::module_& module);
 void bind_status(pybind11::module_& module);
 void bind_tensor_ranks(pybind11::module_& module);
 void bind_tiling(pybind11::module_& module);

@@ -410,6 +410,21 @@ void Channel::broadcast(const Label& label, const Members& members, void* data, 
   }
 }
 
+void Channel::all_to_all(const Label& label, const Members& members, const void* from, void* to,
+                         int64_t bytes) {
+  if (members.size() == 1) return;
+  start();
+  sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
+  auto* const outgoing = static_cast<char*>(const_cast<void*>(from));
+  auto* const incoming = static_cast<char*>(to);
+  for (int i = 0; i < members.size(); ++i) {
+    if (i == members.index) continue;
+    sends_.push_back({members.ranks[i], outgoing + i * bytes, bytes});
+    receives_.push_back({members.ranks[i], incoming + i * bytes, bytes});
+  }
+  exchange(label);
+}
+
 void Channel::collect(const Label& label, const Members& owners, void* data, int64_t shard_bytes) {
   if (owners.size() == 1) return;
   start();

@@ -107,6 +107,9 @@ class Channel {
   // In place on `partial` (same dtype); `result` is not used.
   void all_reduce(const Label& label, const Members& members,
                   const std::vector<ReduceBuffer>& buffers, const Staging& staging = {});
+  // The i-th piece of `from` goes to member i, and the i-th of `to` comes from it: `bytes` each.
+  void all_to_all(const Label& label, const Members& members, const void* from, void* to,
+                  int64_t bytes);
   // Member 0's bytes to all.
   void broadcast(const Label& label, const Members& members, void* data, int64_t bytes);
   // Shards to the first owner: `owners` has the rank of each shard, in order. There `data` has room

@@ -72,7 +72,9 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
   state_->check_open("backward");
   state_->window->on(engine::Call::kBackward);
   state_->fault = nullptr;
-  if (state_->peers) state_->peers->take_fault();
+  for (const auto& peers : {state_->peers, state_->sequence_peers}) {
+    if (peers) peers->take_fault();
+  }
   if (!state_->window->armed()) {
     state_->look_at_gradients(false);
     state_->border->hide_gradients();
@@ -88,8 +90,9 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
 void Core::backward_failed(const std::string& error) {
   state_->failed("backward", error);
   if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
-  if (state_->peers) {
-    if (const std::exception_ptr lost = state_->peers->take_fault()) std::rethrow_exception(lost);
+  for (const auto& peers : {state_->peers, state_->sequence_peers}) {
+    if (!peers) continue;
+    if (const std::exception_ptr lost = peers->take_fault()) std::rethrow_exception(lost);
   }
 }
 

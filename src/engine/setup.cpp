@@ -175,9 +175,26 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   show(group->board(), "the caller's code, after initialize");
 }
 
-// What the front cuts a module's weight for.
+namespace {
+
+// Ranks that differ in the innermost part of `local` alone.
+Members sequence_ranks(const Config& config, int rank) {
+  const int tensor = config.mesh.tensor, count = config.mesh.sequence;
+  Members members;
+  members.index = rank / tensor % count;
+  for (int i = 0; i < count; ++i) members.ranks.push_back(rank + (i - members.index) * tensor);
+  return members;
+}
+
+}  // namespace
+
+// What the front cuts a module's weight for, or a sequence.
 void Core::State::connect_tensor_ranks(const engine::Blueprint& blueprint) {
   wholes.emplace(*executor);
+  if (config.mesh.sequence > 1) {
+    sequence_peers = std::make_shared<parallel::Peers>(*group, sequence_ranks(config, group->rank()),
+                                                       "sequence");
+  }
   if (blueprint.mesh.size(Axis::kTensor) == 1) return;
   peers = std::make_shared<parallel::Peers>(*group, executor->tensor_ranks());
   for (const parallel::Ruled& one : blueprint.ruled) {

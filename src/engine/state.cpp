@@ -435,6 +435,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   ++steps;
   executor->set_step(steps + 1);
   if (peers) peers->set_step(steps + 1);
+  if (sequence_peers) sequence_peers->set_step(steps + 1);
   return true;
 }
 

@@ -84,6 +84,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::optional<engine::Border> border;
   std::vector<engine::GradientHook> hooks;
   std::shared_ptr<parallel::Peers> peers;  // the tensor ranks; null where there is one
+  std::shared_ptr<parallel::Peers> sequence_peers;  // those with parts of the same sequences
   parallel::Replicated replicated;
   std::vector<TensorModule> tensor_modules;
   std::vector<comm::Label> tensor_labels;  // of their exchanges

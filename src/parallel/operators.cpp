@@ -25,9 +25,11 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-enum class Way : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut };
+enum class Way : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut, kAllToAll, kScale };
 
-at::Tensor go(Way way, const at::Tensor& values, int64_t dim, int64_t size, const Ranks& peers) {
+// `size`: of what is gathered. `other_dim`: of an all-to-all, along which it is joined.
+at::Tensor go(Way way, const at::Tensor& values, int64_t dim, int64_t size, int64_t other_dim,
+              const Ranks& peers) {
   switch (way) {
     case Way::kNothing:
       break;
@@ -39,6 +41,10 @@ at::Tensor go(Way way, const at::Tensor& values, int64_t dim, int64_t size, cons
       return peers->gather(values, dim, size, peers.label);
     case Way::kCut:
       return peers->cut(values, dim);
+    case Way::kAllToAll:
+      return peers->all_to_all(values, dim, other_dim, peers.label);
+    case Way::kScale:
+      return values.mul(peers->size());
   }
   throw Bug("[parallel::go] there is nothing to do");
 }
@@ -47,7 +53,7 @@ at::Tensor go(Way way, const at::Tensor& values, int64_t dim, int64_t size, cons
 struct Kept : torch::CustomClassHolder {
   Ranks peers;
   Way back = Way::kNothing;
-  int64_t dim = 0, size = -1;
+  int64_t dim = 0, size = -1, other_dim = 0;
   // Of embedding and cross_entropy.
   int64_t first = 0, padding_idx = -1, vocabulary = 0;
   double smoothing = 0;
@@ -78,12 +84,12 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
     kept->save_in(context);
     // Without an exchange the value itself goes on; a view, so that it can have another gradient.
     if (way == Way::kNothing) return values.view_as(values);
-    return go(way, values, kept->dim, kept->size, kept->peers);
+    return go(way, values, kept->dim, kept->size, kept->other_dim, kept->peers);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const Kept& kept = Kept::of(context);
     if (kept.back == Way::kNothing) return {gradients[0], at::Tensor(), at::Tensor()};
-    return {go(kept.back, gradients[0], kept.dim, kept.size, kept.peers), at::Tensor(),
+    return {go(kept.back, gradients[0], kept.back == Way::kAllToAll ? kept.other_dim : kept.dim, kept.size, kept.dim, kept.peers), at::Tensor(),
             at::Tensor()};
   }
 };
@@ -94,7 +100,7 @@ at::Tensor way(const at::Tensor& values, Way there, Way back, int64_t dim, const
   const auto kept = kept_of(peers);
   kept->back = back;
   kept->size = size;
-  kept->dim = c10::maybe_wrap_dim(dim, values.dim());
+  kept->dim = values.dim() == 0 ? 0 : c10::maybe_wrap_dim(dim, values.dim());
   return WayFunction::apply(values, there, kept);
 }
 
@@ -244,6 +250,19 @@ at::Tensor gather_whole(const at::Tensor& part, int64_t dim, int64_t size, const
 }
 at::Tensor cut(const at::Tensor& whole, int64_t dim, const Ranks& peers) {
   return way(whole, Way::kCut, Way::kGather, dim, peers);
+}
+
+at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim,
+                      const Ranks& peers) {
+  const auto kept = kept_of(peers);
+  kept->back = Way::kAllToAll;
+  kept->dim = c10::maybe_wrap_dim(cut_dim, part.dim());
+  kept->other_dim = c10::maybe_wrap_dim(join_dim, part.dim());
+  return WayFunction::apply(part, Way::kAllToAll, kept);
+}
+
+at::Tensor sum_losses(const at::Tensor& addend, const Ranks& peers) {
+  return way(addend, Way::kSum, Way::kScale, 0, peers);
 }
 
 at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -37,7 +39,8 @@ void check_host(const at::Tensor& values) {
 
 }  // namespace
 
-Peers::Peers(Group& group, const Members& members) : members_(members), channel_(group, "act") {}
+Peers::Peers(Group& group, const Members& members, const char* lane)
+    : members_(members), channel_(group, lane) {}
 
 template <class Exchange>
 void Peers::exchange(const Exchange& work) {
@@ -113,6 +116,24 @@ at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
     shares.push_back(full.narrow(0, other * each, to - from));
   }
   return at::cat(shares).movedim(0, dim).contiguous();
+}
+
+at::Tensor Peers::all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t join_dim,
+                             const comm::Label& label) {
+  check_host(values);
+  TORCH_CHECK(values.size(cut_dim) % size() == 0, "[parallel::Peers] ", values.size(cut_dim),
+              " along dimension ", cut_dim, " do not divide evenly by ", size(), " ranks");
+  if (size() == 1) return values.clone(at::MemoryFormat::Contiguous);
+  const at::Tensor sent = at::stack(values.chunk(size(), cut_dim));
+  const at::Tensor received = at::empty_like(sent);
+  received.select(0, rank()).copy_(sent.select(0, rank()));
+  if (sent.numel() > 0) {
+    exchange([&] {
+      channel_.all_to_all(label, members_, sent.const_data_ptr(), received.data_ptr(),
+                          static_cast<int64_t>(sent.nbytes()) / size());
+    });
+  }
+  return at::cat(received.unbind(0), join_dim);
 }
 
 std::pair<int, bool> Peers::compare(const std::vector<at::Tensor>& values, const std::string& text,

@@ -1,5 +1,6 @@
 #pragma once
-// Peers: the ranks that compute one operator together (the tensor axis), as operators see them.
+// Peers: the ranks that compute one operator together (of the tensor or the sequence axis), as
+// operators see them.
 // Every rank makes the same calls in the same order, with the same labels, which are compared: in
 // forward, in backward and where a forward is computed again. What is returned is contiguous and
 // shares no memory with what was given, whatever strides that has.
@@ -20,7 +21,7 @@ namespace penstock::parallel {
 class Peers {
  public:
   // The group outlives it. `members`: this rank and those that it computes with.
-  Peers(Group& group, const Members& members);
+  Peers(Group& group, const Members& members, const char* lane = "act");
 
   // What its exchanges threw since the last call: on its way through autograd it loses its class.
   std::exception_ptr take_fault() { return std::exchange(fault_, nullptr); }
@@ -37,6 +38,11 @@ class Peers {
   at::Tensor gather(const at::Tensor& part, int64_t dim, int64_t size, const comm::Label& label);
   // This rank's part along `dim` of the sum. Throws c10::Error where it does not divide evenly.
   at::Tensor sum_and_cut(const at::Tensor& addend, int64_t dim, const comm::Label& label);
+
+  // This rank's values in as many parts along `cut_dim` as there are ranks, one for each; what came
+  // from them, in their order, joined along `join_dim`. Throws c10::Error where it does not divide.
+  at::Tensor all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t join_dim,
+                        const comm::Label& label);
 
   // The first rank whose values (their bytes, sizes and dtypes) or text are not those of rank 0, <
   // 0: none; and whether all have the same `other` text.

@@ -81,8 +81,9 @@ void parse_mesh(const Json& value, MeshConfig* mesh) {
   section.read_int("data", &mesh->data, 1, whole);
   section.read_int("node", &mesh->node, 1, whole);
   section.read_int("tensor", &mesh->tensor, 1, whole);
-  const std::array<std::pair<const char*, int*>, 3> axes = {
-      {{"pipeline", &mesh->pipeline}, {"sequence", &mesh->sequence}, {"expert", &mesh->expert}}};
+  section.read_int("sequence", &mesh->sequence, 1, whole);
+  const std::array<std::pair<const char*, int*>, 2> axes = {
+      {{"pipeline", &mesh->pipeline}, {"expert", &mesh->expert}}};
   for (const auto& [axis, size] : axes) {
     section.read_int(axis, size, 1, whole);
     if (*size > 1)

@@ -23,8 +23,7 @@ Mesh mesh_of(const Config& config) {
   const MeshConfig& mesh = config.mesh;
   return Mesh::of({{Axis::kPipeline, mesh.pipeline},
                    {Axis::kNode, mesh.node},
-                   {Axis::kLocal, mesh.data / mesh.node},
-                   {Axis::kSequence, mesh.sequence},
+                   {Axis::kLocal, mesh.data / mesh.node * mesh.sequence},
                    {Axis::kTensor, mesh.tensor}});
 }
 

@@ -18,7 +18,9 @@ inline constexpr std::array<Section, 6> kSections = {Section::kForward,  Section
 // "forward" "eval" "backward" "backward_last" "update" "update_early". Throws ConfigError.
 Section section_named(const std::string& name);
 
-Mesh mesh_of(const Config& config);  // after resolve()
+// After resolve(). As state sees it: ranks that have parts of one sequence are data ranks,
+// neighbours in `local`.
+Mesh mesh_of(const Config& config);
 // Which units are computed again in backward. Throws ConfigError when there is no unit that can be.
 void mark_recomputed(const Config& config, ModelDesc& model);
 

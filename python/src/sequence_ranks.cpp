@@ -1,0 +1,23 @@
+#include "penstock/sequence_ranks.h"
+
+#include <pybind11/stl.h>
+
+#include "python/src/module.h"
+
+namespace py = pybind11;
+
+namespace penstock::python {
+
+void bind_sequence_ranks(py::module_& module) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<SequenceRanks>(module, "SequenceRanks")
+      .def(py::init<const Core&>(), py::arg("core"))
+      .def_property_readonly("index", &SequenceRanks::index)
+      .def_property_readonly("count", &SequenceRanks::count)
+      .def("all_to_all", &SequenceRanks::all_to_all, py::arg("part"), py::arg("cut_dim"),
+           py::arg("join_dim"), no_gil)
+      .def("sum_losses", &SequenceRanks::sum_losses, py::arg("addend"), no_gil)
+      .def("compare", &SequenceRanks::compare, py::arg("inputs"), py::arg("others"), no_gil);
+}
+
+}  // namespace penstock::python

@@ -1,0 +1,159 @@
+"""Sequences in parts over ranks: what an engine trains is what plain torch does with whole ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import hugging_face as hf
+import pytest
+import test_tensor_hf
+import torch
+import torch.distributed as dist
+import transformers
+from ranks import Failure
+
+pytestmark = pytest.mark.timeout(180)
+LIMIT = 1e-5
+hf.KINDS |= {
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, hf.LLAMA),
+}
+assert {"qwen3", "phi3", "mistral"} <= set(test_tensor_hf.hf.KINDS)
+
+
+def batch_of(kind: str, step: int, rank: int, length: int, padded: bool) -> dict[str, Any]:
+    """Of other lengths than ranks divide, with labels on some ranks' tokens alone."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(hf.END + 1, hf.VOCAB, (2, length), generator=generator)
+    labels = tokens.clone()
+    labels[0, : length // 2] = -100  # none in the first part of a sequence
+    made = {"input_ids": tokens, "labels": labels}
+    if padded:
+        mask = torch.ones_like(tokens)
+        mask[0, :3], mask[1, -4:] = 0, 0
+        made |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+    return made
+
+
+def trains(engine: Any, kind: str, rank: int, length: int = 13) -> dict[str, Any]:
+    losses = []
+    for step in range(4):
+        out = engine(**batch_of(kind, step, rank, length - step % 2, step > 1))
+        engine.backward(out.loss)
+        engine.step()
+        losses.append(float(out.loss.detach()))
+    engine.eval()
+    with torch.no_grad():
+        losses.append(float(engine(**batch_of(kind, 9, rank, length, True)).loss))
+    said = engine.generate(**hf.prompts(rank), max_new_tokens=4)
+    engine.train()
+    return {"losses": losses, "said": said}
+
+
+def compared(kind: str, strategy: str, mesh: Any, extra: Any, config: Any) -> dict[str, float]:
+    rank = dist.get_rank() // (mesh.get("tensor", 1) * mesh.get("sequence", 1))
+    build = functools.partial(hf.build, **extra)
+    ours = hf.told(hf.start(strategy, build(kind), config | {"mesh": mesh}), trains, kind, rank)
+    theirs = hf.told(hf.Plain(build(kind)), trains, kind, rank)
+    return {name: hf.far(ours[name], theirs[name]) for name in theirs}
+
+
+S2, S4 = {"sequence": 2}, {"sequence": 4}
+RECOMPUTED = {"activations": {"checkpoint": "unit"}}
+CASES = [
+    ("llama", "zero3", 2, S2, {}, {}),
+    ("llama", "zero1", 4, S4, {}, {}),  # more ranks than keys and values
+    ("llama", "zero3", 4, S2, {}, RECOMPUTED),  # two data ranks
+    ("llama", "zero2", 4, {"sequence": 2, "tensor": 2}, {"vocab_size": 67}, RECOMPUTED),
+    ("llama", "hpz", 4, {"sequence": 2, "node": 2}, {}, {}),
+    ("llama", "zero3", 2, S2, {}, {"tiling": {"max_bytes": 2048, "loss_tokens": 8}}),
+    ("mistral", "ddp", 2, S2, {"sliding_window": 40}, {}),
+    ("qwen2", "zero3", 2, S2, {}, {}),
+    ("qwen3", "zero3", 2, S2, {}, RECOMPUTED),
+    ("phi3", "zero3", 2, S2, {}, {}),
+    ("gpt2", "zero3", 4, S4, {}, RECOMPUTED),
+]
+
+
+@pytest.mark.parametrize(("kind", "strategy", "world", "mesh", "extra", "config"), CASES)
+def test_trains(kind, strategy, world, mesh, extra, config, pools):
+    for rank, apart in enumerate(pools(world).run(compared, kind, strategy, mesh, extra, config)):
+        beyond = {name: value for name, value in apart.items() if not value <= LIMIT}
+        assert not beyond, f"rank {rank} is apart from plain torch: {beyond}"
+
+
+# ---- what cannot be cut
+
+
+def other_sequences(engine):
+    engine(**batch_of("llama", dist.get_rank(), 0, 12, False))
+
+
+def by_place(engine):
+    engine(batch_of("llama", 0, 0, 12, False)["input_ids"])
+
+
+def of_four_dimensions(engine):
+    engine(**batch_of("llama", 0, 0, 12, False) | {"attention_mask": torch.ones(2, 1, 12, 12)})
+
+
+def packed(engine):
+    positions = torch.cat([torch.arange(6), torch.arange(6)]).expand(2, -1)
+    engine(**batch_of("llama", 0, 0, 12, False) | {"position_ids": positions})
+
+
+def unknown(engine):
+    engine(**batch_of("llama", 0, 0, 12, False) | {"cache_position": torch.arange(12)})
+
+
+def the_model_itself(engine):
+    engine.module(**batch_of("llama", 0, 0, 12, False))
+
+
+def refused(story: Any, config: Any, extra: Any) -> str:
+    model = hf.build("llama", **extra)
+    try:
+        engine = hf.start("zero3", model, {"mesh": {"sequence": 2}} | config)
+    except ValueError as error:
+        assert model.config._attn_implementation in ("sdpa", "eager")
+        return str(error)
+    try:
+        story(engine)
+        return "nothing"
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    finally:
+        engine.close()
+        assert model.config._attn_implementation == "sdpa"
+
+
+REFUSED = [
+    (other_sequences, {}, {}, "have parts of the same sequences"),
+    (by_place, {}, {}, "inputs are passed by name"),
+    (of_four_dimensions, {}, {}, "attention_mask has to be"),
+    (packed, {}, {}, "begin anew"),
+    (unknown, {}, {}, '"cache_position" cannot be cut'),
+    (the_model_itself, {}, {}, "call the engine, not the model"),
+    (packed, {}, {"attn_implementation": "eager"}, 'attention is "eager"'),
+    (packed, {}, {"num_attention_heads": 1, "num_key_value_heads": 1}, "has 1 attention heads"),
+]
+
+
+@pytest.mark.parametrize(("story", "config", "extra", "expected"), REFUSED)
+def test_refused(story, config, extra, expected, pools):
+    for said in pools(2).run(refused, story, config, extra):
+        assert expected in said, said
+
+
+def another_model() -> str:
+    import penstock  # noqa: PLC0415
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    penstock.initialize(model, {"mesh": {"sequence": 2}})
+    return "nothing"
+
+
+def test_other_models_are_refused(pools):
+    for failure in pools(2).attempt(another_model):
+        assert isinstance(failure, Failure)
+        assert "and this is a Sequential" in failure.text
