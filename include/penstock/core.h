@@ -73,6 +73,8 @@ class PENSTOCK_API Core {
   // [all ranks] Whether any rank is about to run a forward (`mine`: this one is). Throws
   // RuntimeFault where some are and some are not, and the ranks do not know the order of tiles yet.
   bool any_forward(bool mine);
+  // [all ranks] The mean of the ranks' values.
+  double mean(double mine) const;
   // Modules were put in or moved: the order of the units is learned again.
   void relearn();
 

@@ -27,6 +27,7 @@ from penstock import (
 )
 from penstock import optimizer as optim
 from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.batches import Batches
 from penstock.config_file import ConfigLike
 from penstock.forwards import Forwards, Pace, Uneven, remove
 from penstock.param_state import ParamState
@@ -37,7 +38,7 @@ OptimizerLike = (
 )
 
 
-class Engine(checkpoint.Checkpointing, ParamState):
+class Engine(checkpoint.Checkpointing, ParamState, Batches):
     """Trains one model. Made by `initialize()`; use it like the model.
 
     Attributes:
@@ -271,13 +272,12 @@ class Engine(checkpoint.Checkpointing, ParamState):
 
     @property
     def data_rank(self) -> int:
-        """Which of the `data_ranks` this one is: ranks that compute one model together
-        (`mesh.tensor`, `mesh.sequence`) are one, and are given the same samples."""
+        """Which of `data_size` this is: ranks of `mesh.tensor` and `mesh.sequence` are one."""
         mesh = self.config.mesh
         return ranks.rank() // (mesh.tensor * mesh.sequence)
 
     @property
-    def data_ranks(self) -> int:
+    def data_size(self) -> int:
         """How many parts a global batch has."""
         return int(self.config.mesh.data)
 

@@ -82,6 +82,7 @@ void bind_core(py::module_& module) {
       .def("unit_begin", &Core::unit_begin, NoGil())
       .def("unit_end", &Core::unit_end, NoGil())
       .def("any_forward", &Core::any_forward, NoGil())
+      .def("mean", &Core::mean, NoGil())
       .def("relearn", &Core::relearn)
       .def("forward_failed", &Core::forward_failed, NoGil())
       .def("start_backward",

@@ -3,6 +3,7 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
 
+#include <cstring>
 #include <utility>
 
 #include "penstock/error.h"
@@ -62,6 +63,19 @@ bool Core::any_forward(bool mine) {
         "equally often on every rank");
   }
   return any;
+}
+
+double Core::mean(double mine) const {
+  state_->check_open("mean");
+  double sum = 0.0;
+  const std::vector<std::string> all =
+      state_->executor->share("mean", {reinterpret_cast<const char*>(&mine), sizeof(mine)});
+  for (const std::string& one : all) {
+    double value = 0.0;
+    std::memcpy(&value, one.data(), sizeof(value));
+    sum += value;
+  }
+  return sum / static_cast<double>(all.size());
 }
 
 void Core::relearn() {

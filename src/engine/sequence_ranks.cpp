@@ -37,7 +37,7 @@ void SequenceRanks::compare(const std::vector<at::Tensor>& inputs,
       "[engine::forward] ", count(), " ranks have parts of the same sequences (mesh.sequence), and "
       "the ", different + 1, ". of those of rank ", state_->group->rank(),
       " was given others than the first: hand samples out by engine.data_rank and "
-      "engine.data_ranks, not by the rank"));
+      "engine.data_size, not by the rank"));
 }
 
 }  // namespace penstock

@@ -71,7 +71,7 @@ bool TensorRanks::compare(const std::vector<at::Tensor>& inputs, const std::stri
   throw RuntimeFault(concat(
       "[engine::forward] ranks ", ranks.front(), " and ", ranks[static_cast<size_t>(different)],
       " compute one model together (mesh.tensor ", count(),
-      ") and were given other inputs: hand samples out by engine.data_rank and engine.data_ranks, "
+      ") and were given other inputs: hand samples out by engine.data_rank and engine.data_size, "
       "not by the rank"));
 }
 

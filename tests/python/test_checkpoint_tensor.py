@@ -39,7 +39,7 @@ def train(engine, steps, first=0):
     losses = []
     batches = models.batches("gpt", first + steps, 4 * training.MICRO)[first:]
     for batch in batches:
-        micro = batch[0].shape[0] // engine.data_ranks
+        micro = batch[0].shape[0] // engine.data_size
         own = [part[engine.data_rank * micro :][:micro] for part in batch]
         loss = engine(*own)
         engine.backward(loss)

@@ -1,0 +1,117 @@
+"""Whole steps from whole batches: a loop that is the same on every mesh."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from penstock import tree
+from penstock._native import ConfigError, RuntimeFault
+
+LossOf = Callable[[Any, Any], torch.Tensor]
+_NOTHING = object()
+
+
+class Batches:
+    """The part of an engine that takes a step's samples at once."""
+
+    config: Any
+    module: torch.nn.Module
+    _core: Any
+
+    def train_batch(self, data: Any, loss_of: LossOf | None = None) -> torch.Tensor:
+        """Forwards, backwards and the step of one whole window. All ranks call it.
+
+        Args:
+            data: the samples of this data rank (`data_rank` of `data_size`) for
+                `batch.accumulate` backwards: a tensor, tuple, list or mapping of tensors, cut in
+                equal parts along dimension 0; or an iterator, which gives one part after the other.
+                A mapping goes to the model by name, a tuple or list by place.
+            loss_of: loss_of(outputs, part) -> []. Default: the outputs where they are a tensor of
+                one element, else their `loss`.
+
+        Returns:
+            The mean loss over all parts and data ranks, [] fp32 on the CPU, the same on every rank.
+
+        Raises:
+            StopIteration: an iterator has nothing more, on every rank alike.
+            ConfigError: rows that do not divide by `batch.accumulate`; outputs without a loss.
+            RuntimeFault: an iterator that ends within a window; backwards before this call; as
+                `step()`.
+        """
+        count = int(self.config.batch.accumulate)
+        losses = []
+        for index, part in enumerate(_parts(data, count)):
+            loss = self._loss(part, loss_of)
+            self.backward(loss)  # type: ignore[attr-defined]
+            losses.append(loss.detach())
+            applied = self.step()  # type: ignore[attr-defined]
+            if applied and index + 1 < count:
+                raise RuntimeFault(
+                    "[front::train_batch] there were backwards since the last step already, so the "
+                    "window was over before this batch was"
+                )
+        return self._mean(losses)
+
+    def eval_batch(self, data: Any, loss_of: LossOf | None = None) -> torch.Tensor:
+        """The mean loss as of `train_batch`, without gradients and with the model in eval mode."""
+        was = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                parts = _parts(data, int(self.config.batch.accumulate))
+                return self._mean([self._loss(part, loss_of) for part in parts])
+        finally:
+            self.module.train(was)
+
+    def _loss(self, part: Any, loss_of: LossOf | None) -> torch.Tensor:
+        if isinstance(part, Mapping):
+            outputs = self(**part)  # type: ignore[operator]
+        elif isinstance(part, (tuple, list)):
+            outputs = self(*part)  # type: ignore[operator]
+        else:
+            outputs = self(part)  # type: ignore[operator]
+        loss = outputs if loss_of is None else loss_of(outputs, part)
+        if loss_of is None and not torch.is_tensor(outputs):
+            loss = getattr(outputs, "loss", None)
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            raise ConfigError(
+                "[front::train_batch] the model returns no loss: give loss_of(outputs, part)"
+            )
+        return loss
+
+    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        own = torch.stack([loss.detach().double().cpu().reshape(()) for loss in losses]).mean()
+        return torch.tensor(self._core.mean(float(own)), dtype=torch.float32)
+
+
+def _parts(data: Any, count: int) -> Iterable[Any]:
+    """`count` parts. Of an iterator the first is taken now."""
+    if not hasattr(data, "__next__"):
+        return _cut(data, count)
+    return itertools.chain([next(data)], _others(data, count))
+
+
+def _others(data: Iterator[Any], count: int) -> Iterator[Any]:
+    for index in range(1, count):
+        part = next(data, _NOTHING)
+        if part is _NOTHING:
+            raise RuntimeFault(
+                f"[front::train_batch] the iterator ended after {index} of the {count} parts of a "
+                f"window (batch.accumulate)"
+            )
+        yield part
+
+
+def _cut(data: Any, count: int) -> Iterator[Any]:
+    tensors, left = tree.take_out(data)
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
+    if len(rows) != 1 or min(rows) == 0 or min(rows) % count:
+        raise ConfigError(
+            f"[front::train_batch] the batch has tensors of {sorted(rows)} rows: one number, which "
+            f"divides by batch.accumulate {count}, is needed"
+        )
+    size = rows.pop() // count
+    for index in range(count):
+        yield tree.put_in([tensor[index * size :][:size] for tensor in tensors], left)
