@@ -1,6 +1,7 @@
 // Trains a byte-level GPT on real text from a native program: no Python, ranks as threads.
 //
 //   train_gpt [--ranks 2] [--steps 100] [--width 128] [--layers 4] [--strategy zero3] [--data FILE]
+//             [--tensor 1]            so many ranks compute one model together
 //             [--checkpoint DIR]      goes on from what is there, and saves at the end
 #include <penstock/checkpoint.h>
 #include <penstock/engine.h>
@@ -19,7 +20,7 @@
 namespace {
 
 struct Options {
-  int ranks = 2, steps = 100, layers = 4, rows = 8;
+  int ranks = 2, steps = 100, layers = 4, rows = 8, tensor = 1;
   int64_t width = 128, context = 64;
   std::string strategy = "zero3";
   std::string checkpoint;
@@ -37,16 +38,17 @@ struct BlockImpl : torch::nn::Module {
   }
 
   torch::Tensor attend(const torch::Tensor& x) {
-    const int64_t rows = x.size(0), time = x.size(1), width = x.size(2), heads = 4;
-    const auto parts = qkv(x).view({rows, time, 3, heads, width / heads}).permute({2, 0, 3, 1, 4});
+    const int64_t rows = x.size(0), time = x.size(1), size = x.size(2) / 4;  // of four heads
+    const auto all = penstock::linear(*qkv, x);  // or, of several tensor ranks, of some heads
+    const auto parts = all.view({rows, time, 3, -1, size}).permute({2, 0, 3, 1, 4});
     const auto y = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true);
-    return out(y.transpose(1, 2).reshape({rows, time, width}));
+    return penstock::linear(*out, y.transpose(1, 2).reshape({rows, time, -1}));
   }
 
   torch::Tensor forward(const torch::Tensor& x) {
     return penstock::unit(*this, [&] {  // the parameters of a block move together
       const auto y = x + attend(norm1(x));
-      return y + down(torch::gelu(up(norm2(y))));
+      return y + penstock::linear(*down, torch::gelu(penstock::linear(*up, norm2(y))));
     });
   }
 
@@ -95,6 +97,8 @@ Options parse(int argc, char** argv) {
       options.layers = std::stoi(value);
     else if (key == "--strategy")
       options.strategy = value;
+    else if (key == "--tensor")
+      options.tensor = std::stoi(value);
     else if (key == "--checkpoint")
       options.checkpoint = value;
     else if (key == "--data")
@@ -122,10 +126,15 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
       R"({"strategy": ")" + options.strategy + R"(", "precision": "fp32", "clip": 1.0,
           "optimizer": {"type": "AdamW", "lr": 0.003},
           "schedule": {"type": "cosine", "warmup_steps": 5, "total_steps": )" +
-      std::to_string(std::max(6, options.steps)) + R"(}, "units": {"modules": ["Block"]}})");
+      std::to_string(std::max(6, options.steps)) + R"(}, "units": {"modules": ["Block"]},
+          "mesh": {"tensor": )" +
+      std::to_string(options.tensor) + R"(},
+          "parallel": {"rules": {"*.qkv": "column:3", "*.up": "column",
+                                 "*.out": "row", "*.down": "row"}}})");
   Gpt model(options);
   penstock::Engine engine(model.ptr(), config, group);
-  auto generator = at::detail::createCPUGenerator(100 + rank);
+  // Ranks that compute one model together are given the same rows.
+  auto generator = at::detail::createCPUGenerator(100 + rank / options.tensor);
   const bool saves = !options.checkpoint.empty();
   const bool resumes = saves && penstock::Checkpoints::any(options.checkpoint);
   if (resumes) {

@@ -25,8 +25,10 @@
 #include "penstock/report.h"
 
 namespace torch::nn {
+class EmbeddingImpl;
+class LinearImpl;
 class Module;
-}
+}  // namespace torch::nn
 
 namespace penstock {
 
@@ -75,5 +77,11 @@ class PENSTOCK_API Engine {
 // outside of one it just runs it.
 PENSTOCK_API at::Tensor unit(const torch::nn::Module& module,
                              const std::function<at::Tensor()>& forward);
+
+// The layer's forward in that engine: where ranks of `mesh.tensor` compute it together, by the
+// style that "parallel.rules" give it (penstock/tensor_ranks.h), else its own. A layer that is cut
+// and was not called so in the first forward is an error.
+PENSTOCK_API at::Tensor linear(const torch::nn::LinearImpl& layer, const at::Tensor& input);
+PENSTOCK_API at::Tensor embedding(const torch::nn::EmbeddingImpl& layer, const at::Tensor& ids);
 
 }  // namespace penstock

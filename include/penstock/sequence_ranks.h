@@ -1,6 +1,7 @@
 #pragma once
 // SequenceRanks: ranks with parts of the same sequences (config key "mesh.sequence"). Between them
-// attention exchanges tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509). Docs: docs/parallel.md.
+// attention exchanges tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509). Docs:
+// docs/parallel.md.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

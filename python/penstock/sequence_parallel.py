@@ -78,8 +78,7 @@ class SequenceParallel:
         """
         if args:
             raise ConfigError(
-                "[front::forward] with mesh.sequence > 1 inputs are passed by name: "
-                "engine(**batch)"
+                "[front::forward] with mesh.sequence > 1 inputs are passed by name: engine(**batch)"
             )
         part = self._part_of(dict(kwargs))
         self._cut = True
@@ -148,7 +147,11 @@ class SequenceParallel:
         if positions is None:
             batch.pop("position_ids", None)
             return
-        if batch.get("attention_mask") is None and length > 1 and (positions.diff(dim=-1) != 1).any():
+        if (
+            batch.get("attention_mask") is None
+            and length > 1
+            and (positions.diff(dim=-1) != 1).any()
+        ):
             raise ConfigError(
                 "[front::forward] with mesh.sequence > 1 position_ids that begin anew (several "
                 "sequences in one) are not known yet"
@@ -193,7 +196,9 @@ class SequenceParallel:
                 )
             return inner(module, query, key, value, mask, **options)
         if options.get("position_bias") is not None:
-            raise ConfigError("[front::forward] mesh.sequence > 1: a position bias is not known yet")
+            raise ConfigError(
+                "[front::forward] mesh.sequence > 1: a position bias is not known yet"
+            )
         count, exchange = self._count, self._ranks.all_to_all
         if key.shape[1] % count:  # fewer than ranks
             more = count // key.shape[1]

@@ -1,7 +1,11 @@
 // The C++ front: torch::nn modules in, Core events out.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/linear.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
 
 #include <algorithm>
 #include <map>
@@ -14,6 +18,7 @@
 #include "penstock/engine.h"
 #include "penstock/error.h"
 #include "penstock/report.h"
+#include "penstock/tensor_ranks.h"
 #include "penstock/values.h"
 #include "src/base/text.h"
 
@@ -24,6 +29,7 @@ struct Engine::State {
   int rank = 0;
   std::optional<Core> core;
   std::unordered_map<const torch::nn::Module*, int> unit_of;
+  std::unordered_map<const torch::nn::Module*, TensorModule> cut;  // over tensor ranks
 
   OptimizerConfig settings() const {
     const Config& config = core->config();
@@ -50,6 +56,7 @@ namespace {
 struct Running {
   Core* core = nullptr;
   const std::unordered_map<const torch::nn::Module*, int>* unit_of = nullptr;
+  const std::unordered_map<const torch::nn::Module*, TensorModule>* cut = nullptr;
 };
 thread_local Running running;
 
@@ -101,7 +108,13 @@ Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& co
   state_->rank = group->rank();
   state_->core.emplace(tree_of(*model), config, std::move(group));
   const std::vector<UnitInfo> units = state_->core->units();
+  std::map<std::string, TensorModule> cut;
+  if (state_->core->config().mesh.tensor > 1) {
+    for (const TensorModule& one : TensorRanks(*state_->core).modules()) cut[one.name] = one;
+  }
   for (const auto& item : model->named_modules("", /*include_self=*/true)) {
+    const auto how = cut.find(item.key());
+    if (how != cut.end()) state_->cut[item.value().get()] = how->second;
     for (size_t unit = 1; unit < units.size(); ++unit) {
       if (units[unit].module == item.key())
         state_->unit_of[item.value().get()] = static_cast<int>(unit);
@@ -114,7 +127,7 @@ Engine::~Engine() = default;
 at::Tensor Engine::run(const std::function<at::Tensor()>& forward) {
   Core& core = *state_->core;
   core.unit_begin(0, at::GradMode::is_enabled());
-  const Running outer = std::exchange(running, {&core, &state_->unit_of});
+  const Running outer = std::exchange(running, {&core, &state_->unit_of, &state_->cut});
   at::Tensor output;
   try {
     output = forward();
@@ -136,6 +149,32 @@ at::Tensor unit(const torch::nn::Module& module, const std::function<at::Tensor(
   at::Tensor output = forward();
   running.core->unit_end(found->second, {output});
   return output;
+}
+
+namespace {
+
+// Null where the layer is this rank's alone.
+const TensorModule* cut_of(const torch::nn::Module& layer) {
+  if (running.core == nullptr) return nullptr;
+  const auto found = running.cut->find(&layer);
+  return found == running.cut->end() ? nullptr : &found->second;
+}
+
+}  // namespace
+
+at::Tensor linear(const torch::nn::LinearImpl& layer, const at::Tensor& input) {
+  std::optional<at::Tensor> bias;
+  if (layer.bias.defined()) bias = layer.bias;
+  const TensorModule* how = cut_of(layer);
+  if (how == nullptr) return at::linear(input, layer.weight, bias);
+  return TensorRanks(*running.core).linear(*how, input, layer.weight, bias);
+}
+
+at::Tensor embedding(const torch::nn::EmbeddingImpl& layer, const at::Tensor& ids) {
+  const int64_t padding = layer.options.padding_idx().value_or(-1);
+  const TensorModule* how = cut_of(layer);
+  if (how == nullptr) return at::embedding(layer.weight, ids, padding);
+  return TensorRanks(*running.core).embedding(*how, ids, layer.weight, padding);
 }
 
 void Engine::backward(const at::Tensor& loss) { loss.backward(state_->core->start_backward(loss)); }

@@ -33,11 +33,13 @@ void SequenceRanks::compare(const std::vector<at::Tensor>& inputs,
   state_->check_open("forward");
   const auto [different, alike] = state_->sequence_peers->compare(inputs, others, "");
   if (different < 0) return;
-  throw RuntimeFault(concat(
-      "[engine::forward] ", count(), " ranks have parts of the same sequences (mesh.sequence), and "
-      "the ", different + 1, ". of those of rank ", state_->group->rank(),
-      " was given others than the first: hand samples out by engine.data_rank and "
-      "engine.data_size, not by the rank"));
+  throw RuntimeFault(
+      concat("[engine::forward] ", count(),
+             " ranks have parts of the same sequences (mesh.sequence), and "
+             "the ",
+             different + 1, ". of those of rank ", state_->group->rank(),
+             " was given others than the first: hand samples out by engine.data_rank and "
+             "engine.data_size, not by the rank"));
 }
 
 }  // namespace penstock

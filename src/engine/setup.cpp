@@ -192,14 +192,16 @@ Members sequence_ranks(const Config& config, int rank) {
 void Core::State::connect_tensor_ranks(const engine::Blueprint& blueprint) {
   wholes.emplace(*executor);
   if (config.mesh.sequence > 1) {
-    sequence_peers = std::make_shared<parallel::Peers>(*group, sequence_ranks(config, group->rank()),
-                                                       "sequence");
+    sequence_peers = std::make_shared<parallel::Peers>(
+        *group, sequence_ranks(config, group->rank()), "sequence");
   }
   if (blueprint.mesh.size(Axis::kTensor) == 1) return;
   peers = std::make_shared<parallel::Peers>(*group, executor->tensor_ranks());
   for (const parallel::Ruled& one : blueprint.ruled) {
     const std::string& name = blueprint.split.tree.modules[one.module].name;
     const char* style = parallel::style_name(one.style);
+    tensor_unused.push_back(one.style != parallel::Style::kPartial &&
+                            one.style != parallel::Style::kWhole);
     tensor_labels.emplace_back(concat(style, " (", name, ")"));
     tensor_modules.push_back({static_cast<int>(tensor_modules.size()), name, style, one.transposed,
                               one.heads, one.size});

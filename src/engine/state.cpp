@@ -114,6 +114,24 @@ void Core::State::forward_begin(bool grad_enabled) {
   for (const int unit : order->spanning()) driver->enter(Op::kForward, unit);
 }
 
+parallel::Ranks Core::State::ranks_of(const TensorModule& how) {
+  const auto index = static_cast<size_t>(how.index);
+  if (!tensor_unused.empty()) tensor_unused.at(index) = false;
+  return {peers, tensor_labels.at(index)};
+}
+
+// Who reads a weight of a module that is not called computes with a part as if it were all.
+void Core::State::check_tensor_modules() {
+  const std::vector<bool> unused = std::exchange(tensor_unused, {});
+  const auto first = std::find(unused.begin(), unused.end(), true);
+  if (first == unused.end()) return;
+  throw RuntimeFault(concat(
+      "[engine::forward] \"parallel.rules\" cut module \"",
+      tensor_modules[static_cast<size_t>(first - unused.begin())].name,
+      "\", which was not called in the first forward: what reads its weight in another way has a "
+      "part of it. Give it the style \"whole\""));
+}
+
 void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (!engine::in_backward()) {
     outside_reads.reset();
@@ -128,6 +146,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (driver->section() == Section::kEval) {
     engine::Border::refuse_edit(executor->values().resolve_doubts(), "in forward");
   }
+  if (driver->section() == Section::kForward) check_tensor_modules();
   driver->finish();
   order->end_forward();
   show(group->board(), "the caller's code, after forward");

@@ -50,6 +50,9 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void forward_failed(const std::string& error);
   void failed(const char* what, const std::string& error);
 
+  // Who computes a module that tensor ranks have cut. It is being called.
+  parallel::Ranks ranks_of(const TensorModule& how);
+
   // ---- what tiles' operators ask for (see [Note: Tiles])
   void enter_tile(int unit) override;
   void leave_tile(int unit, Mark in_backward) override;
@@ -83,11 +86,12 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::optional<engine::Driver> driver;
   std::optional<engine::Border> border;
   std::vector<engine::GradientHook> hooks;
-  std::shared_ptr<parallel::Peers> peers;  // the tensor ranks; null where there is one
+  std::shared_ptr<parallel::Peers> peers;           // the tensor ranks; null where there is one
   std::shared_ptr<parallel::Peers> sequence_peers;  // those with parts of the same sequences
   parallel::Replicated replicated;
   std::vector<TensorModule> tensor_modules;
   std::vector<comm::Label> tensor_labels;  // of their exchanges
+  std::vector<bool> tensor_unused;         // not called yet; empty after the first forward
   std::optional<engine::Wholes> wholes;
   bool moves_params = false;  // parameters do not rest where they compute
   bool unit_events = false;   // a unit's begin and end move something of it
@@ -142,6 +146,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void unit_complete(int unit);
   void end_backward();
   void make_plans();
+  void check_tensor_modules();
   void connect_tensor_ranks(const engine::Blueprint& blueprint);
 
   // Every rank's text, in rank order.

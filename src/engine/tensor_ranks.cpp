@@ -33,7 +33,7 @@ at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
                                const at::Tensor& weight,
                                const std::optional<at::Tensor>& bias) const {
   state_->check_open("forward");
-  const parallel::Ranks peers = {state_->peers, state_->tensor_labels.at(how.index)};
+  const parallel::Ranks peers = state_->ranks_of(how);
   const at::Tensor rows = how.transposed ? weight.t() : weight;
   if (how.style == "row") return parallel::row_linear(input, rows, bias, peers);
   if (how.style == "row_cut") {
@@ -53,7 +53,7 @@ at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
 at::Tensor TensorRanks::embedding(const TensorModule& how, const at::Tensor& ids,
                                   const at::Tensor& weight, int64_t padding_idx) const {
   state_->check_open("forward");
-  const parallel::Ranks peers = {state_->peers, state_->tensor_labels.at(how.index)};
+  const parallel::Ranks peers = state_->ranks_of(how);
   if (how.style == "vocab") {
     return parallel::embedding(ids, weight, how.size, padding_idx, peers);
   }

@@ -89,8 +89,9 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const Kept& kept = Kept::of(context);
     if (kept.back == Way::kNothing) return {gradients[0], at::Tensor(), at::Tensor()};
-    return {go(kept.back, gradients[0], kept.back == Way::kAllToAll ? kept.other_dim : kept.dim, kept.size, kept.dim, kept.peers), at::Tensor(),
-            at::Tensor()};
+    return {go(kept.back, gradients[0], kept.back == Way::kAllToAll ? kept.other_dim : kept.dim,
+               kept.size, kept.dim, kept.peers),
+            at::Tensor(), at::Tensor()};
   }
 };
 

@@ -46,9 +46,9 @@ at::Tensor gather(const at::Tensor& part, int64_t dim, const Ranks& peers);     
 at::Tensor gather_whole(const at::Tensor& part, int64_t dim, int64_t size, const Ranks& peers);
 at::Tensor cut(const at::Tensor& whole, int64_t dim, const Ranks& peers);  // I to V
 
-// From a part along `join_dim` of all of `cut_dim` to all of it, of a part along `cut_dim`; backward
-// is the way back. [.., tokens / ranks, .., heads, ..] -> [.., tokens, .., heads / ranks, ..]
-// (DeepSpeed-Ulysses, arXiv:2309.14509).
+// From a part along `join_dim` of all of `cut_dim` to all of it, of a part along `cut_dim`;
+// backward is the way back. [.., tokens / ranks, .., heads, ..] -> [.., tokens, .., heads / ranks,
+// ..] (DeepSpeed-Ulysses, arXiv:2309.14509).
 at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim,
                       const Ranks& peers);
 // The sum of the ranks' addends of one loss, whose gradients are averaged over them later: each
