@@ -274,7 +274,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
     def data_rank(self) -> int:
         """Which of `data_size` this is: ranks of `mesh.tensor` and `mesh.sequence` are one."""
         mesh = self.config.mesh
-        return ranks.rank() // (mesh.tensor * mesh.sequence)
+        return int(ranks.rank() // (mesh.tensor * mesh.sequence))
 
     @property
     def data_size(self) -> int:

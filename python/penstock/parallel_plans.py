@@ -1,7 +1,7 @@
 """How the layers of known models are cut over tensor ranks: rules for the key `parallel.rules`.
 
-A rule is a name pattern and a style; docs/parallel.md has the styles. The first pattern that matches
-a name counts.
+A rule is a name pattern and a style; docs/parallel.md has the styles. The first pattern that
+matches a name counts.
 """
 
 import fnmatch
@@ -119,8 +119,9 @@ def _of_transformers(model: torch.nn.Module, plan: Mapping[str, str], tensor: in
             continue
         if style not in _STYLES:
             raise ConfigError(
-                f'[front::initialize] "mesh.tensor" is {tensor}: transformers\' plan for this model '
-                f'cuts "{pattern}" as "{style}", which is not supported yet: give "parallel.rules"'
+                f'[front::initialize] "mesh.tensor" is {tensor}: transformers\' plan for this '
+                f'model cuts "{pattern}" as "{style}", which is not supported yet: give '
+                f'"parallel.rules"'
             )
         rules[pattern] = "vocab" if pattern == head else _STYLES[style]
         if heads and style == "colwise" and pattern.endswith(("k_proj", "v_proj")):
@@ -150,8 +151,8 @@ def _check_heads(config: Any, tensor: int, shared: bool) -> int:
         return 0
     if not shared or tensor % keys:
         raise ConfigError(
-            f'[front::initialize] "mesh.tensor" is {tensor}, and the model has {keys} key and value '
-            f"heads: one of the two numbers has to divide by the other"
+            f'[front::initialize] "mesh.tensor" is {tensor}, and the model has {keys} key and '
+            f"value heads: one of the two numbers has to divide by the other"
         )
     return int(keys)
 

@@ -2,8 +2,8 @@
 
 Each rank of `mesh.sequence` computes its part of every sequence; around attention they exchange
 tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), so that each sees whole sequences of some
-heads. The exchanges are the engine's (`_penstock.SequenceRanks`); here is how models of transformers
-come to call them.
+heads. The exchanges are the engine's (`_penstock.SequenceRanks`); here is how models of
+transformers come to call them.
 """
 
 import copy
@@ -14,9 +14,9 @@ import torch
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
 
-# Causal models whose positions come from `position_ids`, whose attention is in transformers' registry
-# and whose loss is its `loss_function`,
-# by `config.model_type`: tests/parity/test_sequence.py trains each of them.
+# Causal models whose positions come from `position_ids`, whose attention is in transformers'
+# registry and whose loss is its `loss_function`, by `config.model_type`: test_sequence.py trains
+# each of them.
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2")
 _ALONG_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels")
 _IGNORED = -100  # label that does not count, of torch and transformers
@@ -34,7 +34,8 @@ class SequenceParallel:
         self._model, self._tensor = model, config.mesh.tensor
         self._check()
         self._ranks = _penstock.SequenceRanks(core)
-        self._cut, self._mask = False, None  # whether what runs is a part; of whole sequences
+        self._cut = False  # what runs is a part
+        self._mask: torch.Tensor | None = None  # of whole sequences
         installed.append(_Attention(self, model))
 
     @property
@@ -177,14 +178,14 @@ class SequenceParallel:
     def attention(  # noqa: PLR0913 - transformers' arguments
         self,
         inner: Callable[..., Any],
-        module: torch.nn.Module,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
         **options: Any,
     ) -> Any:
-        """query [batch, heads, tokens of this rank, size] -> [batch, tokens of this rank, heads, size]
+        """query [batch, heads, own tokens, size] -> [batch, own tokens, heads, size]
 
         A backward computes a part again; whole sequences (of `generate`) have no gradients.
         """

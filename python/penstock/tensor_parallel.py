@@ -43,7 +43,7 @@ class TensorParallel:
             self._cut(model.get_submodule(how.name), how, installed)
         self._divide(model, config.parallel.rules, installed)
 
-    def _cut(self, module: torch.nn.Module, how: Any, installed: list[Any]) -> None:
+    def _cut(self, module: Any, how: Any, installed: list[Any]) -> None:
         if how.style in ("partial", "whole"):
             return
         _refuse(module, how)
@@ -69,8 +69,8 @@ class TensorParallel:
             found = [one for one in known if parallel_plans.matches(one, pattern)]
             if not found:
                 raise ConfigError(
-                    f'[front::initialize] "parallel.rules.{pattern}" is "{style}": no module has an '
-                    f"attribute of that name that is a whole number"
+                    f'[front::initialize] "parallel.rules.{pattern}" is "{style}": no module has '
+                    f"an attribute of that name that is a whole number"
                 )
             for one in found:
                 made = _Attribute(*known.pop(one), one, count)
@@ -82,8 +82,8 @@ class TensorParallel:
         if self.whole == 0:
             raise RuntimeFault(
                 f"[front::parameters] this rank has a part of some parameters (mesh.tensor "
-                f"{self._count}), so a copy or a state_dict() of the model itself is not whole: use "
-                f"engine.state_dict(), or copy inside `with engine.gathered():`"
+                f"{self._count}), so a copy or a state_dict() of the model itself is not whole: "
+                f"use engine.state_dict(), or copy inside `with engine.gathered():`"
             )
 
     def __enter__(self) -> None:
@@ -127,8 +127,8 @@ def _refuse(module: torch.nn.Module, how: Any) -> None:
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option, None):
             raise ConfigError(
-                f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}", which has '
-                f"{option}: that needs the whole weight on every rank"
+                f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}", which '
+                f"has {option}: that needs the whole weight on every rank"
             )
 
 

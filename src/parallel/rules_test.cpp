@@ -87,7 +87,7 @@ TEST(Rules, SharedHeadsStayWhole) {
 
 TEST(Rules, WhatCannotBeIsNamed) {
   const std::pair<Rules, const char*> cases[] = {
-      {{{"attn.qkv", "colunm"}}, "did you mean \"column\""},
+      {{{"attn.qkv", "columns"}}, "did you mean \"column\""},
       {{{"attn.qkv", "column:x"}}, "whole numbers, with commas"},
       {{{"attn.qkv", "column:0"}}, "whole numbers, with commas"},
       {{{"attn.qkv", "vocab:2"}}, "takes no numbers"},

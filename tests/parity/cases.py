@@ -111,4 +111,4 @@ def tensor_matrix() -> list[Case]:
 
 
 def tensor_sample() -> list[Case]:
-    return _sample(tensor_matrix(), lambda case: (case.strategy, case.world, case.tensor), 30)
+    return _sample(tensor_matrix(), lambda case: (case.strategy, case.world, case.tensor), 20)

@@ -36,9 +36,10 @@ TIERS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "precision", "accumulate", "offload"), TIERS)
+@pytest.mark.parametrize("tiers", TIERS, ids=str)
 @pytest.mark.parametrize("world", [2, 4])
-def test_tiers(world, strategy, precision, accumulate, offload, pools, largest, tmp_path):
+def test_tiers(world, tiers, pools, largest, tmp_path):
+    strategy, precision, accumulate, offload = tiers
     case = Case(strategy, precision, accumulate, world, model="parts", tensor=2)
     path = {"path": str(tmp_path)} if DISK in offload.values() else {}
     settings = {"offload": offload | path}

@@ -82,8 +82,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "strategy", "world", "tensor", "extra", "config"), CASES)
-def test_trains(kind, strategy, world, tensor, extra, config, pools):
-    for rank, apart in enumerate(pools(world).run(compared, kind, strategy, tensor, extra, config)):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:5])))
+def test_trains(case, pools):
+    kind, strategy, world, *others = case
+    for rank, apart in enumerate(pools(world).run(compared, kind, strategy, *others)):
         beyond = {name: value for name, value in apart.items() if not value <= LIMIT}
         assert not beyond, f"rank {rank} is apart from plain torch: {beyond}"
