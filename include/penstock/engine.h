@@ -80,7 +80,7 @@ PENSTOCK_API at::Tensor unit(const torch::nn::Module& module,
 
 // The layer's forward in that engine: where ranks of `mesh.tensor` compute it together, by the
 // style that "parallel.rules" give it (penstock/tensor_ranks.h), else its own. A layer that is cut
-// and was not called so in the first forward is an error.
+// and was not called so before the first step is an error.
 PENSTOCK_API at::Tensor linear(const torch::nn::LinearImpl& layer, const at::Tensor& input);
 PENSTOCK_API at::Tensor embedding(const torch::nn::EmbeddingImpl& layer, const at::Tensor& ids);
 

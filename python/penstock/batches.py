@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from penstock import tree
+from penstock import ranks, tree
 from penstock._native import ConfigError, RuntimeFault
 
 LossOf = Callable[[Any, Any], torch.Tensor]
@@ -19,6 +19,17 @@ class Batches:
     config: Any
     module: torch.nn.Module
     _core: Any
+
+    @property
+    def data_rank(self) -> int:
+        """Which of `data_size` this is: ranks of `mesh.tensor` and `mesh.sequence` are one."""
+        mesh = self.config.mesh
+        return int(ranks.rank() // (mesh.tensor * mesh.sequence))
+
+    @property
+    def data_size(self) -> int:
+        """How many parts a global batch has."""
+        return int(self.config.mesh.data)
 
     def train_batch(self, data: Any, loss_of: LossOf | None = None) -> torch.Tensor:
         """Forwards, backwards and the step of one whole window. All ranks call it.

@@ -312,7 +312,10 @@ class _Taken:
             self._take_objects()
         elif engine._registered:
             self._say_it_stays("registered objects")
-        self._rank = min(ranks.rank(), found.world - 1)
+        # Tensor ranks draw alike: they go on from what the first of them had.
+        tensor = engine.config.mesh.tensor
+        self._place = ranks.rank() // tensor * tensor
+        self._rank = min(self._place, found.world - 1)
         self._generator: torch.Tensor | None = None
         if any(one.role == "rng" for one in found.tensors):
             self._generator = torch.empty_like(torch.get_rng_state())
@@ -405,8 +408,8 @@ class _Taken:
     def _set_generators(self) -> None:
         if self._generator is None:
             return
-        if self._rank != ranks.rank():
-            return generators.derive(self._generator, ranks.rank())
+        if self._rank != self._place:
+            return generators.derive(self._generator, self._place)
         torch.set_rng_state(self._generator)
         generators.restore(self._of_ranks[self._rank], _device_of(self._engine))
 

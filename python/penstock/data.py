@@ -51,6 +51,8 @@ class ResumableLoader:
         batch_size: samples of this rank.
         shuffle: another order in each epoch, by `seed`; else the dataset's.
         seed: of the order.
+        place: which of how many parts of a global batch is this rank's. Default: its rank, of all;
+            with `mesh.tensor` or `mesh.sequence`: (engine.data_rank, engine.data_size).
         options: more of DataLoader's arguments (num_workers, collate_fn, pin_memory, ...), but for
             its own ways to choose samples.
 
@@ -65,16 +67,18 @@ class ResumableLoader:
         *,
         shuffle: bool = True,
         seed: int = 0,
+        place: tuple[int, int] | None = None,
         **options: Any,
     ) -> None:
+        self._rank, self._world = place or (ranks.rank(), ranks.world())
         for name in ("sampler", "batch_sampler", "drop_last"):
             if name in options:
                 raise ConfigError(f"[front::ResumableLoader] {name} is the loader's own")
         length = len(dataset)  # type: ignore[arg-type]
-        if batch_size < 1 or length < batch_size * ranks.world():
+        if batch_size < 1 or length < batch_size * self._world:
             raise ConfigError(
                 f"[front::ResumableLoader] {length} samples are less than one batch of "
-                f"{batch_size} on {ranks.world()} ranks"
+                f"{batch_size} on {self._world} ranks"
             )
         self.epoch = 0
         self._dataset, self._batch_size, self._length = dataset, batch_size, length
@@ -89,22 +93,20 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of this epoch; then the next one begins."""
-        batches = _Batches(
-            self._order(), self._samples, self._batch_size, ranks.rank(), ranks.world()
-        )
+        batches = _Batches(self._order(), self._samples, self._batch_size, self._rank, self._world)
         # Of its own, for its workers' seeds: beginning in the middle draws nothing from torch's.
-        place = hash((self._seed, self.epoch, self._samples, ranks.rank()))
+        place = hash((self._seed, self.epoch, self._samples, self._rank))
         generator = torch.Generator().manual_seed(place & (2**62 - 1))
         options = {"generator": generator} | self._options
         for batch in DataLoader(self._dataset, batch_sampler=batches, **options):
-            self._samples += self._batch_size * ranks.world()
+            self._samples += self._batch_size * self._world
             yield batch
         self.epoch += 1
         self._samples = 0
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return self._length // (self._batch_size * ranks.world())
+        return self._length // (self._batch_size * self._world)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -271,17 +271,6 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
-    def data_rank(self) -> int:
-        """Which of `data_size` this is: ranks of `mesh.tensor` and `mesh.sequence` are one."""
-        mesh = self.config.mesh
-        return int(ranks.rank() // (mesh.tensor * mesh.sequence))
-
-    @property
-    def data_size(self) -> int:
-        """How many parts a global batch has."""
-        return int(self.config.mesh.data)
-
-    @property
     def steps(self) -> int:
         """Number of updates so far."""
         return int(self._core.steps)

@@ -120,13 +120,13 @@ class Forwards:
             return forward(*args, **kwargs)
         try:
             self._begin()
-            if not _in_backward():
+            if not in_backward():
                 self._around.begin(self._model, (args, kwargs))
             output = forward(*args, **kwargs)
-            if not _in_backward():
+            if not in_backward():
                 self._around.end()
         except BaseException as error:
-            if not _in_backward():  # where checkpointing ends what it computes again early
+            if not in_backward():  # where checkpointing ends what it computes again early
                 self._fail(error)
             raise
         finally:  # a signal may raise anywhere
@@ -153,12 +153,13 @@ class Forwards:
         core = self._core
         alone = False  # called by itself: that is a forward of the model, of which the rest is idle
 
-        def begin(*_: Any) -> None:
+        def begin(*inputs: Any) -> None:
             nonlocal alone
-            if not _in_backward():
+            if not in_backward():
                 if not self._open:
                     alone = True
                     self._begin()
+                    self._around.begin(self._model, inputs)
                 elif self._thread != threading.get_ident():
                     raise RuntimeFault(
                         f"[front::forward] a {type(module).__name__} was called from another "
@@ -174,6 +175,7 @@ class Forwards:
                 core.unit_end(unit, list(tree.tensors_in(output)))
             was_alone, alone = alone, False
             if was_alone and error is None:
+                self._around.end()
                 self._end(output)
             elif was_alone and error is not None:
                 self._fail(error)
@@ -190,12 +192,12 @@ class Forwards:
 
     def run_part(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `run`, where it is not computed again in a backward."""
-        if self._open or _in_backward():
+        if self._open or in_backward():
             return forward(*args, **kwargs)
         return self.run(forward, *args, **kwargs)
 
     def _begin(self) -> None:
-        if not _in_backward():
+        if not in_backward():
             if self._core.needs_unit_events and os.getpid() != self._process:
                 raise RuntimeFault(
                     "[front::forward] the model was called in another process than its engine's "
@@ -242,13 +244,14 @@ def remove(installed: list[Any]) -> None:
     installed.clear()
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether this thread runs a backward, which may compute a forward again."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _around(begin: Callable[..., None], end: Callable[..., None]) -> Callable[..., Any]:
     def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        begin()
+        begin(args, kwargs)
         output = inner(*args, **kwargs)
         end(args, output)
         return output

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.forwards import in_backward
 
 # Causal models whose positions come from `position_ids`, whose attention is in transformers'
 # registry and whose loss is its `loss_function`, by `config.model_type`: test_sequence.py trains
@@ -34,6 +35,7 @@ class SequenceParallel:
         self._model, self._tensor = model, config.mesh.tensor
         self._check()
         self._ranks = _penstock.SequenceRanks(core)
+        self._modules = set(model.modules())
         self._cut = False  # what runs is a part
         self._mask: torch.Tensor | None = None  # of whole sequences
         installed.append(_Attention(self, model))
@@ -61,6 +63,12 @@ class SequenceParallel:
                 f'the model\'s attention is "{config._attn_implementation}", and only "sdpa" '  # type: ignore[union-attr]
                 f"is exchanged as yet"
             )
+        rope = (
+            getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        )
+        kinds = {str(value) for value in _texts_in(rope)}
+        if kinds & {"dynamic", "longrope"}:
+            self._refuse("its rotary embedding depends on the length of what a rank sees")
         heads = config.num_attention_heads  # type: ignore[union-attr]
         keys = getattr(config, "num_key_value_heads", None) or heads
         own, own_keys = heads // self._tensor, max(1, keys // self._tensor)
@@ -81,7 +89,7 @@ class SequenceParallel:
             raise ConfigError(
                 "[front::forward] with mesh.sequence > 1 inputs are passed by name: engine(**batch)"
             )
-        part = self._part_of(dict(kwargs))
+        part = self._part_of({name: value for name, value in kwargs.items() if value is not None})
         self._cut = True
         try:
             output = forward(**part)
@@ -102,6 +110,7 @@ class SequenceParallel:
     def _part_of(self, batch: dict[str, Any]) -> dict[str, Any]:
         tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
         known = {*_ALONG_TOKENS, "attention_mask", "num_items_in_batch"}
+        self._ranks.compare([tensors[name] for name in sorted(tensors)], " ".join(sorted(tensors)))
         unknown = set(tensors) - known
         if unknown or batch.get("past_key_values") is not None:
             name = min(unknown, default="past_key_values")
@@ -109,7 +118,6 @@ class SequenceParallel:
                 f'[front::forward] with mesh.sequence > 1 "{name}" cannot be cut: allowed are '
                 f"{', '.join(sorted(known))}"
             )
-        self._ranks.compare([tensors[name] for name in sorted(tensors)], " ".join(sorted(tensors)))
         first = batch.get("input_ids", batch.get("inputs_embeds"))
         if first is None:
             raise ConfigError("[front::forward] neither input_ids nor inputs_embeds are given")
@@ -123,7 +131,7 @@ class SequenceParallel:
             )
         padded = -(-length // self._count) * self._count
         self._mask = self._whole_mask(batch.pop("attention_mask", None), first, padded)
-        if "labels" in batch and batch["labels"] is not None:
+        if "labels" in batch:
             self._count_labels(batch)
         positions = torch.arange(padded, device=first.device).expand(first.shape[0], -1)
         batch.setdefault("position_ids", positions)
@@ -173,6 +181,11 @@ class SequenceParallel:
 
     def mask(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of the mask that transformers makes of a part."""
+        if in_backward():
+            raise RuntimeFault(
+                "[front::backward] with mesh.sequence > 1 a unit that is computed again makes its "
+                "own attention mask, which is not known any more: recompute its layers instead"
+            )
         return self._mask if self._cut else inner(*args, **kwargs)
 
     def attention(  # noqa: PLR0913 - transformers' arguments
@@ -189,7 +202,9 @@ class SequenceParallel:
 
         A backward computes a part again; whole sequences (of `generate`) have no gradients.
         """
-        if not self._cut and not _in_backward():
+        if module not in self._modules:  # of a copy
+            return inner(module, query, key, value, mask, **options)
+        if not self._cut and not in_backward():
             if query.requires_grad:
                 raise RuntimeFault(
                     "[front::forward] with mesh.sequence > 1 call the engine, not the model, where "
@@ -225,7 +240,7 @@ class _Attention:
 
         self._config, self._had = model.config, model.config._attn_implementation
         self._tables = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-        inner, mask = (table[self._had] for table in self._tables)
+        inner, mask = self._inner = [table[self._had] for table in self._tables]
         self._name = f"penstock-{id(self)}"
         ALL_ATTENTION_FUNCTIONS.register(
             self._name, lambda *args, **kwargs: owner.attention(inner, *args, **kwargs)
@@ -236,10 +251,10 @@ class _Attention:
         self._config._attn_implementation = self._name
 
     def remove(self) -> None:
-        """The model has its own again."""
+        """The model has its own again; copies of it, which name this one, too."""
         self._config._attn_implementation = self._had
-        for table in self._tables:
-            type(table)._global_mapping.pop(self._name, None)
+        for table, inner in zip(self._tables, self._inner, strict=True):
+            table.register(self._name, inner)
 
 
 def _padded(values: torch.Tensor, length: int, fill: Any) -> torch.Tensor:
@@ -250,5 +265,7 @@ def _padded(values: torch.Tensor, length: int, fill: Any) -> torch.Tensor:
     return torch.cat([values, values.new_full(shape, fill)], dim=1)
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def _texts_in(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        return [text for one in value.values() for text in _texts_in(one)]
+    return [value] if isinstance(value, str) else []

@@ -61,7 +61,7 @@ class TensorParallel:
 
     def _divide(self, model: torch.nn.Module, rules: Any, installed: list[Any]) -> None:
         known = parallel_plans.attributes(model)
-        for pattern, style in rules:
+        for pattern, style in rules.items():
             name, _, by = style.partition(":")
             if name != "divide":
                 continue

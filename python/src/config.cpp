@@ -28,7 +28,11 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("expert", &MeshConfig::expert)
       .def_readonly("node", &MeshConfig::node);
   py::class_<ParallelConfig>(module, "ParallelConfig")
-      .def_readonly("rules", &ParallelConfig::rules);
+      .def_property_readonly("rules", [](const ParallelConfig& parallel) {
+        py::dict rules;
+        for (const auto& [pattern, style] : parallel.rules) rules[py::str(pattern)] = style;
+        return rules;
+      });
   py::class_<OffloadConfig>(module, "OffloadConfig")
       .def_readonly("optimizer", &OffloadConfig::optimizer)
       .def_readonly("params", &OffloadConfig::params)

@@ -94,6 +94,7 @@ namespace {
 // `part`: elements of the flat.
 void add_cut(const exec::Slot& slot, const Global& global, std::pair<int64_t, int64_t> part,
              std::vector<Piece>* found) {
+  if (slot.numel == 0) return found->push_back({global, 0, slot.offset});  // its name counts
   const auto dim = static_cast<size_t>(slot.cut.dim);
   int64_t inner = 1, outer = 1;
   for (size_t i = 0; i < slot.whole.size(); ++i) (i < dim ? outer : inner) *= slot.whole[i];

@@ -239,8 +239,7 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
   state.steps = numbers.whole("steps", 0, kMost);
   state.skipped = numbers.whole("skipped", 0, kMost);
   state.executor->set_step(state.steps + 1);
-  if (state.peers) state.peers->set_step(state.steps + 1);
-  if (state.sequence_peers) state.sequence_peers->set_step(state.steps + 1);
+  state.together.set_step(state.steps + 1);
   const ckpt::JsonReader scale(numbers.object("loss_scale"), "the manifest's loss_scale");
   const Json& value = scale.at("value");
   if (!value.is_number()) scale.fail("\"value\" is no number");

@@ -117,12 +117,16 @@ void Core::State::Closing::give_back_cut(exec::Flat& flat, const at::Tensor& val
     return flat.detach();
   }
   for (exec::Slot& slot : flat.slots) {
+    slot.guard =
+        concat("[exec::guard] this looks at the part of \"", slot.name,
+               "\" that a rank had while its engine was open: the parameter is whole again");
     if (slot.shown) continue;  // closed inside gathered()
     const at::Tensor part =
         values.defined() ? values.narrow(0, slot.offset, slot.numel) : slot.param.variable_data();
     const at::Tensor whole = state.executor->values().whole_of(slot, part).to(slot.param.options());
     engine::set_window(slot.param, whole.storage(), whole.scalar_type(), slot.whole);
   }
+  flat.detach();
 }
 
 void Core::State::Closing::give_back(int unit) {
@@ -149,10 +153,10 @@ std::string Core::State::close(bool gather, const std::string& why) {
   if (closed) return "";
   closed = true;
   // What it writes from goes.
-  const bool together = gather && why.empty() && !faulted;
-  const std::string unsaved = together ? saver.finish() : saver.finish_alone();
+  const bool all_come = gather && why.empty() && !faulted;
+  const std::string unsaved = all_come ? saver.finish() : saver.finish_alone();
   if (!unsaved.empty()) std::fprintf(stderr, "penstock: not saved: %s\n", unsaved.c_str());
-  const bool apart = !executor->table().rests_whole() || peers != nullptr;
+  const bool apart = !executor->table().rests_whole() || together.tensor.has_value();
   Closing closing{*this, gather && apart};
   const std::string first = closing.part(why);
   if (gather && closing.lost.empty()) closing.discard();
@@ -172,6 +176,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   executor->traffic().forget();
   tiers.device.trim();
   tiers.host.trim();
+  together.close();
   group->close();
   if (gather && !closing.lost.empty()) {
     throw RuntimeFault(concat("[engine::close] the weights could not be gathered, so what was ",

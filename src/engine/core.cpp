@@ -86,9 +86,7 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
   state_->check_open("backward");
   state_->window->on(engine::Call::kBackward);
   state_->fault = nullptr;
-  for (const auto& peers : {state_->peers, state_->sequence_peers}) {
-    if (peers) peers->take_fault();
-  }
+  state_->together.take_fault();
   if (!state_->window->armed()) {
     state_->look_at_gradients(false);
     state_->border->hide_gradients();
@@ -104,10 +102,7 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
 void Core::backward_failed(const std::string& error) {
   state_->failed("backward", error);
   if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
-  for (const auto& peers : {state_->peers, state_->sequence_peers}) {
-    if (!peers) continue;
-    if (const std::exception_ptr lost = peers->take_fault()) std::rethrow_exception(lost);
-  }
+  if (const std::exception_ptr lost = state_->together.take_fault()) std::rethrow_exception(lost);
 }
 
 bool Core::window_complete(bool force) {

@@ -122,6 +122,15 @@ void check_optimizer(const Config& config, bool external) {
                            "set \"optimizer\" in the config"));
 }
 
+// Ranks that differ in the innermost part of `local` alone.
+Members sequence_ranks(const Config& config, int rank) {
+  const int tensor = config.mesh.tensor, count = config.mesh.sequence;
+  Members members;
+  members.index = rank / tensor % count;
+  for (int i = 0; i < count; ++i) members.ranks.push_back(rank + (i - members.index) * tensor);
+  return members;
+}
+
 void set_budgets(mem::Tiers& tiers, engine::Budgets budgets) {
   tiers.device.set_budget(std::move(budgets.device));
   tiers.host.set_budget(std::move(budgets.host));
@@ -153,7 +162,14 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   resolve_reduce_dtype(model, static_cast<bool>(group->device_groups()), &config);
   executor.emplace(table, blueprint.mesh, *group, tiers, std::move(blueprint.units));
   driver.emplace(*executor);
-  connect_tensor_ranks(blueprint);
+  wholes.emplace(*executor);
+  if (config.mesh.tensor > 1) {
+    together.tensor.emplace(group, executor->mesh(), blueprint.ruled, blueprint.split.tree);
+  }
+  if (config.mesh.sequence > 1) {
+    together.sequence =
+        std::make_shared<parallel::Peers>(group, sequence_ranks(config, group->rank()), "sequence");
+  }
   moves_params = executor->moves_params();
   tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);
   unit_events = moves_params || table.moves_activations();
@@ -173,39 +189,6 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   border.emplace(*executor, *tiled);
   adoption.commit();
   show(group->board(), "the caller's code, after initialize");
-}
-
-namespace {
-
-// Ranks that differ in the innermost part of `local` alone.
-Members sequence_ranks(const Config& config, int rank) {
-  const int tensor = config.mesh.tensor, count = config.mesh.sequence;
-  Members members;
-  members.index = rank / tensor % count;
-  for (int i = 0; i < count; ++i) members.ranks.push_back(rank + (i - members.index) * tensor);
-  return members;
-}
-
-}  // namespace
-
-// What the front cuts a module's weight for, or a sequence.
-void Core::State::connect_tensor_ranks(const engine::Blueprint& blueprint) {
-  wholes.emplace(*executor);
-  if (config.mesh.sequence > 1) {
-    sequence_peers = std::make_shared<parallel::Peers>(
-        *group, sequence_ranks(config, group->rank()), "sequence");
-  }
-  if (blueprint.mesh.size(Axis::kTensor) == 1) return;
-  peers = std::make_shared<parallel::Peers>(*group, executor->tensor_ranks());
-  for (const parallel::Ruled& one : blueprint.ruled) {
-    const std::string& name = blueprint.split.tree.modules[one.module].name;
-    const char* style = parallel::style_name(one.style);
-    tensor_unused.push_back(one.style != parallel::Style::kPartial &&
-                            one.style != parallel::Style::kWhole);
-    tensor_labels.emplace_back(concat(style, " (", name, ")"));
-    tensor_modules.push_back({static_cast<int>(tensor_modules.size()), name, style, one.transposed,
-                              one.heads, one.size});
-  }
 }
 
 Core::State::~State() {

@@ -32,8 +32,11 @@ void check_frozen(const std::vector<exec::UnitState>& units) {
   }
 }
 
-void check_not_gathered(const engine::Driver& driver, const Table& table) {
-  if (!driver.holds() || table.rests_whole()) return;
+// It is what it was in the forward, and its parameters are where they were.
+void check_model(const engine::Driver& driver, const Table& table, const engine::Wholes& wholes,
+                 engine::Together& together) {
+  if (together.tensor) together.tensor->check_called();
+  if (!driver.holds() || (table.rests_whole() && !wholes.any())) return;
   throw RuntimeFault(
       "[engine::step] step() inside gathered(): the gathered values would stay what they were. "
       "Leave the block before");
@@ -114,24 +117,6 @@ void Core::State::forward_begin(bool grad_enabled) {
   for (const int unit : order->spanning()) driver->enter(Op::kForward, unit);
 }
 
-parallel::Ranks Core::State::ranks_of(const TensorModule& how) {
-  const auto index = static_cast<size_t>(how.index);
-  if (!tensor_unused.empty()) tensor_unused.at(index) = false;
-  return {peers, tensor_labels.at(index)};
-}
-
-// Who reads a weight of a module that is not called computes with a part as if it were all.
-void Core::State::check_tensor_modules() {
-  const std::vector<bool> unused = std::exchange(tensor_unused, {});
-  const auto first = std::find(unused.begin(), unused.end(), true);
-  if (first == unused.end()) return;
-  throw RuntimeFault(concat(
-      "[engine::forward] \"parallel.rules\" cut module \"",
-      tensor_modules[static_cast<size_t>(first - unused.begin())].name,
-      "\", which was not called in the first forward: what reads its weight in another way has a "
-      "part of it. Give it the style \"whole\""));
-}
-
 void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (!engine::in_backward()) {
     outside_reads.reset();
@@ -146,7 +131,6 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (driver->section() == Section::kEval) {
     engine::Border::refuse_edit(executor->values().resolve_doubts(), "in forward");
   }
-  if (driver->section() == Section::kForward) check_tensor_modules();
   driver->finish();
   order->end_forward();
   show(group->board(), "the caller's code, after forward");
@@ -404,7 +388,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     throw RuntimeFault(why);
   }
   check_groups(config, groups);
-  check_not_gathered(*driver, executor->table());
+  check_model(*driver, executor->table(), *wholes, together);
   look_at_gradients(false);
   border->look_at_params();
   border->hide_gradients();
@@ -453,8 +437,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   executor->updates().arrive();
   ++steps;
   executor->set_step(steps + 1);
-  if (peers) peers->set_step(steps + 1);
-  if (sequence_peers) sequence_peers->set_step(steps + 1);
+  together.set_step(steps + 1);
   return true;
 }
 

@@ -12,26 +12,21 @@
 
 #include "penstock/core.h"
 #include "penstock/plan.h"
-#include "penstock/tensor_ranks.h"
 #include "src/ckpt/saver.h"
 #include "src/engine/border.h"
 #include "src/engine/driver.h"
 #include "src/engine/hooks.h"
 #include "src/engine/loss_scale.h"
 #include "src/engine/order_learner.h"
+#include "src/engine/together.h"
 #include "src/engine/wholes.h"
 #include "src/engine/window.h"
 #include "src/exec/executor.h"
 #include "src/mem/tiers.h"
-#include "src/parallel/operators.h"
 #include "src/plan/planner.h"
 #include "src/tiles/weights.h"
 
 namespace penstock {
-
-namespace engine {
-struct Blueprint;
-}
 
 struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Host {
   State(const ModelTree& tree, const Config& settings, std::shared_ptr<Group> ranks,
@@ -49,9 +44,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
   void failed(const char* what, const std::string& error);
-
-  // Who computes a module that tensor ranks have cut. It is being called.
-  parallel::Ranks ranks_of(const TensorModule& how);
 
   // ---- what tiles' operators ask for (see [Note: Tiles])
   void enter_tile(int unit) override;
@@ -86,12 +78,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::optional<engine::Driver> driver;
   std::optional<engine::Border> border;
   std::vector<engine::GradientHook> hooks;
-  std::shared_ptr<parallel::Peers> peers;           // the tensor ranks; null where there is one
-  std::shared_ptr<parallel::Peers> sequence_peers;  // those with parts of the same sequences
-  parallel::Replicated replicated;
-  std::vector<TensorModule> tensor_modules;
-  std::vector<comm::Label> tensor_labels;  // of their exchanges
-  std::vector<bool> tensor_unused;         // not called yet; empty after the first forward
+  engine::Together together;
   std::optional<engine::Wholes> wholes;
   bool moves_params = false;  // parameters do not rest where they compute
   bool unit_events = false;   // a unit's begin and end move something of it
@@ -146,8 +133,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void unit_complete(int unit);
   void end_backward();
   void make_plans();
-  void check_tensor_modules();
-  void connect_tensor_ranks(const engine::Blueprint& blueprint);
 
   // Every rank's text, in rank order.
   std::vector<std::string> share_text(const std::string& label, const std::string& text);

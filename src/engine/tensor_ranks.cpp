@@ -11,13 +11,15 @@
 namespace penstock {
 
 TensorRanks::TensorRanks(const Core& core) : state_(core.state_) {
-  if (state_->peers != nullptr) return;
+  if (state_->together.tensor) return;
   throw ConfigError("[engine::TensorRanks] \"mesh.tensor\" is 1: nothing is cut");
 }
 
-int TensorRanks::index() const { return state_->peers->rank(); }
-int TensorRanks::count() const { return state_->peers->size(); }
-const std::vector<TensorModule>& TensorRanks::modules() const { return state_->tensor_modules; }
+int TensorRanks::index() const { return state_->together.tensor->peers().rank(); }
+int TensorRanks::count() const { return state_->together.tensor->peers().size(); }
+const std::vector<TensorModule>& TensorRanks::modules() const {
+  return state_->together.tensor->modules();
+}
 
 namespace {
 
@@ -33,13 +35,13 @@ at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
                                const at::Tensor& weight,
                                const std::optional<at::Tensor>& bias) const {
   state_->check_open("forward");
-  const parallel::Ranks peers = state_->ranks_of(how);
+  const parallel::Ranks peers = state_->together.tensor->ranks_of(how);
   const at::Tensor rows = how.transposed ? weight.t() : weight;
   if (how.style == "row") return parallel::row_linear(input, rows, bias, peers);
   if (how.style == "row_cut") {
     return parallel::row_linear(parallel::cut(input, -1, peers), rows, bias, peers);
   }
-  const at::Tensor replicated = state_->replicated.of(input, peers);
+  const at::Tensor replicated = state_->together.tensor->replicated.of(input, peers);
   if (how.style == "shared") {
     std::optional<at::Tensor> own;
     if (bias) own = head_of(*bias, how.heads, *peers);
@@ -53,7 +55,7 @@ at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
 at::Tensor TensorRanks::embedding(const TensorModule& how, const at::Tensor& ids,
                                   const at::Tensor& weight, int64_t padding_idx) const {
   state_->check_open("forward");
-  const parallel::Ranks peers = state_->ranks_of(how);
+  const parallel::Ranks peers = state_->together.tensor->ranks_of(how);
   if (how.style == "vocab") {
     return parallel::embedding(ids, weight, how.size, padding_idx, peers);
   }
@@ -65,11 +67,11 @@ at::Tensor TensorRanks::embedding(const TensorModule& how, const at::Tensor& ids
 bool TensorRanks::compare(const std::vector<at::Tensor>& inputs, const std::string& others,
                           const std::string& draws) const {
   state_->check_open("forward");
-  const auto [different, alike] = state_->peers->compare(inputs, others, draws);
+  const auto [different, alike] = state_->together.tensor->peers().compare(inputs, others, draws);
   if (different < 0) return alike;
-  const std::vector<int>& ranks = state_->executor->tensor_ranks().ranks;
+  const int first = state_->group->rank() - index();
   throw RuntimeFault(concat(
-      "[engine::forward] ranks ", ranks.front(), " and ", ranks[static_cast<size_t>(different)],
+      "[engine::forward] ranks ", first, " and ", first + different,
       " compute one model together (mesh.tensor ", count(),
       ") and were given other inputs: hand samples out by engine.data_rank and engine.data_size, "
       "not by the rank"));

@@ -119,7 +119,8 @@ mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrive
   }
   const Table& table = executor.table();
   std::vector<std::string> problems = {problem};
-  if (!table.rests_whole() || num_shards(table.master(), executor.mesh()) > 1) {
+  const bool tensor = executor.mesh().size(Axis::kTensor) > 1;
+  if (!table.rests_whole() || num_shards(table.master(), executor.mesh()) > 1 || tensor) {
     problems = engine::share_text("read room", problem,
                                   [&](const std::string& label, const std::string& payload) {
                                     return executor.share(label, payload);
@@ -130,6 +131,14 @@ mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrive
     throw RuntimeFault(concat("[engine::state_dict] rank ", rank, ": ", problems[rank]));
   }
   return room;
+}
+
+}  // namespace
+
+namespace {
+
+bool holds_first_part(const Mesh& mesh, int rank) {
+  return mesh.coordinate(rank, Axis::kNode) == 0 && mesh.coordinate(rank, Axis::kLocal) == 0;
 }
 
 }  // namespace
@@ -146,7 +155,7 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
   }
   exec::Executor& executor = *state_->executor;
   // Of what tensor ranks have cut, the parts arrive at rank 0 and its tensor ranks.
-  const bool arrives = everywhere || executor.data_ranks().index == 0;
+  const bool arrives = everywhere || holds_first_part(executor.mesh(), state_->group->rank());
   const bool wanted = everywhere || state_->group->rank() == 0;
   const mem::Lease room = agreed_room(executor, state_->tiers.on_host(), arrives);
   for (size_t u = 0; u < executor.units().size(); ++u) {

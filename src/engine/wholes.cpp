@@ -1,12 +1,25 @@
 #include "src/engine/wholes.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 
 #include "src/base/text.h"
 #include "src/device/kernels.h"
-#include "src/engine/adoption.h"
 
 namespace penstock::engine {
+
+namespace {
+
+// Graphs that were built before go on: autograd's node for the gradient stays, and it is asked when
+// the parameter is a part again.
+void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayRef sizes) {
+  at::Tensor window = at::empty({0}, param.options().requires_grad(false));
+  window.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+  window.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  param.set_data(window);
+}
+
+}  // namespace
 
 template <class Action>
 void Wholes::for_each(int unit, const Action& action) {
@@ -31,7 +44,7 @@ void Wholes::show(int unit) {
   for_each(unit, [&](exec::Flat& flat, exec::Slot& slot) {
     if (slot.shown) return;
     const at::Tensor whole = executor_.values().whole_of(slot, part(flat, slot));
-    set_window(slot.param, whole.storage(), whole.scalar_type(), slot.whole);
+    look_at(slot.param, whole.storage(), slot.whole);
     slot.shown = true;
     shown_[&slot] = whole;
   });
@@ -66,7 +79,7 @@ void Wholes::hide(int unit) {
     if (!slot.shown) return;
     slot.shown = false;
     shown_.erase(&slot);
-    set_window(slot.param, slot.window, slot.param.scalar_type(), slot.sizes);
+    look_at(slot.param, slot.window, slot.sizes);
     slot.version = slot.param._version();
   });
 }

@@ -127,11 +127,11 @@ void Executor::drain() {
 }
 
 std::vector<std::string> Executor::share(const std::string& label, const std::string& payload) {
-  return rank_.control_channel.share(label, rank_.everyone(), payload);
+  return rank_.control_channel.share(label, rank_.groups.everyone(), payload);
 }
 
 void Executor::broadcast(const std::string& label, void* data, int64_t bytes) {
-  rank_.control_channel.broadcast(label, rank_.everyone(), data, bytes);
+  rank_.control_channel.broadcast(label, rank_.groups.everyone(), data, bytes);
 }
 
 void Executor::set_step(int64_t step) {

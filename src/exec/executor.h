@@ -49,8 +49,6 @@ class Executor {
   const std::vector<UnitState>& units() const { return rank_.units; }
   const Table& table() const { return rank_.table; }
   const Mesh& mesh() const { return rank_.mesh; }
-  const Members& tensor_ranks() const { return rank_.tensor_ranks(); }
-  const Members& data_ranks() const { return rank_.data_ranks(); }
   mem::DiskTraffic& traffic() { return rank_.traffic; }
   // Parameters are not at all times what computes: units are brought and entered.
   bool moves_params() const { return rank_.table.moves_params(); }

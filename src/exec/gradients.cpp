@@ -14,6 +14,20 @@
 
 namespace penstock::exec {
 
+void add_up(Rank& rank, device::Address addends, Dtype dtype, int64_t numel,
+            const comm::Label& label) {
+  const Members& ranks = rank.groups.tensor();
+  if (ranks.size() == 1) return;
+  const int64_t scratch = numel / ranks.size() * (ranks.size() - 1);
+  const at::Tensor room = at::empty({scratch}, device::scalar_type(dtype));
+  comm::ReduceBuffer buffer;
+  buffer.partial = addends;
+  buffer.scratch = room.data_ptr();
+  buffer.dtype = buffer.result_dtype = dtype;
+  buffer.numel = numel;
+  rank.control_channel.all_reduce(label, ranks, {buffer});
+}
+
 // What backwards add to, with memory.
 Copy& Gradients::sum_of(Flat& flat) {
   const Placement& made = rank_.table.grad_after_backward();
@@ -103,8 +117,9 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       PENSTOCK_ASSERT(source != nullptr,
                       concat("no gradient for ", *planned.label.text, " to start"));
       if (from == made) close(flat, source->one());
-      // In time its line of the plan adds up what was moved.
-      if (late && from == made) sum_over_tensor_ranks(flat, source->one(), planned.label);
+      // Before that, the plan's line adds up all that was moved.
+      const bool alone = late && from == made && (rank_.grads_on_disk || flat.summed);
+      if (alone) sum_over_tensor_ranks(flat, source->one(), planned.label);
       rank_.traffic.fetch(source->one(), mem::Account::kGrad);
       const Buffer& start = source->one();
       Copy* sum = find(flat.grads, to);
@@ -165,7 +180,7 @@ void Gradients::reopen() {
       if (!std::exchange(flat.summed, false)) continue;
       Buffer& sum = held(flat)->one();
       const at::Tensor values = device::view(sum.data(), sum.dtype, sum.numel);
-      values.div_(rank_.tensor_ranks().size());
+      values.div_(rank_.groups.tensor().size());
       flat.uncount();
     }
   }
@@ -173,17 +188,9 @@ void Gradients::reopen() {
 
 // Of a flat whose gradient every tensor rank has an addend of.
 void Gradients::sum_over_tensor_ranks(Flat& flat, Buffer& sum, const comm::Label& label) {
-  const Members& ranks = rank_.tensor_ranks();
-  if (flat.tensor != TensorCut::kPartial || ranks.size() == 1) return;
+  if (flat.tensor != TensorCut::kPartial) return;
   flat.uncount();
-  const int64_t scratch = sum.numel / ranks.size() * (ranks.size() - 1);
-  const at::Tensor room = at::empty({scratch}, device::scalar_type(sum.dtype));
-  comm::ReduceBuffer buffer;
-  buffer.partial = sum.data();
-  buffer.scratch = room.data_ptr();
-  buffer.dtype = buffer.result_dtype = sum.dtype;
-  buffer.numel = sum.numel;
-  rank_.control_channel.all_reduce(label, ranks, {buffer});
+  add_up(rank_, sum.data(), sum.dtype, sum.numel, label);
 }
 
 // No backward adds to it any more. On a device it is not known yet whether it is finite.
@@ -243,7 +250,7 @@ void Gradients::complete() {
 double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const {
   if (copy == nullptr) return 0.0;
   // What every tensor rank has alike, one of them counts.
-  if (flat.tensor != TensorCut::kCut && rank_.tensor_ranks().index > 0) return 0.0;
+  if (flat.tensor != TensorCut::kCut && rank_.groups.tensor().index > 0) return 0.0;
   if (!(flat.squares < 0.0)) return flat.squares;
   if (flat.squares_there.defined()) {
     there->push_back(flat.squares_there);
@@ -314,7 +321,7 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   slot.written |= made;
   // They are still to be added up over the tensor ranks.
   const bool open = flat.tensor == TensorCut::kPartial && (made || !rank_.grads_on_disk);
-  write(flat, *copy, slot, full, open ? factor / rank_.tensor_ranks().size() : factor);
+  write(flat, *copy, slot, full, open ? factor / rank_.groups.tensor().size() : factor);
 }
 
 void Gradients::write(Flat& flat, Copy& copy, const Slot& slot, const at::Tensor& full,

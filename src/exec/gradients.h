@@ -13,6 +13,10 @@
 
 namespace penstock::exec {
 
+// The tensor ranks' addends become their sum, in place. [its tensor ranks]
+void add_up(Rank& rank, device::Address addends, Dtype dtype, int64_t numel,
+            const comm::Label& label);
+
 class Gradients {
  public:
   Gradients(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}

@@ -126,7 +126,8 @@ Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
   std::string doubtful, edited;
   int other = -1;
   std::vector<std::string> all;
-  for (const std::string& part : rank_.control_channel.share(label, rank_.everyone(), payload)) {
+  for (const std::string& part :
+       rank_.control_channel.share(label, rank_.groups.everyone(), payload)) {
     double sum = 0.0;
     std::memcpy(&sum, part.data(), sizeof(sum));
     made.total += sum;

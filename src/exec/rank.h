@@ -80,14 +80,9 @@ struct Rank {
     return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
-  const Members& everyone() const {
-    return groups.of({Axis::kPipeline, Axis::kNode, Axis::kLocal, Axis::kTensor});
-  }
-  const Members& data_ranks() const { return groups.of({Axis::kNode, Axis::kLocal}); }
-  const Members& tensor_ranks() const { return groups.of({Axis::kTensor}); }
   // The ranks that have the very same values of the flat's parameters.
   const Members& owners_of(const Flat& flat) const {
-    return flat.tensor == TensorCut::kCut ? data_ranks() : everyone();
+    return flat.tensor == TensorCut::kCut ? groups.data() : groups.everyone();
   }
   // What a flat keeps for good, without memory yet: copies that rest, and their places on disk.
   void claim_params(Flat& flat);

@@ -6,7 +6,9 @@
 #include <memory>
 #include <utility>
 
+#include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
 #include "src/optim/kernels.h"
 #include "src/optim/optimizer_step.h"
@@ -32,6 +34,49 @@ bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Rout
              return !flat.trainable || !rank.has_master[static_cast<size_t>(flat.dtype)];
            });
          });
+}
+
+// Of what tensor ranks have alike gradients are the same by themselves, or a rule is missing that
+// says that each has an addend. They are compared once, as wrong rules are wrong from the start.
+void compare_replicas(Rank& rank, const Gradients& gradients) {
+  const Groups& groups = rank.groups;
+  std::vector<const Slot*> slots;
+  std::vector<double> squares;
+  for (UnitState& unit : rank.units) {
+    for (Flat& flat : unit.flats) {
+      if (!flat.trainable || flat.tensor != TensorCut::kWhole) continue;
+      const Copy* copy = gradients.held(flat);
+      const bool here = copy != nullptr && copy->one().memory;
+      const int64_t begin = here ? rank.begin_of(copy->place, flat) : 0;
+      for (const Slot& slot : flat.slots) {
+        slots.push_back(&slot);
+        const int64_t from = std::max(begin, slot.offset);
+        const int64_t to =
+            here ? std::min(begin + copy->one().numel, slot.offset + slot.numel) : from;
+        squares.push_back(from < to ? device::host::sum_squares(copy->one().at(from - begin).host(),
+                                                                copy->one().dtype, to - from)
+                                    : 0.0);
+      }
+    }
+  }
+  const std::string mine(reinterpret_cast<const char*>(squares.data()), squares.size() * 8);
+  const std::vector<std::string> all =
+      rank.control_channel.share("gradients alike", groups.everyone(), mine);
+  for (size_t other = 0; other < all.size(); ++other) {
+    const int tensor = rank.mesh.coordinate(static_cast<int>(other), Axis::kTensor);
+    const std::string& first = all[other - static_cast<size_t>(tensor)];  // the axis is innermost
+    for (size_t i = 0; i < slots.size(); ++i) {
+      double one = 0.0, two = 0.0;
+      std::memcpy(&one, first.data() + i * 8, sizeof(one));
+      std::memcpy(&two, all[other].data() + i * 8, sizeof(two));
+      if (!(std::abs(one - two) > 1e-3 * std::max(one, two))) continue;
+      throw RuntimeFault(concat(
+          "[exec::norm] the gradient of \"", slots[i]->name, "\" is not the same on ranks ",
+          other - static_cast<size_t>(tensor), " and ", other,
+          ", which compute one model together: what uses it works on a part (of the heads, say). "
+          "Give it the style \"partial\" in \"parallel.rules\""));
+    }
+  }
 }
 
 }  // namespace
@@ -82,6 +127,9 @@ void Updates::norm(const comm::Label& label) {
     gradients_.finish();
     rank_.traffic.settle();  // the last unit's write of the step before, long since done
     gradients_.complete();
+    if (!std::exchange(compared_, true) && rank_.groups.tensor().size() > 1) {
+      compare_replicas(rank_, gradients_);
+    }
     made = norm_.exchange(label, update_);
   }
   const auto& [total, divisor, bad] = made;

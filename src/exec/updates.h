@@ -88,6 +88,7 @@ class Updates {
   Lanes& lanes_;
   Gradients& gradients_;
   Norm norm_;
+  bool compared_ = false;  // replicas over the tensor axis
   comm::Channel channel_;
   Update update_;
   double grad_norm_ = 0.0;

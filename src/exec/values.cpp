@@ -89,7 +89,7 @@ Dtype Values::parameters(int unit, int index, char* room, bool everywhere) {
   const at::Tensor part = kept == nullptr ? at::Tensor() : on_host(*kept);
   char* const values = kept == nullptr ? nullptr : bytes_of(part);
   const int64_t part_bytes = rank_.numel_of(place, flat) * dtype_bytes(place.dtype);
-  const bool arrives = everywhere || rank_.data_ranks().index == 0;
+  const bool arrives = everywhere || rank_.groups.data().index == 0;
   char* own =
       arrives ? room + shard_index(place, rank_.mesh, rank_.group.rank()) * part_bytes : room;
   if (kept == nullptr) own_masters(flat, own);
@@ -140,27 +140,18 @@ at::Tensor Values::gradient(int unit, int index) {
     if (!copy.valid || copy.place == made) continue;
     full.add_(read(copy.one(), copy.place, mem::Account::kGrad, flat, label));
   }
-  if (!rank_.grads_on_disk) add_up(flat, full, label);
+  const bool partial = flat.tensor == TensorCut::kPartial;
+  if (partial && !rank_.grads_on_disk) {
+    add_up(rank_, bytes_of(full), Dtype::kFp32, flat.numel, label);
+  }
   // Where gradients rest as sums of this rank's, every rank must take part, whoever has some.
   const Copy* open = find(flat.grads, made);
   if (rank_.table.holds_grad_in_place() || open != nullptr) {
     const at::Tensor sum = open_sum(flat, open, label);
-    add_up(flat, sum, label);
+    if (partial) add_up(rank_, bytes_of(sum), Dtype::kFp32, flat.numel, label);
     full.add_(sum);
   }
   return full;
-}
-
-// Where each tensor rank has an addend.
-void Values::add_up(const Flat& flat, const at::Tensor& full, const std::string& label) {
-  const Members& ranks = rank_.tensor_ranks();
-  if (flat.tensor != TensorCut::kPartial || ranks.size() == 1) return;
-  const at::Tensor scratch = at::empty({flat.numel / ranks.size() * (ranks.size() - 1)});
-  comm::ReduceBuffer buffer;
-  buffer.partial = full.data_ptr();
-  buffer.scratch = scratch.data_ptr();
-  buffer.numel = flat.numel;
-  rank_.control_channel.all_reduce(label, ranks, {buffer});
 }
 
 // ---- over the tensor axis
@@ -196,7 +187,7 @@ at::Tensor put_together(const Slot& slot, const at::Tensor& parts, const Members
 
 at::Tensor Values::whole_of(const Slot& slot, const at::Tensor& part) {
   if (slot.cut.kind != TensorCut::kCut) return part;
-  const Members& ranks = rank_.tensor_ranks();
+  const Members& ranks = rank_.groups.tensor();
   const at::Tensor parts = room_for_parts(slot, ranks.size(), ranks.index, part);
   rank_.control_channel.all_gather(
       concat("whole ", slot.name), ranks,
@@ -205,10 +196,10 @@ at::Tensor Values::whole_of(const Slot& slot, const at::Tensor& part) {
 }
 
 at::Tensor Values::whole_on_first(const Slot& slot, const at::Tensor& part) {
-  Members ranks = rank_.tensor_ranks();
-  const bool first = rank_.data_ranks().index == 0 && ranks.index == 0;
+  Members ranks = rank_.groups.tensor();
+  const bool first = rank_.groups.data().index == 0 && ranks.index == 0;
   if (slot.cut.kind != TensorCut::kCut) return first ? part : at::Tensor();
-  if (rank_.data_ranks().index > 0) ranks.index = -1;
+  if (rank_.groups.data().index > 0) ranks.index = -1;
   const at::Tensor parts = room_for_parts(slot, first ? ranks.size() : 1, 0, part);
   rank_.control_channel.collect(concat("whole ", slot.name), ranks, parts.data_ptr(),
                                 slot.room * static_cast<int64_t>(parts.element_size()));
@@ -217,7 +208,7 @@ at::Tensor Values::whole_on_first(const Slot& slot, const at::Tensor& part) {
 
 at::Tensor Values::part_of(const Slot& slot, const at::Tensor& whole) const {
   if (slot.cut.kind != TensorCut::kCut) return whole;
-  const Members& ranks = rank_.tensor_ranks();
+  const Members& ranks = rank_.groups.tensor();
   std::vector<at::Tensor> parts;
   for (const auto& [first, end] : slot.cut.ranges(ranks.index, ranks.size())) {
     parts.push_back(whole.narrow(slot.cut.dim, first, end - first));

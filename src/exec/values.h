@@ -57,7 +57,6 @@ class Values {
   void set_rest(Flat& flat, const Placement& from, char* values, const std::string& label);
   void doubt(const Flat& flat, Buffer& own, device::Address seen);
   at::Tensor open_sum(const Flat& flat, const Copy* sum, const std::string& label);
-  void add_up(const Flat& flat, const at::Tensor& full, const std::string& label);
 
   Rank& rank_;
   Gradients& gradients_;

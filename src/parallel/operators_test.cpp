@@ -34,7 +34,7 @@ std::vector<Tensors> on_ranks(int size, const std::function<Tensors(const Ranks&
       for (int other = 0; other < size; ++other) members.ranks.push_back(other);
       members.index = rank;
       try {
-        results[rank] = body({std::make_shared<Peers>(*groups[rank], members)});
+        results[rank] = body({std::make_shared<Peers>(groups[rank], members)});
       } catch (...) {
         errors[rank] = std::current_exception();
       }

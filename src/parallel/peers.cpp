@@ -8,9 +8,11 @@
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <utility>
 #include <vector>
 
 #include "penstock/cut.h"
+#include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/device/kernels.h"
 
@@ -39,11 +41,16 @@ void check_host(const at::Tensor& values) {
 
 }  // namespace
 
-Peers::Peers(Group& group, const Members& members, const char* lane)
-    : members_(members), channel_(group, lane) {}
+Peers::Peers(std::shared_ptr<Group> group, const Members& members, const char* lane)
+    : group_(std::move(group)), members_(members), channel_(*group_, lane) {}
 
 template <class Exchange>
 void Peers::exchange(const Exchange& work) {
+  if (closed_) {
+    throw RuntimeFault(
+        "[parallel::exchange] the engine is closed, and what is computed goes through layers that "
+        "it computed with other ranks");
+  }
   try {
     work();
   } catch (...) {

@@ -20,11 +20,13 @@ namespace penstock::parallel {
 
 class Peers {
  public:
-  // The group outlives it. `members`: this rank and those that it computes with.
-  Peers(Group& group, const Members& members, const char* lane = "act");
+  // `members`: this rank and those that it computes with.
+  Peers(std::shared_ptr<Group> group, const Members& members, const char* lane = "act");
 
   // What its exchanges threw since the last call: on its way through autograd it loses its class.
   std::exception_ptr take_fault() { return std::exchange(fault_, nullptr); }
+  // No more exchanges: what asks for one (a graph that outlives its engine) throws RuntimeFault.
+  void close() { closed_ = true; }
   void set_step(int64_t step) { channel_.set_step(step); }  // for messages
 
   int rank() const { return members_.index; }
@@ -58,7 +60,9 @@ class Peers {
   template <class Exchange>
   void exchange(const Exchange& work);
 
+  const std::shared_ptr<Group> group_;
   const Members members_;
+  bool closed_ = false;
   std::exception_ptr fault_;
   comm::Channel channel_;
 };

@@ -124,7 +124,12 @@ class Cutter {
     const int64_t out_dim = matrix->embedding ? 1 : matrix->out_dim();
     ruled.size = weight.size(out_dim);
     if (matrix->embedding) return cut_embedding(*matrix, rule, ruled);
-    if (style == Style::kShared) return share_heads(*matrix, rule, ruled);
+    if (style == Style::kShared) {
+      if (rule.sizes.size() != 1 || rule.sizes.front() % count_ != 0) {
+        return share_heads(*matrix, rule, ruled);
+      }
+      ruled.style = Style::kColumn;  // as many heads as ranks, or more
+    }
     const int64_t dim = takes_out ? out_dim : 1 - out_dim;
     const Cut cut{TensorCut::kCut, dim, parts(weight.size(dim), module, rule)};
     give(matrix->weight, cut, rule);
@@ -196,8 +201,8 @@ class Cutter {
 
   std::vector<int64_t> parts(int64_t size, const ModuleInfo& module, const Rule& rule) const {
     std::vector<int64_t> parts = rule.sizes;
-    if (parts.empty()) parts = {size};
-    if (rule.sizes.size() == 1) {
+    if (parts.empty() || rule.row->style == Style::kShared) parts = {size};
+    if (rule.sizes.size() == 1 && rule.row->style != Style::kShared) {
       const int64_t number = rule.sizes.front();
       if (size % number != 0) {
         rule.fail(

@@ -39,6 +39,8 @@ Groups::Groups(const Mesh& mesh, int rank) : members_(size_t{1} << kNumAxes) {
   }
 }
 
+const Members& Groups::everyone() const { return members_[used_axes_]; }
+
 const Members& Groups::of(const std::vector<Axis>& axes) const {
   unsigned set = 0;
   for (const Axis axis : axes) set |= bit(axis);

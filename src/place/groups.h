@@ -25,6 +25,9 @@ class Groups {
   // The order of `axes` does not matter. The answer lives as long as this object; nothing is
   // allocated.
   const Members& of(const std::vector<Axis>& axes) const;
+  const Members& everyone() const;
+  const Members& data() const { return of({Axis::kNode, Axis::kLocal}); }
+  const Members& tensor() const { return of({Axis::kTensor}); }
 
  private:
   // By the set of axes, one bit each. Axes of size one add nobody: their bit is left out, and sets

@@ -28,22 +28,22 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "the norm is that of gradients before they were added up",
         GRADIENTS,
-        "  flat.uncount();\n  const int64_t scratch",
-        "  const int64_t scratch",
+        "  flat.uncount();\n  add_up(",
+        "  add_up(",
         WITH_REPLICAS,
     ),
     Mutation(
         "the norm counts what tensor ranks have alike once a rank",
         GRADIENTS,
-        "  if (flat.tensor != TensorCut::kCut && rank_.tensor_ranks().index > 0) return 0.0;\n",
+        "  if (flat.tensor != TensorCut::kCut && rank_.groups.tensor().index > 0) return 0.0;\n",
         "",
         MESH,
     ),
     Mutation(
         "gradients that are read lack the other ranks' addends",
         VALUES,
-        "  if (!rank_.grads_on_disk) add_up(flat, full, label);\n",
-        "",
+        "  if (partial && !rank_.grads_on_disk) {\n",
+        "  if (partial && !partial) {\n",
         WITH_REPLICAS,
     ),
     Mutation(
@@ -56,8 +56,7 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "a late addend is not added up",
         GRADIENTS,
-        "      if (late && from == made) "
-        "sum_over_tensor_ranks(flat, source->one(), planned.label);\n",
+        "      if (alone) sum_over_tensor_ranks(flat, source->one(), planned.label);\n",
         "",
         life("twice"),
     ),
@@ -132,7 +131,7 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "parameters stay whole after gathered()",
         WHOLES,
-        "    set_window(slot.param, slot.window, slot.param.scalar_type(), slot.sizes);\n",
+        "    look_at(slot.param, slot.window, slot.sizes);\n",
         "",
         life("reads_gathered"),
     ),
@@ -147,7 +146,7 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "ranks that compute together are seeded apart",
         "python/penstock/engine.py",
-        "torch.manual_seed(self.config.seed + self.data_rank)",
+        "torch.manual_seed(self.config.seed + ranks.rank() // self.config.mesh.tensor)",
         "torch.manual_seed(self.config.seed + ranks.rank())",
         life("dropout"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -38,13 +39,15 @@ def batch_of(kind: str, step: int, rank: int, length: int, padded: bool) -> dict
 def trains(engine: Any, kind: str, rank: int, length: int = 13) -> dict[str, Any]:
     losses = []
     for step in range(4):
-        out = engine(**batch_of(kind, step, rank, length - step % 2, step > 1))
+        batch = batch_of(kind, step, rank, length - step % 2, step > 1)
+        out = engine(**batch, position_ids=None)
         engine.backward(out.loss)
         engine.step()
         losses.append(float(out.loss.detach()))
     engine.eval()
     with torch.no_grad():
         losses.append(float(engine(**batch_of(kind, 9, rank, length, True)).loss))
+        assert engine(**batch_of(kind, 9, rank, length, True) | {"labels": None}).loss is None
     said = engine.generate(**hf.prompts(rank), max_new_tokens=4)
     engine.train()
     return {"losses": losses, "said": said}
@@ -128,7 +131,9 @@ def refused(story: Any, config: Any, extra: Any) -> str:
         assert model.config._attn_implementation == "sdpa"
 
 
+LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED = [
+    (packed, {}, {"rope_parameters": LONG}, "depends on the length"),
     (other_sequences, {}, {}, "have parts of the same sequences"),
     (by_place, {}, {}, "inputs are passed by name"),
     (of_four_dimensions, {}, {}, "attention_mask has to be"),
@@ -158,3 +163,19 @@ def test_other_models_are_refused(pools):
     for failure in pools(2).attempt(another_model):
         assert isinstance(failure, Failure)
         assert "and this is a Sequential" in failure.text
+
+
+def copied(strategy: str) -> float:
+    """A copy of the model is a plain one, while the engine is open and after."""
+    engine = hf.start(strategy, hf.build("llama"), {"mesh": {"sequence": 2}})
+    with engine.gathered():
+        other = copy.deepcopy(engine.module)
+    batch = batch_of("llama", 0, 0, 12, True)
+    expected = float(hf.build("llama")(**batch).loss)
+    first = abs(float(other(**batch).loss) - expected)
+    engine.close()
+    return max(first, abs(float(other(**batch).loss) - expected))
+
+
+def test_a_copy_is_plain(pools):
+    assert max(pools(2).run(copied, "zero3")) <= LIMIT

@@ -94,7 +94,7 @@ def told(engine: Any, story: Any) -> Any:
 
 def compared(story: Any, strategy: str, tensor: int, config: Any) -> dict[str, float]:
     """On a rank: rank 0's weights count, whatever others have."""
-    twice = story in (uses_a_block_twice, keeps_a_window_open)
+    twice = story in (uses_a_block_twice, reads_late_gradients, keeps_a_window_open)
     options = {"recompute": "reentrant", "twice": True} if twice else {}
     ours = told(start(build(7 + dist.get_rank(), **options), strategy, tensor, **config), story)
     theirs = told(Plain(build(**options)), story)
@@ -219,6 +219,22 @@ def uses_a_block_twice(engine):
     return losses(*(one_step(engine, index) for index in range(3)))
 
 
+def reads_late_gradients(engine):
+    engine.backward(engine(*BATCHES[0]))
+    grads = {n: g for n, g in engine.full_grads().items() if "never" not in n}
+    engine.step()
+    return grads | losses(one_step(engine, 1))
+
+
+def gathers_between_forwards(engine):
+    first = engine(*BATCHES[0])
+    with engine.gathered():
+        seen = float(engine.module.blocks[0].qkv.weight.detach().sum())
+    engine.backward(first + engine(*BATCHES[1]))
+    engine.step()
+    return losses(seen, one_step(engine, 2))
+
+
 def evaluates(engine):
     one_step(engine)
     engine.module.eval()
@@ -248,6 +264,8 @@ STORIES = [
     (freezes, {}),
     (keeps_a_window_open, {"batch": {"accumulate": 2}}),
     (uses_a_block_twice, {"comm": {"timeout_s": 20, "bucket_bytes": 0}}),
+    (reads_late_gradients, {"comm": {"timeout_s": 20, "bucket_bytes": 0}}),
+    (gathers_between_forwards, {}),
     (evaluates, {}),
     (raises_in_between, {}),
 ]
@@ -310,7 +328,14 @@ def gives_a_gradient_by_hand(engine):
     engine.step()
 
 
+def steps_inside_gathered(engine):
+    engine.backward(engine(*BATCHES[0]))
+    with engine.gathered(write=True):
+        engine.step()
+
+
 ERRORS = [
+    (steps_inside_gathered, "step\\(\\) inside gathered"),
     (edits_without_write, "was changed in place inside engine.gathered"),
     (calls_inside_gathered, "inside gathered\\(\\): parameters are whole there"),
     (copies, "this rank has a part of some parameters"),
@@ -434,11 +459,14 @@ def test_an_optimizer_of_ones_own_is_refused(pools):
 def closes(gather: bool, inside: bool) -> Any:
     engine = start(build(), "zero2")
     one_step(engine)
+    part = engine.module.blocks[1].down.weight.detach()
     expected = engine.state_dict(rank0_only=False)
     with engine.gathered() if inside else contextlib.nullcontext():
         engine.close(gather=gather)
     model = engine.module
     assert model.blocks[0].attention.heads == tensor_models.HEADS
+    with pytest.raises(RuntimeError, match="this looks at the part|has no values"):
+        part.sum()
     try:
         value = model.blocks[0].qkv.weight.sum()
     except RuntimeError as error:
@@ -520,3 +548,54 @@ def replicas(strategy: str, tensor: int) -> Any:
 def test_replicas_are_equal(world, tensor, strategy, pools):
     told = pools(world).run(replicas, strategy, tensor)
     assert len(set(told)) == 1
+
+
+# ---- rules that leave something out are seen in the first step
+
+
+def without_rules(left_out: list[str]) -> str:
+    rules = {name: style for name, style in tensor_models.rules(2).items() if name not in left_out}
+    engine = start(build(), "zero2", parallel={"rules": rules})
+    try:
+        one_step(engine)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_norm_of_heads_without_a_rule(world, pools):
+    for said in pools(world).run(without_rules, ["*.key_norm.weight"]):
+        assert re.search('gradient of ".*key_norm.weight" is not the same on ranks', said), said
+
+
+class ByHand(nn.Module):
+    """Reads its embedding's weight for the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.linear(x, self.up.weight)
+        return self.down(hidden).square().mean()
+
+
+def reads_by_hand() -> str:
+    rules = {"up": "column", "down": "row"}
+    engine = start(ByHand(), "ddp", parallel={"rules": rules})
+    try:
+        engine.backward(engine(torch.ones(2, 16)))
+        engine.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing"
+
+
+def test_a_layer_that_is_not_called(pools):
+    for said in pools(2).run(reads_by_hand):
+        assert 'cut module "up", which was not called before the first step' in said

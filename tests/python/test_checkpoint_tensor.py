@@ -108,3 +108,40 @@ def test_in_bf16_into_other_ranks(pools, tmp_path):
     other = config_of(2, 1, "zero2", "none", "bf16", tmp_path)
     pools(2).run(load_and_save, other, str(saved / "one"), str(again))
     checkpoints.assert_same_state(saved / "one", again / "one")
+
+
+class Small(torch.nn.Module):
+    """Fewer rows than tensor ranks, and random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.kinds = torch.nn.Embedding(3, 8)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, ids):
+        return self.dropout(self.kinds(ids)).square().mean()
+
+
+def small(mesh, folder, loads):
+    settings = {"mesh": mesh, "parallel": {"rules": {"kinds": "vocab"}}, "seed": 4}
+    engine = initialize(Small(), settings | {"optimizer": {"type": "AdamW"}})
+    if loads:
+        engine.load(folder)
+    for _ in range(2):
+        engine.backward(engine(torch.arange(3)))
+        engine.step()
+    if not loads:
+        engine.save(folder)
+    weights = engine.state_dict(rank0_only=False)
+    engine.close()
+    return weights["kinds.weight"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((4, 4), (4, 4)), ((4, 4), (2, 1)), ((2, 1), (2, 2)), ((2, 2), (4, 2)), ((4, 2), (4, 4))],
+)
+def test_few_rows_and_random_numbers(source, target, pools, tmp_path):
+    for (world, tensor), loads in ((source, False), (target, True)):
+        told = pools(world).run(small, {"tensor": tensor}, str(tmp_path / "saved"), loads)
+        assert all(weight.equal(told[0]) for weight in told)

@@ -1,0 +1,62 @@
+#include "src/engine/together.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/place/groups.h"
+
+namespace penstock::engine {
+
+TensorAxis::TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
+                       const std::vector<parallel::Ruled>& ruled, const ModelTree& tree)
+    : peers_(std::make_shared<parallel::Peers>(group, Groups(mesh, group->rank()).tensor())) {
+  for (const parallel::Ruled& one : ruled) {
+    const std::string& name = tree.modules[one.module].name;
+    const char* style = parallel::style_name(one.style);
+    waiting_.push_back(one.style != parallel::Style::kPartial &&
+                       one.style != parallel::Style::kWhole);
+    labels_.emplace_back(concat(style, " (", name, ")"));
+    modules_.push_back(
+        {static_cast<int>(modules_.size()), name, style, one.transposed, one.heads, one.size});
+  }
+}
+
+parallel::Ranks TensorAxis::ranks_of(const TensorModule& how) {
+  const auto index = static_cast<size_t>(how.index);
+  if (!waiting_.empty()) waiting_.at(index) = false;
+  return {peers_, labels_.at(index)};
+}
+
+void TensorAxis::check_called() {
+  const auto first = std::find(waiting_.begin(), waiting_.end(), true);
+  if (first == waiting_.end()) return waiting_.clear();
+  throw RuntimeFault(
+      concat("[engine::step] \"parallel.rules\" cut module \"",
+             modules_[static_cast<size_t>(first - waiting_.begin())].name,
+             "\", which was not called before the first step: what reads its weight in another way "
+             "has a part of it. Give it the style \"whole\""));
+}
+
+void Together::set_step(int64_t step) {
+  if (tensor) tensor->peers().set_step(step);
+  if (sequence) sequence->set_step(step);
+}
+
+void Together::close() {
+  if (tensor) tensor->peers().close();
+  if (sequence) sequence->close();
+}
+
+std::exception_ptr Together::take_fault() {
+  std::exception_ptr fault;
+  if (tensor) fault = tensor->peers().take_fault();
+  if (sequence) {
+    const std::exception_ptr other = sequence->take_fault();
+    if (!fault) fault = other;
+  }
+  return fault;
+}
+
+}  // namespace penstock::engine

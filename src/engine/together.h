@@ -1,0 +1,51 @@
+#pragma once
+// Together: the ranks that compute one model with this one: those of the tensor axis, with the
+// modules that they have cut, and those with parts of the same sequences. Compute thread only.
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "penstock/tensor_ranks.h"
+#include "src/parallel/operators.h"
+#include "src/parallel/rules.h"
+#include "src/place/mesh.h"
+
+namespace penstock::engine {
+
+class TensorAxis {
+ public:
+  // `ruled`: of this tree.
+  TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
+             const std::vector<parallel::Ruled>& ruled, const ModelTree& tree);
+
+  const std::vector<TensorModule>& modules() const { return modules_; }
+  parallel::Peers& peers() { return *peers_; }
+  // Who computes that module, which is being called.
+  parallel::Ranks ranks_of(const TensorModule& how);
+  // Before an update. Throws RuntimeFault where nobody has called a module that is cut before the
+  // first: who reads its weight in another way computes with a part as if it were all.
+  void check_called();
+
+  parallel::Replicated replicated;
+
+ private:
+  std::shared_ptr<parallel::Peers> peers_;
+  std::vector<TensorModule> modules_;
+  std::vector<comm::Label> labels_;  // of the modules' exchanges
+  std::vector<bool> waiting_;        // for a first call; empty once all had one
+};
+
+// Who computes one model with this rank.
+struct Together {
+  std::optional<TensorAxis> tensor;           // where mesh.tensor > 1
+  std::shared_ptr<parallel::Peers> sequence;  // where mesh.sequence > 1
+
+  void set_step(int64_t step);
+  void close();
+  // What their exchanges threw since the last call; null: nothing.
+  std::exception_ptr take_fault();
+};
+
+}  // namespace penstock::engine
