@@ -108,6 +108,17 @@ def one_step(engine: Any, index: int = 0) -> float:
     return float(loss.detach())
 
 
+def said_by_a_step(engine: Any, *batch: torch.Tensor) -> str:
+    try:
+        engine.backward(engine(*batch))
+        engine.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing"
+
+
 def losses(*values: float) -> dict[str, torch.Tensor]:
     return {str(i): torch.tensor(value) for i, value in enumerate(values)}
 
@@ -555,14 +566,7 @@ def test_replicas_are_equal(world, tensor, strategy, pools):
 
 def without_rules(left_out: list[str]) -> str:
     rules = {name: style for name, style in tensor_models.rules(2).items() if name not in left_out}
-    engine = start(build(), "zero2", parallel={"rules": rules})
-    try:
-        one_step(engine)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return "nothing"
+    return said_by_a_step(start(build(), "zero2", parallel={"rules": rules}), *BATCHES[0])
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -585,15 +589,7 @@ class ByHand(nn.Module):
 
 def reads_by_hand() -> str:
     rules = {"up": "column", "down": "row"}
-    engine = start(ByHand(), "ddp", parallel={"rules": rules})
-    try:
-        engine.backward(engine(torch.ones(2, 16)))
-        engine.step()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return "nothing"
+    return said_by_a_step(start(ByHand(), "ddp", parallel={"rules": rules}), torch.ones(2, 16))
 
 
 def test_a_layer_that_is_not_called(pools):

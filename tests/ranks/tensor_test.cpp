@@ -125,7 +125,7 @@ TEST(CutLayers, AreCalled) {
         Engine engine(models[rank], config_of("ddp", 2), group);
         const auto ids = rows_of(0, 0, 1, 1).remainder(5);
         engine.backward(engine.run([&] { return models[rank]->forward(ids); }));
-    engine.step();
+        engine.step();
       });
   for (const std::string& error : errors) {
     EXPECT_NE(error.find("cut module \"head\", which was not called"), std::string::npos) << error;
