@@ -28,6 +28,8 @@ using Tensors = std::vector<Tensor>;
 using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 using Timeout = std::chrono::milliseconds;
 
+constexpr std::chrono::milliseconds kLook{10};  // until a collective sees that its device failed
+
 // What a collective uses, until somebody waits for it or it is done: the allocator is not told of
 // the use on the backend's stream. Shared by the work and the backend, as either may go first.
 using Stash = std::shared_ptr<Tensors>;
@@ -206,8 +208,9 @@ class StreamBackend : public c10d::Backend {
     }
 
     // As NCCL's kernels: without its peers, or with another collective there, a collective waits
-    // until it is aborted. The inner backend's cannot be, so a thread is left with those.
-    void run(uint64_t kind, std::function<std::vector<WorkPointer>(Backend&)> begin) {
+    // until it is aborted or its device fails. The inner backend's cannot be ended, so a thread is
+    // left with those.
+    void run(int device, uint64_t kind, std::function<std::vector<WorkPointer>(Backend&)> begin) {
       auto ended = std::make_shared<bool>(false);  // with the mutex
       std::thread([self = shared_from_this(), kind, begin = std::move(begin), ended] {
         try {
@@ -221,7 +224,9 @@ class StreamBackend : public c10d::Backend {
         self->changed.notify_all();
       }).detach();
       std::unique_lock lock(mutex);
-      changed.wait(lock, [&] { return aborted || *ended; });
+      const auto over = [&] { return aborted || *ended || has_failed(device); };
+      while (!changed.wait_for(lock, kLook, over)) {
+      }
     }
 
     // Whether all have come for the same; the inner backend ends the process where sizes differ.
@@ -258,8 +263,8 @@ class StreamBackend : public c10d::Backend {
     block(stream, record(current_stream(device.index())));
     const uint64_t kind =
         issue.alike ? c10::hash_combine(static_cast<size_t>(issue.type), issue.bytes) : 0;
-    sim::launch(stream, issue.name, [core = core_, kind, begin = std::move(begin)] {
-      if (!core->aborted) core->run(kind, begin);
+    sim::launch(stream, issue.name, [core = core_, device, kind, begin = std::move(begin)] {
+      if (!core->aborted) core->run(device.index(), kind, begin);
     });
     const auto mark = record(stream);
     auto stash = std::make_shared<Tensors>(issue.tensors);

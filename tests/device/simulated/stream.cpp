@@ -322,6 +322,8 @@ void fail(int device, const std::string& error) {
   failure.any = true;
 }
 
+bool has_failed(int device) { return machine().failures[device].any; }
+
 void throw_if_failed(int device) {
   Failure& failure = machine().failures[device];
   if (!failure.any) return;

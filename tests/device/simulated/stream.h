@@ -54,6 +54,7 @@ void synchronize_device(int device, const std::string& why);
 void drain_device(int device);
 
 void fail(int device, const std::string& error);
+bool has_failed(int device);
 void throw_if_failed(int device);
 
 }  // namespace penstock::sim
