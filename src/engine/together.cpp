@@ -1,6 +1,5 @@
 #include "src/engine/together.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "penstock/error.h"
@@ -15,8 +14,10 @@ TensorAxis::TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
   for (const parallel::Ruled& one : ruled) {
     const std::string& name = tree.modules[one.module].name;
     const char* style = parallel::style_name(one.style);
-    waiting_.push_back(one.style != parallel::Style::kPartial &&
-                       one.style != parallel::Style::kWhole);
+    params_.push_back(tree.modules[one.module].params);
+    if (one.style != parallel::Style::kPartial && one.style != parallel::Style::kWhole) {
+      for (const int param : params_.back()) uncalled_.emplace(param, modules_.size());
+    }
     labels_.emplace_back(concat(style, " (", name, ")"));
     modules_.push_back(
         {static_cast<int>(modules_.size()), name, style, one.transposed, one.heads, one.size});
@@ -25,18 +26,18 @@ TensorAxis::TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
 
 parallel::Ranks TensorAxis::ranks_of(const TensorModule& how) {
   const auto index = static_cast<size_t>(how.index);
-  if (!waiting_.empty()) waiting_.at(index) = false;
+  if (!uncalled_.empty()) {
+    for (const int param : params_.at(index)) uncalled_.erase(param);
+  }
   return {peers_, labels_.at(index)};
 }
 
 void TensorAxis::check_called() {
-  const auto first = std::find(waiting_.begin(), waiting_.end(), true);
-  if (first == waiting_.end()) return waiting_.clear();
-  throw RuntimeFault(
-      concat("[engine::step] \"parallel.rules\" cut module \"",
-             modules_[static_cast<size_t>(first - waiting_.begin())].name,
-             "\", which was not called before the first step: what reads its weight in another way "
-             "has a part of it. Give it the style \"whole\""));
+  if (uncalled_.empty()) return;
+  throw RuntimeFault(concat(
+      "[engine::step] \"parallel.rules\" cut module \"", modules_[uncalled_.begin()->second].name,
+      "\", which was not called before the first step: what reads its weight in another way "
+      "has a part of it. Give it the style \"whole\""));
 }
 
 void Together::set_step(int64_t step) {

@@ -2,6 +2,7 @@
 // Together: the ranks that compute one model with this one: those of the tensor axis, with the
 // modules that they have cut, and those with parts of the same sequences. Compute thread only.
 #include <exception>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -33,8 +34,10 @@ class TensorAxis {
  private:
   std::shared_ptr<parallel::Peers> peers_;
   std::vector<TensorModule> modules_;
-  std::vector<comm::Label> labels_;  // of the modules' exchanges
-  std::vector<bool> waiting_;        // for a first call; empty once all had one
+  std::vector<comm::Label> labels_;       // of the modules' exchanges
+  std::vector<std::vector<int>> params_;  // of the modules
+  std::map<int, size_t>
+      uncalled_;  // params with none of whose modules was computed yet: one of them
 };
 
 // Who computes one model with this rank.

@@ -63,10 +63,30 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 
+# More of them that tensor ranks or parts of sequences compute.
+KINDS_TOGETHER: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, LLAMA),
+    "qwen3": (
+        transformers.Qwen3Config,
+        transformers.Qwen3ForCausalLM,
+        LLAMA | {"head_dim": 8, "tie_word_embeddings": True},
+    ),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, LLAMA),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, LLAMA),
+    "opt": (
+        transformers.OPTConfig,
+        transformers.OPTForCausalLM,
+        {"vocab_size": VOCAB, "hidden_size": WIDTH, "ffn_dim": INNER, "num_hidden_layers": 2}
+        | {"num_attention_heads": HEADS, "dropout": 0.0, "max_position_embeddings": PLACES}
+        | {"word_embed_proj_dim": WIDTH}
+        | SPECIAL,
+    ),
+}
+
 
 def build(kind: str, **config: Any) -> Any:
     """The model, in training mode."""
-    make_config, make_model, settings = KINDS[kind]
+    make_config, make_model, settings = (KINDS | KINDS_TOGETHER)[kind]
     model = make_model(make_config(**settings | config))
     return models.fill(model).train()
 

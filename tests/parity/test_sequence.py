@@ -8,18 +8,12 @@ from typing import Any
 
 import hugging_face as hf
 import pytest
-import test_tensor_hf
 import torch
 import torch.distributed as dist
-import transformers
 from ranks import Failure
 
 pytestmark = pytest.mark.timeout(180)
 LIMIT = 1e-5
-hf.KINDS |= {
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, hf.LLAMA),
-}
-assert {"qwen3", "phi3", "mistral"} <= set(test_tensor_hf.hf.KINDS)
 
 
 def batch_of(kind: str, step: int, rank: int, length: int, padded: bool) -> dict[str, Any]:

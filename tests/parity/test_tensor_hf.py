@@ -10,29 +10,11 @@ import hugging_face as hf
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
 pytestmark = pytest.mark.timeout(180)
 LIMIT = 1e-5  # as compare.WEIGHT_LIMIT
 
 ODD = {"vocab_size": 67}  # which no number of ranks divides
-hf.KINDS |= {
-    "qwen3": (
-        transformers.Qwen3Config,
-        transformers.Qwen3ForCausalLM,
-        hf.LLAMA | {"head_dim": 8, "tie_word_embeddings": True},
-    ),
-    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, hf.LLAMA),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, hf.LLAMA),
-    "opt": (
-        transformers.OPTConfig,
-        transformers.OPTForCausalLM,
-        {"vocab_size": hf.VOCAB, "hidden_size": hf.WIDTH, "ffn_dim": hf.INNER}
-        | {"num_hidden_layers": 2, "num_attention_heads": hf.HEADS, "dropout": 0.0}
-        | {"max_position_embeddings": hf.PLACES, "word_embed_proj_dim": hf.WIDTH}
-        | hf.SPECIAL,
-    ),
-}
 
 
 def trains(engine: Any, kind: str, rank: int) -> dict[str, Any]:
