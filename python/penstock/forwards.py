@@ -59,7 +59,7 @@ class Forward:
         self._module, self._around = module, around
         self._had = module.__dict__.get(self._name)  # None: the class has it
         self._inner: Callable[..., Any] = getattr(module, self._name)
-        functools.update_wrapper(self, self._inner)  # its signature is looked at
+        functools.update_wrapper(self, self._inner, updated=())  # its signature is looked at
         module.__dict__[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -574,3 +574,24 @@ def test_text_of_an_engine_that_did_not_start():
     import penstock  # noqa: PLC0415
 
     assert "penstock.Engine" in repr(object.__new__(penstock.Engine))
+
+
+def test_one_forward_around_another():
+    from penstock import forwards  # noqa: PLC0415
+
+    module, seen = torch.nn.Linear(2, 2), []
+
+    def noting(name):
+        def call(inner, *args):
+            seen.append(name)
+            return inner(*args)
+
+        return call
+
+    first = forwards.Forward(module, noting("first"))
+    second = forwards.Forward(module, noting("second"))
+    module(torch.ones(1, 2))
+    assert seen == ["second", "first"]
+    second.remove()
+    first.remove()
+    assert "forward" not in vars(module)
