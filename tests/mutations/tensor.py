@@ -57,7 +57,7 @@ OVER_TENSOR_RANKS = [
         "a late addend is not added up",
         GRADIENTS,
         "      if (alone) sum_over_tensor_ranks(flat, source->one(), planned.label);\n",
-        "",
+        "      if (alone) flat.uncount();\n",
         life("twice"),
     ),
     Mutation(
