@@ -123,6 +123,16 @@ def init_group() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def run_rank(work: Callable[[Any], Any], options: Any) -> None:
+    """A rank that `launch` started: what `work(options)` returns on rank 0 is the result."""
+    init_group()
+    figures = work(options)
+    if dist.get_rank() == 0:
+        write_json(options.result, figures)
+    barrier()
+    dist.destroy_process_group()
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     model = ""

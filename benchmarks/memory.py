@@ -26,7 +26,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from measure import init_group, launch, machine, peak_bytes, reset_peak, resident_bytes, write_json
+from measure import launch, machine, peak_bytes, reset_peak, resident_bytes, run_rank, write_json
 from peers import PENSTOCK, Settings, make_trainer
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
@@ -145,11 +145,7 @@ def main() -> None:
     parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.strategy:
-        init_group()
-        figures = worker(options)
-        if dist.get_rank() == 0:
-            write_json(options.result, figures)
-        dist.destroy_process_group()
+        run_rank(worker, options)
         return
     start = functools.partial(launch, __file__, nproc=options.ranks)
     compute = start(["--strategy", "compute"])

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import transformers
-from measure import init_group, interleave, launch, machine, ratio, write_json
+from measure import interleave, launch, machine, ratio, run_rank, write_json
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -144,12 +144,7 @@ def report(figures: dict, options: argparse.Namespace) -> None:
 def main() -> None:
     options = parse_options()
     if options.worker:
-        init_group()
-        figures = work(options)
-        if dist.get_rank() == 0:
-            write_json(options.result, figures)
-        dist.barrier()
-        dist.destroy_process_group()
+        run_rank(work, options)
         return
     arguments = ["--worker", "--trainers", *options.trainers]
     for name in ("hidden", "layers", "batch", "tokens", "rounds", "steps"):

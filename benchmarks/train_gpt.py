@@ -19,7 +19,6 @@ import sys
 import torch
 import torch.distributed as dist
 from measure import (
-    init_group,
     interleave,
     launch,
     machine,
@@ -27,6 +26,7 @@ from measure import (
     ratio,
     reset_peak,
     resident_bytes,
+    run_rank,
     write_json,
 )
 from peers import DEEPSPEED, PENSTOCK, Settings, make_trainer, why_missing
@@ -205,12 +205,7 @@ def report(figures: dict, options: argparse.Namespace) -> None:
 def main() -> None:
     options = parse_options()
     if options.worker:
-        init_group()
-        work = {"time": time_worker, "memory": memory_worker}[options.worker]
-        figures = work(options)
-        if dist.get_rank() == 0:
-            write_json(options.result, figures)
-        dist.destroy_process_group()
+        run_rank({"time": time_worker, "memory": memory_worker}[options.worker], options)
         return
     names = [name for name in options.trainers if not why_missing(name)]
     start = functools.partial(launch, __file__, nproc=options.ranks)

@@ -154,7 +154,6 @@ class SequenceParallel:
     def _check_positions(self, batch: dict[str, Any], length: int) -> None:
         positions = batch.get("position_ids")
         if positions is None:
-            batch.pop("position_ids", None)
             return
         if (
             batch.get("attention_mask") is None

@@ -36,8 +36,8 @@ class TensorAxis {
   std::vector<TensorModule> modules_;
   std::vector<comm::Label> labels_;       // of the modules' exchanges
   std::vector<std::vector<int>> params_;  // of the modules
-  std::map<int, size_t>
-      uncalled_;  // params with none of whose modules was computed yet: one of them
+  // By param of which no module was called yet: one of them.
+  std::map<int, size_t> uncalled_;
 };
 
 // Who computes one model with this rank.

@@ -133,10 +133,6 @@ mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrive
   return room;
 }
 
-}  // namespace
-
-namespace {
-
 bool holds_first_part(const Mesh& mesh, int rank) {
   return mesh.coordinate(rank, Axis::kNode) == 0 && mesh.coordinate(rank, Axis::kLocal) == 0;
 }

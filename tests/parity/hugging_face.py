@@ -17,6 +17,7 @@ from torch import nn
 
 Batch = dict[str, torch.Tensor]
 
+LIMIT = 1e-5  # as compare.WEIGHT_LIMIT
 VOCAB, WIDTH, INNER, HEADS, LAYERS, PLACES = 64, 32, 48, 4, 2, 48
 PAD, START, END = 0, 1, 2
 SAMPLES, LENGTH = 3, 10  # of a rank's batch
@@ -223,6 +224,13 @@ def far(ours: Any, theirs: Any) -> float:
         assert torch.equal(ours, theirs), f"{ours.tolist()}, not {theirs.tolist()}"
     apart = (ours.double() - theirs.double()).abs() / theirs.double().abs().clamp(min=1.0)
     return float(apart.max()) if apart.numel() else 0.0
+
+
+def check(outcomes: list[dict[str, float]], limit: float = LIMIT) -> None:
+    """Every rank's: what `compared` gives."""
+    for rank, apart in enumerate(outcomes):
+        beyond = {name: value for name, value in apart.items() if not value <= limit}
+        assert not beyond, f"rank {rank} is apart from plain torch: {beyond}"
 
 
 def compared(

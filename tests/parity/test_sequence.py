@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ranks import Failure
 
 pytestmark = pytest.mark.timeout(180)
-LIMIT = 1e-5
 
 
 def batch_of(kind: str, step: int, rank: int, length: int, padded: bool) -> dict[str, Any]:
@@ -75,9 +74,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
 def test_trains(case, pools):
     kind, strategy, world, *others = case
-    for rank, apart in enumerate(pools(world).run(compared, kind, strategy, *others)):
-        beyond = {name: value for name, value in apart.items() if not value <= LIMIT}
-        assert not beyond, f"rank {rank} is apart from plain torch: {beyond}"
+    hf.check(pools(world).run(compared, kind, strategy, *others))
 
 
 # ---- what cannot be cut
@@ -172,4 +169,4 @@ def copied(strategy: str) -> float:
 
 
 def test_a_copy_is_plain(pools):
-    assert max(pools(2).run(copied, "zero3")) <= LIMIT
+    assert max(pools(2).run(copied, "zero3")) <= hf.LIMIT

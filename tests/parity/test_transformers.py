@@ -18,12 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from hugging_face import KINDS, batch, build, prompts
+from hugging_face import KINDS, batch, build, check, prompts
 from ranks import Failure
 
 pytestmark = pytest.mark.timeout(180)
 both = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-LIMIT = 1e-5  # as compare.WEIGHT_LIMIT
 RECOMPUTED = {"activations": {"checkpoint": "unit"}}
 
 
@@ -48,12 +47,6 @@ def generated(model: Any, kind: str, rank: int, **settings: Any) -> Any:
         settings["output_router_logits"] = False
     settings = {"max_new_tokens": 3 + 4 * rank} | settings
     return model.generate(**prompts(rank), **settings)
-
-
-def check(outcomes: list[dict[str, float]], limit: float = LIMIT) -> None:
-    for rank, apart in enumerate(outcomes):
-        beyond = {name: value for name, value in apart.items() if not value <= limit}
-        assert not beyond, f"rank {rank} is apart from plain torch: {beyond}"
 
 
 # ---- training, with everything that changes where things are
@@ -474,7 +467,7 @@ STORIES: dict[str, tuple[Any, ...]] = {  # the story, its kind, strategy, build 
     "name", [pytest.param(name, id=f"{name}-{entry[2]}") for name, entry in STORIES.items()]
 )
 def test_stories(name, pools):
-    limit = 1e-4 if "autocast" in name else LIMIT
+    limit = 1e-4 if "autocast" in name else hf.LIMIT
     check(pools(2).run(hf.compared, *STORIES[name]), limit)
 
 
