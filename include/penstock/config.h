@@ -112,11 +112,15 @@ struct MeshConfig {
   int node = 1;  // how many nodes `data` is split in (hpZ, MiCS)
 };
 
-// How ranks of the tensor axis compute a model together (docs/parallel.md).
+// How ranks compute a model together (docs/parallel.md).
 struct ParallelConfig {
   // Name pattern (glob) of modules or parameters -> style: "column" "row" "vocab" ...; the first
   // that matches counts.
   std::vector<std::pair<std::string, std::string>> rules;
+  // Modules with which the stages of a pipeline after the first begin; empty = found by itself.
+  std::vector<std::string> stages;
+  std::string schedule = "1f1b";  // "gpipe" "1f1b" "interleaved" (src/plan/schedule.h)
+  int virtual_stages = 1;         // of each rank; above 1 "gpipe" or "interleaved"
 };
 
 struct PENSTOCK_API Config {

@@ -44,6 +44,7 @@ struct UnitInfo {
   std::string module;    // its name; "" for the root, which is unit 0
   bool is_tile = false;  // rows of a weight (penstock/tiling.h), which no module of the user's is
   bool recomputed = false;  // its forward is computed again in backward, by the front
+  bool away = false;        // another rank of the pipeline computes it
 };
 
 // Life and step of the engine. Owned by one front. All calls from the thread that runs the model,
@@ -73,8 +74,8 @@ class PENSTOCK_API Core {
   // [all ranks] Whether any rank is about to run a forward (`mine`: this one is). Throws
   // RuntimeFault where some are and some are not, and the ranks do not know the order of tiles yet.
   bool any_forward(bool mine);
-  // [all ranks] The mean of the ranks' values.
-  double mean(double mine) const;
+  // [all ranks] The mean of the values of the ranks that count; 0 where none does.
+  double mean(double mine, bool counts = true) const;
   // Modules were put in or moved: the order of the units is learned again.
   void relearn();
 
@@ -82,6 +83,8 @@ class PENSTOCK_API Core {
   // ones) times the loss scale; undefined when torch's own default will do. Throws RuntimeFault
   // when there was no forward.
   at::Tensor start_backward(const at::Tensor& loss, const at::Tensor& gradient = {});
+  // To be called before a backward from gradients that another stage of the pipeline sent.
+  void resume_backward();
   // After a backward that threw `error`: throws what a hook of the engine threw, if one did.
   void backward_failed(const std::string& error);
   // Whether a step would apply now: enough backwards were seen, or one and `force`.
@@ -111,6 +114,7 @@ class PENSTOCK_API Core {
 
  private:
   friend class Checkpoints;
+  friend class PipelineRanks;
   friend class Recomputation;
   friend class Report;
   friend class SequenceRanks;

@@ -1,15 +1,15 @@
 """Whole steps from whole batches: a loop that is the same on every mesh."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from penstock import ranks, tree
+from penstock import ranks, stages, tree
 from penstock._native import ConfigError, RuntimeFault
+from penstock.stages import LossOf, loss_in
 
-LossOf = Callable[[Any, Any], torch.Tensor]
 _NOTHING = object()
 
 
@@ -19,12 +19,14 @@ class Batches:
     config: Any
     module: torch.nn.Module
     _core: Any
+    _pipeline: Any
 
     @property
     def data_rank(self) -> int:
-        """Which of `data_size` this is: ranks of `mesh.tensor` and `mesh.sequence` are one."""
+        """Which of `data_size` this is: ranks that compute one model together are one."""
         mesh = self.config.mesh
-        return int(ranks.rank() // (mesh.tensor * mesh.sequence))
+        of_stage = ranks.rank() % (ranks.world() // mesh.pipeline)
+        return int(of_stage // (mesh.tensor * mesh.sequence))
 
     @property
     def data_size(self) -> int:
@@ -52,6 +54,8 @@ class Batches:
                 `step()`.
         """
         count = int(self.config.batch.accumulate)
+        if self._pipeline.active:
+            return self._mean(stages.train(self, list(_parts(data, count)), loss_of))
         losses = []
         for index, part in enumerate(_parts(data, count)):
             loss = self._loss(part, loss_of)
@@ -72,29 +76,31 @@ class Batches:
         try:
             with torch.no_grad():
                 parts = _parts(data, int(self.config.batch.accumulate))
+                if self._pipeline.active:
+                    return self._mean(stages.evaluate(self, list(parts), loss_of))
                 return self._mean([self._loss(part, loss_of) for part in parts])
         finally:
             self.module.train(was)
 
-    def _loss(self, part: Any, loss_of: LossOf | None) -> torch.Tensor:
+    def outputs(self, part: Any) -> Any:
+        """The model's, of one part of a batch."""
         if isinstance(part, Mapping):
-            outputs = self(**part)  # type: ignore[operator]
-        elif isinstance(part, (tuple, list)):
-            outputs = self(*part)  # type: ignore[operator]
-        else:
-            outputs = self(part)  # type: ignore[operator]
-        loss = outputs if loss_of is None else loss_of(outputs, part)
-        if loss_of is None and not torch.is_tensor(outputs):
-            loss = getattr(outputs, "loss", None)
-        if not torch.is_tensor(loss) or loss.numel() != 1:
-            raise ConfigError(
-                "[front::train_batch] the model returns no loss: give loss_of(outputs, part)"
-            )
-        return loss
+            return self(**part)  # type: ignore[operator]
+        if isinstance(part, (tuple, list)):
+            return self(*part)  # type: ignore[operator]
+        return self(part)  # type: ignore[operator]
+
+    def _loss(self, part: Any, loss_of: LossOf | None) -> torch.Tensor:
+        return loss_in(self.outputs(part), part, loss_of)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        own = torch.stack([loss.detach().double().cpu().reshape(()) for loss in losses]).mean()
-        return torch.tensor(self._core.mean(float(own)), dtype=torch.float32)
+        """Over the ranks that have any."""
+        own = 0.0
+        if losses:
+            own = float(
+                torch.stack([one.detach().double().cpu().reshape(()) for one in losses]).mean()
+            )
+        return torch.tensor(self._core.mean(own, bool(losses)), dtype=torch.float32)
 
 
 def _parts(data: Any, count: int) -> Iterable[Any]:

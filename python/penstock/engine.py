@@ -16,6 +16,7 @@ from penstock import (
     checkpoint,
     config_file,
     device_back_ends,
+    pipeline_parallel,
     ranks,
     recompute,
     schedules,
@@ -104,6 +105,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         self._sequence = sequence_parallel.SequenceParallel(
             self.module, self._core, self.config, self._installed
         )
+        self._pipeline = pipeline_parallel.PipelineParallel(
+            self.module, self._core, self.config, self._installed, self._tensor
+        )
         self._forwards = Forwards(
             self.module, self._core, self._structure, pace, self._installed, self._tensor
         )
@@ -141,10 +145,13 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, on the same arguments."""
         self._forwards.reset()
+        model: Callable[..., Any] = self.module
+        if self._pipeline.active:
+            model = functools.partial(self._pipeline.until_its_end, model)
         if self._sequence.active:
-            run = functools.partial(self._forwards.run, self.module)
+            run = functools.partial(self._forwards.run, model)
             return self._sequence.run(run, args, kwargs)
-        return self._forwards.run(self.module, *args, **kwargs)
+        return self._forwards.run(model, *args, **kwargs)
 
     def uneven(self) -> Uneven:
         """Within this context ranks may call the model a different number of times, without
@@ -466,7 +473,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
             )
         modules = {}
         for index, unit in enumerate(units):
-            if index > 0 and not unit.is_tile:
+            if index > 0 and not unit.is_tile and not unit.away:
                 module = modules[index] = tree.place_of_hooks(self.module, unit.module)
                 if unit.recomputed:
                     made = recompute.Recomputed(module, unit.module, index, core.recomputation)

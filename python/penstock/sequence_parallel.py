@@ -14,6 +14,7 @@ import torch
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.forwards import in_backward
+from penstock.pipeline_parallel import Handed
 
 # Causal models whose positions come from `position_ids`, whose attention is in transformers'
 # registry and whose loss is its `loss_function`, by `config.model_type`: test_sequence.py trains
@@ -95,6 +96,8 @@ class SequenceParallel:
             output = forward(**part)
         finally:
             self._cut, self._mask = False, None
+        if isinstance(output, Handed):  # not the last stage of a pipeline
+            return output
         loss = getattr(output, "loss", None)
         if "labels" in part and loss is None:
             raise ConfigError(

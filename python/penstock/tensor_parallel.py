@@ -4,8 +4,9 @@ The mathematics and the exchanges are the engine's (`_penstock.TensorRanks`); he
 call them, and what else of a module has to be a part's: numbers of heads.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class TensorParallel:
         self, model: torch.nn.Module, core: Any, config: Any, installed: list[Any]
     ) -> None:
         self.whole = 0
+        self._shapes_alone = False
         self._core, self._count = core, config.mesh.tensor
         self._attributes: list[_Attribute] = []
         if self._count == 1:
@@ -54,10 +56,28 @@ class TensorParallel:
 
     def _standing_in(self, module: Any, how: Any) -> Callable[..., Any]:
         ranks = self._ranks
-        if isinstance(module, torch.nn.Embedding):
+
+        def embedding(_inner: Any, input: torch.Tensor) -> Any:
+            if self._shapes_alone:
+                return module.weight.new_empty((*input.shape, module.weight.shape[1]))
             padding = -1 if module.padding_idx is None else module.padding_idx
-            return lambda _inner, input: ranks.embedding(how, input, module.weight, padding)
-        return lambda _inner, input: ranks.linear(how, input, module.weight, module.bias)
+            return ranks.embedding(how, input, module.weight, padding)
+
+        def linear(_inner: Any, input: torch.Tensor) -> Any:
+            if self._shapes_alone:
+                return input.new_empty((*input.shape[:-1], _columns(module, how)))
+            return ranks.linear(how, input, module.weight, module.bias)
+
+        return embedding if isinstance(module, torch.nn.Embedding) else linear
+
+    @contextlib.contextmanager
+    def shapes_alone(self) -> Iterator[None]:
+        """Within, layers give outputs of the right shapes and exchange nothing."""
+        self._shapes_alone = True
+        try:
+            yield
+        finally:
+            self._shapes_alone = False
 
     def _divide(self, model: torch.nn.Module, rules: Any, installed: list[Any]) -> None:
         known = parallel_plans.attributes(model)
@@ -112,6 +132,14 @@ class TensorParallel:
         """It ends: raises RuntimeFault where it drew other random numbers than its tensor ranks."""
         if self._count > 1:
             self._draws.end()
+
+
+def _columns(module: torch.nn.Module, how: Any) -> int:
+    """Of what a layer gives on this rank."""
+    own = module.weight.shape[1 if how.transposed else 0]  # type: ignore[index]
+    if how.style in ("column_gather", "vocab"):
+        return int(how.size)
+    return int(own) // how.heads if how.style == "shared" else int(own)
 
 
 def _refuse(module: torch.nn.Module, how: Any) -> None:

@@ -209,7 +209,7 @@ def objects_in(value: Any) -> list[Any]:
     return list(found.values())
 
 
-class _Place:
+class Place:
     """Where a tensor was."""
 
     def __init__(self, index: int) -> None:
@@ -218,7 +218,7 @@ class _Place:
 
 def _rebuilt(value: Any, change: Any) -> Any:
     """`value` with `change` made to the tensors in it, in lists and dicts of its own."""
-    if isinstance(value, (torch.Tensor, _Place)):
+    if isinstance(value, (torch.Tensor, Place)):
         return change(value)
     if isinstance(value, tuple):
         items = [_rebuilt(item, change) for item in value]
@@ -254,12 +254,12 @@ def take_out(value: Any) -> tuple[list[torch.Tensor], Any]:
 
     Other objects stay as they are, with the tensors they hold.
     """
-    places: dict[int, _Place] = {}
+    places: dict[int, Place] = {}
     tensors: list[torch.Tensor] = []
 
-    def take(tensor: torch.Tensor) -> _Place:
+    def take(tensor: torch.Tensor) -> Place:
         if id(tensor) not in places:
-            places[id(tensor)] = _Place(len(tensors))
+            places[id(tensor)] = Place(len(tensors))
             tensors.append(tensor)
         return places[id(tensor)]
 

@@ -28,11 +28,16 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("expert", &MeshConfig::expert)
       .def_readonly("node", &MeshConfig::node);
   py::class_<ParallelConfig>(module, "ParallelConfig")
-      .def_property_readonly("rules", [](const ParallelConfig& parallel) {
-        py::dict rules;
-        for (const auto& [pattern, style] : parallel.rules) rules[py::str(pattern)] = style;
-        return rules;
-      });
+      .def_property_readonly("rules",
+                             [](const ParallelConfig& parallel) {
+                               py::dict rules;
+                               for (const auto& [pattern, style] : parallel.rules)
+                                 rules[py::str(pattern)] = style;
+                               return rules;
+                             })
+      .def_readonly("stages", &ParallelConfig::stages)
+      .def_readonly("schedule", &ParallelConfig::schedule)
+      .def_readonly("virtual_stages", &ParallelConfig::virtual_stages);
   py::class_<OffloadConfig>(module, "OffloadConfig")
       .def_readonly("optimizer", &OffloadConfig::optimizer)
       .def_readonly("params", &OffloadConfig::params)

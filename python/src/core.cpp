@@ -69,7 +69,8 @@ void bind_core(py::module_& module) {
   py::class_<UnitInfo>(module, "UnitInfo")
       .def_readonly("module", &UnitInfo::module)
       .def_readonly("is_tile", &UnitInfo::is_tile)
-      .def_readonly("recomputed", &UnitInfo::recomputed);
+      .def_readonly("recomputed", &UnitInfo::recomputed)
+      .def_readonly("away", &UnitInfo::away);
   py::class_<Core>(module, "Core")
       .def(py::init<const ModelTree&, const Config&, std::shared_ptr<Group>, bool>(),
            py::arg("tree"), py::arg("config"), py::arg("group"), py::arg("external_optimizer"),
@@ -82,7 +83,8 @@ void bind_core(py::module_& module) {
       .def("unit_begin", &Core::unit_begin, NoGil())
       .def("unit_end", &Core::unit_end, NoGil())
       .def("any_forward", &Core::any_forward, NoGil())
-      .def("mean", &Core::mean, NoGil())
+      .def("mean", &Core::mean, py::arg("mine"), py::arg("counts") = true, NoGil())
+      .def("resume_backward", &Core::resume_backward, NoGil())
       .def("relearn", &Core::relearn)
       .def("forward_failed", &Core::forward_failed, NoGil())
       .def("start_backward",

@@ -23,6 +23,7 @@ PYBIND11_MODULE(_penstock, module) {
   penstock::python::bind_core(module);
   penstock::python::bind_plan(module);
   penstock::python::bind_report(module);
+  penstock::python::bind_pipeline_ranks(module);
   penstock::python::bind_sequence_ranks(module);
   penstock::python::bind_status(module);
   penstock::python::bind_tensor_ranks(module);

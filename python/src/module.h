@@ -10,6 +10,7 @@ void bind_group(pybind11::module_& module);
 void bind_init(pybind11::module_& module);
 void bind_core(pybind11::module_& module);
 void bind_optimizer_kinds(pybind11::module_& module);
+void bind_pipeline_ranks(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_report(pybind11::module_& module);
 void bind_sequence_ranks(pybind11::module_& module);

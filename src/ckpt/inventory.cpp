@@ -72,8 +72,12 @@ std::vector<Holding> holdings(exec::Executor& executor, int rank,
 std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank) {
   const int own = shard_index(holding.place, mesh, rank);
   const bool apart = holding.flat->tensor == TensorCut::kCut;
+  const int stage = mesh.coordinate(rank, Axis::kPipeline);
+  const std::vector<int>& stages = holding.flat->owners;
+  if (!stages.empty() && stages.front() != stage) return {0, 0};  // that one's
   int64_t index = 0, count = 0;
   for (int other = 0; other < mesh.world(); ++other) {
+    if (mesh.coordinate(other, Axis::kPipeline) != stage) continue;
     if (apart && mesh.coordinate(other, Axis::kTensor) != mesh.coordinate(rank, Axis::kTensor))
       continue;
     if (shard_index(holding.place, mesh, other) != own) continue;

@@ -178,6 +178,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   if (options.optimizer) roles.insert(moments.begin(), moments.end());
   for (const Tensor& tensor : manifest.tensors) {
     if (tensor.rank >= 0 || comparison.has(tensor)) continue;
+    if (target.elsewhere.contains(tensor.name)) continue;
     // Of an optimizer of the user's own a rank wants its pieces, of parameters that there are.
     const bool piece = tensor.role.starts_with(kUsers) && options.optimizer &&
                        comparison.wanted.count(concat(kParam, "/", tensor.name)) == 0;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -45,6 +46,7 @@ struct Target {
   const GlobalOf& global_of;
   std::vector<Holding> holdings;
   std::vector<Extra> extras;
+  std::set<std::string> elsewhere{};  // parameters of other stages, which look for them
 };
 
 // Throws ConfigError with every name that is missing or too many, and every shape or dtype that

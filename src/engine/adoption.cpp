@@ -136,10 +136,15 @@ void Adoption::check_moments(const Config& config, bool external_optimizer) cons
 
 void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>& tiled) {
   for (size_t unit = 0; unit < executor_.units().size(); ++unit) {
-    std::vector<exec::Flat>& flats = executor_.units()[unit].flats;
-    for (size_t flat = 0; flat < flats.size(); ++flat) {
-      take_flat(flats[flat], concat("initial u", unit, ".", flat), tree);
-      mem::trim_heap(2 * flats[flat].numel * 4);
+    for (const exec::Part& part : executor_.units()[unit].parts()) {
+      const std::string label = concat("initial u", unit, ".", part.flat->number);
+      const at::Tensor values = take_values(*part.flat, label, tree);
+      if (part.here) {
+        executor_.values().adopt(*part.flat, values, label);
+      } else {
+        part.flat->detach();
+      }
+      mem::trim_heap(2 * part.flat->numel * 4);
     }
   }
   take_buffers(tree.buffers);
@@ -149,8 +154,9 @@ void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>
   }
 }
 
-// They become the resting copy, the master shard and the parameter's window.
-void Adoption::take_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree) {
+// Rank 0's, fp32: to become the resting copy and the master shard. The parameters get windows.
+at::Tensor Adoption::take_values(exec::Flat& flat, const std::string& label,
+                                 const ModelTree& tree) {
   at::Tensor full = at::zeros({flat.numel}, at::TensorOptions(at::kFloat));
   for (exec::Slot& slot : flat.slots) {
     at::Tensor initial = initial_values(slot, tree);
@@ -169,7 +175,10 @@ void Adoption::take_flat(exec::Flat& flat, const std::string& label, const Model
     }
     slot.window = slot.param.storage();
   }
-  executor_.values().adopt(flat, full, label);
+  if (flat.tensor != TensorCut::kCut) {  // else each has come by itself
+    executor_.broadcast(label, full.data_ptr(), flat.numel * 4);
+  }
+  return full;
 }
 
 void Adoption::take_buffers(const std::vector<at::Tensor>& buffers) {

@@ -40,7 +40,7 @@ class Adoption {
  private:
   void claim_here(const Config& config, const ModelDesc& model, bool external_optimizer);
   void check_moments(const Config& config, bool external_optimizer) const;
-  void take_flat(exec::Flat& flat, const std::string& label, const ModelTree& tree);
+  at::Tensor take_values(exec::Flat& flat, const std::string& label, const ModelTree& tree);
   void take_buffers(const std::vector<at::Tensor>& buffers);
 
   exec::Executor& executor_;

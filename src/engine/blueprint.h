@@ -6,6 +6,7 @@
 
 #include "penstock/core.h"
 #include "penstock/plan.h"
+#include "src/engine/stages.h"
 #include "src/engine/units.h"
 #include "src/exec/flat.h"
 #include "src/mem/arena.h"
@@ -27,6 +28,8 @@ struct Blueprint {
   std::vector<parallel::Ruled> ruled;  // modules that tensor ranks compute together
   std::vector<UnitSpec> specs;         // its units
   std::vector<exec::UnitState> units;  // and their flats with their slots, without memory
+  std::string print;                   // what ranks must agree on: fingerprint()
+  Stages stages;                       // who computes what, in a pipeline
   ModelDesc model;                     // the planner's view of them
 };
 
@@ -41,6 +44,11 @@ void foresee(Blueprint& blueprint);
 // Where the config leaves tiers open, takes the best that fits `room`, and says what it chose from
 // (else ""). Throws ConfigError for what cannot fit, before anything is taken.
 std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_optimizer);
+
+// Whether every stage of a pipeline can have its part so: all ranks look at all of them, so that
+// all are told. Throws ConfigError.
+void check_stages(const ModelTree& tree, const Config& config, const Room& room,
+                  bool external_optimizer);
 
 // Of the tiers that were chosen; where one runs out, its advice says what would fit.
 struct Budgets {

@@ -204,7 +204,7 @@ void Core::State::Checkpointing::rest() const {
   state.drop_gradients();
 }
 
-// The engine's numbers, of which each rank knows all.
+// The engine's numbers: those of parameters from their stages. [all ranks]
 Json Core::State::Checkpointing::numbers() const {
   Json updates = Json::object();
   const std::vector<exec::UnitState>& units = state.executor->units();
@@ -214,6 +214,11 @@ Json Core::State::Checkpointing::numbers() const {
       for (const exec::Slot& slot : flat.slots) {
         updates[names(static_cast<int>(unit), slot).name] = slot.updates;
       }
+    }
+  }
+  if (state.together.stages) {
+    for (const std::string& theirs : share("save numbers", updates.dump())) {
+      updates.update(Json::parse(theirs));
     }
   }
   return {{"steps", state.steps},
@@ -354,6 +359,11 @@ struct Core::State::Checkpointing::Load {
             wanted_of(options.tensors(found), chosen.manifest, rank, state.group->size());
       }
       target.holdings = ckpt::holdings(executor, rank, moments);
+      for (exec::UnitState& unit : executor.units()) {
+        for (const exec::Flat& flat : unit.away) {
+          for (const exec::Slot& slot : flat.slots) target.elsewhere.insert(slot.name);
+        }
+      }
       ckpt::check(chosen.manifest, target, moments, wanted);
       if (rank == 0 && !wanted.tied.empty()) {
         ckpt::Reader first(chosen.path, chosen.manifest);
@@ -425,8 +435,9 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   std::unique_ptr<ckpt::Save> save;
   std::string folder, problem;
   std::vector<ckpt::Extra> extras = extras_of(options.tensors, *state.executor, rank);
+  const Json now = numbers();
   try {
-    contents = {about(), numbers(), parse(options.front, "what the front keeps"),
+    contents = {about(), now, parse(options.front, "what the front keeps"),
                 parse(options.of_rank, "what the front keeps of a rank"), std::move(extras)};
     contents.room_bytes = std::min(contents.room_bytes, state.config.offload.window_bytes);
     save = std::make_unique<ckpt::Save>(

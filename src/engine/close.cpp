@@ -30,8 +30,10 @@ struct Core::State::Closing {
   std::string part(const std::string& why);
   void give_back(int unit);
   void give_back(int unit, exec::Flat& flat, const at::Tensor& values);
+  void give_back_away(exec::Flat& flat, const at::Tensor& values);
   void give_back_cut(exec::Flat& flat, const at::Tensor& values);
   at::Tensor values_of(int unit, int flat);
+  at::Tensor sent_across(const exec::Part& part, int unit, int index, const at::Tensor& own);
 };
 
 // What the lanes ended with, or nothing.
@@ -57,6 +59,7 @@ void Core::State::Closing::discard() {
 // After it the lanes are idle.
 std::string Core::State::Closing::part(const std::string& why) {
   std::string fault = state.faulted ? state.trouble : why;
+  if (fault.empty()) fault = state.together.cut_short();
   if (fault.empty()) fault = drained();
   if (!state.faulted) {
     state.group->set_position(Position::of(concat("step ", state.steps + 1, ", closing its engine",
@@ -70,6 +73,7 @@ std::string Core::State::Closing::part(const std::string& why) {
       state.group->end_exchanges(fault);
     }
     drained();
+    if (state.together.stages) state.together.stages->close();
     torn = state.group->cut_off_on_device();
     if (gathers || torn.find("publish") == std::string::npos) torn.clear();
     if (gathers && !first.empty()) {
@@ -129,12 +133,47 @@ void Core::State::Closing::give_back_cut(exec::Flat& flat, const at::Tensor& val
   flat.detach();
 }
 
+// Another stage's parameters, where every rank came.
+void Core::State::Closing::give_back_away(exec::Flat& flat, const at::Tensor& values) {
+  if (!gathers || !lost.empty()) {
+    flat.say_gone();
+    return flat.detach();
+  }
+  for (exec::Slot& slot : flat.slots) {
+    const at::Tensor part = values.narrow(0, slot.offset, slot.numel).view(slot.sizes);
+    const at::Tensor whole =
+        state.executor->values().whole_of(slot, part).to(slot.param.scalar_type()).clone();
+    engine::set_window(slot.param, whole.storage(), whole.scalar_type(), slot.whole);
+  }
+}
+
+// Every stage gets what some of them have.
+at::Tensor Core::State::Closing::sent_across(const exec::Part& part, int unit, int index,
+                                             const at::Tensor& own) {
+  if (!gathers || !lost.empty() || part.flat->owners.empty()) return own;
+  exec::Values& values = state.executor->values();
+  at::Tensor sent = own;
+  if (part.here && !own.defined()) sent = values.resting(unit, index);  // it rests whole
+  const at::Tensor got = values.across_stages(
+      *part.flat, sent, concat("last u", unit, ".", part.flat->number, " of its stage"));
+  return part.here ? own : got;
+}
+
 void Core::State::Closing::give_back(int unit) {
   exec::UnitState& parts = state.executor->units()[unit];
-  for (size_t f = 0; f < parts.flats.size(); ++f) {
-    exec::Flat& flat = parts.flats[f];
+  int index = -1;  // among this rank's
+  for (const exec::Part& part : parts.parts()) {
+    exec::Flat& flat = *part.flat;
+    index += part.here ? 1 : 0;
     try {
-      give_back(unit, flat, values_of(unit, static_cast<int>(f)));
+      at::Tensor values;
+      if (part.here) values = values_of(unit, index);
+      values = sent_across(part, unit, index, values);
+      if (part.here) {
+        give_back(unit, flat, values);
+      } else {
+        give_back_away(flat, values);
+      }
     } catch (const std::exception& error) {  // thrown by close(), when all is let go of
       if (lost.empty()) lost = reason(error);
       state.tiers.close_disk();
@@ -156,7 +195,8 @@ std::string Core::State::close(bool gather, const std::string& why) {
   const bool all_come = gather && why.empty() && !faulted;
   const std::string unsaved = all_come ? saver.finish() : saver.finish_alone();
   if (!unsaved.empty()) std::fprintf(stderr, "penstock: not saved: %s\n", unsaved.c_str());
-  const bool apart = !executor->table().rests_whole() || together.tensor.has_value();
+  const bool apart = !executor->table().rests_whole() || together.tensor.has_value() ||
+                     executor->mesh().size(Axis::kPipeline) > 1;
   Closing closing{*this, gather && apart};
   const std::string first = closing.part(why);
   if (gather && closing.lost.empty()) closing.discard();

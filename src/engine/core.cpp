@@ -3,6 +3,7 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
 
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -31,7 +32,8 @@ std::vector<UnitInfo> Core::units() const {
   std::vector<UnitInfo> units;
   for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
     units.push_back({state_->unit_modules[unit], state_->tiled->is_tile(static_cast<int>(unit)),
-                     state_->model.units[unit].recomputed});
+                     state_->model.units[unit].recomputed,
+                     unit > 0 && state_->model.units[unit].flats.empty()});
   }
   return units;
 }
@@ -65,24 +67,26 @@ bool Core::any_forward(bool mine) {
   return any;
 }
 
-double Core::mean(double mine) const {
+double Core::mean(double mine, bool counts) const {
   state_->check_open("mean");
-  double sum = 0.0;
+  const std::array<double, 2> own = {counts ? mine : 0.0, counts ? 1.0 : 0.0};
+  double sum = 0.0, count = 0.0;
   const std::vector<std::string> all =
-      state_->executor->share("mean", {reinterpret_cast<const char*>(&mine), sizeof(mine)});
+      state_->executor->share("mean", {reinterpret_cast<const char*>(own.data()), sizeof(own)});
   for (const std::string& one : all) {
-    double value = 0.0;
-    std::memcpy(&value, one.data(), sizeof(value));
-    sum += value;
+    std::array<double, 2> theirs{};
+    std::memcpy(theirs.data(), one.data(), sizeof(theirs));
+    sum += theirs[0];
+    count += theirs[1];
   }
-  return sum / static_cast<double>(all.size());
+  return count > 0.0 ? sum / count : 0.0;
 }
 
 void Core::relearn() {
   if (!state_->window->armed()) state_->order->restart(state_->model);
 }
 
-at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {
+void Core::resume_backward() {
   state_->check_open("backward");
   state_->window->on(engine::Call::kBackward);
   state_->fault = nullptr;
@@ -91,6 +95,10 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
     state_->look_at_gradients(false);
     state_->border->hide_gradients();
   }
+}
+
+at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {
+  resume_backward();
   const double scale = state_->loss_scale.value();
   if (scale == 1.0 || (!gradient.defined() && loss.numel() != 1)) return gradient;
   // Beyond what a loss in fp16 can be it is infinite: the step is skipped and the scale halved.

@@ -65,6 +65,13 @@ struct Values::ParamState {
       shape = mine->global.shape;
       if (one.role == role) found.push_back(std::move(one));
     }
+    for (exec::UnitState& unit : state.executor->units()) {  // of other stages
+      for (const exec::Flat& flat : unit.away) {
+        for (const exec::Slot& slot : flat.slots) {
+          if (slot.name == name) shape = slot.whole;
+        }
+      }
+    }
   }
 
   ckpt::GlobalOf names() const {

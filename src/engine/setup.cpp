@@ -1,6 +1,7 @@
 // Core::State: from a model to flat buffers, hooks and plans.
 #include <algorithm>
 #include <cstdio>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -116,10 +117,13 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
 
 // It sees shards of a rank's part as if they were of the whole.
 void check_optimizer(const Config& config, bool external) {
-  if (config.mesh.tensor == 1 || !external) return;
-  throw ConfigError(concat("[engine::Core] \"mesh.tensor\" is ", config.mesh.tensor,
-                           ": an optimizer of your own does not work on parts of parameters yet; "
-                           "set \"optimizer\" in the config"));
+  const MeshConfig& mesh = config.mesh;
+  if ((mesh.tensor == 1 && mesh.pipeline == 1) || !external) return;
+  throw ConfigError(
+      concat("[engine::Core] \"mesh.", mesh.tensor > 1 ? "tensor\" is " : "pipeline\" is ",
+             mesh.tensor > 1 ? mesh.tensor : mesh.pipeline,
+             ": an optimizer of your own does not work on a part of the model yet; set "
+             "\"optimizer\" in the config"));
 }
 
 // Ranks that differ in the innermost part of `local` alone.
@@ -129,6 +133,16 @@ Members sequence_ranks(const Config& config, int rank) {
   members.index = rank / tensor % count;
   for (int i = 0; i < count; ++i) members.ranks.push_back(rank + (i - members.index) * tensor);
   return members;
+}
+
+std::set<int> params_of(const std::vector<exec::UnitState>& units) {
+  std::set<int> params;
+  for (const exec::UnitState& unit : units) {
+    for (const exec::Flat& flat : unit.flats) {
+      for (const exec::Slot& slot : flat.slots) params.insert(slot.index);
+    }
+  }
+  return params;
 }
 
 void set_budgets(mem::Tiers& tiers, engine::Budgets budgets) {
@@ -152,7 +166,8 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   engine::foresee(blueprint);
   for (const engine::UnitSpec& spec : blueprint.specs) unit_modules.push_back(spec.module);
   for (const exec::UnitState& unit : blueprint.units) unit_names.push_back(unit.name);
-  const Room room = agree(config, *group, tree, engine::fingerprint(blueprint.units));
+  const Room room = agree(config, *group, tree, blueprint.print);
+  engine::check_stages(tree, config, room, external_optimizer);
   choice = engine::choose_tiers(blueprint, room, external_optimizer);
   if (group->rank() == 0) std::fputs(choice.c_str(), stderr);
   set_budgets(tiers, engine::budgets_of(blueprint, room, external_optimizer));
@@ -164,11 +179,16 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   driver.emplace(*executor);
   wholes.emplace(*executor);
   if (config.mesh.tensor > 1) {
-    together.tensor.emplace(group, executor->mesh(), blueprint.ruled, blueprint.split.tree);
+    together.tensor.emplace(group, executor->mesh(), blueprint.ruled, blueprint.split.tree,
+                            params_of(executor->units()));
   }
   if (config.mesh.sequence > 1) {
     together.sequence =
         std::make_shared<parallel::Peers>(group, sequence_ranks(config, group->rank()), "sequence");
+  }
+  if (config.mesh.pipeline > 1) {
+    together.stages.emplace(group, Groups(executor->mesh(), group->rank()).pipeline(),
+                            blueprint.stages, config.parallel);
   }
   moves_params = executor->moves_params();
   tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);
@@ -180,7 +200,9 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   order.emplace(model, engine::OrderLearner::Scope{unit_events, moves_params, [this](int unit) {
                                                      return tiled->is_tile(unit);
                                                    }});
-  window.emplace(config.batch.accumulate, loss_scale.active(), unit_events);
+  // Each stage goes backward from each micro-batch.
+  window.emplace(config.batch.accumulate * config.parallel.virtual_stages, loss_scale.active(),
+                 unit_events);
   waiting.assign(executor->units().size(), 0);
   expected.assign(waiting.size(), false);
   began.assign(waiting.size(), 0);

@@ -36,7 +36,7 @@ void check_frozen(const std::vector<exec::UnitState>& units) {
 void check_model(const engine::Driver& driver, const Table& table, const engine::Wholes& wholes,
                  engine::Together& together) {
   if (together.tensor) together.tensor->check_called();
-  if (!driver.holds() || (table.rests_whole() && !wholes.any())) return;
+  if (!driver.holds() || (table.rests_whole() && !wholes.used())) return;
   throw RuntimeFault(
       "[engine::step] step() inside gathered(): the gathered values would stay what they were. "
       "Leave the block before");
@@ -80,10 +80,10 @@ bool expects_gradients(const tiles::TiledWeights& tiled,
 
 }  // namespace
 
-std::vector<std::string> Core::State::share_text(const std::string& label,
-                                                 const std::string& text) {
+std::vector<std::string> Core::State::share_text_in_stage(const std::string& label,
+                                                          const std::string& text) {
   return engine::share_text(label, text, [&](const std::string& name, const std::string& payload) {
-    return executor->share(name, payload);
+    return executor->share(name, payload, true);
   });
 }
 
@@ -91,10 +91,10 @@ std::vector<std::string> Core::State::share_text(const std::string& label,
 
 void Core::State::forward_begin(bool grad_enabled) {
   check_open("forward");
-  if (wholes->any()) {
+  if (wholes->used() && driver->holds()) {
     throw RuntimeFault(
-        "[engine::forward] inside gathered(): parameters are whole there, and tensor ranks compute "
-        "with their parts. Leave the block before");
+        "[engine::forward] inside gathered(): parameters are whole there, and ranks that compute "
+        "one model together compute with their parts. Leave the block before");
   }
   if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
   if (window->armed()) {  // the backward before threw: nothing of its window can be trusted
@@ -364,11 +364,13 @@ void Core::State::end_backward() {
   if (order->done()) return;
   // One that only passed through frozen weights tells nothing of the others' order.
   const bool gave = window->gave().back() == '1';
-  if (engine::say_each(*executor, "gave in step one", gave).find('1') == std::string::npos) return;
+  // Other stages are elsewhere in the window.
+  const std::vector<std::string> all = executor->share("gave in step one", gave ? "1" : "0", true);
+  if (std::count(all.begin(), all.end(), "1") == 0) return;
   // Step one is over: from here on the plan follows the order that was seen, the same everywhere.
   model = order->agree(driver->off_plan_events(),
                        [this](const std::string& label, const std::string& text) {
-                         return share_text(label, text);
+                         return share_text_in_stage(label, text);
                        });
   make_plans();
 }
@@ -376,8 +378,12 @@ void Core::State::end_backward() {
 // ---- step
 
 double Core::State::divisor() const {
-  const int64_t averaged = config.batch.reduction == "sum" ? 1 : window->num_averaged();
-  return static_cast<double>(averaged) * loss_scale.value();
+  // Each stage of a rank goes backward from a micro-batch.
+  const double averaged = config.batch.reduction == "sum"
+                              ? 1.0
+                              : static_cast<double>(window->num_averaged()) /
+                                    config.parallel.virtual_stages;
+  return averaged * loss_scale.value();
 }
 
 bool Core::State::step(const std::vector<OptimizerConfig>& groups,

@@ -134,8 +134,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void end_backward();
   void make_plans();
 
-  // Every rank's text, in rank order.
-  std::vector<std::string> share_text(const std::string& label, const std::string& text);
+  // The text of every rank of this stage, in rank order.
+  std::vector<std::string> share_text_in_stage(const std::string& label, const std::string& text);
 };
 
 }  // namespace penstock

@@ -9,14 +9,17 @@
 namespace penstock::engine {
 
 TensorAxis::TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
-                       const std::vector<parallel::Ruled>& ruled, const ModelTree& tree)
+                       const std::vector<parallel::Ruled>& ruled, const ModelTree& tree,
+                       const std::set<int>& here)
     : peers_(std::make_shared<parallel::Peers>(group, Groups(mesh, group->rank()).tensor())) {
   for (const parallel::Ruled& one : ruled) {
     const std::string& name = tree.modules[one.module].name;
     const char* style = parallel::style_name(one.style);
     params_.push_back(tree.modules[one.module].params);
     if (one.style != parallel::Style::kPartial && one.style != parallel::Style::kWhole) {
-      for (const int param : params_.back()) uncalled_.emplace(param, modules_.size());
+      for (const int param : params_.back()) {
+        if (here.contains(param)) uncalled_.emplace(param, modules_.size());
+      }
     }
     labels_.emplace_back(concat(style, " (", name, ")"));
     modules_.push_back(
@@ -43,11 +46,17 @@ void TensorAxis::check_called() {
 void Together::set_step(int64_t step) {
   if (tensor) tensor->peers().set_step(step);
   if (sequence) sequence->set_step(step);
+  if (stages) stages->set_step(step);
+}
+
+std::string Together::cut_short() const {
+  return stages && stages->open() ? "a batch of the pipeline was cut short" : "";
 }
 
 void Together::close() {
   if (tensor) tensor->peers().close();
   if (sequence) sequence->close();
+  if (stages) stages->close();
 }
 
 std::exception_ptr Together::take_fault() {

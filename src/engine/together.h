@@ -1,14 +1,17 @@
 #pragma once
 // Together: the ranks that compute one model with this one: those of the tensor axis, with the
-// modules that they have cut, and those with parts of the same sequences. Compute thread only.
+// modules that they have cut, those with parts of the same sequences, and the stages of a pipeline.
+// Compute thread only.
 #include <exception>
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "penstock/tensor_ranks.h"
+#include "src/engine/stage_lanes.h"
 #include "src/parallel/operators.h"
 #include "src/parallel/rules.h"
 #include "src/place/mesh.h"
@@ -17,9 +20,10 @@ namespace penstock::engine {
 
 class TensorAxis {
  public:
-  // `ruled`: of this tree.
+  // `ruled`: of this tree. `here`: its params that this rank's stage has.
   TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
-             const std::vector<parallel::Ruled>& ruled, const ModelTree& tree);
+             const std::vector<parallel::Ruled>& ruled, const ModelTree& tree,
+             const std::set<int>& here);
 
   const std::vector<TensorModule>& modules() const { return modules_; }
   parallel::Peers& peers() { return *peers_; }
@@ -44,8 +48,11 @@ class TensorAxis {
 struct Together {
   std::optional<TensorAxis> tensor;           // where mesh.tensor > 1
   std::shared_ptr<parallel::Peers> sequence;  // where mesh.sequence > 1
+  std::optional<StageLanes> stages;           // where mesh.pipeline > 1
 
   void set_step(int64_t step);
+  // Why there are messages under way that nobody waits for, or nothing.
+  std::string cut_short() const;
   void close();
   // What their exchanges threw since the last call; null: nothing.
   std::exception_ptr take_fault();

@@ -70,19 +70,23 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
   std::map<int, at::Tensor> rows_of = state_->tiled->whole_values(
       true, at::TensorOptions(at::kFloat).device(state_->tiers.computes.where()), &tensors);
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
-    const std::vector<exec::Flat>& flats = state_->executor->units()[unit].flats;
-    for (size_t flat = 0; flat < flats.size(); ++flat) {
-      const std::vector<exec::Slot>& slots = flats[flat].slots;
+    int index = -1;  // among this rank's
+    for (const exec::Part& part : state_->executor->units()[unit].parts()) {
+      const exec::Flat& flat = *part.flat;
+      const std::vector<exec::Slot>& slots = flat.slots;
+      index += part.here ? 1 : 0;
       const bool wanted =
           only.empty() || std::any_of(slots.begin(), slots.end(), [&](const exec::Slot& slot) {
             return state_->tiled->whole_of(static_cast<int>(unit), slot.name).first == only;
           });
-      if (!flats[flat].trainable || !wanted) continue;
-      at::Tensor full = state_->executor->values()
-                            .gradient(static_cast<int>(unit), static_cast<int>(flat))
-                            .to(state_->tiers.computes.where());
+      if (!flat.trainable || !wanted) continue;
+      at::Tensor full;
+      if (part.here) full = state_->executor->values().gradient(static_cast<int>(unit), index);
+      full = state_->executor->values()
+                 .across_stages(flat, full, concat("gradient u", unit, ".", flat.number))
+                 .to(state_->tiers.computes.where());
       if (divisor != 1.0) full.div_(divisor);
-      for (const exec::Slot& slot : flats[flat].slots) {
+      for (const exec::Slot& slot : slots) {
         const at::Tensor value = state_->executor->values().whole_of(
             slot, full.narrow(0, slot.offset, slot.numel).view(slot.sizes));
         if (state_->tiled->is_tile(static_cast<int>(unit))) {
@@ -103,6 +107,7 @@ mem::Lease room_for_a_flat(exec::Executor& executor, mem::Arena& memory, bool ar
   int64_t numel = 0;
   for (const exec::UnitState& unit : executor.units()) {
     for (const exec::Flat& flat : unit.flats) numel = std::max(numel, flat.numel);
+    for (const exec::Flat& flat : unit.away) numel = std::max(numel, flat.numel);
   }
   const int parts = arrives ? 1 : num_shards(executor.table().master(), executor.mesh());
   return memory.take(numel / parts * 4, mem::Account::kBuffers);
@@ -119,8 +124,9 @@ mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrive
   }
   const Table& table = executor.table();
   std::vector<std::string> problems = {problem};
-  const bool tensor = executor.mesh().size(Axis::kTensor) > 1;
-  if (!table.rests_whole() || num_shards(table.master(), executor.mesh()) > 1 || tensor) {
+  const bool apart =
+      executor.mesh().size(Axis::kTensor) > 1 || executor.mesh().size(Axis::kPipeline) > 1;
+  if (!table.rests_whole() || num_shards(table.master(), executor.mesh()) > 1 || apart) {
     problems = engine::share_text("read room", problem,
                                   [&](const std::string& label, const std::string& payload) {
                                     return executor.share(label, payload);
@@ -155,16 +161,21 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
   const bool wanted = everywhere || state_->group->rank() == 0;
   const mem::Lease room = agreed_room(executor, state_->tiers.on_host(), arrives);
   for (size_t u = 0; u < executor.units().size(); ++u) {
-    const std::vector<exec::Flat>& flats = executor.units()[u].flats;
-    for (size_t f = 0; f < flats.size(); ++f) {
-      const auto unit = static_cast<int>(u);
-      const Dtype dtype =
-          executor.values().parameters(unit, static_cast<int>(f), room.data().host(), everywhere);
+    const auto unit = static_cast<int>(u);
+    int index = -1;  // among this rank's
+    for (const exec::Part& one : executor.units()[u].parts()) {
+      const exec::Flat& flat = *one.flat;
       at::Tensor full;
-      if (arrives) {
-        full = at::from_blob(room.data().host(), {flats[f].numel}, device::scalar_type(dtype));
+      if (one.here) {
+        char* const to = room.data().host();
+        const Dtype dtype = executor.values().parameters(unit, ++index, to, everywhere);
+        if (arrives) full = at::from_blob(to, {flat.numel}, device::scalar_type(dtype));
       }
-      for (const exec::Slot& slot : flats[f].slots) {
+      if (arrives) {
+        full =
+            executor.values().across_stages(flat, full, concat("weights u", u, ".", flat.number));
+      }
+      for (const exec::Slot& slot : flat.slots) {
         at::Tensor part;
         if (arrives) part = full.narrow(0, slot.offset, slot.numel).view(slot.sizes);
         const at::Tensor whole = everywhere ? executor.values().whole_of(slot, part)
@@ -232,6 +243,33 @@ void refuse_other_values(exec::Executor& executor, const std::map<std::string, a
 
 }  // namespace
 
+namespace {
+
+// Of all stages.
+void check_gradients(std::vector<exec::UnitState>& units,
+                     const std::map<std::string, at::Tensor>& given) {
+  std::set<std::string> unknown;
+  for (const auto& [name, value] : given) unknown.insert(name);
+  for (exec::UnitState& unit : units) {
+    for (const exec::Part& part : unit.parts()) {
+      for (const exec::Slot& slot : part.flat->slots) {
+        const auto found = given.find(slot.name);
+        if (found == given.end() || !part.flat->trainable) continue;
+        unknown.erase(slot.name);
+        if (found->second.sizes() == at::IntArrayRef(slot.whole)) continue;
+        throw ConfigError(concat("[engine::set_grads] \"", slot.name, "\" has shape ",
+                                 found->second.sizes(), ", its parameter ",
+                                 at::IntArrayRef(slot.whole)));
+      }
+    }
+  }
+  if (unknown.empty()) return;
+  throw ConfigError(
+      concat("[engine::set_grads] \"", *unknown.begin(), "\" is no parameter that trains"));
+}
+
+}  // namespace
+
 void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
   state_->check_open("set_grads");
   state_->look_at_gradients(false);
@@ -252,23 +290,7 @@ void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>
     }
   };
   // Everything is checked before anything is written.
-  size_t known = 0;
-  for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor& value) {
-    const exec::Slot& slot = units[unit].flats[flat].slots[index];
-    ++known;
-    if (value.sizes() == at::IntArrayRef(slot.whole)) return;
-    throw ConfigError(concat("[engine::set_grads] \"", slot.name, "\" has shape ", value.sizes(),
-                             ", its parameter ", at::IntArrayRef(slot.whole)));
-  });
-  if (known != by_name.size()) {
-    std::set<std::string> unknown;
-    for (const auto& [name, value] : by_name) unknown.insert(name);
-    for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor&) {
-      unknown.erase(units[unit].flats[flat].slots[index].name);
-    });
-    throw ConfigError(
-        concat("[engine::set_grads] \"", *unknown.begin(), "\" is no parameter that trains"));
-  }
+  check_gradients(units, by_name);
   refuse_other_values(*state_->executor, by_name);
   std::string bad;
   for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor& value) {
@@ -339,7 +361,7 @@ void Values::let_go_of(const std::vector<int>& units) {
 // On every rank alike: one compares only its own part.
 void Values::refuse_edits(const std::vector<int>& units) {
   const bool rests_whole = state_->executor->table().rests_whole();
-  if (rests_whole && !state_->wholes->any()) return;
+  if (rests_whole && !state_->wholes->used()) return;
   std::string mine;
   for (const int unit : units) {
     // Inside another gathered() that one sees to it.
@@ -386,8 +408,8 @@ std::vector<int> Values::units_of(const std::vector<std::string>& params) const 
   }
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
     bool wanted = params.empty();
-    for (const exec::Flat& flat : state_->executor->units()[unit].flats) {
-      for (const exec::Slot& slot : flat.slots) {
+    for (const exec::Part& part : state_->executor->units()[unit].parts()) {
+      for (const exec::Slot& slot : part.flat->slots) {
         wanted |= std::find(params.begin(), params.end(), slot.name) != params.end();
       }
     }

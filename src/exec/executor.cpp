@@ -126,20 +126,20 @@ void Executor::drain() {
   rank_.traffic.settle();
 }
 
-std::vector<std::string> Executor::share(const std::string& label, const std::string& payload) {
-  return rank_.control_channel.share(label, rank_.groups.everyone(), payload);
+std::vector<std::string> Executor::share(const std::string& label, const std::string& payload,
+                                         bool in_stage) {
+  if (!in_stage) return rank_.channels.control.share(label, rank_.groups.everyone(), payload);
+  return rank_.channels.stage().share(label, rank_.groups.stage(), payload);
 }
 
 void Executor::broadcast(const std::string& label, void* data, int64_t bytes) {
-  rank_.control_channel.broadcast(label, rank_.groups.everyone(), data, bytes);
+  rank_.channels.control.broadcast(label, rank_.groups.everyone(), data, bytes);
 }
 
 void Executor::set_step(int64_t step) {
-  const int64_t so_far = rank_.exchanges() + updates_.exchanges();
+  const int64_t so_far = rank_.channels.exchanges() + updates_.exchanges();
   exchanges_ = so_far - std::exchange(exchanges_before_, so_far);
-  rank_.gather_channel.set_step(step);
-  rank_.reduce_channel.set_step(step);
-  rank_.control_channel.set_step(step);
+  rank_.channels.set_step(step);
   if (Board* const board = rank_.group.board()) board->set_step(step);
   updates_.set_step(step);
 }

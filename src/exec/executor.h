@@ -39,7 +39,9 @@ class Executor {
 
   // Throws away the window: gradients, and what was read for an update that does not come.
   void discard();
-  std::vector<std::string> share(const std::string& label, const std::string& payload);
+  // Every rank's, or (`in_stage`) that of every rank of this stage of a pipeline.
+  std::vector<std::string> share(const std::string& label, const std::string& payload,
+                                 bool in_stage = false);
   void broadcast(const std::string& label, void* data, int64_t bytes);
   // Begins a step. Between steps, when the lanes are idle: the step is part of every tag.
   void set_step(int64_t step);

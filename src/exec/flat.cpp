@@ -136,6 +136,15 @@ void Flat::free() {
   sum_there.reset();
 }
 
+std::vector<Part> UnitState::parts() {
+  std::vector<Part> all;
+  for (Flat& flat : flats) all.push_back({&flat, true});
+  for (Flat& flat : away) all.push_back({&flat, false});
+  std::sort(all.begin(), all.end(),
+            [](const Part& a, const Part& b) { return a.flat->number < b.flat->number; });
+  return all;
+}
+
 bool UnitState::trainable() const {
   return std::any_of(flats.begin(), flats.end(), [](const Flat& flat) { return flat.trainable; });
 }

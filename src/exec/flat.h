@@ -35,6 +35,7 @@ struct Slot {
   c10::Storage window;   // that the engine gave the parameter; users may put another in its place
   uint32_t version = 0;  // of the parameter, when its window was set
   int index = 0;         // in the model
+  int number = 0;        // among all slots, those of other stages too
   Cut cut{};             // what this rank has of it
   std::vector<int64_t> sizes, whole;                  // of that; of all of it
   std::vector<std::pair<int64_t, int64_t>> ranges{};  // of that along cut.dim
@@ -105,11 +106,14 @@ class Flat {
   const bool trainable;
   const TensorCut tensor;  // what tensor ranks have of its parameters
   int64_t numel = 0;       // padded, after seal()
+  // In a pipeline: which of its ranks have the flat, ascending, and its place in the whole unit.
+  std::vector<int> owners;
+  int number = 0;
   std::vector<Slot> slots;
 
   std::vector<Copy> params;        // the resting one first
   std::vector<Copy> grads;         // those on disk for good
-  bool summed = false;             // over the tensor ranks, for the update that comes
+  int summed = 1;                  // over so many ranks, for the update that comes
   int64_t summed_since = 0;        // the backward that made the copy that backwards add to
   double squares = kUncounted;     // of the held gradient: the sum of its own part's squares
   at::Tensor squares_there;        // or a scalar on the device
@@ -120,9 +124,16 @@ class Flat {
   std::vector<ChunkState> chunks;  // none when frozen
 };
 
+// A flat of a unit, which may be another stage's.
+struct Part {
+  Flat* flat = nullptr;
+  bool here = true;
+};
+
 struct UnitState {
   std::string name;
   std::vector<Flat> flats;
+  std::vector<Flat> away{};           // of other ranks of the pipeline: what there is, no memory
   Copies params, grads;               // the book: where copies of it are
   bool attached = false;              // the parameters have windows
   std::vector<mem::Lease> leaving{};  // what moves in flight still read
@@ -131,6 +142,8 @@ struct UnitState {
   device::Fence updated{};            // the last update, publishing included
 
   bool trainable() const;
+  // Of all stages, in the order that all ranks have.
+  std::vector<Part> parts();
 };
 
 }  // namespace penstock::exec

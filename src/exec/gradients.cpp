@@ -14,9 +14,8 @@
 
 namespace penstock::exec {
 
-void add_up(Rank& rank, device::Address addends, Dtype dtype, int64_t numel,
-            const comm::Label& label) {
-  const Members& ranks = rank.groups.tensor();
+void add_up(comm::Channel& channel, const Members& ranks, device::Address addends, Dtype dtype,
+            int64_t numel, const comm::Label& label) {
   if (ranks.size() == 1) return;
   const int64_t scratch = numel / ranks.size() * (ranks.size() - 1);
   const at::Tensor room = at::empty({scratch}, device::scalar_type(dtype));
@@ -25,7 +24,7 @@ void add_up(Rank& rank, device::Address addends, Dtype dtype, int64_t numel,
   buffer.scratch = room.data_ptr();
   buffer.dtype = buffer.result_dtype = dtype;
   buffer.numel = numel;
-  rank.control_channel.all_reduce(label, ranks, {buffer});
+  channel.all_reduce(label, ranks, {buffer});
 }
 
 // What backwards add to, with memory.
@@ -118,8 +117,13 @@ void Gradients::run(const PlannedStep& planned, bool late) {
                       concat("no gradient for ", *planned.label.text, " to start"));
       if (from == made) close(flat, source->one());
       // Before that, the plan's line adds up all that was moved.
-      const bool alone = late && from == made && (rank_.grads_on_disk || flat.summed);
-      if (alone) sum_over_tensor_ranks(flat, source->one(), planned.label);
+      const bool alone = late && from == made && (rank_.grads_on_disk || flat.summed > 1);
+      if (alone && flat.tensor == TensorCut::kPartial) {
+        add_up(flat, source->one(), false, planned.label);
+      }
+      if (alone && flat.owners.size() > 1) {
+        add_up(flat, source->one(), true, planned.label);
+      }
       rank_.traffic.fetch(source->one(), mem::Account::kGrad);
       const Buffer& start = source->one();
       Copy* sum = find(flat.grads, to);
@@ -149,17 +153,19 @@ void Gradients::run(const PlannedStep& planned, bool late) {
   walk->ready();
   walk_ = walk;
   done_ = lanes_.reduce.submit(
-      [this, walk, label = planned.label] { walk->run(rank_.reduce_channel, label); });
+      [this, walk, label = planned.label] { walk->run(rank_.channels.reduce, label); });
 }
 
 void Gradients::sum(const PlannedStep& planned) {
   finish();
+  const bool across = planned.step.moves.front().axes.front() == Axis::kPipeline;
   const Placement& made = rank_.table.grad_after_backward();
   for (const int index : planned.step.units) {
     UnitState& unit = rank_.units[index];
     unit.updated.wait();
     for (Flat& flat : unit.flats) {
-      if (!flat.trainable || flat.tensor != TensorCut::kPartial) continue;
+      const bool sums = across ? flat.owners.size() > 1 : flat.tensor == TensorCut::kPartial;
+      if (!flat.trainable || !sums) continue;
       flat.grads.reserve(flat.grads.size() + 1);
       // On disk is what earlier backwards left, added up; this one's joins it later.
       Copy* copy = rank_.grads_on_disk ? &sum_of(flat) : held(flat);
@@ -167,8 +173,10 @@ void Gradients::sum(const PlannedStep& planned) {
       if (copy == nullptr) copy = &zeros_at(rank_.cell(Role::kGrad, Phase::kUpdate), flat);
       unit.grads.make(copy->place);
       if (copy->place == made) flat.complete(copy->one());
-      sum_over_tensor_ranks(flat, copy->one(), planned.label);
-      flat.summed = !rank_.grads_on_disk;
+      add_up(flat, copy->one(), across, planned.label);
+      const int addends =
+          across ? static_cast<int>(flat.owners.size()) : rank_.groups.tensor().size();
+      if (!rank_.grads_on_disk) flat.summed *= addends;
     }
   }
 }
@@ -177,20 +185,22 @@ void Gradients::sum(const PlannedStep& planned) {
 void Gradients::reopen() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
-      if (!std::exchange(flat.summed, false)) continue;
+      const int addends = std::exchange(flat.summed, 1);
+      if (addends == 1) continue;
       Buffer& sum = held(flat)->one();
       const at::Tensor values = device::view(sum.data(), sum.dtype, sum.numel);
-      values.div_(rank_.groups.tensor().size());
+      values.div_(addends);
       flat.uncount();
     }
   }
 }
 
-// Of a flat whose gradient every tensor rank has an addend of.
-void Gradients::sum_over_tensor_ranks(Flat& flat, Buffer& sum, const comm::Label& label) {
-  if (flat.tensor != TensorCut::kPartial) return;
+// Over the stages that have it, or over the tensor ranks.
+void Gradients::add_up(Flat& flat, Buffer& sum, bool across, const comm::Label& label) {
   flat.uncount();
-  add_up(rank_, sum.data(), sum.dtype, sum.numel, label);
+  comm::Channel& channel = across ? rank_.channels.across(flat) : rank_.channels.stage();
+  const Members ranks = across ? rank_.owners_across(flat) : rank_.groups.tensor();
+  exec::add_up(channel, ranks, sum.data(), sum.dtype, sum.numel, label);
 }
 
 // No backward adds to it any more. On a device it is not known yet whether it is finite.
@@ -251,6 +261,7 @@ double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tens
   if (copy == nullptr) return 0.0;
   // What every tensor rank has alike, one of them counts.
   if (flat.tensor != TensorCut::kCut && rank_.groups.tensor().index > 0) return 0.0;
+  if (!rank_.is_first_owner(flat)) return 0.0;  // of tied weights, one stage
   if (!(flat.squares < 0.0)) return flat.squares;
   if (flat.squares_there.defined()) {
     there->push_back(flat.squares_there);
@@ -280,7 +291,7 @@ void Gradients::clear(Flat& flat) {
   for (ChunkState& chunk : flat.chunks) rank_.traffic.drop(chunk.gradient);
   std::erase_if(flat.grads, [](const Copy& copy) { return !copy.one().on_disk(); });
   flat.gradient32.reset();
-  flat.summed = false;
+  flat.summed = 1;
   flat.uncount();
   flat.sum_there.reset();
 }
@@ -319,9 +330,11 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   }
   const bool made = copy->place == rank_.table.grad_after_backward();
   slot.written |= made;
-  // They are still to be added up over the tensor ranks.
+  // They are still to be added up, over the tensor ranks and over the stages that have them.
   const bool open = flat.tensor == TensorCut::kPartial && (made || !rank_.grads_on_disk);
-  write(flat, *copy, slot, full, open ? factor / rank_.groups.tensor().size() : factor);
+  const int addends = (open ? rank_.groups.tensor().size() : 1) *
+                      std::max<int>(1, static_cast<int>(flat.owners.size()));
+  write(flat, *copy, slot, full, factor / addends);
 }
 
 void Gradients::write(Flat& flat, Copy& copy, const Slot& slot, const at::Tensor& full,

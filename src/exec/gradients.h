@@ -13,9 +13,9 @@
 
 namespace penstock::exec {
 
-// The tensor ranks' addends become their sum, in place. [its tensor ranks]
-void add_up(Rank& rank, device::Address addends, Dtype dtype, int64_t numel,
-            const comm::Label& label);
+// The ranks' addends become their sum, in place. [those ranks]
+void add_up(comm::Channel& channel, const Members& ranks, device::Address addends, Dtype dtype,
+            int64_t numel, const comm::Label& label);
 
 class Gradients {
  public:
@@ -28,7 +28,7 @@ class Gradients {
   void run(const PlannedStep& planned, bool late = false);
   // As a move of the update section: the gradient comes from disk, a chunk at a time.
   void fetch(const PlannedStep& planned);
-  // Partial flats, over the tensor axis.
+  // Partial flats, over the tensor axis; those of several stages, over the pipeline.
   void sum(const PlannedStep& planned);
   // After sum(), where the update did not come: backwards may add to them again.
   void reopen();
@@ -62,7 +62,7 @@ class Gradients {
   };
 
   Copy& sum_of(Flat& flat);
-  void sum_over_tensor_ranks(Flat& flat, Buffer& sum, const comm::Label& label);
+  void add_up(Flat& flat, Buffer& sum, bool across, const comm::Label& label);
   void close(Flat& flat, Buffer& sum);
   void widen(Copy& sum);
   Placement begin_of(const std::vector<Move>& moves) const;

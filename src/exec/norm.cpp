@@ -82,7 +82,7 @@ std::array<uint64_t, 2> Norm::history() {
   std::array<uint64_t, 2> seen{};
   if (!rank_.on_accelerator() || !rank_.group.device_groups()) return seen;
   const std::array<std::pair<device::Lane*, const comm::Channel*>, 2> lanes = {
-      {{&lanes_.gather, &rank_.gather_channel}, {&lanes_.reduce, &rank_.reduce_channel}}};
+      {{&lanes_.gather, &rank_.channels.gather}, {&lanes_.reduce, &rank_.channels.reduce}}};
   for (size_t i = 0; i < lanes.size(); ++i) {
     const auto [lane, channel] = lanes[i];
     const std::shared_ptr<Made> before = before_[i];
@@ -98,7 +98,8 @@ std::array<uint64_t, 2> Norm::history() {
 }
 
 // Payload: sum of squares, the first bad contribution and whether it counts by itself, a parameter
-// that was edited where that is lost, the lanes' histories, one flag a parameter, what say() says.
+// that was edited where that is lost, the lanes' histories, one flag a parameter (of all stages, so
+// that every rank's is as long), what say() says.
 Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
   const Own own = look(update.bad);
   Result made;
@@ -112,32 +113,35 @@ Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
   constexpr size_t kHistory = kEdited + kBadBytes;
   const std::array<uint64_t, 2> mine = history();
   constexpr size_t kFlags = kHistory + sizeof(mine);
-  std::string payload(kFlags + slots.size(), '\0');
+  const auto num_flags = static_cast<size_t>(rank_.num_slots);
+  std::string payload(kFlags + num_flags, '\0');
   std::memcpy(payload.data(), &own.squares, sizeof(double));
   payload[sizeof(double)] = own.doubt ? kDoubtful : kCounts;
   own.bad.copy(payload.data() + kBad, kBadBytes - 1);
   own.edited.copy(payload.data() + kEdited, kBadBytes - 1);
   std::memcpy(payload.data() + kHistory, mine.data(), sizeof(mine));
-  for (size_t i = 0; i < slots.size(); ++i) {
-    payload[kFlags + i] = static_cast<char>(slots[i]->touched);
-  }
+  const auto flag_of = [](const Slot& slot) { return kFlags + static_cast<size_t>(slot.number); };
+  for (const Slot* slot : slots) payload[flag_of(*slot)] = static_cast<char>(slot->touched);
   const size_t said = payload.size();
   payload += update.say();
   std::string doubtful, edited;
   int other = -1;
   std::vector<std::string> all;
   for (const std::string& part :
-       rank_.control_channel.share(label, rank_.groups.everyone(), payload)) {
+       rank_.channels.control.share(label, rank_.groups.everyone(), payload)) {
     double sum = 0.0;
     std::memcpy(&sum, part.data(), sizeof(sum));
     made.total += sum;
     std::string& first = part[sizeof(double)] == kCounts ? made.bad : doubtful;
     if (first.empty()) first = part.c_str() + kBad;
     if (edited.empty()) edited = part.c_str() + kEdited;
-    if (std::memcmp(part.data() + kHistory, mine.data(), sizeof(mine)) != 0) {
-      other = static_cast<int>(all.size());
+    const auto from = static_cast<int>(all.size());
+    const bool of_stage =
+        rank_.mesh.coordinate(from, Axis::kPipeline) == rank_.groups.pipeline().index;
+    if (of_stage && std::memcmp(part.data() + kHistory, mine.data(), sizeof(mine)) != 0) {
+      other = from;
     }
-    for (size_t i = 0; i < slots.size(); ++i) slots[i]->touched |= part[kFlags + i] != 0;
+    for (Slot* slot : slots) slot->touched |= part[flag_of(*slot)] != 0;
     all.push_back(part.substr(said));
   }
   if (other >= 0) {

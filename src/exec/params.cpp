@@ -98,7 +98,7 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
   }
   const device::Fence ready = lanes_.gather.submit([this, walk, updated, label] {
     for (const device::Fence& update : updated) update.wait();
-    walk->run(rank_.gather_channel, label);
+    walk->run(rank_.channels.gather, label);
   });
   for (const int unit : units) {
     rank_.units[unit].param_ready = ready;
@@ -145,7 +145,7 @@ void Params::put_away(int index, const std::vector<Move>& moves, const comm::Lab
     made.push_back(&copy);
   }
   detach(unit);
-  walk.run(rank_.gather_channel, label);
+  walk.run(rank_.channels.gather, label);
   for (size_t f = 0; f < made.size(); ++f) {
     rank_.traffic.put_back(made[f]->one());
     std::erase_if(unit.flats[f].params, [&](const Copy& copy) {

@@ -17,6 +17,15 @@ device::LaneKind kind_of(const Table& table, Role role, const device::Device& de
   return device::LaneKind::kQueued;
 }
 
+int count_slots(const std::vector<UnitState>& units) {
+  size_t count = 0;
+  for (const UnitState& unit : units) {
+    for (const Flat& flat : unit.flats) count += flat.slots.size();
+    for (const Flat& flat : unit.away) count += flat.slots.size();
+  }
+  return static_cast<int>(count);
+}
+
 }  // namespace
 
 Lanes::Lanes(const Table& table, const device::Device& device, bool peers_meet_on_host)
@@ -37,16 +46,26 @@ Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memo
       group(peers),
       tiers(memory),
       units(std::move(parts)),
+      num_slots(count_slots(units)),
       traffic(memory),
-      gather_channel(peers, "gather"),
-      reduce_channel(peers, "reduce"),
-      control_channel(peers, "control") {
+      channels(ranks, peers, units) {
   connect();
   for (UnitState& unit : units) {
     unit.params = Copies::resting(cell(Role::kParam, Phase::kRest));
     unit.grads = Copies::moving();
     unit.attached = cell(Role::kParam, Phase::kRest) == whole();
   }
+}
+
+Members Rank::owners_across(const Flat& flat) const {
+  const Members& stages = groups.pipeline();
+  if (flat.owners.empty()) return {{group.rank()}, 0};
+  Members owners{{}, -1};
+  for (const int stage : flat.owners) {
+    if (stage == stages.index) owners.index = owners.size();
+    owners.ranks.push_back(stages.ranks.at(static_cast<size_t>(stage)));
+  }
+  return owners;
 }
 
 // Every lane has connections of its own, so that two that meet in another order on some rank do not
@@ -62,7 +81,7 @@ void Rank::connect() {
       continue;
     }
     connected.push_back(&members);
-    for (comm::Channel* channel : {&gather_channel, &reduce_channel}) {
+    for (comm::Channel* channel : {&channels.gather, &channels.reduce}) {
       channel->use(members, group.connect_on_device(members.ranks));
     }
   }

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "penstock/group.h"
-#include "src/comm/channel.h"
 #include "src/device/lane.h"
+#include "src/exec/channels.h"
 #include "src/exec/copy.h"
 #include "src/exec/flat.h"
 #include "src/exec/walk.h"
@@ -80,9 +80,15 @@ struct Rank {
     return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
-  // The ranks that have the very same values of the flat's parameters.
+  // The stage that counts and saves what several have.
+  bool is_first_owner(const Flat& flat) const {
+    return flat.owners.empty() || flat.owners.front() == groups.pipeline().index;
+  }
+  // Those with the same part of it on each of the stages that have it.
+  Members owners_across(const Flat& flat) const;
+  // The ranks of this stage that have the very same values of the flat's parameters.
   const Members& owners_of(const Flat& flat) const {
-    return flat.tensor == TensorCut::kCut ? groups.data() : groups.everyone();
+    return flat.tensor == TensorCut::kCut ? groups.data() : groups.stage();
   }
   // What a flat keeps for good, without memory yet: copies that rest, and their places on disk.
   void claim_params(Flat& flat);
@@ -94,10 +100,6 @@ struct Rank {
              mem::Account account);
 
   void connect();
-
-  int64_t exchanges() const {
-    return gather_channel.exchanges() + reduce_channel.exchanges() + control_channel.exchanges();
-  }
 
   void reserve(Buffer& buffer) {
     if (buffer.on_disk() && buffer.exists()) buffer.offset = tiers.disk->reserve(buffer.bytes());
@@ -112,9 +114,10 @@ struct Rank {
   Group& group;
   mem::Tiers& tiers;
   std::vector<UnitState> units;
+  const int num_slots;  // of all stages
   mem::DiskTraffic traffic;
   std::vector<Doubt> doubts;
-  comm::Channel gather_channel, reduce_channel, control_channel;
+  Channels channels;
 };
 
 }  // namespace penstock::exec

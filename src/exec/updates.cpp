@@ -61,7 +61,7 @@ void compare_replicas(Rank& rank, const Gradients& gradients) {
   }
   const std::string mine(reinterpret_cast<const char*>(squares.data()), squares.size() * 8);
   const std::vector<std::string> all =
-      rank.control_channel.share("gradients alike", groups.everyone(), mine);
+      rank.channels.stage().share("gradients alike", groups.stage(), mine);
   for (size_t other = 0; other < all.size(); ++other) {
     const int tensor = rank.mesh.coordinate(static_cast<int>(other), Axis::kTensor);
     const std::string& first = all[other - static_cast<size_t>(tensor)];  // the axis is innermost
@@ -72,7 +72,8 @@ void compare_replicas(Rank& rank, const Gradients& gradients) {
       if (!(std::abs(one - two) > 1e-3 * std::max(one, two))) continue;
       throw RuntimeFault(concat(
           "[exec::norm] the gradient of \"", slots[i]->name, "\" is not the same on ranks ",
-          other - static_cast<size_t>(tensor), " and ", other,
+          groups.stage().ranks[other - static_cast<size_t>(tensor)], " and ",
+          groups.stage().ranks[other],
           ", which compute one model together: what uses it works on a part (of the heads, say). "
           "Give it the style \"partial\" in \"parallel.rules\""));
     }
@@ -471,7 +472,7 @@ void Updates::publish(const PlannedStep& planned) {
     const device::Fence ready =
         lanes_.gather.submit([this, walk, updated, label = planned.label, first = joined ? 1 : 0] {
           for (const device::Fence& update : updated) update.wait();
-          walk->run(rank_.gather_channel, label, first);
+          walk->run(rank_.channels.gather, label, first);
         });
     for (const int unit : units) rank_.units[unit].param_ready = ready;
     return;

@@ -45,7 +45,7 @@ void Values::gather(const Placement& from, const char* own, const Flat& flat,
   wanted.dtype = Dtype::kFp32;
   Walk walk = rank_.walk_on_host(place, hops(place, wanted));
   walk.add({const_cast<char*>(own), full, place.dtype, Dtype::kFp32, flat.numel});
-  walk.run(rank_.control_channel, label);
+  walk.run(rank_.channels.stage(), label);
 }
 
 // This rank's part from memory or disk, whatever its dtype.
@@ -97,8 +97,8 @@ Dtype Values::parameters(int unit, int index, char* room, bool everywhere) {
     gather(place, kept == nullptr ? own : values, flat, label, room);
   } else {
     if (kept != nullptr && arrives) std::memcpy(own, values, part_bytes);
-    rank_.control_channel.collect(label, owners(place, rank_.mesh, rank_.group.rank()),
-                                  kept == nullptr || arrives ? own : values, part_bytes);
+    rank_.channels.stage().collect(label, owners(place, rank_.mesh, rank_.group.rank()),
+                                   kept == nullptr || arrives ? own : values, part_bytes);
   }
   if (kept != nullptr) rank_.traffic.let_go(*kept);
   const Dtype made = everywhere ? Dtype::kFp32 : place.dtype;
@@ -142,14 +142,22 @@ at::Tensor Values::gradient(int unit, int index) {
   }
   const bool partial = flat.tensor == TensorCut::kPartial;
   if (partial && !rank_.grads_on_disk) {
-    add_up(rank_, bytes_of(full), Dtype::kFp32, flat.numel, label);
+    add_up(rank_.channels.stage(), rank_.groups.tensor(), bytes_of(full), Dtype::kFp32, flat.numel,
+           label);
   }
   // Where gradients rest as sums of this rank's, every rank must take part, whoever has some.
   const Copy* open = find(flat.grads, made);
   if (rank_.table.holds_grad_in_place() || open != nullptr) {
     const at::Tensor sum = open_sum(flat, open, label);
-    if (partial) add_up(rank_, bytes_of(sum), Dtype::kFp32, flat.numel, label);
+    if (partial)
+      add_up(rank_.channels.stage(), rank_.groups.tensor(), bytes_of(sum), Dtype::kFp32, flat.numel,
+             label);
     full.add_(sum);
+  }
+  // Of tied weights each stage has an addend.
+  if (flat.owners.size() > 1) {
+    add_up(rank_.channels.across(flat), rank_.owners_across(flat), bytes_of(full), Dtype::kFp32,
+           flat.numel, label);
   }
   return full;
 }
@@ -189,10 +197,27 @@ at::Tensor Values::whole_of(const Slot& slot, const at::Tensor& part) {
   if (slot.cut.kind != TensorCut::kCut) return part;
   const Members& ranks = rank_.groups.tensor();
   const at::Tensor parts = room_for_parts(slot, ranks.size(), ranks.index, part);
-  rank_.control_channel.all_gather(
+  rank_.channels.stage().all_gather(
       concat("whole ", slot.name), ranks,
       {{parts.data_ptr(), slot.room * static_cast<int64_t>(part.element_size())}});
   return put_together(slot, parts, ranks);
+}
+
+at::Tensor Values::across_stages(const Flat& flat, const at::Tensor& own,
+                                 const std::string& label) {
+  const Members& stages = rank_.groups.pipeline();
+  if (static_cast<int>(flat.owners.size()) == stages.size() || flat.owners.empty()) return own;
+  const bool first = rank_.is_first_owner(flat);
+  const at::Tensor values = first ? own.to(at::kFloat).contiguous() : zeros32(flat.numel);
+  // From the first of these.
+  Members ranks{{stages.ranks.at(static_cast<size_t>(flat.owners.front()))}, 0};
+  for (int stage = 0; stage < stages.size(); ++stage) {
+    if (stage == flat.owners.front()) continue;
+    if (stage == stages.index) ranks.index = ranks.size();
+    ranks.ranks.push_back(stages.ranks[static_cast<size_t>(stage)]);
+  }
+  rank_.channels.pipeline().broadcast(label, ranks, values.data_ptr(), flat.numel * 4);
+  return own.defined() ? own : values;
 }
 
 at::Tensor Values::whole_on_first(const Slot& slot, const at::Tensor& part) {
@@ -201,8 +226,8 @@ at::Tensor Values::whole_on_first(const Slot& slot, const at::Tensor& part) {
   if (slot.cut.kind != TensorCut::kCut) return first ? part : at::Tensor();
   if (rank_.groups.data().index > 0) ranks.index = -1;
   const at::Tensor parts = room_for_parts(slot, first ? ranks.size() : 1, 0, part);
-  rank_.control_channel.collect(concat("whole ", slot.name), ranks, parts.data_ptr(),
-                                slot.room * static_cast<int64_t>(parts.element_size()));
+  rank_.channels.stage().collect(concat("whole ", slot.name), ranks, parts.data_ptr(),
+                                 slot.room * static_cast<int64_t>(parts.element_size()));
   return first ? put_together(slot, parts, ranks) : at::Tensor();
 }
 
@@ -237,7 +262,7 @@ void Values::set_rest(Flat& flat, const Placement& at, char* values, const std::
       at::empty({owner == nullptr ? 0 : rest.numel}, device::scalar_type(rest.dtype));
   const device::Address to = owner == nullptr ? rest.data() : device::Address(made.data_ptr());
   walk.add({values, to, Dtype::kFp32, rest.dtype, flat.numel});
-  walk.run(rank_.control_channel, label);
+  walk.run(rank_.channels.stage(), label);
   if (owner != nullptr) device::copy(rest.data(), to, rest.bytes());
   show(flat);
   rank_.traffic.put_back(rest);
@@ -256,7 +281,6 @@ void Values::restore(int unit, Flat& flat, const Placement& place, char* masters
 }
 
 void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
-  rank_.control_channel.broadcast(label, rank_.owners_of(flat), full.data_ptr(), flat.numel * 4);
   set_rest(flat, rank_.whole(), bytes_of(full), label);
   for (ChunkState& chunk : flat.chunks) {
     std::vector<Buffer>& buffers = chunk.optim.front().buffers;
@@ -282,8 +306,8 @@ void Values::refresh(int index) {
   for (Flat& flat : rank_.units[index].flats) {
     Buffer& whole = find(flat.params, rank_.whole())->one();
     const at::Tensor values = on_host(whole);
-    rank_.control_channel.broadcast(concat("refresh u", index), rank_.owners_of(flat),
-                                    bytes_of(values), whole.bytes());
+    rank_.channels.stage().broadcast(concat("refresh u", index), rank_.owners_of(flat),
+                                     bytes_of(values), whole.bytes());
     if (whole.data().device != nullptr) device::copy(whole.data(), bytes_of(values), whole.bytes());
     write(flat, 0, flat.numel, whole.data());
     for (Slot& slot : flat.slots) slot.version = slot.param._version();

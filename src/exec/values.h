@@ -18,16 +18,19 @@ class Values {
   // numel elements of fp32 there and elsewhere this rank's part. Returns what arrives' dtype. Here
   // and below values that go in and out are in host memory.
   Dtype parameters(int unit, int flat, char* room, bool everywhere);
-  at::Tensor resting(int unit, int flat);          // fp32, of the parameters as they rest
-  void renew() { rank_.control_channel.renew(); }  // after the group's
-  at::Tensor gradient(int unit, int flat);         // fp32, as accumulated
+  at::Tensor resting(int unit, int flat);   // fp32, of the parameters as they rest
+  void renew() { rank_.channels.renew(); }  // after the group's
+  at::Tensor gradient(int unit, int flat);  // fp32, as accumulated
   // Of a parameter that tensor ranks have cut: all of it, made of every rank's part, in the part's
   // dtype; and this rank's part of it, a copy. Else the values as they are. [its tensor ranks]
   at::Tensor whole_of(const Slot& slot, const at::Tensor& part);
+  // The flat's values (fp32) of the first stage that has it, on all ranks of the pipeline, where it
+  // is not on all of them anyway. `own`: this stage's; undefined where it has none. [its pipeline]
+  at::Tensor across_stages(const Flat& flat, const at::Tensor& own, const std::string& label);
   // The same on rank 0 alone, of its tensor ranks' parts; undefined elsewhere. [all ranks]
   at::Tensor whole_on_first(const Slot& slot, const at::Tensor& part);
   at::Tensor part_of(const Slot& slot, const at::Tensor& whole) const;
-  // Rank 0's `full` (fp32) becomes the resting copy and the optimizer's first state.
+  // `full` (fp32, equal on all ranks) becomes the resting copy and the optimizer's first state.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
   // This rank's part of new fp32 masters, as `place` cuts them, becomes the optimizer's and, cast
   // and gathered, the resting parameters. [all ranks]

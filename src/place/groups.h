@@ -28,6 +28,11 @@ class Groups {
   const Members& everyone() const;
   const Members& data() const { return of({Axis::kNode, Axis::kLocal}); }
   const Members& tensor() const { return of({Axis::kTensor}); }
+  const Members& pipeline() const { return of({Axis::kPipeline}); }
+  // Of this stage of the pipeline: everyone where there is one.
+  const Members& stage() const {
+    return of({Axis::kNode, Axis::kLocal, Axis::kExpert, Axis::kSequence, Axis::kTensor});
+  }
 
  private:
   // By the set of axes, one bit each. Axes of size one add nobody: their bit is left out, and sets

@@ -17,6 +17,7 @@
 #include "src/base/text.h"
 #include "src/place/placement.h"
 #include "src/plan/config_section.h"
+#include "src/plan/schedule.h"
 #include "src/plan/table.h"
 
 namespace penstock {
@@ -82,26 +83,44 @@ void parse_mesh(const Json& value, MeshConfig* mesh) {
   section.read_int("node", &mesh->node, 1, whole);
   section.read_int("tensor", &mesh->tensor, 1, whole);
   section.read_int("sequence", &mesh->sequence, 1, whole);
-  const std::array<std::pair<const char*, int*>, 2> axes = {
-      {{"pipeline", &mesh->pipeline}, {"expert", &mesh->expert}}};
-  for (const auto& [axis, size] : axes) {
-    section.read_int(axis, size, 1, whole);
-    if (*size > 1)
-      fail_unsupported(section.path(axis), *size,
-                       concat("this version does not support ", axis, " parallelism yet, only 1"));
+  section.read_int("pipeline", &mesh->pipeline, 1, whole);
+  section.read_int("expert", &mesh->expert, 1, whole);
+  if (mesh->expert > 1)
+    fail_unsupported(section.path("expert"), mesh->expert,
+                     "this version does not support expert parallelism yet, only 1");
+}
+
+void parse_names(const Section& section, const std::string& key, const std::string& allowed,
+                 std::vector<std::string>* out) {
+  const Json* names = section.find(key);
+  if (names == nullptr) return;
+  if (!names->is_array()) fail_value(section.path(key), *names, allowed);
+  for (const Json& name : *names) {
+    if (!name.is_string() || name.get<std::string>().empty())
+      fail_value(section.path(key), *names, allowed);
+    out->push_back(name.get<std::string>());
   }
 }
 
 // What a style may be is known where modules are (src/parallel/rules.h).
 void parse_parallel(const Json& value, Config* config) {
-  const Section section(value, "parallel", {"rules"});
+  const Section section(value, "parallel", {"rules", "stages", "schedule", "virtual_stages"});
+  ParallelConfig& parallel = config->parallel;
+  parse_names(section, "stages", "a list of module names, such as [\"transformer.h.6\"]",
+              &parallel.stages);
+  parallel.schedule = section.choice("schedule", parallel.schedule, schedule_names());
+  section.read_int("virtual_stages", &parallel.virtual_stages, 1, "a whole number >= 1");
+  if (parallel.virtual_stages > 1 && parallel.schedule == "1f1b")
+    fail(
+        "\"parallel.virtual_stages\" above 1 needs \"parallel.schedule\": \"interleaved\" or "
+        "\"gpipe\"; \"1f1b\" has one stage on each rank");
   const Json* rules = section.find("rules");
   if (rules == nullptr) return;
   if (!rules->is_object()) fail_value("parallel.rules", *rules, "an object {name pattern: style}");
   for (const auto& [pattern, style] : rules->items()) {
     if (pattern.empty()) fail("\"parallel.rules\" has an empty name pattern");
     if (!style.is_string()) fail_value("parallel.rules." + pattern, style, "a style, as text");
-    config->parallel.rules.emplace_back(pattern, style.get<std::string>());
+    parallel.rules.emplace_back(pattern, style.get<std::string>());
   }
 }
 
@@ -306,18 +325,6 @@ void parse_batch(const Json& value, BatchConfig* batch) {
   if (batch->micro > 0 && batch->global > 0 && !section.has("accumulate")) batch->accumulate = 0;
 }
 
-void parse_names(const Section& section, const std::string& key, const std::string& allowed,
-                 std::vector<std::string>* out) {
-  const Json* names = section.find(key);
-  if (names == nullptr) return;
-  if (!names->is_array()) fail_value(section.path(key), *names, allowed);
-  for (const Json& name : *names) {
-    if (!name.is_string() || name.get<std::string>().empty())
-      fail_value(section.path(key), *names, allowed);
-    out->push_back(name.get<std::string>());
-  }
-}
-
 void parse_units(const Json& value, UnitsConfig* units) {
   const Section section(value, "units", {"modules", "max_bytes", "layer_bytes"});
   section.read_bytes("max_bytes", &units->max_bytes);
@@ -499,6 +506,19 @@ std::string Config::lines() const {
   return text;
 }
 
+namespace {
+
+Json json_of(const ParallelConfig& parallel) {
+  Json styles = Json::object();
+  for (const auto& [pattern, style] : parallel.rules) styles[pattern] = style;
+  return {{"rules", styles},
+          {"stages", parallel.stages},
+          {"schedule", parallel.schedule},
+          {"virtual_stages", parallel.virtual_stages}};
+}
+
+}  // namespace
+
 std::string Config::json(int indent) const {
   nlohmann::json out = {{"strategy", strategy},
                         {"table", table},
@@ -552,13 +572,16 @@ std::string Config::json(int indent) const {
   Json rules = Json::object();
   for (const auto& [pattern, dtype] : dtypes) rules[pattern] = dtype;
   ordered["dtypes"] = rules;
-  Json styles = Json::object();
-  for (const auto& [pattern, style] : parallel.rules) styles[pattern] = style;
-  ordered["parallel"]["rules"] = styles;
+  ordered["parallel"] = json_of(parallel);
   return ordered.dump(indent);
 }
 
 void Config::resolve(int world_size) {
+  if (mesh.pipeline == 1 && (parallel.virtual_stages > 1 || !parallel.stages.empty())) {
+    throw ConfigError(concat("[plan::Config::resolve] \"parallel.",
+                             parallel.stages.empty() ? "virtual_stages" : "stages",
+                             "\" is set and \"mesh.pipeline\" is 1: there is one stage"));
+  }
   resolve_mesh(world_size, &mesh);
   resolve_batch(mesh.data, &batch);
 }

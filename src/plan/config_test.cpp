@@ -317,7 +317,6 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"parallel": {"rules": {"*.up": 3}}})", {"\"parallel.rules.*.up\" is 3"}},
         Bad{R"({"parallel": {"rules": {"": "row"}}})", {"an empty name pattern"}},
         Bad{R"({"parallel": {"rule": {}}})", {"did you mean \"parallel.rules\"?"}},
-        Bad{R"({"mesh": {"pipeline": 2}})", {"does not support pipeline"}},
         Bad{R"({"mesh": {"sequence": "2"}})", {"a whole number >= 1"}},
         Bad{R"({"mesh": {"expert": 2}})", {"does not support expert"}},
         Bad{R"({"table": {"act": {"hold": "RR@host:bf16"}}})", {"\"offload.activations\""}},

@@ -17,6 +17,7 @@ struct FlatDesc {
   Dtype dtype = Dtype::kFp32;  // the dtype it computes in
   bool trainable = true;
   TensorCut tensor = TensorCut::kWhole;
+  bool stages = false;  // several stages of a pipeline have it (tied weights)
   bool operator==(const FlatDesc&) const = default;
 };
 

@@ -38,6 +38,7 @@ class SectionWriter : StepWriter {
         // Once in the window, when whatever comes late is there.
         for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit) {
           sum_partial(unit);
+          sum_stages(unit);
         }
         update();
         break;

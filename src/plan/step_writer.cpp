@@ -82,6 +82,14 @@ void StepWriter::sum_partial(int unit) {
   }
 }
 
+void StepWriter::sum_stages(int unit) {
+  const std::vector<FlatDesc>& flats = model_.units[unit].flats;
+  if (std::any_of(flats.begin(), flats.end(),
+                  [](const FlatDesc& flat) { return flat.trainable && flat.stages; })) {
+    sum_grad(unit, Axis::kPipeline);
+  }
+}
+
 void StepWriter::sum_grad(int unit, Axis axis) {
   put({.op = Op::kSum,
        .units = {unit},

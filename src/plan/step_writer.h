@@ -34,6 +34,8 @@ class StepWriter {
   void settle_grad(int unit, bool last);
   // Of what the tensor ranks have addends of, where its gradient is.
   void sum_partial(int unit);
+  // Of what several stages of a pipeline have.
+  void sum_stages(int unit);
   // In place.
   void sum_grad(int unit, Axis axis);
   // The norm, and every unit's update.

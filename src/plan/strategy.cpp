@@ -37,7 +37,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
   options.param_tier = tier_of(config.offload.params);
   if (config.offload.gradients != "none") options.grad_tier = tier_of(config.offload.gradients);
   options.act_tier = tier_of(config.offload.activations);
-  options.accumulate = config.batch.accumulate > 1;
+  options.accumulate = config.batch.accumulate * config.parallel.virtual_stages > 1;
   if (config.optimizer) options.moments = parse_dtype(config.optimizer->moments_dtype);
   Table table = preset(config.strategy, options);
   for (const auto& [role_text, phases] : config.table) {

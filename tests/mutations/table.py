@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from border import AT_THE_BORDER
 from device import BESIDE_A_DEVICE
+from pipeline import OVER_STAGES
 from planted import Mutation, Program, Pytest, draw, gtest, ranks
 from saves import OF_CHECKPOINTS
 from tensor import OVER_TENSOR_RANKS
@@ -503,8 +504,8 @@ MUTATIONS = [
     Mutation(
         "wrong divisor: the loss scale stays in the gradient",
         "src/engine/state.cpp",
-        "return static_cast<double>(averaged) * loss_scale.value();",
-        "return static_cast<double>(averaged);",
+        "virtual_stages * loss_scale.value();",
+        "virtual_stages;",
         SCALE,
     ),
     Mutation(
@@ -565,4 +566,4 @@ MUTATIONS = [
         BATCH_NORM,
     ),
 ]
-MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS + BESIDE_A_DEVICE + OVER_TENSOR_RANKS
+MUTATIONS += AT_THE_BORDER + OF_CHECKPOINTS + BESIDE_A_DEVICE + OVER_TENSOR_RANKS + OVER_STAGES

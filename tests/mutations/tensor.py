@@ -21,15 +21,15 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "addends of a gradient are not added up over tensor ranks",
         GRADIENTS,
-        "      sum_over_tensor_ranks(flat, copy->one(), planned.label);\n",
+        "      add_up(flat, copy->one(), across, planned.label);\n",
         "",
         MESH,
     ),
     Mutation(
         "the norm is that of gradients before they were added up",
         GRADIENTS,
-        "  flat.uncount();\n  add_up(",
-        "  add_up(",
+        "  flat.uncount();\n  comm::Channel& channel",
+        "  comm::Channel& channel",
         WITH_REPLICAS,
     ),
     Mutation(
@@ -56,8 +56,8 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "a late addend is not added up",
         GRADIENTS,
-        "      if (alone) sum_over_tensor_ranks(flat, source->one(), planned.label);\n",
-        "      if (alone) flat.uncount();\n",
+        "        add_up(flat, source->one(), false, planned.label);\n",
+        "",
         life("twice"),
     ),
     Mutation(
@@ -122,8 +122,8 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "every rank keeps what it wrote into gathered parameters",
         WHOLES,
-        """    executor_.broadcast(concat("written ", slot.name), whole.data_ptr(),
-                        static_cast<int64_t>(whole.nbytes()));
+        """      executor_.broadcast(concat("written ", slot.name), whole.data_ptr(),
+                          static_cast<int64_t>(whole.nbytes()));
 """,
         "",
         life("writes_gathered"),

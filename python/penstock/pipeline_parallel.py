@@ -1,0 +1,305 @@
+"""Stages of a pipeline: each rank runs the model's own forward, of which it computes its stages.
+
+Until the first module of the stage is called, modules of earlier stages are stood in for
+(`absent`): their outputs have shapes and no values. That first module gets the arguments that it
+was called with where the stage before ended. The first module of a later stage ends the forward.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock import tree
+from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.absent import Absent, fake_of, is_absent, like, value_of
+from penstock.forwards import Forward, in_backward
+
+
+class _StageEnd(BaseException):  # noqa: N818 - no error: it leaves the model's forward
+    """A module of a later stage was called."""
+
+    def __init__(self, module: str, given: Any) -> None:
+        super().__init__(module)
+        self.module, self.given = module, given
+
+
+@dataclasses.dataclass
+class Handed:
+    """What a stage hands on: the arguments of the module that the next one begins with."""
+
+    text: bytes = b""
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Running:
+    """A forward of one stage."""
+
+    stage: int
+    given: Handed | None  # by the stage before
+    begun: bool
+    leaves: "list[Arrived | None]" = dataclasses.field(default_factory=list)
+
+
+class Arrived:
+    """A tensor that came from the stage before, where it needs a gradient.
+
+    Attributes:
+        grad: the gradient, when a backward has come to it.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value: torch.Tensor | None = value
+        self.grad: torch.Tensor | None = None
+        self.anchor = torch.empty(0, requires_grad=True)
+
+
+class _Arrive(torch.autograd.Function):
+    """Where the graph of a stage begins: no leaf and no view, so that it may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, arrived: Arrived) -> Any:  # type: ignore[override]
+        ctx.arrived = arrived
+        value, arrived.value = arrived.value, None
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.arrived.grad = grad
+        return None, None
+
+
+class PipelineParallel:
+    """Of one engine: its stages, and the forward of one of them that runs now.
+
+    Attributes:
+        active: whether there are several.
+    """
+
+    def __init__(
+        self, model: nn.Module, core: Any, config: Any, installed: list[Any], tensor: Any
+    ) -> None:
+        self.active = config.mesh.pipeline > 1
+        self._running: _Running | None = None
+        self._inferring = False
+        self._outputs: dict[Any, tuple[list[tuple[Any, ...]], Any]] = {}
+        if not self.active:
+            return
+        self.ranks = _penstock.PipelineRanks(core)
+        self._model, self._tensor = model, tensor
+        for name, stage in self.ranks.pieces:
+            module = model.get_submodule(name)
+            installed.append(Forward(module, self._around(module, name, stage)))
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return int(self.ranks.num_stages) - 1
+
+    def run(
+        self, forward: Callable[[], Any], stage: int, given: Handed | None
+    ) -> "tuple[Any, list[Arrived | None]]":
+        """One stage's forward of `forward`, which calls the model.
+
+        Returns what it hands on (`Handed`), or in the last stage the model's outputs; and the
+        tensors that came from the stage before and need gradients, None in place of others.
+        """
+        running = self._running = _Running(stage, given, begun=stage == 0)
+        try:
+            outputs = forward()
+        finally:
+            self._running = None
+        handed = isinstance(outputs, Handed)
+        if handed == (stage == self.last) or not running.begun:
+            raise RuntimeFault(
+                f"[front::train_batch] the model's forward ended in stage {stage} of "
+                f"{self.last + 1} without calling a module of the next one: stages are "
+                f"{self._text()}"
+            )
+        return outputs, running.leaves
+
+    def until_its_end(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`forward`, ended where a later stage begins: then what that one is given."""
+        try:
+            return forward(*args, **kwargs)
+        except _StageEnd as end:
+            return self._hand_on(end)
+
+    def _text(self) -> str:
+        first: dict[int, str] = {}
+        for name, stage in self.ranks.pieces:
+            first.setdefault(stage, name)
+        return ", ".join(f'{stage} from "{name}"' for stage, name in first.items())
+
+    # ---- modules
+
+    def _around(self, module: nn.Module, name: str, stage: int) -> Callable[..., Any]:
+        def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._inferring or in_backward():
+                return inner(*args, **kwargs)
+            running = self._running
+            if running is None:
+                raise RuntimeFault(
+                    f'[front::forward] this rank has a part of the model (mesh.pipeline), and "'
+                    f'{name}" is of stage {stage}: call engine.train_batch() and eval_batch(), '
+                    f"which run all stages, not the model itself"
+                )
+            if stage > running.stage:
+                raise _StageEnd(name, (args, kwargs))
+            if stage == running.stage:
+                args, kwargs = self._arguments(running, name, (args, kwargs))
+                return inner(*args, **kwargs)
+            if running.begun:
+                raise RuntimeFault(
+                    f'[front::train_batch] "{name}" of stage {stage} is called after stage '
+                    f"{running.stage} began, but stages follow each other: begin them elsewhere "
+                    f'("parallel.stages"). They are {self._text()}'
+                )
+            return self._stand_in(module, name, inner, (args, kwargs))
+
+        return call
+
+    def _arguments(self, running: _Running, name: str, given: Any) -> Any:
+        """What a module of this stage is called with, with values."""
+        if not running.begun:
+            self._take(running, name, given)
+            running.begun = True
+        tensors, left = tree.take_out(given)
+        for one in tensors:
+            if is_absent(one):
+                raise RuntimeFault(
+                    f'[front::train_batch] "{name}" of stage {running.stage} is called with what '
+                    f"an earlier stage has computed and the module that this stage begins with "
+                    f"was not given: pass it on through its arguments, or begin stages elsewhere "
+                    f'("parallel.stages")'
+                )
+        return tree.put_in([value_of(one) for one in tensors], left)
+
+    # ---- between stages
+
+    def _hand_on(self, end: _StageEnd) -> Handed:
+        tensors, left = tree.take_out(end.given)
+        tensors = [value_of(one) for one in tensors]
+        absent = [is_absent(one) for one in tensors]
+        if any(absent):
+            raise RuntimeFault(
+                f'[front::train_batch] "{end.module}", with which the next stage begins, is called '
+                f"with what an earlier stage than this has computed: pass it on through the module "
+                f"that this stage begins with"
+            )
+        told = {
+            "module": end.module,
+            "arguments": _signature(left),
+            "grads": [one.requires_grad for one in tensors],
+        }
+        return Handed(json.dumps(told).encode(), [one for one in tensors])
+
+    def _take(self, running: _Running, name: str, given: Any) -> None:
+        """The stage before has come to this module: its arguments get their values."""
+        assert running.given is not None
+        told = json.loads(running.given.text)
+        tensors, left = tree.take_out(given)
+        if told["module"] != name or told["arguments"] != _signature(left):
+            raise RuntimeFault(
+                f"[front::train_batch] stage {running.stage} begins with "
+                f'"{name}" {_signature(left)}, and the stage before ended at "{told["module"]}" '
+                f"{told['arguments']}: all ranks of a pipeline are given the same batch, and the "
+                f"model's way through its modules must not depend on values"
+            )
+        running.leaves = []
+        for one, value, has_gradient in zip(
+            tensors, running.given.tensors, told["grads"], strict=True
+        ):
+            if not isinstance(one, Absent) or not is_absent(one):  # made of the batch, here too
+                running.leaves.append(None)
+                continue
+            wanted = has_gradient and torch.is_grad_enabled()
+            leaf = Arrived(value) if wanted else None
+            running.leaves.append(leaf)
+            one.resolve(value if leaf is None else _Arrive.apply(leaf.anchor, leaf))
+
+    # ---- stand-ins
+
+    def _stand_in(self, module: nn.Module, name: str, inner: Callable[..., Any], given: Any) -> Any:
+        """Outputs of a module of an earlier stage, by the shapes of its inputs."""
+        tensors, left = tree.take_out(given)
+        shapes = tuple((one.shape, one.dtype, one.device) for one in tensors)
+        key = (name, _signature(left), shapes, module.training, _autocast())
+        if key not in self._outputs:
+            self._outputs[key] = self._infer(module, name, inner, tensors, left)
+        made, outputs = self._outputs[key]
+        return tree.put_in([like(*one) for one in made], outputs)
+
+    def _infer(
+        self,
+        module: nn.Module,
+        name: str,
+        inner: Callable[..., Any],
+        tensors: list[torch.Tensor],
+        left: Any,
+    ) -> tuple[list[tuple[Any, ...]], Any]:
+        args, kwargs = tree.put_in([Absent(fake_of(one)) for one in tensors], left)
+        kept = [(one, tree.State(one)) for one in tree.objects_in(left)]
+        self._inferring = True
+        try:
+            with torch.no_grad(), self._tensor.shapes_alone(), _without_values(module):
+                outputs = inner(*args, **kwargs)
+        except Exception as error:
+            raise ConfigError(
+                f'[front::train_batch] the shapes of what "{name}" returns could not be told from '
+                f"those of its inputs, which other stages of the pipeline need: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            self._inferring = False
+            for one, state in kept:
+                state.put_in(one)
+        made, rest = tree.take_out(outputs)
+        return [(one.shape, one.dtype, one.device) for one in made], rest
+
+
+class _without_values:  # noqa: N801 - a context
+    """Parameters and buffers of a module have shapes alone, and what it notes is forgotten."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kept: list[tuple[dict[str, Any], str, Any]] = []
+        self._noted: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def __enter__(self) -> None:
+        for one in self._module.modules():
+            self._noted.append((vars(one), dict(vars(one))))
+            both: tuple[dict[str, Any], dict[str, Any]] = (one._parameters, one._buffers)
+            for kept in both:
+                for name, value in kept.items():
+                    if value is not None:
+                        self._kept.append((kept, name, value))
+                        kept[name] = Absent(fake_of(value))
+
+    def __exit__(self, *_: Any) -> None:
+        for kept, name, value in self._kept:
+            kept[name] = value
+        for now, before in self._noted:
+            now.clear()
+            now.update(before)
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def _signature(left: Any) -> str:
+    """Of what is not in tensors: containers, numbers and texts; of other objects their class."""
+    if isinstance(left, dict):
+        return "{" + ", ".join(f"{key}: {_signature(value)}" for key, value in left.items()) + "}"
+    if isinstance(left, (list, tuple)):
+        return "(" + ", ".join(_signature(value) for value in left) + ")"
+    if left is None or isinstance(left, (bool, int, float, str, torch.dtype, torch.device)):
+        return repr(left)
+    if isinstance(left, tree.Place):
+        return f"tensor {left.index}"
+    return type(left).__name__

@@ -1,0 +1,102 @@
+"""A window of a pipeline: what this rank computes, in the order of its schedule."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError, RuntimeFault
+from penstock.pipeline_parallel import Handed
+
+LossOf = Callable[[Any, Any], torch.Tensor]
+
+
+def loss_in(outputs: Any, part: Any, loss_of: LossOf | None) -> torch.Tensor:
+    """The loss of a model's outputs. Raises ConfigError where there is none."""
+    loss = outputs if loss_of is None else loss_of(outputs, part)
+    if loss_of is None and not torch.is_tensor(outputs):
+        loss = getattr(outputs, "loss", None)
+    if not torch.is_tensor(loss) or loss.numel() != 1:
+        raise ConfigError(
+            "[front::train_batch] the model returns no loss: give loss_of(outputs, part)"
+        )
+    return loss
+
+
+def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.Tensor]:
+    """Forwards, backwards and the step; returns the losses, in the last stage."""
+    ranks = engine._pipeline.ranks
+    under_way: dict[tuple[int, int], _Stage] = {}
+    losses = []
+    for action in ranks.begin(len(parts), True):
+        key = (action.stage, action.micro)
+        if action.forward:
+            under_way[key] = _Stage(engine, action, parts[action.micro], loss_of)
+        else:
+            done = under_way.pop(key)
+            done.backward(action)
+            losses += [] if done.loss is None else [done.loss.detach()]
+    ranks.end()
+    engine.step()
+    return losses
+
+
+def evaluate(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.Tensor]:
+    """Forwards alone; returns the losses, in the last stage."""
+    ranks = engine._pipeline.ranks
+    made = [
+        _Stage(engine, action, parts[action.micro], loss_of)
+        for action in ranks.begin(len(parts), False)
+    ]
+    ranks.end()
+    return [one.loss for one in made if one.loss is not None]
+
+
+class _Stage:
+    """One stage's forward of one micro-batch, and its backward.
+
+    Attributes:
+        loss: in the last stage.
+    """
+
+    def __init__(self, engine: Any, action: Any, part: Any, loss_of: LossOf | None) -> None:
+        self._engine, self._ranks = engine, engine._pipeline.ranks
+        self.loss: torch.Tensor | None = None
+        given = Handed(*self._ranks.receive(action)) if action.stage > 0 else None
+        made, self._leaves = engine._pipeline.run(lambda: engine.outputs(part), action.stage, given)
+        self._outputs: list[torch.Tensor] = []
+        if not isinstance(made, Handed):
+            self.loss = loss_in(made, part, loss_of)
+            return
+        self._outputs = made.tensors
+        self._ranks.send(action, made.text, [one.detach() for one in made.tensors])
+
+    def backward(self, action: Any) -> None:
+        if self.loss is not None:
+            self._engine.backward(self.loss)
+        else:
+            self._resume(action)
+        if action.stage > 0:
+            grads = [None if leaf is None else leaf.grad for leaf in self._leaves]
+            self._ranks.send(action, b"", grads)
+
+    def _resume(self, action: Any) -> None:
+        _, given = self._ranks.receive(action)
+        pairs = [
+            (output, grad)
+            for output, grad in zip(self._outputs, given, strict=True)
+            if output.requires_grad and grad is not None
+        ]
+        if not pairs:
+            raise RuntimeFault(
+                f"[front::train_batch] nothing that stage {action.stage} hands on needs a gradient "
+                f"(what it computes with is frozen), or gets one from the stages after it: begin "
+                f'stages elsewhere ("parallel.stages")'
+            )
+        core = self._engine._core
+        core.resume_backward()
+        try:
+            torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
+        except BaseException as error:
+            core.backward_failed(f"{type(error).__name__}: {error}")
+            raise

@@ -1,0 +1,72 @@
+#include "penstock/pipeline_ranks.h"
+
+#include <pybind11/stl.h>
+
+#include "python/src/module.h"
+
+namespace py = pybind11;
+
+namespace penstock::python {
+
+namespace {
+
+// None for an undefined one.
+using Tensors = std::vector<std::optional<at::Tensor>>;
+
+Tensors out_of(const std::vector<at::Tensor>& tensors) {
+  Tensors out;
+  for (const at::Tensor& one : tensors) {
+    out.push_back(one.defined() ? std::optional<at::Tensor>(one) : std::nullopt);
+  }
+  return out;
+}
+
+// Without the Python objects, which another thread could let go of only with the interpreter's lock.
+std::vector<at::Tensor> into(const Tensors& tensors) {
+  std::vector<at::Tensor> in;
+  for (const auto& one : tensors) in.push_back(one ? one->detach() : at::Tensor());
+  return in;
+}
+
+}  // namespace
+
+void bind_pipeline_ranks(py::module_& module) {
+  py::class_<StageAction>(module, "StageAction")
+      .def_readonly("stage", &StageAction::stage)
+      .def_readonly("forward", &StageAction::forward)
+      .def_readonly("micro", &StageAction::micro);
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<PipelineRanks>(module, "PipelineRanks")
+      .def(py::init<const Core&>(), py::arg("core"))
+      .def_property_readonly("index", &PipelineRanks::index)
+      .def_property_readonly("count", &PipelineRanks::count)
+      .def_property_readonly("num_stages", &PipelineRanks::num_stages)
+      .def_property_readonly("pieces",
+                             [](const PipelineRanks& ranks) {
+                               std::vector<std::pair<std::string, int>> pieces;
+                               for (const StagePiece& one : ranks.pieces()) {
+                                 pieces.emplace_back(one.module, one.stage);
+                               }
+                               return pieces;
+                             })
+      .def("begin", &PipelineRanks::begin, py::arg("num_micro"), py::arg("trains"), no_gil)
+      .def(
+          "receive",
+          [](PipelineRanks& ranks, const StageAction& action) {
+            StageMessage message;
+            {
+              const py::gil_scoped_release release;
+              message = ranks.receive(action);
+            }
+            return std::make_pair(py::bytes(message.text), out_of(message.tensors));
+          },
+          py::arg("action"))
+      .def(
+          "send",
+          [](PipelineRanks& ranks, const StageAction& action, const py::bytes& text,
+             const Tensors& tensors) { ranks.send(action, {text, into(tensors)}); },
+          py::arg("action"), py::arg("text"), py::arg("tensors"))
+      .def("end", &PipelineRanks::end, no_gil);
+}
+
+}  // namespace penstock::python

@@ -1,0 +1,127 @@
+#include "src/engine/stage_lanes.h"
+
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock::engine {
+
+namespace {
+
+// What an action needs, by what it is for.
+comm::Label label_of(const Action& action) {
+  return concat(action.forward ? "inputs" : "output gradients", " of stage ", action.stage,
+                ", micro-batch ", action.micro);
+}
+
+}  // namespace
+
+StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& members,
+                       const Stages& stages, const ParallelConfig& config)
+    : group_(group),
+      members_(members),
+      num_stages_(stages.count),
+      virtual_stages_(config.virtual_stages),
+      schedule_(config.schedule) {
+  for (const Piece& piece : stages.pieces) pieces_.push_back({piece.module, piece.stage});
+  const int size = members.size();
+  const int self = group->rank();
+  const int after = members.ranks[static_cast<size_t>((members.index + 1) % size)];
+  const int before = members.ranks[static_cast<size_t>((members.index + size - 1) % size)];
+  const auto way = [&](int from, int to, const char* name) {
+    return std::make_unique<Way>(group, from, to, name);
+  };
+  sends_forward_ = way(self, after, "stage forward");
+  receives_forward_ = way(before, self, "stage forward");
+  sends_backward_ = way(self, before, "stage backward");
+  receives_backward_ = way(after, self, "stage backward");
+}
+
+// Evaluations are the forwards of "gpipe".
+Schedule StageLanes::schedule_of(int num_micro, bool trains) const {
+  const PipelineShape shape{members_.size(), virtual_stages_, num_micro};
+  Schedule schedule = make_schedule(trains ? schedule_ : "gpipe", shape);
+  for (std::vector<Action>& actions : schedule.ranks) {
+    if (!trains) std::erase_if(actions, [](const Action& action) { return !action.forward; });
+  }
+  return schedule;
+}
+
+void StageLanes::post(Way& way, size_t count) {
+  for (; count > 0 && !way.expected.empty(); --count) {
+    const Action action = way.expected.front();
+    way.expected.pop_front();
+    auto arriving = std::make_shared<Arriving>();
+    arriving->fence = way.lane.submit([&way, arriving, label = label_of(action), step = step_] {
+      way.messages.set_step(step);
+      arriving->message = way.messages.receive(label);
+    });
+    arriving_[action] = std::move(arriving);
+  }
+}
+
+std::vector<Action> StageLanes::begin(int num_micro, bool trains) {
+  if (open_) {
+    throw RuntimeFault(
+        "[engine::train_batch] the batch before was cut short by an error, with messages between "
+        "stages still under way: close() this engine");
+  }
+  const Schedule schedule = schedule_of(num_micro, trains);
+  const int size = members_.size(), index = members_.index;
+  open_ = true;
+  sent_.clear();
+  arriving_.clear();
+  receives_forward_->expected.clear();
+  receives_backward_->expected.clear();
+  // In the order in which the neighbours make them.
+  for (const Action& made : schedule.ranks[static_cast<size_t>((index + size - 1) % size)]) {
+    if (made.forward && made.stage + 1 < num_stages_) {
+      receives_forward_->expected.push_back({made.stage + 1, true, made.micro});
+    }
+  }
+  for (const Action& made : schedule.ranks[static_cast<size_t>((index + 1) % size)]) {
+    if (!made.forward && made.stage > 0) {
+      receives_backward_->expected.push_back({made.stage - 1, false, made.micro});
+    }
+  }
+  return schedule.ranks[static_cast<size_t>(index)];
+}
+
+parallel::Message StageLanes::receive(const Action& action) {
+  Way& way = action.forward ? *receives_forward_ : *receives_backward_;
+  while (!arriving_.contains(action) && !way.expected.empty()) post(way, 1);
+  const auto found = arriving_.find(action);
+  PENSTOCK_ASSERT(found != arriving_.end(), concat("nothing comes for ", action.text()));
+  const std::shared_ptr<Arriving> arriving = std::move(found->second);
+  arriving_.erase(found);
+  arriving->fence.wait();
+  post(way, 1);  // travels while this stage computes
+  return std::move(arriving->message);
+}
+
+void StageLanes::send(const Action& action, parallel::Message made) {
+  Way& way = action.forward ? *sends_forward_ : *sends_backward_;
+  const Action needs{action.stage + (action.forward ? 1 : -1), action.forward, action.micro};
+  sent_.push_back(
+      way.lane.submit([&way, label = label_of(needs), step = step_, message = std::move(made)] {
+        way.messages.set_step(step);
+        way.messages.send(label, message);
+      }));
+}
+
+void StageLanes::end() {
+  for (const device::Fence& fence : sent_) fence.wait();
+  sent_.clear();
+  open_ = false;
+}
+
+void StageLanes::close() {
+  arriving_.clear();
+  for (std::unique_ptr<Way>* way :
+       {&sends_forward_, &receives_forward_, &sends_backward_, &receives_backward_}) {
+    way->reset();
+  }
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,104 @@
+"""Stages of a pipeline on engines: losses, gradients, norms and weights of plain torch in one
+process, for every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pipeline_models as models
+import pytest
+import torch
+
+pytestmark = pytest.mark.timeout(180)
+GRADIENT_LIMIT, WEIGHT_LIMIT = 1e-6, 1e-5
+STEPS = 3
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-12))
+
+
+def trained(
+    strategy: str,
+    mesh: dict[str, int],
+    micro: int,
+    options: dict[str, Any],
+    config: dict[str, Any],
+    layer_bytes: int = 1,
+) -> dict[str, Any]:
+    """On a rank: how far each is from plain torch."""
+    import penstock  # noqa: PLC0415
+
+    settings = {
+        "strategy": strategy,
+        "mesh": mesh,
+        "batch": {"accumulate": micro},
+        "optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1},
+        "comm": {"timeout_s": 30},
+        "units": {"layer_bytes": layer_bytes},
+    }
+    engine = penstock.initialize(models.build(**options), settings | config)
+    losses, norms = [], []
+    told: dict[str, Any] = {}
+    for step in range(STEPS):
+        losses.append(float(engine.train_batch(models.batch(step, engine.data_rank, micro))))
+        norms.append(engine.grad_norm)
+    data = engine.data_size
+    weights = engine.state_dict(rank0_only=False)
+    evaluated = float(engine.eval_batch(models.batch(9, engine.data_rank, micro)))
+    engine.close()
+    expected = models.plain(models.build(**options), STEPS, data, micro, clip=config.get("clip"))
+    told["losses"] = max(abs(a - b) for a, b in zip(losses, expected["losses"], strict=True))
+    told["norms"] = max(abs(a - b) / b for a, b in zip(norms, expected["norms"], strict=True))
+    told["weights"] = max(far(weights[n], one) for n, one in expected["weights"].items())
+    model = models.build(**options)
+    model.load_state_dict({n: p for n, p in weights.items()})
+    told["evaluated"] = evaluated
+    return told
+
+
+def near(told: dict[str, Any]) -> None:
+    assert told["losses"] < WEIGHT_LIMIT and told["norms"] < WEIGHT_LIMIT, told
+    assert told["weights"] < WEIGHT_LIMIT, told
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"own": True}, {"skip": True}], ids=str)
+@pytest.mark.parametrize("layer_bytes", [1, 1 << 20])  # of its own stage, or on all of them
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_trains_in_two_stages(strategy, options, layer_bytes, pools):
+    for told in pools(2).run(trained, strategy, {"pipeline": 2}, 4, options, {}, layer_bytes):
+        near(told)
+
+
+RULES = {"*.up": "column", "*.down": "row", "tokens": "vocab", "head": "vocab"}
+DISK = {"optimizer": "disk", "path": "/tmp"}
+MESHES = [
+    ({"pipeline": 4}, 4, {"tied": True}, {}),
+    ({"pipeline": 4}, 5, {"tied": True, "own": True}, {"clip": 0.5}),
+    ({"pipeline": 2}, 4, {"tied": True}, {"clip": 0.5}),
+    ({"pipeline": 2}, 3, {"own": True}, {"parallel": {"schedule": "gpipe"}}),
+    ({"pipeline": 2, "tensor": 2}, 2, {}, {"parallel": {"rules": RULES}}),
+    ({"pipeline": 2, "tensor": 2}, 2, {"tied": True}, {"parallel": {"rules": RULES}}),
+    (
+        {"pipeline": 2},
+        4,
+        {"layers": 6},
+        {"parallel": {"schedule": "interleaved", "virtual_stages": 2}},
+    ),
+    (
+        {"pipeline": 2},
+        3,
+        {"layers": 6, "tied": True},
+        {"parallel": {"schedule": "gpipe", "virtual_stages": 2}},
+    ),
+    ({"pipeline": 2}, 3, {"own": True}, {"offload": {"optimizer": "host"}}),
+    ({"pipeline": 2}, 2, {"tied": True}, {"activations": {"checkpoint": "unit"}}),
+    ({"pipeline": 2}, 2, {}, {"parallel": {"stages": ["blocks.1"]}}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "micro", "options", "config"), MESHES, ids=str)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_trains(strategy, mesh, micro, options, config, pools):
+    for told in pools(4).run(trained, strategy, mesh, micro, options, config):
+        near(told)
