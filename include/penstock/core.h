@@ -24,6 +24,7 @@ struct ModuleInfo {
   int parent = -1;
   std::vector<int> params;  // indices of those it owns directly; shared ones appear in several
   int rows = -1;            // of them, the one used row by row (Linear, Embedding): it may be tiled
+  bool keeps = false;       // it has buffers of its own that are saved: forwards may change them
 };
 struct ParamInfo {
   std::string name;

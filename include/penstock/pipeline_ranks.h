@@ -25,6 +25,13 @@ struct StageAction {
   int micro = 0;
 };
 
+// A buffer of a module, which forwards of its stage may change.
+struct StageBuffer {
+  std::string name;
+  int stage = 0;
+  at::Tensor values;
+};
+
 // What a stage hands to its neighbour: CPU tensors of any shapes (an undefined one arrives as such)
 // and a text.
 struct StageMessage {
@@ -54,8 +61,16 @@ class PENSTOCK_API PipelineRanks {
   // What `action` made, for the stage after it (before it). Returns at once: the tensors are not to
   // be changed until end().
   void send(const StageAction& action, const StageMessage& made);
+  // After every backward, whatever parameters of this rank it came by.
+  void end_backward();
   // All that was sent has arrived.
   void end();
+
+  // Before close(), and bring_buffers(): on every rank the same ones.
+  void set_buffers(std::vector<StageBuffer> buffers);
+  // [all ranks] Those that were set become their stage's, in place. Throws RuntimeFault where ranks
+  // have others.
+  void bring_buffers();
 
  private:
   std::shared_ptr<Core::State> state_;

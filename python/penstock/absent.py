@@ -55,7 +55,9 @@ class Absent(torch.Tensor):
             return made  # sizes, say, as what they are
         # What gives back its input gives back the very same.
         given = {id(_fake_of(one)): one for one in leaves if isinstance(one, Absent)}
-        return pytree.tree_map(lambda one: given[id(one)] if id(one) in given else _absent_of(one), made)
+        return pytree.tree_map(
+            lambda one: given[id(one)] if id(one) in given else _absent_of(one), made
+        )
 
     @classmethod
     def __torch_dispatch__(

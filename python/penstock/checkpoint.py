@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from penstock import export, generators, ranks
+from penstock import export, generators, ranks, tree
 from penstock._native import ConfigError, _penstock
 from penstock.json_values import decode, decode_scalar, encode, encode_scalar
 from penstock.launch import RESUME
@@ -64,6 +64,7 @@ class Checkpointing:
     config: Any
     module: torch.nn.Module
     _core: Any
+    _pipeline: Any
 
     def _open(self) -> bool:
         raise NotImplementedError
@@ -106,6 +107,7 @@ class Checkpointing:
         self._say_failure()
         where = self._checkpoints_in(path, "save")
         self._saving = True
+        self._pipeline.bring_buffers()
         return _save(self, where, tag, client_state, wait)
 
     def load(
@@ -426,8 +428,8 @@ def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that state_dict() has, each once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        for name, value in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and id(value) not in seen:
+        for name, value in tree.saved_buffers(module):
+            if id(value) not in seen:
                 seen.add(id(value))
                 yield f"{prefix}.{name}" if prefix else name, value
 

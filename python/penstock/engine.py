@@ -93,6 +93,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
         _cores.add(self)
         self.config = self._core.config
+        self._pipeline = pipeline_parallel.PipelineParallel(self.module, self._core, self.config)
         sharded_init.let_go()
         if self.config.seed >= 0:
             torch.manual_seed(self.config.seed + ranks.rank() // self.config.mesh.tensor)
@@ -105,9 +106,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         self._sequence = sequence_parallel.SequenceParallel(
             self.module, self._core, self.config, self._installed
         )
-        self._pipeline = pipeline_parallel.PipelineParallel(
-            self.module, self._core, self.config, self._installed, self._tensor
-        )
+        self._pipeline.install(self._tensor, self._installed)
         self._forwards = Forwards(
             self.module, self._core, self._structure, pace, self._installed, self._tensor
         )
@@ -302,6 +301,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         values = self._core.values
         units = values.units_of(names) if names else []
         values.gather(units, write)
+        if params is None:
+            self._pipeline.bring_buffers()
         try:
             with self._tensor if params is None else contextlib.nullcontext():
                 yield
@@ -344,6 +345,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
             raise ConfigError(f"[front::state_dict] dtype is {made}: a floating dtype is needed")
         place = torch.device("cpu" if device is None else device)
         full = dict(self._core.values.weights(made, place, not rank0_only))
+        self._pipeline.bring_buffers()
         if rank0_only and ranks.rank() != 0:
             return {}
         by_param = {id(param): full[name] for param, name in self._structure.own.items()}
@@ -421,6 +423,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         _alive.discard(self)
         self._structure.forget()
         remove(self._installed)
+        self._pipeline.set_buffers()
         try:
             said = self._core.close(gather, why)
         finally:

@@ -155,6 +155,7 @@ def export_hf(
         raise ConfigError(f"[front::export_hf] dtype is {dtype}: a floating dtype is needed")
     if max_shard_bytes < 1:
         raise ConfigError(f"[front::export_hf] max_shard_bytes is {max_shard_bytes}; at least 1")
+    engine._pipeline.bring_buffers()
     buffers = dict(engine._persistent_buffers())
     entries = [(name, made[name], list(param.shape)) for param, name in params.items()]
     entries += [(name, value.dtype, list(value.shape)) for name, value in buffers.items()]

@@ -7,7 +7,7 @@ was called with where the stage before ended. The first module of a later stage 
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,16 +59,16 @@ class Arrived:
 
 
 class _Arrive(torch.autograd.Function):
-    """Where the graph of a stage begins: no leaf and no view, so that it may be changed in place."""
+    """Where the graph of a stage begins: no leaf and no view, so it may be changed in place."""
 
     @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, arrived: Arrived) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, _anchor: torch.Tensor, arrived: Arrived) -> Any:
         ctx.arrived = arrived
         value, arrived.value = arrived.value, None
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.arrived.grad = grad
         return None, None
 
@@ -80,19 +80,21 @@ class PipelineParallel:
         active: whether there are several.
     """
 
-    def __init__(
-        self, model: nn.Module, core: Any, config: Any, installed: list[Any], tensor: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, core: Any, config: Any) -> None:
         self.active = config.mesh.pipeline > 1
         self._running: _Running | None = None
         self._inferring = False
         self._outputs: dict[Any, tuple[list[tuple[Any, ...]], Any]] = {}
-        if not self.active:
-            return
-        self.ranks = _penstock.PipelineRanks(core)
-        self._model, self._tensor = model, tensor
-        for name, stage in self.ranks.pieces:
-            module = model.get_submodule(name)
+        self._model = model
+        if self.active:
+            self.ranks = _penstock.PipelineRanks(core)
+
+    def install(self, tensor: Any, installed: list[Any]) -> None:
+        """Around the modules of stages. Raises ConfigError: one that cannot be in a stage."""
+        self._tensor = tensor
+        for name, stage in self.ranks.pieces if self.active else ():
+            module = self._model.get_submodule(name)
+            _check_saves(module, name, stage)
             installed.append(Forward(module, self._around(module, name, stage)))
 
     @property
@@ -109,10 +111,13 @@ class PipelineParallel:
         tensors that came from the stage before and need gradients, None in place of others.
         """
         running = self._running = _Running(stage, given, begun=stage == 0)
+        before = [(one, one._version) for _, one in self._outside()]
         try:
             outputs = forward()
         finally:
             self._running = None
+        if stage < self.last:
+            self._check_outside(before)
         handed = isinstance(outputs, Handed)
         if handed == (stage == self.last) or not running.begun:
             raise RuntimeFault(
@@ -128,6 +133,46 @@ class PipelineParallel:
             return forward(*args, **kwargs)
         except _StageEnd as end:
             return self._hand_on(end)
+
+    def set_buffers(self) -> None:
+        """The engine may bring each from where it changes."""
+        if self.active:
+            self.ranks.set_buffers(list(self._buffers()))
+
+    def bring_buffers(self) -> None:
+        """Every rank's buffers are those of the stages that compute with them. All ranks call."""
+        if self.active:
+            self.set_buffers()
+            self.ranks.bring_buffers()
+
+    def _buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """With their stages, each once."""
+        seen: set[int] = set()
+        for piece, stage in self.ranks.pieces:
+            for inner, module in self._model.get_submodule(piece).named_modules(prefix=piece):
+                for name, one in tree.saved_buffers(module):
+                    if id(one) not in seen:
+                        seen.add(id(one))
+                        yield f"{inner}.{name}", stage, one
+        for name, one in self._outside():
+            if id(one) not in seen:
+                yield name, self.last, one
+
+    def _outside(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers of modules that enclose stages."""
+        inside = tuple(f"{name}." for name, _ in self.ranks.pieces)
+        for path, module in self._model.named_modules():
+            if not f"{path}.".startswith(inside):
+                for name, one in tree.saved_buffers(module):
+                    yield f"{path}.{name}" if path else name, one
+
+    def _check_outside(self, before: list[tuple[torch.Tensor, int]]) -> None:
+        for (name, one), (was, version) in zip(self._outside(), before, strict=True):
+            if one is not was or one._version != version:
+                raise RuntimeFault(
+                    f'[front::train_batch] buffer "{name}" is changed by a forward that all stages '
+                    f"run, of a module that no stage has alone: keep it in a module of its own"
+                )
 
     def _text(self) -> str:
         first: dict[int, str] = {}
@@ -220,7 +265,7 @@ class PipelineParallel:
             wanted = has_gradient and torch.is_grad_enabled()
             leaf = Arrived(value) if wanted else None
             running.leaves.append(leaf)
-            one.resolve(value if leaf is None else _Arrive.apply(leaf.anchor, leaf))
+            one.resolve(value if leaf is None else _Arrive.apply(leaf.anchor, leaf))  # type: ignore[no-untyped-call]
 
     # ---- stand-ins
 
@@ -260,6 +305,16 @@ class PipelineParallel:
                 state.put_in(one)
         made, rest = tree.take_out(outputs)
         return [(one.shape, one.dtype, one.device) for one in made], rest
+
+
+def _check_saves(module: nn.Module, name: str, stage: int) -> None:
+    for one in module.modules():
+        own = type(one).get_extra_state is not nn.Module.get_extra_state
+        if own and stage > 0:
+            raise ConfigError(
+                f'[front::initialize] a {type(one).__name__} in "{name}" has get_extra_state(), '
+                f"which is not brought from stage {stage} to the others yet"
+            )
 
 
 class _without_values:  # noqa: N801 - a context

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from penstock._native import ConfigError, RuntimeFault
+from penstock._native import ConfigError
 from penstock.pipeline_parallel import Handed
 
 LossOf = Callable[[Any, Any], torch.Tensor]
@@ -76,6 +76,7 @@ class _Stage:
             self._engine.backward(self.loss)
         else:
             self._resume(action)
+        self._ranks.end_backward()
         if action.stage > 0:
             grads = [None if leaf is None else leaf.grad for leaf in self._leaves]
             self._ranks.send(action, b"", grads)
@@ -87,14 +88,10 @@ class _Stage:
             for output, grad in zip(self._outputs, given, strict=True)
             if output.requires_grad and grad is not None
         ]
-        if not pairs:
-            raise RuntimeFault(
-                f"[front::train_batch] nothing that stage {action.stage} hands on needs a gradient "
-                f"(what it computes with is frozen), or gets one from the stages after it: begin "
-                f'stages elsewhere ("parallel.stages")'
-            )
         core = self._engine._core
         core.resume_backward()
+        if not pairs:  # frozen, or nobody needs it
+            return
         try:
             torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
         except BaseException as error:

@@ -32,8 +32,17 @@ def model_tree(
         own = sorted({params[p] for p in module.parameters(recurse=False)})
         rows = params[module.weight] if has_rows(module) else -1
         kind = type(module).__name__
-        modules.append(_penstock.ModuleInfo(name, kind, indices[parent] if name else -1, own, rows))
+        above = indices[parent] if name else -1
+        keeps = any(True for _ in saved_buffers(module))
+        modules.append(_penstock.ModuleInfo(name, kind, above, own, rows, keeps))
     return _penstock.ModelTree(modules, infos, list(model.buffers()), init)
+
+
+def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The module's own buffers that state_dict() has."""
+    for name, value in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, value
 
 
 class _Filled(OrderedDict[str, Any]):

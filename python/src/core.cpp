@@ -19,11 +19,12 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 void bind_tree(py::module_& module) {
   py::class_<ModuleInfo>(module, "ModuleInfo")
       .def(py::init([](std::string name, std::string type, int parent, std::vector<int> params,
-                       int rows) {
-             return ModuleInfo{std::move(name), std::move(type), parent, std::move(params), rows};
+                       int rows, bool keeps) {
+             return ModuleInfo{
+                 std::move(name), std::move(type), parent, std::move(params), rows, keeps};
            }),
            py::arg("name"), py::arg("type"), py::arg("parent"), py::arg("params"),
-           py::arg("rows") = -1);
+           py::arg("rows") = -1, py::arg("keeps") = false);
   py::class_<ParamInfo>(module, "ParamInfo")
       .def(py::init([](std::string name, at::Tensor param, int group) {
              return ParamInfo{std::move(name), std::move(param), group};
@@ -84,8 +85,8 @@ void bind_core(py::module_& module) {
       .def("unit_end", &Core::unit_end, NoGil())
       .def("any_forward", &Core::any_forward, NoGil())
       .def("mean", &Core::mean, py::arg("mine"), py::arg("counts") = true, NoGil())
-      .def("resume_backward", &Core::resume_backward, NoGil())
       .def("relearn", &Core::relearn)
+      .def("resume_backward", &Core::resume_backward, NoGil())
       .def("forward_failed", &Core::forward_failed, NoGil())
       .def("start_backward",
            [](Core& core, const at::Tensor& loss, const std::optional<at::Tensor>& gradient) {

@@ -21,7 +21,8 @@ Tensors out_of(const std::vector<at::Tensor>& tensors) {
   return out;
 }
 
-// Without the Python objects, which another thread could let go of only with the interpreter's lock.
+// Without the Python objects, which another thread could let go of only with the interpreter's
+// lock.
 std::vector<at::Tensor> into(const Tensors& tensors) {
   std::vector<at::Tensor> in;
   for (const auto& one : tensors) in.push_back(one ? one->detach() : at::Tensor());
@@ -66,7 +67,20 @@ void bind_pipeline_ranks(py::module_& module) {
           [](PipelineRanks& ranks, const StageAction& action, const py::bytes& text,
              const Tensors& tensors) { ranks.send(action, {text, into(tensors)}); },
           py::arg("action"), py::arg("text"), py::arg("tensors"))
-      .def("end", &PipelineRanks::end, no_gil);
+      .def("end_backward", &PipelineRanks::end_backward, no_gil)
+      .def("end", &PipelineRanks::end, no_gil)
+      .def(
+          "set_buffers",
+          [](PipelineRanks& ranks,
+             const std::vector<std::tuple<std::string, int, at::Tensor>>& buffers) {
+            std::vector<StageBuffer> those;
+            for (const auto& [name, stage, values] : buffers) {
+              those.push_back({name, stage, values.detach()});
+            }
+            ranks.set_buffers(std::move(those));
+          },
+          py::arg("buffers"))
+      .def("bring_buffers", &PipelineRanks::bring_buffers, no_gil);
 }
 
 }  // namespace penstock::python

@@ -16,7 +16,7 @@
 
 namespace penstock {
 
-inline constexpr int kBoardLanes = 8;
+inline constexpr int kBoardLanes = 16;
 inline constexpr int kBoardLines = 200;  // of the plan, the last ones
 inline constexpr int kBoardText = 120;
 

@@ -80,10 +80,11 @@ Label::Label(std::string words) : hash(hash_text(words)) {
   text = std::make_shared<const std::string>(std::move(words));
 }
 
-Channel::Channel(Group& group, std::string name)
+Channel::Channel(Group& group, std::string name, const std::string& shown)
     : group_(group),
       name_(std::move(name)),
-      lane_(group.board() == nullptr ? -1 : group.board()->lane(*name_.text)) {}
+      lane_(group.board() == nullptr ? -1
+                                     : group.board()->lane(shown.empty() ? *name_.text : shown)) {}
 
 void Channel::use(const Members& members, std::shared_ptr<DeviceCollectives> back_end) {
   on_device_.emplace_back(&members, std::move(back_end));

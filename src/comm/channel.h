@@ -81,7 +81,8 @@ class Channel {
   static int64_t staging_bytes(const Members& members, const std::vector<GatherBuffer>& buffers);
   static int64_t staging_bytes(const Members& members, const std::vector<ReduceBuffer>& buffers);
 
-  Channel(Group& group, std::string name);
+  // `shown`: its name on the board, where that of another thread's is the same.
+  Channel(Group& group, std::string name, const std::string& shown = "");
 
   // Collectives of device memory among these members are that back end's. The members outlive it.
   void use(const Members& members, std::shared_ptr<DeviceCollectives> back_end);

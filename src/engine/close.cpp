@@ -28,6 +28,7 @@ struct Core::State::Closing {
   std::string drained();
   void discard();
   std::string part(const std::string& why);
+  void bring_buffers();
   void give_back(int unit);
   void give_back(int unit, exec::Flat& flat, const at::Tensor& values);
   void give_back_away(exec::Flat& flat, const at::Tensor& values);
@@ -85,6 +86,15 @@ std::string Core::State::Closing::part(const std::string& why) {
     drained();
   }
   return first;
+}
+
+void Core::State::Closing::bring_buffers() {
+  if (!state.together.stages || !gathers || !lost.empty()) return;
+  try {
+    state.together.stages->bring_buffers();
+  } catch (const std::exception& error) {  // thrown by close(), when all is let go of
+    lost = reason(error);
+  }
 }
 
 // Of a whole flat, in fp32; undefined where its parameters have theirs, or there are none.
@@ -200,6 +210,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   Closing closing{*this, gather && apart};
   const std::string first = closing.part(why);
   if (gather && closing.lost.empty()) closing.discard();
+  closing.bring_buffers();
   outside_reads.reset();
   hooks.clear();
   executor->activations().close();

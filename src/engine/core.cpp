@@ -91,10 +91,10 @@ void Core::resume_backward() {
   state_->window->on(engine::Call::kBackward);
   state_->fault = nullptr;
   state_->together.take_fault();
-  if (!state_->window->armed()) {
-    state_->look_at_gradients(false);
-    state_->border->hide_gradients();
-  }
+  state_->seen_before = state_->window->seen();
+  if (state_->window->armed()) return;
+  state_->look_at_gradients(false);
+  state_->border->hide_gradients();
 }
 
 at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {

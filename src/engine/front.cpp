@@ -87,6 +87,7 @@ ModelTree tree_of(const torch::nn::Module& model) {
     for (const auto& param : item.value()->named_parameters(/*recurse=*/false)) {
       info.params.push_back(index_of.at(param.value().unsafeGetTensorImpl()));
     }
+    info.keeps = !item.value()->named_buffers(/*recurse=*/false).is_empty();
     module_of[info.name] = static_cast<int>(tree.modules.size());
     tree.modules.push_back(info);
   }

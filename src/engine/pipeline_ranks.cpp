@@ -1,5 +1,7 @@
 #include "penstock/pipeline_ranks.h"
 
+#include <utility>
+
 #include "penstock/error.h"
 #include "src/engine/state.h"
 
@@ -35,6 +37,17 @@ StageMessage PipelineRanks::receive(const StageAction& action) {
 void PipelineRanks::send(const StageAction& action, const StageMessage& made) {
   state_->together.stages->send({action.stage, action.forward, action.micro},
                                 {made.text, made.tensors});
+}
+
+void PipelineRanks::end_backward() { state_->end_backward_of_stage(); }
+
+void PipelineRanks::set_buffers(std::vector<StageBuffer> buffers) {
+  state_->together.stages->set_buffers(std::move(buffers));
+}
+
+void PipelineRanks::bring_buffers() {
+  state_->check_open("bring_buffers");
+  state_->together.stages->bring_buffers();
 }
 
 void PipelineRanks::end() { state_->together.stages->end(); }

@@ -15,6 +15,15 @@ comm::Label label_of(const Action& action) {
                 ", micro-batch ", action.micro);
 }
 
+void put_in(const at::Tensor& buffer, const at::Tensor& values) {
+  const bool alike = buffer.sizes() == values.sizes() && buffer.dtype() == values.dtype();
+  if (alike) {
+    buffer.copy_(values);
+  } else {
+    buffer.set_data(values);
+  }
+}
+
 }  // namespace
 
 StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& members,
@@ -114,6 +123,35 @@ void StageLanes::end() {
   for (const device::Fence& fence : sent_) fence.wait();
   sent_.clear();
   open_ = false;
+}
+
+void StageLanes::bring_buffers() {
+  for (int owner = 0; owner < members_.size(); ++owner) {
+    parallel::Message own;
+    std::vector<StageBuffer> theirs;
+    for (const StageBuffer& buffer : buffers_) {
+      if (buffer.stage % members_.size() != owner) continue;
+      own.text += buffer.name + "\n";
+      own.tensors.push_back(buffer.values);
+      theirs.push_back(buffer);
+    }
+    std::vector<int> others = members_.ranks;
+    others.erase(others.begin() + owner);
+    parallel::Messages messages(group_, members_.ranks[static_cast<size_t>(owner)], others,
+                                "stage buffers");
+    const comm::Label label = concat("buffers of stage ", owner);
+    if (owner == members_.index) {
+      messages.send(label, own);
+      continue;
+    }
+    const parallel::Message got = messages.receive(label);
+    if (got.text != own.text) {
+      throw RuntimeFault(concat("[engine::stages] stage ", owner, " has the buffers\n", got.text,
+                                "and this rank knows of\n", own.text,
+                                "in their place: modules have to be built with all their buffers"));
+    }
+    for (size_t i = 0; i < theirs.size(); ++i) put_in(theirs[i].values, got.tensors[i]);
+  }
 }
 
 void StageLanes::close() {

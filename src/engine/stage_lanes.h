@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/pipeline_ranks.h"
@@ -40,6 +41,9 @@ class StageLanes {
   void end();
   // A window began and did not end.
   bool open() const { return open_; }
+  // See PipelineRanks.
+  void set_buffers(std::vector<StageBuffer> buffers) { buffers_ = std::move(buffers); }
+  void bring_buffers();
   // The threads end, when nothing exchanges any more.
   void close();
 
@@ -47,7 +51,7 @@ class StageLanes {
   // One direction to or from a neighbour.
   struct Way {
     Way(const std::shared_ptr<Group>& group, int from, int to, const std::string& name)
-        : messages(group, from, to, name), lane("penstock-stage") {}
+        : messages(group, from, {to}, name), lane("penstock-stage") {}
     parallel::Messages messages;
     device::Lane lane;
     std::deque<Action> expected{};  // for which no receive is posted yet, in order
@@ -64,6 +68,7 @@ class StageLanes {
   const int num_stages_, virtual_stages_;
   const std::string schedule_;
   std::vector<StagePiece> pieces_;
+  std::vector<StageBuffer> buffers_;
   int64_t step_ = 1;
   bool open_ = false;
   std::map<Action, std::shared_ptr<Arriving>> arriving_;

@@ -55,7 +55,8 @@ class Walker {
     const ModuleInfo& info = tree_.modules[module];
     int64_t bytes = 0;
     for (const int p : info.params) bytes += static_cast<int64_t>(tree_.params[p].param.nbytes());
-    const bool layer = children_[module].empty() && bytes > 0 && bytes >= layer_bytes_;
+    const bool layer =
+        children_[module].empty() && (info.keeps || (bytes > 0 && bytes >= layer_bytes_));
     if (module > 0 && (layer || units_.contains(info.name))) return pieces_.push_back(module);
     enclosing_.insert(info.params.begin(), info.params.end());
     for (const size_t child : children_[module]) walk(child);

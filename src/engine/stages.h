@@ -9,8 +9,8 @@
 namespace penstock::engine {
 
 // A module that one stage computes: a block, or a layer outside of blocks that is large (as a unit
-// has to be, but also of tied weights). What is smaller is on every stage, as what a module that
-// encloses pieces has of its own is: it is computed wherever the model comes by it.
+// has to be, but also of tied weights) or keeps buffers. What is smaller is on every stage, as what
+// a module that encloses pieces has of its own is: it is computed wherever the model comes by it.
 struct Piece {
   std::string module;
   int stage = 0;

@@ -80,13 +80,6 @@ bool expects_gradients(const tiles::TiledWeights& tiled,
 
 }  // namespace
 
-std::vector<std::string> Core::State::share_text_in_stage(const std::string& label,
-                                                          const std::string& text) {
-  return engine::share_text(label, text, [&](const std::string& name, const std::string& payload) {
-    return executor->share(name, payload, true);
-  });
-}
-
 // ---- forward
 
 void Core::State::forward_begin(bool grad_enabled) {
@@ -215,7 +208,14 @@ void Core::State::drop_gradients() {
   window->on(engine::Call::kDrop);
 }
 
-void Core::State::start_backward() {
+// Autograd may have come by nothing of this rank's: it counts all the same, as on other stages.
+void Core::State::end_backward_of_stage() {
+  if (window->seen() > seen_before || window->armed()) return;
+  start_backward(false);
+  end_backward();
+}
+
+void Core::State::start_backward(bool in_autograd) {
   if (window->armed()) return;
   show(group->board(), "backward");
   look_at_gradients(true);
@@ -236,10 +236,12 @@ void Core::State::start_backward() {
   frozen_open.clear();
   executor->gradients().begin_backward();
   order->begin_backward();
-  engine::at_end_of_backward([weak = weak_from_this()] {
-    const auto self = weak.lock();
-    if (self && !self->closed) self->in_hook([&] { self->end_backward(); });
-  });
+  if (in_autograd) {
+    engine::at_end_of_backward([weak = weak_from_this()] {
+      const auto self = weak.lock();
+      if (self && !self->closed) self->in_hook([&] { self->end_backward(); });
+    });
+  }
   if (unit_events) {
     backward_enter(0);
     for (const int unit : order->spanning()) backward_enter(unit);
@@ -358,6 +360,7 @@ void Core::State::end_backward() {
   refuse_edit(*driver, *border, 0, "in backward");
   order->end(Op::kBackward, 0);
   driver->finish();
+  if (together.stages) window->contribute();  // others of this batch did, or will
   window->on(engine::Call::kBackwardEnd);
   border->show_gradients();
   show(group->board(), "the caller's code, after backward");
@@ -368,9 +371,12 @@ void Core::State::end_backward() {
   const std::vector<std::string> all = executor->share("gave in step one", gave ? "1" : "0", true);
   if (std::count(all.begin(), all.end(), "1") == 0) return;
   // Step one is over: from here on the plan follows the order that was seen, the same everywhere.
+  const auto in_stage = [this](const std::string& name, const std::string& payload) {
+    return executor->share(name, payload, true);
+  };
   model = order->agree(driver->off_plan_events(),
-                       [this](const std::string& label, const std::string& text) {
-                         return share_text_in_stage(label, text);
+                       [&](const std::string& label, const std::string& text) {
+                         return engine::share_text(label, text, in_stage);
                        });
   make_plans();
 }
@@ -379,10 +385,10 @@ void Core::State::end_backward() {
 
 double Core::State::divisor() const {
   // Each stage of a rank goes backward from a micro-batch.
-  const double averaged = config.batch.reduction == "sum"
-                              ? 1.0
-                              : static_cast<double>(window->num_averaged()) /
-                                    config.parallel.virtual_stages;
+  const double averaged =
+      config.batch.reduction == "sum"
+          ? 1.0
+          : static_cast<double>(window->num_averaged()) / config.parallel.virtual_stages;
   return averaged * loss_scale.value();
 }
 

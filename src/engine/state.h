@@ -60,6 +60,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void drop_gradients();
   // By how much what was accumulated exceeds the averaged gradient.
   double divisor() const;
+  // After a backward of a stage, which may have no parameter that trains.
+  void end_backward_of_stage();
   // `gather`: a collective, after which every rank has full parameters, also after failures. Else
   // only what needs no peer. `why` it ends, where that is an error of the user's. Returns what is
   // to be said of the weights, or nothing. Throws RuntimeFault, when all is let go of, if the
@@ -90,6 +92,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::vector<int> waiting;      // by unit: gradients still to come in this backward
   std::vector<int> written;      // by unit: gathered() that will write it back
   std::vector<bool> expected;    // by unit: some were, when it began
+  int64_t seen_before = 0;       // backwards of the window, when the last was told
   std::vector<int> frozen_open;  // units whose frozen weights may still be read
   std::vector<at::Tensor> lent;  // windows into state that users have: an optimizer's shards
   std::vector<at::Tensor> lent_gradients;  // and their gradients, while it steps
@@ -125,7 +128,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   }
 
   void watch_outside_reads();
-  void start_backward();
+  void start_backward(bool in_autograd = true);
   void backward_enter(int unit);
   void gradient_arrived(int unit, int flat, int slot);
   void take_gradient(int unit, int flat, int slot, const at::Tensor& gradient);
@@ -133,9 +136,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void unit_complete(int unit);
   void end_backward();
   void make_plans();
-
-  // The text of every rank of this stage, in rank order.
-  std::vector<std::string> share_text_in_stage(const std::string& label, const std::string& text);
 };
 
 }  // namespace penstock

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "src/base/text.h"
+
 namespace penstock::parallel {
 
 namespace {
@@ -75,14 +77,22 @@ Message message_of(const std::string& head) {
   return message;
 }
 
-constexpr int kFrom = 0, kTo = 1;
+Members ends_of(int from, const std::vector<int>& to, int rank) {
+  Members ends{{from}, 0};
+  for (const int one : to) {
+    if (one == rank) ends.index = ends.size();
+    ends.ranks.push_back(one);
+  }
+  return ends;
+}
 
 }  // namespace
 
-Messages::Messages(std::shared_ptr<Group> group, int from, int to, const std::string& lane)
+Messages::Messages(std::shared_ptr<Group> group, int from, const std::vector<int>& to,
+                   const std::string& lane)
     : group_(std::move(group)),
-      ends_{{from, to}, group_->rank() == from ? kFrom : kTo},
-      channel_(*group_, lane) {}
+      ends_(ends_of(from, to, group_->rank())),
+      channel_(*group_, lane, concat(lane, ends_.index == 0 ? ", sent" : ", received")) {}
 
 // A fixed small exchange says how long the head is, 0: as before. Then the head, and the tensors
 // together.

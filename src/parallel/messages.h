@@ -1,5 +1,5 @@
 #pragma once
-// Messages: tensors of any shapes, with a text, from one rank to another in order. For what stages
+// Messages: tensors of any shapes, with a text, from one rank to others in order. For what stages
 // of a pipeline send each other, whose shapes may change from one micro-batch to the next.
 #include <ATen/core/Tensor.h>
 
@@ -18,12 +18,13 @@ struct Message {
   std::vector<at::Tensor> tensors;  // CPU; an undefined one arrives as such
 };
 
-// One direction between two ranks. Used by one thread at a time on each side; both sides name the
-// same `lane`, and a message is received under the label that it was sent with. A message of the
-// same text, shapes and dtypes as the one before is one exchange beside a fixed small one.
+// One direction. Used by one thread at a time on each side; all sides name the same ranks and
+// `lane`, and a message is received under the label that it was sent with. A message of the same
+// text, shapes and dtypes as the one before is one exchange beside a fixed small one.
 class Messages {
  public:
-  Messages(std::shared_ptr<Group> group, int from, int to, const std::string& lane);
+  Messages(std::shared_ptr<Group> group, int from, const std::vector<int>& to,
+           const std::string& lane);
 
   void set_step(int64_t step) { channel_.set_step(step); }
   // Throws RuntimeFault: a lost peer.

@@ -29,13 +29,13 @@ std::vector<Message> told(const std::string& name) {
   std::vector<Message> received;
   std::exception_ptr error;
   std::thread sender([&] {
-    Messages messages(groups[0], 0, 1, "lane");
+    Messages messages(groups[0], 0, {1}, "lane");
     try {
       for (const Message& one : examples()) messages.send("message", one);
     } catch (const RuntimeFault&) {  // of whom nobody listens to
     }
   });
-  Messages messages(groups[1], 0, 1, name);
+  Messages messages(groups[1], 0, {1}, name);
   try {
     for (size_t i = 0; i < examples().size(); ++i) received.push_back(messages.receive("message"));
   } catch (...) {

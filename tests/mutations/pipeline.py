@@ -16,6 +16,10 @@ def life(story: str) -> Pytest:
     return Pytest(("tests/parity/test_pipeline_life.py", "-k", story))
 
 
+def state(story: str) -> Pytest:
+    return Pytest(("tests/parity/test_pipeline_state.py", "-k", story))
+
+
 OVER_STAGES = [
     Mutation(
         "gradients of tied weights are not added up",
@@ -90,15 +94,15 @@ OVER_STAGES = [
     Mutation(
         "what was received is not what the stage begins with",
         FRONT,
-        "            one.resolve(leaf.view_as(leaf) if wanted else leaf)",
-        "            one.resolve(torch.zeros_like(leaf))",
+        "            leaf = Arrived(value) if wanted else None\n",
+        "            leaf = Arrived(torch.zeros_like(value)) if wanted else None\n",
         TRAINS,
     ),
     Mutation(
         "all stages of a rank count as micro-batches",
         "src/engine/state.cpp",
-        "static_cast<double>(averaged) / config.parallel.virtual_stages",
-        "static_cast<double>(averaged)",
+        "/ config.parallel.virtual_stages;",
+        "/ 1.0;",
         MESHES,
     ),
     Mutation(
@@ -107,5 +111,47 @@ OVER_STAGES = [
         "  for (const Action& made : schedule.ranks[static_cast<size_t>((index + 1) % size)]) {\n",
         "  for (const Action& made : schedule.ranks[static_cast<size_t>(index)]) {\n",
         MESHES,
+    ),
+    Mutation(
+        "a backward by nothing of this rank's does not count",
+        WINDOW,
+        "        self._ranks.end_backward()\n",
+        "",
+        state("frozen and zero1"),
+    ),
+    Mutation(
+        "backwards of frozen stages are none of the window",
+        "src/engine/state.cpp",
+        "  if (together.stages) window->contribute();  // others of this batch did, or will\n",
+        "",
+        state("frozen and zero1"),
+    ),
+    Mutation(
+        "buffers come from the first stage",
+        LANES,
+        "      if (buffer.stage % members_.size() != owner) continue;\n",
+        "      if (owner > 0) continue;\n",
+        state("buffers_are"),
+    ),
+    Mutation(
+        "close() leaves each stage its own buffers",
+        "src/engine/close.cpp",
+        "  closing.bring_buffers();\n",
+        "",
+        state("buffers_are"),
+    ),
+    Mutation(
+        "a small layer with statistics is on every stage",
+        STAGES,
+        "(info.keeps || (bytes",
+        "((bytes",
+        state("buffers_are"),
+    ),
+    Mutation(
+        "buffers of the whole model change once a stage",
+        FRONT,
+        "            self._check_outside(before)\n",
+        "            pass\n",
+        state("no_stage_has_alone"),
     ),
 ]

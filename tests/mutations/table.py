@@ -504,8 +504,8 @@ MUTATIONS = [
     Mutation(
         "wrong divisor: the loss scale stays in the gradient",
         "src/engine/state.cpp",
-        "virtual_stages * loss_scale.value();",
-        "virtual_stages;",
+        "return averaged * loss_scale.value();",
+        "return averaged;",
         SCALE,
     ),
     Mutation(
