@@ -1,7 +1,9 @@
 // Trains a byte-level GPT on real text from a native program: no Python, ranks as threads.
 //
 //   train_gpt [--ranks 2] [--steps 100] [--width 128] [--layers 4] [--strategy zero3] [--data FILE]
-//             [--tensor 1]            so many ranks compute one model together
+//             [--tensor 1]            so many ranks compute each layer together
+//             [--pipeline 1]          so many ranks compute one layer after the other
+//             [--micro-batches 1]     of each step; a pipeline wants a few times its ranks
 //             [--checkpoint DIR]      goes on from what is there, and saves at the end
 #include <penstock/checkpoint.h>
 #include <penstock/engine.h>
@@ -20,7 +22,8 @@
 namespace {
 
 struct Options {
-  int ranks = 2, steps = 100, layers = 4, rows = 8, tensor = 1;
+  int ranks = 2, steps = 100, layers = 4, rows = 8;
+  int tensor = 1, pipeline = 1, micro_batches = 1;
   int64_t width = 128, context = 64;
   std::string strategy = "zero3";
   std::string checkpoint;
@@ -46,10 +49,8 @@ struct BlockImpl : torch::nn::Module {
   }
 
   torch::Tensor forward(const torch::Tensor& x) {
-    return penstock::unit(*this, [&] {  // the parameters of a block move together
-      const auto y = x + attend(norm1(x));
-      return y + penstock::linear(*down, torch::gelu(penstock::linear(*up, norm2(y))));
-    });
+    const auto y = x + attend(norm1(x));
+    return y + penstock::linear(*down, torch::gelu(penstock::linear(*up, norm2(y))));
   }
 
   torch::nn::LayerNorm norm1{nullptr}, norm2{nullptr};
@@ -57,29 +58,56 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-struct GptImpl : torch::nn::Module {
-  explicit GptImpl(const Options& options) {
+// Bytes [rows, context] -> [rows, context, width].
+struct EmbedImpl : torch::nn::Module {
+  explicit EmbedImpl(const Options& options) {
     bytes = register_module("bytes", torch::nn::Embedding(256, options.width));
     places = register_module("places", torch::nn::Embedding(options.context, options.width));
-    blocks = register_module("blocks", torch::nn::ModuleList());
-    for (int i = 0; i < options.layers; ++i) blocks->push_back(Block(options.width));
-    norm =
-        register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})));
     torch::nn::init::normal_(bytes->weight, 0.0, 0.02);
     torch::nn::init::normal_(places->weight, 0.0, 0.02);
   }
+  torch::Tensor forward(const torch::Tensor& x) {
+    return bytes(x) + places(torch::arange(x.size(1)));
+  }
+  torch::nn::Embedding bytes{nullptr}, places{nullptr};
+};
+TORCH_MODULE(Embed);
 
-  // x, y: [rows, context] int64; mean cross-entropy in nats per byte.
+// Logits, by the weight of the bytes.
+struct HeadImpl : torch::nn::Module {
+  HeadImpl(int64_t width, const torch::Tensor& tied) {
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
+    weight = register_parameter("weight", tied);
+  }
+  torch::Tensor forward(const torch::Tensor& h) { return norm(h).matmul(weight.t()); }
+  torch::nn::LayerNorm norm{nullptr};
+  torch::Tensor weight;
+};
+TORCH_MODULE(Head);
+
+struct GptImpl : torch::nn::Module {
+  explicit GptImpl(const Options& options) {
+    embed = register_module("embed", Embed(options));
+    blocks = register_module("blocks", torch::nn::ModuleList());
+    for (int i = 0; i < options.layers; ++i) blocks->push_back(Block(options.width));
+    head = register_module("head", Head(options.width, embed->bytes->weight));
+  }
+
+  // x, y: [rows, context] int64; mean cross-entropy in nats per byte. Units get their inputs from
+  // penstock::unit(), since these may come from another stage of a pipeline.
   torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& y) {
-    auto h = bytes(x) + places(torch::arange(x.size(1)));
-    for (const auto& block : *blocks) h = block->as<Block>()->forward(h);
-    const auto logits = norm(h).matmul(bytes->weight.t());  // tied
+    auto h = penstock::unit(*embed, {x}, [&](const auto& in) { return embed(in[0]); });
+    for (const auto& one : *blocks) {
+      auto& block = *one->as<Block>();
+      h = penstock::unit(block, {h}, [&](const auto& in) { return block.forward(in[0]); });
+    }
+    const auto logits = penstock::unit(*head, {h}, [&](const auto& in) { return head(in[0]); });
     return torch::nn::functional::cross_entropy(logits.view({-1, 256}), y.reshape({-1}));
   }
 
-  torch::nn::Embedding bytes{nullptr}, places{nullptr};
+  Embed embed{nullptr};
   torch::nn::ModuleList blocks{nullptr};
-  torch::nn::LayerNorm norm{nullptr};
+  Head head{nullptr};
 };
 TORCH_MODULE(Gpt);
 
@@ -99,6 +127,10 @@ Options parse(int argc, char** argv) {
       options.strategy = value;
     else if (key == "--tensor")
       options.tensor = std::stoi(value);
+    else if (key == "--pipeline")
+      options.pipeline = std::stoi(value);
+    else if (key == "--micro-batches")
+      options.micro_batches = std::stoi(value);
     else if (key == "--checkpoint")
       options.checkpoint = value;
     else if (key == "--data")
@@ -126,15 +158,16 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
       R"({"strategy": ")" + options.strategy + R"(", "precision": "fp32", "clip": 1.0,
           "optimizer": {"type": "AdamW", "lr": 0.003},
           "schedule": {"type": "cosine", "warmup_steps": 5, "total_steps": )" +
-      std::to_string(std::max(6, options.steps)) + R"(}, "units": {"modules": ["Block"]},
-          "mesh": {"tensor": )" +
-      std::to_string(options.tensor) + R"(},
+      std::to_string(std::max(6, options.steps)) +
+      R"(}, "units": {"modules": ["Embed", "Block", "Head"]}, "mesh": {"tensor": )" +
+      std::to_string(options.tensor) + R"(, "pipeline": )" + std::to_string(options.pipeline) +
+      R"(}, "batch": {"accumulate": )" + std::to_string(options.micro_batches) + R"(},
           "parallel": {"rules": {"*.qkv": "column:3", "*.up": "column",
                                  "*.out": "row", "*.down": "row"}}})");
   Gpt model(options);
   penstock::Engine engine(model.ptr(), config, group);
   // Ranks that compute one model together are given the same rows.
-  auto generator = at::detail::createCPUGenerator(100 + rank / options.tensor);
+  auto generator = at::detail::createCPUGenerator(100 + engine.data_rank());
   const bool saves = !options.checkpoint.empty();
   const bool resumes = saves && penstock::Checkpoints::any(options.checkpoint);
   if (resumes) {
@@ -148,10 +181,9 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
     const auto index = starts.unsqueeze(1) + torch::arange(options.context + 1).unsqueeze(0);
     const auto rows = data.index({index});
     const auto x = rows.narrow(1, 0, options.context), y = rows.narrow(1, 1, options.context);
-    const auto loss = engine.run([&] { return model->forward(x, y); });
-    engine.backward(loss);
-    engine.step();
-    last = loss.item<double>();
+    const auto xs = x.tensor_split(options.micro_batches),
+               ys = y.tensor_split(options.micro_batches);
+    last = engine.train_batch([&](int micro) { return model->forward(xs[micro], ys[micro]); });
     if (step == 0) first = last;
     if (rank == 0 && (step % 10 == 0 || step + 1 == options.steps)) {
       std::printf("step %4d  loss %.4f  grad norm %.3f  lr %.5f\n", step + 1, last,

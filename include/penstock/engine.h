@@ -50,6 +50,17 @@ class PENSTOCK_API Engine {
   // window early.
   bool step(bool force = false);
 
+  // [all ranks] Forwards, backwards and the step of one window: loss_of(i) is the loss of the i-th
+  // of `batch.accumulate` micro-batches of data_rank()'s samples. On every mesh; in a pipeline it
+  // is the only way, and loss_of() is the model's forward, in units that are given their inputs.
+  // Returns the mean loss over all micro-batches and data ranks.
+  double train_batch(const std::function<at::Tensor(int)>& loss_of);
+  // [all ranks] The mean loss alone, without gradients and in eval mode.
+  double eval_batch(const std::function<at::Tensor(int)>& loss_of);
+  // Ranks that compute one model together are one of data_size().
+  int data_rank() const;
+  int data_size() const;
+
   double grad_norm() const;  // of the last applied step, averaged gradient, before clipping
   double lr() const;         // of the next step
   LedgerReport ledger() const;
@@ -77,6 +88,14 @@ class PENSTOCK_API Engine {
 // outside of one it just runs it.
 PENSTOCK_API at::Tensor unit(const torch::nn::Module& module,
                              const std::function<at::Tensor()>& forward);
+
+// The same of a unit that is given its inputs, as stages of a pipeline need it ("mesh.pipeline"):
+// `forward(inputs)` runs where the module's stage is. On later stages what it returns has no values
+// (its device is "meta") and may go only into other units' inputs; what a stage needs of an earlier
+// one has to be an input of the unit that it begins with.
+PENSTOCK_API at::Tensor unit(
+    const torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
+    const std::function<at::Tensor(const std::vector<at::Tensor>&)>& forward);
 
 // The layer's forward in that engine: where ranks of `mesh.tensor` compute it together, by the
 // style that "parallel.rules" give it (penstock/tensor_ranks.h), else its own. A layer that is cut

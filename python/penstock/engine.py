@@ -106,11 +106,12 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         self._sequence = sequence_parallel.SequenceParallel(
             self.module, self._core, self.config, self._installed
         )
-        self._pipeline.install(self._tensor, self._installed)
         self._forwards = Forwards(
             self.module, self._core, self._structure, pace, self._installed, self._tensor
         )
         self._finish_setup(self._given)
+        # Around all else: what is computed again is given values.
+        self._pipeline.install(self._tensor, self._installed)
 
     def _open(self) -> bool:
         return self in _alive

@@ -184,7 +184,11 @@ class PipelineParallel:
 
     def _around(self, module: nn.Module, name: str, stage: int) -> Callable[..., Any]:
         def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self._inferring or in_backward():
+            if self._inferring:
+                return inner(*args, **kwargs)
+            if in_backward():  # computed again
+                tensors, left = tree.take_out((args, kwargs))
+                args, kwargs = tree.put_in([value_of(one) for one in tensors], left)
                 return inner(*args, **kwargs)
             running = self._running
             if running is None:

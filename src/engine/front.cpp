@@ -3,62 +3,44 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/linear.h>
-#include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
 #include <algorithm>
 #include <map>
 #include <optional>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "penstock/checkpoint.h"
-#include "penstock/engine.h"
 #include "penstock/error.h"
 #include "penstock/report.h"
-#include "penstock/tensor_ranks.h"
 #include "penstock/values.h"
 #include "src/base/text.h"
+#include "src/engine/front.h"
 
 namespace penstock {
 
-struct Engine::State {
-  std::shared_ptr<torch::nn::Module> model;
-  int rank = 0;
-  std::optional<Core> core;
-  std::unordered_map<const torch::nn::Module*, int> unit_of;
-  std::unordered_map<const torch::nn::Module*, TensorModule> cut;  // over tensor ranks
+OptimizerConfig Engine::State::settings() const {
+  const Config& config = core->config();
+  OptimizerConfig group = config.optimizer.value_or(OptimizerConfig{});
+  group.lr *= lr_factor(config.schedule, core->steps() + 1);
+  return group;
+}
 
-  OptimizerConfig settings() const {
-    const Config& config = core->config();
-    OptimizerConfig group = config.optimizer.value_or(OptimizerConfig{});
-    group.lr *= lr_factor(config.schedule, core->steps() + 1);
-    return group;
+std::vector<CheckpointTensor> Engine::State::tensors(const at::Tensor& generator,
+                                                     int of_rank) const {
+  std::vector<CheckpointTensor> all;
+  for (const auto& buffer : model->named_buffers()) {
+    all.push_back({"buffer", buffer.key(), buffer.value().sizes().vec(), 0,
+                   CheckpointTensor::kIfDifferent, buffer.value()});
   }
-
-  // Buffers; and with it this rank's generator, or that of `of_rank`.
-  std::vector<CheckpointTensor> tensors(const at::Tensor& generator, int of_rank) const {
-    std::vector<CheckpointTensor> all;
-    for (const auto& buffer : model->named_buffers()) {
-      all.push_back({"buffer", buffer.key(), buffer.value().sizes().vec(), 0,
-                     CheckpointTensor::kIfDifferent, buffer.value()});
-    }
-    all.push_back({"rng", "torch", generator.sizes().vec(), 0, of_rank, generator});
-    return all;
-  }
-};
+  all.push_back({"rng", "torch", generator.sizes().vec(), 0, of_rank, generator});
+  return all;
+}
 
 namespace {
 
-// What `unit()` finds: the engine whose forward runs on this thread.
-struct Running {
-  Core* core = nullptr;
-  const std::unordered_map<const torch::nn::Module*, int>* unit_of = nullptr;
-  const std::unordered_map<const torch::nn::Module*, TensorModule>* cut = nullptr;
-};
-thread_local Running running;
+thread_local engine::Running running;
 
 // "penstock::BlockImpl" -> "Block"
 std::string class_name(const torch::nn::Module& module) {
@@ -107,8 +89,10 @@ Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& co
   }
   state_->model = model;
   state_->rank = group->rank();
+  state_->world = group->size();
   state_->core.emplace(tree_of(*model), config, std::move(group));
   const std::vector<UnitInfo> units = state_->core->units();
+  if (state_->core->config().mesh.pipeline > 1) state_->stages.emplace(*state_->core, *model);
   std::map<std::string, TensorModule> cut;
   if (state_->core->config().mesh.tensor > 1) {
     for (const TensorModule& one : TensorRanks(*state_->core).modules()) cut[one.name] = one;
@@ -125,31 +109,114 @@ Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& co
 
 Engine::~Engine() = default;
 
-at::Tensor Engine::run(const std::function<at::Tensor()>& forward) {
-  Core& core = *state_->core;
-  core.unit_begin(0, at::GradMode::is_enabled());
-  const Running outer = std::exchange(running, {&core, &state_->unit_of, &state_->cut});
+at::Tensor Engine::State::run(const std::function<at::Tensor()>& forward) {
+  core->unit_begin(0, at::GradMode::is_enabled());
+  const engine::Running outer =
+      std::exchange(running, {&*core, &unit_of, &cut, stages ? &*stages : nullptr});
   at::Tensor output;
   try {
     output = forward();
   } catch (const std::exception& error) {
     running = outer;
-    core.forward_failed(error.what());
+    core->forward_failed(error.what());
     throw;
   }
   running = outer;
-  core.unit_end(0, {output});
+  core->unit_end(0, {output});
   return output;
 }
 
+at::Tensor Engine::run(const std::function<at::Tensor()>& forward) {
+  if (!state_->stages) return state_->run(forward);
+  throw RuntimeFault(
+      "[front::run] this rank has a part of the model (mesh.pipeline): call train_batch() and "
+      "eval_batch(), which run all stages");
+}
+
+double Engine::train_batch(const std::function<at::Tensor(int)>& loss_of) {
+  State& state = *state_;
+  const auto count = static_cast<int>(state.core->config().batch.accumulate);
+  std::vector<at::Tensor> losses;
+  if (state.stages) {
+    losses = state.stages->train(count, loss_of,
+                                 [&state](const auto& forward) { return state.run(forward); });
+    step();
+    return state.mean(losses);
+  }
+  for (int micro = 0; micro < count; ++micro) {
+    const at::Tensor loss = state.run([&] { return loss_of(micro); });
+    backward(loss);
+    losses.push_back(loss.detach());
+    if (step() && micro + 1 < count) {
+      throw RuntimeFault(
+          "[front::train_batch] there were backwards since the last step already, so the window "
+          "was over before this batch was");
+    }
+  }
+  return state.mean(losses);
+}
+
+double Engine::eval_batch(const std::function<at::Tensor(int)>& loss_of) {
+  const at::NoGradGuard no_gradients;
+  State& state = *state_;
+  const bool training = state.model->is_training();
+  state.model->eval();
+  const auto count = static_cast<int>(state.core->config().batch.accumulate);
+  std::vector<at::Tensor> losses;
+  if (state.stages) {
+    losses = state.stages->evaluate(count, loss_of,
+                                    [&state](const auto& forward) { return state.run(forward); });
+  } else {
+    for (int micro = 0; micro < count; ++micro) {
+      losses.push_back(state.run([&] { return loss_of(micro); }));
+    }
+  }
+  state.model->train(training);
+  return state.mean(losses);
+}
+
+double Engine::State::mean(const std::vector<at::Tensor>& losses) const {
+  double sum = 0.0;
+  for (const at::Tensor& one : losses) sum += one.item<double>();
+  const auto count = static_cast<double>(std::max<size_t>(1, losses.size()));
+  return core->mean(sum / count, !losses.empty());
+}
+
+int Engine::data_rank() const {
+  const MeshConfig& mesh = state_->core->config().mesh;
+  return state_->rank % (state_->world / mesh.pipeline) / (mesh.tensor * mesh.sequence);
+}
+
+int Engine::data_size() const { return state_->core->config().mesh.data; }
+
 at::Tensor unit(const torch::nn::Module& module, const std::function<at::Tensor()>& forward) {
   if (running.core == nullptr) return forward();
+  if (running.stages != nullptr && running.stages->has(module)) {
+    throw RuntimeFault(concat("[front::unit] a ", module.name(),
+                              " is of one stage of a pipeline: give unit() its inputs, too, since "
+                              "they may come from another rank"));
+  }
   const auto found = running.unit_of->find(&module);
   if (found == running.unit_of->end()) return forward();
   running.core->unit_begin(found->second, at::GradMode::is_enabled());
   at::Tensor output = forward();
   running.core->unit_end(found->second, {output});
   return output;
+}
+
+at::Tensor unit(const torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
+                const std::function<at::Tensor(const std::vector<at::Tensor>&)>& forward) {
+  if (running.stages == nullptr || !running.stages->has(module)) {
+    return unit(module, [&] { return forward(inputs); });
+  }
+  return running.stages->call(module, inputs, [&](const std::vector<at::Tensor>& values) {
+    const auto found = running.unit_of->find(&module);
+    if (found == running.unit_of->end()) return forward(values);
+    running.core->unit_begin(found->second, at::GradMode::is_enabled());
+    at::Tensor output = forward(values);
+    running.core->unit_end(found->second, {output});
+    return output;
+  });
 }
 
 namespace {
@@ -195,6 +262,7 @@ std::vector<std::pair<std::string, at::Tensor>> Engine::state() {
 std::string Engine::save(const std::string& path, const std::string& tag,
                          const std::string& client_state, bool wait) {
   const at::Tensor generator = at::detail::getDefaultCPUGenerator().get_state();
+  if (state_->stages) state_->stages->bring_buffers();
   return Checkpoints(*state_->core)
       .save(path, {.tag = tag,
                    .wait = wait,
@@ -217,6 +285,9 @@ std::string Engine::load(const std::string& path, const std::string& tag) {
   return found.client_state();
 }
 
-void Engine::close(bool gather) { state_->core->close(gather); }
+void Engine::close(bool gather) {
+  if (state_->stages) state_->stages->set_buffers();
+  state_->core->close(gather);
+}
 
 }  // namespace penstock

@@ -45,9 +45,21 @@ bool OrderLearner::enters_again(int unit) const {
   return scope_.moves_params && in_forward_ && forward_.has(unit);
 }
 
+// With what did not run and was assumed to (not what other stages of a pipeline have).
+std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
+                                        const std::vector<Visit>& assumed) const {
+  std::vector<Visit> visits = record.visits(static_cast<int>(assumed_.units.size()));
+  std::erase_if(visits, [&](const Visit& visit) {
+    return !record.has(visit.unit) &&
+           std::none_of(assumed.begin(), assumed.end(),
+                        [&](const Visit& one) { return one.unit == visit.unit; });
+  });
+  return visits;
+}
+
 std::vector<Visit> OrderLearner::seen_forward() const {
   if (!scope_.units_are_entered || forward_.empty()) return assumed_.forward;
-  std::vector<Visit> visits = forward_.visits(static_cast<int>(assumed_.units.size()));
+  std::vector<Visit> visits = all_of(forward_, assumed_.forward);
   // A tile that is used outside of the forward only is brought there.
   std::erase_if(visits, [this](const Visit& visit) {
     return scope_.is_tile(visit.unit) && !forward_.has(visit.unit);
@@ -58,7 +70,7 @@ std::vector<Visit> OrderLearner::seen_forward() const {
 
 std::vector<Visit> OrderLearner::seen_backward() const {
   if (backward_.empty()) return assumed_.backward;
-  std::vector<Visit> visits = backward_.visits(static_cast<int>(assumed_.units.size()));
+  std::vector<Visit> visits = all_of(backward_, assumed_.backward);
   // What was not reached (frozen, say) needs no more than was assumed.
   for (const Visit& visit : assumed_.backward) {
     if (visit.mark != Mark::kGradient || backward_.has(visit.unit)) continue;

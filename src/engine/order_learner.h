@@ -56,6 +56,7 @@ class OrderLearner {
  private:
   bool records(Op pass) const { return pass == Op::kForward ? in_forward_ : !done_; }
   OrderRecord& record_of(Op pass) { return pass == Op::kForward ? forward_ : backward_; }
+  std::vector<Visit> all_of(const OrderRecord& record, const std::vector<Visit>& assumed) const;
   std::vector<Visit> seen_forward() const;
   std::vector<Visit> seen_backward() const;
   void add_spanning(std::vector<Visit>& visits) const;

@@ -464,7 +464,7 @@ def optimizer_of_ones_own() -> str:
 
 def test_an_optimizer_of_ones_own_is_refused(pools):
     for said in pools(2).run(optimizer_of_ones_own):
-        assert "does not work on parts of parameters yet" in said
+        assert "does not work on a part of the model yet" in said
 
 
 def closes(gather: bool, inside: bool) -> Any:

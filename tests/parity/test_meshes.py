@@ -1,0 +1,48 @@
+"""All meshes x strategies x models: 20 steps are those of plain torch in one process, and replicas
+are equal to the last bit.
+
+`pytest tests/parity/test_meshes.py --full` runs every case (some 45 minutes on two cores); without
+it a sample runs, in which every mesh, strategy, model and kind of step occurs.
+"""
+
+from __future__ import annotations
+
+import meshes
+import pytest
+
+pytestmark = pytest.mark.timeout(240)
+FIRST_LIMIT, EACH_LIMIT, WEIGHT_LIMIT = 1e-6, 1e-4, 1e-5
+STRIDE = 23  # which the numbers of strategies, models and kinds of steps have no part with
+
+
+def pytest_generate_tests(metafunc):
+    if "case" not in metafunc.fixturenames:
+        return
+    cases = meshes.all_cases()
+    chosen = cases if metafunc.config.getoption("full") else cases[::STRIDE]
+    chosen = sorted(chosen, key=lambda one: one.world)  # pools of one size after the other
+    metafunc.parametrize("case", chosen, ids=[one.name for one in chosen])
+
+
+def test_trains(case, pools, tmp_path, largest):
+    told = pools(case.world).run(meshes.run, case, str(tmp_path), timeout=200)
+    assert len({one["hash"] for one in told}) == 1, "replicas differ"
+    assert all(one["losses"] == told[0]["losses"] for one in told)
+    apart = told[0]["apart"]
+    for name, value in apart.items():
+        largest[f"mesh {name}"] = max(value, largest.get(f"mesh {name}", 0.0))
+    assert apart["first"] < FIRST_LIMIT and apart["each"] < EACH_LIMIT, apart
+    assert apart["losses"] < WEIGHT_LIMIT and apart["weights"] < WEIGHT_LIMIT, apart
+
+
+def test_enough_cases_and_the_sample_has_all():
+    cases = meshes.all_cases()
+    sample = cases[::STRIDE]
+    assert len(cases) >= 400
+    for of, wanted in (
+        (lambda one: dict(one.mesh), meshes.MESHES),
+        (lambda one: one.strategy, list(meshes.STRATEGIES)),
+        (lambda one: one.model, list(meshes.MODELS)),
+        (lambda one: one.steps, list(meshes.STEPS_OF)),
+    ):
+        assert all(any(of(one) == value for one in sample) for value in wanted)
