@@ -18,10 +18,10 @@ PY := python tests tools examples benchmarks
 export ASAN_OPTIONS ?= detect_container_overflow=0
 export UBSAN_OPTIONS ?= print_stacktrace=1:halt_on_error=1
 
-.PHONY: help setup build test demo lint format asan clean
+.PHONY: help setup build test demo demo-3d lint format asan clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## */\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z0-9-]*\):.*## */\1\t/p' Makefile | expand -t 10
 
 $(SETUP): requirements-dev.txt tools/setup
 	@tools/setup $(PYTHON)
@@ -53,6 +53,10 @@ demo: build  ## train a small GPT on two ranks of this machine; kill and resume 
 	@$(BIN)/python -m penstock run --nproc 2 examples/train_gpt.py --demo
 	@echo "[demo] examples/resume.py"
 	@$(BIN)/python examples/resume.py
+
+demo-3d: build  ## train a GPT and a Llama on 8 ranks: data x tensor x pipeline
+	@echo "[demo-3d] penstock run --nproc 8 examples/train_3d.py --demo"
+	@$(BIN)/python -m penstock run --nproc 8 examples/train_3d.py --demo
 
 lint: $(SETUP)  ## format, types, spelling, layers, sizes
 	@echo "[lint] clang-format"

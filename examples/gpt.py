@@ -30,16 +30,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.size = config.heads, config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        split = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        batch, length, _ = x.shape
+        split = self.qkv(x).view(batch, length, 3, self.heads, self.size)
         q, k, v = split.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(batch, length, width))
+        return self.proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 
 class Block(nn.Module):
