@@ -238,11 +238,7 @@ def predicted_memory(engine: penstock.Engine) -> dict[str, int]:
 
 def memory_table(engine: penstock.Engine, predicted: dict[str, int]) -> str:
     """Peaks of each rank as predicted and as the running engine counted. All ranks call it."""
-    try:
-        measured, lost = engine.ledger()["measured"], ""
-    except penstock.Bug as bug:  # of the prediction, which the same call makes again
-        measured, lost = None, f"\nno measured peaks, engine.ledger() failed: {bug}"
-    everyone = gather((predicted, measured, resident_mib()))
+    everyone = gather((predicted, engine.ledger()["measured"], resident_mib()))
     columns = dict(MEMORY)
     if any(told["disk"] for told, _, _ in everyone):
         columns["disk"] = "on disk"
@@ -250,15 +246,12 @@ def memory_table(engine: penstock.Engine, predicted: dict[str, int]) -> str:
     lines = ["MiB of each rank: predicted / measured peaks of the engine; RSS, which is measured"]
     lines.append(f"{'rank':<6}{titles}{'RSS now':>10}")
     for rank, (told, seen, resident) in enumerate(everyone):
-        cells = "".join(
-            f"{told[key] / 2**20:>9.2f} /{f'{seen[key] / 2**20:.2f}' if seen else '?':>5}"
-            for key in columns
-        )
+        cells = "".join(f"{told[key] / 2**20:>9.2f} /{seen[key] / 2**20:>5.2f}" for key in columns)
         lines.append(f"{rank:<6}{cells}{resident:>10.0f}")
     lines.append(
         "activations, messages between ranks, torch and Python are in neither, only in the RSS"
     )
-    return "\n".join(lines) + lost
+    return "\n".join(lines)
 
 
 def one_machine() -> bool:

@@ -82,7 +82,7 @@ class Batches:
         finally:
             self.module.train(was)
 
-    def outputs(self, part: Any) -> Any:
+    def _outputs(self, part: Any) -> Any:
         """The model's, of one part of a batch."""
         if isinstance(part, Mapping):
             return self(**part)  # type: ignore[operator]
@@ -91,7 +91,7 @@ class Batches:
         return self(part)  # type: ignore[operator]
 
     def _loss(self, part: Any, loss_of: LossOf | None) -> torch.Tensor:
-        return loss_in(self.outputs(part), part, loss_of)
+        return loss_in(self._outputs(part), part, loss_of)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """Over the ranks that have any."""

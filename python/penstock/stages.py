@@ -63,7 +63,9 @@ class _Stage:
         self._engine, self._ranks = engine, engine._pipeline.ranks
         self.loss: torch.Tensor | None = None
         given = Handed(*self._ranks.receive(action)) if action.stage > 0 else None
-        made, self._leaves = engine._pipeline.run(lambda: engine.outputs(part), action.stage, given)
+        made, self._leaves = engine._pipeline.run(
+            lambda: engine._outputs(part), action.stage, given
+        )
         self._outputs: list[torch.Tensor] = []
         if not isinstance(made, Handed):
             self.loss = loss_in(made, part, loss_of)

@@ -25,7 +25,17 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.05, "momentum": 0.9}),
     ("Adagrad", {"lr": 0.01, "eps": 1e-4}),
 ]
-DEEDS = ["train"] * 5 + ["eval", "look", "write", "one", "state", "state dict", "lr", "save", "load"]
+DEEDS = ["train"] * 5 + [
+    "eval",
+    "look",
+    "write",
+    "one",
+    "state",
+    "state dict",
+    "lr",
+    "save",
+    "load",
+]
 
 
 class Story:
@@ -66,8 +76,9 @@ class Story:
         return made
 
     def __str__(self) -> str:
-        return f"{self.case.name} {self.optimizer} clip={self.clip} frozen={self.frozen}: " + " ".join(
-            self.deeds
+        return (
+            f"{self.case.name} {self.optimizer} clip={self.clip} frozen={self.frozen}: "
+            + " ".join(self.deeds)
         )
 
 
