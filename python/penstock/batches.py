@@ -69,16 +69,24 @@ class Batches:
                 )
         return self._mean(losses)
 
-    def eval_batch(self, data: Any, loss_of: LossOf | None = None) -> torch.Tensor:
-        """The mean loss as of `train_batch`, without gradients and with the model in eval mode."""
+    def eval_batch(
+        self, data: Any, loss_of: LossOf | None = None, parts: int | None = None
+    ) -> torch.Tensor:
+        """The mean loss as of `train_batch`, without gradients and with the model in eval mode.
+
+        `parts`: how many `data` is cut in, or gives; default: `batch.accumulate`.
+        """
+        count = int(self.config.batch.accumulate) if parts is None else parts
+        if count < 1:
+            raise ConfigError(f"[front::eval_batch] parts is {parts}; allowed: 1 or more")
         was = self.module.training
         self.module.eval()
         try:
             with torch.no_grad():
-                parts = _parts(data, int(self.config.batch.accumulate))
+                each = _parts(data, count)
                 if self._pipeline.active:
-                    return self._mean(stages.evaluate(self, list(parts), loss_of))
-                return self._mean([self._loss(part, loss_of) for part in parts])
+                    return self._mean(stages.evaluate(self, list(each), loss_of))
+                return self._mean([self._loss(part, loss_of) for part in each])
         finally:
             self.module.train(was)
 

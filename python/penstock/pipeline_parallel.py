@@ -17,6 +17,7 @@ from penstock import tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.absent import Absent, fake_of, is_absent, like, value_of
 from penstock.forwards import Forward, in_backward
+from penstock.pipeline_layers import PipelineLayers
 
 
 class _StageEnd(BaseException):  # noqa: N818 - no error: it leaves the model's forward
@@ -96,6 +97,8 @@ class PipelineParallel:
             module = self._model.get_submodule(name)
             _check_saves(module, name, stage)
             installed.append(Forward(module, self._around(module, name, stage)))
+        if self.active and isinstance(self._model, PipelineLayers):
+            installed.append(Forward(self._model, self._entry, "pipeline_entry"))
 
     @property
     def last(self) -> int:
@@ -230,6 +233,21 @@ class PipelineParallel:
 
     # ---- between stages
 
+    def _entry(self, inner: Callable[..., Any], inputs: Any) -> Any:
+        """Of a list of layers: nothing before this stage is run, not even without values."""
+        running = self._running
+        if running is None or running.given is None or in_backward():
+            return inner(inputs)
+        told = json.loads(running.given.text)
+        tensors = [like(one.shape, one.dtype, one.device) for one in running.given.tensors]
+        if told["places"] is None:
+            raise RuntimeFault(
+                f'[front::train_batch] layer "{told["module"]}", with which stage {running.stage} '
+                f"begins, is called with {told['arguments']}: between stages layers return tensors "
+                f"or tuples of tensors"
+            )
+        return int(told["module"].partition(".")[0]), _placed(told["places"], tensors)
+
     def _hand_on(self, end: _StageEnd) -> Handed:
         tensors, left = tree.take_out(end.given)
         tensors = [value_of(one) for one in tensors]
@@ -244,6 +262,7 @@ class PipelineParallel:
             "module": end.module,
             "arguments": _signature(left),
             "grads": [one.requires_grad for one in tensors],
+            "places": _places(*left),
         }
         return Handed(json.dumps(told).encode(), [one for one in tensors])
 
@@ -345,6 +364,26 @@ class _without_values:  # noqa: N801 - a context
         for now, before in self._noted:
             now.clear()
             now.update(before)
+
+
+def _places(args: Any, kwargs: Any) -> Any:
+    """Of one argument, a tensor or tuples of tensors: their indices in nested lists. Else None."""
+
+    def of(one: Any) -> Any:
+        if isinstance(one, tree.Place):
+            return one.index
+        if type(one) is not tuple:
+            return None
+        inner = [of(item) for item in one]
+        return None if None in inner else inner
+
+    return of(args[0]) if len(args) == 1 and not kwargs else None
+
+
+def _placed(places: Any, tensors: list[Any]) -> Any:
+    if isinstance(places, int):
+        return tensors[places]
+    return tuple(_placed(one, tensors) for one in places)
 
 
 def _autocast() -> tuple[bool, torch.dtype]:
