@@ -56,6 +56,12 @@ def device_pools():
     yield from started_pools()
 
 
+@pytest.fixture(scope="module")
+def drop_in_pools():
+    """Of their own: processes in which `import deepspeed` finds ours."""
+    yield from started_pools()
+
+
 @pytest.fixture(scope="session")
 def largest(request):
     """The largest deviations of the session by name, printed at its end."""

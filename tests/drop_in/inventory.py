@@ -17,12 +17,12 @@ deepspeed.DeepSpeedEngine x is deepspeed.runtime.engine.DeepSpeedEngine
 deepspeed.DeepSpeedConfig x({'train_batch_size': 1}).train_batch_size
 deepspeed.DeepSpeedOptimizer x()
 deepspeed.ZeROOptimizer
-deepspeed.PipelineModule ! x(layers=[])
+deepspeed.PipelineModule x(layers=[model], num_stages=1).num_pipeline_stages() == 1
 deepspeed.OnDevice x(dtype=torch.float32, device='meta').__enter__().__exit__(None, None, None)
 deepspeed.init_inference ! x(model)
 deepspeed.tp_model_init ! x(model=model, tp_size=2, dtype=torch.float32)
 deepspeed.set_autotp_mode ! x(training=True)
-deepspeed.PipelineEngine ! x()
+deepspeed.PipelineEngine issubclass(x, deepspeed.DeepSpeedEngine)
 deepspeed.DeepSpeedHybridEngine ! x()
 deepspeed.InferenceEngine ! x(model)
 deepspeed.DeepSpeedTransformerLayer ! x(None)
@@ -110,12 +110,16 @@ deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF ! x.register
 deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter ! x(None)
 deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP ! x()
 deepspeed.runtime.sequence_parallel.ulysses_sp.sequence_tiled_compute ! x()
-deepspeed.runtime.pipe.engine.PipelineEngine ! x()
-deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology ! x(1, 1, 1)
-deepspeed.pipe.PipelineModule ! x(layers=[])
-deepspeed.pipe.LayerSpec ! x(torch.nn.Linear)
-deepspeed.pipe.TiedLayerSpec ! x('a', torch.nn.Linear)
-deepspeed.pipe.ProcessTopology ! x([], [])
+deepspeed.runtime.pipe.engine.PipelineEngine x is deepspeed.PipelineEngine
+deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology x(2, 2, 2).get_dim('model')
+deepspeed.runtime.pipe.topology.PipeDataParallelTopology x(2, 3).world_size() == 6
+deepspeed.runtime.pipe.topology.PipelineParallelGrid x().get_data_parallel_world_size() == 1
+deepspeed.runtime.pipe.module.PipelineModule x is deepspeed.PipelineModule
+deepspeed.runtime.pipe.LayerSpec x is deepspeed.pipe.LayerSpec
+deepspeed.pipe.PipelineModule ! x(layers=[model], num_stages=2)
+deepspeed.pipe.LayerSpec x(torch.nn.Linear, 4, 2).build().out_features == 2
+deepspeed.pipe.TiedLayerSpec x('a', torch.nn.Linear, 4, 2, tied_weight_attr='bias').key == 'a'
+deepspeed.pipe.ProcessTopology x(['a', 'b'], [2, 3]).get_rank(a=1, b=2) == 5
 deepspeed.moe.layer.MoE ! x(4, model)
 deepspeed.moe.utils.is_moe_param x(model.weight)
 deepspeed.moe.utils.has_moe_layers x(model)

@@ -32,6 +32,7 @@ from .runtime.engine import LAMB_OPTIMIZER as LAMB_OPTIMIZER
 from .runtime.engine import DeepSpeedEngine as DeepSpeedEngine
 from .runtime.hybrid_engine import DeepSpeedHybridEngine as DeepSpeedHybridEngine
 from .runtime.lr_schedules import add_tuning_arguments as add_tuning_arguments
+from .runtime.pipe.engine import PipelineEngine as PipelineEngine
 from .runtime.pipe.module import PipelineModule as PipelineModule
 from .utils import log_dist as log_dist
 from .utils import logger as logger
@@ -44,7 +45,6 @@ __version_major__, __version_minor__, __version_patch__ = (
 __git_hash__, __git_branch__ = git_version_info.git_hash, git_version_info.git_branch
 dist = comm
 
-PipelineEngine = _absent.cls("deepspeed.PipelineEngine", "pipelines are not built yet")
 init_inference = _absent.function(
     "deepspeed.init_inference", "it trains; call the model under torch.inference_mode()"
 )

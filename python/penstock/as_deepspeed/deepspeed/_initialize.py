@@ -13,6 +13,7 @@ from penstock import ConfigError
 from .comm.comm import init_distributed
 from .git_version_info import git_hash, version
 from .runtime.engine import DeepSpeedEngine
+from .runtime.pipe.engine import PipelineEngine
 from .runtime.pipe.module import PipelineModule
 from .utils.logging import log_dist
 
@@ -36,7 +37,8 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
 
     Args:
         args: of the script; `args.deepspeed_config` is the config where no other is given.
-        model: any nn.Module, also one that was built under `zero.Init`.
+        model: any nn.Module, also one that was built under `zero.Init`; with a PipelineModule the
+            engine is a PipelineEngine.
         optimizer: a torch optimizer, or a callable that takes the parameters; default: of the
             config.
         model_parameters: parameters or groups for the config's optimizer; default: all that train.
@@ -64,7 +66,8 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
     given = _one_config(args, config, config_params)
     if dist_init_required is not False and not torch.distributed.is_initialized():
         init_distributed(distributed_port=distributed_port)
-    engine = DeepSpeedEngine(
+    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    engine = kind(
         args=args,
         model=model,
         optimizer=optimizer,
@@ -97,8 +100,8 @@ def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
         raise ConfigError(
             f"[deepspeed::initialize] model is a {type(model).__name__}, not an nn.Module"
         )
-    if isinstance(model, PipelineModule):
-        raise ConfigError("[deepspeed::initialize] pipelines are not built yet")
+    if isinstance(model, PipelineModule) and mpu is not None:
+        raise ConfigError("[deepspeed::initialize] mpu: a PipelineModule has its own, model.mpu()")
     if mesh_param is not None:
         raise ConfigError("[deepspeed::initialize] mesh_param: sequence parallelism is not built")
     for name in (

@@ -1,4 +1,4 @@
-"""Pipelines, which are not built yet."""
+"""Pipelines."""
 
 from ..runtime.pipe import LayerSpec as LayerSpec
 from ..runtime.pipe import PipelineModule as PipelineModule

@@ -29,13 +29,24 @@ class DeepSpeedConfig:
     `penstock explain --config ds_config.json` prints every value in effect.
     """
 
-    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        mpu: Any = None,
+        mesh_device: Any = None,
+        own: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`own`: sections of Penstock's config that the model says (a pipeline's); those of the
+        config come first."""
         given = as_dict(config)
         self.torch_optimizer = _of_torch(given.get("optimizer"))
         left_out = ("optimizer",) if self.torch_optimizer else ()
         kept = {key: value for key, value in given.items() if key not in left_out}
         text = json.dumps(config_file.finite(kept))
-        self.native, self.translated = config_file.translate(text)
+        stages = (own or {}).get("mesh", {}).get("pipeline", 1)
+        self.native, self.translated = config_file.translate(text, config_file.world() // stages)
+        for section, values in (own or {}).items():
+            self.native[section] = {**values, **self.native.get(section, {})}
         resolved = _penstock.Config(self.native).resolved(config_file.world())
         batch = resolved.batch
         self._param_dict = given

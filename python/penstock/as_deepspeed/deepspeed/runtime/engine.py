@@ -99,6 +99,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         global_steps, micro_steps, skipped_steps, global_samples: counted so far.
     """
 
+    _reduction = "sum"  # each loss is divided by gradient_accumulation_steps here
+
     def __init__(  # noqa: PLR0913 - as DeepSpeed's
         self,
         args: Any,
@@ -116,7 +118,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         dont_change_device: bool = False,
     ) -> None:
         super().__init__()
-        self._config = DeepSpeedConfig(config)
+        self._config = self._read(config, model)
         self.config = self._config._param_dict
         _warn_of(self._config.translated)
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
@@ -131,7 +133,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self._start(optimizer, model_parameters)
         self.lr_scheduler = self._scheduler(lr_scheduler)
         self.training_dataloader = (
-            None if training_data is None else self.deepspeed_io(training_data)
+            None if training_data is None else self._training_loader(training_data)
         )
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.global_rank = get_rank()
@@ -145,9 +147,15 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         if self._config.steps_per_print and self.basic_optimizer is not None:
             self._report()
 
+    def _read(self, config: Any, model: torch.nn.Module) -> DeepSpeedConfig:
+        return DeepSpeedConfig(config)
+
+    def _training_loader(self, dataset: Any) -> Any:
+        return self.deepspeed_io(dataset)
+
     def _start(self, given: Any, parameters: Any) -> None:
         made, native = _optimizer_of(self._config, self.module, given, parameters)
-        native["batch"] = {**native.get("batch", {}), "reduction": "sum"}
+        native["batch"] = {**native.get("batch", {}), "reduction": self._reduction}
         for param in self.module.parameters():
             before = engine_of(param)
             if before is not None:
@@ -232,6 +240,10 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
     def take_model_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Updates, counts, and steps the scheduler."""
         self.update()
+        self._count(lr_kwargs)
+
+    def _count(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """After an update: counts, the scheduler, and what is logged."""
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self._applied and self.lr_scheduler is not None:

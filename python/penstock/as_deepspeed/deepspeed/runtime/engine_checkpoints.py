@@ -76,6 +76,7 @@ class EngineCheckpoints:
     native: Any
     module: torch.nn.Module
     lr_scheduler: Any
+    dp_world_size: int
     _config: Any
 
     def save_checkpoint(
@@ -154,7 +155,7 @@ class EngineCheckpoints:
             "module": None,
             "ds_config": self._config._param_dict,
             "ds_version": version,
-            "dp_world_size": get_world_size(),
+            "dp_world_size": self.dp_world_size,
             "mp_world_size": 1,
             "lr_scheduler": None,
             "penstock": "the tensors are in *.safetensors: see checkpoint.json",

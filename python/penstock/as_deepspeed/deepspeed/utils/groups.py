@@ -1,4 +1,4 @@
-"""Groups of ranks: all of them, since there is data parallelism alone."""
+"""Groups of ranks: all of them are data ranks, unless an engine of a pipeline says others."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ import torch.distributed as dist
 from .. import _absent
 from ..comm.comm import get_rank, get_world_size
 
+mpu: Any = None  # of the last engine of a pipeline that is open
 
-def _world() -> Any:
+
+def get_data_parallel_group() -> Any:
+    if mpu is not None:
+        return mpu.get_data_parallel_group()
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group = _world
-_get_data_parallel_world_size = get_data_parallel_world_size = get_world_size
-_get_data_parallel_rank = get_data_parallel_rank = get_rank
-_get_sequence_data_parallel_world_size = get_world_size
-_get_sequence_data_parallel_rank = get_rank
+def get_data_parallel_world_size() -> int:
+    return get_world_size() if mpu is None else int(mpu.get_data_parallel_world_size())
+
+
+def get_data_parallel_rank() -> int:
+    return get_rank() if mpu is None else int(mpu.get_data_parallel_rank())
+
+
+_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_sequence_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
 
 
 def _one() -> int:

@@ -1,4 +1,4 @@
-"""Pipelines, which are not built yet."""
+"""Pipelines."""
 
 from .module import LayerSpec as LayerSpec
 from .module import PipelineModule as PipelineModule

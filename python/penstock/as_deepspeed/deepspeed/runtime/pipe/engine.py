@@ -1,5 +1,342 @@
-"""Pipelines, which are not built yet."""
+"""PipelineEngine: DeepSpeed's train_batch() and eval_batch() over Penstock's pipelines."""
 
-from ... import _absent
+from __future__ import annotations
 
-PipelineEngine = _absent.cls("deepspeed.PipelineEngine", "pipelines are not built yet")
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as _tree
+from torch.utils.data import DistributedSampler
+
+from penstock import ConfigError
+from penstock.pipeline_layers import as_inputs
+
+from ...utils import groups
+from ...utils.loaders import DeepSpeedDataLoader, RepeatingLoader
+from ..config import DeepSpeedConfig, as_dict
+from ..engine import DeepSpeedEngine, _halved
+from ..engine_settings import ROUTE_TRAIN
+from .module import PipelineError, PipelineModule
+
+# Of the config's section "pipeline": values that change nothing.
+_USUAL = {
+    "stages": ("auto",),
+    "partition": ("best",),
+    "seed_layers": (False,),
+    "pipe_partitioned": (True, False),
+    "grad_partitioned": (True, False),
+}
+
+
+class MicroBatch(dict[str, Any]):
+    """The model's inputs by name, and beside them the labels."""
+
+    def __init__(self, inputs: Any, labels: Any) -> None:
+        super().__init__(forward_input=inputs)
+        self.labels = labels
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains a PipelineModule, a whole batch at a time. Made by `deepspeed.initialize()`.
+
+    Attributes:
+        grid: this rank's place among stages and data ranks.
+        num_stages, stage_id, prev_stage, next_stage: of the pipeline, from 0; -1 before the first,
+            num_stages after the last.
+        micro_batches: of a batch.
+        data_iterator: what train_batch() takes micro-batches from.
+        agg_train_loss: the last batch's.
+    """
+
+    _reduction = "mean"  # of losses as they are
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self.data_iterator: Iterator[Any] | None = None
+        self.agg_train_loss: torch.Tensor | None = None
+        super().__init__(*args, **kwargs)
+        grid = groups.mpu = self.mpu = self.grid
+        self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
+        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
+        self.dp_world_size = grid.data_parallel_size
+        self.data_parallel_group = self.seq_data_parallel_group = grid.get_data_parallel_group()
+        self.is_pipe_parallel = self.pipeline_parallelism = grid.pipe_parallel_size > 1
+        self.is_data_parallel, self.is_model_parallel = grid.data_parallel_size > 1, False
+        self.micro_batches = self.gradient_accumulation_steps()
+        self.micro_batch_size = self.train_micro_batch_size_per_gpu()
+        if self.training_dataloader is not None:
+            self.set_dataloader(self.training_dataloader)
+
+    # ---- set-up
+
+    def _read(self, config: Any, model: Any) -> DeepSpeedConfig:
+        assert isinstance(model, PipelineModule)
+        self.grid = model.mpu()
+        given = as_dict(config)
+        kept = {key: value for key, value in given.items() if key != "pipeline"}
+        own = _settings(model, given)
+        made = DeepSpeedConfig(kept, own=own)
+        made._param_dict = given
+        parallel = made.native["parallel"]
+        if parallel.get("virtual_stages", 1) > 1:
+            if model.seed_layers:
+                raise ConfigError(
+                    "[deepspeed::initialize] seed_layers: not with parallel.virtual_stages"
+                )
+            if parallel["stages"] == own["parallel"]["stages"]:
+                del parallel["stages"]  # the engine cuts them
+        if made.gradient_accumulation_steps < model.num_stages:
+            parallel.setdefault("schedule", "gpipe")
+        return made
+
+    def _training_loader(self, dataset: Any) -> Any:
+        """One that begins again where it ends, in the dataset's order."""
+        return RepeatingLoader(self.deepspeed_io(dataset, data_sampler=self._sampler(dataset)))
+
+    def _sampler(self, dataset: Any, shuffle: bool = False) -> Any:
+        """This data rank's samples, the same on all stages."""
+        size, rank = self.grid.data_parallel_size, self.grid.data_parallel_id
+        return DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle)
+
+    def deepspeed_io(  # noqa: PLR0913 - as DeepSpeed's
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = ROUTE_TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader over this data rank's samples of a dataset."""
+        if data_sampler is None:
+            data_sampler = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
+        return super().deepspeed_io(
+            dataset, batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers
+        )
+
+    # ---- data
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """From now on micro-batches come from its iterator."""
+        self.training_dataloader, self.data_iterator = loader, iter(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """From now on micro-batches, (inputs, labels), come from it. The first stage uses the
+        inputs, the last one the labels; those between need none."""
+        self.training_dataloader, self.data_iterator = None, iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """fn(batch) -> (inputs, labels) is called on what the iterator gives."""
+        self.batch_fn = fn
+
+    def _micro_batches(self, iterator: Iterator[Any] | None) -> Iterator[MicroBatch]:
+        if iterator is None and not (self.is_first_stage() or self.is_last_stage()):
+            return itertools.repeat(MicroBatch(None, None))
+        if not hasattr(iterator, "__next__"):
+            raise ConfigError(
+                f"[deepspeed::train_batch] the data iterator is a {type(iterator).__name__}: the "
+                f"first and the last stage need an iterator, iter(loader); or training_data, "
+                f"set_dataloader()"
+            )
+        assert iterator is not None
+        return map(self._micro_batch, iterator)
+
+    def _micro_batch(self, batch: Any) -> MicroBatch:
+        given = batch if self.batch_fn is None else self.batch_fn(batch)
+        needed = 1 if self.module.loss_fn is None else 2
+        if not isinstance(given, (tuple, list)) or len(given) < needed:
+            raise ConfigError(
+                f"[deepspeed::train_batch] a micro-batch is a {type(given).__name__}; allowed: a "
+                f"tuple (inputs, labels). set_batch_fn() makes one of what the iterator gives"
+            )
+        unused = given[0] is None and not self.is_first_stage()
+        inputs = None if unused else as_inputs(given[0])  # an error on every stage alike
+        if self._auto_cast:
+            inputs = _tree.tree_map(_halved, inputs)
+        labels = given[1] if len(given) > 1 else None
+        return MicroBatch(inputs, tuple(labels) if isinstance(labels, list) else labels)
+
+    # ---- training
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Forwards, backwards and the step of `gradient_accumulation_steps` micro-batches.
+
+        Args:
+            data_iter: from now on gives the micro-batches, (inputs, labels), the same on the first
+                and the last stage of a pipeline; None between them. Default: the one that was set,
+                or that of `training_data`.
+
+        Returns:
+            The mean loss over micro-batches and data ranks, [] fp32 on the CPU, on every rank.
+
+        Raises:
+            StopIteration: there is no micro-batch any more.
+            ConfigError: no iterator; no optimizer; gradients are off.
+            RuntimeFault: an iterator that ends within a batch; see penstock.Engine.train_batch().
+        """
+        if not torch.is_grad_enabled():
+            raise PipelineError(
+                "[deepspeed::train_batch] gradients are off (torch.no_grad): call eval_batch()"
+            )
+        if self.basic_optimizer is None:
+            raise ConfigError(
+                "[deepspeed::train_batch] the engine was initialized without an optimizer"
+            )
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self.module.train()
+        before = self.native.steps
+        loss: torch.Tensor = self.native.train_batch(
+            self._micro_batches(self.data_iterator), self._loss_of
+        )
+        self._applied = self.native.steps > before
+        self.last_step_overflowed = not self._applied
+        self._count()
+        self.micro_steps += self.micro_batches
+        self.agg_train_loss = loss
+        return loss
+
+    def _loss_of(self, outputs: Any, part: MicroBatch) -> Any:
+        loss_fn: Any = self.module.loss_fn
+        return outputs if loss_fn is None else loss_fn(outputs, part.labels)
+
+    def eval_batch(  # noqa: PLR0913 - as DeepSpeed's
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forwards alone, without gradients and with the model in eval mode.
+
+        Args:
+            data_iter: gives the micro-batches, as of train_batch().
+            return_logits: the last micro-batch's outputs are returned, too.
+            compute_loss: False: what is reduced and returned is outputs.
+            reduce_output: "avg": the mean over micro-batches and data ranks; None: a list of what
+                this data rank has of each micro-batch.
+            bcast_loss: a mean loss is returned on every rank, not by the last stage alone.
+            num_micro_batches: default: those of a batch.
+
+        Returns:
+            The mean or list, None on other stages than the last unless it is a mean loss; with
+            `return_logits` a pair of it and of the outputs (None on other stages).
+
+        Raises:
+            ConfigError: outputs to be averaged over data ranks; a list to be broadcast.
+        """
+        self._check_eval(compute_loss, reduce_output, bcast_loss)
+        outputs: list[Any] = []
+        losses: list[torch.Tensor] = []
+
+        def loss_of(made: Any, part: MicroBatch) -> torch.Tensor:
+            outputs.append(made)
+            loss = self._loss_of(made, part) if compute_loss else torch.zeros(())
+            losses.append(loss)
+            return loss
+
+        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        mean = self.native.eval_batch(self._micro_batches(data_iter), loss_of, parts=count)
+        made: Any = None
+        if compute_loss and reduce_output is not None:
+            made = mean if bcast_loss or self.is_last_stage() else None
+        elif self.is_last_stage():
+            kept = losses if compute_loss else outputs
+            made = kept if reduce_output is None else _mean(kept)
+        logits = outputs[-1] if outputs and self.is_last_stage() else None
+        return (made, logits) if return_logits else made
+
+    def _check_eval(self, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> None:
+        if reduce_output is not None and str(reduce_output).lower() != "avg":
+            raise ConfigError(
+                f'[deepspeed::eval_batch] reduce_output is {reduce_output!r}; allowed: "avg", None'
+            )
+        if compute_loss and bcast_loss and reduce_output is None:
+            raise ConfigError(
+                "[deepspeed::eval_batch] reduce_output=None gives a list of losses, which is not "
+                "broadcast: pass bcast_loss=False"
+            )
+        if not compute_loss and reduce_output is not None and self.is_data_parallel:
+            raise ConfigError(
+                "[deepspeed::eval_batch] outputs are not averaged over data ranks: pass "
+                "reduce_output=None"
+            )
+
+    # ---- stages
+
+    def is_first_stage(self) -> bool:
+        return bool(self.grid.is_first_stage)
+
+    def is_last_stage(self) -> bool:
+        return bool(self.grid.is_last_stage)
+
+    # ---- what a pipeline has not
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises PipelineError: train_batch() and eval_batch() run all stages."""
+        raise PipelineError("[deepspeed::forward] only train_batch() and eval_batch() are there")
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises PipelineError: see forward()."""
+        raise PipelineError("[deepspeed::backward] only train_batch() and eval_batch() are there")
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Raises PipelineError: see forward()."""
+        raise PipelineError("[deepspeed::step] only train_batch() and eval_batch() are there")
+
+    update = take_model_step = step
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Raises PipelineError, unless it is the same."""
+        self._same("set_train_batch_size", train_batch_size, self.train_batch_size())
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Raises PipelineError, unless it is the same."""
+        self._same("set_gradient_accumulation_steps", steps, self.gradient_accumulation_steps())
+
+    def _same(self, call: str, given: int, now: int) -> None:
+        if given != now:
+            raise PipelineError(
+                f"[deepspeed::{call}] it is {now} from initialize() on: a pipeline's schedule is "
+                f"of so many micro-batches"
+            )
+
+    def destroy(self) -> None:
+        """As the engine's; groups are those of all ranks again."""
+        if groups.mpu is self.grid:
+            groups.mpu = None
+        super().destroy()
+
+
+def _settings(model: PipelineModule, given: dict[str, Any]) -> dict[str, Any]:
+    """Penstock's settings for the stages, after the config's sections "pipeline" and "penstock"."""
+    section = given.get("pipeline") or {}
+    asked = ((given.get("penstock") or {}).get("mesh") or {}).get("pipeline", model.num_stages)
+    if asked != model.num_stages:
+        raise ConfigError(
+            f"[deepspeed::initialize] the config has mesh.pipeline {asked}, and the "
+            f"PipelineModule {model.num_stages} stages"
+        )
+    for key, value in section.items():
+        allowed = _USUAL.get(key, ()) + {"stages": (model.num_stages,)}.get(key, ())
+        if key == "activation_checkpoint_interval":
+            if value:
+                model.activation_checkpoint_interval = value
+        elif value is not None and value not in allowed and value != model.__dict__.get(key):
+            raise ConfigError(
+                f'[deepspeed::initialize] "pipeline.{key}" is {value!r}; allowed: '
+                f"{', '.join(map(repr, allowed)) or 'no such key'} (the PipelineModule has its own)"
+            )
+    return model.pipeline_settings()
+
+
+def _mean(outputs: list[Any]) -> Any:
+    """Of tensors, or of tuples of tensors, over micro-batches."""
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.stack(list(outputs)).mean(0)
+    return [torch.stack(list(parts)).mean(0) for parts in zip(*outputs, strict=True)]

@@ -1,10 +1,187 @@
-"""Pipelines, which are not built yet: the classes raise where they are made."""
+"""PipelineModule: a list of layers, of which each rank of a pipeline computes some."""
 
-import torch
+from __future__ import annotations
 
-from ... import _absent
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-_LATER = "pipelines are not built yet"
-PipelineModule = _absent.cls("deepspeed.pipe.PipelineModule", _LATER, (torch.nn.Module,))
-LayerSpec = _absent.cls("deepspeed.pipe.LayerSpec", _LATER)
-TiedLayerSpec = _absent.cls("deepspeed.pipe.TiedLayerSpec", _LATER)
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import nn
+
+from penstock import ConfigError, pipeline_layers
+from penstock.pipeline_layers import LayerSpec as LayerSpec
+from penstock.pipeline_layers import TiedLayerSpec as TiedLayerSpec
+
+from ...comm.comm import get_world_size, init_distributed
+from ..activation_checkpointing import checkpointing
+from ..utils import set_random_seed
+from .topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+
+_Loss = Callable[[Any, Any], torch.Tensor]
+_KNOWN = (
+    checkpointing.checkpoint,
+    checkpointing.non_reentrant_checkpoint,
+    torch.utils.checkpoint.checkpoint,
+)
+
+
+class PipelineError(ConfigError):  # type: ignore[misc]
+    """A call that a pipeline has not."""
+
+
+class PipelineModule(pipeline_layers.PipelineLayers):
+    """Layers for `initialize()`, which makes a PipelineEngine of them. All ranks make it together.
+
+    The whole model is built on every rank and is an ordinary module until then. What one layer
+    returns, a tensor or a tuple, is the one argument of the next.
+
+    Args:
+        layers: modules, LayerSpec, TiedLayerSpec, functions of one argument.
+        num_stages: ranks of a pipeline; the others are data ranks. Or:
+        topology: axes "pipe" and "data", in this order; "model" must be 1.
+        loss_fn: loss_fn(outputs, labels) -> []; default: the last layer returns the loss.
+        seed_layers: torch is seeded before each layer is built and runs.
+        seed_fn: seed_fn(seed) does it; default: Python, NumPy and torch.
+        base_seed: the first of the seeds.
+        partition_method: "parameters", "uniform" or "type:REGEX".
+        activation_checkpoint_interval: above 0 each layer with parameters is computed again in
+            backward.
+        activation_checkpoint_func: one of DeepSpeed's or torch's: the engine does it itself.
+        checkpointable_layers: must be None: all layers with parameters are.
+        dynamic_shape: accepted: shapes may change always.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+
+    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: _Loss | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], None] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            init_distributed()
+        topology = _topology(topology, num_stages)
+        self.seed_layers, self.base_seed = seed_layers, base_seed
+        self.seed_fn = seed_fn or set_random_seed
+        self.micro_offset = 0
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = checkpointable_layers
+        self._check_checkpointing()
+        super().__init__(layers, topology.get_dim("pipe"), partition_method)
+        self._loss: tuple[_Loss | None] = (_checked_loss(loss_fn),)  # a module in it is not ours
+        self.dynamic_shape = dynamic_shape
+        self._grid = PipelineParallelGrid(topology)
+
+    @property
+    def loss_fn(self) -> _Loss | None:
+        return self._loss[0]
+
+    @loss_fn.setter
+    def loss_fn(self, given: _Loss | None) -> None:
+        self._loss = (_checked_loss(given),)
+
+    def topology(self) -> ProcessTopology:
+        return self.mpu().topology()
+
+    def mpu(self) -> PipelineParallelGrid:
+        """This rank's place among stages and data ranks."""
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        return self.num_stages
+
+    def pipeline_settings(self) -> dict[str, Any]:
+        self._check_checkpointing()
+        made = super().pipeline_settings()
+        if self.activation_checkpoint_interval > 0:
+            made["activations"] = {"checkpoint": "unit"}
+        return made
+
+    def forward(self, forward_input: Any) -> Any:
+        """All layers one after the other; an engine computes this rank's of them."""
+        self.micro_offset += 1
+        return super().forward(forward_input)
+
+    def _check_checkpointing(self) -> None:
+        """Raises ConfigError: activations that are to be kept as only DeepSpeed does it."""
+        interval, function = self.activation_checkpoint_interval, self.activation_checkpoint_func
+        if interval < 0:
+            raise ConfigError(
+                f"[deepspeed::PipelineModule] activation_checkpoint_interval is {interval}; "
+                f"allowed: 0 or more"
+            )
+        if interval > 0 and getattr(function, "func", function) not in _KNOWN:  # or a partial
+            raise ConfigError(
+                "[deepspeed::PipelineModule] activation_checkpoint_func is a function of yours: "
+                "the engine computes layers again itself; leave it out, or call it in the layers"
+            )
+        if interval > 0 and self.checkpointable_layers is not None:
+            raise ConfigError(
+                "[deepspeed::PipelineModule] checkpointable_layers is not supported: all layers "
+                "with parameters are computed again"
+            )
+
+    def _built_layer(self, given: Any, index: int, builder: Any) -> Any:
+        if self.seed_layers:
+            self.seed_fn(self.base_seed + index)
+        return super()._built_layer(given, index, builder)
+
+    def _before_layer(self, index: int) -> None:
+        if self.seed_layers:
+            self.seed_fn(self.base_seed * (self.micro_offset + 1) + index)
+
+
+def _topology(given: ProcessTopology | None, num_stages: int | None) -> ProcessTopology:
+    """Axes "pipe" and "data" of all ranks, the pipeline outermost, as the engine has them."""
+    world = get_world_size()
+    if given is None and num_stages is None:
+        raise ConfigError("[deepspeed::PipelineModule] give num_stages or topology")
+    if given is None:
+        assert num_stages is not None
+        if not isinstance(num_stages, int) or num_stages < 1 or world % num_stages:
+            raise ConfigError(
+                f"[deepspeed::PipelineModule] num_stages is {num_stages!r}; allowed: a divisor of "
+                f"the number of ranks, {world}"
+            )
+        return PipeDataParallelTopology(num_stages, world // num_stages)
+    stages, data = given.get_dim("pipe"), max(1, given.get_dim("data"))
+    if stages == 0 or (num_stages is not None and num_stages != stages):
+        raise ConfigError(
+            f'[deepspeed::PipelineModule] num_stages is {num_stages}, and axis "pipe" of the '
+            f"topology has {stages} ranks"
+        )
+    if given.get_dim("model") > 1 or stages * data != given.world_size():
+        raise ConfigError(
+            f"[deepspeed::PipelineModule] the topology has axes {given.axes} of {given.dims} "
+            f"ranks: only pipelines and data parallelism go together here, since layers that an "
+            f"mpu has sliced are not the engine's (its own are mesh.tensor, docs/parallel.md)"
+        )
+    if stages > 1 and data > 1 and given.axes.index("pipe") > given.axes.index("data"):
+        raise ConfigError(
+            f'[deepspeed::PipelineModule] the topology has axes {given.axes}: "pipe" must be '
+            f'before "data"'
+        )
+    return given
+
+
+def _checked_loss(given: Any) -> Any:
+    if isinstance(given, nn.Module) and next(given.parameters(), None) is not None:
+        raise ConfigError(
+            f"[deepspeed::PipelineModule] loss_fn is a {type(given).__name__} with parameters, "
+            f"which no stage would train: make it the last of the layers"
+        )
+    return given

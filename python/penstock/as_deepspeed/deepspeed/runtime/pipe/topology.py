@@ -1,9 +1,210 @@
-"""Axes of ranks, for pipelines, which are not built yet."""
+"""Axes of ranks: which rank is where in a pipeline, and who is with it on an axis."""
 
-from ... import _absent
+from __future__ import annotations
 
-_LATER = "pipelines are not built yet"
-ProcessTopology = _absent.cls("deepspeed.pipe.ProcessTopology", _LATER)
-PipeModelDataParallelTopology = _absent.cls("PipeModelDataParallelTopology", _LATER)
-PipeDataParallelTopology = _absent.cls("PipeDataParallelTopology", _LATER)
-PipelineParallelGrid = _absent.cls("PipelineParallelGrid", _LATER)
+import collections
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock import ConfigError
+
+from ...comm.comm import get_rank, get_world_size
+
+
+class ProcessTopology:
+    """Ranks as an array of named axes, the first the outermost.
+
+    Args:
+        axes: names, such as ["pipe", "data"].
+        dims: ranks along each.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if len(axes) != len(dims) or len(set(axes)) < len(axes) or any(one < 1 for one in dims):
+            raise ConfigError(
+                f"[deepspeed::ProcessTopology] axes {list(axes)} and dims {list(dims)}: a size of "
+                f"1 or more is needed for each of different names"
+            )
+        self.axes, self.dims = list(axes), list(dims)
+        made: Any = collections.namedtuple  # of names that are known here
+        self.ProcessCoord = made("ProcessCoord", self.axes)
+        places = itertools.product(*(range(size) for size in self.dims))
+        self.mapping: dict[Any, int] = {
+            self.ProcessCoord(*place): rank for rank, place in enumerate(places)
+        }
+        self._places = list(self.mapping)
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """The rank at a place: all axes are given."""
+        if set(coord_kwargs) != set(self.axes):
+            raise ConfigError(
+                f"[deepspeed::get_rank] axes {sorted(coord_kwargs)} are given; all of {self.axes} "
+                f"are needed (filter_match() takes some)"
+            )
+        key = self.ProcessCoord(**coord_kwargs)
+        if key not in self.mapping:
+            raise ConfigError(f"[deepspeed::get_rank] {key} is outside of {self.dims}")
+        return self.mapping[key]
+
+    def get_axis_names(self) -> list[str]:
+        return self.axes
+
+    def get_rank_repr(
+        self,
+        rank: int,
+        omit_axes: Sequence[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
+    ) -> str:
+        """A text of a rank's place for names of files: "model_00"."""
+        place = self.get_coord(rank)
+        return outer_sep.join(
+            f"{axis}{inner_sep}{getattr(place, axis):02d}"
+            for axis in self.axes
+            if axis not in omit_axes
+        )
+
+    def get_dim(self, axis: str) -> int:
+        """Ranks along an axis; 0 where there is no such axis."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """A rank's place, a named tuple."""
+        if not 0 <= rank < len(self._places):
+            raise ConfigError(f"[deepspeed::get_coord] rank {rank} of {len(self._places)}")
+        return self._places[rank]
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The groups of ranks whose places differ along this axis alone; [] without the axis."""
+        if axis not in self.axes:
+            return []
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        at = self.axes.index(axis)
+        for place, rank in self.mapping.items():
+            groups.setdefault((*place[:at], *place[at + 1 :]), []).append(rank)
+        return list(groups.values())
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """The ranks whose places have these values."""
+        return [
+            rank
+            for place, rank in self.mapping.items()
+            if all(getattr(place, axis) == value for axis, value in filter_kwargs.items())
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at one place of an axis."""
+        return self.filter_match(**{axis: idx})
+
+    def world_size(self) -> int:
+        return len(self._places)
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages, and data ranks of each."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages, data ranks of each, and ranks of tensor parallelism."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """This rank's place in a topology, and its groups. All ranks make it together.
+
+    Args:
+        topology: of axes "pipe" and "data" (and "model" of 1); default: data ranks alone.
+        process_group: accepted: all ranks.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
+        self.global_rank, self.world_size = get_rank(), get_world_size()
+        self._topo = topology or PipeDataParallelTopology(1, self.world_size)
+        if self._topo.world_size() != self.world_size:
+            raise ConfigError(
+                f"[deepspeed::PipelineParallelGrid] the topology has {self._topo.world_size()} "
+                f"ranks, and there are {self.world_size}"
+            )
+        self.pipe_parallel_size = max(1, self._topo.get_dim("pipe"))
+        self.data_parallel_size = max(1, self._topo.get_dim("data"))
+        self.model_parallel_size = self.slice_parallel_size = max(1, self._topo.get_dim("model"))
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self.pp_group, self.pp_proc_group = self._group("pipe")
+        self.dp_group, self.dp_proc_group = self._group("data")
+        self.slice_group, self.slice_proc_group = self._group("model")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelGrid:
+        return self  # groups are not copied
+
+    def _group(self, axis: str) -> tuple[list[int], Any]:
+        """The ranks along an axis, this one's among them, and their process group."""
+        own, group = [self.global_rank], None
+        for ranks in self._topo.get_axis_comm_lists(axis) or [[r] for r in range(self.world_size)]:
+            made = dist.new_group(ranks) if dist.is_initialized() else None
+            if self.global_rank in ranks:
+                own, group = ranks, made
+        return own, group
+
+    def _at(self, axis: str) -> int:
+        return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
+
+    def get_stage_id(self) -> int:
+        return self._at("pipe")
+
+    def get_data_parallel_id(self) -> int:
+        return self._at("data")
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank that has another stage at this place."""
+        place = self._topo.get_coord(self.global_rank)._asdict()
+        return self._topo.get_rank(**{**place, **kwargs, "pipe": stage_id})
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        return self.pp_proc_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.dp_proc_group
+
+    def get_model_parallel_rank(self) -> int:
+        return self._at("model")
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.model_parallel_size
+
+    def get_model_parallel_group(self) -> Any:
+        return self.slice_proc_group
+
+    get_slice_parallel_rank = get_model_parallel_rank
+    get_slice_parallel_world_size = get_model_parallel_world_size
+    get_slice_parallel_group = get_model_parallel_group
