@@ -1,5 +1,5 @@
-"""Every way in which ranks may compute one model together, and what plain torch in one process makes
-of the same batches. The cases of test_meshes.py."""
+"""Every way in which ranks may compute one model together, and what plain torch in one process
+makes of the same batches. The cases of test_meshes.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checkpoints from any mesh to any mesh: the same weights to the last bit, and the next step.
 
-`pytest tests/parity/test_mesh_checkpoints.py --full` loads each of the layouts with each; without it
-each is loaded with some.
+`pytest tests/parity/test_mesh_checkpoints.py --full` loads each of the layouts with each; without
+it each is loaded with some.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Stories drawn at random: a mesh, a strategy, a model, and what a user does around training, beside
-plain torch in one process which does the same.
+"""Stories drawn at random: a mesh, a strategy, a model, and what a user does around training,
+beside plain torch in one process which does the same.
 
 `pytest tests/parity/test_mesh_stories.py --seeds 0-500` runs those; a story is a pure function of
 its seed.
@@ -31,7 +31,7 @@ DEEDS = ["train"] * 5 + [
     "write",
     "one",
     "state",
-    "state dict",
+    "state_dict",
     "lr",
     "save",
     "load",
@@ -102,47 +102,54 @@ class Plain:
                     loss.backward()
         return total
 
-    def do(self, deed: str, number: int) -> Any:
-        params = dict(self.model.named_parameters())
-        if deed == "train":
-            loss = self.losses(number, True)
-            if self.story.clip:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.story.clip)
-            for one in params.values():  # of what no batch came by: engines take it as zero
-                if one.requires_grad and one.grad is None:
-                    one.grad = torch.zeros_like(one)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            return loss
-        if deed == "eval":
-            self.model.eval()
-            with torch.no_grad():
-                loss = self.losses(number, False)
-            self.model.train()
-            return loss
-        if deed == "write":
-            with torch.no_grad():
-                for one in params.values():
-                    one.mul_(1.01)
-        if deed == "lr":
-            for group in self.optimizer.param_groups:
-                group["lr"] *= 0.7
-        if deed == "save":
-            self.saved = (
-                {name: one.detach().clone() for name, one in params.items()},
-                self._copied(self.optimizer.state_dict()),
-            )
-        if deed == "load":
-            with torch.no_grad():
-                for name, one in params.items():
-                    one.copy_(self.saved[0][name])
-            self.optimizer.load_state_dict(self._copied(self.saved[1]))
-        if deed in ("look", "state dict", "load", "write"):
-            return {name: one.detach().clone() for name, one in params.items()}
-        return self.one(params, number) if deed in ("one", "state") else None
+    def weights(self, _number: int = 0) -> dict[str, torch.Tensor]:
+        return {name: one.detach().clone() for name, one in self.model.named_parameters()}
 
-    def one(self, params: Any, number: int) -> torch.Tensor:
-        return chosen(params, number)[1].detach().clone()
+    look = state_dict = weights
+
+    def train(self, number: int) -> float:
+        loss = self.losses(number, True)
+        if self.story.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.story.clip)
+        for one in self.model.parameters():  # which no batch came by: engines take it as zero
+            if one.requires_grad and one.grad is None:
+                one.grad = torch.zeros_like(one)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def eval(self, number: int) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            loss = self.losses(number, False)
+        self.model.train()
+        return loss
+
+    def write(self, _number: int) -> Any:
+        with torch.no_grad():
+            for one in self.model.parameters():
+                one.mul_(1.01)
+        return self.weights()
+
+    def lr(self, _number: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.7
+
+    def save(self, _number: int) -> None:
+        self.saved = self.weights(), self._copied(self.optimizer.state_dict())
+
+    def load(self, _number: int) -> Any:
+        with torch.no_grad():
+            for name, one in self.model.named_parameters():
+                one.copy_(self.saved[0][name])
+        self.optimizer.load_state_dict(self._copied(self.saved[1]))
+        return self.weights()
+
+    def one(self, number: int) -> torch.Tensor:
+        made: torch.Tensor = chosen(self.model, number).detach().clone()
+        return made
+
+    state = one
 
     @staticmethod
     def _copied(state: Any) -> Any:
@@ -153,9 +160,9 @@ class Plain:
         return {"state": clone, "param_groups": [dict(one) for one in state["param_groups"]]}
 
 
-def chosen(params: dict[str, Any], number: int) -> tuple[str, Any]:
-    """One parameter that trains."""
-    trains = [(name, one) for name, one in params.items() if one.requires_grad]
+def chosen(model: nn.Module, number: int) -> Any:
+    """A parameter that trains."""
+    trains = [one for one in model.parameters() if one.requires_grad]
     return trains[number % len(trains)]
 
 
@@ -169,35 +176,48 @@ class Ours:
         self.model = story.model()
         self.engine = penstock.initialize(self.model, story.config(path))
 
-    def do(self, deed: str, number: int) -> Any:
-        engine, params = self.engine, dict(self.model.named_parameters())
-        if deed == "train":
-            return float(engine.train_batch(meshes.parts_of(self.case, number, engine.data_rank)))
-        if deed == "eval":
-            return float(engine.eval_batch(meshes.parts_of(self.case, number, engine.data_rank)))
-        if deed == "write":
-            with engine.gathered(write=True):
-                if dist.get_rank() == 0:
-                    for one in params.values():
-                        one.data.mul_(1.01)
-        if deed == "lr":
-            for group in engine.optimizer.param_groups:
-                group["lr"] *= 0.7
-        if deed == "save":
-            engine.save(self.path, "saved")
-        if deed == "load":
-            engine.load(self.path, "saved")
-        if deed in ("look", "write", "load"):
-            with engine.gathered():
-                return {name: one.detach().clone() for name, one in params.items()}
-        if deed == "state dict":
-            whole = engine.state_dict(rank0_only=False)
-            return {name: whole[name] for name in params}
-        if deed == "one":
-            _, one = chosen(params, number)
-            with engine.gathered([one]):
-                return one.detach().clone()
-        return engine.param_state(chosen(params, number)[1], "param") if deed == "state" else None
+    def train(self, number: int) -> float:
+        engine = self.engine
+        return float(engine.train_batch(meshes.parts_of(self.case, number, engine.data_rank)))
+
+    def eval(self, number: int) -> float:
+        engine = self.engine
+        return float(engine.eval_batch(meshes.parts_of(self.case, number, engine.data_rank)))
+
+    def look(self, _number: int = 0) -> Any:
+        with self.engine.gathered():
+            return {name: one.detach().clone() for name, one in self.model.named_parameters()}
+
+    def write(self, _number: int) -> Any:
+        with self.engine.gathered(write=True):
+            if dist.get_rank() == 0:
+                for one in self.model.parameters():
+                    one.data.mul_(1.01)
+        return self.look()
+
+    def lr(self, _number: int) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] *= 0.7
+
+    def save(self, _number: int) -> None:
+        self.engine.save(self.path, "saved")
+
+    def load(self, _number: int) -> Any:
+        self.engine.load(self.path, "saved")
+        return self.look()
+
+    def state_dict(self, _number: int) -> Any:
+        whole = self.engine.state_dict(rank0_only=False)
+        return {name: whole[name] for name, _ in self.model.named_parameters()}
+
+    def one(self, number: int) -> torch.Tensor:
+        one = chosen(self.model, number)
+        with self.engine.gathered([one]):
+            made: torch.Tensor = one.detach().clone()
+        return made
+
+    def state(self, number: int) -> Any:
+        return self.engine.param_state(chosen(self.model, number), "param")
 
 
 def far(ours: Any, theirs: Any) -> float:
@@ -215,9 +235,9 @@ def live(seed: int, path: str) -> dict[str, Any]:
     plain = Plain(story) if dist.get_rank() == 0 else None
     apart = []
     for number, deed in enumerate(story.deeds):
-        made = ours.do(deed, number)
+        made = getattr(ours, deed)(number)
         if plain is not None:
-            apart.append((deed, far(made, plain.do(deed, number))))
+            apart.append((deed, far(made, getattr(plain, deed)(number))))
     ours.engine.close()
     if plain is not None:
         theirs = dict(plain.model.named_parameters())
