@@ -17,16 +17,22 @@ namespace {
 // What a rank has received: its unit, the micro-batch, forward or backward.
 using Arrival = std::tuple<int, int, Role>;
 
+int64_t numel(const UnitDesc& unit, bool trained_only = false) {
+  int64_t sum = 0;
+  for (const FlatDesc& flat : unit.flats) sum += flat.trainable || !trained_only ? flat.numel : 0;
+  return sum;
+}
+
 class RankReplay {
  public:
   RankReplay(const Plan& plan, const Table& table, const ModelDesc& part, const Mesh& mesh,
-             const Machine& machine, double tokens)
+             const Machine& machine, const std::vector<UnitWork>& work)
       : plan_(plan),
         table_(table.on(mesh)),
         part_(part),
         mesh_(mesh),
         machine_(machine),
-        tokens_(tokens),
+        work_(work),
         bytes_(bytes_by_line(plan, table, part, mesh)),
         params_there_(part.units.size(), 0) {
     for (const UnitDesc& unit : part.units) total_ += numel(unit);
@@ -80,12 +86,6 @@ class RankReplay {
   std::string where() const { return plan_.steps[next_].text(); }
 
  private:
-  static int64_t numel(const UnitDesc& unit, bool trained_only = false) {
-    int64_t sum = 0;
-    for (const FlatDesc& flat : unit.flats) sum += flat.trainable || !trained_only ? flat.numel : 0;
-    return sum;
-  }
-
   static Arrival key_of(const Step& step) { return {step.units[0], step.micro, step.role}; }
 
   double on_links() {
@@ -145,20 +145,41 @@ class RankReplay {
     const auto came = arrived_.find({unit, step.micro, forward ? Role::kAct : Role::kGrad});
     if (came != arrived_.end()) begin = std::max(begin, came->second);
     const UnitDesc& desc = part_.units[unit];
-    const auto params = static_cast<double>(numel(desc));
-    const auto trained = static_cast<double>(numel(desc, true));
-    const double again = desc.recomputed ? params : 0;
-    const double multiplied = forward ? params : params + trained + again;
-    const double takes = 2 * multiplied * tokens_ / machine_.flops;
+    const UnitWork& work = work_[unit];
+    double takes = seconds(forward ? work.forward : work.backward);
+    if (!forward && desc.recomputed) {
+      takes += seconds(work.forward);
+      if (desc.split == TensorSplit::kRow) takes += sum_seconds(unit);
+    }
     issued_ = begin;
-    compute_ = begin + takes;
-    passes_ = compute_;
-    rank_.busy += takes;
-    held_ += (forward ? params : -params) / static_cast<double>(total_);
+    compute_ = begin;
+    occupy(takes);
+    const auto share = static_cast<double>(numel(desc)) / static_cast<double>(total_);
+    held_ += forward ? share : -share;
     rank_.most_held = std::max(rank_.most_held, held_);
   }
 
+  void occupy(double takes) {
+    compute_ += takes;
+    passes_ = compute_;
+    rank_.busy += takes;
+  }
+
+  double seconds(const UnitWork::Pass& pass) const {
+    return pass.flops / machine_.flops + pass.memory_bytes / machine_.device_memory;
+  }
+
+  // As a ring does it.
+  double sum_seconds(int unit) {
+    const double size = mesh_.size(Axis::kTensor);
+    const double bytes = 2 * (size - 1) / size * work_[unit].summed_bytes;
+    rank_.sent["local"] += static_cast<int64_t>(bytes);
+    return bytes / machine_.local;
+  }
+
   void move(const Step& step) {
+    const bool sums = step.moves.front().kind == MoveKind::kAllReduce;
+    if (step.role == Role::kAct && sums) return occupy(sum_seconds(step.units[0]));
     const double takes = on_links();
     if (step.role == Role::kParam) {
       gather_ = std::max(gather_, issued_) + takes;
@@ -175,7 +196,7 @@ class RankReplay {
   const ModelDesc& part_;
   const Mesh mesh_;
   const Machine machine_;
-  const double tokens_;
+  const std::vector<UnitWork>& work_;
   const LineBytes bytes_;
   int64_t total_ = 0;
   size_t next_ = 0;
@@ -201,14 +222,24 @@ double Timeline::bubble() const {
   return busy > 0 ? idle / busy : 0;
 }
 
+std::vector<UnitWork> work_of(const ModelDesc& model, double tokens) {
+  std::vector<UnitWork> work;
+  for (const UnitDesc& unit : model.units) {
+    const auto params = static_cast<double>(numel(unit));
+    const auto trained = static_cast<double>(numel(unit, true));
+    work.push_back({{2 * params * tokens}, {2 * (params + trained) * tokens}});
+  }
+  return work;
+}
+
 Timeline replay(const std::vector<Plan>& plans, const Table& table, const ModelDesc& model,
-                const Mesh& mesh, const Machine& machine, double tokens) {
+                const Mesh& mesh, const Machine& machine, const std::vector<UnitWork>& work) {
   const auto num_ranks = static_cast<int>(plans.size());
   std::vector<ModelDesc> parts;
   for (int rank = 0; rank < num_ranks; ++rank) parts.push_back(part(model, num_ranks, rank));
   std::vector<RankReplay> ranks;
   for (int rank = 0; rank < num_ranks; ++rank) {
-    ranks.emplace_back(plans[rank], table, parts[rank], mesh, machine, tokens);
+    ranks.emplace_back(plans[rank], table, parts[rank], mesh, machine, work);
   }
   using Stop = RankReplay::Stop;
   std::vector<Stop> stops(plans.size(), Stop::kReceive);

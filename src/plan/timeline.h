@@ -1,8 +1,8 @@
 #pragma once
 // Timeline: when all ranks of a pipeline do what, from their plans. A line begins when what it
 // needs has ended and its lane is free; a rank has lanes that compute, gather, reduce and update,
-// and one to send to either side. Nobody is late, links do not share, and sums of activations over
-// tensor ranks cost nothing: their bytes are not in the model's description.
+// and one to send to either side. Nobody is late, and links do not share. What is computed waits
+// for sums of activations over tensor ranks.
 #include <cstdint>
 #include <map>
 #include <string>
@@ -14,9 +14,23 @@
 
 namespace penstock {
 
+// What a rank computes in a unit for one micro-batch. Kernels follow one another: a pass takes as
+// long as its FLOPs and then its bytes of device memory. The planner does without: these are of
+// a model's operators, which its description does not have.
+struct UnitWork {
+  struct Pass {
+    double flops = 0, memory_bytes = 0;
+  };
+  Pass forward{}, backward{};  // the latter without what is computed again
+  double summed_bytes = 0;     // of activations, in a sum over tensor ranks
+};
+// By unit, of `tokens` a micro-batch and data rank: a forward is 2 FLOPs a parameter and token, a
+// backward 4 where it trains, and nothing else takes time.
+std::vector<UnitWork> work_of(const ModelDesc& model, double tokens);
+
 struct Timeline {
   struct Rank {
-    double busy = 0;                      // seconds of computing
+    double busy = 0;                      // seconds of computing, sums over tensor ranks included
     double idle = 0;                      // from the begin to the end of all passes
     double most_held = 0;                 // micro-batches of all its units, between F and B
     std::map<std::string, int64_t> sent;  // link -> bytes in a step
@@ -27,9 +41,9 @@ struct Timeline {
   double bubble() const;    // idle time of all ranks over their busy time
 };
 
-// `plans` as of plan_pipeline(), of `tokens` a micro-batch and data rank. Throws ConfigError where
-// one waits for what never comes.
+// `plans` as of plan_pipeline(), `work` by unit. Throws ConfigError where one waits for what never
+// comes.
 Timeline replay(const std::vector<Plan>& plans, const Table& table, const ModelDesc& model,
-                const Mesh& mesh, const Machine& machine, double tokens);
+                const Mesh& mesh, const Machine& machine, const std::vector<UnitWork>& work);
 
 }  // namespace penstock

@@ -44,7 +44,7 @@ Timeline timeline_of(const Table& table, const Mesh& mesh, const Setting& settin
       make_schedule(setting.schedule, {ranks, setting.virtual_stages, setting.micro});
   std::vector<Plan> plans = plan_pipeline(table, model, mesh, schedule);
   for (Plan& plan : plans) plan = prefetch(plan, model, 1 << 30);
-  return replay(plans, table, model, mesh, machine, 1);
+  return replay(plans, table, model, mesh, machine, work_of(model, 1));
 }
 
 Table bf16(const char* strategy) {
@@ -109,6 +109,41 @@ TEST(Timeline, TransfersThatHideAndThatDoNot) {
   EXPECT_GT(late.passes, 1.5 * fast.passes);
 }
 
+// A layer whose first half has a sum over tensor ranks in backward and whose second half one in
+// forward, on 4 tensor ranks: a sum of 200 bytes sends 2 x 3/4 of these, 3 s here.
+TEST(Timeline, KernelsSumsAndWhatIsComputedAgain) {
+  const Mesh mesh = Mesh::of({{Axis::kTensor, 4}});
+  Machine machine = computing();
+  machine.flops = 10;
+  machine.device_memory = 5;
+  machine.local = 100;
+  ModelDesc model = blocks(2, 1);
+  model.units[0].split = TensorSplit::kColumn;
+  model.units[1].split = TensorSplit::kRow;
+  const std::vector<UnitWork> work(2, {{20, 5}, {40, 15}, 200});
+  const auto timeline = [&](int micro) {
+    const auto plans =
+        plan_pipeline(bf16("ddp"), model, mesh, make_schedule("1f1b", {1, 1, micro}));
+    return replay(plans, bf16("ddp"), model, mesh, machine, work);
+  };
+  // Forward: two of 20 / 10 + 5 / 5, a sum; backward: two of 40 / 10 + 15 / 5, a sum.
+  EXPECT_NEAR(timeline(1).passes, 2 * 3 + 3 + 2 * 7 + 3, 1e-9);
+  EXPECT_NEAR(timeline(1).ranks[0].busy, 26, 1e-9);
+  EXPECT_NEAR(timeline(2).passes, 2 * 26, 1e-9);
+  EXPECT_EQ(timeline(2).ranks[0].sent.at("local"), 2 * 2 * 300);
+  for (UnitDesc& unit : model.units) unit.recomputed = true;  // and the forward's sum with them
+  EXPECT_NEAR(timeline(1).passes, 26 + 2 * 3 + 3, 1e-9);
+}
+
+TEST(Timeline, WorkOfParameters) {
+  ModelDesc model = blocks(2, 1);
+  model.units[1].flats[0].trainable = false;
+  const std::vector<UnitWork> work = work_of(model, 3);
+  EXPECT_EQ(work[0].forward.flops, 2 * 3 * kNumel);
+  EXPECT_EQ(work[0].backward.flops, 4 * 3 * kNumel);
+  EXPECT_EQ(work[1].backward.flops, 2 * 3 * kNumel);
+}
+
 TEST(Timeline, WhatNeverComesIsNamed) {
   const Mesh mesh = Mesh::of({{Axis::kPipeline, 2}});
   const ModelDesc model = blocks(2, 2);
@@ -117,7 +152,7 @@ TEST(Timeline, WhatNeverComesIsNamed) {
   std::erase_if(plans[0].steps,
                 [](const Step& step) { return step.op == Op::kSend && step.micro == 1; });
   try {
-    replay(plans, bf16("ddp"), model, mesh, computing(), 1);
+    replay(plans, bf16("ddp"), model, mesh, computing(), work_of(model, 1));
     FAIL();
   } catch (const ConfigError& error) {
     EXPECT_NE(std::string(error.what()).find("1 at 'recv u1 act pipeline(-1) #1'"),
