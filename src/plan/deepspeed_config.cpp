@@ -166,7 +166,7 @@ constexpr DeepSpeedKey kKeys[] = {
      "checkpoints are written in the background by save(wait=False)"},
     {"autotuning.*", kNoEffect, "\"penstock plan\" compares strategies and tiers"},
     {"elasticity.*", kRefused, "use penstock run --nnodes MIN:MAX"},
-    {"pipeline.*", kRefused, kLater},
+    {"pipeline.*", kRefused, "a deepspeed.pipe.PipelineModule takes it"},
     {"tensor_parallel.*", kRefused, kLater},
     {"expert_parallel.*", kRefused, kLater},
     {"compile.*", kRefused, kLater},

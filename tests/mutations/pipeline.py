@@ -60,7 +60,7 @@ OVER_STAGES = [
         "every stage saves tied weights",
         "src/ckpt/inventory.cpp",
         "  if (!stages.empty() && stages.front() != stage) return {0, 0};  // that one's\n",
-        "",
+        "  if (stages.size() > 99 && stages.front() != stage) return {0, 0};\n",
         life("checkpoints"),
     ),
     Mutation(
