@@ -43,7 +43,7 @@ class Absent(torch.Tensor):
         leaves = pytree.tree_leaves((args, kwargs))
         if not any(isinstance(one, Absent) for one in leaves):
             return func(*args, **kwargs)
-        if _writes(func, args, kwargs):
+        if _writes(func, args, kwargs) or getattr(func, "__name__", "") == "backward":
             raise _fault(func)
         try:
             made = func(*pytree.tree_map(_fake_of, args), **pytree.tree_map(_fake_of, kwargs))
@@ -113,7 +113,7 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
 def _fault(func: Any) -> RuntimeFault:
     name = getattr(func, "__name__", str(func))
     return RuntimeFault(
-        f"[front::pipeline] the model computes `{name}` of what another stage of the pipeline has "
+        f"[front::pipeline] the model, or a hook on one of its modules, computes `{name}` of what another stage of the pipeline has "
         f"computed, and this stage was not given it: stages are given the arguments of the module "
         f"that they begin with. Pass it on as one of them, or begin stages elsewhere "
         f'("parallel.stages")'

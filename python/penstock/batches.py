@@ -25,8 +25,11 @@ class Batches:
     def data_rank(self) -> int:
         """Which of `data_size` this is: ranks that compute one model together are one."""
         mesh = self.config.mesh
-        of_stage = ranks.rank() % (ranks.world() // mesh.pipeline)
-        return int(of_stage // (mesh.tensor * mesh.sequence))
+        return self._of_stage() // int(mesh.tensor * mesh.sequence)
+
+    def _of_stage(self) -> int:
+        """This rank's number among those of its pipeline stage."""
+        return int(ranks.rank() % (ranks.world() // self.config.mesh.pipeline))
 
     @property
     def data_size(self) -> int:
@@ -79,7 +82,7 @@ class Batches:
         count = int(self.config.batch.accumulate) if parts is None else parts
         if count < 1:
             raise ConfigError(f"[front::eval_batch] parts is {parts}; allowed: 1 or more")
-        was = self.module.training
+        was = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
             with torch.no_grad():
@@ -88,7 +91,8 @@ class Batches:
                     return self._mean(stages.evaluate(self, list(each), loss_of))
                 return self._mean([self._loss(part, loss_of) for part in each])
         finally:
-            self.module.train(was)
+            for module, training in was:
+                module.training = training
 
     def _outputs(self, part: Any) -> Any:
         """The model's, of one part of a batch."""

@@ -96,7 +96,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         self._pipeline = pipeline_parallel.PipelineParallel(self.module, self._core, self.config)
         sharded_init.let_go()
         if self.config.seed >= 0:
-            torch.manual_seed(self.config.seed + ranks.rank() // self.config.mesh.tensor)
+            torch.manual_seed(self.config.seed + self._of_stage() // self.config.mesh.tensor)
         self._structure.set_to_itself = self._core.values.set_to_itself
         pace = Pace()
         tiling.install(self.module, self._core, self.config, pace, self._installed)
@@ -311,6 +311,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
             values.let_go(units)
             raise
         values.release(units, write)
+        if params is None and write:
+            self._pipeline.write_buffers()
 
     def state_dict(
         self,
@@ -424,8 +426,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         _alive.discard(self)
         self._structure.forget()
         remove(self._installed)
-        self._pipeline.set_buffers()
         try:
+            self._pipeline.set_buffers()
             said = self._core.close(gather, why)
         finally:
             self._ranks.close()

@@ -7,6 +7,7 @@ was called with where the stage before ended. The first module of a later stage 
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,7 +44,33 @@ class _Running:
     stage: int
     given: Handed | None  # by the stage before
     begun: bool
+    micro: "Micro"
+    trains: bool  # gradients are enabled
     leaves: "list[Arrived | None]" = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Micro:
+    """A micro-batch as all stages have it.
+
+    Attributes:
+        part: what this rank was given of it.
+        batch: a checksum of the tensors in it; None where there are none.
+        seed: of what the model draws at random; the first stage's holds.
+    """
+
+    part: Any
+    batch: int | None
+    seed: int
+
+    @classmethod
+    def of(cls, part: Any, seed: int) -> "Micro":
+        found = None
+        for one in tree.tensors_in(part):
+            flat = one.detach().contiguous().view(-1)
+            if flat.device.type == "cpu" and flat.numel():
+                found = zlib.crc32(flat.view(torch.uint8).numpy(), found or 0)
+        return cls(part, found, seed)
 
 
 class Arrived:
@@ -85,16 +112,18 @@ class PipelineParallel:
         self.active = config.mesh.pipeline > 1
         self._running: _Running | None = None
         self._inferring = False
-        self._outputs: dict[Any, tuple[list[tuple[Any, ...]], Any]] = {}
+        self._outputs: dict[Any, _Shape] = {}
         self._model = model
+        self._pieces: list[tuple[str, int, nn.Module]] = []
         if self.active:
             self.ranks = _penstock.PipelineRanks(core)
+            for name, stage in self.ranks.pieces:
+                self._pieces.append((name, stage, model.get_submodule(name)))
 
     def install(self, tensor: Any, installed: list[Any]) -> None:
         """Around the modules of stages. Raises ConfigError: one that cannot be in a stage."""
         self._tensor = tensor
-        for name, stage in self.ranks.pieces if self.active else ():
-            module = self._model.get_submodule(name)
+        for name, stage, module in self._pieces:
             _check_saves(module, name, stage)
             installed.append(Forward(module, self._around(module, name, stage)))
         if self.active and isinstance(self._model, PipelineLayers):
@@ -106,19 +135,25 @@ class PipelineParallel:
         return int(self.ranks.num_stages) - 1
 
     def run(
-        self, forward: Callable[[], Any], stage: int, given: Handed | None
+        self, forward: Callable[[], Any], stage: int, given: Handed | None, micro: Micro
     ) -> "tuple[Any, list[Arrived | None]]":
         """One stage's forward of `forward`, which calls the model.
 
         Returns what it hands on (`Handed`), or in the last stage the model's outputs; and the
         tensors that came from the stage before and need gradients, None in place of others.
         """
-        running = self._running = _Running(stage, given, begun=stage == 0)
+        if given is not None:
+            _check_batch(json.loads(given.text), micro, stage)
+        running = _Running(stage, given, stage == 0, micro, torch.is_grad_enabled())
+        self._running = running
         before = [(one, one._version) for _, one in self._outside()]
+        kept = torch.get_rng_state()
+        torch.default_generator.manual_seed(micro.seed)
         try:
             outputs = forward()
         finally:
             self._running = None
+            torch.set_rng_state(kept)
         if stage < self.last:
             self._check_outside(before)
         handed = isinstance(outputs, Handed)
@@ -135,7 +170,8 @@ class PipelineParallel:
         try:
             return forward(*args, **kwargs)
         except _StageEnd as end:
-            return self._hand_on(end)
+            assert self._running is not None
+            return self._hand_on(end, self._running.micro)
 
     def set_buffers(self) -> None:
         """The engine may bring each from where it changes."""
@@ -148,12 +184,18 @@ class PipelineParallel:
             self.set_buffers()
             self.ranks.bring_buffers()
 
+    def write_buffers(self) -> None:
+        """Every rank's buffers are those of the first stage's. All ranks call."""
+        if self.active:
+            self.ranks.set_buffers([(name, 0, one) for name, _, one in self._buffers()])
+            self.ranks.bring_buffers()
+
     def _buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """With their stages, each once."""
         seen: set[int] = set()
-        for piece, stage in self.ranks.pieces:
-            for inner, module in self._model.get_submodule(piece).named_modules(prefix=piece):
-                for name, one in tree.saved_buffers(module):
+        for piece, stage, outer in self._pieces:
+            for inner, module in outer.named_modules(prefix=piece):
+                for name, one in module.named_buffers(recurse=False):
                     if id(one) not in seen:
                         seen.add(id(one))
                         yield f"{inner}.{name}", stage, one
@@ -190,8 +232,7 @@ class PipelineParallel:
             if self._inferring:
                 return inner(*args, **kwargs)
             if in_backward():  # computed again
-                tensors, left = tree.take_out((args, kwargs))
-                args, kwargs = tree.put_in([value_of(one) for one in tensors], left)
+                args, kwargs = tree.filled((args, kwargs), value_of)
                 return inner(*args, **kwargs)
             running = self._running
             if running is None:
@@ -220,8 +261,9 @@ class PipelineParallel:
         if not running.begun:
             self._take(running, name, given)
             running.begun = True
-        tensors, left = tree.take_out(given)
-        for one in tensors:
+            # Layers of other stages draw other numbers; what is before is alike on all stages.
+            torch.default_generator.manual_seed(running.micro.seed + running.stage)
+        for one in tree.take_out(given)[0]:
             if is_absent(one):
                 raise RuntimeFault(
                     f'[front::train_batch] "{name}" of stage {running.stage} is called with what '
@@ -229,7 +271,7 @@ class PipelineParallel:
                     f"was not given: pass it on through its arguments, or begin stages elsewhere "
                     f'("parallel.stages")'
                 )
-        return tree.put_in([value_of(one) for one in tensors], left)
+        return tree.filled(given, value_of)
 
     # ---- between stages
 
@@ -248,11 +290,18 @@ class PipelineParallel:
             )
         return int(told["module"].partition(".")[0]), _placed(told["places"], tensors)
 
-    def _hand_on(self, end: _StageEnd) -> Handed:
+    def _hand_on(self, end: _StageEnd, micro: Micro) -> Handed:
         tensors, left = tree.take_out(end.given)
         tensors = [value_of(one) for one in tensors]
-        absent = [is_absent(one) for one in tensors]
-        if any(absent):
+        for one in tensors:
+            if one.layout != torch.strided or one.is_nested or one.is_quantized:
+                raise RuntimeFault(
+                    f'[front::train_batch] "{end.module}", with which the next stage begins, is '
+                    f"called with a {'nested' if one.is_nested else one.layout} tensor, and "
+                    f"stages exchange dense ones (torch's TransformerEncoder: "
+                    f"enable_nested_tensor=False)"
+                )
+        if any(is_absent(one) for one in tensors):
             raise RuntimeFault(
                 f'[front::train_batch] "{end.module}", with which the next stage begins, is called '
                 f"with what an earlier stage than this has computed: pass it on through the module "
@@ -263,6 +312,8 @@ class PipelineParallel:
             "arguments": _signature(left),
             "grads": [one.requires_grad for one in tensors],
             "places": _places(*left),
+            "batch": micro.batch,
+            "seed": micro.seed,
         }
         return Handed(json.dumps(told).encode(), [one for one in tensors])
 
@@ -286,6 +337,12 @@ class PipelineParallel:
                 running.leaves.append(None)
                 continue
             wanted = has_gradient and torch.is_grad_enabled()
+            if has_gradient and running.trains and not wanted:
+                raise RuntimeFault(
+                    f'[front::train_batch] "{name}", with which stage {running.stage} begins, is '
+                    f"called without gradients, by torch.utils.checkpoint(use_reentrant=True), "
+                    f'say: use_reentrant=False, or "activations.checkpoint" in the config'
+                )
             leaf = Arrived(value) if wanted else None
             running.leaves.append(leaf)
             one.resolve(value if leaf is None else _Arrive.apply(leaf.anchor, leaf))  # type: ignore[no-untyped-call]
@@ -296,11 +353,11 @@ class PipelineParallel:
         """Outputs of a module of an earlier stage, by the shapes of its inputs."""
         tensors, left = tree.take_out(given)
         shapes = tuple((one.shape, one.dtype, one.device) for one in tensors)
-        key = (name, _signature(left), shapes, module.training, _autocast())
+        own = tuple((n, one) for n, one in vars(module).items() if isinstance(one, _PLAIN))
+        key = (name, _signature(left), shapes, own, _autocast())
         if key not in self._outputs:
             self._outputs[key] = self._infer(module, name, inner, tensors, left)
-        made, outputs = self._outputs[key]
-        return tree.put_in([like(*one) for one in made], outputs)
+        return self._outputs[key].made(tree.objects_in(left))
 
     def _infer(
         self,
@@ -309,13 +366,28 @@ class PipelineParallel:
         inner: Callable[..., Any],
         tensors: list[torch.Tensor],
         left: Any,
-    ) -> tuple[list[tuple[Any, ...]], Any]:
-        args, kwargs = tree.put_in([Absent(fake_of(one)) for one in tensors], left)
-        kept = [(one, tree.State(one)) for one in tree.objects_in(left)]
+    ) -> "_Shape":
+        fakes = [fake_of(one) for one in tensors]
+        versions = [one._version for one in fakes]
+        args, kwargs = tree.put_in([Absent(one) for one in fakes], left)
+        objects = tree.objects_in(left)
+        kept = [(one, tree.State(one)) for one in objects]
+        aside: list[tuple[Any, str, _Template]] = []
         self._inferring = True
         try:
-            with torch.no_grad(), self._tensor.shapes_alone(), _without_values(module):
+            with torch.no_grad(), self._tensor.shapes_alone(), _without_values(module, aside):
                 outputs = inner(*args, **kwargs)
+            changed = [
+                not is_absent(one) and fake._version > before
+                for one, fake, before in zip(tensors, fakes, versions, strict=True)
+            ]
+            if any(changed) or _signature(tree.take_out((args, kwargs))[1]) != _signature(left):
+                raise RuntimeFault(_puts_into(name))
+            for index, (one, _) in enumerate(kept):
+                fields = getattr(one, "__dict__", {})
+                aside += [(index, n, _Template(v)) for n, v in fields.items() if is_absent(v)]
+        except RuntimeFault:
+            raise
         except Exception as error:
             raise ConfigError(
                 f'[front::train_batch] the shapes of what "{name}" returns could not be told from '
@@ -326,8 +398,32 @@ class PipelineParallel:
             self._inferring = False
             for one, state in kept:
                 state.put_in(one)
-        made, rest = tree.take_out(outputs)
-        return [(one.shape, one.dtype, one.device) for one in made], rest
+        return _Shape(_Template(outputs), aside)
+
+
+class _Template:
+    """A value with stand-ins in it, to be made anew."""
+
+    def __init__(self, value: Any) -> None:
+        tensors, self._left = tree.take_out(value)
+        self._tensors = [(one.shape, one.dtype, one.device) for one in tensors]
+
+    def made(self) -> Any:
+        return tree.put_in([like(*one) for one in self._tensors], self._left)
+
+
+@dataclasses.dataclass
+class _Shape:
+    """Of a module without values: what it returns, and what it leaves as an attribute of modules,
+    or of objects among its arguments, by their index: whoever reads that is told."""
+
+    outputs: _Template
+    aside: list[tuple[Any, str, _Template]]
+
+    def made(self, objects: list[Any]) -> Any:
+        for owner, name, value in self.aside:
+            vars(objects[owner] if isinstance(owner, int) else owner)[name] = value.made()
+        return self.outputs.made()
 
 
 def _check_saves(module: nn.Module, name: str, stage: int) -> None:
@@ -343,27 +439,32 @@ def _check_saves(module: nn.Module, name: str, stage: int) -> None:
 class _without_values:  # noqa: N801 - a context
     """Parameters and buffers of a module have shapes alone, and what it notes is forgotten."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._kept: list[tuple[dict[str, Any], str, Any]] = []
-        self._noted: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    def __init__(self, module: nn.Module, aside: list[tuple[Any, str, _Template]]) -> None:
+        self._module, self._aside = module, aside
+        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._noted: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def __enter__(self) -> None:
         for one in self._module.modules():
-            self._noted.append((vars(one), dict(vars(one))))
+            self._noted.append((one, dict(vars(one))))
             both: tuple[dict[str, Any], dict[str, Any]] = (one._parameters, one._buffers)
             for kept in both:
+                self._kept.append((kept, dict(kept)))
                 for name, value in kept.items():
                     if value is not None:
-                        self._kept.append((kept, name, value))
                         kept[name] = Absent(fake_of(value))
 
     def __exit__(self, *_: Any) -> None:
-        for kept, name, value in self._kept:
-            kept[name] = value
-        for now, before in self._noted:
+        for now, before in self._kept:
             now.clear()
             now.update(before)
+        for module, fields in self._noted:
+            for name, value in vars(module).items():
+                new = fields.get(name) is not value and name not in ("_parameters", "_buffers")
+                if new and any(is_absent(one) for one in tree.tensors_in(value)):
+                    self._aside.append((module, name, _Template(value)))
+            vars(module).clear()
+            vars(module).update(fields)
 
 
 def _places(args: Any, kwargs: Any) -> Any:
@@ -384,6 +485,29 @@ def _placed(places: Any, tensors: list[Any]) -> Any:
     if isinstance(places, int):
         return tensors[places]
     return tuple(_placed(one, tensors) for one in places)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _puts_into(name: str) -> str:
+    return (
+        f'[front::train_batch] "{name}" changes what it is given (a tensor in place, a list), and '
+        f"on stages after its own that would be lost: return it instead"
+    )
+
+
+def _check_batch(told: dict[str, Any], micro: Micro, stage: int) -> None:
+    """The stage before has the same micro-batch."""
+    if micro.batch is not None and told["batch"] is not None and told["batch"] != micro.batch:
+        raise RuntimeFault(
+            f"[front::train_batch] stage {stage} was given another batch than stage {stage - 1}: "
+            f"all ranks of a pipeline get the samples of engine.data_rank (of engine.data_size). A "
+            f"loader that shuffles needs a generator of its own, with the same seed on all of "
+            f"them, or a DistributedSampler(num_replicas=engine.data_size, rank=engine.data_rank)"
+        )
+    micro.batch = told["batch"] if micro.batch is None else micro.batch
+    micro.seed = told["seed"]
 
 
 def _autocast() -> tuple[bool, torch.dtype]:

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from penstock._native import ConfigError
-from penstock.pipeline_parallel import Handed
+from penstock._native import ConfigError, RuntimeFault
+from penstock.absent import is_absent
+from penstock.pipeline_parallel import Handed, Micro
 
 LossOf = Callable[[Any, Any], torch.Tensor]
 
@@ -26,12 +27,13 @@ def loss_in(outputs: Any, part: Any, loss_of: LossOf | None) -> torch.Tensor:
 def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.Tensor]:
     """Forwards, backwards and the step; returns the losses, in the last stage."""
     ranks = engine._pipeline.ranks
+    micros = _micros(parts)
     under_way: dict[tuple[int, int], _Stage] = {}
     losses = []
     for action in ranks.begin(len(parts), True):
         key = (action.stage, action.micro)
         if action.forward:
-            under_way[key] = _Stage(engine, action, parts[action.micro], loss_of)
+            under_way[key] = _Stage(engine, action, micros[action.micro], loss_of)
         else:
             done = under_way.pop(key)
             done.backward(action)
@@ -44,12 +46,20 @@ def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.T
 def evaluate(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.Tensor]:
     """Forwards alone; returns the losses, in the last stage."""
     ranks = engine._pipeline.ranks
+    micros = _micros(parts)
     made = [
-        _Stage(engine, action, parts[action.micro], loss_of)
+        _Stage(engine, action, micros[action.micro], loss_of)
         for action in ranks.begin(len(parts), False)
     ]
     ranks.end()
     return [one.loss for one in made if one.loss is not None]
+
+
+def _micros(parts: list[Any]) -> list[Micro]:
+    """Their seeds come from torch's generator, which nothing else of a pipeline moves: it stays
+    alike on all ranks. They are so far apart that each stage has one of its own."""
+    seeds = torch.randint(2**40, (len(parts),)).tolist()
+    return [Micro.of(part, seed << 20) for part, seed in zip(parts, seeds, strict=True)]
 
 
 class _Stage:
@@ -59,16 +69,22 @@ class _Stage:
         loss: in the last stage.
     """
 
-    def __init__(self, engine: Any, action: Any, part: Any, loss_of: LossOf | None) -> None:
+    def __init__(self, engine: Any, action: Any, micro: Micro, loss_of: LossOf | None) -> None:
         self._engine, self._ranks = engine, engine._pipeline.ranks
         self.loss: torch.Tensor | None = None
         given = Handed(*self._ranks.receive(action)) if action.stage > 0 else None
         made, self._leaves = engine._pipeline.run(
-            lambda: engine._outputs(part), action.stage, given
+            lambda: engine._outputs(micro.part), action.stage, given, micro
         )
         self._outputs: list[torch.Tensor] = []
         if not isinstance(made, Handed):
-            self.loss = loss_in(made, part, loss_of)
+            self.loss = loss_in(made, micro.part, loss_of)
+            if is_absent(self.loss):
+                raise RuntimeFault(
+                    "[front::train_batch] the loss is computed with what an earlier stage has "
+                    "computed, and the modules that stages begin with were not given it: pass it "
+                    "on through their arguments"
+                )
             return
         self._outputs = made.tensors
         self._ranks.send(action, made.text, [one.detach() for one in made.tensors])

@@ -258,6 +258,33 @@ def _rebuilt(value: Any, change: Any) -> Any:
     return value
 
 
+def filled(value: Any, change: Any) -> Any:
+    """`value` with `change` made to the tensors in it: in the very same lists, dicts and
+    dataclasses; tuples are made anew."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [filled(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        made: Any = tuple.__new__(type(value), items)
+        getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return made
+    if isinstance(value, (list, dict)):
+        for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
+            new = filled(item, change)
+            if new is not item:
+                value[key] = new
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name, None)
+            new = filled(item, change)
+            if new is not item:
+                object.__setattr__(value, field.name, new)  # frozen ones, too
+    return value
+
+
 def take_out(value: Any) -> tuple[list[torch.Tensor], Any]:
     """The tensors in nested lists, tuples, dicts and dataclasses, each once, and what is left.
 

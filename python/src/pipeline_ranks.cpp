@@ -75,7 +75,7 @@ void bind_pipeline_ranks(py::module_& module) {
              const std::vector<std::tuple<std::string, int, at::Tensor>>& buffers) {
             std::vector<StageBuffer> those;
             for (const auto& [name, stage, values] : buffers) {
-              those.push_back({name, stage, values.detach()});
+              those.push_back({name, stage, values});
             }
             ranks.set_buffers(std::move(those));
           },

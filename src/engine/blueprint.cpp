@@ -98,7 +98,9 @@ void keep_own(std::vector<exec::UnitState>& units, int pipeline) {
             concat("[exec::guard] parameter \"", slot.name, "\" is in stage ", flat.owners.front(),
                    " of the pipeline, and this "
                    "rank is in stage ",
-                   pipeline, ". Read it inside `with engine.gathered():`.");
+                   pipeline,
+                   ". Read it inside `with engine.gathered():`; in a forward, use it through a "
+                   "module that shares it (head.weight = tokens.weight).");
       }
     }
   }

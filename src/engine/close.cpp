@@ -21,9 +21,10 @@ constexpr const char* kUpdateRaised = ", where its update raised ";  // as faile
 // One close().
 struct Core::State::Closing {
   State& state;
-  const bool gathers;  // asks the other ranks for what they have of the weights
-  std::string lost{};  // why that, or giving them back, has failed
-  std::string torn{};  // the collective, cut off, that brought whole parameters their new values
+  const bool gathers;   // asks the other ranks for what they have of the weights
+  std::string lost{};   // why that, or giving them back, has failed
+  std::string stale{};  // why buffers are not those of their stages
+  std::string torn{};   // the collective, cut off, that brought whole parameters their new values
 
   std::string drained();
   void discard();
@@ -91,9 +92,11 @@ std::string Core::State::Closing::part(const std::string& why) {
 void Core::State::Closing::bring_buffers() {
   if (!state.together.stages || !gathers || !lost.empty()) return;
   try {
-    state.together.stages->bring_buffers();
+    state.together.stages->bring_buffers([this](const auto& label, const auto& payload) {
+      return state.executor->share(label, payload);
+    });
   } catch (const std::exception& error) {  // thrown by close(), when all is let go of
-    lost = reason(error);
+    stale = reason(error);
   }
 }
 
@@ -233,6 +236,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
     throw RuntimeFault(concat("[engine::close] the weights could not be gathered, so what was ",
                               "sharded of the model has no values any more: ", closing.lost));
   }
+  if (!closing.stale.empty()) throw RuntimeFault(closing.stale);
   if (!closing.torn.empty()) {
     throw RuntimeFault(concat("[engine::close] a rank failed while ", closing.torn,
                               ", was under way, so some parameters have values of no step: load a "

@@ -42,6 +42,27 @@ namespace {
 
 thread_local engine::Running running;
 
+// In scope all modules are in eval mode, then as they were.
+class InEval {
+ public:
+  explicit InEval(torch::nn::Module& model) {
+    for (const auto& one : model.modules()) trained_.emplace_back(one, one->is_training());
+    model.eval();
+  }
+  ~InEval() {
+    for (const auto& [module, training] : trained_) set(*module, training);
+  }
+  InEval(const InEval&) = delete;
+  InEval& operator=(const InEval&) = delete;
+
+ private:
+  // train() is of a module and all inside: from the outermost on, each has the last word on itself.
+  static void set(torch::nn::Module& module, bool training) {
+    if (module.is_training() != training) module.train(training);
+  }
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> trained_;
+};
+
 // "penstock::BlockImpl" -> "Block"
 std::string class_name(const torch::nn::Module& module) {
   std::string name = module.name();
@@ -159,8 +180,7 @@ double Engine::train_batch(const std::function<at::Tensor(int)>& loss_of) {
 double Engine::eval_batch(const std::function<at::Tensor(int)>& loss_of) {
   const at::NoGradGuard no_gradients;
   State& state = *state_;
-  const bool training = state.model->is_training();
-  state.model->eval();
+  const InEval in_eval(*state.model);
   const auto count = static_cast<int>(state.core->config().batch.accumulate);
   std::vector<at::Tensor> losses;
   if (state.stages) {
@@ -171,7 +191,6 @@ double Engine::eval_batch(const std::function<at::Tensor(int)>& loss_of) {
       losses.push_back(state.run([&] { return loss_of(micro); }));
     }
   }
-  state.model->train(training);
   return state.mean(losses);
 }
 

@@ -47,7 +47,9 @@ void PipelineRanks::set_buffers(std::vector<StageBuffer> buffers) {
 
 void PipelineRanks::bring_buffers() {
   state_->check_open("bring_buffers");
-  state_->together.stages->bring_buffers();
+  state_->together.stages->bring_buffers([this](const auto& label, const auto& payload) {
+    return state_->executor->share(label, payload);
+  });
 }
 
 void PipelineRanks::end() { state_->together.stages->end(); }

@@ -1,5 +1,7 @@
 #include "src/engine/stage_lanes.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <utility>
 
 #include "penstock/error.h"
@@ -16,6 +18,7 @@ comm::Label label_of(const Action& action) {
 }
 
 void put_in(const at::Tensor& buffer, const at::Tensor& values) {
+  const at::NoGradGuard no_gradients;
   const bool alike = buffer.sizes() == values.sizes() && buffer.dtype() == values.dtype();
   if (alike) {
     buffer.copy_(values);
@@ -125,13 +128,21 @@ void StageLanes::end() {
   open_ = false;
 }
 
-void StageLanes::bring_buffers() {
+void StageLanes::bring_buffers(const Share& share) {
+  std::string names;
+  for (const StageBuffer& buffer : buffers_) names += concat(buffer.name, " ", buffer.stage, "\n");
+  const std::string different = first_difference(share_text("names of buffers", names, share));
+  if (!different.empty()) {
+    throw RuntimeFault(
+        concat("[engine::stages] ranks have other buffers, so those of their stages "
+               "stay there: build modules with all of them (",
+               different, ")"));
+  }
   for (int owner = 0; owner < members_.size(); ++owner) {
     parallel::Message own;
     std::vector<StageBuffer> theirs;
     for (const StageBuffer& buffer : buffers_) {
       if (buffer.stage % members_.size() != owner) continue;
-      own.text += buffer.name + "\n";
       own.tensors.push_back(buffer.values);
       theirs.push_back(buffer);
     }
@@ -145,11 +156,6 @@ void StageLanes::bring_buffers() {
       continue;
     }
     const parallel::Message got = messages.receive(label);
-    if (got.text != own.text) {
-      throw RuntimeFault(concat("[engine::stages] stage ", owner, " has the buffers\n", got.text,
-                                "and this rank knows of\n", own.text,
-                                "in their place: modules have to be built with all their buffers"));
-    }
     for (size_t i = 0; i < theirs.size(); ++i) put_in(theirs[i].values, got.tensors[i]);
   }
 }

@@ -16,6 +16,7 @@
 
 #include "penstock/pipeline_ranks.h"
 #include "src/device/lane.h"
+#include "src/engine/order.h"
 #include "src/engine/stages.h"
 #include "src/parallel/messages.h"
 #include "src/place/groups.h"
@@ -43,7 +44,7 @@ class StageLanes {
   bool open() const { return open_; }
   // See PipelineRanks.
   void set_buffers(std::vector<StageBuffer> buffers) { buffers_ = std::move(buffers); }
-  void bring_buffers();
+  void bring_buffers(const Share& share);
   // The threads end, when nothing exchanges any more.
   void close();
 

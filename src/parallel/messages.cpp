@@ -92,7 +92,7 @@ Messages::Messages(std::shared_ptr<Group> group, int from, const std::vector<int
                    const std::string& lane)
     : group_(std::move(group)),
       ends_(ends_of(from, to, group_->rank())),
-      channel_(*group_, lane, concat(lane, ends_.index == 0 ? ", sent" : ", received")) {}
+      channel_(*group_, lane, concat(ends_.index == 0 ? "send, " : "receive, ", lane)) {}
 
 // A fixed small exchange says how long the head is, 0: as before. Then the head, and the tensors
 // together.
@@ -107,7 +107,8 @@ void Messages::send(const comm::Label& label, const Message& message) {
   }
   std::vector<at::Tensor> held;
   for (const at::Tensor& tensor : message.tensors) {
-    if (tensor.defined() && tensor.numel() > 0) held.push_back(tensor.contiguous());
+    if (!tensor.defined() || tensor.numel() == 0) continue;
+    held.push_back(tensor.resolve_conj().resolve_neg().contiguous());
   }
   for (const at::Tensor& tensor : held) {
     channel_.broadcast(label, ends_, tensor.data_ptr(), static_cast<int64_t>(tensor.nbytes()));

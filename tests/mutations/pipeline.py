@@ -138,14 +138,14 @@ OVER_STAGES = [
         "src/engine/close.cpp",
         "  closing.bring_buffers();\n",
         "",
-        state("buffers_are"),
+        state("close_brings"),
     ),
     Mutation(
         "a small layer with statistics is on every stage",
         STAGES,
         "(info.keeps || (bytes",
         "((bytes",
-        state("buffers_are"),
+        state("close_brings"),
     ),
     Mutation(
         "buffers of the whole model change once a stage",

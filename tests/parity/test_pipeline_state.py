@@ -79,6 +79,21 @@ def test_buffers_are_those_of_their_stage(config, pools, tmp_path):
         assert max(told.values()) < LIMIT, told
 
 
+def closes_with_buffers(layer_bytes: int) -> float:
+    """Nothing but close() brings them."""
+    model, plain = normed(), normed()
+    engine = start(model, "zero1", units={"layer_bytes": layer_bytes})
+    engine.train_batch(models.batch(0, 0, 2))
+    engine.close()
+    plain_steps(plain, [models.batch(0, 0, 2)], 2)
+    return far(buffers_of(model), buffers_of(plain))
+
+
+@pytest.mark.parametrize("layer_bytes", [1, 1 << 20])
+def test_close_brings_buffers(layer_bytes, pools):
+    assert max(pools(2).run(closes_with_buffers, layer_bytes)) < LIMIT
+
+
 class Counts(models.Chain):
     """The model itself counts its forwards."""
 
