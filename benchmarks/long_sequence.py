@@ -1,14 +1,14 @@
 """The longest sequence that a small Llama trains on in so much memory per process.
 
     python benchmarks/long_sequence.py [--limit 4GiB] [--contestants plain recomputed ours ...]
-        [--seconds 120] [--path FOLDER] [--json FILE]
+        [--seconds 900] [--path FOLDER] [--json FILE]
 
 One sequence, fp32, AdamW, "sdpa" attention of transformers. Contestants:
 
     plain        plain torch in one process
     recomputed   the same with `gradient_checkpointing_enable()`
-    ours         Penstock on two ranks: zero3, mesh.sequence 2, tiles of the weights and of the loss,
-                 activations.checkpoint "unit", whose inputs are on disk
+    ours         Penstock on two ranks: zero3, mesh.sequence 2, tiles of the weights and of the
+                 loss, activations.checkpoint "unit", whose inputs are on disk
 
 Every length is one try in fresh processes; it passes when two steps (forward, backward, update) end
 with finite losses. Lengths double until a try fails; when memory failed it, what lies between is
@@ -20,8 +20,12 @@ The limit is that of `max_model.py`: this process reads every rank's resident hi
 (VmHWM) each 20 ms and kills a try in which one is above. What the imports take is in it, and said.
 A rank also resets the mark (/proc/self/clear_refs) after each phase, to say which one needs most.
 
-With `--check LENGTH` all contestants take their steps at that length alone, without a limit, and the
-losses are compared.
+glibc raises the size from which it maps memory by itself to 32 MiB when large blocks are freed, and
+keeps smaller ones, in pieces that later ones do not fit. MALLOC_MMAP_THRESHOLD_ at `--mmap-bytes`
+(1 MiB) hinders that, for all contestants; 0 leaves glibc as it is.
+
+With `--check LENGTH` all contestants take their steps at that length alone, without a limit, and
+their losses are compared.
 """
 
 from __future__ import annotations
@@ -200,6 +204,8 @@ def start_ranks(options: argparse.Namespace, one: Try, folder: str) -> list[subp
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
+        if options.mmap_bytes:
+            environment["MALLOC_MMAP_THRESHOLD_"] = str(options.mmap_bytes)
         command = [sys.executable, __file__, "--contestants", one.contestant]
         command += ["--check", str(one.length), "--activations", options.activations]
         for name in ("hidden", "layers", "vocab"):
@@ -343,6 +349,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--activations", choices=("none", "host", "disk"), default="disk")
+    parser.add_argument("--mmap-bytes", type=int, default=1 << 20, help="0: glibc's own")
     parser.add_argument("--check", type=int, help="compares losses at this length alone")
     parser.add_argument("--path", default=tempfile.gettempdir(), help="folder on the disk")
     parser.add_argument("--json", help="file for all figures")
