@@ -113,8 +113,9 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
 def _fault(func: Any) -> RuntimeFault:
     name = getattr(func, "__name__", str(func))
     return RuntimeFault(
-        f"[front::pipeline] the model, or a hook on one of its modules, computes `{name}` of what another stage of the pipeline has "
-        f"computed, and this stage was not given it: stages are given the arguments of the module "
-        f"that they begin with. Pass it on as one of them, or begin stages elsewhere "
+        f"[front::pipeline] the model, or a hook on one of its modules, computes `{name}` of what "
+        f"another stage of the pipeline has computed, and this stage was not given it: stages are "
+        f"given the arguments of the module that they begin with. Pass it on as one of them, or "
+        f"begin stages elsewhere "
         f'("parallel.stages")'
     )

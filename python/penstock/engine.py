@@ -110,7 +110,6 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
             self.module, self._core, self._structure, pace, self._installed, self._tensor
         )
         self._finish_setup(self._given)
-        # Around all else: what is computed again is given values.
         self._pipeline.install(self._tensor, self._installed)
 
     def _open(self) -> bool:
@@ -390,10 +389,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
             return "<penstock.Engine, without a core>"
         count = sum(param.numel() for param in self.module.parameters())
         precision = config.precision or "as-built"
-        closed = "" if self in _alive else " closed"
         return (
             f"<penstock.Engine strategy={config.strategy} precision={precision} "
-            f"ranks={config.mesh.data} parameters={count} steps={core.steps}{closed}>"
+            f"ranks={config.mesh.data} parameters={count} steps={core.steps}{'' if self in _alive else ' closed'}>"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -5,6 +5,7 @@ Until the first module of the stage is called, modules of earlier stages are sto
 was called with where the stage before ended. The first module of a later stage ends the forward.
 """
 
+import ctypes
 import dataclasses
 import json
 import zlib
@@ -67,9 +68,10 @@ class Micro:
     def of(cls, part: Any, seed: int) -> "Micro":
         found = None
         for one in tree.tensors_in(part):
-            flat = one.detach().contiguous().view(-1)
-            if flat.device.type == "cpu" and flat.numel():
-                found = zlib.crc32(flat.view(torch.uint8).numpy(), found or 0)
+            if one.device.type == "cpu" and one.layout == torch.strided and one.nbytes:
+                whole = one.detach().contiguous()
+                bytes_of = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
+                found = zlib.crc32(bytes_of, found or 0)
         return cls(part, found, seed)
 
 
@@ -121,7 +123,8 @@ class PipelineParallel:
                 self._pieces.append((name, stage, model.get_submodule(name)))
 
     def install(self, tensor: Any, installed: list[Any]) -> None:
-        """Around the modules of stages. Raises ConfigError: one that cannot be in a stage."""
+        """Around the modules of stages, and around all else there: what is computed again in
+        backward is given values. Raises ConfigError: a module that cannot be in a stage."""
         self._tensor = tensor
         for name, stage, module in self._pieces:
             _check_saves(module, name, stage)
