@@ -388,10 +388,10 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         if core is None or config is None:
             return "<penstock.Engine, without a core>"
         count = sum(param.numel() for param in self.module.parameters())
-        precision = config.precision or "as-built"
         return (
-            f"<penstock.Engine strategy={config.strategy} precision={precision} "
-            f"ranks={config.mesh.data} parameters={count} steps={core.steps}{'' if self in _alive else ' closed'}>"
+            f"<penstock.Engine strategy={config.strategy} precision={config.precision or 'as-built'} "
+            f"ranks={config.mesh.data} parameters={count} steps={core.steps}"
+            f"{'' if self in _alive else ' closed'}>"
         )
 
     def __getattr__(self, name: str) -> Any:
