@@ -389,9 +389,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
             return "<penstock.Engine, without a core>"
         count = sum(param.numel() for param in self.module.parameters())
         return (
-            f"<penstock.Engine strategy={config.strategy} precision={config.precision or 'as-built'} "
-            f"ranks={config.mesh.data} parameters={count} steps={core.steps}"
-            f"{'' if self in _alive else ' closed'}>"
+            f"<penstock.Engine strategy={config.strategy} "
+            f"precision={config.precision or 'as-built'} ranks={config.mesh.data} "
+            f"parameters={count} steps={core.steps}{'' if self in _alive else ' closed'}>"
         )
 
     def __getattr__(self, name: str) -> Any:
