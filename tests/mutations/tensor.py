@@ -146,8 +146,8 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "ranks that compute together are seeded apart",
         "python/penstock/engine.py",
-        "torch.manual_seed(self.config.seed + ranks.rank() // self.config.mesh.tensor)",
-        "torch.manual_seed(self.config.seed + ranks.rank())",
+        "torch.manual_seed(self.config.seed + self._of_stage() // self.config.mesh.tensor)",
+        "torch.manual_seed(self.config.seed + self._of_stage())",
         life("dropout"),
     ),
     Mutation(

@@ -17,10 +17,14 @@ SCHEDULES = [{}, INTERLEAVED, {"parallel": {"schedule": "gpipe"}}]
 
 
 class Normed(models.Chain):
-    """Statistics in every block, and of a layer between blocks and head."""
+    """Statistics in every block, and of layers before and after them."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__(layers)
+        rest = dict(self._modules)
+        self._modules.clear()  # stages are runs of modules in the order of their registration
+        self.tokens, self.first = rest.pop("tokens"), nn.BatchNorm1d(models.WIDTH)
+        self._modules.update(rest)
         self.between = nn.BatchNorm1d(models.WIDTH)
         self.stats = nn.ModuleList(nn.BatchNorm1d(models.WIDTH) for _ in range(layers))
         for block, norm in zip(self.blocks, self.stats, strict=True):
@@ -31,7 +35,7 @@ class Normed(models.Chain):
         del self.stats
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids)
+        x = self.first(self.tokens(ids).transpose(1, 2)).transpose(1, 2)
         for block in self.blocks:
             x = block(x) + x
         x = self.between(x.transpose(1, 2)).transpose(1, 2)
