@@ -7,6 +7,7 @@ was called with where the stage before ended. The first module of a later stage 
 
 import ctypes
 import dataclasses
+import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -50,6 +51,9 @@ class _Running:
     leaves: "list[Arrived | None]" = dataclasses.field(default_factory=list)
 
 
+_STAGE_BITS = 12  # of a seed, where each stage has one of its own
+
+
 @dataclasses.dataclass
 class Micro:
     """A micro-batch as all stages have it.
@@ -57,7 +61,7 @@ class Micro:
     Attributes:
         part: what this rank was given of it.
         batch: a checksum of the tensors in it; None where there are none.
-        seed: of what the model draws at random; the first stage's holds.
+        seed: of what the model draws at random, the same on all ranks that compute it.
     """
 
     part: Any
@@ -65,14 +69,15 @@ class Micro:
     seed: int
 
     @classmethod
-    def of(cls, part: Any, seed: int) -> "Micro":
+    def of(cls, part: Any, name: str) -> "Micro":
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
         found = None
         for one in tree.tensors_in(part):
             if one.device.type == "cpu" and one.layout == torch.strided and one.nbytes:
                 whole = one.detach().contiguous()
                 bytes_of = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
                 found = zlib.crc32(bytes_of, found or 0)
-        return cls(part, found, seed)
+        return cls(part, found, seed << _STAGE_BITS)
 
 
 class Arrived:
@@ -316,7 +321,6 @@ class PipelineParallel:
             "grads": [one.requires_grad for one in tensors],
             "places": _places(*left),
             "batch": micro.batch,
-            "seed": micro.seed,
         }
         return Handed(json.dumps(told).encode(), [one for one in tensors])
 
@@ -510,7 +514,6 @@ def _check_batch(told: dict[str, Any], micro: Micro, stage: int) -> None:
             f"them, or a DistributedSampler(num_replicas=engine.data_size, rank=engine.data_rank)"
         )
     micro.batch = told["batch"] if micro.batch is None else micro.batch
-    micro.seed = told["seed"]
 
 
 def _autocast() -> tuple[bool, torch.dtype]:

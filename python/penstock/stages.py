@@ -27,7 +27,7 @@ def loss_in(outputs: Any, part: Any, loss_of: LossOf | None) -> torch.Tensor:
 def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.Tensor]:
     """Forwards, backwards and the step; returns the losses, in the last stage."""
     ranks = engine._pipeline.ranks
-    micros = _micros(parts)
+    micros = _micros(engine, parts)
     under_way: dict[tuple[int, int], _Stage] = {}
     losses = []
     for action in ranks.begin(len(parts), True):
@@ -46,7 +46,7 @@ def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.T
 def evaluate(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.Tensor]:
     """Forwards alone; returns the losses, in the last stage."""
     ranks = engine._pipeline.ranks
-    micros = _micros(parts)
+    micros = _micros(engine, parts)
     made = [
         _Stage(engine, action, micros[action.micro], loss_of)
         for action in ranks.begin(len(parts), False)
@@ -55,11 +55,11 @@ def evaluate(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torc
     return [one.loss for one in made if one.loss is not None]
 
 
-def _micros(parts: list[Any]) -> list[Micro]:
-    """Their seeds come from torch's generator, which nothing else of a pipeline moves: it stays
-    alike on all ranks. They are so far apart that each stage has one of its own."""
-    seeds = torch.randint(2**40, (len(parts),)).tolist()
-    return [Micro.of(part, seed << 20) for part, seed in zip(parts, seeds, strict=True)]
+def _micros(engine: Any, parts: list[Any]) -> list[Micro]:
+    return [
+        Micro.of(part, f"{engine.config.seed} {engine._core.steps} {engine.data_rank} {index}")
+        for index, part in enumerate(parts)
+    ]
 
 
 class _Stage:
