@@ -7,14 +7,17 @@ One sequence, fp32, AdamW, "sdpa" attention of transformers. Contestants:
 
     plain        plain torch in one process
     recomputed   the same with `gradient_checkpointing_enable()`
+    alst         DeepSpeed's Ulysses/ALST on two ranks, where that package can be imported: ZeRO-3,
+                 its attention, tiled MLP and tiled loss, `gradient_checkpointing_enable()`
     ours         Penstock on two ranks: zero3, mesh.sequence 2, tiles of the weights and of the
                  loss, activations.checkpoint "unit", whose inputs are on disk
 
-Every length is one try in fresh processes; it passes when two steps (forward, backward, update) end
-with finite losses. Lengths double until a try fails; when memory failed it, what lies between is
-halved until the two ends are 6% apart. A try that takes more than `--seconds` has failed for
-"time", not "memory", and ends the search: attention's time grows with the square of the length, so
-a large limit takes hours where a small one takes minutes.
+Every length is one try in fresh processes; it passes when `--steps` of forward, backward and update
+end with finite losses. `--lengths` are tried as they are. Without them lengths double until a try
+fails; when memory failed it, what lies between is halved until the two ends are 6% apart. A try
+that takes more than `--seconds` has failed for "time", not "memory", and ends the search:
+attention's time grows with the square of the length, so a large limit takes hours where a small one
+takes minutes.
 
 The limit is that of `max_model.py`: this process reads every rank's resident high-water mark
 (VmHWM) each 20 ms and kills a try in which one is above. What the imports take is in it, and said.
@@ -32,6 +35,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import importlib.util
 import json
 import math
 import os
@@ -45,15 +50,15 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from max_model import bytes_of, high_water, progress, stop
 from measure import init_group, machine, peak_bytes, write_json
 
-STEPS = 2
 POLL_S = 0.02
 APART = 1.06  # where the search ends
 LOSS_LIMIT = 1e-5
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-RANKS = {"plain": 1, "recomputed": 1, "ours": 2}
+RANKS = {"plain": 1, "recomputed": 1, "alst": 2, "ours": 2}
 TILES = {"max_bytes": "4MiB", "loss_tokens": 256}
 GIB = 2.0**30
 
@@ -118,6 +123,9 @@ class Plain:
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._model(input_ids=tokens, labels=tokens).loss
 
+    def value_of(self, loss: torch.Tensor) -> float:
+        return float(loss.detach())
+
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
@@ -149,6 +157,9 @@ class Ours:
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._engine(input_ids=tokens, labels=tokens).loss
 
+    def value_of(self, loss: torch.Tensor) -> float:
+        return float(loss.detach())
+
     def backward(self, loss: torch.Tensor) -> None:
         self._engine.backward(loss)
 
@@ -159,20 +170,116 @@ class Ours:
         return dict(self._engine.ledger()["measured"])
 
 
+class Tiled(torch.nn.Module):
+    """A rank's part of a sequence, as DeepSpeed's tutorial has it: tiles of MLPs and of the loss.
+
+    A forward takes tokens, positions and targets, each [1, own tokens], and gives the sum of the
+    losses of its tokens."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+        for layer in model.model.layers:
+            layer.mlp.forward = functools.partial(self._mlp, layer.mlp)
+
+    @staticmethod
+    def _mlp(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP  # noqa: PLC0415
+
+        def of_tile(self: Any, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+        weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+        return TiledMLP.apply(of_tile, mlp, x, math.ceil(x.shape[1] / x.shape[2]), weights)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # noqa: PLC0415
+            TiledFusedLogitsLoss,
+        )
+
+        def of_tile(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            logits = self.lm_head(x).flatten(0, -2).float()
+            return torch.nn.functional.cross_entropy(logits, y.flatten(), reduction="sum")
+
+        hidden = self.model.model(input_ids=tokens, position_ids=positions).last_hidden_state
+        tiles = math.ceil(tokens.shape[1] / TILES["loss_tokens"])
+        weights = [self.model.lm_head.weight]
+        loss: torch.Tensor = TiledFusedLogitsLoss.apply(
+            of_tile, self.model, hidden, targets, None, tiles, weights, "sum"
+        )
+        return loss
+
+
+class Alst:
+    def __init__(self, model: Any, options: argparse.Namespace):
+        import deepspeed  # noqa: PLC0415 - optional, and not in the others' memory
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # noqa: PLC0415
+            UlyssesSPAttentionHF,
+        )
+
+        deepspeed.init_distributed("gloo")
+        ranks = RANKS["alst"]
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model,
+            core_attn_implementation="sdpa",
+            sequence_parallel_size=ranks,
+            micro_batch_size=1,
+        )
+        model.gradient_checkpointing_enable()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3},
+            "sequence_parallel_size": ranks,
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        }
+        tiled = Tiled(model)
+        optimizer = torch.optim.AdamW(tiled.parameters(), **ADAMW)
+        self._engine, *_ = deepspeed.initialize(
+            model=tiled, optimizer=optimizer, config=config, mpu=mpu
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        whole = tokens.shape[1]
+        targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        positions = torch.arange(whole)[None]
+        own = slice(whole * rank // world, whole * (rank + 1) // world)
+        loss = self._engine(tokens[:, own], positions[:, own], targets[:, own]) / (whole - 1)
+        self._sum = loss.detach().clone()
+        dist.all_reduce(self._sum)
+        return loss * world  # gradients are averaged over ranks
+
+    def value_of(self, loss: torch.Tensor) -> float:
+        return float(self._sum)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._engine.backward(loss)
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def ledger(self) -> dict[str, Any]:
+        return {}
+
+
 def worker(options: argparse.Namespace) -> None:
     name, length = options.contestants[0], options.check
     rank = init_group()[0] if RANKS[name] > 1 else 0
     report = Reporter(f"{options.result}.{rank}")
     import transformers.models.llama.modeling_llama  # noqa: F401, PLC0415 - its own phase
 
+    if name == "alst":
+        import deepspeed  # noqa: F401, PLC0415
     report("import")
-    trainer = (Ours if name == "ours" else Plain)(build(options, length), options)
+    trainer = {"ours": Ours, "alst": Alst}.get(name, Plain)(build(options, length), options)
     report("build")
     tokens = torch.randint(options.vocab, (1, length), generator=torch.Generator().manual_seed(1))
-    for _ in range(STEPS):
+    for _ in range(options.steps):
         loss = trainer.forward(tokens)
-        value = float(loss.detach())
-        report("forward", loss=value)
+        report("forward", loss=trainer.value_of(loss))
         trainer.backward(loss)
         del loss
         report("backward")
@@ -203,12 +310,13 @@ def start_ranks(options: argparse.Namespace, one: Try, folder: str) -> list[subp
             "OMP_WAIT_POLICY": "passive",
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "DS_ACCELERATOR": "cpu",
         }
         if options.mmap_bytes:
             environment["MALLOC_MMAP_THRESHOLD_"] = str(options.mmap_bytes)
         command = [sys.executable, __file__, "--contestants", one.contestant]
         command += ["--check", str(one.length), "--activations", options.activations]
-        for name in ("hidden", "layers", "vocab"):
+        for name in ("hidden", "layers", "vocab", "steps"):
             command += [f"--{name}", str(getattr(options, name))]
         command += ["--path", folder, "--result", f"{folder}/progress"]
         with open(f"{folder}/log.{rank}", "w", encoding="utf-8") as log:
@@ -291,6 +399,8 @@ def show(one: Try) -> None:
 
 def search(options: argparse.Namespace, contestant: str, first: int) -> list[Try]:
     """Doubles, then halves what lies between; the last one that passed is the longest."""
+    if options.lengths:
+        return [attempt(options, contestant, length) for length in options.lengths]
     tries = [attempt(options, contestant, first)]
     while tries[-1].passed:
         tries.append(attempt(options, contestant, 2 * tries[-1].length))
@@ -319,10 +429,11 @@ def summary(tries: dict[str, list[Try]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, of_name in tries.items():
         longest = longest_of(of_name)
-        above = min((one for one in of_name if not one.passed), key=lambda one: one.length)
-        figures[name] = {"longest": longest, "ended_by": above.reason, "failed_at": above.length}
+        failed = sorted((one.length, one.reason) for one in of_name if not one.passed)
+        figures[name] = {"longest": longest, "failed": failed}
         ratio = f", {longest / plain:.2f} of plain torch" if plain else ""
-        print(f"{name:<11} longest {longest} ({above.length}: {above.reason}){ratio}")
+        ended = f" ({failed[0][0]}: {failed[0][1]})" if failed else ""
+        print(f"{name:<11} longest {longest}{ended}{ratio}")
         if plain:
             figures[name]["ratio"] = longest / plain
     return figures
@@ -339,11 +450,18 @@ def check(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
+def contestants() -> list[str]:
+    there = importlib.util.find_spec("deepspeed") is not None
+    return [name for name in RANKS if there or name != "alst"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--contestants", nargs="+", choices=RANKS, default=list(RANKS))
+    parser.add_argument("--contestants", nargs="+", choices=RANKS, default=contestants())
     parser.add_argument("--limit", type=bytes_of, default=bytes_of("4GiB"), help="per process")
     parser.add_argument("--first", type=int, default=1024, help="length of the first try")
+    parser.add_argument("--lengths", type=int, nargs="+", help="these alone, without a search")
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=900.0, help="for one try")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)

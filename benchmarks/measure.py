@@ -83,6 +83,20 @@ def peak_bytes() -> int:
     return _status_bytes("VmHWM")
 
 
+def alone(make: Callable[[], Any], act: Callable[[Any], object], times: int = 4) -> list[int]:
+    """By rank, bytes of the peak that the process had while it made `made` and called `act(made)`,
+    above what it had before. All ranks call it."""
+    before = resident_bytes()
+    reset_peak()
+    made = make()
+    for _ in range(times):
+        act(made)
+    grown = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    grown[dist.get_rank()] = peak_bytes() - before
+    dist.all_reduce(grown)
+    return grown.tolist()
+
+
 # ---- ranks
 
 

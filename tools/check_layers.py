@@ -55,7 +55,9 @@ POSITION = {
 }
 POSITION |= dict.fromkeys(FIVES, 5)
 PUBLIC_FROM = {"error.h": 1, "export.h": 1, "status.h": 1, "cut.h": 2, "group.h": 5}
-PUBLIC_FROM |= dict.fromkeys(("config.h", "deepspeed_config.h", "optimizer_kinds.h", "plan.h"), 3)
+PUBLIC_FROM |= dict.fromkeys(
+    ("config.h", "deepspeed_config.h", "mesh_plan.h", "optimizer_kinds.h", "plan.h"), 3
+)
 PUBLIC_FROM |= dict.fromkeys(("init.h", "core.h", "tiling.h", "checkpoint_files.h"), 7)
 ENGINE = 8
 

@@ -121,6 +121,7 @@ struct ParallelConfig {
   std::vector<std::string> stages;
   std::string schedule = "1f1b";  // "gpipe" "1f1b" "interleaved" (src/plan/schedule.h)
   int virtual_stages = 1;         // of each rank; above 1 "gpipe" or "interleaved"
+  bool cut_logits = false;        // logits of a head whose rule is "vocab" are gathered when read
 };
 
 struct PENSTOCK_API Config {

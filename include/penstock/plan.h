@@ -71,4 +71,15 @@ PENSTOCK_API const std::vector<std::string>& strategy_names();
 // tensors of `tree` may be on the meta device. Throws ConfigError.
 PENSTOCK_API PlanReport plan_report(const ModelTree& tree, const PlanQuestion& question);
 
+// Of a stage of a pipeline and one micro-batch.
+struct StageSeconds {
+  double forward = 0, backward = 0;
+};
+
+// Idle over busy time of a pipeline's ranks, from the first forward to the last backward of a step,
+// as the simulator has it where messages take no time. Stage s is on rank s modulo the ranks.
+// Throws ConfigError: an unknown schedule, and shapes that it does not have.
+PENSTOCK_API double simulated_bubble(const std::string& schedule, int num_ranks, int num_micro,
+                                     const std::vector<StageSeconds>& stages);
+
 }  // namespace penstock

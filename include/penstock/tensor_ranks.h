@@ -11,6 +11,7 @@
 
 #include "penstock/core.h"
 #include "penstock/export.h"
+#include "penstock/tiling.h"
 
 namespace penstock {
 
@@ -41,6 +42,14 @@ class PENSTOCK_API TensorRanks {
   // "shared".
   at::Tensor linear(const TensorModule& how, const at::Tensor& input, const at::Tensor& weight,
                     const std::optional<at::Tensor>& bias) const;
+  // Of a head of style "vocab", whose output is cut: input [..., in] -> [..., own columns]; all of
+  // it, [..., out]; and its cross-entropy with target [tokens] -> [], computed in fp32 from logits
+  // [tokens, own columns], which are not gathered ("none" is no reduction of it).
+  at::Tensor cut_logits(const TensorModule& how, const at::Tensor& input, const at::Tensor& weight,
+                        const std::optional<at::Tensor>& bias) const;
+  at::Tensor whole_logits(const TensorModule& how, const at::Tensor& logits) const;
+  at::Tensor cross_entropy(const TensorModule& how, const at::Tensor& logits,
+                           const at::Tensor& target, const CrossEntropyOptions& options) const;
   // ids [...] (integers) -> [..., columns], or [..., columns / ranks] for "column". `padding_idx` <
   // 0: none. Throws c10::IndexError, as torch does.
   at::Tensor embedding(const TensorModule& how, const at::Tensor& ids, const at::Tensor& weight,

@@ -1,5 +1,6 @@
 """Stand-ins for what another stage of a pipeline computes: shapes without values."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,11 @@ from torch.utils import _pytree as pytree
 
 from penstock._native import RuntimeFault
 
-MODE = FakeTensorMode(allow_non_fake_inputs=True)
+
+@functools.cache
+def _mode() -> FakeTensorMode:
+    """One for all, so that what it makes can be computed with; its first one takes a second."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class Absent(torch.Tensor):
@@ -78,7 +83,7 @@ def is_absent(one: Any) -> bool:
 
 
 def like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Absent:
-    with MODE:
+    with _mode():
         return Absent(torch.empty(shape, dtype=dtype, device=device))
 
 
@@ -89,7 +94,7 @@ def fake_of(one: torch.Tensor) -> torch.Tensor:
         return fake
     if isinstance(one, FakeTensor):
         return one
-    with MODE:
+    with _mode():
         return torch.empty(one.shape, dtype=one.dtype, device=one.device)
 
 

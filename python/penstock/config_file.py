@@ -41,6 +41,13 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str]:
     text = text_of(config)
     if _penstock.is_deepspeed_config(text):
         native, translated = translate(text)
+        asked = [one.key for one in translated.given if one.fate == "taken"]
+        if any(one.startswith("tensor_parallel.partition_config.") for one in asked):
+            raise ConfigError(
+                '[front::initialize] "tensor_parallel.partition_config" is read by '
+                'deepspeed.initialize(): say it with "parallel.rules" in the section '
+                '"penstock"'
+            )
         if translated.warning and ranks.rank() == 0 and os.environ.get("RANK", "0") == "0":
             warnings.warn(f"[front::initialize] {translated.warning}", UserWarning, stacklevel=3)
         return native, str(translated.scheduler)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
+import pathlib
 import sys
+from typing import Any
 
+from penstock._native import ConfigError
 from penstock.conversion import convert
 from penstock.conversion.convert import parse_dtype
 from penstock.conversion.options import FORMATS, Options
@@ -20,11 +24,20 @@ def _convert(args: argparse.Namespace) -> int:
             key=args.key,
             dtype=parse_dtype(args.dtype) if args.dtype else None,
             inert=args.inert,
+            rules=_rules(args.rules) if args.rules else {},
             say=lambda line: print(f"[convert] {line}", file=sys.stderr, flush=True),
         ),
     )
     print(made)
     return 0
+
+
+def _rules(path: str) -> dict[str, Any]:
+    try:
+        held: dict[str, Any] = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f'[convert::rules] cannot read "{path}" as JSON: {error}') from error
+    return held
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,5 +69,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         default=[],
         metavar="CLASS",
         help="objects of this class in a pickle are passed over (may be repeated)",
+    )
+    convert.add_argument(
+        "--rules",
+        default="",
+        metavar="FILE",
+        help="of DeepSpeed with several ranks of a model, where the checkpoint does not say how "
+        'they cut its weights: JSON, {"*.qkv": "column:3", "*.proj": "row"}',
     )
     convert.set_defaults(command=_convert)

@@ -1,15 +1,16 @@
-"""Logits that are not computed until someone asks, and never as a whole for a cross-entropy.
+"""Logits that are not there until someone asks, and never as a whole for a cross-entropy.
 
-The head returns one of these while `tiling.loss_tokens` is set. It has the shape and dtype of the
-logits and holds what they are computed from. Ops that only rearrange tokens, or widen the dtype,
-are done on that; `torch.nn.functional.cross_entropy` on class indices is computed chunk by chunk;
-any other op gets the real logits, computed for it.
+The head returns one of these while `tiling.loss_tokens` or `parallel.cut_logits` is set. It has the
+shape and dtype of the logits and holds what they are made of: hidden states, or this rank's part of
+the classes. Ops that only rearrange tokens, or widen the dtype, are done on that;
+`torch.nn.functional.cross_entropy` on class indices is computed chunk by chunk, or of the parts;
+any other op gets the real logits, made for it.
 """
 
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -18,9 +19,28 @@ from torch.utils import _pytree
 from penstock._native import RuntimeFault
 
 
+class Head(Protocol):
+    """What makes logits [..., num_classes] of `hidden`, a tensor of the same leading shape."""
+
+    @property
+    def num_classes(self) -> int:
+        """The vocabulary's size."""
+
+    def step(self) -> int:
+        """Of the engine, where logits count for one step alone."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """All of them. Where parameters are sharded or logits are cut all ranks call it."""
+
+    def cross_entropy(
+        self, hidden: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Of hidden [tokens, ...] and target [tokens]; None: not without the logits."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Head:
-    """What turns hidden states into logits."""
+class TiledHead:
+    """Of weights in tiles: `hidden` are hidden states."""
 
     tiles: Any
     bias: torch.Tensor | None
@@ -28,9 +48,51 @@ class Head:
     num_classes: int
     core: Any
 
+    def step(self) -> int:
+        """The weights change with it."""
+        return int(self.core.steps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Computed now."""
+        return self.tiles.linear(hidden, self.bias, self.bias_values)  # type: ignore[no-any-return]
+
+    def cross_entropy(
+        self, hidden: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Some tokens at a time."""
+        return self.tiles.cross_entropy(  # type: ignore[no-any-return]
+            hidden, self.bias, self.bias_values, target, options
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CutHead:
+    """Of a weight that tensor ranks have cut: `hidden` are this rank's logits."""
+
+    ranks: Any
+    how: Any
+    num_classes: int
+
+    def step(self) -> int:
+        """They are computed already."""
+        return 0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Gathered now, by all tensor ranks."""
+        return self.ranks.whole_logits(self.how, hidden)  # type: ignore[no-any-return]
+
+    def cross_entropy(
+        self, hidden: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Of each rank's part, in one exchange."""
+        if options["reduction"] == "none":
+            return None
+        loss = self.ranks.cross_entropy(self.how, hidden, target, options)
+        return loss.to(options["dtype"])  # type: ignore[no-any-return]
+
 
 class LazyLogits(torch.Tensor):
-    """A tensor [..., classes] that stands for the head's output on `hidden` [..., features]."""
+    """A tensor [..., classes] that stands for what the head makes of `hidden`."""
 
     head: Head
     hidden: torch.Tensor
@@ -52,7 +114,7 @@ class LazyLogits(torch.Tensor):
             requires_grad=torch.is_grad_enabled(),
         )
         made.head, made.hidden = head, hidden
-        made.step = head.core.steps if step is None else step
+        made.step = head.step() if step is None else step
         return made
 
     def like(self, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> "LazyLogits":
@@ -66,14 +128,11 @@ class LazyLogits(torch.Tensor):
             RuntimeFault: the weights have changed since.
         """
         self.check()
-        logits: torch.Tensor = self.head.tiles.linear(
-            self.hidden, self.head.bias, self.head.bias_values
-        )
-        return logits.to(self.dtype)
+        return self.head.logits(self.hidden).to(self.dtype)
 
     def check(self) -> None:
         """Raises RuntimeFault when the weights have changed since the head ran."""
-        if self.head.core.steps != self.step:
+        if self.head.step() != self.step:
             raise RuntimeFault(
                 "[front::LazyLogits] with tiling.loss_tokens logits are computed when they are "
                 "used, and engine.step() has changed the weights since: use them before it"
@@ -106,7 +165,7 @@ class LazyLogits(torch.Tensor):
         """Raises RuntimeFault: autograd has passed already, so what came out had no gradient."""
         raise RuntimeFault(
             f"[front::LazyLogits] {func} was called past __torch_function__ on logits that are not "
-            f"computed (tiling.loss_tokens): call it on logits.whole()"
+            f"there (tiling.loss_tokens, parallel.cut_logits): call it on logits.whole()"
         )
 
 
@@ -185,11 +244,8 @@ def _cross_entropy(logits: LazyLogits, *args: Any, **kwargs: Any) -> torch.Tenso
     if not (plain and known and indices) or logits.ndim > 2 or target.shape != logits.shape[:-1]:
         return None
     logits.check()
-    head = logits.head
-    loss: torch.Tensor = head.tiles.cross_entropy(
+    loss = logits.head.cross_entropy(
         logits.hidden.reshape(-1, logits.hidden.shape[-1]),
-        head.bias,
-        head.bias_values,
         target.reshape(-1),
         {
             "ignore_index": options["ignore_index"],
@@ -198,7 +254,7 @@ def _cross_entropy(logits: LazyLogits, *args: Any, **kwargs: Any) -> torch.Tenso
             "dtype": logits.dtype,
         },
     )
-    return loss.reshape(target.shape) if reduction == "none" else loss
+    return loss if loss is None or reduction != "none" else loss.reshape(target.shape)
 
 
 _ORDER_KEEPING = (

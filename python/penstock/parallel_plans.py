@@ -42,6 +42,26 @@ OURS: Mapping[str, Rules] = {
         "*embed_tokens": "vocab",
         "lm_head": "vocab",
     },
+    "bloom": {
+        "*.self_attention.query_key_value": "column",  # [heads, Q|K|V]
+        "*.self_attention.dense": "row",
+        "*.self_attention.num_heads": "divide",
+        "*.mlp.dense_h_to_4h": "column",
+        "*.mlp.dense_4h_to_h": "row",
+        "*word_embeddings": "vocab",
+        "lm_head": "vocab",
+    },
+    "falcon": {
+        # [heads, Q|K|V] or [kv heads, Q..|K|V]; num_heads is first: its check says what is refused
+        "*.self_attention.query_key_value": "column",
+        "*.self_attention.dense": "row",
+        "*.self_attention.num_heads": "divide",
+        "*.self_attention.num_kv_heads": "divide",
+        "*.mlp.dense_h_to_4h": "column",
+        "*.mlp.dense_4h_to_h": "row",
+        "*word_embeddings": "vocab",
+        "lm_head": "vocab",
+    },
     "bert": {
         "*.attention.self.query": "column",
         "*.attention.self.key": "column",

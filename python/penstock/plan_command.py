@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from penstock import model_spec, tree
+from penstock import mesh_command, model_spec, tree
 from penstock._native import _penstock
 from penstock.config_file import config_dict
 
 _HELP = "will it fit, how fast: every strategy and offload choice for a model"
 _TOKENS = 4096
-# Field of the machine -> option, what it is.
+# Field of the machine -> its options, what it is.
 _MACHINE = {
     "flops": ("--flops", "FLOP/s of forward and backward"),
-    "local": ("--local-link", "bytes/s sent to ranks of the same node"),
-    "node": ("--node-link", "bytes/s sent to other nodes"),
+    "local": ("--local-link --intra", "bytes/s sent to ranks of the same node"),
+    "node": ("--node-link --inter", "bytes/s sent to other nodes"),
     "device_host": ("--device-host-link", "bytes/s copied between device and host memory"),
     "host_disk": ("--host-disk-link", "bytes/s read from and written to disk"),
     "host_memory": ("--host-memory", "bytes/s of host memory, for an optimizer on the CPU"),
@@ -42,7 +42,7 @@ def _config_of(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
     config = config_dict(args.config)
     if args.precision is not None or args.config is None:
         config["precision"] = args.precision or "bf16"
-    if args.node is not None:
+    if args.node is not None and args.gpus is None:
         config["mesh"] = {**config.get("mesh", {}), "node": args.node}
     if args.budget is not None:
         budgets = model_spec.pairs(",".join(args.budget), ("device", "host"), "--budget")
@@ -54,11 +54,16 @@ def _config_of(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.gpus is None and (args.world is None or args.batch is not None):
+        raise ValueError("[plan] give --world, or --nodes and --gpus (with --batch) for meshes")
     model = _model_of(args)
-    config = _penstock.Config(_config_of(args, model))
     machine = _penstock.Machine()
     for field in _MACHINE:
         setattr(machine, field, getattr(args, f"machine_{field}"))
+    if args.gpus is not None:
+        mesh_command.report(args, model, _config_of(args, model), machine)
+        return 0
+    config = _penstock.Config(_config_of(args, model))
     tokens = args.tokens
     if tokens is None:
         tokens = model.seq if isinstance(model, model_spec.PlainGpt) else _TOKENS
@@ -96,7 +101,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="N",
         help="blocks for --params (default: the layers of a transformer 128 times as wide as deep)",
     )
-    plan.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    plan.add_argument("--world", type=int, metavar="N", help="number of ranks")
     plan.add_argument(
         "--node", "--nodes", type=int, metavar="M", help="nodes that the ranks are spread over"
     )
@@ -119,14 +124,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="T",
         help=f"per rank and step; default one sequence of a gpt, else {_TOKENS}",
     )
+    mesh_command.add_options(plan)
     plan.add_argument("--json", action="store_true", help="for other programs")
     defaults = _penstock.Machine()
     machine = plan.add_argument_group("the machine, by rank: what it reaches")
-    for field, (option, meaning) in _MACHINE.items():
+    for field, (options, meaning) in _MACHINE.items():
         machine.add_argument(
-            option,
+            *options.split(),
             dest=f"machine_{field}",
-            type=_positive,
+            type=_positive if field == "flops" else mesh_command.rate,
             metavar="F",
             default=getattr(defaults, field),
             help=f"{meaning} (default %(default)g)",

@@ -14,6 +14,7 @@ import torch
 from penstock import parallel_plans, tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.forwards import Forward, Hook
+from penstock.lazy_logits import CutHead, LazyLogits
 
 
 def with_rules(model: torch.nn.Module, config: Any) -> Any:
@@ -35,6 +36,7 @@ class TensorParallel:
     ) -> None:
         self.whole = 0
         self._shapes_alone = False
+        self._cut_logits = config.parallel.cut_logits
         self._core, self._count = core, config.mesh.tensor
         self._attributes: list[_Attribute] = []
         if self._count == 1:
@@ -44,6 +46,11 @@ class TensorParallel:
         for how in self._ranks.modules:
             self._cut(model.get_submodule(how.name), how, installed)
         self._divide(model, config.parallel.rules, installed)
+        if self._cut_logits and not any(_is_head(model, how) for how in self._ranks.modules):
+            raise ConfigError(
+                '[front::initialize] "parallel.cut_logits" is set and no Linear is cut in style '
+                '"vocab": the rules leave this model\'s logits whole'
+            )
 
     def _cut(self, module: Any, how: Any, installed: list[Any]) -> None:
         if how.style in ("partial", "whole"):
@@ -66,6 +73,9 @@ class TensorParallel:
         def linear(_inner: Any, input: torch.Tensor) -> Any:
             if self._shapes_alone:
                 return input.new_empty((*input.shape[:-1], _columns(module, how)))
+            if self._cut_logits and how.style == "vocab":
+                own = ranks.cut_logits(how, input, module.weight, module.bias)
+                return LazyLogits.of(CutHead(ranks, how, how.size), own)
             return ranks.linear(how, input, module.weight, module.bias)
 
         return embedding if isinstance(module, torch.nn.Embedding) else linear
@@ -96,6 +106,10 @@ class TensorParallel:
                 made = _Attribute(*known.pop(one), one, count)
                 self._attributes.append(made)
                 installed.append(made)
+                if made.is_of("BloomAttention", "num_heads"):
+                    installed.append(_cut_slopes(made, self._ranks.index))
+                if made.is_of("FalconAttention", "num_heads"):
+                    _refuse_falcon(made.module)
 
     def refuse_parts(self) -> None:
         """Raises RuntimeFault where a rank's parts of parameters would be taken for all of them."""
@@ -134,6 +148,11 @@ class TensorParallel:
             self._draws.end()
 
 
+def _is_head(model: torch.nn.Module, how: Any) -> bool:
+    module = model.get_submodule(how.name)
+    return how.style == "vocab" and not isinstance(module, torch.nn.Embedding)
+
+
 def _columns(module: torch.nn.Module, how: Any) -> int:
     """Of what a layer gives on this rank."""
     own = module.weight.shape[1 if how.transposed else 0]  # type: ignore[index]
@@ -145,12 +164,14 @@ def _columns(module: torch.nn.Module, how: Any) -> int:
 def _refuse(module: torch.nn.Module, how: Any) -> None:
     kinds = (torch.nn.Linear, torch.nn.Embedding)
     plain = [kind.forward for kind in kinds]
-    own = "forward" in vars(module) or type(module).__name__ != "Conv1D"
+    # FalconLinear's forward is torch's, with one more rounding before the bias.
+    known = type(module).__name__ in ("Conv1D", "FalconLinear")
+    own = "forward" in vars(module) or not known
     if type(module).forward not in plain and own:
         raise ConfigError(
             f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}", a '
             f"{type(module).__name__} with a forward of its own: torch's Linear and Embedding and "
-            f"transformers' Conv1D are cut"
+            f"transformers' Conv1D and FalconLinear are cut"
         )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option, None):
@@ -182,25 +203,79 @@ class _Attribute:
     """A module's whole number, of which this rank has a part."""
 
     def __init__(self, module: torch.nn.Module, key: str, name: str, count: int) -> None:
-        self._module, self._key, self._count = module, key, count
-        self._whole = getattr(module, key)
-        if self._whole % count:
+        self.module, self._key, self._count = module, key, count
+        self.whole = getattr(module, key)
+        if self.whole % count:
             raise ConfigError(
-                f'[front::initialize] "{name}" is {self._whole}, which does not divide by {count} '
+                f'[front::initialize] "{name}" is {self.whole}, which does not divide by {count} '
                 f"tensor ranks"
             )
         self.divide()
 
+    def is_of(self, kind: str, key: str) -> bool:
+        return type(self.module).__name__ == kind and self._key == key
+
     def divide(self) -> None:
-        setattr(self._module, self._key, self._whole // self._count)
+        setattr(self.module, self._key, self.whole // self._count)
 
     def make_whole(self) -> None:
-        setattr(self._module, self._key, self._whole)
+        setattr(self.module, self._key, self.whole)
 
     def remove(self) -> None:
         """The engine is closed: it is whole for good."""
         self._count = 1
         self.make_whole()
+
+
+def _cut_slopes(heads: _Attribute, rank: int) -> Any:
+    """BLOOM's model makes one bias of all heads, `alibi` [batch x heads, 1, keys], and gives it to
+    each attention: here it becomes that of the rank's heads. Returns what removes it.
+
+    Raises ConfigError where attention reads slices of its weight itself (`slow_but_exact`).
+    """
+    module: Any = heads.module
+    if module.slow_but_exact and module.pretraining_tp > 1:
+        raise ConfigError(
+            "[front::initialize] this BLOOM has slow_but_exact, which reads whole weights, and "
+            '"mesh.tensor" gives each rank a part: set slow_but_exact to False'
+        )
+
+    def cut(_: Any, args: Any, given: dict[str, Any]) -> Any:
+        own, alibi, batch = module.num_heads, given.get("alibi"), args[0].shape[0]
+        if alibi is None or alibi.shape[0] != batch * heads.whole:
+            raise RuntimeFault(
+                f"[front::forward] BLOOM's attention was not given an `alibi` of {heads.whole} "
+                f"heads by name: divide num_heads of attention alone, not that of the model"
+            )
+        if own == heads.whole:
+            return None
+        parts = alibi.view(batch, heads.whole, *alibi.shape[1:])
+        part = parts[:, rank * own : (rank + 1) * own].flatten(0, 1)
+        return args, given | {"alibi": part}
+
+    return module.register_forward_pre_hook(_Given(module, cut), with_kwargs=True)
+
+
+def _refuse_falcon(module: Any) -> None:
+    """Raises ConfigError where the parts of Falcon's attention are not all of one head."""
+    if module.multi_query and not module.new_decoder_architecture:
+        raise ConfigError(
+            "[front::initialize] this Falcon has multi_query without new_decoder_architecture: one "
+            "key and value head, inside query_key_value, which every tensor rank needs whole. Set "
+            '"mesh.tensor" to 1'
+        )
+    if module.config.alibi:
+        raise ConfigError(
+            "[front::initialize] this Falcon has alibi: its model makes one bias of all heads, and "
+            '"mesh.tensor" gives each rank a part of them. Set "mesh.tensor" to 1'
+        )
+
+
+class _Given(Hook):
+    """One that changes what the module is given."""
+
+    def __call__(self, module: torch.nn.Module, *others: Any) -> Any:
+        return self._call(module, *others) if id(module) == self._module else None
 
 
 class _Draws:

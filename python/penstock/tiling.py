@@ -11,7 +11,7 @@ import torch
 from penstock import tree
 from penstock._native import ConfigError, _penstock
 from penstock.forwards import Forward, Pace
-from penstock.lazy_logits import Head, LazyLogits
+from penstock.lazy_logits import LazyLogits, TiledHead
 
 
 def with_head(model: torch.nn.Module, config: Any) -> Any:
@@ -62,7 +62,8 @@ def _forward(module: Any, tiles: Any, lazy_in: Any) -> Any:
         if pace.uneven:  # other ranks would not come to compute the logits later
             return linear(inner, input)
         values = None if module.bias is None else module.bias.detach().clone()
-        return LazyLogits.of(Head(tiles, module.bias, values, module.out_features, core), input)
+        made = TiledHead(tiles, module.bias, values, module.out_features, core)
+        return LazyLogits.of(made, input)
 
     if isinstance(module, torch.nn.Embedding):
         return embedding

@@ -2,6 +2,8 @@
 // One function per public header; module.cpp calls them.
 #include <torch/csrc/utils/pybind.h>
 
+#include "penstock/tiling.h"
+
 namespace penstock::python {
 
 void bind_checkpoint(pybind11::module_& module);
@@ -18,6 +20,9 @@ void bind_status(pybind11::module_& module);
 void bind_tensor_ranks(pybind11::module_& module);
 void bind_tiling(pybind11::module_& module);
 void bind_values(pybind11::module_& module);
+
+// Of {"ignore_index", "reduction", "label_smoothing"}.
+CrossEntropyOptions cross_entropy_options(const pybind11::dict& options);
 
 // C++ errors become penstock.ConfigError(ValueError), RuntimeFault(RuntimeError),
 // Bug(AssertionError).

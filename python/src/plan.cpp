@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "penstock/core.h"
+#include "penstock/mesh_plan.h"
 #include "python/src/module.h"
 
 namespace py = pybind11;
@@ -38,6 +39,43 @@ py::dict report_of(const ModelTree& tree, const PlanQuestion& question) {
   return dict;
 }
 
+py::dict dict_of(const MeshAlternative& one) {
+  py::dict dict = dict_of(one.state);
+  dict["tensor"] = one.tensor;
+  dict["pipeline"] = one.pipeline;
+  dict["data"] = one.data;
+  dict["node"] = one.node;
+  dict["virtual_stages"] = one.virtual_stages;
+  dict["micro"] = one.micro;
+  dict["accumulate"] = one.accumulate;
+  dict["recompute"] = one.recompute;
+  dict["params_of_a_rank"] = one.params;
+  dict["activations"] = one.activations;
+  dict["seconds"] = one.seconds;
+  dict["compute"] = one.compute + one.again;
+  dict["sums"] = one.sums;
+  dict["messages"] = one.messages;
+  dict["bubble"] = one.bubble;
+  dict["data_waits"] = one.data_waits;
+  dict["fits"] = one.fits;
+  dict["over"] = one.over;
+  dict["why"] = one.why();
+  dict["config"] = one.config();
+  dict.attr("pop")("longest");  // of the state alone, as is whether it is tight
+  dict.attr("pop")("tight");
+  return dict;
+}
+
+py::dict meshes_of(const ModelTree& tree, const MeshQuestion& question) {
+  const MeshReport report = mesh_report(tree, question);
+  py::list alternatives;
+  for (const MeshAlternative& one : report.alternatives) alternatives.append(dict_of(one));
+  py::dict dict;
+  dict["alternatives"] = alternatives;
+  dict["text"] = report.text;
+  return dict;
+}
+
 }  // namespace
 
 void bind_plan(py::module_& module) {
@@ -59,6 +97,39 @@ void bind_plan(py::module_& module) {
       },
       py::arg("tree"), py::arg("config"), py::arg("world_size"), py::arg("tokens"),
       py::arg("machine"));
+  module.def(
+      "simulated_bubble",
+      [](const std::string& schedule, int num_ranks, int num_micro,
+         const std::vector<std::pair<double, double>>& stages) {
+        std::vector<StageSeconds> seconds;
+        for (const auto& [forward, backward] : stages) seconds.push_back({forward, backward});
+        return simulated_bubble(schedule, num_ranks, num_micro, seconds);
+      },
+      py::arg("schedule"), py::arg("num_ranks"), py::arg("num_micro"), py::arg("stages"));
+  py::class_<TransformerShape>(module, "TransformerShape")
+      .def(py::init<>())
+      .def_readwrite("layers", &TransformerShape::layers)
+      .def_readwrite("hidden", &TransformerShape::hidden)
+      .def_readwrite("heads", &TransformerShape::heads)
+      .def_readwrite("sequence", &TransformerShape::sequence)
+      .def_readwrite("vocabulary", &TransformerShape::vocabulary);
+  py::class_<MeshQuestion>(module, "MeshQuestion")
+      .def(py::init([](const Config& config, const Machine& machine) {
+             MeshQuestion question;
+             question.asked.config = config;
+             question.asked.machine = machine;
+             return question;
+           }),
+           py::arg("config"), py::arg("machine"))
+      .def_readwrite("shape", &MeshQuestion::shape)
+      .def_readwrite("nodes", &MeshQuestion::nodes)
+      .def_readwrite("per_node", &MeshQuestion::per_node)
+      .def_readwrite("batch", &MeshQuestion::batch)
+      .def_readwrite("micro", &MeshQuestion::micro);
+  module.def(
+      "mesh_report",
+      [](const ModelTree& tree, const MeshQuestion& question) { return meshes_of(tree, question); },
+      py::arg("tree"), py::arg("question"));
 }
 
 }  // namespace penstock::python

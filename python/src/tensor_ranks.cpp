@@ -23,6 +23,18 @@ void bind_tensor_ranks(py::module_& module) {
       .def_property_readonly("modules", &TensorRanks::modules)
       .def("linear", &TensorRanks::linear, py::arg("how"), py::arg("input"), py::arg("weight"),
            py::arg("bias"), no_gil)
+      .def("cut_logits", &TensorRanks::cut_logits, py::arg("how"), py::arg("input"),
+           py::arg("weight"), py::arg("bias"), no_gil)
+      .def("whole_logits", &TensorRanks::whole_logits, py::arg("how"), py::arg("logits"), no_gil)
+      .def(
+          "cross_entropy",
+          [](const TensorRanks& ranks, const TensorModule& how, const at::Tensor& logits,
+             const at::Tensor& target, const py::dict& options) {
+            const CrossEntropyOptions chosen = cross_entropy_options(options);
+            const py::gil_scoped_release release;
+            return ranks.cross_entropy(how, logits, target, chosen);
+          },
+          py::arg("how"), py::arg("logits"), py::arg("target"), py::arg("options"))
       .def("embedding", &TensorRanks::embedding, py::arg("how"), py::arg("ids"), py::arg("weight"),
            py::arg("padding_idx"), no_gil)
       .def("compare", &TensorRanks::compare, py::arg("inputs"), py::arg("others"), py::arg("draws"),

@@ -20,6 +20,11 @@ Bias bias_of(const std::optional<at::Tensor>& param, const std::optional<at::Ten
 
 }  // namespace
 
+CrossEntropyOptions cross_entropy_options(const py::dict& options) {
+  return {options["ignore_index"].cast<int64_t>(), options["reduction"].cast<std::string>(),
+          options["label_smoothing"].cast<double>()};
+}
+
 void bind_tiling(py::module_& module) {
   using MaybeTensor = std::optional<at::Tensor>;
   py::class_<Tiles>(module, "Tiles")
@@ -40,9 +45,7 @@ void bind_tiling(py::module_& module) {
           "cross_entropy",
           [](const Tiles& tiles, const at::Tensor& input, const MaybeTensor& bias,
              const MaybeTensor& values, const at::Tensor& target, const py::dict& options) {
-            const CrossEntropyOptions chosen{options["ignore_index"].cast<int64_t>(),
-                                             options["reduction"].cast<std::string>(),
-                                             options["label_smoothing"].cast<double>()};
+            const CrossEntropyOptions chosen = cross_entropy_options(options);
             const auto dtype = options["dtype"].cast<at::ScalarType>();
             const py::gil_scoped_release release;
             return tiles.cross_entropy(input, bias_of(bias, values), target, chosen, dtype);

@@ -11,8 +11,17 @@ namespace {
 
 constexpr size_t kNotFound = static_cast<size_t>(-1);
 
+bool is_training_forward(Section section) {
+  return section == Section::kForward || section == Section::kForwardNext;
+}
+
 bool is_forward(Section section) {
-  return section == Section::kForward || section == Section::kEval;
+  return is_training_forward(section) || section == Section::kEval;
+}
+
+// After it parameters are in `hold`, for what follows in the window.
+bool is_followed(Section section) {
+  return is_training_forward(section) || section == Section::kBackward;
 }
 
 bool is_backward(Section section) {
@@ -49,12 +58,14 @@ Plan Driver::plan(Section section) const {
 
 void Driver::begin(Section section) {
   if (running_) finish();
+  if (section == Section::kForward && carries_) section = Section::kForwardNext;
   steps_ = &plans_.at(section);
   section_ = section;
   next_ = 0;
   running_ = true;
   std::fill(done_.begin(), done_.end(), false);
-  if (!is_backward(section)) {  // a forward that no backward followed leaves copies in `hold`
+  if (!is_backward(section) && section != Section::kForwardNext) {
+    carries_ = false;
     for (size_t unit = 0; unit < active_.size(); ++unit) {
       if (!pinned_[unit] && held_[unit] == 0) executor_.params().drop(static_cast<int>(unit));
     }
@@ -143,8 +154,8 @@ void Driver::pass(size_t line) {
 void Driver::release(int unit) {
   if (pinned_[unit] || held_[unit] > 0) return;
   drop_later_[unit] = unforeseen_[unit] = false;
-  if (section_ == Section::kForward && running_) {
-    executor_.params().move_to(unit, Phase::kHold);
+  if (is_followed(section_) && running_) {
+    if (executor_.params().whole(unit)) executor_.params().move_to(unit, Phase::kHold);
   } else {
     executor_.params().drop(unit);
   }
@@ -213,6 +224,7 @@ void Driver::finish() {
       release(static_cast<int>(unit));
     active_[unit] = 0;
   }
+  carries_ = is_followed(section_);
   finishing_ = running_ = false;
 }
 
@@ -249,7 +261,7 @@ void Driver::move_late(const std::vector<bool>& late, Section backward) {
 
 void Driver::abandon() {
   owed_.clear();
-  running_ = finishing_ = false;
+  running_ = finishing_ = carries_ = false;
   std::fill(pinned_.begin(), pinned_.end(), false);
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     active_[unit] = 0;

@@ -68,6 +68,7 @@ class Driver {
   Section section_ = Section::kForward;
   size_t next_ = 0;
   bool running_ = false;
+  bool carries_ = false;  // parameters are in `hold`: a forward is the window's next
   bool finishing_ = false;
   std::vector<int> active_;                    // by unit: how many times entered and not left
   std::vector<bool> done_;                     // by unit: gradients complete

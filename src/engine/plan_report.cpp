@@ -1,9 +1,11 @@
-// plan_report: the comparison of src/plan/comparison.h for a model that is at hand.
+// plan_report, mesh_report: src/plan/comparison.h and mesh_choice.h for a model that is at hand.
 #include "penstock/core.h"
+#include "penstock/mesh_plan.h"
 #include "penstock/plan.h"
 #include "src/engine/blueprint.h"
 #include "src/engine/room.h"
 #include "src/plan/comparison.h"
+#include "src/plan/mesh_choice.h"
 
 namespace penstock {
 
@@ -15,6 +17,19 @@ PlanReport plan_report(const ModelTree& tree, const PlanQuestion& question) {
   int64_t num_params = 0;
   for (const ParamInfo& info : tree.params) num_params += info.param.numel();
   return compare(asked, blueprint.model, num_params);
+}
+
+MeshReport mesh_report(const ModelTree& tree, const MeshQuestion& question) {
+  MeshQuestion asked = question;
+  asked.asked.config.mesh = {};
+  asked.asked.config.batch = {};
+  asked.asked.config.resolve(asked.nodes * asked.per_node);
+  asked.asked.room = engine::room_of(asked.asked.config.memory);
+  const engine::Blueprint blueprint = engine::draw(tree, asked.asked.config);
+  MeshReport report;
+  report.alternatives = mesh_alternatives(asked, blueprint.model);
+  report.text = mesh_text(asked, report.alternatives);
+  return report;
 }
 
 }  // namespace penstock

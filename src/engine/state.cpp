@@ -33,10 +33,10 @@ void check_frozen(const std::vector<exec::UnitState>& units) {
 }
 
 // It is what it was in the forward, and its parameters are where they were.
-void check_model(const engine::Driver& driver, const Table& table, const engine::Wholes& wholes,
-                 engine::Together& together) {
-  if (together.tensor) together.tensor->check_called();
-  if (!driver.holds() || (table.rests_whole() && !wholes.used())) return;
+void check_model(const engine::Driver& driver, const exec::Executor& executor,
+                 const engine::Wholes& wholes, const engine::Together& together) {
+  if (together.tensor) together.tensor->check_called(executor.units());
+  if (!driver.holds() || (executor.table().rests_whole() && !wholes.used())) return;
   throw RuntimeFault(
       "[engine::step] step() inside gathered(): the gathered values would stay what they were. "
       "Leave the block before");
@@ -400,7 +400,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     throw RuntimeFault(why);
   }
   check_groups(config, groups);
-  check_model(*driver, executor->table(), *wholes, together);
+  check_model(*driver, *executor, *wholes, together);
   look_at_gradients(false);
   border->look_at_params();
   border->hide_gradients();

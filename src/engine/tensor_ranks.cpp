@@ -52,6 +52,32 @@ at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
   return parallel::gather_whole(output, -1, how.size, peers);
 }
 
+at::Tensor TensorRanks::cut_logits(const TensorModule& how, const at::Tensor& input,
+                                   const at::Tensor& weight,
+                                   const std::optional<at::Tensor>& bias) const {
+  TensorModule column = how;
+  column.style = "column";
+  return linear(column, input, weight, bias);
+}
+
+at::Tensor TensorRanks::whole_logits(const TensorModule& how, const at::Tensor& logits) const {
+  state_->check_open("forward");
+  return parallel::gather_whole(logits, -1, how.size, state_->together.tensor->ranks_of(how));
+}
+
+at::Tensor TensorRanks::cross_entropy(const TensorModule& how, const at::Tensor& logits,
+                                      const at::Tensor& target,
+                                      const CrossEntropyOptions& options) const {
+  state_->check_open("forward");
+  if (options.reduction == "none") {
+    throw ConfigError("[engine::TensorRanks] the cross-entropy of cut logits is a mean or a sum");
+  }
+  return parallel::cross_entropy(
+      logits, target, how.size,
+      {options.ignore_index, options.label_smoothing, options.reduction == "mean"},
+      state_->together.tensor->ranks_of(how));
+}
+
 at::Tensor TensorRanks::embedding(const TensorModule& how, const at::Tensor& ids,
                                   const at::Tensor& weight, int64_t padding_idx) const {
   state_->check_open("forward");

@@ -35,12 +35,20 @@ parallel::Ranks TensorAxis::ranks_of(const TensorModule& how) {
   return {peers_, labels_.at(index)};
 }
 
-void TensorAxis::check_called() {
+void TensorAxis::check_called(const std::vector<exec::UnitState>& units) const {
   if (uncalled_.empty()) return;
-  throw RuntimeFault(concat(
-      "[engine::step] \"parallel.rules\" cut module \"", modules_[uncalled_.begin()->second].name,
-      "\", which was not called before the first step: what reads its weight in another way "
-      "has a part of it. Give it the style \"whole\""));
+  for (const exec::UnitState& unit : units) {
+    for (const exec::Flat& flat : unit.flats) {
+      for (const exec::Slot& slot : flat.slots) {
+        const auto found = uncalled_.find(slot.index);
+        if (found == uncalled_.end() || (flat.owners.size() > 1 && !slot.touched)) continue;
+        throw RuntimeFault(concat(
+            "[engine::step] \"parallel.rules\" cut module \"", modules_[found->second].name,
+            "\", which was not called before the first step: what reads its weight in another way "
+            "has a part of it. Give it the style \"whole\""));
+      }
+    }
+  }
 }
 
 void Together::set_step(int64_t step) {

@@ -12,6 +12,7 @@
 
 #include "penstock/tensor_ranks.h"
 #include "src/engine/stage_lanes.h"
+#include "src/exec/flat.h"
 #include "src/parallel/operators.h"
 #include "src/parallel/rules.h"
 #include "src/place/mesh.h"
@@ -29,9 +30,10 @@ class TensorAxis {
   parallel::Peers& peers() { return *peers_; }
   // Who computes that module, which is being called.
   parallel::Ranks ranks_of(const TensorModule& how);
-  // Before an update. Throws RuntimeFault where nobody has called a module that is cut before the
-  // first: who reads its weight in another way computes with a part as if it were all.
-  void check_called();
+  // Before an update of `units`. Throws RuntimeFault where nobody has called a module that is cut
+  // before the first: who reads its weight in another way computes with a part as if it were all.
+  // Of what several stages have, each may leave it to others: there a gradient tells who reads it.
+  void check_called(const std::vector<exec::UnitState>& units) const;
 
   parallel::Replicated replicated;
 

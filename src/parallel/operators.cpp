@@ -1,5 +1,6 @@
 #include "src/parallel/operators.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>
@@ -24,6 +25,10 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+// In a forward: what peers give is memory of its own, mostly in another shape. Made below autograd
+// it is no view, which a model could not change in place (`output += residual`).
+using NoViews = at::AutoDispatchBelowADInplaceOrView;
 
 enum class Way : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut, kAllToAll, kScale };
 
@@ -84,6 +89,7 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
     kept->save_in(context);
     // Without an exchange the value itself goes on; a view, so that it can have another gradient.
     if (way == Way::kNothing) return values.view_as(values);
+    const NoViews guard;
     return go(way, values, kept->dim, kept->size, kept->other_dim, kept->peers);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -117,6 +123,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
     const at::Tensor elsewhere = own.lt(0).logical_or(own.ge(weight.size(0)));
     context->save_for_backward({own, elsewhere, weight});
     kept->save_in(context);
+    const NoViews guard;
     if (weight.size(0) == 0) {
       std::vector<int64_t> sizes = ids.sizes().vec();
       sizes.push_back(weight.size(1));

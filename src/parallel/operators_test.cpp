@@ -4,8 +4,10 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/embedding.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
@@ -156,6 +158,28 @@ TEST_P(Operators, ColumnThenRow) {
     EXPECT_LT(apart(own[2].grad(), part(plain[2].grad(), 0, rank, size_)), 1e-4);
     EXPECT_LT(apart(own[3].grad(), part(plain[3].grad(), 1, rank, size_)), 1e-4);
     EXPECT_LT(apart(own[4].grad(), plain[4].grad()), 1e-5);
+    return {};
+  });
+}
+
+// As `output += residual` in a model. What the change is of keeps its gradient.
+TEST_P(Operators, OutputsAreChangedInPlace) {
+  const at::Tensor x = at::randn({4, 8}), ids = at::arange(8).remainder(4);
+  on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+    const auto changed = [&](const at::Tensor& input, const at::Tensor& output, double gradient) {
+      at::Tensor twice = output;
+      twice.mul_(2).add_(1);
+      twice.sum().backward();
+      EXPECT_LT(apart(input.grad(), at::full_like(input, gradient)), 1e-6);
+    };
+    const at::Tensor one = leaf(x), weight = leaf(part(x, 0, peers->rank(), size_));
+    changed(one, sum(one, peers), 2);
+    EXPECT_TRUE(one.equal(x));
+    const at::Tensor all = leaf(x), some = leaf(x), row = leaf(part(x, 1, peers->rank(), size_));
+    changed(all, gather_whole(all, 0, 4 * size_, peers), 2);
+    changed(some, cut(some, 1, peers), 2);
+    changed(row, row_linear(row, at::ones({3, 8 / size_}), std::nullopt, peers), 6);
+    changed(weight, embedding(ids, weight, 4, -1, peers), 4);  // each is looked up twice
     return {};
   });
 }

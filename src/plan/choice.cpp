@@ -89,9 +89,10 @@ Work work_of(const PlanQuestion& asked, const ModelDesc& model, const Table& tab
   return work;
 }
 
-Alternative simulated(const PlanQuestion& asked, const Config& config, const ModelDesc& model) {
+Alternative simulated(const Question& question, const Config& config, const ModelDesc& model) {
+  const PlanQuestion& asked = question.asked;
   const Mesh mesh = mesh_of(config);
-  const Ledger ledger = predict(config, model);
+  const Ledger ledger = question.many ? predict_window(config, model) : predict(config, model);
   const Work work = work_of(asked, model, table_of(config, model).on(mesh), mesh);
   const StepTime time = step_time(work, ledger, asked.machine);
   Alternative one{config.strategy, config.offload.optimizer, config.offload.params};
@@ -145,7 +146,7 @@ std::vector<Alternative> alternatives(const Question& question, const ModelDesc&
         if (tried && params != "none" && !can_rest_away(strategy)) continue;
         const Config one = with(config, {strategy, optimizer, params});
         if (!refusal_of(one, model, question.external_optimizer).empty()) continue;
-        all.push_back(simulated(question.asked, one, model));
+        all.push_back(simulated(question, one, model));
       }
     }
   }

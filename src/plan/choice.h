@@ -15,6 +15,7 @@ struct Question {
   PlanQuestion asked;  // its config's offload tiers that are "auto" are tried, the others stay
   std::vector<std::string> strategies;
   bool external_optimizer = false;
+  bool many = false;  // are asked: predict_window() instead of predict()
 };
 
 // Those that can be run. Best first: what fits with room to spare, then what fits, then what lacks

@@ -26,6 +26,11 @@ constexpr const char* kUnits = "a unit is gathered and released as a whole";
 constexpr const char* kDisk = "the disk tier chooses its requests itself";
 constexpr const char* kPinned = "the engine pins what it needs";
 constexpr const char* kLogs = "it prints and records nothing of its own";
+constexpr const char* kInnermost = "tensor ranks are neighbours, and the engine makes their groups";
+constexpr const char* kPreset = "with specs: the model's own rules (parallel.rules) follow them";
+constexpr const char* kHead = "specs or rules say how embeddings and the head are cut";
+constexpr const char* kSequence =
+    "penstock.initialize() has it: {\"mesh\": {\"sequence\": N}}, and whole sequences are given";
 constexpr const char* kLater = "not supported yet";
 
 // Of a section with ".*", rows of its keys come first.
@@ -56,7 +61,7 @@ constexpr DeepSpeedKey kKeys[] = {
     {"graph_harvesting", kNoEffect, "no graph is captured"},
     {"keep_in_fp32_modules", kRefused, "say it with the native key \"dtypes\""},
     {"use_data_before_expert_parallelism", kNoEffect, "there is no expert parallelism"},
-    {"sequence_parallel_size", kRefused, kLater},
+    {"sequence_parallel_size", kRefused, kSequence},
     {"data_parallel_size", kNoEffect, "it follows from the number of ranks"},
     {"optimizer.type", kTaken, "optimizer.type; Adam decays as AdamW unless adam_w_mode is false"},
     {"optimizer.params.lr", kTaken, "optimizer.lr"},
@@ -167,7 +172,26 @@ constexpr DeepSpeedKey kKeys[] = {
     {"autotuning.*", kNoEffect, "\"penstock plan\" compares strategies and tiers"},
     {"elasticity.*", kRefused, "use penstock run --nnodes MIN:MAX"},
     {"pipeline.*", kRefused, "a deepspeed.pipe.PipelineModule takes it"},
-    {"tensor_parallel.*", kRefused, kLater},
+    {"tensor_parallel.autotp_size", kTaken, "mesh.tensor; 0 and 1: off"},
+    {"tensor_parallel.tp.tp_size", kTaken, "1, or what autotp_size says"},
+    {"tensor_parallel.tp.tp_grain_size", kNoEffect, "layers are cut evenly"},
+    {"tensor_parallel.tp.mpu", kRefused, kInnermost},
+    {"tensor_parallel.tp.tp_group", kRefused, kInnermost},
+    {"tensor_parallel.partition_config.layer_specs", kTaken, "parallel.rules"},
+    {"tensor_parallel.partition_config.use_default_specs", kTaken, kPreset},
+    {"tensor_parallel.partition_config.strict_mode", kTaken, "a Linear without a spec is an error"},
+    {"tensor_parallel.partition_config.tp_size", kNoEffect, "autotp_size says it"},
+    {"tensor_parallel.partition_config.lm_head_patterns", kNoEffect, kHead},
+    {"tensor_parallel.partition_config.embedding_partition_dim", kNoEffect, kHead},
+    {"tensor_parallel.preset_model", kTaken, kPreset},
+    {"tensor_parallel.injection_policy_tuple", kRefused, "use the native key \"parallel.rules\""},
+    {"tensor_parallel.vocab_parallel_lm_head", kNoEffect, kHead},
+    {"tensor_parallel.vocab_parallel_ce_backend", kNoEffect, kHead},
+    {"tensor_parallel.dtype", kNoEffect, "bf16 and fp16 say the precision"},
+    {"tensor_parallel.tp_overlap_comm", kNoEffect, "a layer waits for its own exchange"},
+    {"tensor_parallel.keep_module_on_host", kNoEffect, "it is of inference"},
+    {"tensor_parallel.replace_with_kernel_inject", kNoEffect, "it is of inference"},
+    {"tensor_parallel.kernel_inject", kNoEffect, "it is of inference"},
     {"expert_parallel.*", kRefused, kLater},
     {"compile.*", kRefused, kLater},
     {"data_efficiency.*", kRefused, kLater},
@@ -199,7 +223,6 @@ bool is_harmless(const std::string& key, const Json& value) {
       {"optimizer.params.bias_correction", true},
       {"managed_gradient_accumulation", true},
       {"sequence_parallel_size", 1},
-      {"tensor_parallel.autotp_size", 1},
       {"data_types.grad_accum_dtype", "fp32"},
   };
   const auto usual = kUsual.find(key);
@@ -301,14 +324,25 @@ void refuse(const Leaves& given, const std::string& key, const std::string& allo
   fail(concat("\"", key, "\" is ", given.find(key)->dump(), "; allowed: ", allowed));
 }
 
-// How many nodes the ranks are split in, by the ranks of one.
-int nodes_of(const Leaves& given, const std::string& key, int64_t ranks, int world) {
-  if (ranks > world || world % ranks != 0)
-    refuse(given, key, concat("a divisor of the number of ranks, ", world));
-  return static_cast<int>(world / ranks);
+// How many ranks compute one copy of the model together.
+int tensor_of(const Leaves& given, int world) {
+  const std::string size = "tensor_parallel.autotp_size", again = "tensor_parallel.tp.tp_size";
+  const int64_t tensor = given.whole(size, 0) == 0 ? 1 : given.whole(size, 0);
+  if (tensor < 1 || tensor > world || world % tensor != 0)
+    refuse(given, size, concat("0, or a divisor of the number of ranks, ", world));
+  const int64_t said = given.whole(again, 1);
+  if (said != 1 && said != tensor) refuse(given, again, concat("1, or autotp_size, ", tensor));
+  return static_cast<int>(tensor);
 }
 
-void take_strategy(const Leaves& given, int world, Json& native) {
+// How many nodes the ranks are split in, by the ranks of one.
+int nodes_of(const Leaves& given, const std::string& key, int64_t ranks, int data) {
+  if (ranks > data || data % ranks != 0)
+    refuse(given, key, concat("a divisor of the number of data ranks, ", data));
+  return static_cast<int>(data / ranks);
+}
+
+void take_strategy(const Leaves& given, int data, Json& native) {
   const std::string zero = "zero_optimization.";
   const int64_t stage = given.whole(zero + "stage", 0);
   if (stage < 0 || stage > 3) refuse(given, zero + "stage", "0, 1, 2 or 3");
@@ -317,10 +351,10 @@ void take_strategy(const Leaves& given, int world, Json& native) {
   const int64_t shard = given.whole(zero + "mics_shard_size", -1);
   if (stage == 3 && shard > 0) {
     native["strategy"] = "mics";
-    native["mesh"]["node"] = nodes_of(given, zero + "mics_shard_size", shard, world);
+    native["mesh"]["node"] = nodes_of(given, zero + "mics_shard_size", shard, data);
   } else if (stage == 3 && secondary > 1) {
     native["strategy"] = "hpz";
-    native["mesh"]["node"] = nodes_of(given, zero + "zero_hpz_partition_size", secondary, world);
+    native["mesh"]["node"] = nodes_of(given, zero + "zero_hpz_partition_size", secondary, data);
   }
 }
 
@@ -407,15 +441,15 @@ void take_optimizer(const Leaves& given, Json& native) {
   native["optimizer"] = optimizer;
 }
 
-void take_batch(const Leaves& given, int world, Json& native) {
+void take_batch(const Leaves& given, int data, Json& native) {
   const int64_t global = given.whole("train_batch_size", 0);
   int64_t micro = given.whole("train_micro_batch_size_per_gpu", 0);
   int64_t accumulate = given.whole("gradient_accumulation_steps", 0);
   if (global > 0 && micro == 0) {
-    const int64_t parts = world * std::max<int64_t>(1, accumulate);
+    const int64_t parts = data * std::max<int64_t>(1, accumulate);
     if (global % parts != 0)
       refuse(given, "train_batch_size",
-             concat("a multiple of ranks times gradient_accumulation_steps, ", parts));
+             concat("a multiple of data ranks times gradient_accumulation_steps, ", parts));
     micro = global / parts;
     accumulate = std::max<int64_t>(1, accumulate);
   }
@@ -428,11 +462,13 @@ void take_batch(const Leaves& given, int world, Json& native) {
 
 Json native_of(const Leaves& given, int world) {
   Json native = Json::object();
-  take_strategy(given, world, native);
+  const int tensor = tensor_of(given, world), data = world / tensor;
+  if (tensor > 1) native["mesh"]["tensor"] = tensor;
+  take_strategy(given, data, native);
   take_offload(given, native);
   take_precision(given, native);
   take_optimizer(given, native);
-  take_batch(given, world, native);
+  take_batch(given, data, native);
   native["clip"] = given.number("gradient_clipping", 1.0);
   native["nonfinite"] = "skip";
   const int64_t ahead = given.whole("zero_optimization.stage3_prefetch_bucket_size", 0);
@@ -509,6 +545,15 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
     if (groups && leaves.whole("zero_optimization.stage", 0) < 3) {
       key.fate = kNoEffect;
       key.note = "parameters are not sharded below stage 3";
+    }
+    const bool of_tensor = key.key.starts_with("tensor_parallel.") && key.fate == kTaken;
+    if (of_tensor && key.key != "tensor_parallel.autotp_size" && tensor_of(leaves, world) == 1) {
+      key.fate = kNoEffect;
+      key.note = "autotp_size asks for no tensor ranks";
+    } else if (key.key == "tensor_parallel.preset_model" &&
+               leaves.find("tensor_parallel.partition_config.layer_specs") == nullptr) {
+      key.fate = kNoEffect;
+      key.note = "without layer_specs the model's own rules count anyhow";
     }
   }
   const Json none;

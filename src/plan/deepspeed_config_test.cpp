@@ -56,6 +56,9 @@ TEST(DeepSpeedConfig, KeysAreTakenOver) {
        "/offload/optimizer = \"host\""},
       {R"({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1e6}})",
        "/prefetch_bytes = 4000000"},
+      {R"({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 2}}})", "/mesh/tensor = 2"},
+      {R"({"tensor_parallel": {"autotp_size": 1}})", "/mesh/tensor = 1"},
+      {R"({"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 16})", "/batch/micro = 8", 4},
       // What frameworks leave in.
       {R"({"train_batch_size": "auto", "zero_optimization": {"stage": 1,
           "reduce_bucket_size": "auto", "offload_optimizer": {"device": "none", "nvme_path": null}},
@@ -96,7 +99,16 @@ TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
       {R"({"train_batch_size": 15})", "a multiple"},
       {R"({"train_batch_size": "many"})", "a number"},
       {R"({"gradient_allreduce_op": "sum"})", "averaged"},
-      {R"({"tensor_parallel": {"autotp_size": 2}})", "not supported"},
+      {R"({"sequence_parallel_size": 2})", "{\"mesh\": {\"sequence\": N}}"},
+      {R"({"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3,
+          "zero_hpz_partition_size": 2}})",
+       "a divisor of the number of data ranks, 1"},
+      {R"({"tensor_parallel": {"autotp_size": 3}})", "a divisor of the number of ranks, 2"},
+      {R"({"tensor_parallel": {"autotp_size": -1}})", "0, or a divisor"},
+      {R"({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}})", "1, or autotp_size, 2"},
+      {R"({"tensor_parallel": {"injection_policy_tuple": ["x"]}})", "parallel.rules"},
+      {R"({"tensor_parallel": {"tp": {"tp_group": 1}}})", "neighbours"},
+      {R"({"tensor_parallel": {"autotp_sise": 2}})", "did you mean"},
       {R"({"curriculum_learning": {"enabled": true}})", "not supported"},
   };
   for (const Refused& one : cases) {
@@ -128,6 +140,14 @@ TEST(DeepSpeedConfig, OneWarningListsWhatHasNoEffect) {
     EXPECT_NE(warning.find(key), std::string::npos) << warning;
   }
   EXPECT_EQ(warning.find("stage"), std::string::npos);
+  const TranslatedConfig alone = translate_deepspeed_config(
+      R"({"tensor_parallel": {"autotp_size": 0, "preset_model": "llama"}})", 2);
+  EXPECT_NE(alone.warning().find("no tensor ranks"), std::string::npos) << alone.warning();
+  const std::string preset = R"({"tensor_parallel": {"autotp_size": 2, "preset_model": "llama")";
+  const std::string own = translate_deepspeed_config(preset + "}}", 2).warning();
+  EXPECT_NE(own.find("preset_model: without layer_specs"), std::string::npos) << own;
+  const std::string specs = R"(, "partition_config": {"layer_specs": [{"patterns": ["a"]}]}}})";
+  EXPECT_EQ(translate_deepspeed_config(preset + specs, 2).warning(), "");
   EXPECT_EQ(translate_deepspeed_config(R"({"zero_optimization": {"stage": 2}})", 1).warning(), "");
 }
 

@@ -20,10 +20,13 @@ class SectionWriter : StepWriter {
   Plan write() && {
     switch (section_) {
       case Section::kForward:
-        forward(Phase::kHold);
+        forward(Phase::kRest, Phase::kHold);
+        break;
+      case Section::kForwardNext:
+        forward(Phase::kHold, Phase::kHold);
         break;
       case Section::kEval:
-        forward(Phase::kRest);
+        forward(Phase::kRest, Phase::kRest);
         break;
       case Section::kBackward:
       case Section::kBackwardLast:
@@ -47,14 +50,14 @@ class SectionWriter : StepWriter {
   }
 
  private:
-  void forward(Phase after) {
-    begin_params(Phase::kRest);
+  void forward(Phase before, Phase after) {
+    begin_params(before);
     for (const auto& [unit, mark, stage] : model_.forward) {
       settle_param(unit, Phase::kForward);
       put({.op = Op::kForward, .units = {unit}, .mark = mark});
       if (mark == Mark::kBegin) continue;
       sum_activations(unit, TensorSplit::kRow);
-      if (section_ == Section::kForward) move_inputs(unit, Phase::kForward, Phase::kHold);
+      if (section_ != Section::kEval) move_inputs(unit, Phase::kForward, Phase::kHold);
       settle_param(unit, after);
     }
   }
@@ -77,7 +80,7 @@ class SectionWriter : StepWriter {
       // Before it leaves memory.
       if (settles && table_.grads_wait_on_disk()) sum_partial(unit);
       if (settles) settle_grad(unit, last);
-      settle_param(unit, Phase::kRest);
+      settle_param(unit, last && i == last_visit[unit] ? Phase::kRest : Phase::kHold);
     }
   }
 
@@ -87,8 +90,8 @@ class SectionWriter : StepWriter {
 }  // namespace
 
 const char* section_name(Section section) {
-  static constexpr std::array<const char*, 6> kNames = {"forward",       "eval",   "backward",
-                                                        "backward_last", "update", "update_early"};
+  static constexpr std::array<const char*, 7> kNames = {
+      "forward", "forward_next", "eval", "backward", "backward_last", "update", "update_early"};
   return kNames[static_cast<size_t>(section)];
 }
 
@@ -105,7 +108,7 @@ Plan plan_step(const Table& table, const ModelDesc& model, const Mesh& mesh, int
   };
   for (int micro = 0; micro < num_micro; ++micro) {
     plan.steps.push_back({.op = Op::kMicro, .micro = micro});
-    append(Section::kForward);
+    append(micro == 0 ? Section::kForward : Section::kForwardNext);
     append(micro + 1 < num_micro ? Section::kBackward : Section::kBackwardLast);
   }
   append(Section::kUpdate);

@@ -10,9 +10,10 @@ namespace penstock {
 // The sections a training step consists of. The engine drives them one at a time, since eager code
 // decides how many micro-batches there are; plan_step() is their concatenation.
 enum class Section : uint8_t {
-  kForward,       // a training forward: parameters end in `hold`
+  kForward,       // the window's first training forward: parameters end in `hold`
+  kForwardNext,   // a later one: they begin there, too
   kEval,          // a forward without backward: parameters end in `rest`
-  kBackward,      // a backward after which more follow in the window: gradients end in `hold`
+  kBackward,      // a backward after which more follow in the window: all ends in `hold`
   kBackwardLast,  // the last backward of the window: gradients end in `update`
   kUpdate,        // gradients are in `update`
   kUpdateEarly,   // the window was closed early: gradients are still in `hold`

@@ -39,9 +39,11 @@ TEST(PlannerTest, SectionsOfOneUnit) {
        "move u0 param all_gather(data)\nforward u0\nmove u0 param slice(local)\n"},
       {"hpz", kBf16, Section::kEval, "move u0 param all_gather(data)\nforward u0\ndrop u0 param\n"},
       {"zero2", kBf16, Section::kForward, "forward u0\n"},
+      {"hpz", kBf16, Section::kForwardNext,
+       "move u0 param all_gather(local)\nforward u0\nmove u0 param slice(local)\n"},
       {"hpz", kSums, Section::kBackward,
        "move u0 param all_gather(local)\nbackward u0\n"
-       "move u0 grad reduce_scatter(data); cast(fp32)\ndrop u0 param\n"},
+       "move u0 grad reduce_scatter(data); cast(fp32)\nmove u0 param slice(local)\n"},
       {"hpz", kSums, Section::kBackwardLast,
        "move u0 param all_gather(local)\nbackward u0\n"
        "move u0 grad reduce_scatter(data); cast(fp32)\ndrop u0 param\n"},

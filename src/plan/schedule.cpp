@@ -196,7 +196,12 @@ void check_schedule(const Schedule& schedule) {
 Replay replay(const Schedule& schedule, double forward, double backward, double transfer) {
   const int num_stages = schedule.num_stages();
   const auto num_ranks = static_cast<size_t>(schedule.num_ranks());
-  std::map<Action, double> ends;
+  const auto num_micro = static_cast<size_t>(schedule.num_micro());
+  const auto at = [&](const Action& action) {
+    return static_cast<size_t>(2 * action.stage + action.forward) * num_micro +
+           static_cast<size_t>(action.micro);
+  };
+  std::vector<double> ends(2 * static_cast<size_t>(num_stages) * num_micro, -1);  // not yet
   std::vector<size_t> next(num_ranks, 0);
   std::vector<double> time(num_ranks, 0), work(num_ranks, 0);
   std::vector<int> held(num_ranks, 0);
@@ -208,18 +213,18 @@ Replay replay(const Schedule& schedule, double forward, double backward, double 
       if (next[rank] == schedule.ranks[rank].size()) continue;
       const Action& action = schedule.ranks[rank][next[rank]];
       const Action needed = before(action, num_stages);
-      const auto arrived = ends.find(needed);
-      const bool own = action.forward || ends.contains({action.stage, true, action.micro});
-      if ((needed.stage >= 0 && arrived == ends.end()) || !own) continue;
+      const double arrived = needed.stage < 0 ? 0 : ends[at(needed)];
+      const bool own = action.forward || ends[at({action.stage, true, action.micro})] >= 0;
+      if (arrived < 0 || !own) continue;
       any = true;
       ++next[rank];
       const bool travels =
           needed.stage >= 0 && needed.stage % schedule.num_ranks() != static_cast<int>(rank);
-      const double ready = needed.stage < 0 ? 0 : arrived->second + (travels ? transfer : 0);
+      const double ready = arrived + (travels ? transfer : 0);
       const double takes = action.forward ? forward : backward;
       time[rank] = std::max(time[rank], ready) + takes;
       work[rank] += takes;
-      ends[action] = time[rank];
+      ends[at(action)] = time[rank];
       held[rank] += action.forward ? 1 : -1;
       made.most_held[rank] = std::max(made.most_held[rank], held[rank]);
     }

@@ -11,11 +11,12 @@
 
 namespace penstock {
 
-inline constexpr std::array<Section, 6> kSections = {Section::kForward,  Section::kEval,
-                                                     Section::kBackward, Section::kBackwardLast,
-                                                     Section::kUpdate,   Section::kUpdateEarly};
+inline constexpr std::array<Section, 7> kSections = {
+    Section::kForward,      Section::kForwardNext, Section::kEval,       Section::kBackward,
+    Section::kBackwardLast, Section::kUpdate,      Section::kUpdateEarly};
 
-// "forward" "eval" "backward" "backward_last" "update" "update_early". Throws ConfigError.
+// "forward" "forward_next" "eval" "backward" "backward_last" "update" "update_early". Throws
+// ConfigError.
 Section section_named(const std::string& name);
 
 // After resolve(). As state sees it: ranks that have parts of one sequence are data ranks,
@@ -44,5 +45,7 @@ int num_moments(const Config& config);  // per parameter, beside the master
 
 // What one training step of this strategy takes.
 Ledger predict(const Config& config, ModelDesc model);
+// The same, planning no more than three micro-batches of a window: those between are alike.
+Ledger predict_window(const Config& config, ModelDesc model);
 
 }  // namespace penstock

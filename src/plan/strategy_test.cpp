@@ -95,5 +95,24 @@ TEST(Strategy, AGrainIsTheLeastAndMemoryIsOneChunk) {
   EXPECT_EQ(chunked(config(R"({"params": "disk"})")).units[1].num_chunks, 1);
 }
 
+TEST(Strategy, AWindowIsAsIfEachOfItsMicroBatchesWerePlanned) {
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"}) {
+    for (const char* optimizer : {"none", "host", "disk"}) {
+      for (const char* params : {"none", "host", "disk"}) {
+        if (strategy != std::string("zero3") && params != std::string("none")) continue;
+        Config asked =
+            Config::parse(concat(R"({"strategy": ")", strategy, R"(", "offload": {"optimizer": ")",
+                                 optimizer, R"(", "params": ")", params, R"("}})"));
+        asked.batch.accumulate = 7;
+        asked.resolve(kRanks);
+        const Ledger walked = predict(asked, model()), window = predict_window(asked, model());
+        EXPECT_EQ(window.text(), walked.text()) << strategy << " " << optimizer << " " << params;
+        EXPECT_EQ(window.sent, walked.sent) << strategy << " " << optimizer << " " << params;
+        EXPECT_EQ(window.exchanges, walked.exchanges);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace penstock

@@ -9,6 +9,7 @@
 #include "src/plan/pipeline.h"
 #include "src/plan/simulator.h"
 #include "src/plan/step_time.h"
+#include "src/plan/strategy.h"
 
 namespace penstock {
 
@@ -276,6 +277,33 @@ Timeline replay(const std::vector<Plan>& plans, const Table& table, const ModelD
     timeline.step = std::max(timeline.step, rank.end());
   }
   return timeline;
+}
+
+double simulated_bubble(const std::string& schedule, int num_ranks, int num_micro,
+                        const std::vector<StageSeconds>& stages) {
+  const auto num_stages = static_cast<int>(stages.size());
+  if (num_ranks < 1 || num_stages % num_ranks != 0) {
+    throw ConfigError(concat("[plan::simulated_bubble] ", num_stages, " stages on ", num_ranks,
+                             " ranks: every rank has as many of them"));
+  }
+  Machine machine;
+  machine.flops = 1;  // so that what is computed is in seconds
+  ModelDesc model;
+  std::vector<UnitWork> work;
+  for (const StageSeconds& stage : stages) {
+    const auto number = static_cast<int>(model.units.size());
+    model.units.push_back({.name = concat("stage ", number), .flats = {{1, Dtype::kFp32}}});
+    work.push_back({{stage.forward}, {stage.backward}});
+  }
+  assume_order(model, false);
+  for (auto* order : {&model.forward, &model.backward}) {
+    for (Visit& visit : *order) visit.stage = visit.unit;
+  }
+  const Mesh mesh = Mesh::of({{Axis::kPipeline, num_ranks}});
+  const Table table = preset("ddp", {.precision = Dtype::kFp32});
+  const Schedule order = make_schedule(schedule, {num_ranks, num_stages / num_ranks, num_micro});
+  return replay(plan_pipeline(table, model, mesh, order), table, model, mesh, machine, work)
+      .bubble();
 }
 
 }  // namespace penstock

@@ -71,6 +71,18 @@ TEST(Timeline, BubblesAndWhatIsHeld) {
   EXPECT_NEAR(one.bubble(), 9.0 / 24, 1e-9);
 }
 
+TEST(Timeline, BubbleOfStages) {
+  const std::vector<StageSeconds> even(4, {1, 2});
+  EXPECT_NEAR(simulated_bubble("1f1b", 4, 8, even), 9.0 / 24, 1e-9);
+  EXPECT_NEAR(simulated_bubble("gpipe", 4, 8, even), 9.0 / 24, 1e-9);
+  EXPECT_NEAR(simulated_bubble("interleaved", 2, 8, even), 3.0 / 48, 1e-9);
+  // Of 1 + 2 and 2 + 4 seconds: the slower one waits for the first forward and is last but for
+  // the first stage's backward of the last micro-batch.
+  EXPECT_NEAR(simulated_bubble("1f1b", 2, 4, {{1, 2}, {2, 4}}), (15.0 + 3) / 36, 1e-9);
+  EXPECT_THROW(simulated_bubble("1f1b", 3, 4, even), ConfigError);
+  EXPECT_THROW(simulated_bubble("zigzag", 2, 4, even), ConfigError);
+}
+
 // Bytes of a rank and step: of parameters and gradients in bf16, once or for every micro-batch.
 TEST(Timeline, TrafficOfZeroInAPipeline) {
   const int micro = 8, data = 2;

@@ -82,6 +82,18 @@ KINDS_TOGETHER: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         | {"word_embed_proj_dim": WIDTH}
         | SPECIAL,
     ),
+    "bloom": (
+        transformers.BloomConfig,
+        transformers.BloomForCausalLM,
+        {"vocab_size": VOCAB, "hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS} | SPECIAL,
+    ),
+    "falcon": (
+        transformers.FalconConfig,
+        transformers.FalconForCausalLM,
+        {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS}
+        | {"num_attention_heads": HEADS, "num_kv_heads": 2, "new_decoder_architecture": True}
+        | SPECIAL,
+    ),
 }
 
 

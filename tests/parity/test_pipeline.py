@@ -102,3 +102,37 @@ MESHES = [
 def test_trains(strategy, mesh, micro, options, config, pools):
     for told in pools(4).run(trained, strategy, mesh, micro, options, config):
         near(told)
+
+
+def exchanges(mesh: dict[str, int], micro: int, config: dict[str, Any]) -> int:
+    """On a rank: with others, in the second step."""
+    import penstock  # noqa: PLC0415
+
+    settings = {"strategy": "zero3", "mesh": mesh, "batch": {"accumulate": micro}}
+    engine = penstock.initialize(models.build(), settings | config)
+    for step in range(2):
+        engine.train_batch(models.batch(step, engine.data_rank, micro))
+    count = engine.ledger()["measured"]["exchanges"]
+    engine.close()
+    return int(count)
+
+
+HELD = {"table": {"param": {"hold": "RR@device:fp32"}}}
+INTERLEAVED = {"parallel": {"schedule": "interleaved", "virtual_stages": 2}}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "config", "stages"),
+    [({}, {}, 1), ({"pipeline": 2}, {}, 1), ({"pipeline": 2}, INTERLEAVED, 2)],
+    ids=["no pipeline", "1f1b", "interleaved"],
+)
+def test_held_parameters_are_gathered_once_a_step(mesh, config, stages, pools):
+    """Of what a further micro-batch exchanges, the sums of gradients are left."""
+    run = pools(2 * mesh.get("pipeline", 1)).run
+
+    def further(config: dict[str, Any]) -> float:
+        few, many = (run(exchanges, mesh, micro, config)[0] for micro in (2, 6))
+        return (many - few) / 4
+
+    assert further(config) == 3 * stages
+    assert further(config | HELD) == stages

@@ -12,7 +12,10 @@ import training
 from ranks import Failure
 from training import Case, Run
 
-SECTIONS = ["forward", "eval", "backward", "backward_last", "update", "update_early"]
+SECTIONS = [
+    *("forward", "forward_next", "eval"),
+    *("backward", "backward_last", "update", "update_early"),
+]
 
 # Name of the kind: strategy, precision, backwards per step, section, what its lines look like. No
 # line of a kind takes part in another kind.

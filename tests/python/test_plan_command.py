@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -242,3 +244,134 @@ def test_help_names_every_option(capsys):
     text = capsys.readouterr().out
     for word in ("--model", "--budget", "--flops", "--node-link", "gpt:layers=12", "4e+14"):
         assert word in text
+
+
+# ---- meshes
+
+CLUSTER = ["--nodes", "2", "--gpus", "4", "--batch", "64", "--micro", "1,2"]
+TINY = ["--model", "gpt:layers=8,hidden=512,vocab=1024,seq=128"]
+
+
+def test_meshes_and_the_config_to_use(capsys):
+    from penstock._native import _penstock  # noqa: PLC0415
+
+    code, out, err = plan(capsys, *TINY, *CLUSTER, "--intra", "400GB/s", "--inter", "50GB/s")
+    assert code == 0, err
+    assert "heads 4" in out and "activations are an estimate" in out
+    assert "tensor 2: its sums cost" in out and "pipeline 2: bubble" in out
+    best = json.loads(out.splitlines()[-1].removeprefix("best: "))
+    code, out, _ = plan(capsys, *TINY, *CLUSTER, "--intra", "4e11", "--inter", "50GB", "--json")
+    report = json.loads(out)
+    assert report["batch"] == 64 and report["alternatives"][0]["config"] == best
+    for one in report["alternatives"]:
+        _penstock.Config(one["config"])
+        parts = ("compute", "sums", "messages", "bubble", "data_waits")
+        assert one["seconds"] == pytest.approx(sum(one[part] for part in parts))
+    assert [one["seconds"] for one in report["alternatives"]] == sorted(
+        one["seconds"] for one in report["alternatives"]
+    )
+
+
+def test_one_stage_is_as_reported_for_one_mesh(capsys):
+    args = ["--params", "1e8", "--units", "8"]
+    _, out, _ = plan(capsys, *args, *CLUSTER, "--json")
+    window = '{"precision": "bf16", "batch": {"accumulate": 8}}'
+    one_mesh = ["--world", "8", "--node", "2", "--config", window, "--tokens", str(8 * 2048)]
+    rows, _ = alternatives(capsys, *args, *one_mesh)
+    compared = 0
+    for one in json.loads(out)["alternatives"]:
+        if one["data"] < 8 or one["micro"] > 1 or one["recompute"]:
+            continue
+        same = rows[one["strategy"], "none", "none"]
+        assert one["device"] == same["device"]
+        assert one["seconds"] == pytest.approx(same["seconds"])
+        compared += 1
+    assert compared == 4
+
+
+LLAMA = {
+    "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+# Trains a step with each of the configs and prints the loss of the weights that all begin with.
+TRAIN = """
+import json, os, pathlib, sys
+import penstock, torch, transformers
+for config in json.loads(pathlib.Path(sys.argv[1]).read_text()):
+    torch.manual_seed(7)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(sys.argv[2]))
+    rows = torch.randint(256, (8, 16))
+    engine = penstock.initialize(model, config)
+    own = rows.chunk(engine.data_size)[engine.data_rank]
+    loss = float(engine.train_batch({"input_ids": own, "labels": own}))
+    if os.environ["RANK"] == "0":
+        print("loss", loss, flush=True)
+    engine.close()
+"""
+
+
+def test_shapes_come_from_a_config(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers.LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    _, out, err = plan(capsys, "--model", str(tmp_path / "config.json"), *CLUSTER, "--json")
+    report = json.loads(out)
+    assert err == "" and report["shape"]["heads"] == 2 and report["shape"]["hidden"] == 64
+    assert max(one["tensor"] for one in report["alternatives"]) == 2
+
+
+# Tensor, pipeline, stages a rank.
+MESHES = {(1, 1, 1), (1, 2, 1), (1, 2, 2), (1, 4, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)}
+
+
+def test_proposed_configs_train(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers.LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    cluster = ["--nodes", "2", "--gpus", "2", "--batch", "8", "--micro", "1,2"]
+    model = ["--model", str(tmp_path / "config.json"), "--precision", "fp32"]
+    _, out, _ = plan(capsys, *model, *cluster, "--json")
+    best = {}  # of each mesh and schedule; tensor ranks with recomputation
+    for one in json.loads(out)["alternatives"]:
+        key = tuple(one[name] for name in ("tensor", "pipeline", "virtual_stages"))
+        if one["recompute"] == (one["tensor"] > 1):
+            best.setdefault(key, one["config"])
+    assert set(best) == MESHES
+    (tmp_path / "configs.json").write_text(json.dumps(list(best.values())))
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    command = [sys.executable, "-m", "penstock", "run", "--nproc", "4", str(script)]
+    command += [str(tmp_path / "configs.json"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"^.*loss (\S+)$", done.stdout, re.M)]
+    assert losses == pytest.approx([losses[0]] * len(best), rel=1e-5)
+
+
+def test_nothing_fits_says_the_nearest(capsys):
+    _, out, _ = plan(capsys, *TINY, *CLUSTER, "--budget", "device=1MiB")
+    assert "nothing fits; the nearest: {" in out and "does not fit: device" in out
+
+
+WRONG_MESHES = {
+    "nodes": (["--gpus", "4"], "meshes need both --nodes and --gpus"),
+    "world": (["--nodes", "2", "--gpus", "4", "--world", "4"], "leave --world out"),
+    "tokens": ([*CLUSTER, "--tokens", "7"], "--tokens is for one mesh"),
+    "batch": (["--nodes", "2", "--gpus", "4", "--batch", "0"], '--batch is "0"'),
+    "odd": (["--nodes", "1", "--gpus", "8", "--batch", "7", "--micro", "2"], "no mesh of 8 ranks"),
+    "no world": ([], "give --world, or --nodes and --gpus"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MESHES)
+def test_wrong_clusters_are_one_sentence(name, capsys):
+    args, says = WRONG_MESHES[name]
+    code, out, err = plan(capsys, *TINY, *args)
+    assert (code, out) == (2, "")
+    assert err.startswith("penstock: ") and err.count("\n") == 1 and says in err, err
+
+
+@pytest.mark.parametrize("text", ["fast", "400GBit", "0", "-1", "1..2"])
+def test_wrong_rates(text, capsys):
+    with pytest.raises(SystemExit):
+        plan(capsys, *TINY, *CLUSTER, f"--intra={text}")
+    assert "is no rate such as 400GB/s" in capsys.readouterr().err

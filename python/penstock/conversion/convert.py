@@ -103,7 +103,7 @@ def _refuse_without_effect(wanted: Options, kind: str, takes: set[str]) -> None:
     """`takes`: settings that a source of that kind has a use for."""
     if wanted.to in ("safetensors", "torch"):
         takes = takes | {"dtype"}
-    for name in ("tag", "key", "inert", "dtype"):
+    for name in ("tag", "key", "inert", "dtype", "rules"):
         if getattr(wanted, name) and name not in takes:
             raise ConfigError(f"[convert] {name} has no effect: from {kind} to {wanted.to}")
 
@@ -114,8 +114,8 @@ def _read(path: pathlib.Path, wanted: Options) -> Foreign:
         return state_dicts.read_file(path, wanted.inert, wanted.key)
     folder = deepspeed.find(path, wanted.tag)
     if folder is not None:
-        _refuse_without_effect(wanted, "DeepSpeed", {"tag", "inert"})
-        return deepspeed.read(folder, wanted.inert)
+        _refuse_without_effect(wanted, "DeepSpeed", {"tag", "inert", "rules"})
+        return deepspeed.read(folder, wanted.inert, wanted.rules)
     inner = path / wanted.tag if wanted.tag else path
     if dcp.is_one(inner):
         _refuse_without_effect(wanted, "torch.distributed.checkpoint", {"tag", "key"})

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints: ZeRO 1, 2 and 3, and universal ones.
+"""DeepSpeed's checkpoints: ZeRO 1, 2 and 3, and universal ones; of several ranks of a model, too.
 
 A rank's file of optimizer states holds its parts of flat buffers. In ZeRO 1 and 2 the parameters of
 a group lie one behind the other in a buffer that is cut in as many parts as there are ranks; in
@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault
-from penstock.conversion import pickles
+from penstock.conversion import joined, pickles
+from penstock.conversion.cuts import Rules
 from penstock.conversion.foreign import Entry, Foreign
 
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_OTHERS = re.compile(r"(layer_.*|.*expert.*)_states\.pt|layer_.*")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_OTHERS = re.compile(r"layer_.*|.*expert.*_states\.pt|expp_rank_.*")
 # Of a file of model states; what else is in it is the user's client_state.
 _OURS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params lr_scheduler "
@@ -58,47 +60,143 @@ def _is_universal(folder: pathlib.Path) -> bool:
     return (folder / "zero").is_dir()
 
 
-def read(folder: pathlib.Path, inert: Sequence[str]) -> Foreign:
+def read(folder: pathlib.Path, inert: Sequence[str], rules: Rules | None = None) -> Foreign:
     """Everything but generators of random numbers and the position in the data.
 
+    Args:
+        rules: how ranks of the model have cut its weights, by name patterns.
+
     Raises:
-        ConfigError: of tensor, pipeline or expert parallel training.
+        ConfigError: of expert parallel training; it is not known how weights are cut.
         RuntimeFault: a file is missing or damaged.
     """
-    for path in folder.iterdir():
-        match = _MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name)
-        if (match is not None and int(match[2]) > 0) or _OTHERS.fullmatch(path.name):
-            raise ConfigError(_parallel(path.name))
-    models = _of_ranks(folder, _MODEL, inert)
-    if not models:
-        raise RuntimeFault(f'[convert::deepspeed] "{folder}" has no file of model states')
-    if not isinstance(models[0].get("module"), dict):
-        raise ConfigError(_parallel("this checkpoint"))
+    files = _Files.of(folder, inert)
+    tensor = len(files.layers) or len(files.models)
+    if tensor == 1 and rules:
+        raise ConfigError("[convert] rules have no effect: one rank has each weight whole")
+    by_stage = [
+        [_read_rank(files, stage * tensor + rank) for stage in range(len(files.models) // tensor)]
+        for rank in range(tensor)
+    ]
+    ranks = [joined.of_stages(stages) for stages in by_stage]
+    for rank, layers in files.layers.items():
+        of_rank = [held[0] for held in files.models[rank::tensor]]
+        buffers = {name for held in of_rank for name in held.get("buffer_names") or []}
+        joined.add_layers(ranks[rank], layers, buffers)
+    if tensor == 1:
+        return ranks[0]
+    info = files.models[0][0].get("universal_checkpoint_info") or {}
+    return joined.of_parts(ranks, rules or {}, info)
+
+
+@dataclasses.dataclass
+class _Files:
+    """What is in a folder. Ranks of the model count stages and, within these, tensor ranks."""
+
+    folder: pathlib.Path
+    inert: Sequence[str]
+    models: list[list[dict[str, Any]]]  # by rank of the model, by data rank
+    layers: dict[int, dict[int, Any]]  # of a pipeline: by tensor rank, by place among the layers
+
+    @staticmethod
+    def of(folder: pathlib.Path, inert: Sequence[str]) -> _Files:
+        ranks: set[int] = set()
+        layers: dict[int, dict[int, Any]] = {}
+        for path in sorted(folder.iterdir()):
+            match = _MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name)
+            layer = _LAYER.fullmatch(path.name)
+            if match is not None:
+                ranks.add(int(match[2]))
+            elif layer is not None:
+                held = layers.setdefault(int(layer[2] or 0), {})
+                held[int(layer[1])] = pickles.load(path, inert)
+            elif _OTHERS.fullmatch(path.name):
+                raise ConfigError(
+                    f'[convert::deepspeed] "{path.name}" is of expert parallel training, or of '
+                    f"axes that are not pipe, data and model, which is not supported"
+                )
+        models = [_of_ranks(folder, _MODEL, rank, inert) for rank in range(max(ranks) + 1)]
+        if len(models) > 1 and _is_universal(folder):
+            raise ConfigError(
+                f'[convert::deepspeed] "{folder}" is universal and of {len(models)} ranks of a '
+                f"model, which is not supported: convert the checkpoint that it was made of"
+            )
+        found = _Files(folder, inert, models, layers)
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raises RuntimeFault: a rank's file is missing, or files are of another number of them."""
+        for rank, held in enumerate(self.models):
+            if not held:
+                raise RuntimeFault(
+                    f'[convert::deepspeed] "{self.folder}" has no file of model states of '
+                    f"mp_rank_{rank:02d}"
+                )
+            ranks = int(held[0].get("mp_world_size") or 1)
+            if ranks != len(self.models):
+                raise RuntimeFault(
+                    f'[convert::deepspeed] "{self.folder}" has files of {len(self.models)} rank(s) '
+                    f"of the model, mp_rank_00 and on; mp_rank_{rank:02d} says that the run had "
+                    f"{ranks}"
+                )
+            if (held[0].get("module") is None) != bool(self.layers):
+                raise RuntimeFault(
+                    f'[convert::deepspeed] "{self.folder}" has {len(self.layers) or "no"} files of '
+                    f"layers, and mp_rank_{rank:02d} is {'' if self.layers else 'not '}of a model "
+                    f"that is no pipeline"
+                )
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        tensor = len(self.layers)
+        if tensor and (sorted(self.layers) != list(range(tensor)) or len(self.models) % tensor):
+            raise RuntimeFault(
+                f'[convert::deepspeed] "{self.folder}" has layers of the tensor ranks '
+                f"{sorted(self.layers)} and files of {len(self.models)} ranks of the model"
+            )
+        places = {frozenset(held) for held in self.layers.values()}
+        if len(places) > 1:
+            raise RuntimeFault(
+                f'[convert::deepspeed] "{self.folder}" lacks files of the layers '
+                f"{sorted(frozenset.union(*places) - frozenset.intersection(*places))} of some "
+                f"tensor ranks"
+            )
+        if tensor and not _shapes(self.models[0][0]):
+            raise ConfigError(
+                f'[convert::deepspeed] "{self.folder}" is of a pipeline without ZeRO, whose files '
+                f"do not say what is tied: not supported"
+            )
+
+
+def _read_rank(files: _Files, rank: int) -> Foreign:
+    """As if there were no other rank of the model."""
+    folder, models = files.folder, files.models[rank]
+    if files.layers:
+        models = [model | {"module": {}} for model in models]
+    elif not isinstance(models[0]["module"], dict):
+        raise ConfigError(f'[convert::deepspeed] "{folder}" has no weights by name')
     found = Foreign("DeepSpeed, universal" if _is_universal(folder) else "DeepSpeed")
+    found.tied = dict(files.models[0][0].get("shared_params") or {})  # rank 0 alone writes them
     _take_model(found, models)
     if _is_universal(folder):
-        _take_universal(found, folder, models[0], inert)
+        _take_universal(found, folder, models[0], files.inert)
     else:
-        _take_zero(found, folder, models[0], inert)
+        _take_zero(found, folder, rank, models[0], files.inert)
     missing = _shapes(models[0]).keys() - {one.name for one in found.entries}
     if missing:
         raise RuntimeFault(f'[convert::deepspeed] "{folder}" has no values of {sorted(missing)}')
     return found
 
 
-def _parallel(what: str) -> str:
-    return (
-        f'[convert::deepspeed] "{what}" is of tensor, pipeline or expert parallel training, which '
-        f"is not supported"
-    )
-
-
-def _of_ranks(folder: pathlib.Path, pattern: re.Pattern[str], inert: Sequence[str]) -> list[Any]:
-    """The files' contents, by rank."""
+def _of_ranks(
+    folder: pathlib.Path, pattern: re.Pattern[str], rank: int, inert: Sequence[str]
+) -> list[Any]:
+    """The contents of the files of a rank of the model, by data rank."""
     found: dict[int, pathlib.Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
-        if match is None:
+        if match is None or int(match[2]) != rank:
             continue
         other = found.setdefault(int(match[1] or 0), path)
         if other != path:
@@ -109,10 +207,10 @@ def _of_ranks(folder: pathlib.Path, pattern: re.Pattern[str], inert: Sequence[st
     missing = sorted(set(range(len(found))) - set(found))
     if missing:
         raise RuntimeFault(
-            f'[convert::deepspeed] "{folder}" has files of ranks {sorted(found)}: those of '
-            f"{missing} are missing"
+            f'[convert::deepspeed] "{folder}" has files of ranks {sorted(found)} with '
+            f"mp_rank_{rank:02d}: those of {missing} are missing"
         )
-    return [pickles.load(found[rank], inert) for rank in range(len(found))]
+    return [pickles.load(found[data], inert) for data in range(len(found))]
 
 
 def _shapes(model: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -131,7 +229,6 @@ def _take_model(found: Foreign, models: list[dict[str, Any]]) -> None:
         _add_cut(found, "param", name, tuple(shape), [_Part([part], 0) for part in parts])
     if not first.get("param_shapes"):
         found.notes.append("not of ZeRO: the weights alone, as the model computed with them")
-    found.tied = dict(first.get("shared_params") or {})
     _take_module(found, first)
     found.skipped = int(first.get("skipped_steps") or 0)
     found.steps = int(first.get("global_steps") or 0) - found.skipped
@@ -234,9 +331,9 @@ class _Shard:
 
 
 def _take_zero(
-    found: Foreign, folder: pathlib.Path, model: dict[str, Any], inert: Sequence[str]
+    found: Foreign, folder: pathlib.Path, rank: int, model: dict[str, Any], inert: Sequence[str]
 ) -> None:
-    contents = _of_ranks(folder, _OPTIM, inert)
+    contents = _of_ranks(folder, _OPTIM, rank, inert)
     if not contents:
         _take_weights(found, folder, model)
         return
@@ -244,7 +341,7 @@ def _take_zero(
     if world != len(contents):
         raise RuntimeFault(
             f'[convert::deepspeed] "{folder}" has optimizer states of {len(contents)} rank(s); the '
-            f"run had {world}"
+            f"run had {world} (mp_rank_{rank:02d})"
         )
     shards = [_Shard.of(content, world) for content in contents]
     first, shapes = shards[0], model["param_shapes"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -21,6 +21,8 @@ class Options:
         key: of a torch file or DCP: the key of the weights, dots between levels.
         dtype: of the weights that "safetensors" and "torch" write; default: as they are (fp32
             masters).
+        rules: of DeepSpeed with several ranks of a model: how they have cut its weights, by name
+            patterns (docs/checkpoints.md); empty: as the checkpoint says.
         inert: classes whose objects in a pickle are passed over, by full name.
         say: called with lines about what goes on and what is left out.
     """
@@ -30,4 +32,5 @@ class Options:
     key: str = ""
     dtype: torch.dtype | None = None
     inert: Sequence[str] = ()
+    rules: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
     say: Say = dataclasses.field(default=lambda line: None)

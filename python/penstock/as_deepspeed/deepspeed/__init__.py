@@ -49,10 +49,8 @@ init_inference = _absent.function(
     "deepspeed.init_inference", "it trains; call the model under torch.inference_mode()"
 )
 default_inference_config = _absent.function("deepspeed.default_inference_config", "it trains")
-set_autotp_mode = _absent.function(
-    "deepspeed.set_autotp_mode", "tensor parallelism is not built yet"
-)
-tp_model_init = _absent.function("deepspeed.tp_model_init", "tensor parallelism is not built yet")
+set_autotp_mode = _absent.function("deepspeed.set_autotp_mode", _absent.TENSOR)
+tp_model_init = _absent.function("deepspeed.tp_model_init", _absent.TENSOR)
 
 
 def add_config_arguments(parser: _argparse.ArgumentParser) -> _argparse.ArgumentParser:

@@ -10,12 +10,23 @@ import torch
 
 from penstock import ConfigError
 
+from ._absent import SEQUENCE, TENSOR
 from .comm.comm import init_distributed
 from .git_version_info import git_hash, version
 from .runtime.engine import DeepSpeedEngine
 from .runtime.pipe.engine import PipelineEngine
 from .runtime.pipe.module import PipelineModule
 from .utils.logging import log_dist
+
+# What makes up for an mpu, by the method of it that says a size.
+_WHOLE = f"give the model whole and without mpu, {TENSOR}"
+_OF_AN_MPU = {
+    "get_model_parallel_world_size": _WHOLE,
+    "get_tensor_model_parallel_world_size": _WHOLE,
+    "get_pipe_parallel_world_size": "a deepspeed.pipe.PipelineModule has stages",
+    "get_pipeline_model_parallel_world_size": "a deepspeed.pipe.PipelineModule has stages",
+    "get_sequence_parallel_world_size": SEQUENCE,
+}
 
 
 def initialize(  # noqa: PLR0913 - as DeepSpeed's
@@ -46,7 +57,7 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
         lr_scheduler: stepped after each update, or a callable that takes the optimizer; default:
             the config's.
         distributed_port: of rank 0, where no launcher says it.
-        mpu: its parallel sizes must be 1.
+        mpu: its parallel sizes must be 1; tensor ranks and pipelines are the engine's own.
         dist_init_required: False where torch.distributed is there or is not wanted.
         collate_fn: of the loader.
         config: a dict, a path, JSON text, or base64 of it.
@@ -103,16 +114,11 @@ def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
     if isinstance(model, PipelineModule) and mpu is not None:
         raise ConfigError("[deepspeed::initialize] mpu: a PipelineModule has its own, model.mpu()")
     if mesh_param is not None:
-        raise ConfigError("[deepspeed::initialize] mesh_param: sequence parallelism is not built")
-    for name in (
-        "get_model_parallel_world_size",
-        "get_tensor_model_parallel_world_size",
-        "get_pipeline_model_parallel_world_size",
-        "get_sequence_parallel_world_size",
-    ):
+        raise ConfigError(f"[deepspeed::initialize] mesh_param is not supported: {SEQUENCE}")
+    for name, instead in _OF_AN_MPU.items():
         size = getattr(mpu, name, None)
         if callable(size) and size() > 1:
             raise ConfigError(
-                f"[deepspeed::initialize] {name}() of the mpu is {size()}: only data parallelism "
-                f"is built"
+                f"[deepspeed::initialize] {name}() of the mpu is {size()}, and an mpu above size "
+                f"1 is not supported: {instead}"
             )

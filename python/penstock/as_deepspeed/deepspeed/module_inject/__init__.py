@@ -5,4 +5,4 @@ from .. import _absent
 _INSTEAD = "layers train as they are"
 replace_transformer_layer = _absent.function("replace_transformer_layer", _INSTEAD)
 revert_transformer_layer = _absent.function("revert_transformer_layer", _INSTEAD)
-set_autotp_mode = _absent.function("set_autotp_mode", "tensor parallelism is not built yet")
+set_autotp_mode = _absent.function("set_autotp_mode", _absent.TENSOR)

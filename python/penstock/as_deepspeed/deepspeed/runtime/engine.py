@@ -20,14 +20,18 @@ from penstock import optimizer as optimizers
 from penstock._native import _penstock
 from penstock.engine import engine_of
 
+from .._absent import SEQUENCE
 from ..comm.comm import get_rank, get_world_size
 from ..monitor.monitor import MonitorMaster
+from ..utils import groups
 from ..utils.logging import log_dist
 from ..utils.timer import SynchronizedWallClockTimer
 from .base_optimizer import ZeROOptimizer
 from .config import DeepSpeedConfig
 from .engine_checkpoints import EngineCheckpoints
 from .engine_settings import EngineSettings
+from .layer_specs import rules_of
+from .pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from .zero.partition_parameters import mark
 from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from .zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -130,22 +134,32 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self._frozen: list[torch.nn.Parameter] = []  # by us
         self._applied = self._in_backward = False
         self._auto_cast = self._config.fp16_enabled and self._config.auto_cast
+        self.global_rank, self.world_size = get_rank(), get_world_size()
         self._start(optimizer, model_parameters)
+        self._set_groups()
         self.lr_scheduler = self._scheduler(lr_scheduler)
         self.training_dataloader = (
             None if training_data is None else self._training_loader(training_data)
         )
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.global_rank = get_rank()
-        self.world_size = self.dp_world_size = get_world_size()
-        self.mp_world_size = 1
         self.device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         self.monitor, self.timers = MonitorMaster(), SynchronizedWallClockTimer()
         self.pipeline_parallelism = self.has_moe_layers = False
         self.enable_backward_allreduce = True
-        self.data_parallel_group = self.seq_data_parallel_group = dist.group.WORLD
         if self._config.steps_per_print and self.basic_optimizer is not None:
             self._report()
+
+    def _set_groups(self) -> None:
+        """Data ranks are all ranks, unless tensor ranks compute a copy of the model together."""
+        tensor = self.mp_world_size = self.native.config.mesh.tensor
+        self.dp_world_size = self.world_size // tensor
+        self._tensor_grid = None
+        group: Any = dist.group.WORLD
+        if tensor > 1:
+            places = PipeModelDataParallelTopology(1, tensor, self.dp_world_size)
+            self._tensor_grid = groups.mpu = PipelineParallelGrid(places)
+            group = groups.get_data_parallel_group()
+        self.data_parallel_group = self.seq_data_parallel_group = group
 
     def _read(self, config: Any, model: torch.nn.Module) -> DeepSpeedConfig:
         return DeepSpeedConfig(config)
@@ -155,7 +169,21 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
 
     def _start(self, given: Any, parameters: Any) -> None:
         made, native = _optimizer_of(self._config, self.module, given, parameters)
+        if native.get("mesh", {}).get("sequence", 1) > 1:
+            raise ConfigError(f"[deepspeed::initialize] mesh.sequence: not here; {SEQUENCE}")
         native["batch"] = {**native.get("batch", {}), "reduction": self._reduction}
+        rules = rules_of(
+            self.module,
+            self.config.get("tensor_parallel") or {},
+            native.get("mesh", {}).get("tensor", 1),
+        )
+        if rules is not None:
+            if native.get("parallel", {}).get("rules"):
+                raise ConfigError(
+                    '[deepspeed::initialize] "tensor_parallel.partition_config" and '
+                    '"penstock.parallel.rules" both say how layers are cut: keep one'
+                )
+            native["parallel"] = {**native.get("parallel", {}), "rules": rules}
         for param in self.module.parameters():
             before = engine_of(param)
             if before is not None:
@@ -312,6 +340,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
 
         Where a rank is gone already, the weights are dropped with a warning.
         """
+        if self._tensor_grid is not None and groups.mpu is self._tensor_grid:
+            groups.mpu = None
         try:
             self.native.close()
         except penstock.RuntimeFault as error:

@@ -9,7 +9,7 @@ import torch
 
 from penstock import ConfigError
 
-from ..utils.loaders import DeepSpeedDataLoader, in_order
+from ..utils.loaders import DeepSpeedDataLoader, of_data_rank
 
 ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
 
@@ -197,8 +197,8 @@ class EngineSettings:
     ) -> DeepSpeedDataLoader:
         """A loader over this rank's samples of a dataset."""
         size = batch_size or self._config.train_micro_batch_size_per_gpu
-        if data_sampler is None and route != ROUTE_TRAIN:  # in the dataset's order
-            data_sampler = in_order(dataset)
+        if data_sampler is None and (route != ROUTE_TRAIN or self.native.config.mesh.tensor > 1):
+            data_sampler = of_data_rank(dataset, shuffle=route == ROUTE_TRAIN)
         if not size:
             raise ConfigError(
                 "[deepspeed::deepspeed_io] the config says no train_micro_batch_size_per_gpu"

@@ -1,1 +1,1 @@
-"""Sequence parallelism, which is not built yet."""
+"""DeepSpeed's sequence parallelism: Penstock's is mesh.sequence."""

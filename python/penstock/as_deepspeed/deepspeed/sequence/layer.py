@@ -1,4 +1,4 @@
-"""Attention over a group of ranks, which is not built yet."""
+"""DeepSpeed's attention over a group of ranks: Penstock's is mesh.sequence."""
 
 import torch
 
@@ -6,6 +6,6 @@ from .. import _absent
 
 DistributedAttention = _absent.cls(
     "deepspeed.sequence.layer.DistributedAttention",
-    "sequence parallelism is not built yet",
+    _absent.SEQUENCE,
     (torch.nn.Module,),
 )

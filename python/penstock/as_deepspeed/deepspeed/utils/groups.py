@@ -1,4 +1,4 @@
-"""Groups of ranks: all of them are data ranks, unless an engine of a pipeline says others."""
+"""Groups of ranks: all are data ranks, unless an engine with a pipeline or tensor ranks is open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from .. import _absent
 from ..comm.comm import get_rank, get_world_size
 
-mpu: Any = None  # of the last engine of a pipeline that is open
+mpu: Any = None  # of the last open engine that has a pipeline or tensor ranks
 
 
 def get_data_parallel_group() -> Any:
@@ -40,25 +40,39 @@ def _zero() -> int:
     return 0
 
 
+def get_model_parallel_world_size() -> int:
+    return 1 if mpu is None else int(mpu.get_model_parallel_world_size())
+
+
+def get_model_parallel_rank() -> int:
+    return 0 if mpu is None else int(mpu.get_model_parallel_rank())
+
+
+def get_model_parallel_group() -> Any:
+    """Raises ConfigError where no engine with tensor ranks is open."""
+    if mpu is None:
+        _without_tensor_ranks()
+    return mpu.get_model_parallel_group()
+
+
 _get_broadcast_src_rank = _zero
-_get_model_parallel_world_size = get_model_parallel_world_size = _one
-_get_model_parallel_rank = get_model_parallel_rank = _zero
+_get_model_parallel_world_size = get_tensor_model_parallel_world_size = (
+    get_model_parallel_world_size
+)
+_get_model_parallel_rank = get_tensor_model_parallel_rank = get_model_parallel_rank
+_get_model_parallel_group = get_tensor_model_parallel_group = get_model_parallel_group
 _get_sequence_parallel_world_size = get_sequence_parallel_world_size = _one
 _get_sequence_parallel_rank = get_sequence_parallel_rank = _zero
-get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _one, _zero
 _get_expert_parallel_world_size, _get_expert_parallel_rank = _one, _zero
 _get_sequence_parallel_group = _absent.function(
-    "groups._get_sequence_parallel_group", "sequence parallelism is not built yet"
+    "groups._get_sequence_parallel_group", _absent.SEQUENCE
 )
 _get_expert_parallel_group = _absent.function(
     "groups._get_expert_parallel_group", "expert parallelism is not built yet"
 )
-_get_model_parallel_group = _absent.function(
-    "groups._get_model_parallel_group", "tensor parallelism is not built yet"
-)
-initialize_model_parallel = _absent.function(
-    "groups.initialize_model_parallel", "tensor parallelism is not built yet"
-)
+_TENSOR = 'initialize() makes them, with "tensor_parallel": {"autotp_size": N} in the config'
+_without_tensor_ranks = _absent.function("a group of tensor ranks without an engine's", _TENSOR)
+initialize_model_parallel = _absent.function("groups.initialize_model_parallel", _TENSOR)
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from ..comm.comm import get_rank, get_world_size
+from .groups import get_data_parallel_rank, get_data_parallel_world_size
 
 
 class RepeatingLoader:
@@ -32,11 +33,10 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
-def in_order(dataset: Any) -> Any:
-    """A sampler of this rank's samples that does not shuffle."""
-    return DistributedSampler(
-        dataset, num_replicas=get_world_size(), rank=get_rank(), shuffle=False
-    )
+def of_data_rank(dataset: Any, shuffle: bool) -> Any:
+    """A sampler of this data rank's samples."""
+    size, rank = get_data_parallel_world_size(), get_data_parallel_rank()
+    return DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle)
 
 
 class DeepSpeedDataLoader:

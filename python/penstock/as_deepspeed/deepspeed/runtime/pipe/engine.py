@@ -79,6 +79,8 @@ class PipelineEngine(DeepSpeedEngine):
         own = _settings(model, given)
         made = DeepSpeedConfig(kept, own=own)
         made._param_dict = given
+        if made.native["mesh"].get("tensor", 1) > 1:
+            raise ConfigError("[deepspeed::initialize] tensor_parallel: not with a PipelineModule")
         parallel = made.native["parallel"]
         if parallel.get("virtual_stages", 1) > 1:
             if model.seed_layers:

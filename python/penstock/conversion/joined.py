@@ -1,0 +1,303 @@
+"""What ranks that computed one copy of a model have, as one: stages, and parts of weights.
+
+Each rank's files are read as if the run had had no other, to a `Foreign`; these are put together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError, RuntimeFault
+from penstock.conversion import cuts
+from penstock.conversion.cuts import Cut, Rules
+from penstock.conversion.foreign import OWN, Entry, Foreign
+
+_WEIGHTS = ("param", "weight", "buffer")
+_TIED = "tied_modules."
+_LAYER = re.compile(r"(\d+)\.")
+
+
+# ---- stages
+
+
+def of_stages(stages: list[Foreign]) -> Foreign:
+    """The layers of all; what several have (tied weights) has to be the same in each.
+
+    Raises:
+        RuntimeFault: it is not.
+    """
+    whole = stages[0]
+    for stage in stages[1:]:
+        _check_alike(whole, stage)
+        held = {(one.role, one.name): one for one in whole.entries}
+        for one in stage.entries:
+            other = held.get((one.role, one.name))
+            if other is None:
+                whole.entries.append(one)
+            elif not cuts.equal([other.read(), one.read()]):
+                raise RuntimeFault(
+                    f'[convert::deepspeed] "{one.name}" ({one.role}) is on several stages of the '
+                    f"pipeline, which have different values of it"
+                )
+        for name, kept in stage.own.items():
+            if whole.own.setdefault(name, kept) != kept:
+                raise RuntimeFault(f'[convert::deepspeed] stages keep other numbers of "{name}"')
+        whole.updates |= stage.updates
+    whole.groups = _groups(stages)
+    return whole
+
+
+def _groups(stages: list[Foreign]) -> list[dict[str, Any]] | None:
+    """Of all stages: a group has the parameters that groups with the same options have."""
+    found = list(stages[0].groups or [])
+    for stage in stages[1:]:
+        groups = stage.groups or []
+        by_place = [one["options"] for one in groups] == [one["options"] for one in found]
+        for i, group in enumerate(groups):
+            alike = [one for one in found if one["options"] == group["options"]]
+            alike = [found[i]] if by_place else alike
+            if len(alike) > 1:
+                stages[0].notes.append(
+                    "options of the optimizer are left out: stages have other groups"
+                )
+                return None
+            if alike:
+                alike[0]["params"] = sorted({*alike[0]["params"], *group["params"]})
+            else:
+                found.append(group)
+    return found or None
+
+
+def _check_alike(first: Foreign, other: Foreign) -> None:
+    for key in ("steps", "skipped"):
+        if getattr(first, key) != getattr(other, key):
+            raise RuntimeFault(
+                f"[convert::deepspeed] ranks' files are of different moments: {key} "
+                f"{getattr(first, key)} and {getattr(other, key)}"
+            )
+    first.notes += [note for note in other.notes if note not in first.notes]
+
+
+# ---- files of layers
+
+
+def add_layers(found: Foreign, layers: dict[int, Any], buffers: set[str]) -> None:
+    """What files of a pipeline's layers have beside the weights that train, and tied layers' names.
+
+    DeepSpeed calls tied parameters "tied_modules.KEY.weight"; here they are called by the first
+    layer that has them, as PipelineModule's are.
+
+    Args:
+        layers: by place in the list of layers, what the layer's state_dict() was.
+        buffers: names of buffers, as DeepSpeed has them.
+
+    Raises:
+        RuntimeFault: a layer's file is missing; no layer has a tied module's weights.
+    """
+    weights = {one.name: one for one in found.entries if one.role == "param"}
+    places = {int(m[1]) for name in weights.keys() | buffers if (m := _LAYER.match(name))}
+    if places - layers.keys():
+        raise RuntimeFault(
+            f"[convert::deepspeed] the files of layers {sorted(places - layers.keys())} are missing"
+        )
+    owner: dict[str, str] = {}  # of tied modules, by their name: the layer's
+    for index, held in sorted(layers.items()):
+        prefix = _prefix(index, held, weights, buffers)
+        if prefix in owner:
+            for key in held:
+                found.tied[f"{index}.{key}"] = prefix + key
+            continue
+        if prefix.startswith(_TIED):
+            owner[prefix] = f"{index}."
+        for key, value in held.items():
+            name = prefix + key
+            if name not in weights and isinstance(value, torch.Tensor):
+                found.add("buffer" if name in buffers else "weight", name, value)
+    unowned = sorted(n for n in weights if n.startswith(_TIED) and _of_tied(n) not in owner)
+    if unowned:
+        raise RuntimeFault(
+            f"[convert::deepspeed] no file of a layer has the values of {', '.join(unowned)}: only "
+            f"tied layers without forward_fn have one, and it says which layer they are of"
+        )
+    _rename(found, owner)
+
+
+def _prefix(index: int, held: Any, weights: dict[str, Entry], buffers: set[str]) -> str:
+    """Of the names that a layer's parameters have in the module."""
+    own = f"{index}."
+    known = weights.keys() | buffers
+    if any(own + key in known for key in held):
+        return own
+    for prefix in dict.fromkeys(_of_tied(name) for name in weights if name.startswith(_TIED)):
+        shared = [key for key in held if prefix + key in weights]
+        if (
+            shared
+            and all(prefix + key in known for key in held)
+            and all(_is(weights[prefix + key], held[key]) for key in shared)
+        ):
+            return prefix
+    return own
+
+
+def _of_tied(name: str) -> str:
+    return ".".join(name.split(".")[:2]) + "."
+
+
+def _is(entry: Entry, value: torch.Tensor) -> bool:
+    """Whether the layer computed with these fp32 weights."""
+    return tuple(value.shape) == entry.shape and torch.equal(entry.read().to(value.dtype), value)
+
+
+def _rename(found: Foreign, owner: dict[str, str]) -> None:
+    def named(name: str) -> str:
+        return owner[_of_tied(name)] + name[len(_of_tied(name)) :] if _is_tied(name) else name
+
+    def _is_tied(name: str) -> bool:
+        return name.startswith(_TIED) and _of_tied(name) in owner
+
+    for one in found.entries:
+        one.name = named(one.name)
+    found.updates = {named(name): count for name, count in found.updates.items()}
+    found.own = {named(name): kept for name, kept in found.own.items()}
+    found.tied = {named(other): named(name) for other, name in found.tied.items()}
+    for group in found.groups or []:
+        group["params"] = sorted(named(name) for name in group["params"])
+    found.notes += [f'"{tied[:-1]}" is called "{layer[:-1]}"' for tied, layer in owner.items()]
+
+
+# ---- parts
+
+
+@dataclasses.dataclass
+class _Parts:
+    """Of a parameter or buffer, by role: what each rank has of it, and of its optimizer state."""
+
+    name: str
+    of_roles: dict[str, list[Entry]]
+
+    def weights(self) -> list[Entry]:
+        return next(parts for role, parts in self.of_roles.items() if role in _WEIGHTS)
+
+    def are_equal(self) -> bool:
+        return all(cuts.equal([one.read() for one in p]) for p in self.of_roles.values())
+
+    def tell(self) -> bool:
+        return any(cuts.telling(parts[0].read()) for parts in self.of_roles.values())
+
+
+def of_parts(ranks: list[Foreign], rules: Rules, info: dict[str, Any]) -> Foreign:
+    """Each parameter of all ranks' parts, and its state of the optimizer likewise.
+
+    Args:
+        rules: how the user says that they are cut.
+        info: what the checkpoint says, or {}.
+
+    Raises:
+        ConfigError: it is not known how parameters are cut (lists them), or what is said of them
+            is not true.
+        RuntimeFault: ranks have other parameters.
+    """
+    whole = ranks[0]
+    for other in ranks[1:]:
+        _check_alike(whole, other)
+    parts = _by_name(ranks)
+    if any((whole.updates, whole.own) != (one.updates, one.own) for one in ranks):
+        raise RuntimeFault("[convert::deepspeed] ranks of the model count other steps")
+    how: dict[str, Cut] = {}
+    unknown: list[str] = []
+    rules = cuts.checked(rules)
+    unused = set(rules)
+    for name, one in parts.items():
+        cut = _how(one, rules, info, unused)
+        if cut is None:
+            shapes = [tuple(entry.shape) for entry in one.weights()]
+            unknown.append(f"{name} {' '.join(map(str, shapes))}")
+        else:
+            how[name] = cut
+    if unknown:
+        raise ConfigError(
+            f"[convert::deepspeed] it is not known how ranks of the model cut {', '.join(unknown)}"
+            f" (shapes by rank). Say it with --rules FILE, a JSON object of name patterns: "
+            f'{{"*.qkv": "column:3", "*.proj": "row", "*.norm": "whole"}}'
+        )
+    if unused:
+        raise ConfigError(f"[convert::rules] {sorted(unused)} match no parameter")
+    whole.entries = [
+        _joined(role, one, how[name]) for name, one in parts.items() for role in one.of_roles
+    ]
+    if any(other.groups != whole.groups for other in ranks):
+        whole.notes.append("options of the optimizer are those of the first rank of the model")
+    whole.notes.append("client_state is that of the first rank of the model")
+    return whole
+
+
+def _by_name(ranks: list[Foreign]) -> dict[str, _Parts]:
+    found: dict[str, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+    for rank in ranks:
+        for entry in rank.entries:
+            found[entry.name][entry.role].append(entry)
+    uneven = sorted(
+        {n for n, roles in found.items() if any(len(p) != len(ranks) for p in roles.values())}
+    )
+    if uneven:
+        raise RuntimeFault(
+            f"[convert::deepspeed] not all of {len(ranks)} ranks of the model have "
+            f"{', '.join(uneven)}"
+        )
+    return {name: _Parts(name, dict(roles)) for name, roles in found.items()}
+
+
+def _how(one: _Parts, rules: Rules, info: dict[str, Any], unused: set[str]) -> Cut | None:
+    name, shapes = one.name, [entry.shape for entry in one.weights()]
+    said = cuts.of_rules(rules, name, len(shapes[0]))
+    if said is not None:
+        unused.discard(said[0])
+        _check(one, said[1], f'--rules "{said[0]}"', by_user=True)
+        return said[1]
+    is_param = "param" in one.of_roles
+    cut = cuts.of_info(info, name, len(shapes[0])) if info and is_param else None
+    whole = cut is None and one.are_equal()
+    if cut is not None:
+        _check(one, cut, "universal_checkpoint_info")
+        return cut
+    return cuts.WHOLE if whole and one.tell() else None
+
+
+def _check(one: _Parts, cut: Cut, who: str, by_user: bool = False) -> None:
+    shapes = [entry.shape for entry in one.weights()]
+    if cut.shape(shapes) is None:
+        raise ConfigError(
+            f'[convert::deepspeed] {who} says that "{one.name}" is cut otherwise than its shapes '
+            f"{shapes} allow: {cut}"
+        )
+    if cut.dim < 0 and not cut.average and not one.are_equal():
+        raise ConfigError(
+            f'[convert::deepspeed] {who} says that "{one.name}" is whole on every rank of the '
+            f"model, and its values differ"
+        )
+    if cut.dim >= 0 and not by_user and one.tell() and one.are_equal():
+        raise ConfigError(
+            f'[convert::deepspeed] {who} says that "{one.name}" is cut, and all ranks of the model '
+            f"have the same values of it: say how it is with --rules"
+        )
+
+
+def _joined(role: str, one: _Parts, cut: Cut) -> Entry:
+    parts = one.of_roles[role]
+    shape = cut.shape([entry.shape for entry in parts])
+    if shape is None or any(entry.dtype != parts[0].dtype for entry in parts):
+        raise RuntimeFault(
+            f'[convert::deepspeed] ranks\' parts of "{one.name}" ({role.removeprefix(OWN)}) do not '
+            f"fit together: {[(entry.shape, str(entry.dtype)) for entry in parts]}"
+        )
+    return Entry(role, one.name, shape, parts[0].dtype, _reading(parts, cut))
+
+
+def _reading(parts: list[Entry], cut: Cut) -> Callable[[], torch.Tensor]:
+    return lambda: cut.join([part.read() for part in parts])
