@@ -122,6 +122,8 @@ struct ParallelConfig {
   std::string schedule = "1f1b";  // "gpipe" "1f1b" "interleaved" (src/plan/schedule.h)
   int virtual_stages = 1;         // of each rank; above 1 "gpipe" or "interleaved"
   bool cut_logits = false;        // logits of a head whose rule is "vocab" are gathered when read
+  std::string norms =
+      "whole";  // "tokens": between layers each tensor rank has a part of the tokens
 };
 
 struct PENSTOCK_API Config {

@@ -23,6 +23,7 @@ struct TensorModule {
   bool transposed = false;  // its weight is [in, out]
   int64_t heads = 0;        // of style "shared": key and value heads, fewer than ranks
   int64_t size = 0;         // of its output over all ranks
+  bool gathered = false;    // its input is made of gather_tokens()
 };
 
 // A view of a core with mesh.tensor > 1, for the thread that runs the model. All tensor ranks make
@@ -50,6 +51,12 @@ class PENSTOCK_API TensorRanks {
   at::Tensor whole_logits(const TensorModule& how, const at::Tensor& logits) const;
   at::Tensor cross_entropy(const TensorModule& how, const at::Tensor& logits,
                            const at::Tensor& target, const CrossEntropyOptions& options) const;
+  // Hidden states [batch, tokens, size] whose tokens are cut between the layers ("row_tokens"):
+  // from the same on all ranks to a rank's [batch, tokens / ranks, size], and back; and what the
+  // module `name` makes of parts, all of them, of whose gradient each rank has an addend.
+  at::Tensor cut_tokens(const at::Tensor& whole) const;
+  at::Tensor whole_tokens(const at::Tensor& part) const;
+  at::Tensor gather_tokens(const std::string& name, const at::Tensor& part) const;
   // ids [...] (integers) -> [..., columns], or [..., columns / ranks] for "column". `padding_idx` <
   // 0: none. Throws c10::IndexError, as torch does.
   at::Tensor embedding(const TensorModule& how, const at::Tensor& ids, const at::Tensor& weight,

@@ -92,6 +92,34 @@ OURS: Mapping[str, Rules] = {
     },
 }
 
+_DECODER: Rules = {
+    "*layers": "tokens",
+    "*.layers.*.self_attn": "gather_tokens",
+    "*.layers.*.mlp": "gather_tokens",
+    "*.input_layernorm": "partial",
+    "*.post_attention_layernorm": "partial",
+}
+# What "parallel.norms": "tokens" adds, by `config.model_type`; rows become "row_tokens".
+TOKENS: Mapping[str, Rules] = {
+    "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen2": _DECODER,
+    "qwen3": _DECODER,
+    "gpt2": {
+        "*h": "tokens",
+        "*h.*.attn": "gather_tokens",
+        "*h.*.mlp": "gather_tokens",
+        "*.ln_1": "partial",
+        "*.ln_2": "partial",
+    },
+    "bert": {
+        "*encoder.layer": "tokens",
+        "*.attention.self": "gather_tokens",
+        "*.intermediate": "gather_tokens",
+        "*.layer.*.output.LayerNorm": "partial",
+    },
+}
+
 # Of transformers' plans (distributed/tensor_parallel.py of version 5).
 _STYLES = {
     "colwise": "column",
@@ -126,6 +154,25 @@ def rules_for(model: torch.nn.Module, tensor: int) -> Rules:
         if found:
             _check_heads(config, tensor, shared=False)
     return _with_both_embeddings(model, found)
+
+
+def with_tokens(model: torch.nn.Module, rules: Rules) -> Rules:
+    """The rules where tokens are cut between layers.
+
+    Raises ConfigError: a model of which it is not known what that takes.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    if kind not in TOKENS:
+        raise ConfigError(
+            f'[front::initialize] "parallel.norms" is "tokens": known are {", ".join(TOKENS)}, and '
+            f'this model is a {type(model).__name__}: give "parallel.rules" with the styles '
+            f'"tokens", "gather_tokens", "row_tokens" and "partial" (docs/parallel.md)'
+        )
+    rows = {
+        pattern: style.replace("row", "row_tokens", 1) if style.split(":")[0] == "row" else style
+        for pattern, style in rules.items()
+    }
+    return {**TOKENS[kind], **rows}
 
 
 def _of_transformers(model: torch.nn.Module, plan: Mapping[str, str], tensor: int) -> Rules:

@@ -15,13 +15,17 @@ from penstock import parallel_plans, tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.forwards import Forward, Hook
 from penstock.lazy_logits import CutHead, LazyLogits
+from penstock.token_parts import TokenParts
 
 
 def with_rules(model: torch.nn.Module, config: Any) -> Any:
     """The config with rules for this model, where it asks for tensor ranks and has none itself."""
     if config.mesh.tensor == 1 or config.parallel.rules:
         return config
-    return config.with_rules(list(parallel_plans.rules_for(model, config.mesh.tensor).items()))
+    rules = parallel_plans.rules_for(model, config.mesh.tensor)
+    if rules and config.parallel.norms == "tokens":
+        rules = parallel_plans.with_tokens(model, rules)
+    return config.with_rules(list(rules.items()))
 
 
 class TensorParallel:
@@ -36,6 +40,7 @@ class TensorParallel:
     ) -> None:
         self.whole = 0
         self._shapes_alone = False
+        self._tokens: TokenParts | None = None
         self._cut_logits = config.parallel.cut_logits
         self._core, self._count = core, config.mesh.tensor
         self._attributes: list[_Attribute] = []
@@ -43,6 +48,7 @@ class TensorParallel:
             return
         self._ranks = _penstock.TensorRanks(core)
         self._draws = _Draws()
+        self._tokens = TokenParts.of(model, config, self._ranks, installed)
         for how in self._ranks.modules:
             self._cut(model.get_submodule(how.name), how, installed)
         self._divide(model, config.parallel.rules, installed)
@@ -62,7 +68,9 @@ class TensorParallel:
         )
 
     def _standing_in(self, module: Any, how: Any) -> Callable[..., Any]:
-        ranks = self._ranks
+        ranks, tokens = self._ranks, self._tokens
+        if tokens is not None:
+            how = tokens.marked(how)
 
         def embedding(_inner: Any, input: torch.Tensor) -> Any:
             if self._shapes_alone:
@@ -72,7 +80,10 @@ class TensorParallel:
 
         def linear(_inner: Any, input: torch.Tensor) -> Any:
             if self._shapes_alone:
-                return input.new_empty((*input.shape[:-1], _columns(module, how)))
+                made = input.new_empty((*input.shape[:-1], _columns(module, how)))
+                return tokens.part_of(made) if tokens and how.style == "row_tokens" else made
+            if tokens is not None and how.style == "row_tokens" and not tokens.cut:
+                return ranks.linear(tokens.as_row(how), input, module.weight, module.bias)
             if self._cut_logits and how.style == "vocab":
                 own = ranks.cut_logits(how, input, module.weight, module.bias)
                 return LazyLogits.of(CutHead(ranks, how, how.size), own)
@@ -83,11 +94,16 @@ class TensorParallel:
     @contextlib.contextmanager
     def shapes_alone(self) -> Iterator[None]:
         """Within, layers give outputs of the right shapes and exchange nothing."""
-        self._shapes_alone = True
+        self._set_shapes_alone(True)
         try:
             yield
         finally:
-            self._shapes_alone = False
+            self._set_shapes_alone(False)
+
+    def _set_shapes_alone(self, alone: bool) -> None:
+        self._shapes_alone = alone
+        if self._tokens is not None:
+            self._tokens.shapes_alone = alone
 
     def _divide(self, model: torch.nn.Module, rules: Any, installed: list[Any]) -> None:
         known = parallel_plans.attributes(model)
@@ -137,6 +153,8 @@ class TensorParallel:
         """A forward begins: raises RuntimeFault where tensor ranks were given other inputs."""
         if self._count == 1:
             return
+        if self._tokens is not None:
+            self._tokens.begin(model, inputs)
         # What other objects hold (a cache of keys and values) may be a rank's own part.
         given, _ = tree.take_out(inputs)
         others = f"{model.training} {torch.is_grad_enabled()}"

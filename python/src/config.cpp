@@ -38,7 +38,8 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("stages", &ParallelConfig::stages)
       .def_readonly("schedule", &ParallelConfig::schedule)
       .def_readonly("virtual_stages", &ParallelConfig::virtual_stages)
-      .def_readonly("cut_logits", &ParallelConfig::cut_logits);
+      .def_readonly("cut_logits", &ParallelConfig::cut_logits)
+      .def_readonly("norms", &ParallelConfig::norms);
   py::class_<OffloadConfig>(module, "OffloadConfig")
       .def_readonly("optimizer", &OffloadConfig::optimizer)
       .def_readonly("params", &OffloadConfig::params)

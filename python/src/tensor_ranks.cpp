@@ -12,9 +12,15 @@ void bind_tensor_ranks(py::module_& module) {
   py::class_<TensorModule>(module, "TensorModule")
       .def_readonly("name", &TensorModule::name)
       .def_readonly("style", &TensorModule::style)
+      .def("with_style",
+           [](TensorModule how, const std::string& style) {
+             how.style = style;
+             return how;
+           })
       .def_readonly("transposed", &TensorModule::transposed)
       .def_readonly("heads", &TensorModule::heads)
-      .def_readonly("size", &TensorModule::size);
+      .def_readonly("size", &TensorModule::size)
+      .def_readwrite("gathered", &TensorModule::gathered);
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<TensorRanks>(module, "TensorRanks")
       .def(py::init<const Core&>(), py::arg("core"))
@@ -35,6 +41,9 @@ void bind_tensor_ranks(py::module_& module) {
             return ranks.cross_entropy(how, logits, target, chosen);
           },
           py::arg("how"), py::arg("logits"), py::arg("target"), py::arg("options"))
+      .def("cut_tokens", &TensorRanks::cut_tokens, py::arg("whole"), no_gil)
+      .def("whole_tokens", &TensorRanks::whole_tokens, py::arg("part"), no_gil)
+      .def("gather_tokens", &TensorRanks::gather_tokens, py::arg("name"), py::arg("part"), no_gil)
       .def("embedding", &TensorRanks::embedding, py::arg("how"), py::arg("ids"), py::arg("weight"),
            py::arg("padding_idx"), no_gil)
       .def("compare", &TensorRanks::compare, py::arg("inputs"), py::arg("others"), py::arg("draws"),

@@ -38,10 +38,12 @@ at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
   const parallel::Ranks peers = state_->together.tensor->ranks_of(how);
   const at::Tensor rows = how.transposed ? weight.t() : weight;
   if (how.style == "row") return parallel::row_linear(input, rows, bias, peers);
+  if (how.style == "row_tokens") return parallel::row_linear_tokens(input, rows, bias, peers);
   if (how.style == "row_cut") {
     return parallel::row_linear(parallel::cut(input, -1, peers), rows, bias, peers);
   }
-  const at::Tensor replicated = state_->together.tensor->replicated.of(input, peers);
+  const at::Tensor replicated =
+      how.gathered ? input : state_->together.tensor->replicated.of(input, peers);
   if (how.style == "shared") {
     std::optional<at::Tensor> own;
     if (bias) own = head_of(*bias, how.heads, *peers);
@@ -76,6 +78,23 @@ at::Tensor TensorRanks::cross_entropy(const TensorModule& how, const at::Tensor&
       logits, target, how.size,
       {options.ignore_index, options.label_smoothing, options.reduction == "mean"},
       state_->together.tensor->ranks_of(how));
+}
+
+at::Tensor TensorRanks::cut_tokens(const at::Tensor& whole) const {
+  state_->check_open("forward");
+  return parallel::cut(whole, parallel::kTokens, state_->together.tensor->all("cut tokens"));
+}
+
+at::Tensor TensorRanks::whole_tokens(const at::Tensor& part) const {
+  state_->check_open("forward");
+  return parallel::gather_whole(part, parallel::kTokens, part.size(parallel::kTokens) * count(),
+                                state_->together.tensor->all("whole tokens"));
+}
+
+at::Tensor TensorRanks::gather_tokens(const std::string& name, const at::Tensor& part) const {
+  state_->check_open("forward");
+  return parallel::gather(part, parallel::kTokens,
+                          state_->together.tensor->all(concat("gather_tokens (", name, ")")));
 }
 
 at::Tensor TensorRanks::embedding(const TensorModule& how, const at::Tensor& ids,

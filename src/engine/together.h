@@ -30,6 +30,8 @@ class TensorAxis {
   parallel::Peers& peers() { return *peers_; }
   // Who computes that module, which is being called.
   parallel::Ranks ranks_of(const TensorModule& how);
+  // For an exchange of that name.
+  parallel::Ranks all(const std::string& name) const { return {peers_, name}; }
   // Before an update of `units`. Throws RuntimeFault where nobody has called a module that is cut
   // before the first: who reads its weight in another way computes with a part as if it were all.
   // Of what several stages have, each may leave it to others: there a gradient tells who reads it.

@@ -278,10 +278,22 @@ at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
   return at::linear(replicate(input, peers), weight, bias);
 }
 
+namespace {
+
+at::Tensor with_bias(const at::Tensor& output, const std::optional<at::Tensor>& bias) {
+  return bias ? output.add(bias->to(output.scalar_type())) : output;
+}
+
+}  // namespace
+
 at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
                       const std::optional<at::Tensor>& bias, const Ranks& peers) {
-  const at::Tensor output = sum(at::linear(input, weight), peers);
-  return bias ? output.add(bias->to(output.scalar_type())) : output;
+  return with_bias(sum(at::linear(input, weight), peers), bias);
+}
+
+at::Tensor row_linear_tokens(const at::Tensor& input, const at::Tensor& weight,
+                             const std::optional<at::Tensor>& bias, const Ranks& peers) {
+  return with_bias(sum_and_cut(at::linear(input, weight), kTokens, peers), bias);
 }
 
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocabulary,

@@ -17,6 +17,8 @@
 
 namespace penstock::parallel {
 
+constexpr int64_t kTokens = 1;  // the dimension of tokens in hidden states [batch, tokens, size]
+
 // The peers of one operator, and what its exchanges are called: the layer, say.
 struct Ranks {
   std::shared_ptr<Peers> peers;
@@ -63,6 +65,11 @@ at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
 // the sum -> [..., out] (whole).
 at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
                       const std::optional<at::Tensor>& bias, const Ranks& peers);
+// The same of input [batch, tokens, in / ranks] -> [batch, tokens / ranks, out] (cut): the bias,
+// and all that follows, has an addend of its gradient on each rank (arXiv:2205.05198,
+// section 4.2.2).
+at::Tensor row_linear_tokens(const at::Tensor& input, const at::Tensor& weight,
+                             const std::optional<at::Tensor>& bias, const Ranks& peers);
 
 // ids [...] (integers, whole), weight [own rows, columns] -> [..., columns] (whole). A rank has its
 // share() of the vocabulary's rows, and no row is made up. Throws c10::IndexError, as torch does.

@@ -21,12 +21,25 @@ struct StyleRow {
   bool takes_sizes;
 };
 constexpr StyleRow kStyles[] = {
-    {"column", Style::kColumn, true},    {"column_gather", Style::kColumnGather, true},
-    {"row", Style::kRow, true},          {"row_cut", Style::kRowCut, true},
-    {"vocab", Style::kVocab, false},     {"shared", Style::kShared, true},
-    {"partial", Style::kPartial, false}, {"whole", Style::kWhole, false},
+    {"column", Style::kColumn, true},
+    {"column_gather", Style::kColumnGather, true},
+    {"row", Style::kRow, true},
+    {"row_cut", Style::kRowCut, true},
+    {"row_tokens", Style::kRowTokens, true},
+    {"vocab", Style::kVocab, false},
+    {"shared", Style::kShared, true},
+    {"partial", Style::kPartial, false},
+    {"whole", Style::kWhole, false},
 };
-constexpr const char* kDivide = "divide";  // the front's
+constexpr const char* kOfFront[] = {"divide", "tokens", "gather_tokens"};
+
+bool is_of_front(const std::string& name) {
+  return std::find(std::begin(kOfFront), std::end(kOfFront), name) != std::end(kOfFront);
+}
+
+bool is_row(Style style) {
+  return style == Style::kRow || style == Style::kRowCut || style == Style::kRowTokens;
+}
 
 struct Rule {
   std::string pattern, text;
@@ -44,7 +57,7 @@ Rule parse(const std::string& pattern, const std::string& text) {
   Rule rule{pattern, text, nullptr, {}, false};
   const size_t colon = text.find(':');
   const std::string name = text.substr(0, colon);
-  std::vector<std::string> names = {kDivide};
+  std::vector<std::string> names(std::begin(kOfFront), std::end(kOfFront));
   for (const StyleRow& row : kStyles) {
     names.emplace_back(row.name);
     if (name == row.name) rule.row = &row;
@@ -120,7 +133,7 @@ class Cutter {
     }
     const at::Tensor& weight = tree_.params[matrix->weight].param;
     ruled.transposed = matrix->transposed;
-    const bool takes_out = style != Style::kRow && style != Style::kRowCut;
+    const bool takes_out = !is_row(style);
     const int64_t out_dim = matrix->embedding ? 1 : matrix->out_dim();
     ruled.size = weight.size(out_dim);
     if (matrix->embedding) return cut_embedding(*matrix, rule, ruled);
@@ -134,7 +147,12 @@ class Cutter {
     const Cut cut{TensorCut::kCut, dim, parts(weight.size(dim), module, rule)};
     give(matrix->weight, cut, rule);
     if (matrix->bias < 0) return ruled;
-    give(matrix->bias, takes_out ? Cut{TensorCut::kCut, 0, cut.parts} : Cut{}, rule);
+    if (takes_out) {
+      give(matrix->bias, {TensorCut::kCut, 0, cut.parts}, rule);
+    } else {
+      const bool addends = style == Style::kRowTokens;
+      give(matrix->bias, {addends ? TensorCut::kPartial : TensorCut::kWhole, 0, {}}, rule);
+    }
     return ruled;
   }
 
@@ -253,7 +271,7 @@ std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>&
                          ModelTree* tree) {
   std::vector<Rule> parsed;
   for (const auto& [pattern, text] : rules) {
-    if (text.substr(0, text.find(':')) != kDivide) parsed.push_back(parse(pattern, text));
+    if (!is_of_front(text.substr(0, text.find(':')))) parsed.push_back(parse(pattern, text));
   }
   Cutter cutter(count, tree);
   std::vector<Ruled> ruled;

@@ -17,6 +17,7 @@ enum class Style : uint8_t {
   kColumnGather,  // R -> I: as kColumn, and the output is gathered
   kRow,           // V -> I: columns of the weight are cut
   kRowCut,        // I -> I: as kRow, of its share of the input
+  kRowTokens,     // V -> V: as kRow, and of the sum a rank has its tokens; a bias has addends
   kVocab,         // embedding: rows are cut, of any number; linear: as kColumnGather, so
   kShared,        // R -> V: the weight is whole, and a rank computes the head that it needs
   kPartial,       // V -> V: the weight is whole, its gradient is added up over the ranks
@@ -35,11 +36,12 @@ struct Ruled {
 
 // Gives parameters of the tree their cuts. A rule is (pattern of module names, style): "column",
 // "column:3" (three equal parts, [Q|K|V]), "column:64,16,16" (parts of these sizes),
-// "column_gather", "row" and "row_cut" (with parts likewise), "vocab", "shared:2" (so many heads,
-// fewer than ranks), "partial", "whole", and "divide" or "divide:2", which are for attributes of
-// modules and the front's. A pattern may also name a parameter, to be "partial" or "whole". The
-// first rule that matches counts. Throws ConfigError for rules that match nothing, cannot be, or
-// contradict each other on a shared parameter.
+// "column_gather", "row", "row_cut" and "row_tokens" (with parts likewise), "vocab", "shared:2" (so
+// many heads, fewer than ranks), "partial", "whole", and what is the front's: "divide" or
+// "divide:2" (attributes of modules), "tokens" and "gather_tokens" (modules around others). A
+// pattern may also name a parameter, to be "partial" or "whole". The first rule that matches
+// counts. Throws ConfigError for rules that match nothing, cannot be, or contradict each other on a
+// shared parameter.
 std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
                          ModelTree* tree);
 

@@ -105,13 +105,14 @@ void parse_names(const Section& section, const std::string& key, const std::stri
 // What a style may be is known where modules are (src/parallel/rules.h).
 void parse_parallel(const Json& value, Config* config) {
   const Section section(value, "parallel",
-                        {"rules", "stages", "schedule", "virtual_stages", "cut_logits"});
+                        {"rules", "stages", "schedule", "virtual_stages", "cut_logits", "norms"});
   ParallelConfig& parallel = config->parallel;
   parse_names(section, "stages", "a list of module names, such as [\"transformer.h.6\"]",
               &parallel.stages);
   parallel.schedule = section.choice("schedule", parallel.schedule, schedule_names());
   section.read_int("virtual_stages", &parallel.virtual_stages, 1, "a whole number >= 1");
   section.read("cut_logits", &parallel.cut_logits);
+  parallel.norms = section.choice("norms", parallel.norms, {"whole", "tokens"});
   if (parallel.virtual_stages > 1 && parallel.schedule == "1f1b")
     fail(
         "\"parallel.virtual_stages\" above 1 needs \"parallel.schedule\": \"interleaved\" or "
@@ -517,7 +518,8 @@ Json json_of(const ParallelConfig& parallel) {
           {"stages", parallel.stages},
           {"schedule", parallel.schedule},
           {"virtual_stages", parallel.virtual_stages},
-          {"cut_logits", parallel.cut_logits}};
+          {"cut_logits", parallel.cut_logits},
+          {"norms", parallel.norms}};
 }
 
 }  // namespace
@@ -585,10 +587,10 @@ void Config::resolve(int world_size) {
                              parallel.stages.empty() ? "virtual_stages" : "stages",
                              "\" is set and \"mesh.pipeline\" is 1: there is one stage"));
   }
-  if (mesh.tensor == 1 && parallel.cut_logits) {
-    throw ConfigError(
-        "[plan::Config::resolve] \"parallel.cut_logits\" is set and \"mesh.tensor\" is 1: nothing "
-        "is cut");
+  if (mesh.tensor == 1 && (parallel.cut_logits || parallel.norms != "whole")) {
+    throw ConfigError(concat("[plan::Config::resolve] \"parallel.",
+                             parallel.cut_logits ? "cut_logits" : "norms",
+                             "\" is set and \"mesh.tensor\" is 1: nothing is cut"));
   }
   resolve_mesh(world_size, &mesh);
   resolve_batch(mesh.data, &batch);

@@ -108,6 +108,7 @@ MODELS: dict[str, tuple[Any, str, dict[str, str]]] = {
     # when it adds up micro-batches in another order.
     "t5": (lambda: hf.build("t5", feed_forward_proj="gated-gelu"), "t5", {}),
 }
+TOKENS = ("llama", "llama tied", "gpt2", "qwen3", "bert")  # which may be cut between layers
 WHOLE_HEADS = ("lora", "bert")  # on tensor ranks, too
 ENDS_EVERYWHERE = ("phi3",)  # all stages have the embedding and the head; one computes with each
 IN_PARTS = ("llama", "gpt2", "qwen3", "phi3")  # of which sequences can be
@@ -138,6 +139,12 @@ class Case:
     @property
     def micro(self) -> int:
         return STEPS_OF[self.steps][0]
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Sequences have 10 tokens."""
+        even = self.size("tensor") == 2 and self.size("sequence") == 1
+        return even and self.model in TOKENS and self.steps in ("one", "three")
 
     def makes_sense(self) -> bool:
         kind = MODELS[self.model][1]
@@ -171,6 +178,8 @@ class Case:
         cut = self.size("tensor") > 1 and self.model not in WHOLE_HEADS
         if cut and self.steps in ("two", "eight"):
             made["parallel"] = made.get("parallel", {}) | {"cut_logits": True}
+        if self.cuts_tokens:
+            made["parallel"] = made.get("parallel", {}) | {"norms": "tokens"}
         if self.size("pipeline") > self.micro:
             made["parallel"] = made.get("parallel", {}) | {"schedule": "gpipe"}
         return made

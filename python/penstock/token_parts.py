@@ -1,0 +1,233 @@
+"""Hidden states between layers, of which each tensor rank has its tokens: norms, dropout and
+residuals are computed once, not by every rank (arXiv:2205.05198, section 4.2.2).
+
+Before the first block of a stack whole hidden states [batch, tokens, size] are cut along their
+tokens; modules that begin with cut weights ("gather_tokens": attention, an MLP) gather them, and
+the row layers at their ends ("row_tokens") add up and cut again; after the last block they are
+whole. So gathers and sums move what the sums of whole hidden states did.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock import parallel_plans
+from penstock._native import ConfigError, RuntimeFault
+from penstock.forwards import Forward, in_backward
+
+_INSIDE = ("column", "shared", "row_tokens", "partial")
+_TOKENS = 1  # their dimension
+
+
+class TokenParts:
+    """Of one engine: the stacks of blocks between which tokens are cut.
+
+    Attributes:
+        shapes_alone: outputs have the right shapes and nothing is exchanged.
+    """
+
+    def __init__(self, model: torch.nn.Module, rules: Any, ranks: Any, pipeline: bool) -> None:
+        self.shapes_alone = False
+        self._ranks, self._pipeline = ranks, pipeline
+        self._on: bool | None = None  # whether this forward's tokens are cut; None: not begun
+        names = dict(model.named_modules())
+        found = {
+            style: [
+                name
+                for pattern, own in rules.items()
+                for name in names
+                if own == style and parallel_plans.matches(name, pattern)
+            ]
+            for style in ("tokens", "gather_tokens")
+        }
+        self._stacks, self._gathering = found["tokens"], found["gather_tokens"]
+        self._rows = {
+            one.name: one.with_style("row") for one in ranks.modules if one.style == "row_tokens"
+        }
+        for name in self._stacks:
+            stack = names[name]
+            if not isinstance(stack, torch.nn.ModuleList) or len(stack) == 0:
+                raise ConfigError(
+                    f'[front::initialize] "parallel.rules" say "tokens" of "{name}", a '
+                    f"{type(stack).__name__}: it is for a ModuleList of blocks"
+                )
+        self._check(ranks.modules)
+
+    @classmethod
+    def of(
+        cls, model: torch.nn.Module, config: Any, ranks: Any, installed: list[Any]
+    ) -> "TokenParts | None":
+        """None where no tokens are cut. Raises ConfigError: rules that do not fit together."""
+        rules = dict(config.parallel.rules)
+        styles = {style.partition(":")[0] for style in rules.values()}
+        if not styles & {"tokens", "gather_tokens", "row_tokens"}:
+            if config.parallel.norms == "tokens":
+                raise ConfigError(
+                    '[front::initialize] "parallel.norms" is "tokens" and no rule in '
+                    '"parallel.rules" has the style "tokens"'
+                )
+            return None
+        made = cls(model, rules, ranks, config.mesh.pipeline > 1)
+        made._install(model, installed)
+        return made
+
+    def _check(self, modules: list[Any]) -> None:
+        used = False
+        for how in modules:
+            inside = self._is_inside(how.name, self._gathering)
+            between = self._is_inside(how.name, self._stacks)
+            used |= how.style == "row_tokens"
+            wrong = (
+                (how.style == "row_tokens" and not between)
+                or (between and inside and how.style not in _INSIDE)
+                or (between and not inside and how.style not in ("row_tokens", "partial"))
+                or (inside and not between)
+            )
+            if wrong and how.style != "whole":
+                raise ConfigError(
+                    f'[front::initialize] "parallel.rules" cut tokens, and "{how.name}" is '
+                    f'"{how.style}": between the blocks of a module that is "tokens" there are '
+                    f'"row_tokens" and "partial", and {", ".join(_INSIDE)} in modules that are '
+                    f'"gather_tokens"; nowhere else'
+                )
+        if not (used and self._stacks and self._gathering):
+            raise ConfigError(
+                '[front::initialize] "parallel.rules" cut tokens: that takes modules of all three '
+                'styles, "tokens", "gather_tokens" and "row_tokens"'
+            )
+
+    @staticmethod
+    def _is_inside(name: str, others: list[str]) -> bool:
+        return any(name == one or name.startswith(f"{one}.") for one in others)
+
+    def marked(self, how: Any) -> Any:
+        """The module as it is called here: whether what it is given was gathered."""
+        how.gathered = how.style != "row_tokens" and self._is_inside(how.name, self._gathering)
+        return how
+
+    def as_row(self, how: Any) -> Any:
+        """A "row_tokens" where tokens are whole."""
+        return self._rows[how.name]
+
+    def _install(self, model: torch.nn.Module, installed: list[Any]) -> None:
+        for name in self._stacks:
+            stack: Any = model.get_submodule(name)
+            blocks = list(stack)
+            for block in blocks:
+                around = self._around(block, block is blocks[0], block is blocks[-1])
+                installed.append(Forward(block, around))
+        for name in self._gathering:
+            module = model.get_submodule(name)
+            installed.append(Forward(module, self._gather(module, name)))
+
+    # ---- a forward
+
+    @property
+    def cut(self) -> bool:
+        """Whether tokens are cut in what runs now."""
+        if in_backward() or self.shapes_alone:
+            return True
+        if self._on is None:
+            raise RuntimeFault(
+                "[front::forward] a module of the model was called by itself, and "
+                '"parallel.norms": "tokens" gives it a part of the tokens: call the model'
+            )
+        return self._on
+
+    def begin(self, model: torch.nn.Module, inputs: Any) -> None:
+        """A forward of the model begins."""
+        self._on = True if self._pipeline else None
+        given = inputs[1] if isinstance(inputs, tuple) and len(inputs) == 2 else {}
+        asked = given.get("output_hidden_states") if isinstance(given, dict) else None
+        if asked or (
+            asked is None and getattr(getattr(model, "config", None), "output_hidden_states", False)
+        ):
+            raise RuntimeFault(
+                "[front::forward] output_hidden_states: those between layers are parts, with "
+                '"parallel.norms": "tokens"'
+            )
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Of that shape, without values."""
+        count = int(self._ranks.count)
+        return whole.new_empty((whole.shape[0], whole.shape[1] // count, *whole.shape[2:]))
+
+    def _enter(self, whole: torch.Tensor) -> torch.Tensor:
+        count = int(self._ranks.count)
+        if whole.dim() != _TOKENS + 2 or whole.shape[_TOKENS] % count:
+            if torch.is_grad_enabled() or self._pipeline or in_backward():
+                raise RuntimeFault(
+                    f"[front::forward] hidden states of shape {list(whole.shape)} cannot be cut "
+                    f'along their tokens over {count} tensor ranks ("parallel.norms" is '
+                    f'"tokens"): pad sequences to a multiple of {count}'
+                )
+            self._on = False
+            return whole
+        if not in_backward():
+            self._on = True
+        return self.part_of(whole) if self.shapes_alone else self._ranks.cut_tokens(whole)
+
+    def _leave(self, part: torch.Tensor) -> torch.Tensor:
+        if not self.cut:
+            return part
+        if self.shapes_alone:
+            tokens = part.shape[_TOKENS] * int(self._ranks.count)
+            return part.new_empty((part.shape[0], tokens, *part.shape[2:]))
+        whole: torch.Tensor = self._ranks.whole_tokens(part)
+        return whole
+
+    def _around(self, block: Any, first: bool, last: bool) -> Callable[..., Any]:
+        name = _first_name(block)
+
+        def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if first:
+                args, kwargs = _with_first(name, args, kwargs, self._enter)
+            assert first or self.cut is not None  # called by itself it throws
+            output = inner(*args, **kwargs)
+            if not last:
+                return output
+            if torch.is_tensor(output):
+                return self._leave(output)
+            changed = list(output)
+            changed[0] = self._leave(changed[0])
+            return type(output)(changed)
+
+        return run
+
+    def _gather(self, module: Any, module_name: str) -> Callable[..., Any]:
+        name = _first_name(module)
+
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            if self.shapes_alone:
+                tokens = part.shape[_TOKENS] * int(self._ranks.count)
+                return part.new_empty((part.shape[0], tokens, *part.shape[2:]))
+            whole: torch.Tensor = self._ranks.gather_tokens(module_name, part)
+            return whole
+
+        def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.cut:
+                args, kwargs = _with_first(name, args, kwargs, gather)
+            return inner(*args, **kwargs)
+
+        return run
+
+
+def _first_name(module: torch.nn.Module) -> str:
+    """Of a forward's first argument."""
+    names = list(inspect.signature(type(module).forward).parameters)
+    return names[1] if len(names) > 1 else ""
+
+
+def _with_first(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], made: Callable[..., torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (made(args[0]), *args[1:]), kwargs
+    if name not in kwargs:
+        raise RuntimeFault(
+            f'[front::forward] hidden states are the first argument, "{name}", of a module whose '
+            f"tokens are cut, and it was not given"
+        )
+    return args, kwargs | {name: made(kwargs[name])}
