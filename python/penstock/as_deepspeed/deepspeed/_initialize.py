@@ -10,12 +10,13 @@ import torch
 
 from penstock import ConfigError
 
-from ._absent import SEQUENCE, TENSOR
-from .comm.comm import init_distributed
+from ._absent import TENSOR
+from .comm.comm import get_world_size, init_distributed
 from .git_version_info import git_hash, version
 from .runtime.engine import DeepSpeedEngine
 from .runtime.pipe.engine import PipelineEngine
 from .runtime.pipe.module import PipelineModule
+from .runtime.sequence_parallel.parallel_state_sp import SequenceGrid
 from .utils.logging import log_dist
 
 # What makes up for an mpu, by the method of it that says a size.
@@ -25,7 +26,6 @@ _OF_AN_MPU = {
     "get_tensor_model_parallel_world_size": _WHOLE,
     "get_pipe_parallel_world_size": "a deepspeed.pipe.PipelineModule has stages",
     "get_pipeline_model_parallel_world_size": "a deepspeed.pipe.PipelineModule has stages",
-    "get_sequence_parallel_world_size": SEQUENCE,
 }
 
 
@@ -57,11 +57,12 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
         lr_scheduler: stepped after each update, or a callable that takes the optimizer; default:
             the config's.
         distributed_port: of rank 0, where no launcher says it.
-        mpu: its parallel sizes must be 1; tensor ranks and pipelines are the engine's own.
+        mpu: says which ranks have parts of the same sequences (docs/deepspeed.md); its other
+            parallel sizes must be 1: tensor ranks and pipelines are the engine's own.
         dist_init_required: False where torch.distributed is there or is not wanted.
         collate_fn: of the loader.
         config: a dict, a path, JSON text, or base64 of it.
-        mesh_param: must be None.
+        mesh_param: (data ranks, sequence ranks), in place of an mpu.
         config_params: another name of `config`.
 
     Returns:
@@ -77,6 +78,8 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
     given = _one_config(args, config, config_params)
     if dist_init_required is not False and not torch.distributed.is_initialized():
         init_distributed(distributed_port=distributed_port)
+    if mesh_param is not None:
+        mpu = _of_mesh(mesh_param)
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     engine = kind(
         args=args,
@@ -85,6 +88,7 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
         model_parameters=model_parameters,
         training_data=training_data,
         lr_scheduler=lr_scheduler,
+        mpu=mpu,
         collate_fn=collate_fn,
         config=given,
     )
@@ -111,14 +115,31 @@ def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
         raise ConfigError(
             f"[deepspeed::initialize] model is a {type(model).__name__}, not an nn.Module"
         )
-    if isinstance(model, PipelineModule) and mpu is not None:
+    if isinstance(model, PipelineModule) and (mpu or mesh_param) is not None:
         raise ConfigError("[deepspeed::initialize] mpu: a PipelineModule has its own, model.mpu()")
-    if mesh_param is not None:
-        raise ConfigError(f"[deepspeed::initialize] mesh_param is not supported: {SEQUENCE}")
+    if mpu is not None and mesh_param is not None:
+        raise ConfigError("[deepspeed::initialize] mpu and mesh_param both say groups: keep one")
+    sequence = getattr(mpu, "get_sequence_parallel_world_size", None)
+    for name in ("get_sequence_parallel_group", "get_sequence_parallel_rank"):
+        if sequence is not None and sequence() > 1 and not hasattr(mpu, name):
+            raise ConfigError(f"[deepspeed::initialize] the mpu has sequence ranks and no {name}()")
     for name, instead in _OF_AN_MPU.items():
         size = getattr(mpu, name, None)
+        if "model" in name and hasattr(mpu, "initialize_sequence_parallel"):
+            continue  # another name of its sequence ranks
         if callable(size) and size() > 1:
             raise ConfigError(
                 f"[deepspeed::initialize] {name}() of the mpu is {size()}, and an mpu above size "
                 f"1 is not supported: {instead}"
             )
+
+
+def _of_mesh(mesh_param: Any) -> SequenceGrid:
+    world = get_world_size()
+    sizes = tuple(mesh_param) if isinstance(mesh_param, list | tuple) else ()
+    if len(sizes) != 2 or sizes[0] * sizes[1] != world:
+        raise ConfigError(
+            f"[deepspeed::initialize] mesh_param is {mesh_param}; allowed: (data ranks, sequence "
+            f"ranks), of {world} ranks"
+        )
+    return SequenceGrid(sizes[1])
