@@ -3,6 +3,7 @@ over whole ones."""
 
 from __future__ import annotations
 
+import importlib
 import types
 from typing import Any
 
@@ -14,6 +15,8 @@ from pipe_models import deepspeed
 from torch import nn
 from torch.nn import functional
 
+ULYSSES = "runtime.sequence_parallel.ulysses_sp"
+STATE = "runtime.sequence_parallel.parallel_state_sp"
 pytestmark = pytest.mark.timeout(180)
 VOCAB, ROWS, LENGTH, STEPS, CLIP = 24, 2, 8, 10, 0.5
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}
@@ -28,6 +31,11 @@ MODELS = {  # of transformers, and what its config is given
 }  # fmt: skip
 
 
+def part_of(name: str) -> Any:
+    """A module of deepspeed's that scripts import by its name. On a rank."""
+    return importlib.import_module(f"{deepspeed().__name__}.{name}")
+
+
 def built(kind: str) -> Any:
     import transformers  # noqa: PLC0415 - on a rank
 
@@ -38,7 +46,7 @@ def built(kind: str) -> Any:
     return model._from_config(config, attn_implementation="sdpa")
 
 
-def batch_of(rows: str, step: int, rank: int) -> dict[str, torch.Tensor]:
+def batch_of(rows: str, step: int, rank: int) -> dict[str, Any]:
     """What a rank loads: rows that are whole, of several sequences, or with padding before."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     ids = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
@@ -47,6 +55,7 @@ def batch_of(rows: str, step: int, rank: int) -> dict[str, torch.Tensor]:
     made = {"input_ids": ids, "labels": labels, "position_ids": places}
     if rows == "packed":
         made["position_ids"] = torch.cat([places[:, :5], places[:, : LENGTH - 5]], dim=1)
+        made["use_cache"] = False  # else plain transformers looks across sequences
     if rows == "padded":
         made["attention_mask"] = torch.ones_like(ids)
         made["attention_mask"][1, : LENGTH // 2 + 1] = 0
@@ -81,7 +90,7 @@ def plain(kind: str, rows: str) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": model.state_dict()}
 
 
-def loss_of(engine: Any, part: dict[str, torch.Tensor], group: Any) -> torch.Tensor:
+def loss_of(engine: Any, part: dict[str, Any], group: Any) -> torch.Tensor:
     """As scripts write it: a mean over tokens of the group, of which each has some."""
     labels = part.pop("shift_labels")
     logits = engine(**part).logits.flatten(0, 1)
@@ -94,7 +103,7 @@ def loss_of(engine: Any, part: dict[str, torch.Tensor], group: Any) -> torch.Ten
 def trained(kind: str, rows: str, stage: int, size: int) -> dict[str, Any]:
     """On a rank: how far losses, gradients, norms and weights are from plain torch."""
     ds, model, rank = deepspeed(), built(kind), dist.get_rank()
-    ulysses = ds.runtime.sequence_parallel.ulysses_sp
+    ulysses = part_of(ULYSSES)
     mpu = ulysses.UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation="sdpa",
@@ -170,7 +179,7 @@ def test_trains_as_plain_torch(kind, rows, stage, size, ranks, drop_in_pools):
 
 def attended(layout: int, heads: tuple[int, int], dtype: torch.dtype) -> list[float]:
     """On a rank: how far attention over the ranks, and its gradients, are from that over one."""
-    layer = deepspeed().sequence.layer
+    layer = part_of("sequence.layer")
     ranks, rank = dist.get_world_size(), dist.get_rank()
     generator, dim = torch.Generator().manual_seed(1), 1 - layout
     shape = [2, 3 * ranks] if layout == 0 else [3 * ranks, 2]
@@ -212,9 +221,8 @@ def test_attention_over_ranks_in_bf16(drop_in_pools):
 
 def places(how: str) -> list[Any]:
     """On a rank: what an engine is told of its place, by each way to say it."""
-    ds, given = deepspeed(), config_of(2, train_batch_size=8)
-    mesh = ds.runtime.sequence_parallel.parallel_state_sp
-    own = mesh.SequenceGrid(2)  # has what an mpu of the script's has
+    ds, given = deepspeed(), config_of(2, 2, train_batch_size=8)
+    own = part_of(STATE).SequenceGrid(2)  # has what an mpu of the script's has
     others: dict[str, Any] = {
         "key": {"config": given | {"sequence_parallel_size": 2}},
         "mesh": {"config": given, "mesh_param": (2, 2)},
@@ -248,7 +256,7 @@ def test_each_way_to_say_it(how, drop_in_pools):
 
 def loaded() -> list[Any]:
     """On a rank: parts of batches of other lengths, where rank 1 has one less."""
-    adapter = deepspeed().runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter
+    adapter = part_of(ULYSSES).UlyssesSPDataLoaderAdapter
     rank = dist.get_rank()
     batches = [
         {"input_ids": ids, "position_ids": ids, "labels": ids, "name": f"{rank}{count}"}
@@ -274,10 +282,10 @@ def test_adapter_cuts_what_each_rank_loads(drop_in_pools):
 def refused() -> dict[str, str]:
     """On a rank: what is said of what cannot be."""
     ds, ids = deepspeed(), torch.arange(6)[None]
-    ulysses, linear = ds.runtime.sequence_parallel.ulysses_sp, nn.Linear(2, 2)
+    ulysses, linear = part_of(ULYSSES), nn.Linear(2, 2)
     register = ulysses.UlyssesSPAttentionHF.register_with_transformers
     key, own = {"sequence_parallel_size": 2}, {"penstock": {"mesh": {"sequence": 2}}}
-    mesh = ds.runtime.sequence_parallel.parallel_state_sp.SequenceGrid(2)
+    mesh = part_of(STATE).SequenceGrid(2)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     dynamic, llama, lone = built("llama"), built("llama"), types.SimpleNamespace
     dynamic.config.rope_parameters = rope
@@ -289,7 +297,7 @@ def refused() -> dict[str, str]:
         return lambda: next(ulysses.UlyssesSPDataLoaderAdapter([batch], 0, None, 2, "cpu"))
 
     def attend(queries: int, keys: int) -> Any:
-        made = ds.sequence.layer.DistributedAttention(None, dist.group.WORLD)
+        made = part_of("sequence.layer").DistributedAttention(None, dist.group.WORLD)
         return lambda: made(*(torch.zeros(1, 2, heads, 4) for heads in (queries, keys, keys)), 0)
 
     tensor = {"tensor_parallel": {"autotp_size": 2}}
@@ -358,8 +366,7 @@ def test_what_cannot_be_says_why(drop_in_pools):
 
 def misused() -> dict[str, str]:
     """On a rank: what is said in a forward."""
-    ds, ranks = deepspeed(), dist.get_world_size()
-    ulysses = ds.runtime.sequence_parallel.ulysses_sp
+    ulysses, ranks = part_of(ULYSSES), dist.get_world_size()
     core = lambda *_, **__: None  # noqa: E731
     made = ulysses.UlyssesSPAttentionHF(core, 1, 4, 4, 4, 1, dist.group.WORLD, False, 4, 4 * ranks)
     module, ids = types.SimpleNamespace(training=True), torch.arange(4)[None]

@@ -196,7 +196,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             back = places[:, None] - places[None, :]
             seen = (back >= 0) & (back < (tokens if window is None else window))
             mask = seen & (which[:, :, None] == which[:, None, :]) & valid[:, None, :]
-            mask = (mask | (back == 0))[:, None]  # a row of nothing would be NaN
+            mask = mask[:, None]  # of a row without any torch makes zeros, as of the model's own
         self._known = (given, window, mask)
         return mask
 
