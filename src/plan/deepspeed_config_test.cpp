@@ -16,6 +16,17 @@ struct Taken {
   int world = 2;
 };
 
+void expect_taken(const Taken& one) {
+  std::string text = one.deepspeed;
+  const size_t infinite = text.find("1e999");
+  if (infinite != std::string::npos) text.replace(infinite, 5, "2000000000");
+  Config config = Config::parse(translate_deepspeed_config(text, one.world).native);
+  config.resolve(one.world);
+  EXPECT_NE(config.lines().find(std::string("config ") + one.line + "\n"), std::string::npos)
+      << text << "\n"
+      << config.lines();
+}
+
 // What each key becomes.
 TEST(DeepSpeedConfig, KeysAreTakenOver) {
   const Taken cases[] = {
@@ -59,28 +70,25 @@ TEST(DeepSpeedConfig, KeysAreTakenOver) {
       {R"({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 2}}})", "/mesh/tensor = 2"},
       {R"({"tensor_parallel": {"autotp_size": 1}})", "/mesh/tensor = 1"},
       {R"({"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 16})", "/batch/micro = 8", 4},
-      {R"({"sequence_parallel_size": 2, "train_batch_size": 16})", "/mesh/sequence = 2", 4},
-      {R"({"sequence_parallel_size": 2, "train_batch_size": 16})", "/batch/micro = 8", 4},
-      {R"({"sequence_parallel_size": 0})", "/mesh/sequence = 1"},
-      {R"({"sequence_parallel_size": 2, "zero_optimization": {"stage": 3,
-          "zero_hpz_partition_size": 4}})",
-       "/mesh/node = 2", 8},
       // What frameworks leave in.
       {R"({"train_batch_size": "auto", "zero_optimization": {"stage": 1,
           "reduce_bucket_size": "auto", "offload_optimizer": {"device": "none", "nvme_path": null}},
           "zero_optimization.reduce_bucket_size": 5e8, "steps_per_print": 1e999 })",
        "/strategy = \"zero1\""},
   };
-  for (const Taken& one : cases) {
-    std::string text = one.deepspeed;
-    const size_t infinite = text.find("1e999");
-    if (infinite != std::string::npos) text.replace(infinite, 5, "2000000000");
-    Config config = Config::parse(translate_deepspeed_config(text, one.world).native);
-    config.resolve(one.world);
-    EXPECT_NE(config.lines().find(std::string("config ") + one.line + "\n"), std::string::npos)
-        << text << "\n"
-        << config.lines();
-  }
+  for (const Taken& one : cases) expect_taken(one);
+}
+
+TEST(DeepSpeedConfig, SequenceRanksShareSamples) {
+  const Taken cases[] = {
+      {R"({"sequence_parallel_size": 2, "train_batch_size": 16})", "/mesh/sequence = 2", 4},
+      {R"({"sequence_parallel_size": 2, "train_batch_size": 16})", "/batch/micro = 8", 4},
+      {R"({"sequence_parallel_size": 0})", "/mesh/sequence = 1"},
+      {R"({"sequence_parallel_size": 2, "zero_optimization": {"stage": 3,
+          "zero_hpz_partition_size": 4}})",
+       "/mesh/node = 2", 8},
+  };
+  for (const Taken& one : cases) expect_taken(one);
 }
 
 struct Refused {

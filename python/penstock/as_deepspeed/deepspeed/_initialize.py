@@ -28,6 +28,8 @@ _OF_AN_MPU = {
     "get_pipeline_model_parallel_world_size": "a deepspeed.pipe.PipelineModule has stages",
 }
 
+_ALIAS = "get_model_parallel_world_size"
+
 
 def initialize(  # noqa: PLR0913 - as DeepSpeed's
     args: Any = None,
@@ -48,8 +50,7 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
 
     Args:
         args: of the script; `args.deepspeed_config` is the config where no other is given.
-        model: any nn.Module, also one that was built under `zero.Init`; with a PipelineModule the
-            engine is a PipelineEngine.
+        model: any nn.Module, also of `zero.Init`; a PipelineModule's engine is a PipelineEngine.
         optimizer: a torch optimizer, or a callable that takes the parameters; default: of the
             config.
         model_parameters: parameters or groups for the config's optimizer; default: all that train.
@@ -57,8 +58,7 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
         lr_scheduler: stepped after each update, or a callable that takes the optimizer; default:
             the config's.
         distributed_port: of rank 0, where no launcher says it.
-        mpu: says which ranks have parts of the same sequences (docs/deepspeed.md); its other
-            parallel sizes must be 1: tensor ranks and pipelines are the engine's own.
+        mpu: says which ranks have parts of the same sequences; its other sizes must be 1.
         dist_init_required: False where torch.distributed is there or is not wanted.
         collate_fn: of the loader.
         config: a dict, a path, JSON text, or base64 of it.
@@ -78,8 +78,6 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
     given = _one_config(args, config, config_params)
     if dist_init_required is not False and not torch.distributed.is_initialized():
         init_distributed(distributed_port=distributed_port)
-    if mesh_param is not None:
-        mpu = _of_mesh(mesh_param)
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     engine = kind(
         args=args,
@@ -88,7 +86,7 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
         model_parameters=model_parameters,
         training_data=training_data,
         lr_scheduler=lr_scheduler,
-        mpu=mpu,
+        mpu=mpu if mesh_param is None else _of_mesh(mesh_param),
         collate_fn=collate_fn,
         config=given,
     )
@@ -125,8 +123,8 @@ def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
             raise ConfigError(f"[deepspeed::initialize] the mpu has sequence ranks and no {name}()")
     for name, instead in _OF_AN_MPU.items():
         size = getattr(mpu, name, None)
-        if "model" in name and hasattr(mpu, "initialize_sequence_parallel"):
-            continue  # another name of its sequence ranks
+        if name == _ALIAS and hasattr(mpu, "initialize_sequence_parallel"):
+            size = None  # another name of its sequence ranks
         if callable(size) and size() > 1:
             raise ConfigError(
                 f"[deepspeed::initialize] {name}() of the mpu is {size()}, and an mpu above size "

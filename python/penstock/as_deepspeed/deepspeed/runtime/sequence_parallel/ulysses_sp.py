@@ -250,14 +250,13 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         length = max_length if seq_length is None else seq_length
         if not seq_length_is_variable and length is None:
             _fail("seq_length is needed where seq_length_is_variable is False")
+        if length is not None and length % sequence_parallel_size:
+            _fail(f"seq_length {length} does not divide by {sequence_parallel_size}")
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
         config = _config_of(model_name_or_path, core_attn_implementation)
-        mpu = parallel_state_sp
+        mpu, had = parallel_state_sp, ALL_ATTENTION_FUNCTIONS[core_attn_implementation]
         mpu.initialize_sequence_parallel(sequence_parallel_size)
-        if length is not None and length % sequence_parallel_size:
-            _fail(f"seq_length {length} does not divide by {sequence_parallel_size}")
-        had = ALL_ATTENTION_FUNCTIONS[core_attn_implementation]
         heads = config.num_attention_heads
         made = cls(
             attn=getattr(had, "core", had),
@@ -272,13 +271,16 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             global_seq_length=length,
             disable_in_eval=disable_in_eval,
         )
-
-        def attention(*args: Any, **kwargs: Any) -> Any:
-            return made(*args, **kwargs)
-
-        attention.core = made.attn  # type: ignore[attr-defined]
-        ALL_ATTENTION_FUNCTIONS[core_attn_implementation] = attention
+        ALL_ATTENTION_FUNCTIONS[core_attn_implementation] = _as_function(made)
         return mpu
+
+
+def _as_function(attention: UlyssesSPAttentionHF) -> Callable[..., Any]:
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return attention(*args, **kwargs)
+
+    attend.core = attention.attn  # type: ignore[attr-defined]
+    return attend
 
 
 def _config_of(model: Any, attention: str) -> Any:
