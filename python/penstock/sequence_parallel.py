@@ -64,11 +64,7 @@ class SequenceParallel:
                 f'the model\'s attention is "{config._attn_implementation}", and only "sdpa" '  # type: ignore[union-attr]
                 f"is exchanged as yet"
             )
-        rope = (
-            getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        )
-        kinds = {str(value) for value in _texts_in(rope)}
-        if kinds & {"dynamic", "longrope"}:
+        if length_dependent_rotary(config):
             self._refuse("its rotary embedding depends on the length of what a rank sees")
         heads = config.num_attention_heads  # type: ignore[union-attr]
         keys = getattr(config, "num_key_value_heads", None) or heads
@@ -257,6 +253,12 @@ class _Attention:
         self._config._attn_implementation = self._had
         for table, inner in zip(self._tables, self._inner, strict=True):
             table.register(self._name, inner)
+
+
+def length_dependent_rotary(config: Any) -> bool:
+    """Whether a transformers config's rotary embedding differs with the length of what is seen."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return bool({"dynamic", "longrope"} & set(_texts_in(rope)))
 
 
 def _padded(values: torch.Tensor, length: int, fill: Any) -> torch.Tensor:

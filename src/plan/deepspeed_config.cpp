@@ -29,8 +29,6 @@ constexpr const char* kLogs = "it prints and records nothing of its own";
 constexpr const char* kInnermost = "tensor ranks are neighbours, and the engine makes their groups";
 constexpr const char* kPreset = "with specs: the model's own rules (parallel.rules) follow them";
 constexpr const char* kHead = "specs or rules say how embeddings and the head are cut";
-constexpr const char* kSequence =
-    "penstock.initialize() has it: {\"mesh\": {\"sequence\": N}}, and whole sequences are given";
 constexpr const char* kLater = "not supported yet";
 
 // Of a section with ".*", rows of its keys come first.
@@ -49,7 +47,8 @@ constexpr DeepSpeedKey kKeys[] = {
     {"gradient_predivide_factor", kNoEffect, "sums are exact to fp32 in either order"},
     {"gradient_allreduce_op", kRefused, "gradients are averaged"},
     {"communication_data_type", kNoEffect, "gradients travel in the dtype of their table cell"},
-    {"seq_parallel_communication_data_type", kNoEffect, "there is no sequence parallelism"},
+    {"seq_parallel_communication_data_type", kNoEffect,
+     "gradients travel in the dtype of their table cell"},
     {"disable_allgather", kNoEffect, kBuckets},
     {"sparse_gradients", kRefused, kLater},
     {"managed_gradient_accumulation", kRefused, kLater},
@@ -61,7 +60,7 @@ constexpr DeepSpeedKey kKeys[] = {
     {"graph_harvesting", kNoEffect, "no graph is captured"},
     {"keep_in_fp32_modules", kRefused, "say it with the native key \"dtypes\""},
     {"use_data_before_expert_parallelism", kNoEffect, "there is no expert parallelism"},
-    {"sequence_parallel_size", kRefused, kSequence},
+    {"sequence_parallel_size", kTaken, "mesh.sequence; 0 and 1: off"},
     {"data_parallel_size", kNoEffect, "it follows from the number of ranks"},
     {"optimizer.type", kTaken, "optimizer.type; Adam decays as AdamW unless adam_w_mode is false"},
     {"optimizer.params.lr", kTaken, "optimizer.lr"},
@@ -222,7 +221,6 @@ bool is_harmless(const std::string& key, const Json& value) {
   static const std::map<std::string, Json> kUsual = {
       {"optimizer.params.bias_correction", true},
       {"managed_gradient_accumulation", true},
-      {"sequence_parallel_size", 1},
       {"data_types.grad_accum_dtype", "fp32"},
   };
   const auto usual = kUsual.find(key);
@@ -333,6 +331,15 @@ int tensor_of(const Leaves& given, int world) {
   const int64_t said = given.whole(again, 1);
   if (said != 1 && said != tensor) refuse(given, again, concat("1, or autotp_size, ", tensor));
   return static_cast<int>(tensor);
+}
+
+// How many of them have parts of the same sequences.
+int sequence_of(const Leaves& given, int ranks) {
+  const std::string size = "sequence_parallel_size";
+  const int64_t sequence = given.whole(size, 0) == 0 ? 1 : given.whole(size, 0);
+  if (sequence < 1 || sequence > ranks || ranks % sequence != 0)
+    refuse(given, size, concat("0, or a divisor of the number of data ranks, ", ranks));
+  return static_cast<int>(sequence);
 }
 
 // How many nodes the ranks are split in, by the ranks of one.
@@ -463,12 +470,14 @@ void take_batch(const Leaves& given, int data, Json& native) {
 Json native_of(const Leaves& given, int world) {
   Json native = Json::object();
   const int tensor = tensor_of(given, world), data = world / tensor;
+  const int sequence = sequence_of(given, data);
   if (tensor > 1) native["mesh"]["tensor"] = tensor;
+  if (sequence > 1) native["mesh"]["sequence"] = sequence;
   take_strategy(given, data, native);
   take_offload(given, native);
   take_precision(given, native);
   take_optimizer(given, native);
-  take_batch(given, data, native);
+  take_batch(given, data / sequence, native);
   native["clip"] = given.number("gradient_clipping", 1.0);
   native["nonfinite"] = "skip";
   const int64_t ahead = given.whole("zero_optimization.stage3_prefetch_bucket_size", 0);

@@ -16,6 +16,17 @@ struct Taken {
   int world = 2;
 };
 
+void expect_taken(const Taken& one) {
+  std::string text = one.deepspeed;
+  const size_t infinite = text.find("1e999");
+  if (infinite != std::string::npos) text.replace(infinite, 5, "2000000000");
+  Config config = Config::parse(translate_deepspeed_config(text, one.world).native);
+  config.resolve(one.world);
+  EXPECT_NE(config.lines().find(std::string("config ") + one.line + "\n"), std::string::npos)
+      << text << "\n"
+      << config.lines();
+}
+
 // What each key becomes.
 TEST(DeepSpeedConfig, KeysAreTakenOver) {
   const Taken cases[] = {
@@ -65,16 +76,19 @@ TEST(DeepSpeedConfig, KeysAreTakenOver) {
           "zero_optimization.reduce_bucket_size": 5e8, "steps_per_print": 1e999 })",
        "/strategy = \"zero1\""},
   };
-  for (const Taken& one : cases) {
-    std::string text = one.deepspeed;
-    const size_t infinite = text.find("1e999");
-    if (infinite != std::string::npos) text.replace(infinite, 5, "2000000000");
-    Config config = Config::parse(translate_deepspeed_config(text, one.world).native);
-    config.resolve(one.world);
-    EXPECT_NE(config.lines().find(std::string("config ") + one.line + "\n"), std::string::npos)
-        << text << "\n"
-        << config.lines();
-  }
+  for (const Taken& one : cases) expect_taken(one);
+}
+
+TEST(DeepSpeedConfig, SequenceRanksShareSamples) {
+  const Taken cases[] = {
+      {R"({"sequence_parallel_size": 2, "train_batch_size": 16})", "/mesh/sequence = 2", 4},
+      {R"({"sequence_parallel_size": 2, "train_batch_size": 16})", "/batch/micro = 8", 4},
+      {R"({"sequence_parallel_size": 0})", "/mesh/sequence = 1"},
+      {R"({"sequence_parallel_size": 2, "zero_optimization": {"stage": 3,
+          "zero_hpz_partition_size": 4}})",
+       "/mesh/node = 2", 8},
+  };
+  for (const Taken& one : cases) expect_taken(one);
 }
 
 struct Refused {
@@ -99,7 +113,8 @@ TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
       {R"({"train_batch_size": 15})", "a multiple"},
       {R"({"train_batch_size": "many"})", "a number"},
       {R"({"gradient_allreduce_op": "sum"})", "averaged"},
-      {R"({"sequence_parallel_size": 2})", "{\"mesh\": {\"sequence\": N}}"},
+      {R"({"sequence_parallel_size": 3})", "a divisor of the number of data ranks, 2"},
+      {R"({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}})", "data ranks, 1"},
       {R"({"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3,
           "zero_hpz_partition_size": 2}})",
        "a divisor of the number of data ranks, 1"},

@@ -106,9 +106,11 @@ deepspeed.runtime.zero.partition_parameters._orig_torch_arange x(3)
 deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor
 deepspeed.runtime.zero.partition_parameters.is_zero_param x(model.weight)
 deepspeed.runtime.activation_checkpointing.checkpointing.configure
-deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF ! x.register_with_transformers()
-deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter ! x(None)
+deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF x.register_with_transformers
+deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter len(x([1], 0, 0, 2, 0))
 deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP ! x()
+deepspeed.runtime.sequence_parallel.parallel_state_sp.get_sequence_parallel_group ! x()
+deepspeed.runtime.sequence_parallel.parallel_state_sp.initialize_sequence_parallel x(1)
 deepspeed.runtime.sequence_parallel.ulysses_sp.sequence_tiled_compute ! x()
 deepspeed.runtime.pipe.engine.PipelineEngine x is deepspeed.PipelineEngine
 deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology x(2, 2, 2).get_dim('model')
@@ -150,6 +152,7 @@ deepspeed.utils.groups._get_data_parallel_world_size x()
 deepspeed.utils.groups._get_sequence_parallel_world_size x()
 deepspeed.utils.groups._get_sequence_parallel_rank x()
 deepspeed.utils.groups._get_sequence_parallel_group ! x()
+deepspeed.utils.groups._get_sequence_data_parallel_world_size x() == 1
 deepspeed.utils.groups._get_expert_parallel_group ! x('ep')
 deepspeed.utils.groups.initialize x(ep_size=1)
 deepspeed.utils.set_z3_leaf_modules x(model, [torch.nn.Linear])
@@ -184,7 +187,7 @@ deepspeed.monitor.monitor.MonitorMaster x({}).write_events([('Train/a', 1.0, 1)]
 deepspeed.profiling.flops_profiler.FlopsProfiler x(model).get_total_params()
 deepspeed.profiling.flops_profiler.get_model_profile x(model, input_shape=(2, 4))
 deepspeed.git_version_info.torch_info x['version']
-deepspeed.sequence.layer.DistributedAttention ! x(None, None)
+deepspeed.sequence.layer.DistributedAttention x(model, None, 2, 1).scatter_idx == 2
 deepspeed.linear.LoRAConfig ! x()
 deepspeed.ops.transformer.DeepSpeedTransformerLayer ! x(None)
 deepspeed.inference.config.DeepSpeedInferenceConfig ! x()

@@ -291,7 +291,7 @@ MPU = {  # sizes of an mpu, and what is said of them
     "tensor_model": "mesh.tensor",
     "pipe": "PipelineModule",
     "pipeline_model": "PipelineModule",
-    "sequence": '{"mesh": {"sequence": N}}',
+    "sequence": "no get_sequence_parallel_group()",
 }
 
 

@@ -7,10 +7,6 @@ from typing import Any
 
 from penstock import ConfigError
 
-SEQUENCE = (
-    'sequence parallelism is {"mesh": {"sequence": N}} of penstock.initialize(), and whole '
-    "sequences are given (docs/parallel.md)"
-)
 TENSOR = '"tensor_parallel": {"autotp_size": N} in the config (mesh.tensor) says it all'
 
 

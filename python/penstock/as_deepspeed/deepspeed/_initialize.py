@@ -10,12 +10,13 @@ import torch
 
 from penstock import ConfigError
 
-from ._absent import SEQUENCE, TENSOR
-from .comm.comm import init_distributed
+from ._absent import TENSOR
+from .comm.comm import get_world_size, init_distributed
 from .git_version_info import git_hash, version
 from .runtime.engine import DeepSpeedEngine
 from .runtime.pipe.engine import PipelineEngine
 from .runtime.pipe.module import PipelineModule
+from .runtime.sequence_parallel.parallel_state_sp import SequenceGrid
 from .utils.logging import log_dist
 
 # What makes up for an mpu, by the method of it that says a size.
@@ -25,8 +26,9 @@ _OF_AN_MPU = {
     "get_tensor_model_parallel_world_size": _WHOLE,
     "get_pipe_parallel_world_size": "a deepspeed.pipe.PipelineModule has stages",
     "get_pipeline_model_parallel_world_size": "a deepspeed.pipe.PipelineModule has stages",
-    "get_sequence_parallel_world_size": SEQUENCE,
 }
+
+_ALIAS = "get_model_parallel_world_size"
 
 
 def initialize(  # noqa: PLR0913 - as DeepSpeed's
@@ -48,8 +50,7 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
 
     Args:
         args: of the script; `args.deepspeed_config` is the config where no other is given.
-        model: any nn.Module, also one that was built under `zero.Init`; with a PipelineModule the
-            engine is a PipelineEngine.
+        model: any nn.Module, also of `zero.Init`; a PipelineModule's engine is a PipelineEngine.
         optimizer: a torch optimizer, or a callable that takes the parameters; default: of the
             config.
         model_parameters: parameters or groups for the config's optimizer; default: all that train.
@@ -57,11 +58,11 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
         lr_scheduler: stepped after each update, or a callable that takes the optimizer; default:
             the config's.
         distributed_port: of rank 0, where no launcher says it.
-        mpu: its parallel sizes must be 1; tensor ranks and pipelines are the engine's own.
+        mpu: says which ranks have parts of the same sequences; its other sizes must be 1.
         dist_init_required: False where torch.distributed is there or is not wanted.
         collate_fn: of the loader.
         config: a dict, a path, JSON text, or base64 of it.
-        mesh_param: must be None.
+        mesh_param: (data ranks, sequence ranks), in place of an mpu.
         config_params: another name of `config`.
 
     Returns:
@@ -85,6 +86,7 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
         model_parameters=model_parameters,
         training_data=training_data,
         lr_scheduler=lr_scheduler,
+        mpu=mpu if mesh_param is None else _of_mesh(mesh_param),
         collate_fn=collate_fn,
         config=given,
     )
@@ -111,14 +113,31 @@ def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
         raise ConfigError(
             f"[deepspeed::initialize] model is a {type(model).__name__}, not an nn.Module"
         )
-    if isinstance(model, PipelineModule) and mpu is not None:
+    if isinstance(model, PipelineModule) and (mpu or mesh_param) is not None:
         raise ConfigError("[deepspeed::initialize] mpu: a PipelineModule has its own, model.mpu()")
-    if mesh_param is not None:
-        raise ConfigError(f"[deepspeed::initialize] mesh_param is not supported: {SEQUENCE}")
+    if mpu is not None and mesh_param is not None:
+        raise ConfigError("[deepspeed::initialize] mpu and mesh_param both say groups: keep one")
+    sequence = getattr(mpu, "get_sequence_parallel_world_size", None)
+    for name in ("get_sequence_parallel_group", "get_sequence_parallel_rank"):
+        if sequence is not None and sequence() > 1 and not hasattr(mpu, name):
+            raise ConfigError(f"[deepspeed::initialize] the mpu has sequence ranks and no {name}()")
     for name, instead in _OF_AN_MPU.items():
         size = getattr(mpu, name, None)
+        if name == _ALIAS and hasattr(mpu, "initialize_sequence_parallel"):
+            size = None  # another name of its sequence ranks
         if callable(size) and size() > 1:
             raise ConfigError(
                 f"[deepspeed::initialize] {name}() of the mpu is {size()}, and an mpu above size "
                 f"1 is not supported: {instead}"
             )
+
+
+def _of_mesh(mesh_param: Any) -> SequenceGrid:
+    world = get_world_size()
+    sizes = tuple(mesh_param) if isinstance(mesh_param, list | tuple) else ()
+    if len(sizes) != 2 or sizes[0] * sizes[1] != world:
+        raise ConfigError(
+            f"[deepspeed::initialize] mesh_param is {mesh_param}; allowed: (data ranks, sequence "
+            f"ranks), of {world} ranks"
+        )
+    return SequenceGrid(sizes[1])

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
-from penstock import ConfigError
-
 _TIMEOUT = datetime.timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
 
 
@@ -175,8 +173,6 @@ def log_summary(show_straggler: bool = False) -> None:
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
-    if len(mesh_shape) > 1 and max(mesh_shape[1:]) > 1:
-        raise ConfigError("[deepspeed] a mesh with more than data parallelism is not built yet")
     return device_mesh.init_device_mesh("cpu", mesh_shape, mesh_dim_names=mesh_dim_names)
 
 

@@ -12,6 +12,10 @@ import torch
 from penstock import ConfigError, config_file
 from penstock._native import _penstock
 
+SEQUENCE = (
+    'say "sequence_parallel_size", and give each rank its tokens; {"mesh": {"sequence": N}} is of '
+    "penstock.initialize(), which is given whole sequences (docs/parallel.md)"
+)
 DeepSpeedConfigError = ConfigError
 
 
@@ -36,12 +40,14 @@ class DeepSpeedConfig:
         mesh_device: Any = None,
         own: Mapping[str, Any] | None = None,
     ) -> None:
-        """`own`: sections of Penstock's config that the model says (a pipeline's); those of the
+        """`mpu`: says the number of sequence ranks, where it has such.
+        `own`: sections of Penstock's config that the model says (a pipeline's); those of the
         config come first."""
         given = as_dict(config)
         self.torch_optimizer = _of_torch(given.get("optimizer"))
         left_out = ("optimizer",) if self.torch_optimizer else ()
         kept = {key: value for key, value in given.items() if key not in left_out}
+        kept |= _sequence_ranks(given, mpu)
         text = json.dumps(config_file.finite(kept))
         stages = (own or {}).get("mesh", {}).get("pipeline", 1)
         self.native, self.translated = config_file.translate(text, config_file.world() // stages)
@@ -50,6 +56,7 @@ class DeepSpeedConfig:
         resolved = _penstock.Config(self.native).resolved(config_file.world())
         batch = resolved.batch
         self._param_dict = given
+        self.sequence_parallel_size = self._take_sequence_ranks(batch)
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulate
         self.train_batch_size = batch.global_
@@ -71,9 +78,35 @@ class DeepSpeedConfig:
         self.wall_clock_breakdown = bool(given.get("wall_clock_breakdown", False))
         self.dataloader_drop_last = bool(given.get("dataloader_drop_last", False))
 
+    def _take_sequence_ranks(self, batch: Any) -> int:
+        """Their number. To the engine they are data ranks: the script cuts its sequences."""
+        size = int(self.native.get("mesh", {}).pop("sequence", 1))
+        if size > 1:
+            counts = {"micro": batch.micro, "accumulate": batch.accumulate}
+            kept = {key: count for key, count in counts.items() if count}
+            self.native["batch"] = {**self.native.get("batch", {}), **kept}
+            self.native["batch"].pop("global", None)
+        return size
+
     def print(self, name: str = "DeepSpeedConfig") -> None:
         """Prints what was given."""
         print(f"{name}: {json.dumps(config_file.finite(self._param_dict), indent=2)}")
+
+
+def _sequence_ranks(given: Mapping[str, Any], mpu: Any) -> dict[str, int]:
+    """`sequence_parallel_size` as an mpu says it; nothing without one."""
+    mesh = (given.get("penstock") or {}).get("mesh") or {}
+    if "sequence" in mesh:
+        raise ConfigError(f"[deepspeed::initialize] penstock.mesh.sequence: not here; {SEQUENCE}")
+    size = getattr(mpu, "get_sequence_parallel_world_size", None)
+    if size is None:
+        return {}
+    said, key = size(), "sequence_parallel_size"
+    if given.get(key) not in (None, "auto", 0, said):
+        raise ConfigError(
+            f'[deepspeed::initialize] "{key}" is {given[key]}, and the mpu or mesh_param has {said}'
+        )
+    return {key: said}
 
 
 def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:

@@ -20,7 +20,6 @@ from penstock import optimizer as optimizers
 from penstock._native import _penstock
 from penstock.engine import engine_of
 
-from .._absent import SEQUENCE
 from ..comm.comm import get_rank, get_world_size
 from ..monitor.monitor import MonitorMaster
 from ..utils import groups
@@ -32,6 +31,7 @@ from .engine_checkpoints import EngineCheckpoints
 from .engine_settings import EngineSettings
 from .layer_specs import rules_of
 from .pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from .sequence_parallel.parallel_state_sp import SequenceGrid
 from .zero.partition_parameters import mark
 from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from .zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -122,11 +122,12 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         dont_change_device: bool = False,
     ) -> None:
         super().__init__()
+        self.mpu = mpu
         self._config = self._read(config, model)
         self.config = self._config._param_dict
         _warn_of(self._config.translated)
         self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
-        self.training_data, self.collate_fn, self.mpu = training_data, collate_fn, mpu
+        self.training_data, self.collate_fn = training_data, collate_fn
         self.module = model
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.last_step_overflowed = False
@@ -150,32 +151,58 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             self._report()
 
     def _set_groups(self) -> None:
-        """Data ranks are all ranks, unless tensor ranks compute a copy of the model together."""
+        """Data ranks are all ranks, unless tensor ranks compute a copy of the model together, or
+        sequence ranks have parts of the same samples."""
         tensor = self.mp_world_size = self.native.config.mesh.tensor
-        self.dp_world_size = self.world_size // tensor
-        self._tensor_grid = None
-        group: Any = dist.group.WORLD
+        sequence = self.sequence_parallel_size = self._config.sequence_parallel_size
+        self.dp_world_size = self.world_size // tensor // sequence
+        self.seq_dp_world_size = self.world_size // tensor
+        self._grid: Any = None
         if tensor > 1:
             places = PipeModelDataParallelTopology(1, tensor, self.dp_world_size)
-            self._tensor_grid = groups.mpu = PipelineParallelGrid(places)
-            group = groups.get_data_parallel_group()
-        self.data_parallel_group = self.seq_data_parallel_group = group
+            self._grid = PipelineParallelGrid(places)
+        elif sequence > 1:
+            known = hasattr(self.mpu, "get_sequence_parallel_group")
+            self._grid = self.mpu if known else SequenceGrid(sequence)
+            self._tell_of_sequence_ranks()
+        self.data_parallel_group = self.seq_data_parallel_group = dist.group.WORLD
+        if self._grid is not None:
+            groups.mpu = self._grid
+            self.data_parallel_group = groups.get_data_parallel_group()
+            self.seq_data_parallel_group = groups._get_sequence_data_parallel_group()
+
+    def _tell_of_sequence_ranks(self) -> None:
+        self.seq_parallel_group = self._grid.get_sequence_parallel_group()
+        if self._config.zero_optimization_stage < 3:
+            text = (
+                "gradients are averaged over all ranks, sequence ranks too, as DeepSpeed does at "
+                "stage 3; its stages 0 to 2 add them up over sequence ranks"
+            )
+            log_dist(text, ranks=[0], level=WARNING)
+
+    def get_sequence_parallel_group(self) -> Any:
+        """The ranks that have parts of this one's sequences."""
+        return self.seq_parallel_group
 
     def _read(self, config: Any, model: torch.nn.Module) -> DeepSpeedConfig:
-        return DeepSpeedConfig(config)
+        return DeepSpeedConfig(config, mpu=self.mpu)
 
     def _training_loader(self, dataset: Any) -> Any:
         return self.deepspeed_io(dataset)
 
     def _start(self, given: Any, parameters: Any) -> None:
         made, native = _optimizer_of(self._config, self.module, given, parameters)
-        if native.get("mesh", {}).get("sequence", 1) > 1:
-            raise ConfigError(f"[deepspeed::initialize] mesh.sequence: not here; {SEQUENCE}")
+        tensor = native.get("mesh", {}).get("tensor", 1)
+        if self._config.sequence_parallel_size > 1 and tensor > 1:
+            raise ConfigError(
+                '[deepspeed::initialize] "sequence_parallel_size" and tensor ranks: '
+                "penstock.initialize() has both"
+            )
         native["batch"] = {**native.get("batch", {}), "reduction": self._reduction}
         rules = rules_of(
             self.module,
             self.config.get("tensor_parallel") or {},
-            native.get("mesh", {}).get("tensor", 1),
+            tensor,
         )
         if rules is not None:
             if native.get("parallel", {}).get("rules"):
@@ -340,7 +367,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
 
         Where a rank is gone already, the weights are dropped with a warning.
         """
-        if self._tensor_grid is not None and groups.mpu is self._tensor_grid:
+        if self._grid is not None and groups.mpu is self._grid:
             groups.mpu = None
         try:
             self.native.close()

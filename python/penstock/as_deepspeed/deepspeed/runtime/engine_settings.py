@@ -124,6 +124,8 @@ class EngineSettings:
     native: Any
     basic_optimizer: Any
     module: torch.nn.Module
+    dp_world_size: int
+    sequence_parallel_size: int
 
     def __getattr__(self, name: str) -> Any:
         getter = _GETTERS.get(name)
@@ -143,7 +145,7 @@ class EngineSettings:
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the accumulation, at once; between windows, say."""
         config = self._config
-        per_step = config.train_micro_batch_size_per_gpu * self.native.config.mesh.data
+        per_step = config.train_micro_batch_size_per_gpu * self.dp_world_size
         if per_step == 0 or train_batch_size % per_step != 0:
             raise ConfigError(
                 f"[deepspeed::set_train_batch_size] {train_batch_size} is no multiple of "
@@ -156,14 +158,14 @@ class EngineSettings:
         """Changes the micro-batch, and with it the batch."""
         config = self._config
         config.train_micro_batch_size_per_gpu = micro_batch_size
-        ranks = self.native.config.mesh.data
+        ranks = self.dp_world_size
         config.train_batch_size = micro_batch_size * config.gradient_accumulation_steps * ranks
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Changes the micro-batches of a step, and with it the batch."""
         config = self._config
         config.gradient_accumulation_steps = steps
-        ranks = self.native.config.mesh.data
+        ranks = self.dp_world_size
         config.train_batch_size = config.train_micro_batch_size_per_gpu * steps * ranks
 
     def get_lr(self) -> list[float]:
@@ -197,6 +199,11 @@ class EngineSettings:
     ) -> DeepSpeedDataLoader:
         """A loader over this rank's samples of a dataset."""
         size = batch_size or self._config.train_micro_batch_size_per_gpu
+        if data_sampler is None and self.sequence_parallel_size > 1:
+            raise ConfigError(
+                "[deepspeed::deepspeed_io] with sequence ranks a data_sampler has to say whether "
+                "they load the same samples (to be cut) or others (UlyssesSPDataLoaderAdapter)"
+            )
         if data_sampler is None and (route != ROUTE_TRAIN or self.native.config.mesh.tensor > 1):
             data_sampler = of_data_rank(dataset, shuffle=route == ROUTE_TRAIN)
         if not size:

@@ -1,7 +1,9 @@
-"""Groups of ranks: all are data ranks, unless an engine with a pipeline or tensor ranks is open."""
+"""Groups of ranks: all are data ranks, unless an engine with a pipeline, tensor ranks or sequence
+ranks is open."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -9,27 +11,62 @@ import torch.distributed as dist
 from .. import _absent
 from ..comm.comm import get_rank, get_world_size
 
-mpu: Any = None  # of the last open engine that has a pipeline or tensor ranks
+mpu: Any = None  # of the last open engine that has a pipeline, tensor or sequence ranks
 
 
-def get_data_parallel_group() -> Any:
-    if mpu is not None:
-        return mpu.get_data_parallel_group()
+def _said(name: str, otherwise: Callable[[], Any]) -> Any:
+    """What the mpu's method of this name says; without one what `otherwise` does."""
+    return getattr(mpu, name, otherwise)()
+
+
+def _all() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
+def _samples() -> int:
+    return get_world_size() // _get_sequence_parallel_world_size()
+
+
+def _own_samples() -> int:
+    return get_rank() // _get_sequence_parallel_world_size()
+
+
+def get_data_parallel_group() -> Any:
+    """The ranks with other samples than this one's."""
+    return _said("get_data_parallel_group", _all)
+
+
 def get_data_parallel_world_size() -> int:
-    return get_world_size() if mpu is None else int(mpu.get_data_parallel_world_size())
+    return int(_said("get_data_parallel_world_size", _samples))
 
 
 def get_data_parallel_rank() -> int:
-    return get_rank() if mpu is None else int(mpu.get_data_parallel_rank())
+    return int(_said("get_data_parallel_rank", _own_samples))
 
 
-_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
-_get_data_parallel_world_size = get_data_parallel_world_size
-_get_sequence_data_parallel_world_size = get_data_parallel_world_size
-_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
+def _get_sequence_data_parallel_group() -> Any:
+    return _said("get_sequence_data_parallel_group", get_data_parallel_group)
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    return int(_said("get_sequence_data_parallel_world_size", get_data_parallel_world_size))
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    return int(_said("get_sequence_data_parallel_rank", get_data_parallel_rank))
+
+
+def get_sequence_parallel_group() -> Any:
+    """Raises ConfigError where no engine with sequence ranks is open."""
+    return _said("get_sequence_parallel_group", _without_sequence_ranks)
+
+
+def get_sequence_parallel_world_size() -> int:
+    return int(_said("get_sequence_parallel_world_size", _one))
+
+
+def get_sequence_parallel_rank() -> int:
+    return int(_said("get_sequence_parallel_rank", _zero))
 
 
 def _one() -> int:
@@ -40,17 +77,22 @@ def _zero() -> int:
     return 0
 
 
+def _computes_together() -> bool:
+    """Whether the mpu's model ranks are such, and not another name of sequence ranks."""
+    return mpu is not None and not hasattr(mpu, "get_sequence_parallel_group")
+
+
 def get_model_parallel_world_size() -> int:
-    return 1 if mpu is None else int(mpu.get_model_parallel_world_size())
+    return int(mpu.get_model_parallel_world_size()) if _computes_together() else 1
 
 
 def get_model_parallel_rank() -> int:
-    return 0 if mpu is None else int(mpu.get_model_parallel_rank())
+    return int(mpu.get_model_parallel_rank()) if _computes_together() else 0
 
 
 def get_model_parallel_group() -> Any:
     """Raises ConfigError where no engine with tensor ranks is open."""
-    if mpu is None:
+    if not _computes_together():
         _without_tensor_ranks()
     return mpu.get_model_parallel_group()
 
@@ -61,17 +103,24 @@ _get_model_parallel_world_size = get_tensor_model_parallel_world_size = (
 )
 _get_model_parallel_rank = get_tensor_model_parallel_rank = get_model_parallel_rank
 _get_model_parallel_group = get_tensor_model_parallel_group = get_model_parallel_group
-_get_sequence_parallel_world_size = get_sequence_parallel_world_size = _one
-_get_sequence_parallel_rank = get_sequence_parallel_rank = _zero
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = get_data_parallel_rank
+_get_sequence_parallel_group = get_sequence_parallel_group
+_get_sequence_parallel_world_size = get_sequence_parallel_world_size
+_get_sequence_parallel_rank = get_sequence_parallel_rank
 _get_expert_parallel_world_size, _get_expert_parallel_rank = _one, _zero
-_get_sequence_parallel_group = _absent.function(
-    "groups._get_sequence_parallel_group", _absent.SEQUENCE
-)
 _get_expert_parallel_group = _absent.function(
     "groups._get_expert_parallel_group", "expert parallelism is not built yet"
 )
 _TENSOR = 'initialize() makes them, with "tensor_parallel": {"autotp_size": N} in the config'
 _without_tensor_ranks = _absent.function("a group of tensor ranks without an engine's", _TENSOR)
+_SEQUENCE = (
+    'initialize() makes one, with "sequence_parallel_size" in the config, mesh_param or an mpu'
+)
+_without_sequence_ranks = _absent.function(
+    "a group of sequence ranks without an engine's", _SEQUENCE
+)
 initialize_model_parallel = _absent.function("groups.initialize_model_parallel", _TENSOR)
 
 

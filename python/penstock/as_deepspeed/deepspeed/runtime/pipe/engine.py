@@ -81,6 +81,10 @@ class PipelineEngine(DeepSpeedEngine):
         made._param_dict = given
         if made.native["mesh"].get("tensor", 1) > 1:
             raise ConfigError("[deepspeed::initialize] tensor_parallel: not with a PipelineModule")
+        if made.sequence_parallel_size > 1:
+            raise ConfigError(
+                '[deepspeed::initialize] "sequence_parallel_size": not with a PipelineModule'
+            )
         parallel = made.native["parallel"]
         if parallel.get("virtual_stages", 1) > 1:
             if model.seed_layers:

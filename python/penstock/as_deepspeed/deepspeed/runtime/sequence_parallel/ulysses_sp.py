@@ -1,14 +1,392 @@
-"""DeepSpeed's sequence parallelism: Penstock's are mesh.sequence, and tiling.loss_tokens."""
+"""DeepSpeed's sequence parallelism for transformers (ALST, arXiv:2506.13996).
+
+The script's loop gives each rank its tokens of a sequence, by UlyssesSPDataLoaderAdapter, and makes
+one loss of the ranks' own; attention exchanges tokens for heads, so that each rank sees whole
+sequences of some heads. To the engine the ranks are data ranks. `mesh.sequence` of
+`penstock.initialize()`, which is given whole sequences, is another way to the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from penstock import ConfigError
+from penstock.sequence_parallel import length_dependent_rotary
 
 from ... import _absent
+from ...sequence.layer import to_heads, to_tokens
+from ...utils.logging import logger
+from . import parallel_state_sp
 
 _TILES = "use the native key tiling.loss_tokens (docs/config.md)"
-UlyssesSPAttentionHF = _absent.cls("UlyssesSPAttentionHF", _absent.SEQUENCE)
-UlyssesSPAttentionHF.register_with_transformers = staticmethod(  # type: ignore[attr-defined]
-    _absent.function("UlyssesSPAttentionHF.register_with_transformers", _absent.SEQUENCE)
-)
-UlyssesSPDataLoaderAdapter = _absent.cls("UlyssesSPDataLoaderAdapter", _absent.SEQUENCE)
 SequenceTiledCompute = _absent.cls("SequenceTiledCompute", _TILES)
 TiledMLP = _absent.cls("TiledMLP", _TILES)
 TiledFusedLogitsLoss = _absent.cls("TiledFusedLogitsLoss", _TILES)
 sequence_tiled_compute = _absent.function("sequence_tiled_compute", _TILES)
+
+_CORE = "sdpa"
+_IGNORED = -100  # label that does not count, of torch and transformers
+
+
+def _fail(text: str) -> NoReturn:
+    raise ConfigError(f"[deepspeed::UlyssesSPAttentionHF] {text}")
+
+
+class UlyssesSPAttentionHF(torch.nn.Module):
+    """Causal attention of transformers' models, over whole sequences of which ranks have parts.
+
+    What may look at what follows from the parts' `position_ids` (where one does not follow the
+    one before, another sequence begins, unless the row has padding), padding and sliding windows.
+
+    Args:
+        attn: a function of transformers' ALL_ATTENTION_FUNCTIONS.
+        batch_size, attn_head_size, num_hidden_layers: accepted: tensors say it.
+        attn_head_count, kv_head_count: heads of queries, and of keys and values.
+        process_group: of torch; its ranks have the parts in their order.
+        seq_length_is_variable: whether sequences have other lengths than the two that follow.
+        local_seq_length, global_seq_length: of a part, and whole.
+        disable_in_eval: modules that do not train are given whole sequences.
+
+    Raises:
+        ConfigError: heads that do not divide.
+    """
+
+    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+        self,
+        attn: Callable[..., Any],
+        batch_size: int,
+        attn_head_count: int,
+        attn_head_size: int,
+        kv_head_count: int,
+        num_hidden_layers: int,
+        process_group: Any,
+        seq_length_is_variable: bool = False,
+        local_seq_length: int | None = None,
+        global_seq_length: int | None = None,
+        disable_in_eval: bool = False,
+    ) -> None:
+        super().__init__()
+        self.attn, self.process_group = attn, process_group
+        self.world_size, self.sp_rank = (
+            dist.get_world_size(process_group),
+            dist.get_rank(process_group),
+        )
+        self.seq_length_is_variable = seq_length_is_variable
+        self.local_seq_length, self.global_seq_length = local_seq_length, global_seq_length
+        self.disable_in_eval = disable_in_eval
+        self._known: tuple[torch.Tensor, Any, torch.Tensor | None] | None = None
+        self._warned = False
+        self._check_heads(attn_head_count, kv_head_count)
+
+    def _check_heads(self, heads: int, keys: int) -> None:
+        ranks = self.world_size
+        if heads % ranks or (keys % ranks and ranks % keys):
+            _fail(
+                f"there are {heads} attention heads and {keys} of keys and values, which have to "
+                f"divide by sequence_parallel_size {ranks}; keys and values may also divide it"
+            )
+
+    def forward(  # noqa: PLR0913 - transformers' arguments
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        """query [batch, heads, own tokens, size] -> [batch, own tokens, heads, size]
+
+        Raises:
+            ConfigError: attention that is not known to be causal, or has no `position_ids`.
+        """
+        if self.disable_in_eval and not module.training:
+            return self.attn(module, query, key, value, attention_mask, *args, **kwargs)  # type: ignore[no-any-return]
+        self._check(module, query, key, kwargs)
+        positions, valid = self._gathered(query, kwargs.get("position_ids"), attention_mask)
+        kwargs["position_ids"] = positions
+        window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
+        mask = self._mask_of(positions, valid, window)
+        self._compare(attention_mask, mask, valid)
+        if key.shape[1] < self.world_size:
+            more = self.world_size // key.shape[1]
+            key, value = (one.repeat_interleave(more, dim=1) for one in (key, value))
+        heads = [one.shape[1] // self.world_size for one in (query, key)]
+        query, key, value = (self._whole(one) for one in (query, key, value))
+        groups = getattr(module, "num_key_value_groups", None)
+        if groups is not None:
+            module.num_key_value_groups = heads[0] // heads[1]
+        try:
+            output, weights = self.attn(module, query, key, value, mask, *args, **kwargs)
+        finally:
+            if groups is not None:
+                module.num_key_value_groups = groups
+        shares = [heads[0]] * self.world_size
+        return to_tokens(output, self.process_group, shares, 1), weights
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        shares = [part.shape[1] // self.world_size] * self.world_size
+        return to_heads(part.transpose(1, 2), self.process_group, shares, 1).transpose(1, 2)
+
+    def _check(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        self._check_heads(query.shape[1], key.shape[1])
+        if query.shape[2] != key.shape[2]:
+            _fail(
+                f"there are {query.shape[2]} queries of {key.shape[2]} keys: to generate, register "
+                f"with disable_in_eval=True and call model.eval()"
+            )
+        if not self.seq_length_is_variable and query.shape[2] != self.local_seq_length:
+            _fail(
+                f"a part has {query.shape[2]} tokens, and was to have {self.local_seq_length}: say "
+                f"seq_length_is_variable=True"
+            )
+        causal = options.get("is_causal")
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
+            _fail(f"{type(module).__name__} is not causal, which is not known yet")
+        for name in ("position_bias", "s_aux"):
+            if options.get(name) is not None:
+                _fail(f"{type(module).__name__} has {name}, which is not known yet")
+
+    def _gathered(
+        self, query: torch.Tensor, positions: Any, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the whole sequences, [batch, tokens]: positions, and what is no padding."""
+        batch, tokens = query.shape[0], query.shape[2]
+        if not torch.is_tensor(positions) or positions.dim() != 2:
+            _fail("position_ids [batch, own tokens] have to be given to the model, and handed on")
+        if mask is None:
+            valid = torch.ones((batch, tokens), dtype=torch.long, device=query.device)
+        else:
+            looked_at = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # padding does not look at itself
+            valid = (looked_at if mask.dtype == torch.bool else looked_at == 0).long()
+        own = torch.stack([one.expand(batch, -1).long() for one in (positions, valid)])
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(parts, own.contiguous(), group=self.process_group)
+        begins = torch.stack([part[0, :, 0] for part in parts])
+        if not self._warned and tokens > 1 and bool((begins == 0).all()):
+            self._warned = True
+            logger.warning(
+                "every rank's position_ids begin with 0: the ranks' tokens are taken for "
+                "sequences of their own"
+            )
+        whole, known = torch.cat(parts, dim=-1)
+        return whole, known.bool()
+
+    def _mask_of(
+        self, positions: torch.Tensor, valid: torch.Tensor, window: int | None
+    ) -> torch.Tensor | None:
+        """[batch, 1, tokens, tokens], True where a token may be looked at; None: all before it."""
+        given = torch.stack([positions, valid.long()])
+        if self._known is not None and self._known[1] == window:
+            if torch.equal(self._known[0], given):
+                return self._known[2]
+        tokens, places = positions.shape[1], torch.arange(positions.shape[1], device=valid.device)
+        begins = (positions.diff(dim=1) != 1) & valid.all(dim=1, keepdim=True)
+        mask = None
+        if not bool(valid.all()) or bool(begins.any()) or (window is not None and window < tokens):
+            which = torch.nn.functional.pad(begins.long().cumsum(dim=1), (1, 0))
+            back = places[:, None] - places[None, :]
+            seen = (back >= 0) & (back < (tokens if window is None else window))
+            mask = seen & (which[:, :, None] == which[:, None, :]) & valid[:, None, :]
+            mask = mask[:, None]  # of a row without any torch makes zeros, as of the model's own
+        self._known = (given, window, mask)
+        return mask
+
+    def _compare(
+        self, given: torch.Tensor | None, whole: torch.Tensor | None, valid: torch.Tensor
+    ) -> None:
+        """The model's own mask of this part, which is not used, must say the same."""
+        if given is None:
+            return
+        size = given.shape[-1]
+        own = slice(self.sp_rank * size, (self.sp_rank + 1) * size)
+        causal = torch.ones(size, size, dtype=torch.bool, device=given.device).tril()
+        expected = causal if whole is None else whole[:, :, own, own]
+        seen = given if given.dtype == torch.bool else given == 0
+        if bool(((seen != expected) & valid[:, None, own, None]).any()):
+            _fail("the model's mask is not what positions, padding and sliding windows make")
+
+    @classmethod
+    def register_with_transformers(  # noqa: PLR0913 - as DeepSpeed's
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> Any:
+        """Every model of this process with this attention exchanges from now on, as there.
+
+        All ranks call it together, after init_distributed().
+
+        Args:
+            model_name_or_path: a model, or a name or path of one; its config counts.
+            core_attn_implementation: "sdpa".
+            sequence_parallel_size: neighbouring ranks that share a sequence; 1: nothing happens.
+            micro_batch_size: accepted: batches may have any.
+            seq_length, seq_length_is_variable: the length, where it is always the same.
+            disable_in_eval: modules that do not train are given whole sequences.
+            max_length: an older name of `seq_length`.
+
+        Returns:
+            An mpu for deepspeed.initialize(); None with a size of 1.
+
+        Raises:
+            ConfigError: a model or an attention that is not known to be right so.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        length = max_length if seq_length is None else seq_length
+        if not seq_length_is_variable and length is None:
+            _fail("seq_length is needed where seq_length_is_variable is False")
+        if length is not None and length % sequence_parallel_size:
+            _fail(f"seq_length {length} does not divide by {sequence_parallel_size}")
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
+        config = _config_of(model_name_or_path, core_attn_implementation)
+        mpu, had = parallel_state_sp, ALL_ATTENTION_FUNCTIONS[core_attn_implementation]
+        mpu.initialize_sequence_parallel(sequence_parallel_size)
+        heads = config.num_attention_heads
+        made = cls(
+            attn=getattr(had, "core", had),
+            batch_size=micro_batch_size,
+            attn_head_count=heads,
+            attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_head_count=getattr(config, "num_key_value_heads", None) or heads,
+            num_hidden_layers=config.num_hidden_layers,
+            process_group=mpu.get_sequence_parallel_group(),
+            seq_length_is_variable=seq_length_is_variable,
+            local_seq_length=length and length // sequence_parallel_size,
+            global_seq_length=length,
+            disable_in_eval=disable_in_eval,
+        )
+        ALL_ATTENTION_FUNCTIONS[core_attn_implementation] = _as_function(made)
+        return mpu
+
+
+def _as_function(attention: UlyssesSPAttentionHF) -> Callable[..., Any]:
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return attention(*args, **kwargs)
+
+    attend.core = attention.attn  # type: ignore[attr-defined]
+    return attend
+
+
+def _config_of(model: Any, attention: str) -> Any:
+    """The checked config of a text model."""
+    config = getattr(model, "config", None)
+    if config is None:
+        from transformers import AutoConfig  # noqa: PLC0415
+
+        config = AutoConfig.from_pretrained(model)
+    elif getattr(config, "_attn_implementation", attention) != attention:
+        _fail(
+            f'core_attn_implementation is "{attention}", and the model\'s attention is '
+            f'"{config._attn_implementation}": say the same'
+        )
+    if attention != _CORE:
+        _fail(f'core_attn_implementation is "{attention}"; allowed as yet: "{_CORE}"')
+    text = config.get_text_config()
+    if length_dependent_rotary(text):
+        _fail("the model's rotary embedding depends on the length of what a rank sees")
+    if getattr(text, "attention_chunk_size", None) is not None:
+        _fail("attention in chunks (attention_chunk_size) is not known yet")
+    return text
+
+
+class UlyssesSPDataLoaderAdapter:
+    """Gives each rank its tokens of every batch of every rank of its group.
+
+    A batch that a rank loads becomes one for all of them, so there are `sp_world_size` times as
+    many. Tensors are cut in their dim 1; `labels` become `shift_labels`, which are the targets of
+    the same tokens. All ranks of the group iterate together.
+
+    Args:
+        dl: loads dicts with `input_ids`, `position_ids` and (to train) `labels`, [batch, tokens].
+        sp_rank, sp_group, sp_world_size: this rank's place, of an mpu.
+        device: accepted: parts are on the CPU, as there.
+
+    Raises:
+        ConfigError: of a batch that cannot be cut.
+    """
+
+    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+        self, dl: Iterable[Any], sp_rank: int, sp_group: Any, sp_world_size: int, device: Any
+    ) -> None:
+        self.dl, self.device = dl, device
+        self.sp_rank, self.sp_group, self.sp_world_size = sp_rank, sp_group, sp_world_size
+        self.iter = iter(dl)
+        self.micro_batches: deque[Any] = deque()
+
+    def __len__(self) -> int:
+        return len(self.dl) * self.sp_world_size  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.micro_batches:
+            self.refill()
+        return self.micro_batches.popleft()
+
+    def refill(self) -> None:
+        """Exchanges one batch of each rank; StopIteration where no rank has one."""
+        own = next(self.iter, None)
+        given: list[Any] = [None] * self.sp_world_size
+        checked = None if own is None else self._checked(own)
+        dist.all_gather_object(given, checked, group=self.sp_group)
+        for error in given:
+            if isinstance(error, str):
+                raise ConfigError(f"[deepspeed::UlyssesSPDataLoaderAdapter] {error}")
+        there = [batch for batch in given if batch is not None]
+        if not there:
+            self.iter = iter(self.dl)  # the next epoch
+            raise StopIteration
+        self.micro_batches.extend(self._part_of(batch) for batch in there)
+
+    def _checked(self, batch: Any) -> Any:
+        """The batch on the CPU, or what is wrong with it, which all ranks of the group raise."""
+        missing = [key for key in ("input_ids", "position_ids") if key not in batch]
+        if missing:
+            return (
+                f"a batch has no {missing[0]}: without them a part does not know where it is in "
+                f"its sequence; torch.arange(tokens).expand(batch, -1), say"
+            )
+        whole = {key: one.cpu() if torch.is_tensor(one) else one for key, one in batch.items()}
+        tokens = whole["input_ids"].shape[1]
+        if tokens % self.sp_world_size:
+            return (
+                f"{tokens} tokens do not divide by the {self.sp_world_size} ranks of a sequence: "
+                f"pad them"
+            )
+        for key, one in whole.items():
+            if torch.is_tensor(one) and (one.dim() < 2 or one.shape[1] != tokens):
+                return (
+                    f'"{key}" is {list(one.shape)}, and has to be [batch, {tokens}, ...], as '
+                    f"input_ids"
+                )
+        return whole
+
+    def _part_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+        size = batch["input_ids"].shape[1] // self.sp_world_size
+        labels = batch.pop("labels", None)
+        if labels is not None:
+            padded = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)
+            batch["shift_labels"] = padded[:, 1:]
+        return {
+            key: one.narrow(1, size * self.sp_rank, size).contiguous()
+            if torch.is_tensor(one)
+            else one
+            for key, one in batch.items()
+        }

@@ -1,0 +1,121 @@
+"""Groups of ranks that have parts of the same sequences: an `mpu` for `deepspeed.initialize()`.
+
+They are neighbours: with a size of 2, ranks 0 and 1 share their sequences, and ranks 2 and 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock import ConfigError
+
+from ..pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+
+
+class SequenceGrid:
+    """This rank's place among sequence ranks and data ranks. All ranks make it together."""
+
+    def __init__(self, size: int) -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if size < 1 or world % size:
+            raise ConfigError(
+                f"[deepspeed] sequence_parallel_size is {size}; allowed: a divisor of the number "
+                f"of ranks, {world}"
+            )
+        places = PipeModelDataParallelTopology(num_pp=1, num_mp=size, num_dp=world // size)
+        self._grid, self.world = PipelineParallelGrid(places), dist.group.WORLD
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self._grid.get_model_parallel_group()
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self._grid.get_model_parallel_world_size()
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self._grid.get_model_parallel_rank()
+
+    def get_data_parallel_group(self) -> Any:
+        return self._grid.get_data_parallel_group()
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._grid.get_data_parallel_world_size()
+
+    def get_data_parallel_rank(self) -> int:
+        return self._grid.get_data_parallel_rank()
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        """Of all ranks, over which state is sharded and gradients are averaged."""
+        return self.world
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self.world)
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return dist.get_rank(self.world)
+
+
+_grid: SequenceGrid | None = None
+
+
+def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
+    """Makes the groups; all ranks call it together. Of another size, it makes new ones.
+
+    Raises ConfigError: a size that does not divide the number of ranks.
+    """
+    global _grid  # noqa: PLW0603 - a module is what DeepSpeed's is, too
+    known = _grid is not None and _grid.world is dist.group.WORLD
+    if not known or get_sequence_parallel_world_size() != sequence_parallel_size:
+        _grid = SequenceGrid(sequence_parallel_size)
+
+
+def _made() -> SequenceGrid:
+    if _grid is None:
+        raise ConfigError(
+            "[deepspeed] there are no sequence ranks yet: call initialize_sequence_parallel(), or "
+            "UlyssesSPAttentionHF.register_with_transformers()"
+        )
+    return _grid
+
+
+def get_sequence_parallel_group() -> Any:
+    return _made().get_sequence_parallel_group()
+
+
+def get_sequence_parallel_world_size() -> int:
+    return _made().get_sequence_parallel_world_size()
+
+
+def get_sequence_parallel_rank() -> int:
+    return _made().get_sequence_parallel_rank()
+
+
+def get_data_parallel_group() -> Any:
+    return _made().get_data_parallel_group()
+
+
+def get_data_parallel_world_size() -> int:
+    return _made().get_data_parallel_world_size()
+
+
+def get_data_parallel_rank() -> int:
+    return _made().get_data_parallel_rank()
+
+
+def get_sequence_data_parallel_group() -> Any:
+    return _made().get_sequence_data_parallel_group()
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    return _made().get_sequence_data_parallel_world_size()
+
+
+def get_sequence_data_parallel_rank() -> int:
+    return _made().get_sequence_data_parallel_rank()
+
+
+# As there: what knows no sequence ranks takes them for ranks of a model.
+get_model_parallel_group = get_sequence_parallel_group
+get_model_parallel_world_size = get_sequence_parallel_world_size
+get_model_parallel_rank = get_sequence_parallel_rank
