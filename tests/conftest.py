@@ -8,8 +8,11 @@ import sys
 
 import pytest
 
-for folder in ("parity", "foreign", "device"):
+for folder in (".", "parity", "foreign", "device"):
     sys.path.insert(0, str(pathlib.Path(__file__).parent / folder))
+
+import daily  # noqa: E402 - from the folder of this file
+
 # Ranks meet on this machine; a host name that resolves to nothing must not matter.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # torch's store looks for the name of each peer that connects, in the DNS: a lost answer takes 5 s.
@@ -66,6 +69,15 @@ def drop_in_pools():
 def largest(request):
     """The largest deviations of the session by name, printed at its end."""
     return request.config.stash.setdefault(request.config.parity_key, {})
+
+
+def pytest_collection_modifyitems(config, items):
+    chosen = any("::" in arg for arg in config.args) or config.getoption("keyword")
+    if chosen or config.getoption("full"):
+        return
+    items[:], left = daily.sample(items)
+    if left:
+        config.hook.pytest_deselected(items=left)
 
 
 def pytest_configure(config):
