@@ -54,7 +54,8 @@ POSITION = {
     "src/ckpt": 7,
 }
 POSITION |= dict.fromkeys(FIVES, 5)
-PUBLIC_FROM = {"error.h": 1, "export.h": 1, "status.h": 1, "cut.h": 2, "group.h": 5}
+PUBLIC_FROM = {"error.h": 1, "export.h": 1, "status.h": 1, "cut.h": 2}
+PUBLIC_FROM |= {"group.h": 5, "one_host.h": 5}
 PUBLIC_FROM |= dict.fromkeys(
     ("config.h", "deepspeed_config.h", "mesh_plan.h", "optimizer_kinds.h", "plan.h"), 3
 )

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +17,7 @@
 namespace c10d {
 class Backend;
 class ProcessGroup;
+class Store;
 }  // namespace c10d
 
 namespace penstock {
@@ -33,6 +35,21 @@ struct Piece {
   void* data = nullptr;
   int64_t bytes = 0;
 };
+
+// From each of `peers` come pieces of these sizes.
+struct TileSource {
+  std::vector<int> peers;
+  std::vector<int64_t> bytes;
+};
+
+// A part of the same piece from each peer, in their order.
+struct Tile {
+  size_t piece = 0;
+  int64_t offset = 0, bytes = 0;
+  std::span<const void* const> data;
+};
+inline constexpr int64_t kTileBytes = 128 << 10;  // of every tile but the last of a piece
+using TakeTile = std::function<void(const Tile&)>;
 
 // Where a rank is, for the others to see. Set for every collective, so it owns no text of its own:
 // the texts are shared, since another thread may read them when the plan or the lane that they came
@@ -66,6 +83,14 @@ class PENSTOCK_API Group {
   // peer is gone or the timeout has passed.
   virtual void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
                         uint32_t tag) = 0;
+  // The same, but what comes is not stored: `take` is given it while it is in the cache, tile by
+  // tile. False where the group cannot, which is so on every rank; then nothing was exchanged.
+  virtual bool exchange_tiles(const std::vector<Piece>& /*sends*/, const TileSource& /*from*/,
+                              uint32_t /*tag*/, const TakeTile& /*take*/) {
+    return false;
+  }
+  // How bytes travel: "gloo", "shm", ...
+  virtual std::string transport() const = 0;
   // From any thread; keeps the last.
   virtual void set_position(Position position) = 0;
   // After a failure: asks every rank for its position and says who does not answer.
@@ -110,6 +135,12 @@ class PENSTOCK_API Group {
       std::chrono::milliseconds timeout,
       const c10::intrusive_ptr<c10d::ProcessGroup>& downward = {},
       std::function<ProcessGroups()> connect = {}, const WatchOptions& watch = {});
+  // [all ranks] Processes of one host, which meet at `store` (this group's alone) and exchange
+  // through memory that they share. Null where they cannot, on every rank alike, and then
+  // `why_not` says why: "" for ranks of several hosts, which never can.
+  static std::shared_ptr<Group> on_one_host(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                            int size, std::chrono::milliseconds timeout,
+                                            const WatchOptions& watch, std::string* why_not);
   // `size` ranks in one process, one thread each.
   static std::vector<std::shared_ptr<Group>> threads(
       int size, std::chrono::milliseconds timeout = std::chrono::minutes(10),

@@ -6,6 +6,7 @@ engine.backward(loss)
 engine.step()
 """
 
+from penstock import one_host as one_host  # registers the back end "penstock"
 from penstock._native import Bug, ConfigError, RuntimeFault
 from penstock.data import ResumableLoader
 from penstock.engine import Engine, initialize

@@ -40,6 +40,15 @@ def _accelerators() -> str:
     return f"{torch.accelerator.device_count()} x {device}" if device else "none"
 
 
+def _shared_memory() -> str:
+    """What `comm.backend` "auto" is for ranks of this host."""
+    if not torch.distributed.is_available():
+        return "not without torch.distributed"
+    store = torch.distributed.HashStore()
+    made, why_not = _penstock.one_host_back_end(store, 0, 1, 10.0)
+    return "between ranks of this host" if made is not None else f"none, so gloo: {why_not}"
+
+
 def _doctor(_args: argparse.Namespace) -> int:
     page = os.sysconf("SC_PAGE_SIZE")
     facts = {
@@ -52,11 +61,12 @@ def _doctor(_args: argparse.Namespace) -> int:
         "SIMD": torch.backends.cpu.get_cpu_capability(),
         "accelerators": _accelerators(),
         "gloo": "available" if torch.distributed.is_gloo_available() else "missing in this torch",
+        "shared memory": _shared_memory(),
         "environment": " ".join(f"{k}={os.environ[k]}" for k in _WORLD_VARIABLES if k in os.environ)
         or "no launcher",
     }
     for name, value in facts.items():
-        print(f"{name:<13}{value}")
+        print(f"{name:<15}{value}")
     return 0
 
 

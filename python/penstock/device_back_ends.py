@@ -19,8 +19,8 @@ _LATER = datetime.timedelta(seconds=60)
 
 def name_for(device: torch.device, wanted: str) -> str | None:
     """Of the back end for that device. None where there is none that can be made by its
-    name, or "gloo" is `wanted`: then what is exchanged goes through host memory."""
-    if device.type in ("cpu", "meta") or wanted == "gloo":
+    name, or another than "auto" is `wanted`: then what is exchanged goes through host memory."""
+    if device.type in ("cpu", "meta") or wanted != "auto":
         return None
     found = dist.Backend.default_device_backend_map.get(device.type)
     if found in (None, "gloo") or not dist.is_backend_available(found):

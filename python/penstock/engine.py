@@ -15,7 +15,6 @@ import torch
 from penstock import (
     checkpoint,
     config_file,
-    device_back_ends,
     pipeline_parallel,
     ranks,
     recompute,
@@ -70,13 +69,11 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         described = tree.model_tree(
             model, optim.group_of(given, self._structure.own), sharded_init.waiting()
         )
-        comm = config.comm
         super().__init__()
         self._installed: list[Any] = []  # on modules
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         _warn_of_idle(device)
-        back_end = device_back_ends.name_for(device, comm.backend)
-        self._ranks = ranks.Ranks(comm.timeout_s, comm.warn_s, comm.report_dir, back_end)
+        self._ranks = ranks.of_config(config.comm, device)
         try:
             self._adopt(described, config)
         except BaseException as error:

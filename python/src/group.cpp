@@ -6,6 +6,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "python/src/module.h"
 
@@ -35,9 +36,26 @@ void bind_group(py::module_& module) {
           },
           py::arg("process_group"), py::arg("timeout_s"), py::arg("downward"), py::arg("connect"),
           py::arg("warn_s"), py::arg("report_dir"))
+      .def_static(
+          "on_one_host",
+          [](const c10::intrusive_ptr<c10d::Store>& store, std::pair<int, int> rank_of,
+             double timeout_s, double warn_s, const std::string& report_dir) {
+            std::string why_not;
+            std::shared_ptr<Group> group;
+            {
+              const py::gil_scoped_release free;
+              group =
+                  Group::on_one_host(store, rank_of.first, rank_of.second, milliseconds(timeout_s),
+                                     {milliseconds(warn_s), report_dir}, &why_not);
+            }
+            return std::pair(group, why_not);
+          },
+          py::arg("store"), py::arg("rank_of"), py::arg("timeout_s"), py::arg("warn_s"),
+          py::arg("report_dir"))
       .def_static("alone", &Group::alone)
       .def("set_device_groups", &Group::set_device_groups, py::arg("make"))
       .def("close", &Group::close, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("transport", &Group::transport)
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("size", &Group::size);
 }

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "penstock/error.h"
@@ -66,6 +67,44 @@ void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, Ad
   }
 }
 
+// In member order, whoever sums: the same bits everywhere. `received` is the first peer's shard,
+// the next one's is `stride` bytes further.
+void add_up(const Members& members, const ReduceBuffer& buffer, Address received, int64_t stride,
+            std::vector<const void*>& sources) {
+  sources.clear();
+  for (int i = 0; i < members.size(); ++i) {
+    if (i == members.index) {
+      sources.push_back((buffer.partial + i * shard_bytes(members, buffer)).data);
+    } else {
+      sources.push_back(received.data);
+      received = received + stride;
+    }
+  }
+  const device::Sum sum{buffer.result,    buffer.result_dtype,           sources,
+                        buffer.dtype,     buffer.numel / members.size(), buffer.scale,
+                        buffer.accumulate};
+  if (buffer.squares == nullptr) return device::sum_chunks(sum);
+  *buffer.squares = device::sum_chunks_and_squares(sum);
+}
+
+// A part of this rank's shard, from where the last one ended.
+void add_tile(const Members& members, const ReduceBuffer& buffer, const Tile& tile,
+              std::vector<const void*>& sources) {
+  Address own = buffer.partial + members.index * shard_bytes(members, buffer) + tile.offset;
+  sources.assign(tile.data.begin(), tile.data.end());
+  sources.insert(sources.begin() + members.index, own.data);
+  const int64_t before = tile.offset / dtype_bytes(buffer.dtype);
+  const device::Sum sum{buffer.result + before * dtype_bytes(buffer.result_dtype),
+                        buffer.result_dtype,
+                        sources,
+                        buffer.dtype,
+                        tile.bytes / dtype_bytes(buffer.dtype),
+                        buffer.scale,
+                        buffer.accumulate};
+  if (buffer.squares == nullptr) return device::sum_chunks(sum);
+  *buffer.squares = device::sum_chunks_and_squares(sum, *buffer.squares);
+}
+
 }  // namespace
 
 int64_t Channel::staging_bytes(const Members& members, const std::vector<GatherBuffer>& buffers) {
@@ -109,12 +148,17 @@ uint32_t Channel::begin(const Label& label) {
 
 // What was added since the last one.
 void Channel::exchange(const Label& label) {
+  meet(label, [&](uint32_t tag) { exchange(tag); });
+}
+
+template <class Run>
+void Channel::meet(const Label& label, const Run& run) {
   const uint32_t tag = begin(label);
   const Position position{step_, exchanges() - 1, name_.text, label.text};
   Board* const board = group_.board();
   const Waiting waiting(board, lane_, {step_, position.sequence, tag}, *label.text);
   try {
-    exchange(tag);
+    run(tag);
   } catch (const std::exception& error) {
     throw lost(position, reason(error));
   }
@@ -293,26 +337,6 @@ void Channel::add_packed(const Members& members, const std::vector<ReduceBuffer>
   }
 }
 
-// In member order, whoever sums: the same bits everywhere. `received` is the first peer's shard,
-// the next one's is `stride` bytes further.
-void Channel::add_up(const Members& members, const ReduceBuffer& buffer, Address received,
-                     int64_t stride) {
-  sources_.clear();
-  for (int i = 0; i < members.size(); ++i) {
-    if (i == members.index) {
-      sources_.push_back((buffer.partial + i * shard_bytes(members, buffer)).data);
-    } else {
-      sources_.push_back(received.data);
-      received = received + stride;
-    }
-  }
-  const device::Sum sum{buffer.result,    buffer.result_dtype,           sources_,
-                        buffer.dtype,     buffer.numel / members.size(), buffer.scale,
-                        buffer.accumulate};
-  if (buffer.squares == nullptr) return device::sum_chunks(sum);
-  *buffer.squares = device::sum_chunks_and_squares(sum);
-}
-
 // What NCCL and its like add up, they add up in the dtype it has on the wire. So the sum of low
 // precision is made here, in fp32, of what an all-to-all brings, which moves no more bytes.
 void Channel::reduce_on_device(const Label& label, const Members& members,
@@ -351,6 +375,38 @@ void Channel::sum_on_device(const Members& members, const std::vector<ReduceBuff
   }
 }
 
+// What was added to be sent. `received` is what one peer's packed shards take, for each of them.
+// False where neither this group nor such memory has tiles, or all is packed.
+bool Channel::reduce_in_tiles(const Members& members, const std::vector<ReduceBuffer>& buffers,
+                              const Staging& received, uint32_t tag) {
+  tiles_.peers.clear();
+  tiles_.bytes.clear();
+  tiled_.clear();
+  sent_.clear();
+  for (const ReduceBuffer& buffer : buffers) {
+    if (buffer.partial.device != nullptr) return false;
+    const int64_t bytes = shard_bytes(members, buffer);
+    if (received.bytes > 0 && bytes <= kPackBytes) continue;
+    tiles_.bytes.push_back(bytes);
+    tiled_.push_back(&buffer);
+    if (buffer.squares != nullptr) *buffer.squares = 0.0;
+  }
+  if (tiled_.empty()) return false;
+  if (received.bytes > 0) tiles_.bytes.push_back(received.bytes);
+  for (int i = 0; i < members.size(); ++i) {
+    if (i != members.index) tiles_.peers.push_back(members.ranks[i]);
+  }
+  for (const Part& part : sends_) sent_.push_back({part.peer, part.data.host(), part.bytes});
+  return group_.exchange_tiles(sent_, tiles_, tag, [&](const Tile& tile) {
+    if (tile.piece < tiled_.size()) return add_tile(members, *tiled_[tile.piece], tile, sources_);
+    Address to = received.data + tile.offset;
+    for (const void* from : tile.data) {
+      std::memcpy(to.host(), from, static_cast<size_t>(tile.bytes));
+      to = to + received.bytes;
+    }
+  });
+}
+
 void Channel::reduce_scatter(const Label& label, const Members& members,
                              const std::vector<ReduceBuffer>& buffers, const Staging& staging) {
   start();
@@ -366,15 +422,21 @@ void Channel::reduce_scatter(const Label& label, const Members& members,
     if (packed == 0 || bytes > kPackBytes) add_reduce(members, buffer);
   }
   if (packed > 0) add_packed(members, buffers, staging.data, packed);
-  if (members.size() > 1) exchange(label);
   Address received = staging.data + (members.size() - 1) * packed;
+  bool in_tiles = false;
+  if (members.size() > 1) {
+    meet(label, [&](uint32_t tag) {
+      in_tiles = reduce_in_tiles(members, buffers, {received, packed}, tag);
+      if (!in_tiles) exchange(tag);
+    });
+  }
   for (const ReduceBuffer& buffer : buffers) {
     const int64_t bytes = shard_bytes(members, buffer);
     if (packed == 0 || bytes > kPackBytes) {
-      add_up(members, buffer, buffer.scratch, bytes);
+      if (!in_tiles) add_up(members, buffer, buffer.scratch, bytes, sources_);
       continue;
     }
-    add_up(members, buffer, received, packed);
+    add_up(members, buffer, received, packed, sources_);
     received = received + bytes;
   }
 }

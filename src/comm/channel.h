@@ -72,6 +72,9 @@ struct Staging {
 //
 // Once warm, a collective allocates nothing itself and makes no text (share() does both).
 //
+// [Note: Tiles] Where the group hands over what comes tile by tile (Group::exchange_tiles), a shard
+// is added up so, while its parts are in the cache: the scratch is not used. The bits are the same.
+//
 // [Note: Staging] Where several small buffers travel together (src/place/packing.h) and the caller
 // lends memory, they are packed into one piece for each peer; large ones still go from and to their
 // own places. All ranks must lend alike.
@@ -130,11 +133,13 @@ class Channel {
   void add_reduce(const Members& members, const ReduceBuffer& buffer);
   void add_packed(const Members& members, const std::vector<ReduceBuffer>& buffers,
                   device::Address staging, int64_t packed);
-  void add_up(const Members& members, const ReduceBuffer& buffer, device::Address received,
-              int64_t stride);
+  bool reduce_in_tiles(const Members& members, const std::vector<ReduceBuffer>& buffers,
+                       const Staging& received, uint32_t tag);
   uint32_t begin(const Label& label);
   void exchange(const Label& label);
   void exchange(uint32_t tag);
+  template <class Run>
+  void meet(const Label& label, const Run& run);
   RuntimeFault lost(const Position& position, const std::string& error);
   DeviceCollectives* on_device(const Members& members, device::Address buffer);
   void queue(const Label& label, const device::Device& device, DeviceCollectives& back_end,
@@ -161,6 +166,8 @@ class Channel {
   std::vector<std::pair<const Members*, std::shared_ptr<DeviceCollectives>>> on_device_;
   uint64_t sizes_ = 0;  // hash of the bytes of each buffer
   std::vector<const void*> sources_;
+  TileSource tiles_;
+  std::vector<const ReduceBuffer*> tiled_;  // what its pieces are of
   std::vector<ReduceBuffer> reduces_;
   std::vector<GatherBuffer> gathers_, travel_;
 };

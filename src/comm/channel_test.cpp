@@ -196,6 +196,7 @@ class Echo final : public Group {
     tag = tag_of_call;
     pieces = sends.size();
   }
+  std::string transport() const override { return "echo"; }
   void set_position(Position where) override { position = std::move(where); }
   std::string roll_call(const std::string& error) override { return error; }
   std::string last_call(const std::string& /*fault*/) override { return ""; }
@@ -328,6 +329,7 @@ class Counted final : public Group {
     messages += static_cast<int64_t>(peers.size());
     inner_.exchange(sends, receives, tag);
   }
+  std::string transport() const override { return inner_.transport(); }
   void set_position(Position where) override { inner_.set_position(std::move(where)); }
   std::string roll_call(const std::string& error) override { return inner_.roll_call(error); }
   std::string last_call(const std::string& fault) override { return inner_.last_call(fault); }

@@ -66,6 +66,8 @@ class ThreadGroup final : public Group {
     for (const Piece& piece : receives) receive(lock, piece, tag, deadline);
   }
 
+  std::string transport() const override { return "threads"; }
+
   void set_position(Position position) override {
     const std::lock_guard lock(mailbox_->mutex);
     std::swap(mailbox_->positions[rank_], position);

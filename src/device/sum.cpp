@@ -152,11 +152,11 @@ void sum_chunks(const Sum& sum) {
   sum_range(sum, 0, num_blocks(sum), nullptr);
 }
 
-double sum_chunks_and_squares(const Sum& sum) {
+double sum_chunks_and_squares(const Sum& sum, double before) {
   // So many at a time that a value for each has room on the stack.
   constexpr int64_t kRound = 1024;
   std::array<double, kRound> squares{};
-  double total = 0.0;
+  double total = before;
   for (int64_t first = 0; first < num_blocks(sum); first += kRound) {
     const int64_t last = std::min(first + kRound, num_blocks(sum));
     sum_range(sum, first, last, squares.data());

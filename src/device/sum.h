@@ -26,7 +26,9 @@ struct Sum {
 void sum_chunks(const Sum& sum);
 
 // On the host. Also returns the sum of squares of what it wrote, in the same pass: the bits of
-// host::sum_squares(dst), so not finite exactly when a value is not ([Note: Squares]).
-double sum_chunks_and_squares(const Sum& sum);
+// host::sum_squares(dst), so not finite exactly when a value is not ([Note: Squares]). Counted on
+// from `before`: parts one after the other, of multiples of 16 * 1024 values but for the last, have
+// the bits of the whole.
+double sum_chunks_and_squares(const Sum& sum, double before = 0.0);
 
 }  // namespace penstock::device

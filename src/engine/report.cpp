@@ -66,7 +66,8 @@ LedgerReport Report::ledger() const {
 
 std::string Report::explain() const {
   std::string out = concat("config ", state_->config.json(), "\n", state_->choice, "mesh ",
-                           state_->executor->mesh().text(), "\ntable\n",
+                           state_->executor->mesh().text(), "\nranks exchange through ",
+                           state_->group->transport(), "\ntable\n",
                            state_->executor->table().text(), "\nunits\n");
   for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
     out += concat("u", unit, " ", state_->unit_names[unit]);

@@ -355,9 +355,8 @@ void parse_comm(const Json& value, CommConfig* comm) {
       value, "comm",
       {"backend", "codec", "reduce_dtype", "bucket_bytes", "timeout_s", "warn_s", "report_dir"});
   section.read_text("backend", &comm->backend);
-  if (comm->backend != "auto" && comm->backend != "gloo")
-    fail_unsupported("comm.backend", comm->backend,
-                     "this version does not support that backend yet, only \"auto\" and \"gloo\"");
+  if (comm->backend != "auto" && comm->backend != "shm" && comm->backend != "gloo")
+    fail_unsupported("comm.backend", comm->backend, "\"auto\", \"shm\" or \"gloo\"");
   section.read_text("codec", &comm->codec);
   if (comm->codec != "none")
     fail_unsupported("comm.codec", comm->codec,

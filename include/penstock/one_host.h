@@ -1,0 +1,30 @@
+#pragma once
+// A c10d back end for ranks of one host, through memory that they share: for torch's own DDP, FSDP2
+// and torch.distributed. In Python it is the back end "penstock" (python/penstock/one_host.py).
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <string>
+
+#include "penstock/export.h"
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
+
+namespace penstock {
+
+// [all ranks] They meet at `store`, which is this back end's alone. Null where they cannot share
+// memory, on every rank alike, and then `why_not` says why. Throws std::exception when a rank does
+// not come.
+//
+// Collectives of CPU tensors of any dtype, point-to-point messages by tag, and what torch makes of
+// them. fp32, bf16 and fp16 are added up in fp32 and in the order of ranks, and rounded once: the
+// result has the same bits on every rank. `timeout` bounds every wait for a peer; one whose process
+// ends is seen at once. After an error of one of them the back end is of no more use.
+PENSTOCK_API c10::intrusive_ptr<c10d::Backend> one_host_back_end(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    std::chrono::milliseconds timeout, std::string* why_not);
+
+}  // namespace penstock

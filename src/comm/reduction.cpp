@@ -1,0 +1,96 @@
+#include "src/comm/reduction.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+
+#include "src/device/sum.h"
+
+namespace penstock::comm {
+
+namespace {
+
+using c10d::ReduceOp;
+
+std::optional<Dtype> summed_as(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return Dtype::kFp32;
+    case at::kBFloat16:
+      return Dtype::kBf16;
+    case at::kHalf:
+      return Dtype::kFp16;
+    default:
+      return std::nullopt;
+  }
+}
+
+bool is_sum(ReduceOp::RedOpType op) {
+  return op == ReduceOp::SUM || op == ReduceOp::AVG || op == ReduceOp::PREMUL_SUM;
+}
+
+void add_one(ReduceOp::RedOpType op, at::Tensor& into, const at::Tensor& next) {
+  switch (op) {
+    case ReduceOp::PRODUCT:
+      into.mul_(next);
+      return;
+    case ReduceOp::MIN:
+      into.copy_(into.minimum(next));
+      return;
+    case ReduceOp::MAX:
+      into.copy_(into.maximum(next));
+      return;
+    case ReduceOp::BAND:
+      into.bitwise_and_(next);
+      return;
+    case ReduceOp::BOR:
+      into.bitwise_or_(next);
+      return;
+    case ReduceOp::BXOR:
+      into.bitwise_xor_(next);
+      return;
+    default:
+      into.add_(next);
+  }
+}
+
+}  // namespace
+
+Reduction::Reduction(const ReduceOp& op, at::ScalarType dtype, int ranks)
+    : op_(op.op_), dtype_(dtype) {
+  TORCH_CHECK(op_ != ReduceOp::UNUSED, "[comm::Reduction] no such operation");
+  if (op_ == ReduceOp::AVG) scale_ = 1.0 / ranks;
+  if (op_ != ReduceOp::PREMUL_SUM) return;
+  const auto* given = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK(given != nullptr && !given->tensor_factor.defined(),
+              "[comm::Reduction] a premultiplied sum takes a number");
+  scale_ = given->double_factor;
+}
+
+void Reduction::run(void* to, std::span<const void* const> sources, int64_t count) const {
+  if (count == 0) return;
+  const std::optional<Dtype> dtype = summed_as(dtype_);
+  if (!is_sum(op_) || !dtype) return run_generic(to, sources, count);
+  device::sum_chunks({to, *dtype, sources, *dtype, count, static_cast<float>(scale_)});
+}
+
+void Reduction::run_generic(void* to, std::span<const void* const> sources, int64_t count) const {
+  const auto view = [&](const void* at) {
+    return at::from_blob(const_cast<void*>(at), {count}, at::TensorOptions(dtype_));
+  };
+  at::Tensor sum = view(sources[0]).clone();
+  for (const void* source : sources.subspan(1)) {
+    at::Tensor next = view(source);
+    add_one(op_, sum, next);
+  }
+  if (scale_ != 1.0 && c10::isIntegralType(dtype_, true)) {
+    sum = sum.div(scale_ == 0.0 ? 1.0 : 1.0 / scale_, "trunc");
+  } else if (scale_ != 1.0) {
+    sum.mul_(scale_);
+  }
+  view(to).copy_(sum);
+}
+
+}  // namespace penstock::comm

@@ -1,0 +1,139 @@
+#include "src/comm/store_group.h"
+
+#include <algorithm>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+#include "src/base/text.h"
+#include "src/comm/back_ends.h"
+
+namespace penstock::comm {
+
+namespace {
+
+// The first exchange waits longer: until then ranks arrive at their own pace, each with its imports
+// and connections.
+constexpr std::chrono::milliseconds kArrival = std::chrono::seconds(60);
+// When a rank has closed its engine by itself: for what it had a part in to end on the device.
+constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
+
+}  // namespace
+
+StoreGroup::StoreGroup(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
+                       Ranks ranks, std::chrono::milliseconds timeout, const WatchOptions& watch)
+    : rank_(ranks.rank), size_(ranks.size), limit_(timeout) {
+  // A failed exchange, the roll call and its repetition elsewhere together stay within `timeout`.
+  const auto grace = std::clamp<std::chrono::milliseconds>(timeout / 8, std::chrono::seconds(1),
+                                                           std::chrono::seconds(5));
+  timeout_ = std::max(timeout - 2 * grace, timeout / 2);
+  roll_call_.emplace(store, name, rank_, size_, grace,
+                     [this](const std::string& why) { end_exchanges(why); });
+  watch_.emplace(rank_, size_, watch);
+}
+
+// What the first exchange that fails says is kept for the last call.
+template <class Run>
+auto StoreGroup::keeping_fault(const Run& run) {
+  try {
+    const std::string before = ended();
+    if (!before.empty()) throw std::runtime_error(before);
+    return run();
+  } catch (const std::exception& error) {
+    const std::lock_guard lock(mutex_);
+    if (lost_.empty()) lost_ = reason(error);
+    throw;
+  }
+}
+
+void StoreGroup::exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
+                          uint32_t tag) {
+  keeping_fault([&] { run(sends, receives, tag); });
+}
+
+bool StoreGroup::exchange_tiles(const std::vector<Piece>& sends, const TileSource& from,
+                                uint32_t tag, const TakeTile& take) {
+  return keeping_fault([&] { return run_tiles(sends, from, tag, take); });
+}
+
+std::string StoreGroup::last_call(const std::string& fault) {
+  std::string why = fault;
+  if (why.empty()) {
+    const std::lock_guard lock(mutex_);
+    why = lost_;
+  }
+  std::string first = "not every rank is there";
+  try {
+    first = roll_call_->last_call(why, limit_);
+  } catch (const std::exception&) {
+    end_exchanges(first);
+    throw;
+  }
+  if (!first.empty()) end_exchanges(first);
+  return first;
+}
+
+void StoreGroup::end_exchanges(const std::string& why) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (ended_.empty()) ended_ = why;
+    abort_waits();
+  }
+  back_ends().abort(why);
+}
+
+std::chrono::milliseconds StoreGroup::limit() {
+  return met_.exchange(true) ? timeout_ : std::max(timeout_, kArrival);
+}
+
+std::string StoreGroup::ended() {
+  const std::lock_guard lock(mutex_);
+  return ended_;
+}
+
+void StoreGroup::forget() {
+  const std::lock_guard lock(mutex_);
+  ended_.clear();
+  lost_.clear();
+}
+
+void StoreGroup::let_go() {
+  watch_.reset();
+  roll_call_.reset();
+}
+
+void StoreGroup::look_at_device() {
+  back_ends().show_on(watch_->board());
+  watch_->look_at([this] { return look(); });
+}
+
+// On the thread that sees a neighbour's end.
+void StoreGroup::neighbour_left(const std::string& error) {
+  std::string why;
+  const RollCall::Ending ending = roll_call_->ending(&why);
+  if (ending == RollCall::Ending::kTogether) return;
+  if (ending == RollCall::Ending::kOneByOne) {  // what it has taken part in ends by itself
+    const std::lock_guard lock(mutex_);
+    left_ = why;
+    return;
+  }
+  why = roll_call_->call(error);
+  roll_call_->tell(why);
+  end_exchanges(why);
+}
+
+// Watch's thread.
+std::chrono::milliseconds StoreGroup::look() {
+  std::string left;
+  {
+    const std::lock_guard lock(mutex_);
+    left = left_;
+  }
+  return back_ends().look(left.empty() ? timeout_ : std::min(timeout_, kParting),
+                          [&](const std::string& why) {
+                            if (!left.empty()) roll_call_->tell(left);
+                            end_exchanges(left.empty() ? why : left);
+                          });
+}
+
+}  // namespace penstock::comm

@@ -1,0 +1,80 @@
+#pragma once
+// StoreGroup: what groups have in common whose ranks are processes that meet at a store: the roll
+// call and the last call there, the board, and how exchanges end. How they exchange is its own.
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "penstock/group.h"
+#include "src/comm/roll_call.h"
+#include "src/comm/watch.h"
+
+namespace penstock::comm {
+
+class StoreGroup : public Group {
+ public:
+  struct Ranks {
+    int rank = 0, size = 1;
+  };
+  int rank() const final { return rank_; }
+  int size() const final { return size_; }
+  void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
+                uint32_t tag) final;
+  bool exchange_tiles(const std::vector<Piece>& sends, const TileSource& from, uint32_t tag,
+                      const TakeTile& take) final;
+  void set_position(Position position) final { roll_call_->set_position(std::move(position)); }
+  std::string roll_call(const std::string& error) final { return roll_call_->call(error); }
+  Board* board() final { return watch_ ? &watch_->board() : nullptr; }
+  std::string last_call(const std::string& fault) final;
+  void end_exchanges(const std::string& why) final;
+
+ protected:
+  // `name` is the group's own in that store. The watch's thread may call abort() from here on.
+  StoreGroup(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, Ranks ranks,
+             std::chrono::milliseconds timeout, const WatchOptions& watch);
+
+  // ---- of the subclass; run() and run_tiles() throw when a peer is lost
+  virtual void run(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
+                   uint32_t tag) = 0;
+  virtual bool run_tiles(const std::vector<Piece>& sends, const TileSource& from, uint32_t tag,
+                         const TakeTile& take) = 0;
+  // Under mutex_, once ended_ is set: waits under way end.
+  virtual void abort_waits() = 0;
+
+  // For the exchange that asks.
+  std::chrono::milliseconds limit();
+  void waits_for(uint32_t tag, int peer) { watch_->board().waits_for(tag, peer); }
+  std::string ended();
+  // Where collectives run on a device, where nobody else would notice.
+  void look_at_device();
+  void neighbour_left(const std::string& error);
+  // For renew().
+  void forget();
+  // First of all when a subclass goes or closes: ends the threads that call into it.
+  void let_go();
+
+  std::mutex mutex_;
+  std::string ended_;  // guarded by mutex_: why nothing may be exchanged
+
+ private:
+  template <class Run>
+  auto keeping_fault(const Run& run);
+  std::chrono::milliseconds look();
+
+  const int rank_, size_;
+  const std::chrono::milliseconds limit_;  // of the last call
+  std::chrono::milliseconds timeout_{};
+  std::atomic<bool> met_ = false;
+  std::string lost_;  // guarded by mutex_: what the first failed exchange said
+  std::string left_;  // guarded by mutex_: why a neighbour's connection is closed
+  std::optional<RollCall> roll_call_;
+  std::optional<Watch> watch_;
+};
+
+}  // namespace penstock::comm
