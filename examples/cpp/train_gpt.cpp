@@ -1,9 +1,12 @@
-// Trains a byte-level GPT on real text from a native program: no Python, ranks as threads.
+// Trains a byte-level GPT on real text from a native program, without Python: ranks are threads, or
+// the processes that torchrun, mpirun or srun started (torchrun --no-python --nproc-per-node 2
+// train_gpt).
 //
 //   train_gpt [--ranks 2] [--steps 100] [--width 128] [--layers 4] [--strategy zero3] [--data FILE]
 //             [--tensor 1]            so many ranks compute each layer together
 //             [--pipeline 1]          so many ranks compute one layer after the other
 //             [--micro-batches 1]     of each step; a pipeline wants a few times its ranks
+//             [--digits 4]            of losses, as they are printed
 //             [--checkpoint DIR]      goes on from what is there, and saves at the end
 #include <penstock/checkpoint.h>
 #include <penstock/engine.h>
@@ -11,9 +14,11 @@
 #include <torch/nn.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iostream>
+#include <mutex>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -23,7 +28,7 @@ namespace {
 
 struct Options {
   int ranks = 2, steps = 100, layers = 4, rows = 8;
-  int tensor = 1, pipeline = 1, micro_batches = 1;
+  int tensor = 1, pipeline = 1, micro_batches = 1, digits = 4;
   int64_t width = 128, context = 64;
   std::string strategy = "zero3";
   std::string checkpoint;
@@ -131,6 +136,8 @@ Options parse(int argc, char** argv) {
       options.pipeline = std::stoi(value);
     else if (key == "--micro-batches")
       options.micro_batches = std::stoi(value);
+    else if (key == "--digits")
+      options.digits = std::stoi(value);
     else if (key == "--checkpoint")
       options.checkpoint = value;
     else if (key == "--data")
@@ -152,6 +159,14 @@ torch::Tensor read_bytes(const std::string& path) {
   return data.to(torch::kLong);
 }
 
+// The same weights in every run: ranks that are threads draw from one generator, in turn.
+Gpt build(const Options& options) {
+  static std::mutex turn;
+  const std::lock_guard lock(turn);
+  torch::manual_seed(1);
+  return Gpt(options);
+}
+
 void train(const Options& options, int rank, const std::shared_ptr<penstock::Group>& group) {
   const auto data = read_bytes(options.data);
   const auto config = penstock::Config::parse(
@@ -164,7 +179,7 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
       R"(}, "batch": {"accumulate": )" + std::to_string(options.micro_batches) + R"(},
           "parallel": {"rules": {"*.qkv": "column:3", "*.up": "column",
                                  "*.out": "row", "*.down": "row"}}})");
-  Gpt model(options);
+  const Gpt model = build(options);
   penstock::Engine engine(model.ptr(), config, group);
   // Ranks that compute one model together are given the same rows.
   auto generator = at::detail::createCPUGenerator(100 + engine.data_rank());
@@ -186,14 +201,14 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
     last = engine.train_batch([&](int micro) { return model->forward(xs[micro], ys[micro]); });
     if (step == 0) first = last;
     if (rank == 0 && (step % 10 == 0 || step + 1 == options.steps)) {
-      std::printf("step %4d  loss %.4f  grad norm %.3f  lr %.5f\n", step + 1, last,
+      std::printf("step %4d  loss %.*f  grad norm %.3f  lr %.5f\n", step + 1, options.digits, last,
                   engine.grad_norm(), engine.lr());
     }
   }
   if (rank == 0) {
     const auto ledger = engine.ledger();
     std::printf("%s on %d ranks: predicted %.2f MiB per rank, measured %.2f MiB\n",
-                options.strategy.c_str(), options.ranks,
+                options.strategy.c_str(), group->size(),
                 static_cast<double>(ledger.predicted.at(options.strategy).total) / 1048576.0,
                 static_cast<double>(ledger.measured.total) / 1048576.0);
   }
@@ -204,9 +219,22 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
 
 }  // namespace
 
+// Whether a launcher started several of these.
+bool are_processes() {
+  for (const char* name : {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"}) {
+    if (std::getenv(name) != nullptr) return true;
+  }
+  return false;
+}
+
 int main(int argc, char** argv) {
   try {
     const Options options = parse(argc, argv);
+    if (are_processes()) {
+      const auto group = penstock::Group::from_environment();
+      train(options, group->rank(), group);
+      return 0;
+    }
     const auto groups = penstock::Group::threads(options.ranks);
     std::vector<std::thread> threads;
     std::vector<std::string> errors(options.ranks);

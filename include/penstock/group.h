@@ -141,6 +141,12 @@ class PENSTOCK_API Group {
   static std::shared_ptr<Group> on_one_host(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                             int size, std::chrono::milliseconds timeout,
                                             const WatchOptions& watch, std::string* why_not);
+  // [all ranks] The processes that torchrun, `penstock run`, mpirun or srun started, on one host:
+  // by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or what MPI and Slurm call these. alone()
+  // where no launcher says anything. Throws ConfigError: what it says cannot be; RuntimeFault: no
+  // rank 0 there, ranks on several hosts, or ones that cannot share memory.
+  static std::shared_ptr<Group> from_environment(
+      std::chrono::milliseconds timeout = std::chrono::minutes(10), const WatchOptions& watch = {});
   // `size` ranks in one process, one thread each.
   static std::vector<std::shared_ptr<Group>> threads(
       int size, std::chrono::milliseconds timeout = std::chrono::minutes(10),
