@@ -177,7 +177,7 @@ def collectives(group, dtype, size):
     keep("scatter", shard)
     messages = [torch.empty_like(own) for _ in range(4)]
     to, source = (rank + 1) % world, (rank - 1) % world
-    works = [dist.isend(own + i, to, group=group) for i in range(4)] if size else []
+    works = [dist.isend((own.double() + i).to(dtype), to, group=group) for i in range(4)]
     works += [dist.irecv(message, source, group=group) for message in messages]
     for work in works:
         work.wait()
