@@ -56,6 +56,11 @@ class Batches:
             RuntimeFault: an iterator that ends within a window; backwards before this call; as
                 `step()`.
         """
+        if not torch.is_grad_enabled():
+            raise ConfigError(
+                "[front::train_batch] gradients are off (torch.no_grad(), inference_mode()): call "
+                "it outside, or eval_batch()"
+            )
         count = int(self.config.batch.accumulate)
         if self._pipeline.active:
             return self._mean(stages.train(self, list(_parts(data, count)), loss_of))
@@ -87,8 +92,9 @@ class Batches:
         try:
             with torch.no_grad():
                 each = _parts(data, count)
-                if self._pipeline.active:
-                    return self._mean(stages.evaluate(self, list(each), loss_of))
+                if self._pipeline.active:  # stages hand on tensors with versions
+                    with torch.inference_mode(False):
+                        return self._mean(stages.evaluate(self, list(each), loss_of))
                 return self._mean([self._loss(part, loss_of) for part in each])
         finally:
             for module, training in was:

@@ -44,7 +44,7 @@ def _shared_memory() -> str:
     """What `comm.backend` "auto" is for ranks of this host."""
     if not torch.distributed.is_available():
         return "not without torch.distributed"
-    store = torch.distributed.HashStore()
+    store = torch._C._distributed_c10d.HashStore()
     made, why_not = _penstock.one_host_back_end(store, 0, 1, 10.0)
     return "between ranks of this host" if made is not None else f"none, so gloo: {why_not}"
 

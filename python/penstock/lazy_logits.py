@@ -97,6 +97,7 @@ class LazyLogits(torch.Tensor):
     head: Head
     hidden: torch.Tensor
     step: int  # of the engine, when the head ran
+    scales: list[Callable[[torch.Tensor], Any]]  # of gradients, by linear functions
 
     @staticmethod
     def of(
@@ -115,11 +116,14 @@ class LazyLogits(torch.Tensor):
         )
         made.head, made.hidden = head, hidden
         made.step = head.step() if step is None else step
+        made.scales = []
         return made
 
     def like(self, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> "LazyLogits":
         """The same logits for other (rearranged) tokens."""
-        return LazyLogits.of(self.head, hidden, dtype or self.dtype, self.step)
+        made = LazyLogits.of(self.head, hidden, dtype or self.dtype, self.step)
+        made.scales = self.scales
+        return made
 
     def whole(self) -> torch.Tensor:
         """The logits themselves. Where parameters are sharded all ranks call it.
@@ -128,7 +132,13 @@ class LazyLogits(torch.Tensor):
             RuntimeFault: the weights have changed since.
         """
         self.check()
-        return self.head.logits(self.hidden).to(self.dtype)
+        return self.scaled(self.head.logits(self.hidden).to(self.dtype))
+
+    def scaled(self, made: torch.Tensor) -> torch.Tensor:
+        """Of something linear in the gradient of these logits: it with the `scales`."""
+        for scale in self.scales if made.requires_grad else ():
+            made.register_hook(scale)  # type: ignore[no-untyped-call]
+        return made
 
     def check(self) -> None:
         """Raises RuntimeFault when the weights have changed since the head ran."""
@@ -155,6 +165,7 @@ class LazyLogits(torch.Tensor):
             result = handler(args[0], *args[1:], **kwargs)
             if result is not None:
                 return result
+        _refuse_writes(func, args, kwargs)
         real_args, real_kwargs = _pytree.tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs))
         return func(*real_args, **real_kwargs)
 
@@ -167,6 +178,40 @@ class LazyLogits(torch.Tensor):
             f"[front::LazyLogits] {func} was called past __torch_function__ on logits that are not "
             f"there (tiling.loss_tokens, parallel.cut_logits): call it on logits.whole()"
         )
+
+
+def _refuse_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raises RuntimeFault for what would change logits that are not there, or their gradient."""
+    name = getattr(func, "__name__", "")
+    given = [*args[:1], kwargs.get("out")]
+    writes = (
+        (name.endswith("_") and not name.endswith("__"))
+        or name in _WRITING
+        or kwargs.get("inplace")
+        or kwargs.get("out") is not None
+    )
+    if writes and any(isinstance(one, LazyLogits) for one in given):
+        raise RuntimeFault(
+            f"[front::LazyLogits] `{name}` on logits that are not there (tiling.loss_tokens, "
+            f"parallel.cut_logits) would be lost: take them first, logits = logits.whole(), or "
+            f"make new ones (masked_fill in place of masked_fill_)"
+        )
+
+
+_WRITING = {
+    "__setitem__",
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
+    "register_hook",
+    "retain_grad",
+}
+
+
+def scale_gradient(tensor: torch.Tensor, scale: Callable[[torch.Tensor], Any]) -> None:
+    """`tensor.register_hook(scale)`, a linear function, which lazy logits may have, too."""
+    if isinstance(tensor, LazyLogits):
+        tensor.scales.append(scale)
+    else:
+        tensor.register_hook(scale)  # type: ignore[no-untyped-call]
 
 
 def with_history(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,17 +289,21 @@ def _cross_entropy(logits: LazyLogits, *args: Any, **kwargs: Any) -> torch.Tenso
     if not (plain and known and indices) or logits.ndim > 2 or target.shape != logits.shape[:-1]:
         return None
     logits.check()
+    hidden = logits.hidden
+    autocast = torch.is_autocast_enabled(hidden.device.type)
     loss = logits.head.cross_entropy(
-        logits.hidden.reshape(-1, logits.hidden.shape[-1]),
+        hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]),
         target.reshape(-1),
         {
             "ignore_index": options["ignore_index"],
             "reduction": reduction,
             "label_smoothing": options["label_smoothing"],
-            "dtype": logits.dtype,
+            "dtype": torch.float32 if autocast else logits.dtype,
         },
     )
-    return loss if loss is None or reduction != "none" else loss.reshape(target.shape)
+    if loss is None:
+        return None
+    return logits.scaled(loss if reduction != "none" else loss.reshape(target.shape))
 
 
 _ORDER_KEEPING = (

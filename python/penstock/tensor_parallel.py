@@ -15,16 +15,17 @@ from penstock import parallel_plans, tree
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.forwards import Forward, Hook
 from penstock.lazy_logits import CutHead, LazyLogits
-from penstock.token_parts import TokenParts
+from penstock.token_parts import TokenParts, partial_rules
 
 
 def with_rules(model: torch.nn.Module, config: Any) -> Any:
     """The config with rules for this model, where it asks for tensor ranks and has none itself."""
-    if config.mesh.tensor == 1 or config.parallel.rules:
+    if config.mesh.tensor == 1:
         return config
-    rules = parallel_plans.rules_for(model, config.mesh.tensor)
-    if rules and config.parallel.norms == "tokens":
+    rules = dict(config.parallel.rules) or parallel_plans.rules_for(model, config.mesh.tensor)
+    if rules and not config.parallel.rules and config.parallel.norms == "tokens":
         rules = parallel_plans.with_tokens(model, rules)
+    rules |= partial_rules(model, rules)
     return config.with_rules(list(rules.items()))
 
 
@@ -162,6 +163,8 @@ class TensorParallel:
 
     def end(self) -> None:
         """It ends: raises RuntimeFault where it drew other random numbers than its tensor ranks."""
+        if self._tokens is not None:
+            self._tokens.end()
         if self._count > 1:
             self._draws.end()
 

@@ -8,7 +8,7 @@ whole. So gathers and sums move what the sums of whole hidden states did.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from penstock._native import ConfigError, RuntimeFault
 from penstock.forwards import Forward, in_backward
 
 _INSIDE = ("column", "shared", "row_tokens", "partial")
+_OF_FRONT = ("tokens", "gather_tokens", "divide")
 _TOKENS = 1  # their dimension
 
 
@@ -31,18 +32,13 @@ class TokenParts:
     def __init__(self, model: torch.nn.Module, rules: Any, ranks: Any, pipeline: bool) -> None:
         self.shapes_alone = False
         self._ranks, self._pipeline = ranks, pipeline
-        self._on: bool | None = None  # whether this forward's tokens are cut; None: not begun
+        self._open = False  # a forward of the model runs
+        self._on: bool | None = None  # whether its tokens are cut; None: no stack has begun
+        self._parts = False  # they are parts now
         names = dict(model.named_modules())
-        found = {
-            style: [
-                name
-                for pattern, own in rules.items()
-                for name in names
-                if own == style and parallel_plans.matches(name, pattern)
-            ]
-            for style in ("tokens", "gather_tokens")
-        }
-        self._stacks, self._gathering = found["tokens"], found["gather_tokens"]
+        styles = {name: _style_of(name, rules) for name in names}
+        self._stacks = [name for name, style in styles.items() if style == "tokens"]
+        self._gathering = [name for name, style in styles.items() if style == "gather_tokens"]
         self._rows = {
             one.name: one.with_style("row") for one in ranks.modules if one.style == "row_tokens"
         }
@@ -52,6 +48,11 @@ class TokenParts:
                 raise ConfigError(
                     f'[front::initialize] "parallel.rules" say "tokens" of "{name}", a '
                     f"{type(stack).__name__}: it is for a ModuleList of blocks"
+                )
+            if len(set(stack)) < len(stack):
+                raise ConfigError(
+                    f'[front::initialize] "parallel.rules" say "tokens" of "{name}", which has a '
+                    f"block several times: its first and last one could not be told apart"
                 )
         self._check(ranks.modules)
 
@@ -85,7 +86,7 @@ class TokenParts:
                 or (between and not inside and how.style not in ("row_tokens", "partial"))
                 or (inside and not between)
             )
-            if wrong and how.style != "whole":
+            if wrong:
                 raise ConfigError(
                     f'[front::initialize] "parallel.rules" cut tokens, and "{how.name}" is '
                     f'"{how.style}": between the blocks of a module that is "tokens" there are '
@@ -129,15 +130,25 @@ class TokenParts:
         """Whether tokens are cut in what runs now."""
         if in_backward() or self.shapes_alone:
             return True
+        self._check_open()
         if self._on is None:
+            raise RuntimeFault(
+                "[front::forward] a block was called before the first of its stack, at which "
+                'tokens are cut ("parallel.norms": "tokens"): every forward begins with that one'
+            )
+        return self._on
+
+    def _check_open(self) -> None:
+        """Raises RuntimeFault where no forward of the model runs."""
+        if not (self._open or in_backward() or self.shapes_alone):
             raise RuntimeFault(
                 "[front::forward] a module of the model was called by itself, and "
                 '"parallel.norms": "tokens" gives it a part of the tokens: call the model'
             )
-        return self._on
 
     def begin(self, model: torch.nn.Module, inputs: Any) -> None:
         """A forward of the model begins."""
+        self._open, self._parts = True, False
         self._on = True if self._pipeline else None
         given = inputs[1] if isinstance(inputs, tuple) and len(inputs) == 2 else {}
         asked = given.get("output_hidden_states") if isinstance(given, dict) else None
@@ -147,6 +158,16 @@ class TokenParts:
             raise RuntimeFault(
                 "[front::forward] output_hidden_states: those between layers are parts, with "
                 '"parallel.norms": "tokens"'
+            )
+
+    def end(self) -> None:
+        """It ends. Raises RuntimeFault where tokens stayed cut."""
+        self._open = False
+        if self._parts and not self._pipeline:
+            raise RuntimeFault(
+                "[front::forward] tokens were cut before the first block of a stack "
+                '("parallel.norms": "tokens"), and its last one, after which they are whole, was '
+                "not called: call it in every forward, and the model, not a block by itself"
             )
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -165,26 +186,32 @@ class TokenParts:
                 )
             self._on = False
             return whole
-        if not in_backward():
-            self._on = True
+        if not (in_backward() or self.shapes_alone):
+            self._on = self._parts = True
         return self.part_of(whole) if self.shapes_alone else self._ranks.cut_tokens(whole)
 
     def _leave(self, part: torch.Tensor) -> torch.Tensor:
         if not self.cut:
             return part
         if self.shapes_alone:
-            tokens = part.shape[_TOKENS] * int(self._ranks.count)
-            return part.new_empty((part.shape[0], tokens, *part.shape[2:]))
+            return self._whole_of(part)
+        if not in_backward():
+            self._parts = False
         whole: torch.Tensor = self._ranks.whole_tokens(part)
         return whole
+
+    def _whole_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Of that shape, without values."""
+        tokens = part.shape[_TOKENS] * int(self._ranks.count)
+        return part.new_empty((part.shape[0], tokens, *part.shape[2:]))
 
     def _around(self, block: Any, first: bool, last: bool) -> Callable[..., Any]:
         name = _first_name(block)
 
         def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._check_open()
             if first:
                 args, kwargs = _with_first(name, args, kwargs, self._enter)
-            assert first or self.cut is not None  # called by itself it throws
             output = inner(*args, **kwargs)
             if not last:
                 return output
@@ -201,8 +228,7 @@ class TokenParts:
 
         def gather(part: torch.Tensor) -> torch.Tensor:
             if self.shapes_alone:
-                tokens = part.shape[_TOKENS] * int(self._ranks.count)
-                return part.new_empty((part.shape[0], tokens, *part.shape[2:]))
+                return self._whole_of(part)
             whole: torch.Tensor = self._ranks.gather_tokens(module_name, part)
             return whole
 
@@ -212,6 +238,26 @@ class TokenParts:
             return inner(*args, **kwargs)
 
         return run
+
+
+def _style_of(name: str, rules: Any) -> str:
+    """Of the first rule that matches; "": none does."""
+    found = (style for pattern, style in rules.items() if parallel_plans.matches(name, pattern))
+    return next(found, "").partition(":")[0]
+
+
+def partial_rules(model: torch.nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
+    """Rules for parameters in stacks whose tokens are cut that none is about: on each rank they
+    see a part of the tokens, or all of them on a part of the heads, and have an addend each."""
+    stacks = [n for n, _ in model.named_modules() if _style_of(n, rules) == "tokens"]
+    ours = {p: s for p, s in rules.items() if s.partition(":")[0] not in _OF_FRONT}
+    made = {}
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        inside = any(name.startswith(f"{stack}.") for stack in stacks)
+        if inside and not _style_of(owner, ours) and not _style_of(name, ours):
+            made[name] = "partial"
+    return made
 
 
 def _first_name(module: torch.nn.Module) -> str:

@@ -1,6 +1,7 @@
 #include "src/engine/driver.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
@@ -64,13 +65,25 @@ void Driver::begin(Section section) {
   next_ = 0;
   running_ = true;
   std::fill(done_.begin(), done_.end(), false);
-  if (!is_backward(section) && section != Section::kForwardNext) {
+  const bool goes_on = is_backward(section) || section == Section::kForwardNext;
+  if (goes_on && std::exchange(lost_hold_, false)) bring_back();
+  if (!goes_on) {
+    lost_hold_ = carries_ && section == Section::kEval;
     carries_ = false;
     for (size_t unit = 0; unit < active_.size(); ++unit) {
       if (!pinned_[unit] && held_[unit] == 0) executor_.params().drop(static_cast<int>(unit));
     }
   }
   if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
+}
+
+// An evaluation came between. Where `hold` is whole no line brings the units, and ranks may use
+// different ones: all do it, in this order.
+void Driver::bring_back() {
+  for (size_t unit = 0; unit < active_.size(); ++unit) {
+    if (executor_.units()[unit].flats.empty()) continue;
+    executor_.params().move_to(static_cast<int>(unit), Phase::kHold);
+  }
 }
 
 size_t Driver::find(Op op, int unit, bool end) const {
@@ -154,7 +167,7 @@ void Driver::pass(size_t line) {
 void Driver::release(int unit) {
   if (pinned_[unit] || held_[unit] > 0) return;
   drop_later_[unit] = unforeseen_[unit] = false;
-  if (is_followed(section_) && running_) {
+  if (is_followed(section_) && (running_ || carries_)) {
     if (executor_.params().whole(unit)) executor_.params().move_to(unit, Phase::kHold);
   } else {
     executor_.params().drop(unit);
@@ -261,7 +274,7 @@ void Driver::move_late(const std::vector<bool>& late, Section backward) {
 
 void Driver::abandon() {
   owed_.clear();
-  running_ = finishing_ = carries_ = false;
+  running_ = finishing_ = carries_ = lost_hold_ = false;
   std::fill(pinned_.begin(), pinned_.end(), false);
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     active_[unit] = 0;

@@ -54,6 +54,7 @@ class Driver {
  private:
   size_t find(Op op, int unit, bool end) const;
   void run_to(size_t end);
+  void bring_back();
   void run_moves();  // up to the next compute line
   void run(const exec::PlannedStep& planned);
   void pass(size_t line);
@@ -68,7 +69,8 @@ class Driver {
   Section section_ = Section::kForward;
   size_t next_ = 0;
   bool running_ = false;
-  bool carries_ = false;  // parameters are in `hold`: a forward is the window's next
+  bool carries_ = false;    // parameters are in `hold`: a forward is the window's next
+  bool lost_hold_ = false;  // they were, and a backward of the window may come
   bool finishing_ = false;
   std::vector<int> active_;                    // by unit: how many times entered and not left
   std::vector<bool> done_;                     // by unit: gradients complete

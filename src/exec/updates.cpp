@@ -37,8 +37,9 @@ bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Rout
 }
 
 // Of what tensor ranks have alike gradients are the same by themselves, or a rule is missing that
-// says that each has an addend. They are compared once, as wrong rules are wrong from the start.
-void compare_replicas(Rank& rank, const Gradients& gradients) {
+// says that each has an addend. Each is compared once, in the first step in which a rank has any of
+// it: what comes before a layer that begins as zeros has none in step one.
+void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slot*>* compared) {
   const Groups& groups = rank.groups;
   std::vector<const Slot*> slots;
   std::vector<double> squares;
@@ -49,6 +50,7 @@ void compare_replicas(Rank& rank, const Gradients& gradients) {
       const bool here = copy != nullptr && copy->one().memory;
       const int64_t begin = here ? rank.begin_of(copy->place, flat) : 0;
       for (const Slot& slot : flat.slots) {
+        if (compared->contains(&slot)) continue;
         slots.push_back(&slot);
         const int64_t from = std::max(begin, slot.offset);
         const int64_t to =
@@ -59,6 +61,7 @@ void compare_replicas(Rank& rank, const Gradients& gradients) {
       }
     }
   }
+  if (slots.empty()) return;
   const std::string mine(reinterpret_cast<const char*>(squares.data()), squares.size() * 8);
   const std::vector<std::string> all =
       rank.channels.stage().share("gradients alike", groups.stage(), mine);
@@ -69,6 +72,7 @@ void compare_replicas(Rank& rank, const Gradients& gradients) {
       double one = 0.0, two = 0.0;
       std::memcpy(&one, first.data() + i * 8, sizeof(one));
       std::memcpy(&two, all[other].data() + i * 8, sizeof(two));
+      if (two != 0.0) compared->insert(slots[i]);
       if (!(std::abs(one - two) > 1e-3 * std::max(one, two))) continue;
       throw RuntimeFault(concat(
           "[exec::norm] the gradient of \"", slots[i]->name, "\" is not the same on ranks ",
@@ -128,9 +132,7 @@ void Updates::norm(const comm::Label& label) {
     gradients_.finish();
     rank_.traffic.settle();  // the last unit's write of the step before, long since done
     gradients_.complete();
-    if (!std::exchange(compared_, true) && rank_.groups.tensor().size() > 1) {
-      compare_replicas(rank_, gradients_);
-    }
+    if (rank_.groups.tensor().size() > 1) compare_replicas(rank_, gradients_, &compared_);
     made = norm_.exchange(label, update_);
   }
   const auto& [total, divisor, bad] = made;

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -88,7 +89,7 @@ class Updates {
   Lanes& lanes_;
   Gradients& gradients_;
   Norm norm_;
-  bool compared_ = false;  // replicas over the tensor axis
+  std::set<const Slot*> compared_;  // replicas over the tensor axis
   comm::Channel channel_;
   Update update_;
   double grad_norm_ = 0.0;

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as _tree
 
 import penstock
-from penstock import ConfigError, schedules
+from penstock import ConfigError, lazy_logits, schedules
 from penstock import optimizer as optimizers
 from penstock._native import _penstock
 from penstock.engine import engine_of
@@ -167,7 +167,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             self._tell_of_sequence_ranks()
         self.data_parallel_group = self.seq_data_parallel_group = dist.group.WORLD
         if self._grid is not None:
-            groups.mpu = self._grid
+            groups._open(self._grid)
             self.data_parallel_group = groups.get_data_parallel_group()
             self.seq_data_parallel_group = groups._get_sequence_data_parallel_group()
 
@@ -255,7 +255,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         if self.gradient_accumulation_steps() > 1 and torch.is_grad_enabled():
             for one in _tree.tree_leaves(outputs):
                 if isinstance(one, torch.Tensor) and one.requires_grad:
-                    one.register_hook(self._of_plain_backward)  # type: ignore[no-untyped-call]
+                    lazy_logits.scale_gradient(one, self._of_plain_backward)
         return outputs
 
     def _of_plain_backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -367,8 +367,9 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
 
         Where a rank is gone already, the weights are dropped with a warning.
         """
-        if self._grid is not None and groups.mpu is self._grid:
-            groups.mpu = None
+        if self._grid is not None:
+            groups._close(self._grid)
+            self._grid = None
         try:
             self.native.close()
         except penstock.RuntimeFault as error:

@@ -12,6 +12,23 @@ from .. import _absent
 from ..comm.comm import get_rank, get_world_size
 
 mpu: Any = None  # of the last open engine that has a pipeline, tensor or sequence ranks
+_opened: list[Any] = []  # of all of these engines
+
+
+def _open(grid: Any) -> None:
+    """An engine with this grid was made."""
+    global mpu  # noqa: PLW0603 - deepspeed's is a global, too
+    _opened.append(grid)
+    mpu = grid
+
+
+def _close(grid: Any) -> None:
+    """It is gone."""
+    global mpu  # noqa: PLW0603
+    place = next((i for i, one in enumerate(_opened) if one is grid), None)
+    if place is not None:
+        del _opened[place]
+    mpu = _opened[-1] if _opened else None
 
 
 def _said(name: str, otherwise: Callable[[], Any]) -> Any:

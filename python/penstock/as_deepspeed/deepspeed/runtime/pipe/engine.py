@@ -57,7 +57,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.data_iterator: Iterator[Any] | None = None
         self.agg_train_loss: torch.Tensor | None = None
         super().__init__(*args, **kwargs)
-        grid = groups.mpu = self.mpu = self.grid
+        grid = self._grid = self.mpu = self.grid
+        groups._open(grid)
         self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
         self.dp_world_size = grid.data_parallel_size
@@ -311,12 +312,6 @@ class PipelineEngine(DeepSpeedEngine):
                 f"[deepspeed::{call}] it is {now} from initialize() on: a pipeline's schedule is "
                 f"of so many micro-batches"
             )
-
-    def destroy(self) -> None:
-        """As the engine's; groups are those of all ranks again."""
-        if groups.mpu is self.grid:
-            groups.mpu = None
-        super().destroy()
 
 
 def _settings(model: PipelineModule, given: dict[str, Any]) -> dict[str, Any]:

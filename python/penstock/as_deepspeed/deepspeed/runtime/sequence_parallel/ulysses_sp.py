@@ -212,7 +212,10 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         expected = causal if whole is None else whole[:, :, own, own]
         seen = given if given.dtype == torch.bool else given == 0
         if bool(((seen != expected) & valid[:, None, own, None]).any()):
-            _fail("the model's mask is not what positions, padding and sliding windows make")
+            _fail(
+                "the model's mask is not what positions, padding and sliding windows make (with a "
+                "cache transformers leaves packed rows out of it: give use_cache=False)"
+            )
 
     @classmethod
     def register_with_transformers(  # noqa: PLR0913 - as DeepSpeed's
