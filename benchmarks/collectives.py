@@ -64,9 +64,10 @@ def actions_of(
         else:
             dist.all_reduce(full, group=group)
 
-    actions: dict[str, Callable[[], None]] = {n: functools.partial(call, n) for n in groups}
-    actions["copy"] = lambda: full[:others].copy_(source) and None
-    return actions
+    def copy() -> None:
+        full[:others].copy_(source)
+
+    return {name: functools.partial(call, name) for name in groups} | {"copy": copy}
 
 
 def work(options: argparse.Namespace) -> list[dict]:

@@ -4,6 +4,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <functional>
 #include <string>
 
 #include "penstock/export.h"
@@ -23,8 +24,12 @@ namespace penstock {
 // them. fp32, bf16 and fp16 are added up in fp32 and in the order of ranks, and rounded once: the
 // result has the same bits on every rank. `timeout` bounds every wait for a peer; one whose process
 // ends is seen at once. After an error of one of them the back end is of no more use.
+//
+// `unlocked`, where not empty, calls what it is given while this thread holds no lock that it takes
+// to let go of a tensor (Python's): the back end's last owner waits for threads that do.
 PENSTOCK_API c10::intrusive_ptr<c10d::Backend> one_host_back_end(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-    std::chrono::milliseconds timeout, std::string* why_not);
+    std::chrono::milliseconds timeout, std::string* why_not,
+    std::function<void(const std::function<void()>&)> unlocked = {});
 
 }  // namespace penstock

@@ -11,6 +11,17 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
+namespace {
+
+// The interpreter's lock, which this thread may hold.
+void unlocked(const std::function<void()>& body) {
+  if (!Py_IsInitialized() || PyGILState_Check() == 0) return body();
+  const py::gil_scoped_release free;
+  body();
+}
+
+}  // namespace
+
 void bind_one_host(py::module_& module) {
   module.def(
       "one_host_back_end",
@@ -20,7 +31,7 @@ void bind_one_host(py::module_& module) {
         {
           const py::gil_scoped_release free;
           const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3));
-          made = one_host_back_end(store, rank, size, timeout, &why_not);
+          made = one_host_back_end(store, rank, size, timeout, &why_not, unlocked);
         }
         return std::pair(made, why_not);
       },

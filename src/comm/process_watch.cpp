@@ -14,6 +14,23 @@
 
 namespace penstock::comm {
 
+namespace {
+
+int open_process(int64_t pid) {
+  return static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0));
+}
+
+}  // namespace
+
+bool ProcessWatch::has_ended(int64_t pid) {
+  const int file = open_process(pid);
+  if (file < 0) return errno == ESRCH;
+  pollfd one{file, POLLIN, 0};
+  poll(&one, 1, 0);
+  close(file);
+  return one.revents != 0;
+}
+
 ProcessWatch::ProcessWatch(const std::vector<int64_t>& pids, std::function<void(int index)> ended)
     : ended_(std::move(ended)) {
   try {
@@ -34,7 +51,7 @@ ProcessWatch::ProcessWatch(const std::vector<int64_t>& pids, std::function<void(
 }
 
 void ProcessWatch::open(int64_t pid, int index) {
-  const auto file = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0));
+  const int file = open_process(pid);
   if (file < 0) {
     throw std::runtime_error(concat("pidfd_open of process ", pid, ": ", std::strerror(errno)));
   }

@@ -15,6 +15,7 @@ class ProcessWatch {
   // of this object's own, once for each.
   ProcessWatch(const std::vector<int64_t>& pids, std::function<void(int index)> ended);
   ~ProcessWatch();
+  static bool has_ended(int64_t pid);
   ProcessWatch(const ProcessWatch&) = delete;
   ProcessWatch& operator=(const ProcessWatch&) = delete;
 

@@ -66,7 +66,10 @@ class ShmCollectives {
 // All but the collectives.
 class ShmEndpoint : public c10d::Backend {
  public:
-  ShmEndpoint(std::unique_ptr<ShmFabric> fabric, std::chrono::milliseconds timeout);
+  // `unlocked`: penstock/one_host.h.
+  using Unlocked = std::function<void(const std::function<void()>&)>;
+  ShmEndpoint(std::unique_ptr<ShmFabric> fabric, std::chrono::milliseconds timeout,
+              Unlocked unlocked);
   ~ShmEndpoint() override;
 
   const std::string getBackendName() const override { return "penstock"; }
@@ -101,10 +104,11 @@ class ShmEndpoint : public c10d::Backend {
   const c10::intrusive_ptr<Options> options_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<uint64_t> num_collectives_ = 0;
+  const Unlocked unlocked_;
   std::unique_ptr<ShmFabric> fabric_;
   ShmCollectives collectives_;
   ShmMessages messages_;
-  ShmQueue queue_;  // first to go
+  ShmQueue queue_;
 };
 
 class ShmBackend final : public ShmEndpoint {

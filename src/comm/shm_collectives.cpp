@@ -51,8 +51,10 @@ void ShmCollectives::all_gather(const Range& own, const std::vector<Range>& to) 
     sends.push_back({peer, own.data, own.bytes});
     receives.push_back({peer, part.data, part.bytes});
   }
+  ShmExchange exchange(fabric_, sends, receives, next_tag());
+  exchange.advance();  // the others may begin
   copy(own, to[static_cast<size_t>(rank())]);
-  exchange(sends, receives);
+  exchange.finish({limit_, {}});
 }
 
 void ShmCollectives::reduce_scatter(const std::vector<Range>& parts, void* to,

@@ -12,16 +12,29 @@ namespace penstock::comm {
 
 using c10d::OpType;
 
-ShmEndpoint::ShmEndpoint(std::unique_ptr<ShmFabric> fabric, std::chrono::milliseconds timeout)
+ShmEndpoint::ShmEndpoint(std::unique_ptr<ShmFabric> fabric, std::chrono::milliseconds timeout,
+                         Unlocked unlocked)
     : Backend(fabric->rank(), fabric->size()),
       options_(c10::make_intrusive<Options>("penstock", timeout)),
       timeout_(timeout),
+      unlocked_(std::move(unlocked)),
       fabric_(std::move(fabric)),
       collectives_(*fabric_),
       messages_(*fabric_) {}
 
 // Whoever still waits for this rank's works is told so.
-ShmEndpoint::~ShmEndpoint() { fabric_->end("the process group is gone"); }
+ShmEndpoint::~ShmEndpoint() {
+  fabric_->end("the process group is gone");
+  const auto close = [this] {
+    queue_.close();
+    messages_.close();
+  };
+  if (unlocked_) {
+    unlocked_(close);
+  } else {
+    close();
+  }
+}
 
 std::chrono::milliseconds ShmEndpoint::limit(std::chrono::milliseconds asked) const {
   return asked == c10d::kUnsetTimeout || asked <= kNoTimeout ? timeout_.load() : asked;
@@ -73,16 +86,16 @@ ShmEndpoint::Work ShmEndpoint::recvAnysource(Tensors& tensors, int tag) {
 
 namespace penstock {
 
-c10::intrusive_ptr<c10d::Backend> one_host_back_end(const c10::intrusive_ptr<c10d::Store>& store,
-                                                    int rank, int size,
-                                                    std::chrono::milliseconds timeout,
-                                                    std::string* why_not) {
+c10::intrusive_ptr<c10d::Backend> one_host_back_end(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    std::chrono::milliseconds timeout, std::string* why_not,
+    std::function<void(const std::function<void()>&)> unlocked) {
   comm::ShmMeeting met = comm::meet_in_memory(*store, rank, size, timeout);
   if (!met.fabric) {
     *why_not = met.why_not;
     return {};
   }
-  return c10::make_intrusive<comm::ShmBackend>(std::move(met.fabric), timeout);
+  return c10::make_intrusive<comm::ShmBackend>(std::move(met.fabric), timeout, std::move(unlocked));
 }
 
 }  // namespace penstock

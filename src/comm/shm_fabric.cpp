@@ -19,7 +19,7 @@ namespace penstock::comm {
 namespace {
 
 // Of looking at the bell before a sleep: what it takes to fall asleep and be woken.
-constexpr std::chrono::microseconds kLook{10};
+constexpr std::chrono::microseconds kLook{20};
 
 // Not the private kind: the word is shared with other processes.
 int64_t futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* until,

@@ -81,7 +81,7 @@ struct ShmShape {
   int num_slots() const { return size <= 16 ? kMostSlots / 2 : kMostSlots / 4; }
   // Small where only small messages are chunked.
   int64_t chunk_bytes() const {
-    if (spans) return 2 << 10;
+    if (spans) return size <= 4 ? 16 << 10 : 2 << 10;
     return size <= 8 ? 32 << 10 : 8 << 10;
   }
   int64_t header_bytes() const { return 4096; }

@@ -7,6 +7,7 @@
 #include <array>
 #include <exception>
 #include <fstream>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <stdexcept>
@@ -23,6 +24,8 @@ namespace {
 constexpr const char* kSpans = "+spans";
 constexpr const char* kChunked = "+chunked";
 constexpr const char* kReady = "+ready";
+// What is said for a rank whose process has ended, by those that see it.
+constexpr char kGone = '!';
 
 std::string first_line(const char* path) {
   std::ifstream file(path);
@@ -99,7 +102,10 @@ class Meeting {
 
   std::vector<std::string> all(const char* what) {
     std::vector<std::string> texts;
-    for (int rank = 0; rank < size_; ++rank) texts.push_back(hear(what, rank));
+    for (int rank = 0; rank < size_; ++rank) {
+      texts.push_back(hear(what, rank));
+      if (texts.back()[0] == kGone) throw std::runtime_error(texts.back().substr(1));
+    }
     return texts;
   }
 
@@ -118,12 +124,30 @@ class Meeting {
     words >> one.host >> one.pid >> one.probe_at >> one.probe;
   }
 
+  std::string end_of(int dead) const {
+    return concat(kGone, "rank ", dead, " is gone: its process, ",
+                  who_[static_cast<size_t>(dead)].pid, ", has ended");
+  }
+
+  // The watch's thread. This rank waits in its own connection to the store.
+  void say_for(int dead) {
+    try {
+      const auto store = store_.clone();
+      const std::string text = end_of(dead);
+      for (const char* what : {"sees", "segment", "has"}) {
+        store->compareSet(key(what, dead), std::string(), text);
+      }
+    } catch (const std::exception&) {
+      // The store's host is gone, as this rank finds, too.
+    }
+  }
+
   // Of the other processes: whether they are there at all, and their memory can be read.
-  std::string see_all() const {
+  std::string see_all() {
     try {
       std::vector<int64_t> pids;
       for (const Who& one : who_) pids.push_back(one.pid);
-      const ProcessWatch opens(pids, [](int) {});
+      watch_.emplace(pids, [this](int dead) { say_for(dead); });
       for (const Who& one : who_) {
         if (one.pid != getpid() && !reads(one)) return kChunked;
       }
@@ -154,7 +178,8 @@ class Meeting {
       return fabric;
     } catch (const std::exception& error) {
       if (rank_ == 0) say("segment", "");
-      say("has", reason(error));
+      // Who made it holds it open until all have it.
+      say("has", ProcessWatch::has_ended(who_[0].pid) ? end_of(0) : reason(error));
       return nullptr;
     }
   }
@@ -167,7 +192,9 @@ class Meeting {
   }
 
   ShmSegment open(const ShmShape& shape) {
-    std::istringstream words(hear("segment", 0));
+    const std::string found = hear("segment", 0);
+    if (found[0] == kGone) throw std::runtime_error(found.substr(1));
+    std::istringstream words(found);
     ShmAddress at;
     at.pid = who_[0].pid;
     if (!(words >> at.file >> at.key)) throw std::runtime_error("there is no memory to share");
@@ -179,6 +206,7 @@ class Meeting {
   const std::chrono::milliseconds timeout_;
   uint64_t probe_;  // what the others try to read
   std::vector<Who> who_;
+  std::optional<ProcessWatch> watch_;  // last: its thread uses the others
 };
 
 }  // namespace

@@ -11,7 +11,7 @@
 
 namespace penstock::comm {
 
-ShmMessages::~ShmMessages() {
+void ShmMessages::close() {
   {
     const std::lock_guard lock(mutex_);
     closing_ = true;

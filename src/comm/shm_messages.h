@@ -16,7 +16,7 @@ namespace penstock::comm {
 class ShmMessages {
  public:
   explicit ShmMessages(ShmFabric& fabric) : fabric_(fabric) {}
-  ~ShmMessages();  // after the fabric's end(): what is under way fails
+  ~ShmMessages() { close(); }
   ShmMessages(const ShmMessages&) = delete;
   ShmMessages& operator=(const ShmMessages&) = delete;
 
@@ -27,6 +27,8 @@ class ShmMessages {
     uint32_t tag = 0;
     std::chrono::milliseconds limit{};
   };
+  // After the fabric's end(): what is under way fails.
+  void close();
   // Messages of one tag to one peer arrive in the order of these calls.
   void add(const c10::intrusive_ptr<ShmWork>& work, const Message& message);
 

@@ -35,7 +35,7 @@ void ShmWork::end(std::exception_ptr error) {
   }
 }
 
-ShmQueue::~ShmQueue() {
+void ShmQueue::close() {
   {
     const std::lock_guard lock(mutex_);
     closing_ = true;

@@ -34,10 +34,12 @@ class ShmWork final : public c10d::Work {
 class ShmQueue {
  public:
   ShmQueue() = default;
-  ~ShmQueue();  // what is queued is done first, or fails
+  ~ShmQueue() { close(); }
   ShmQueue(const ShmQueue&) = delete;
   ShmQueue& operator=(const ShmQueue&) = delete;
 
+  // Once what is queued is done, or has failed.
+  void close();
   // `at_once`: by this thread, when all before it is done.
   void add(const c10::intrusive_ptr<ShmWork>& work, std::function<void()> body, bool at_once);
 

@@ -22,6 +22,7 @@ from penstock import one_host
 
 LIMIT = datetime.timedelta(seconds=60)  # of a wait for a peer
 SOON_S = 25.0  # in which the others have to end, far below that
+MEET_S = 3.0  # in which ranks that all live have long met
 ENDED_BY_ERROR = 3
 
 
@@ -58,13 +59,26 @@ def start(path: str, rank: int, size: int) -> int:
         os._exit(code)
 
 
-def ends(pid: int, deadline: float) -> int | None:
-    """The status of a process that ends in time."""
-    while time.monotonic() < deadline:
+def has_met(pid: int) -> bool:
+    """Whether a rank knows its peers: a thread watches them."""
+    return len(os.listdir(f"/proc/{pid}/task")) > 1
+
+
+def status_of(pid: int) -> int | None:
+    """How a process ends; None where it does not in time. One that still waits for the killed rank
+    to come at all knows of no process: it would wait for the limit, and ends here."""
+    begin = time.monotonic()
+    while time.monotonic() < begin + SOON_S:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found == pid:
             return status
+        if time.monotonic() > begin + MEET_S and not has_met(pid):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return ENDED_BY_ERROR << 8
         time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
     return None
 
 
@@ -81,17 +95,7 @@ def play(seed: int) -> str:
         os.kill(victim, signal.SIGKILL)
         if not early:
             os.waitpid(victim, 0)
-        # A rank that was killed before they met is waited for until the limit: not here.
-        deadline = time.monotonic() + SOON_S
-        statuses = {}
-        for pid in pids:
-            statuses[pid] = ends(pid, deadline)
-            if statuses[pid] is None:
-                met = len(list(pathlib.Path(f"/proc/{pid}/task").iterdir())) > 1
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                if not met:
-                    statuses[pid] = ENDED_BY_ERROR << 8
+        statuses = {pid: status_of(pid) for pid in pids}
         left = {name for name in shared_memory() - before if name.startswith("penstock")}
     wrong = {pid: s for pid, s in statuses.items() if s != ENDED_BY_ERROR << 8}
     problems = ["a rank ended before the kill"] * early
