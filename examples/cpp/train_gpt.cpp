@@ -179,7 +179,7 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
       R"(}, "batch": {"accumulate": )" + std::to_string(options.micro_batches) + R"(},
           "parallel": {"rules": {"*.qkv": "column:3", "*.up": "column",
                                  "*.out": "row", "*.down": "row"}}})");
-  const Gpt model = build(options);
+  Gpt model = build(options);
   penstock::Engine engine(model.ptr(), config, group);
   // Ranks that compute one model together are given the same rows.
   auto generator = at::detail::createCPUGenerator(100 + engine.data_rank());
