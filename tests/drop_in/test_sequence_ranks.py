@@ -402,3 +402,25 @@ def test_what_cannot_be_attended_says_why(drop_in_pools):
     for told in drop_in_pools(2).run(misused):
         for name, text in says.items():
             assert text in told[name], (name, told[name])
+
+
+def two_engines() -> list[tuple[int, int]]:
+    """Sizes and places while two engines have sequence ranks, after the second, and after both."""
+    ds, mpu = deepspeed(), part_of(STATE)
+    groups = part_of("utils.groups")
+    mpu.initialize_sequence_parallel(2)
+    engines = [
+        ds.initialize(model=nn.Linear(4, 2), config=config_of(3), mpu=mpu)[0] for _ in range(2)
+    ]
+    told = []
+    while True:
+        size = groups._get_sequence_parallel_world_size()
+        told.append((size, groups._get_sequence_parallel_rank()))
+        if not engines:
+            return told
+        engines.pop().destroy()
+
+
+def test_groups_are_those_of_the_engine_that_is_left(drop_in_pools):
+    told = drop_in_pools(2).run(two_engines)
+    assert told == [[(2, rank), (2, rank), (1, 0)] for rank in range(2)]

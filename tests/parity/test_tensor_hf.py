@@ -123,6 +123,43 @@ def test_cut_logits_are_whole_to_whoever_reads_them(pools):
     assert whole["kept"] - cut["kept"] > 0.45 * logits  # the other rank's half
 
 
+def changes_in_place() -> dict[str, Any]:
+    """What a loop gets that changes logits which are not there; under autocast, their loss."""
+    import penstock  # noqa: PLC0415
+
+    model = hf.build("llama")
+    engine = penstock.initialize(model, {"strategy": "ddp", "mesh": {"tensor": 2}} | CUT)
+    batch = hf.batch("llama", 0, 0)
+    logits = engine(**batch).logits
+    changes = {
+        "index": lambda: logits.__setitem__((..., 5), -1e4),
+        "fill": lambda: logits.masked_fill_(logits > 0, 0.0),
+        "subtract": lambda: logits.__isub__(1.0),
+        "view": lambda: logits.view(-1, logits.shape[-1]).div_(2.0),
+        "hook": lambda: logits.register_hook(lambda grad: 2 * grad),
+        "retain": logits.retain_grad,
+    }
+    told: dict[str, Any] = {}
+    for name, change in changes.items():
+        try:
+            change()
+        except RuntimeError as error:
+            told[name] = str(error)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = engine(**batch).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(rows, batch["labels"].flatten())
+    told["dtype"] = loss.dtype
+    engine.close()
+    return told
+
+
+def test_cut_logits_change_in_no_place(pools):
+    told = pools(2).run(changes_in_place)[0]
+    assert told.pop("dtype") == torch.float32
+    assert set(told) == {"index", "fill", "subtract", "view", "hook", "retain"}
+    assert all("logits = logits.whole()" in text for text in told.values()), told
+
+
 def refused(kind: str, extra: Any, config: Any, match: str) -> None:
     import penstock  # noqa: PLC0415
 

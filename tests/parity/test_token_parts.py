@@ -14,11 +14,11 @@ from ranks import Failure
 pytestmark = pytest.mark.timeout(180)
 
 
-def start(kind: str = "llama", **parallel: Any) -> Any:
+def start(kind: str = "llama", strategy: str = "zero3", **parallel: Any) -> Any:
     import penstock  # noqa: PLC0415
 
     made = {
-        "strategy": "zero3",
+        "strategy": strategy,
         "mesh": {"tensor": 2},
         "optimizer": {"type": "AdamW"} | hf.ADAMW,
         "comm": {"timeout_s": 30},
@@ -86,6 +86,105 @@ def calls_a_block() -> None:
     engine.module.model.layers[1].mlp(states)
 
 
+def calls_the_first_block() -> None:
+    engine = start(strategy="zero2")
+    engine.eval()
+    with torch.no_grad():
+        engine(**of_length(10))
+        states = torch.randn(2, 10, engine.module.config.hidden_size)
+        engine.module.model.layers[0](states)
+
+
+class Stack(torch.nn.Module):
+    """Blocks with a norm and two layers."""
+
+    def __init__(self, blocks: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self.blocks, self.head = torch.nn.ModuleList(blocks), torch.nn.Linear(8, 4)
+        self.depth = len(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[: self.depth]:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.low, self.high = torch.nn.Linear(8, 2), torch.nn.Linear(2, 16)
+        torch.nn.init.zeros_(self.high.weight)  # as LoRA's begins
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.tanh(self.up(x) + self.high(self.low(x))))
+        return out
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = torch.nn.LayerNorm(8), Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.mlp(self.norm(x))
+        return out
+
+
+STACK = {
+    "blocks": "tokens",
+    "*.mlp": "gather_tokens",
+    "*.up": "column",
+    "*.high": "column",
+    "*.down": "row_tokens",
+}
+
+
+def stack(model: Stack, **rules: str) -> Any:
+    import penstock  # noqa: PLC0415
+
+    config = {"strategy": "zero2", "mesh": {"tensor": 2}, "parallel": {"rules": STACK | rules}}
+    return penstock.initialize(model, config | {"optimizer": {"type": "SGD", "lr": 0.1}})
+
+
+def trains_what_no_rule_is_about() -> float:
+    """Norms and a thin layer before a cut one: how far from plain torch."""
+    torch.manual_seed(0)
+    model = Stack([Block(), Block()])
+    plain = Stack([Block(), Block()])
+    plain.load_state_dict(model.state_dict())
+    engine, optimizer = stack(model), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x))
+        engine.step()
+        optimizer.zero_grad()
+        plain(x).backward()
+        optimizer.step()
+    ours = engine.state_dict(rank0_only=False)
+    engine.close()
+    return max(meshes.far(ours[name], one) for name, one in plain.state_dict().items())
+
+
+def test_what_no_rule_is_about_has_addends(pools):
+    assert max(pools(2).run(trains_what_no_rule_is_about)) < 1e-5
+
+
+def leaves_the_last_block_out() -> None:
+    engine = stack(Stack([Block(), Block()]))
+    engine.module.depth = 1
+    engine(torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0)))
+
+
+def has_a_block_twice() -> None:
+    block = Block()
+    stack(Stack([block, block]))
+
+
+def says_whole() -> None:
+    stack(Stack([Block()]), **{"*.norm": "whole"})
+
+
 def other_model() -> None:
     start("t5")
 
@@ -111,6 +210,10 @@ REFUSED = [
     (trains_odd, "pad sequences to a multiple of 2"),
     (asks_for_hidden_states, "output_hidden_states"),
     (calls_a_block, "called by itself"),
+    (calls_the_first_block, "called by itself"),
+    (leaves_the_last_block_out, "was not called"),
+    (has_a_block_twice, "a block several times"),
+    (says_whole, '"blocks.0.norm" is "whole"'),
     (other_model, "known are llama"),
     (rules_without, 'no rule in "parallel.rules" has the style "tokens"'),
     (column_outside, '_proj" is "column"'),
