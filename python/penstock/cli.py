@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch._C._distributed_c10d import HashStore
 import torch.distributed
+from torch._C._distributed_c10d import HashStore
 
 from penstock import config_file, convert_command, inspect_command, plan_command, status_command
 from penstock._native import _penstock
