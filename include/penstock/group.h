@@ -1,6 +1,7 @@
 #pragma once
 // Group: the ranks that train together, as the engine sees them. Penstock invents no transport
-// between hosts: a group wraps a c10d process group, or connects threads of one process.
+// between hosts: a group wraps a c10d process group there. Ranks of one host share memory, those of
+// one process are threads.
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
