@@ -18,7 +18,6 @@
 namespace c10d {
 class Backend;
 class ProcessGroup;
-class Store;
 }  // namespace c10d
 
 namespace penstock {
@@ -136,12 +135,6 @@ class PENSTOCK_API Group {
       std::chrono::milliseconds timeout,
       const c10::intrusive_ptr<c10d::ProcessGroup>& downward = {},
       std::function<ProcessGroups()> connect = {}, const WatchOptions& watch = {});
-  // [all ranks] Processes of one host, which meet at `store` (this group's alone) and exchange
-  // through memory that they share. Null where they cannot, on every rank alike, and then
-  // `why_not` says why: "" for ranks of several hosts, which never can.
-  static std::shared_ptr<Group> on_one_host(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                            int size, std::chrono::milliseconds timeout,
-                                            const WatchOptions& watch, std::string* why_not);
   // [all ranks] The processes that torchrun, `penstock run`, mpirun or srun started, on one host:
   // by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or what MPI and Slurm call these. alone()
   // where no launcher says anything. Throws ConfigError: what it says cannot be; RuntimeFault: no

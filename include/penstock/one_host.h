@@ -1,13 +1,16 @@
 #pragma once
-// A c10d back end for ranks of one host, through memory that they share: for torch's own DDP, FSDP2
-// and torch.distributed. In Python it is the back end "penstock" (python/penstock/one_host.py).
+// Ranks of one host that exchange through memory they share: a group for engines, and a c10d back
+// end for torch's own DDP, FSDP2 and torch.distributed. In Python that is the back end "penstock"
+// (python/penstock/one_host.py).
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <string>
 
 #include "penstock/export.h"
+#include "penstock/group.h"
 
 namespace c10d {
 class Backend;
@@ -15,6 +18,15 @@ class Store;
 }  // namespace c10d
 
 namespace penstock {
+
+// [all ranks] Processes of one host, which meet at `store` (this group's alone) and exchange
+// through memory that they share. Null where they cannot, on every rank alike, and then
+// `why_not` says why: "" for ranks of several hosts, which never can.
+PENSTOCK_API std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c10d::Store>& store,
+                                                      int rank, int size,
+                                                      std::chrono::milliseconds timeout,
+                                                      const WatchOptions& watch,
+                                                      std::string* why_not);
 
 // [all ranks] They meet at `store`, which is this back end's alone. Null where they cannot share
 // memory, on every rank alike, and then `why_not` says why. Throws std::exception when a rank does

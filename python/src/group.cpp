@@ -1,4 +1,5 @@
 #include "penstock/group.h"
+#include "penstock/one_host.h"
 
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
@@ -45,8 +46,8 @@ void bind_group(py::module_& module) {
             {
               const py::gil_scoped_release free;
               group =
-                  Group::on_one_host(store, rank_of.first, rank_of.second, milliseconds(timeout_s),
-                                     {milliseconds(warn_s), report_dir}, &why_not);
+                  group_on_one_host(store, rank_of.first, rank_of.second, milliseconds(timeout_s),
+                                    {milliseconds(warn_s), report_dir}, &why_not);
             }
             return std::pair(group, why_not);
           },

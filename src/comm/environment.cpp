@@ -12,6 +12,7 @@
 
 #include "penstock/error.h"
 #include "penstock/group.h"
+#include "penstock/one_host.h"
 #include "src/base/text.h"
 
 namespace penstock {
@@ -104,7 +105,7 @@ std::shared_ptr<Group> Group::from_environment(std::chrono::milliseconds timeout
   const auto store =
       c10::make_intrusive<c10d::PrefixStore>(name, store_of(*from, rank, size, timeout));
   std::string why_not;
-  auto group = on_one_host(store, rank, size, timeout, watch, &why_not);
+  auto group = group_on_one_host(store, rank, size, timeout, watch, &why_not);
   if (group) return group;
   throw RuntimeFault(concat(
       "[comm::from_environment] rank ", rank, " of ", size, ": ",

@@ -4,6 +4,7 @@
 #include <utility>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "penstock/one_host.h"
 #include "src/base/text.h"
 #include "src/comm/back_ends.h"
 #include "src/comm/shm_exchange.h"
@@ -113,9 +114,9 @@ class ShmGroup final : public comm::StoreGroup {
 
 }  // namespace
 
-std::shared_ptr<Group> Group::on_one_host(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                          int size, std::chrono::milliseconds timeout,
-                                          const WatchOptions& watch, std::string* why_not) {
+std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                         int size, std::chrono::milliseconds timeout,
+                                         const WatchOptions& watch, std::string* why_not) {
   comm::ShmMeeting met = ShmGroup::meet(store, 0, {rank, size}, timeout);
   if (!met.fabric) {
     *why_not = met.one_host ? met.why_not : "";

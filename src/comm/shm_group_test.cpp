@@ -10,6 +10,7 @@
 
 #include "penstock/error.h"
 #include "penstock/group.h"
+#include "penstock/one_host.h"
 #include "src/comm/channel.h"
 #include "src/comm/shm_meeting.h"
 
@@ -41,8 +42,7 @@ Groups on_one_host(int size, std::chrono::milliseconds timeout = std::chrono::se
   Groups groups(static_cast<size_t>(size));
   const auto errors = on_threads(size, [&](int rank) {
     std::string why_not;
-    groups[static_cast<size_t>(rank)] =
-        Group::on_one_host(store, rank, size, timeout, {}, &why_not);
+    groups[static_cast<size_t>(rank)] = group_on_one_host(store, rank, size, timeout, {}, &why_not);
     EXPECT_EQ(why_not, "");
   });
   EXPECT_EQ(errors, std::vector<std::string>(static_cast<size_t>(size)));
