@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import back_ends
 import cases
 import models
 import psutil
@@ -176,8 +177,9 @@ def suffer(name, strategy, offload, accelerated, tensor):
     fault = FAULTS[name]
     mine = dist.get_rank() == fault.culprit
     model = training.moved(fault.model() if mine else models.Gpt(), device)
-    config = Case(strategy, world=WORLD).config() | {"comm": {"timeout_s": TIMEOUT_S}}
-    config["offload"] = offload
+    back_end = "auto" if accelerated else back_ends.of_case((name, strategy, tensor))
+    config = Case(strategy, world=WORLD).config()
+    config |= {"comm": {"timeout_s": TIMEOUT_S, "backend": back_end}, "offload": offload}
     if tensor > 1:
         config |= {"mesh": {"tensor": tensor}, "parallel": {"rules": TENSOR_RULES}}
     optimizer = None

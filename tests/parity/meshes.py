@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+import back_ends
 import compare
 import hugging_face as hf
 import pipeline_models
@@ -159,7 +160,7 @@ class Case:
             "mesh": {axis: size for axis, size in self.mesh if axis != "data"},
             "batch": {"accumulate": self.micro},
             "optimizer": {"type": "AdamW"} | ADAMW,
-            "comm": {"timeout_s": 60},
+            "comm": {"timeout_s": 60, "backend": back_ends.of_case(self.name)},
             "units": {"layer_bytes": 1},
         }
         if self.model in ENDS_EVERYWHERE and self.size("pipeline") < 4:

@@ -46,7 +46,7 @@ def dies(seed: int, path: str) -> str:
     case, victim, seconds = draw(seed)
     model = meshes.MODELS[case.model][0]()
     config = case.config(path)
-    config["comm"] = {"timeout_s": TIMEOUT_S}
+    config["comm"]["timeout_s"] = TIMEOUT_S
     engine = penstock.initialize(model, config)
     if dist.get_rank() == victim:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()

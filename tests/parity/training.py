@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import back_ends
 import tensor_models
 import torch
 import torch.distributed as dist
@@ -241,7 +242,10 @@ def train(case: Case, device: str = "cpu", **overrides: Any) -> tuple[Run, str]:
     entry, rank = zoo.ENTRIES[case.model], dist.get_rank()
     for buffer in model.buffers():
         buffer.add_(rank)  # rank 0's count
-    engine = penstock.initialize(model, case.config() | overrides)
+    config = case.config() | overrides
+    if torch.device(device).type == "cpu":
+        config["comm"] = {"backend": back_ends.of_case(case)} | config["comm"]
+    engine = penstock.initialize(model, config)
     assert [p.dtype for p in model.parameters()] == dtypes, "initialize() changed dtypes"
     run = Run()
     for step, batch in enumerate(zoo.batches(case.model, case.samples)):
