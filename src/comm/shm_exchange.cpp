@@ -86,7 +86,8 @@ bool ShmSender::begin() {
   slot.bytes = static_cast<uint64_t>(from_.bytes());
   slot.form = chunked_ ? ShmForm::kChunked : ShmForm::kSpans;
   if (chunked_) {
-    fill_one();
+    while (fill_one()) {  // one ring of the bell for all of a small message
+    }
   } else {
     const std::vector<ShmSpan>& spans = from_.spans();
     slot.num_spans = static_cast<uint32_t>(spans.size());

@@ -59,8 +59,8 @@ ShmSegment ShmSegment::open(const ShmShape& shape, const ShmAddress& address) {
 }
 
 void ShmSegment::map(int64_t bytes) {
-  void* memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
-                      MAP_SHARED | MAP_POPULATE, file_, 0);
+  void* memory =
+      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
   if (memory == MAP_FAILED) fail(concat("mmap of ", format_bytes(bytes)), errno);
   memory_ = static_cast<char*>(memory);
   // Worker processes of a data loader, say, outlive a rank that was killed.
