@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <utility>
 
 #include "penstock/error.h"
@@ -397,14 +398,15 @@ bool Channel::reduce_in_tiles(const Members& members, const std::vector<ReduceBu
     if (i != members.index) tiles_.peers.push_back(members.ranks[i]);
   }
   for (const Part& part : sends_) sent_.push_back({part.peer, part.data.host(), part.bytes});
-  return group_.exchange_tiles(sent_, tiles_, tag, [&](const Tile& tile) {
+  const auto take = [&](const Tile& tile) {
     if (tile.piece < tiled_.size()) return add_tile(members, *tiled_[tile.piece], tile, sources_);
     Address to = received.data + tile.offset;
     for (const void* from : tile.data) {
       std::memcpy(to.host(), from, static_cast<size_t>(tile.bytes));
       to = to + received.bytes;
     }
-  });
+  };
+  return group_.exchange_tiles(sent_, tiles_, tag, std::cref(take));  // nothing is allocated
 }
 
 void Channel::reduce_scatter(const Label& label, const Members& members,
