@@ -153,6 +153,9 @@ class Meeting {
       }
       return kSpans;
     } catch (const std::exception& error) {
+      for (int rank = 0; rank < size_; ++rank) {
+        if (ProcessWatch::has_ended(who_[static_cast<size_t>(rank)].pid)) return end_of(rank);
+      }
       return reason(error);
     }
   }
