@@ -16,7 +16,7 @@ LANE, FENCE, KERNELS = "src/device/lane.cpp", "src/device/fence.cpp", "src/devic
 ARENA, TRAFFIC, CHANNEL = "src/mem/arena.cpp", "src/mem/disk_traffic.cpp", "src/comm/channel.cpp"
 WALK, PARAMS, FLAT = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/flat.cpp"
 GRADIENTS, NORM = "src/exec/gradients.cpp", "src/exec/norm.cpp"
-PROCESS_GROUP = "src/comm/process_group.cpp"
+STORE_GROUP = "src/comm/store_group.cpp"
 ACTIVATIONS, SAVE = "src/activations/activations.cpp", "src/ckpt/save.cpp"
 
 BESIDE_A_DEVICE = [
@@ -175,9 +175,9 @@ BESIDE_A_DEVICE = [
     ),
     Mutation(
         "what the device waits for does not end with the exchanges",
-        PROCESS_GROUP,
-        "    back_ends().abort(why);\n",
-        "    static_cast<void>(why);\n",
+        STORE_GROUP,
+        "  back_ends().abort(why);\n",
+        "  static_cast<void>(why);\n",
         Pytest((FAULTS, "-k", "weights"), ("_sim",)),
     ),
     Mutation(
@@ -189,9 +189,9 @@ BESIDE_A_DEVICE = [
     ),
     Mutation(
         "nobody looks at how long the device takes",
-        PROCESS_GROUP,
-        "    watch_->look_at([this] {",
-        "    static_cast<void>([this] {",
+        STORE_GROUP,
+        "  watch_->look_at([this] { return look(); });\n",
+        "  static_cast<void>([this] { return look(); });\n",
         Pytest((FAULTS, "-k", "stopped"), ("_sim",)),
     ),
 ]

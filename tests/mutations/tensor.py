@@ -91,9 +91,8 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "a row's bias is added once a rank",
         OPERATORS,
-        "  const at::Tensor output = sum(at::linear(input, weight), peers);\n",
-        "  const at::Tensor output = sum(at::linear(input, weight, bias), peers);\n"
-        "  return output;\n",
+        "  return with_bias(sum(at::linear(input, weight), peers), bias);\n",
+        "  return sum(at::linear(input, weight, bias), peers);\n",
         MESH,
     ),
     Mutation(
