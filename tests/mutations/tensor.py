@@ -17,6 +17,8 @@ WITH_REPLICAS = Pytest(("tests/parity/test_tensor.py", "-k", "world4 and tensor2
 ON_DISK = Pytest(("tests/parity/test_tensor.py", "-k", "tiers and zero2"))
 CHECKPOINTS = Pytest(("tests/python/test_checkpoint_tensor.py",))
 
+TOKENS = Pytest(("tests/parity/test_token_parts.py",))
+
 OVER_TENSOR_RANKS = [
     Mutation(
         "addends of a gradient are not added up over tensor ranks",
@@ -87,6 +89,27 @@ OVER_TENSOR_RANKS = [
         "return way(partial, Way::kSum, Way::kNothing, 0, peers);",
         "return way(partial, Way::kSum, Way::kSum, 0, peers);",
         MESH,
+    ),
+    Mutation(
+        "what no rule is about is whole where tokens are cut",
+        "python/penstock/token_parts.py",
+        '            made[name] = "partial"\n',
+        "            pass\n",
+        TOKENS,
+    ),
+    Mutation(
+        "tokens that stay cut are not seen",
+        "python/penstock/token_parts.py",
+        "        if self._parts and not self._pipeline:\n",
+        "        if self._parts and self._pipeline:\n",
+        TOKENS,
+    ),
+    Mutation(
+        "changes of logits that are not there are lost",
+        "python/penstock/lazy_logits.py",
+        "        _refuse_writes(func, args, kwargs)\n",
+        "",
+        Pytest(("tests/parity/test_tensor_hf.py", "-k", "change_in_no_place")),
     ),
     Mutation(
         "a row's bias is added once a rank",
