@@ -217,15 +217,15 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
   if (!resumes && last >= first) throw penstock::RuntimeFault("the loss did not fall");
 }
 
-}  // namespace
-
-// Whether a launcher started several of these.
+// Whether a launcher started this process.
 bool are_processes() {
-  for (const char* name : {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"}) {
+  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
     if (std::getenv(name) != nullptr) return true;
   }
   return false;
 }
+
+}  // namespace
 
 int main(int argc, char** argv) {
   try {

@@ -1,12 +1,9 @@
 // Group::from_environment: ranks that a launcher started as processes.
-#include <unistd.h>
-
 #include <array>
 #include <charconv>
 #include <cstdlib>
 #include <functional>
-#include <optional>
-#include <string_view>
+#include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -44,7 +41,7 @@ struct Launcher {
 constexpr std::array<Launcher, 4> kLaunchers = {{
     {"RANK", "WORLD_SIZE", nullptr},  // torchrun, penstock run
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_MCA_ess_base_jobid"},
-    {"PMI_RANK", "PMI_SIZE", "PMI_ID"},
+    {"PMI_RANK", "PMI_SIZE", "PMI_JOBID"},
     {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID"},
 }};
 
