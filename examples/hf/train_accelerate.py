@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
         accelerator.print(f"step {len(losses)}: loss {losses[-1]:.6f}")
+    accelerator.wait_for_everyone()  # gloo's threads free tensors of Python until here
     accelerator.end_training()
     return losses
 

@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, float]]:
     trainer.save_model()
     if args.process_index == 0:
         (pathlib.Path(args.output_dir) / "log.json").write_text(json.dumps(lines, indent=1))
+    trainer.accelerator.wait_for_everyone()  # gloo's threads free tensors of Python until here
     return lines
 
 

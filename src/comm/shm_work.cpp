@@ -16,13 +16,14 @@ ShmWork::ShmWork(int rank, c10d::OpType type, std::vector<at::Tensor> results)
           c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
 }
 
-void ShmWork::run(const std::function<void()>& body) {
+void ShmWork::run(std::function<void()> body) {
   std::exception_ptr error;
   try {
     body();
   } catch (const std::exception&) {
     error = std::current_exception();
   }
+  body = nullptr;  // what it held is let go before anybody goes on
   end(error);
 }
 
@@ -59,12 +60,12 @@ void ShmQueue::add(const c10::intrusive_ptr<ShmWork>& work, std::function<void()
   }
   if (std::this_thread::get_id() == thread_.get_id()) {  // by what follows a work that is done
     lock.unlock();
-    return work->run(body);
+    return work->run(std::move(body));
   }
   changed_.wait(lock, [this] { return entries_.empty() && !busy_; });
   busy_ = true;
   lock.unlock();
-  work->run(body);
+  work->run(std::move(body));
   lock.lock();
   busy_ = false;
   changed_.notify_all();
@@ -75,11 +76,12 @@ void ShmQueue::run() {
   while (true) {
     changed_.wait(lock, [this] { return (!entries_.empty() && !busy_) || closing_; });
     if (entries_.empty()) return;
-    const Entry entry = std::move(entries_.front());
+    Entry entry = std::move(entries_.front());
     entries_.pop_front();
     busy_ = true;
     lock.unlock();
-    entry.work->run(entry.body);
+    entry.work->run(std::move(entry.body));
+    entry.work.reset();  // its tensors may be Python's, and wait for the interpreter's lock
     lock.lock();
     busy_ = false;
     changed_.notify_all();

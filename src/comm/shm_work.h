@@ -16,7 +16,7 @@ class ShmWork final : public c10d::Work {
   ShmWork(int rank, c10d::OpType type, std::vector<at::Tensor> results);
 
   // Once; an exception is the work's.
-  void run(const std::function<void()>& body);
+  void run(std::function<void()> body);
   void end(std::exception_ptr error);
   void set_source(int rank) { source_ = rank; }
 

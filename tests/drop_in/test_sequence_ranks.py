@@ -3,6 +3,7 @@ over whole ones."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import types
 from typing import Any
@@ -405,20 +406,26 @@ def test_what_cannot_be_attended_says_why(drop_in_pools):
 
 
 def two_engines() -> list[tuple[int, int]]:
-    """Sizes and places while two engines have sequence ranks, after the second, and after both."""
+    """Sizes and places while two engines have sequence ranks, after the second, and after the
+    first, whom nobody destroys."""
     ds, mpu = deepspeed(), part_of(STATE)
     groups = part_of("utils.groups")
+    groups._opened.clear()  # of engines that cases before this one left
     mpu.initialize_sequence_parallel(2)
     engines = [
         ds.initialize(model=nn.Linear(4, 2), config=config_of(3), mpu=mpu)[0] for _ in range(2)
     ]
-    told = []
-    while True:
-        size = groups._get_sequence_parallel_world_size()
-        told.append((size, groups._get_sequence_parallel_rank()))
-        if not engines:
-            return told
-        engines.pop().destroy()
+    told = [_place(groups)]
+    engines.pop().destroy()
+    told.append(_place(groups))
+    engines[0].native.close()  # together; the engine itself is only dropped
+    engines.clear()
+    gc.collect()
+    return [*told, _place(groups)]
+
+
+def _place(groups: Any) -> tuple[int, int]:
+    return groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()
 
 
 def test_groups_are_those_of_the_engine_that_is_left(drop_in_pools):

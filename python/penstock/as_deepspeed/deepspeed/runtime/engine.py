@@ -167,7 +167,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             self._tell_of_sequence_ranks()
         self.data_parallel_group = self.seq_data_parallel_group = dist.group.WORLD
         if self._grid is not None:
-            groups._open(self._grid)
+            self._close_groups = groups._open(self, self._grid)
             self.data_parallel_group = groups.get_data_parallel_group()
             self.seq_data_parallel_group = groups._get_sequence_data_parallel_group()
 
@@ -368,7 +368,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         Where a rank is gone already, the weights are dropped with a warning.
         """
         if self._grid is not None:
-            groups._close(self._grid)
+            self._close_groups()
             self._grid = None
         try:
             self.native.close()

@@ -3,6 +3,7 @@ ranks is open."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,14 @@ mpu: Any = None  # of the last open engine that has a pipeline, tensor or sequen
 _opened: list[Any] = []  # of all of these engines
 
 
-def _open(grid: Any) -> None:
-    """An engine with this grid was made."""
+def _open(engine: Any, grid: Any) -> Callable[[], Any]:
+    """`engine` has this grid, until what is returned is called, or nobody holds it."""
     global mpu  # noqa: PLW0603 - deepspeed's is a global, too
     _opened.append(grid)
     mpu = grid
+    close = weakref.finalize(engine, _close, grid)
+    close.atexit = False
+    return close
 
 
 def _close(grid: Any) -> None:

@@ -58,7 +58,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.agg_train_loss: torch.Tensor | None = None
         super().__init__(*args, **kwargs)
         grid = self._grid = self.mpu = self.grid
-        groups._open(grid)
+        self._close_groups = groups._open(self, grid)
         self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
         self.dp_world_size = grid.data_parallel_size
