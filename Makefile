@@ -18,7 +18,7 @@ PY := python tests tools examples benchmarks
 export ASAN_OPTIONS ?= detect_container_overflow=0
 export UBSAN_OPTIONS ?= print_stacktrace=1:halt_on_error=1
 
-.PHONY: help setup build test demo demo-3d lint format asan clean
+.PHONY: help setup build test demo demo-3d lint format wheel asan clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## */\1\t/p' Makefile | expand -t 10
@@ -77,6 +77,9 @@ format: $(SETUP)  ## rewrite sources as lint wants them
 	@$(BIN)/clang-format -i $(CPP)
 	@$(BIN)/ruff check --quiet --select I --fix $(PY)
 	@$(BIN)/ruff format --quiet $(PY)
+
+wheel: build  ## a wheel and an sdist in dist/, tried in a fresh virtual environment
+	@tools/wheel/make
 
 asan: $(SETUP)  ## C++ tests under the address and undefined-behaviour sanitizers
 	@echo "[asan] cmake --preset asan"

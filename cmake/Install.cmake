@@ -53,6 +53,12 @@ install(FILES
   COMPONENT cpp DESTINATION ${PENSTOCK_PACKAGE_DIR})
 
 install(TARGETS penstock LIBRARY DESTINATION penstock COMPONENT python EXCLUDE_FROM_ALL)
+# A wheel brings what torch's does not: Highway, where it is a shared library.
+get_target_property(hwy_type hwy::hwy TYPE)
+if(SKBUILD_STATE STREQUAL "wheel" AND hwy_type STREQUAL "SHARED_LIBRARY")
+  install(FILES $<TARGET_FILE:hwy::hwy> RENAME $<TARGET_SONAME_FILE_NAME:hwy::hwy>
+    DESTINATION penstock COMPONENT python EXCLUDE_FROM_ALL)
+endif()
 # With PENSTOCK_AS_DEEPSPEED=1 the interpreter finds the package deepspeed (python/penstock/deepspeed.py).
 install(FILES ${CMAKE_SOURCE_DIR}/python/penstock_as_deepspeed.pth
   DESTINATION . COMPONENT python EXCLUDE_FROM_ALL)
