@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -18,6 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -88,9 +90,12 @@ class Compute(Torch):
 class DDP(Torch):
     """The usual recipe: DistributedDataParallel, autocast, fp32 gradients on the wire."""
 
-    def __init__(self, model: nn.Module, settings: Settings):
+    def __init__(self, model: nn.Module, settings: Settings, back_end: str):
         super().__init__(model, settings)
-        self._model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        group = dist.new_group(backend=back_end)
+        self._model = DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=True
+        )
 
 
 class DDPWithMasters:
@@ -121,14 +126,32 @@ class DDPWithMasters:
         pass
 
 
+class NoWire(DDPWithMasters):
+    """The loop of a rank without its peers: forward and backward of its share of the batch, then
+    clipping and AdamW of its share of the weights, the first ones. Exchanges nothing."""
+
+    def __init__(self, model: nn.Module, settings: Settings):
+        whole = list(model.parameters())
+        share = sum(param.numel() for param in whole) / dist.get_world_size()
+        self._model = model.bfloat16() if settings.precision == "bf16" else model
+        self._params, taken = [], 0
+        for param in whole:
+            if taken < share:
+                self._params.append(param)
+                taken += param.numel()
+        self._masters = [param.detach().clone().float() for param in self._params]
+        self._adam = settings.make_adam(self._masters)
+        self._clip = settings.clip
+
+
 class FSDP2(Torch):
     """fully_shard on every block and on the whole model; bf16 parameters and reductions."""
 
-    def __init__(self, model: nn.Module, settings: Settings):
+    def __init__(self, model: nn.Module, settings: Settings, back_end: str):
         policy = MixedPrecisionPolicy()
         if settings.precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = DeviceMesh.from_group(dist.new_group(backend=back_end), "cpu")
         for module in model.modules():
             if settings.block_class is not None and isinstance(module, settings.block_class):
                 fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -196,9 +219,12 @@ Trainer = Torch | DDPWithMasters | DeepSpeed | Penstock
 _TRAINERS: dict[str, Callable[[nn.Module, Settings], Trainer]] = {
     "torch": Torch,
     "compute": Compute,
-    "DDP": DDP,
+    "no wire": NoWire,
+    "DDP": functools.partial(DDP, back_end="gloo"),
+    "DDP-shm": functools.partial(DDP, back_end="penstock"),
     "DDP-bf16": DDPWithMasters,
-    "FSDP2": FSDP2,
+    "FSDP2": functools.partial(FSDP2, back_end="gloo"),
+    "FSDP2-shm": functools.partial(FSDP2, back_end="penstock"),
 }
 
 
@@ -210,8 +236,8 @@ def why_missing(name: str) -> str:
 
 
 def make_trainer(name: str, model: nn.Module, settings: Settings) -> Trainer:
-    """See the module's text. Names: "torch" "compute" "DDP" "DDP-bf16" "FSDP2", DEEPSPEED,
-    PENSTOCK."""
+    """See the module's text. Names: "torch" "compute" "no wire" "DDP" "DDP-bf16" "FSDP2", both of torch's
+    with "-shm" over Penstock's back end and not gloo, DEEPSPEED, PENSTOCK."""
     if name in PENSTOCK:
         return Penstock(model, settings, name)
     if name in DEEPSPEED:

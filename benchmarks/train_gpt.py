@@ -4,8 +4,9 @@
 
 All trainers live in the same two processes, start from the same weights, see the same bytes and
 take turns; ratios are taken round by round. "torch" is one process with all cores and the whole
-batch. "compute" is only the forward and backward of a rank's share: the limit. Peak memory is
-measured afterwards, every trainer in processes of its own.
+batch. "compute" is only the forward and backward of a rank's share, "no wire" with clipping and AdamW
+of its share of the weights: the limits. Peak memory is measured afterwards, every trainer in processes
+of its own.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from gpt import GPT, Block, GPTConfig  # noqa: E402
 
 SIZES = GPTConfig(layers=6, width=480, heads=6, context=128)
-TRAINERS = ("compute", "torch", "DDP", "DDP-bf16", "FSDP2", *DEEPSPEED, *PENSTOCK)
+TRAINERS = (
+    *("compute", "no wire", "torch", "DDP", "DDP-shm", "DDP-bf16", "FSDP2", "FSDP2-shm"),
+    *(*DEEPSPEED, *PENSTOCK),
+)
 PEERS = {
     "ddp": ("DDP", "DDP-bf16"),
     "zero1": ("DDP", "DDP-bf16", "DeepSpeed-1"),
-    "zero2": ("DDP", "DDP-bf16", "DeepSpeed-2"),
-    "zero3": ("FSDP2", "DeepSpeed-3"),
+    "zero2": ("no wire", "DDP", "DDP-bf16", "DeepSpeed-2"),
+    "zero3": ("no wire", "FSDP2", "FSDP2-shm", "DeepSpeed-3"),
+    "DDP-shm": ("DDP",),  # what torch's own trainers gain from Penstock's back end
+    "FSDP2-shm": ("FSDP2",),
 }
 MEMORY_STEPS = 3
 
@@ -185,7 +191,7 @@ def report(figures: dict, options: argparse.Namespace) -> None:
         over_ddp = ratio(times, seconds["DDP"])[0] if "DDP" in seconds else float("nan")
         gap = loss_gap(losses[name], losses["torch"]) if "torch" in losses else float("nan")
         exchanges = figures["exchanges"][name]
-        learned = "" if name == "compute" else f"{losses[name][-1]:>11.4f}{gap:>9.1e}"
+        learned = "" if name in ("compute", "no wire") else f"{losses[name][-1]:>11.4f}{gap:>9.1e}"
         print(
             f"{name:<12}{1000 * median:>9.1f}{tokens / median:>10.0f}{over_limit:>11.3f}"
             f"{over_ddp:>8.3f}{figures['peak_bytes'][name] / 2**20:>10.0f}"
