@@ -246,6 +246,13 @@ def test_joining():
     assert cuts.Cut(-1, average=True).join([torch.zeros(2), torch.ones(2)]).tolist() == [0.5, 0.5]
 
 
+def test_rules_of_tokens_between_layers():
+    rules = cuts.checked({"blocks": "tokens", "*.mlp": "gather_tokens", "*.down": "row_tokens"})
+    assert list(rules) == ["*.down"]
+    assert cuts.of_rules(rules, "mlp.down.weight", 2)[1].dim == 1
+    assert cuts.of_rules(rules, "mlp.down.bias", 1)[1] == cuts.WHOLE
+
+
 def test_a_file_of_rules_that_is_none(tmp_path, capsys):
     path = tmp_path / "rules.json"
     for text in ("{", "[1]"):

@@ -98,7 +98,7 @@ def _of_style(pattern: str, style: str | int, dims: int) -> Cut:
     kind, colon, numbers = str(style).partition(":")
     if not colon and kind in ("column", "column_gather", "vocab"):
         return Cut(0)
-    if not colon and kind in ("row", "row_cut"):
+    if not colon and kind in ("row", "row_cut", "row_tokens"):
         return Cut(1) if dims > 1 else WHOLE
     if style in ("whole", "partial"):
         return WHOLE
@@ -116,7 +116,8 @@ def checked(rules: Rules) -> Rules:
     """
     if not isinstance(rules, Mapping) or not all(isinstance(one, str) for one in rules):
         raise ConfigError(f"[convert::rules] {rules!r:.80} is no object of patterns; {_MEANT}")
-    kept = {p: s for p, s in rules.items() if str(s).partition(":")[0] != "divide"}
+    of_modules = ("divide", "tokens", "gather_tokens")
+    kept = {p: s for p, s in rules.items() if str(s).partition(":")[0] not in of_modules}
     for pattern, style in kept.items():
         _of_style(pattern, style, 2)
     return kept
