@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from penstock import ranks, stages, tree
+from penstock import pipeline_window, ranks, tree
 from penstock._native import ConfigError, RuntimeFault
-from penstock.stages import LossOf, loss_in
+from penstock.pipeline_window import LossOf, loss_in
 
 _NOTHING = object()
 
@@ -63,7 +63,7 @@ class Batches:
             )
         count = int(self.config.batch.accumulate)
         if self._pipeline.active:
-            return self._mean(stages.train(self, list(_parts(data, count)), loss_of))
+            return self._mean(pipeline_window.train(self, list(_parts(data, count)), loss_of))
         losses = []
         for index, part in enumerate(_parts(data, count)):
             loss = self._loss(part, loss_of)
@@ -94,7 +94,7 @@ class Batches:
                 each = _parts(data, count)
                 if self._pipeline.active:  # stages hand on tensors with versions
                     with torch.inference_mode(False):
-                        return self._mean(stages.evaluate(self, list(each), loss_of))
+                        return self._mean(pipeline_window.evaluate(self, list(each), loss_of))
                 return self._mean([self._loss(part, loss_of) for part in each])
         finally:
             for module, training in was:

@@ -6,7 +6,7 @@ from planted import Mutation, Pytest, gtest
 
 GRADIENTS, VALUES, WHOLES = "src/exec/gradients.cpp", "src/exec/values.cpp", "src/engine/wholes.cpp"
 STAGES, LANES = "src/engine/stages.cpp", "src/engine/stage_lanes.cpp"
-FRONT, WINDOW = "python/penstock/pipeline_parallel.py", "python/penstock/stages.py"
+FRONT, WINDOW = "python/penstock/pipeline_parallel.py", "python/penstock/pipeline_window.py"
 
 TRAINS = Pytest(("tests/parity/test_pipeline.py", "-k", "two_stages and zero2"))
 MESHES = Pytest(("tests/parity/test_pipeline.py", "-k", "test_trains and zero1"))
