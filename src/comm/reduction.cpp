@@ -63,7 +63,8 @@ Reduction::Reduction(const ReduceOp& op, at::ScalarType dtype, int ranks)
   TORCH_CHECK(op_ != ReduceOp::UNUSED, "[comm::Reduction] no such operation");
   if (op_ == ReduceOp::AVG) scale_ = 1.0 / ranks;
   if (op_ != ReduceOp::PREMUL_SUM) return;
-  const auto* given = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  // Not of NCCL alone: the one name that all versions of torch have.
+  const auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK(given != nullptr && !given->tensor_factor.defined(),
               "[comm::Reduction] a premultiplied sum takes a number");
   scale_ = given->double_factor;
