@@ -49,6 +49,8 @@ class PENSTOCK_API Values {
   // every rank.
   using Take = std::function<void(const std::string& name, int64_t begin, const at::Tensor&)>;
   void stream(const Take& take);
+  // Of each parameter, whole; without those that are computed in tiles.
+  std::vector<std::pair<std::string, std::vector<int64_t>>> shapes();
   // Replaces gradients of a complete window, by full fp32 values that are equal on every rank.
   // Throws RuntimeFault in the middle of a window, ConfigError for a name or shape that is wrong.
   void set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients);

@@ -82,6 +82,11 @@ def is_absent(one: Any) -> bool:
     return isinstance(one, Absent) and one.__dict__["_value"] is None
 
 
+def is_stand_in(one: Any) -> bool:
+    """Whether it is absent, or what torch computes shapes of absent tensors with."""
+    return is_absent(one) or isinstance(one, FakeTensor)
+
+
 def like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Absent:
     with _mode():
         return Absent(torch.empty(shape, dtype=dtype, device=device))

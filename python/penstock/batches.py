@@ -45,7 +45,7 @@ class Batches:
                 equal parts along dimension 0; or an iterator, which gives one part after the other.
                 A mapping goes to the model by name, a tuple or list by place.
             loss_of: loss_of(outputs, part) -> []. Default: the outputs where they are a tensor of
-                one element, else their `loss`.
+                one element, else their `loss`. In a pipeline the ranks of the last stage call it.
 
         Returns:
             The mean loss over all parts and data ranks, [] fp32 on the CPU, the same on every rank.
@@ -62,10 +62,11 @@ class Batches:
                 "it outside, or eval_batch()"
             )
         count = int(self.config.batch.accumulate)
+        parts = list(_parts(data, count))
         if self._pipeline.active:
-            return self._mean(pipeline_window.train(self, list(_parts(data, count)), loss_of))
+            return self._mean(pipeline_window.train(self, parts, loss_of))
         losses = []
-        for index, part in enumerate(_parts(data, count)):
+        for index, part in enumerate(parts):
             loss = self._loss(part, loss_of)
             self.backward(loss)  # type: ignore[attr-defined]
             losses.append(loss.detach())
@@ -140,6 +141,8 @@ def _others(data: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _cut(data: Any, count: int) -> Iterator[Any]:
+    if isinstance(data, Mapping):  # transformers' BatchEncoding is no dict
+        data = dict(data)
     tensors, left = tree.take_out(data)
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
     if len(rows) != 1 or min(rows) == 0 or min(rows) % count:

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import functools
 import inspect
+import math
 import sys
 import warnings
 import weakref
@@ -384,10 +385,12 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         core, config = self.__dict__.get("_core"), self.__dict__.get("config")
         if core is None or config is None:
             return "<penstock.Engine, without a core>"
-        count = sum(param.numel() for param in self.module.parameters())
+        shapes = dict(core.values.shapes()) if self in _alive else {}
+        whole = [shapes.get(name, param.shape) for param, name in self._structure.own.items()]
+        count = sum(math.prod(shape) for shape in whole)
         return (
             f"<penstock.Engine strategy={config.strategy} "
-            f"precision={config.precision or 'as-built'} ranks={config.mesh.data} "
+            f"precision={config.precision or 'as-built'} ranks={ranks.world()} "
             f"parameters={count} steps={core.steps}{'' if self in _alive else ' closed'}>"
         )
 

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import torch
 
-from penstock._native import ConfigError
+from penstock._native import Bug, ConfigError
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _OTHERS = {
@@ -44,7 +44,7 @@ class _File:
             end += size
         text = json.dumps(head).encode()
         text += b" " * (-len(text) % 8)
-        self.path, self.bytes = path, end
+        self.path, self.bytes, self._written = path, end, 0
         self._data = 8 + len(text)
         self._file: IO[bytes] = open(f"{path}{_PART}", "wb")  # noqa: SIM115 - closed by finish()
         try:
@@ -57,8 +57,12 @@ class _File:
     def write(self, name: str, begin: int, values: torch.Tensor) -> None:
         self._file.seek(self._data + self.places[name] + begin * values.element_size())
         self._file.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
+        self._written += values.nbytes
 
     def sync(self) -> None:
+        """Raises Bug where it has not got as many bytes as its head says."""
+        if self._written != self.bytes:
+            raise Bug(f"[front::export_hf] {self.path}: {self._written} of {self.bytes} bytes came")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -157,7 +161,10 @@ def export_hf(
         raise ConfigError(f"[front::export_hf] max_shard_bytes is {max_shard_bytes}; at least 1")
     engine._pipeline.bring_buffers()
     buffers = dict(engine._persistent_buffers())
-    entries = [(name, made[name], list(param.shape)) for param, name in params.items()]
+    whole = dict(engine._core.values.shapes())
+    entries = [
+        (name, made[name], whole.get(name, list(param.shape))) for param, name in params.items()
+    ]
     entries += [(name, value.dtype, list(value.shape)) for name, value in buffers.items()]
     files: list[_Files] = []
 

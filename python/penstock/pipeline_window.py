@@ -1,6 +1,6 @@
 """A window of a pipeline: what this rank computes, in the order of its schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,13 +15,20 @@ LossOf = Callable[[Any, Any], torch.Tensor]
 def loss_in(outputs: Any, part: Any, loss_of: LossOf | None) -> torch.Tensor:
     """The loss of a model's outputs. Raises ConfigError where there is none."""
     loss = outputs if loss_of is None else loss_of(outputs, part)
-    if loss_of is None and not torch.is_tensor(outputs):
+    if loss_of is None and isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif loss_of is None and not torch.is_tensor(outputs):
         loss = getattr(outputs, "loss", None)
-    if not torch.is_tensor(loss) or loss.numel() != 1:
+    if torch.is_tensor(loss) and loss.numel() == 1:
+        return loss
+    if loss_of is None:
         raise ConfigError(
             "[front::train_batch] the model returns no loss: give loss_of(outputs, part)"
         )
-    return loss
+    what = f"a tensor of {list(loss.shape)}" if torch.is_tensor(loss) else f"{loss!r:.60}"
+    raise ConfigError(
+        f"[front::train_batch] loss_of(outputs, part) gave {what}, not a tensor of one element"
+    )
 
 
 def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from penstock import absent
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.forwards import in_backward
 from penstock.pipeline_parallel import Handed
@@ -171,9 +172,8 @@ class SequenceParallel:
         if given is None or bool(given.bool().all()):
             return None  # what pads to even parts comes last, where nobody looks
         mask = _padded(given.bool(), padded, False)[:, None, None, :].expand(-1, 1, padded, -1)
-        mask = mask & torch.ones(padded, padded, dtype=torch.bool, device=first.device).tril()
-        # A row of nothing would be NaN; what it gives is nobody's.
-        return mask | ~mask.any(-1, keepdim=True)
+        # A token before all that count looks at nothing, and torch gives zeros for it.
+        return mask & torch.ones(padded, padded, dtype=torch.bool, device=first.device).tril()
 
     # ---- attention
 
@@ -202,6 +202,9 @@ class SequenceParallel:
         """
         if module not in self._modules:  # of a copy
             return inner(module, query, key, value, mask, **options)
+        if absent.is_stand_in(query):  # of another stage
+            batch, heads, tokens, _ = query.shape
+            return query.new_empty((batch, tokens, heads, value.shape[-1])), None
         if not self._cut and not in_backward():
             if query.requires_grad:
                 raise RuntimeFault(

@@ -50,8 +50,14 @@ class TensorParallel:
         self._ranks = _penstock.TensorRanks(core)
         self._draws = _Draws()
         self._tokens = TokenParts.of(model, config, self._ranks, installed)
+        self._parts: list[tuple[str, torch.nn.Parameter]] = []
         for how in self._ranks.modules:
-            self._cut(model.get_submodule(how.name), how, installed)
+            module = model.get_submodule(how.name)
+            self._cut(module, how, installed)
+            _see_calls(model.get_submodule(how.name.rpartition(".")[0]), how, installed)
+            if how.style != "whole":
+                own = module.named_parameters(how.name, recurse=False)
+                self._parts += [(name, param) for name, param in own]
         self._divide(model, config.parallel.rules, installed)
         if self._cut_logits and not any(_is_head(model, how) for how in self._ranks.modules):
             raise ConfigError(
@@ -156,10 +162,21 @@ class TensorParallel:
             return
         if self._tokens is not None:
             self._tokens.begin(model, inputs)
+        self._refuse_hooks()
         # What other objects hold (a cache of keys and values) may be a rank's own part.
         given, _ = tree.take_out(inputs)
         others = f"{model.training} {torch.is_grad_enabled()}"
         self._draws.begin(self._ranks.compare(given, others, self._draws.now()))
+
+    def _refuse_hooks(self) -> None:
+        """Raises ConfigError for a hook that would see what this rank has of a gradient."""
+        for name, param in self._parts:
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                raise ConfigError(
+                    f'[front::forward] "{name}" has a hook, which would see this rank\'s part of '
+                    f"its gradient (mesh.tensor {self._count}): change gradients before step(), with "
+                    f"engine.full_grads() and engine.set_grads()"
+                )
 
     def end(self) -> None:
         """It ends: raises RuntimeFault where it drew other random numbers than its tensor ranks."""
@@ -167,6 +184,34 @@ class TensorParallel:
             self._tokens.end()
         if self._count > 1:
             self._draws.end()
+
+
+class _SlowPath:
+    """torch's TransformerEncoderLayer calls its layers in evaluation, too.
+
+    Its fast path computes with their weights itself; it is not taken with this activation.
+    """
+
+    def __init__(self, module: torch.nn.TransformerEncoderLayer) -> None:
+        self._module, self._had = module, module.activation_relu_or_gelu
+        module.activation_relu_or_gelu = 0
+
+    def remove(self) -> None:
+        self._module.activation_relu_or_gelu = self._had
+
+
+def _see_calls(parent: torch.nn.Module, how: Any, installed: list[Any]) -> None:
+    """Makes a module that computes with a cut layer's weight call the layer.
+
+    Raises ConfigError where it never does.
+    """
+    if isinstance(parent, torch.nn.MultiheadAttention) and how.style != "whole":
+        raise ConfigError(
+            f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}": '
+            f"torch.nn.MultiheadAttention computes with its weights itself, and is not cut"
+        )
+    if isinstance(parent, torch.nn.TransformerEncoderLayer) and parent.activation_relu_or_gelu:
+        installed.append(_SlowPath(parent))
 
 
 def _is_head(model: torch.nn.Module, how: Any) -> bool:

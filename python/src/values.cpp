@@ -19,6 +19,7 @@ void bind_values(py::module_& module) {
             return values.weights({dtype, device, everywhere});
           },
           py::arg("dtype"), py::arg("device"), py::arg("everywhere"))
+      .def("shapes", &Values::shapes)
       .def("stream",
            [](Values& values, const py::function& take) {
              const py::gil_scoped_release release;

@@ -204,6 +204,19 @@ std::vector<std::pair<std::string, at::Tensor>> Values::weights(const WeightsOpt
   return tensors;
 }
 
+std::vector<std::pair<std::string, std::vector<int64_t>>> Values::shapes() {
+  state_->check_open("state_dict");
+  std::vector<std::pair<std::string, std::vector<int64_t>>> shapes;
+  std::vector<exec::UnitState>& units = state_->executor->units();
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    if (state_->tiled->is_tile(static_cast<int>(unit))) continue;
+    for (const exec::Part& part : units[unit].parts()) {
+      for (const exec::Slot& slot : part.flat->slots) shapes.emplace_back(slot.name, slot.whole);
+    }
+  }
+  return shapes;
+}
+
 void Values::stream(const Take& take) {
   std::string problem;
   const Take keep = [&](const std::string& name, int64_t begin, const at::Tensor& values) {

@@ -35,6 +35,8 @@ MESHES: list[dict[str, int]] = [
     {"tensor": 2, "pipeline": 2, "data": 2},
     {"tensor": 2, "sequence": 2},
     {"pipeline": 2, "data": 4},
+    {"pipeline": 2, "sequence": 2},
+    {"pipeline": 2, "sequence": 2, "data": 2},
 ]
 
 # Name: strategy and its tiers.
