@@ -236,8 +236,8 @@ def why_missing(name: str) -> str:
 
 
 def make_trainer(name: str, model: nn.Module, settings: Settings) -> Trainer:
-    """See the module's text. Names: "torch" "compute" "no wire" "DDP" "DDP-bf16" "FSDP2", both of torch's
-    with "-shm" over Penstock's back end and not gloo, DEEPSPEED, PENSTOCK."""
+    """See the module's text. Names: "torch" "compute" "no wire" "DDP" "DDP-bf16" "FSDP2", two of
+    them with "-shm" over Penstock's back end, not gloo; DEEPSPEED, PENSTOCK."""
     if name in PENSTOCK:
         return Penstock(model, settings, name)
     if name in DEEPSPEED:

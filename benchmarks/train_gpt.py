@@ -4,9 +4,9 @@
 
 All trainers live in the same two processes, start from the same weights, see the same bytes and
 take turns; ratios are taken round by round. "torch" is one process with all cores and the whole
-batch. "compute" is only the forward and backward of a rank's share, "no wire" with clipping and AdamW
-of its share of the weights: the limits. Peak memory is measured afterwards, every trainer in processes
-of its own.
+batch. "compute" is only the forward and backward of a rank's share, "no wire" with clipping and
+AdamW of its share of the weights: the limits. Peak memory is measured afterwards, every trainer in
+processes of its own.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ class TensorParallel:
             if param._backward_hooks or param._post_accumulate_grad_hooks:
                 raise ConfigError(
                     f'[front::forward] "{name}" has a hook, which would see this rank\'s part of '
-                    f"its gradient (mesh.tensor {self._count}): change gradients before step(), with "
-                    f"engine.full_grads() and engine.set_grads()"
+                    f"its gradient (mesh.tensor {self._count}): use engine.full_grads() and "
+                    f"engine.set_grads() before step()"
                 )
 
     def end(self) -> None:
