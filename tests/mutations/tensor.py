@@ -17,6 +17,11 @@ WITH_REPLICAS = Pytest(("tests/parity/test_tensor.py", "-k", "world4 and tensor2
 ON_DISK = Pytest(("tests/parity/test_tensor.py", "-k", "tiers and zero2"))
 CHECKPOINTS = Pytest(("tests/python/test_checkpoint_tensor.py",))
 
+
+def around(test: str) -> Pytest:
+    return Pytest(("tests/parity/test_mesh_idioms.py", "-k", test))
+
+
 TOKENS = Pytest(("tests/parity/test_token_parts.py",))
 
 OVER_TENSOR_RANKS = [
@@ -178,5 +183,28 @@ OVER_TENSOR_RANKS = [
         "                one.make_whole()\n",
         "                pass\n",
         life("reads_gathered"),
+    ),
+    Mutation(
+        "an export has the shapes of this rank's parts",
+        "src/engine/values.cpp",
+        "shapes.emplace_back(slot.name, slot.whole);",
+        "shapes.emplace_back(slot.name, slot.sizes);",
+        around("export"),
+    ),
+    Mutation(
+        "a token that sees nothing sees everything",
+        "python/penstock/sequence_parallel.py",
+        "        return mask & torch.ones(padded, padded, dtype=torch.bool, device=first.device)"
+        ".tril()\n",
+        "        mask = mask & torch.ones(padded, padded, dtype=torch.bool).tril()\n"
+        "        return mask | ~mask.any(-1, keepdim=True)\n",
+        around("padding"),
+    ),
+    Mutation(
+        "torch's fast path computes with a part of a layer",
+        "python/penstock/tensor_parallel.py",
+        "        module.activation_relu_or_gelu = 0\n",
+        "",
+        around("fast_path"),
     ),
 ]
