@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -233,6 +234,7 @@ def main() -> None:
         for name, value in vars(options).items():
             if name not in ("json", "worker", "result", "trainers"):
                 arguments += [f"--{name}", str(value)]
+        print(f"{worker}: {', '.join(names)}", file=sys.stderr, flush=True)
         return launch(__file__, arguments, options.tensor * options.data)
 
     figures = run("speed", options.trainers)

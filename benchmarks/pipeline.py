@@ -370,6 +370,7 @@ def main() -> None:
             if name not in ("json", "worker", "result", "trainers", "data"):
                 arguments += [f"--{name.replace('_', '-')}", str(value)]
         arguments += ["--data", str(ranks // options.pipeline)]
+        print(f"{worker}: {', '.join(names)}", file=sys.stderr, flush=True)
         return launch(__file__, arguments, ranks)
 
     world = options.pipeline * options.data
