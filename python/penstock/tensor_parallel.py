@@ -54,10 +54,9 @@ class TensorParallel:
         for how in self._ranks.modules:
             module = model.get_submodule(how.name)
             self._cut(module, how, installed)
-            _see_calls(model.get_submodule(how.name.rpartition(".")[0]), how, installed)
             if how.style != "whole":
-                own = module.named_parameters(how.name, recurse=False)
-                self._parts += [(name, param) for name, param in own]
+                _see_calls(model.get_submodule(how.name.rpartition(".")[0]), how, installed)
+                self._parts += module.named_parameters(how.name, recurse=False)
         self._divide(model, config.parallel.rules, installed)
         if self._cut_logits and not any(_is_head(model, how) for how in self._ranks.modules):
             raise ConfigError(
@@ -205,7 +204,7 @@ def _see_calls(parent: torch.nn.Module, how: Any, installed: list[Any]) -> None:
 
     Raises ConfigError where it never does.
     """
-    if isinstance(parent, torch.nn.MultiheadAttention) and how.style != "whole":
+    if isinstance(parent, torch.nn.MultiheadAttention):
         raise ConfigError(
             f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}": '
             f"torch.nn.MultiheadAttention computes with its weights itself, and is not cut"

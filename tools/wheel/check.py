@@ -19,18 +19,18 @@ import time
 
 STEPS, RANKS = 5, 2
 TRAINS = """
-import sys, torch, penstock
+import os, torch, penstock
 from torch import nn
-rank, ranks = penstock_rank()
+rank = int(os.environ.get("RANK", "0"))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 batches = [torch.randn(8, 16) for _ in range(STEPS)]
-if ranks > 1:
+if RANKS > 1:
     engine = penstock.initialize(model, {
         "strategy": "zero3", "offload": {"optimizer": "disk", "path": SWAP},
         "optimizer": {"type": "AdamW", "lr": 0.01}})
     for whole in batches:
-        batch = whole.chunk(ranks)[rank]
+        batch = whole.chunk(RANKS)[rank]
         loss = (engine(batch) - batch).square().mean()
         engine.backward(loss)
         engine.step()
@@ -46,15 +46,13 @@ else:
 if rank == 0:
     print("weights", float(sum(one.double().abs().sum() for one in weights.values())))
 """
-RANK = 'def penstock_rank():\n    import os\n    return int(os.environ["RANK"]), RANKS\n'
 
 
 def script(folder: pathlib.Path, ranks: int) -> pathlib.Path:
     """The training above, for this many ranks."""
     head = f"STEPS, SWAP, RANKS = {STEPS}, {str(folder)!r}, {ranks}\n"
-    rank = RANK if ranks > 1 else "def penstock_rank():\n    return 0, 1\n"
     path = folder / f"train{ranks}.py"
-    path.write_text(head + rank + TRAINS)
+    path.write_text(head + TRAINS)
     return path
 
 
