@@ -16,19 +16,21 @@ from collections.abc import Iterable, Mapping
 
 # Folder -> layers of ours whose headers it may include, beside its own.
 PURE = ("src/base", "src/place", "src/plan")
+BESIDE = ("src/base", "src/trace", "src/place", "src/device")
 FIVES = ("src/mem", "src/comm", "src/optim")
-CORE = (*PURE, "src/device", *FIVES, "src/activations", "src/exec")
+CORE = (*PURE, "src/trace", "src/device", *FIVES, "src/activations", "src/exec")
 LAYERS: dict[str, tuple[str, ...]] = {
     "src/base": (),
+    "src/trace": ("src/base",),
     "src/place": ("src/base",),
     "src/plan": ("src/base", "src/place"),
     "src/simd": ("src/base", "src/place"),
-    "src/device": ("src/base", "src/place", "src/simd"),
-    "src/mem": ("src/base", "src/place", "src/device"),
-    "src/comm": ("src/base", "src/place", "src/device"),
+    "src/device": ("src/base", "src/trace", "src/place", "src/simd"),
+    "src/mem": BESIDE,
+    "src/comm": BESIDE,
     "src/optim": ("src/base", "src/place", "src/device", "src/simd"),
-    "src/activations": ("src/base", "src/place", "src/device", "src/mem"),
-    "src/exec": (*PURE, "src/device", *FIVES, "src/activations"),
+    "src/activations": (*BESIDE, "src/mem"),
+    "src/exec": (*PURE, "src/trace", "src/device", *FIVES, "src/activations"),
     "src/parallel": CORE,
     "src/tiles": CORE,
     "src/ckpt": CORE,
@@ -43,6 +45,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 # How far left a public header may be included; those not named here: from engine rightwards.
 POSITION = {
     "src/base": 1,
+    "src/trace": 1,
     "src/place": 2,
     "src/plan": 3,
     "src/simd": 3,
@@ -62,7 +65,7 @@ PUBLIC_FROM |= dict.fromkeys(
 PUBLIC_FROM |= dict.fromkeys(("init.h", "core.h", "tiling.h", "checkpoint_files.h"), 7)
 ENGINE = 8
 
-NO_TORCH = (*PURE, "src/simd", "examples/skeleton")
+NO_TORCH = (*PURE, "src/trace", "src/simd", "examples/skeleton")
 TORCH = re.compile(r"^(ATen|c10|torch|caffe2)/")
 WHOLE_TORCH = re.compile(r"^(torch/torch|torch/all|ATen/ATen)\.h$")
 WHOLE_TORCH_IN = ("include/penstock", "src/engine", "python/src", "examples/cpp", "tests")

@@ -102,6 +102,17 @@ struct CheckpointConfig {
   std::vector<std::string> signals;  // on which step() saves: "SIGTERM" "SIGUSR1" "SIGUSR2"
 };
 
+// What a run writes down of itself (docs/monitoring.md).
+struct MonitorConfig {
+  std::string path;  // folder, made where there is none; empty = nothing
+  std::vector<std::string> formats = {"jsonl"};  // "jsonl" "csv" "tensorboard" "wandb"
+  int64_t every = 1;                             // steps between two rows
+  std::string console = "none";                  // "none" "lines" "bar" "auto"
+  int64_t events = 8192;    // of the timeline that are always kept; 0 = nothing is recorded
+  int64_t trace_first = 0;  // step with which a trace begins; 0 = none
+  int64_t trace_steps = 1;  // that it has
+};
+
 struct ActivationsConfig {
   int64_t checkpoint = 0;  // every so many-th unit is computed again in backward; 0 = none
 };
@@ -137,6 +148,7 @@ struct PENSTOCK_API Config {
   MemoryConfig memory;
   ActivationsConfig activations;
   CheckpointConfig checkpoint;
+  MonitorConfig monitor;
   std::optional<OptimizerConfig> optimizer;
   ScheduleConfig schedule;
   BatchConfig batch;
@@ -154,7 +166,8 @@ struct PENSTOCK_API Config {
   // Canonical JSON with every value, for `explain`; on one line, or indented by so many spaces.
   std::string json(int indent = -1) const;
   // The same, one "config /optimizer/lr = 0.001" a line, which ranks compare: without the folders,
-  // which are a machine's own (offload.path, comm.report_dir, checkpoint.path).
+  // which are a machine's own (offload.path, comm.report_dir, checkpoint.path,
+  // monitor.path).
   std::string lines() const;
   // Checks what depends on the number of ranks and fills in what follows from it (mesh.data,
   // batch). Throws ConfigError naming key, value and what would fit.

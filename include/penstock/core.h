@@ -115,6 +115,7 @@ class PENSTOCK_API Core {
 
  private:
   friend class Checkpoints;
+  friend class Metrics;
   friend class PipelineRanks;
   friend class Recomputation;
   friend class Report;

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "penstock/core.h"
 #include "penstock/export.h"
@@ -30,6 +31,7 @@ struct LedgerReport {
 class PENSTOCK_API Report {
  public:
   explicit Report(const Core& core) : state_(core.state_) {}
+  explicit Report(std::shared_ptr<Core::State> state) : state_(std::move(state)) {}
 
   double grad_norm() const;       // of the last applied step, averaged gradient, before clipping
   double loss_scale() const;      // of the next backward; 1 without fp16

@@ -4,6 +4,7 @@ what is registered as one."""
 import datetime
 import itertools
 import typing
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,19 @@ def name_for(device: torch.device, wanted: str) -> str | None:
         return None
     plugin = dist.Backend._plugins.get(found.upper())
     return None if plugin is not None and plugin.extended_api else found
+
+
+def warn_of_idle(device: torch.device) -> None:
+    """Of a machine's accelerator, where the model (on `device`) is on the CPU."""
+    if device.type != "cpu" or not torch.accelerator.is_available():
+        return
+    idle = torch.accelerator.current_accelerator()
+    warnings.warn(
+        f"[front::initialize] the model is on the CPU and trains there, and this machine has "
+        f'"{idle}": to train on it, model.to("{idle}") before initialize()',
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
 class DeviceGroups:

@@ -30,7 +30,9 @@ from penstock import optimizer as optim
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.batches import Batches
 from penstock.config_file import ConfigLike
+from penstock.device_back_ends import warn_of_idle
 from penstock.forwards import Forwards, Pace, Uneven, remove
+from penstock.monitor import Monitored
 from penstock.param_state import ParamState
 from penstock.structure import Structure
 
@@ -39,7 +41,7 @@ OptimizerLike = (
 )
 
 
-class Engine(checkpoint.Checkpointing, ParamState, Batches):
+class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
     """Trains one model. Made by `initialize()`; use it like the model.
 
     Attributes:
@@ -73,7 +75,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         super().__init__()
         self._installed: list[Any] = []  # on modules
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
-        _warn_of_idle(device)
+        warn_of_idle(device)
         self._ranks = ranks.of_config(config.comm, device)
         try:
             self._adopt(described, config)
@@ -109,6 +111,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         )
         self._finish_setup(self._given)
         self._pipeline.install(self._tensor, self._installed)
+        self._watch()
 
     def _open(self) -> bool:
         return self in _alive
@@ -145,10 +148,11 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         model: Callable[..., Any] = self.module
         if self._pipeline.active:
             model = functools.partial(self._pipeline.until_its_end, model)
-        if self._sequence.active:
-            run = functools.partial(self._forwards.run, model)
-            return self._sequence.run(run, args, kwargs)
-        return self._forwards.run(model, *args, **kwargs)
+        with self._seen(kwargs, args):
+            if self._sequence.active:
+                run = functools.partial(self._forwards.run, model)
+                return self._sequence.run(run, args, kwargs)
+            return self._forwards.run(model, *args, **kwargs)
 
     def uneven(self) -> Uneven:
         """Within this context ranks may call the model a different number of times, without
@@ -221,6 +225,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         options = "" if self._native else optim.options_text(optimizer)
         if not self._core.step(groups, self._external, options):
             return False
+        self._stepped()
         if self._native:
             optim.call_hooks(optimizer, before=False)
         if self.lr_scheduler is None:
@@ -424,6 +429,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches):
         _alive.discard(self)
         self._structure.forget()
         remove(self._installed)
+        self._end_watch()
         try:
             self._pipeline.set_buffers()
             said = self._core.close(gather, why)
@@ -516,19 +522,6 @@ def _refuse_model(model: torch.nn.Module) -> None:
 
 
 _cores: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # of engines that have one, closed or not
-
-
-def _warn_of_idle(device: torch.device) -> None:
-    """Of a machine's accelerator, where the model is on the CPU."""
-    if device.type != "cpu" or not torch.accelerator.is_available():
-        return
-    idle = torch.accelerator.current_accelerator()
-    warnings.warn(
-        f"[front::initialize] the model is on the CPU and trains there, and this machine has "
-        f'"{idle}": to train on it, model.to("{idle}") before initialize()',
-        RuntimeWarning,
-        stacklevel=4,
-    )
 
 
 def _forget() -> None:

@@ -35,6 +35,7 @@ def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.T
     """Forwards, backwards and the step; returns the losses, in the last stage."""
     ranks = engine._pipeline.ranks
     micros = _micros(engine, parts)
+    engine._seen_batch(parts)
     under_way: dict[tuple[int, int], _Stage] = {}
     losses = []
     for action in ranks.begin(len(parts), True):

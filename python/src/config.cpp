@@ -59,6 +59,14 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("path", &CheckpointConfig::path)
       .def_readonly("keep", &CheckpointConfig::keep)
       .def_readonly("signals", &CheckpointConfig::signals);
+  py::class_<MonitorConfig>(module, "MonitorConfig")
+      .def_readonly("path", &MonitorConfig::path)
+      .def_readonly("formats", &MonitorConfig::formats)
+      .def_readonly("every", &MonitorConfig::every)
+      .def_readonly("console", &MonitorConfig::console)
+      .def_readonly("events", &MonitorConfig::events)
+      .def_readonly("trace_first", &MonitorConfig::trace_first)
+      .def_readonly("trace_steps", &MonitorConfig::trace_steps);
   py::class_<UnitsConfig>(module, "UnitsConfig")
       .def_readonly("modules", &UnitsConfig::modules)
       .def_readonly("max_bytes", &UnitsConfig::max_bytes)
@@ -149,6 +157,7 @@ void bind_config(py::module_& module) {
       .def_readonly("memory", &Config::memory)
       .def_readonly("activations", &Config::activations)
       .def_readonly("checkpoint", &Config::checkpoint)
+      .def_readonly("monitor", &Config::monitor)
       .def_readonly("optimizer", &Config::optimizer)
       .def_readonly("schedule", &Config::schedule)
       .def_readonly("batch", &Config::batch)

@@ -4,6 +4,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include "penstock/metrics.h"
 #include "penstock/report.h"
 #include "penstock/values.h"
 #include "python/src/module.h"
@@ -103,6 +104,7 @@ void bind_core(py::module_& module) {
       .def("set_plan_text", &Core::set_plan_text)
       .def_property_readonly("recomputation", [](Core& core) { return Recomputation(core); })
       .def_property_readonly("report", [](const Core& core) { return Report(core); })
+      .def_property_readonly("metrics", [](const Core& core) { return Metrics(core); })
       .def_property_readonly("values", [](Core& core) { return Values(core); })
       .def_property_readonly("checkpoints", [](Core& core) { return Checkpoints(core); })
       .def("close", &Core::close, py::arg("gather"), py::arg("why"), NoGil());

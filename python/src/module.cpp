@@ -21,6 +21,7 @@ PYBIND11_MODULE(_penstock, module) {
   penstock::python::bind_group(module);
   penstock::python::bind_init(module);
   penstock::python::bind_core(module);
+  penstock::python::bind_metrics(module);
   penstock::python::bind_one_host(module);
   penstock::python::bind_plan(module);
   penstock::python::bind_report(module);

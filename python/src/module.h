@@ -11,6 +11,7 @@ void bind_config(pybind11::module_& module);
 void bind_group(pybind11::module_& module);
 void bind_init(pybind11::module_& module);
 void bind_core(pybind11::module_& module);
+void bind_metrics(pybind11::module_& module);
 void bind_one_host(pybind11::module_& module);
 void bind_optimizer_kinds(pybind11::module_& module);
 void bind_pipeline_ranks(pybind11::module_& module);

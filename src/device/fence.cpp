@@ -4,6 +4,9 @@ namespace penstock::device {
 
 void Fence::wait_for_host_half() const {
   std::unique_lock lock(state_->mutex);
+  if (state_->done) return;
+  const trace::Span waits(state_->recorder.get(), trace::Kind::kWait, state_->line, state_->flow,
+                          state_->row);
   state_->changed.wait(lock, [this] { return state_->done; });
 }
 

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "src/device/device.h"
+#include "src/trace/recorder.h"
 
 namespace penstock::device {
 
@@ -36,6 +37,10 @@ class Fence {
     bool done = false;
     std::exception_ptr error;
     const Device* device = nullptr;
+    std::shared_ptr<trace::Recorder> recorder;  // of who waits; may be null
+    trace::Text line;                           // what is waited for
+    uint64_t flow = 0;
+    int16_t row = 0;                   // whose work it is
     std::optional<c10::Event> queued;  // not changed any more once `done`
   };
   void wait_for_host_half() const;

@@ -29,10 +29,21 @@ Lane::~Lane() {
   if (thread_.joinable()) thread_.join();
 }
 
+void Lane::record(std::shared_ptr<trace::Recorder> recorder, const std::string& row) {
+  recorder_ = std::move(recorder);
+  row_ = recorder_->row(row);
+}
+
 Fence Lane::submit(std::function<void()> work) {
   Task task{std::move(work), {}, {}};
   task.fence.state_ = std::make_shared<Fence::State>();
   task.fence.state_->device = &device_;
+  if (recorder_ && recorder_->on()) {
+    task.fence.state_->recorder = recorder_;
+    task.fence.state_->line = trace::Recorder::line_here();
+    task.fence.state_->flow = recorder_->next_flow();
+    task.fence.state_->row = row_;
+  }
   if (stream_) {
     task.after.emplace(device_.where().type());
     task.after->record(device_.current());
@@ -50,8 +61,12 @@ Fence Lane::submit(std::function<void()> work) {
 }
 
 void Lane::run(Task& task) {
+  const int16_t row_before = trace::Recorder::set_row_here(row_);
+  const trace::AtLine at(task.fence.state_->line);
   if (!error_) {
     try {
+      const trace::Span span(recorder_.get(), trace::Kind::kLine, task.fence.state_->line,
+                             task.fence.state_->flow);
       if (task.after) task.after->block(*stream_);
       task.work();
     } catch (...) {  // kept, and thrown again by every wait
@@ -69,6 +84,7 @@ void Lane::run(Task& task) {
     }
   }
   task.fence.set(error_);
+  trace::Recorder::set_row_here(row_before);
 }
 
 void Lane::run() {

@@ -31,6 +31,9 @@ class Lane {
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
+  // Before the first work: what it does for a line of the plan is an event in the row of that name.
+  void record(std::shared_ptr<trace::Recorder> recorder, const std::string& row);
+
   Fence submit(std::function<void()> work);
 
  private:
@@ -44,6 +47,8 @@ class Lane {
 
   const Device& device_;
   const std::optional<c10::Stream> stream_;
+  std::shared_ptr<trace::Recorder> recorder_;
+  int16_t row_ = trace::Recorder::kModel;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> queue_;    // guarded by mutex_

@@ -112,6 +112,7 @@ void Adoption::claim_here(const Config& config, const ModelDesc& model, bool ext
   options.paths = swap_folders(config.offload);
   options.checksums = config.offload.checksums;
   options.stall_s = config.offload.timeout_s;
+  options.recorder = tiers_.recorder;
   if (table.uses_disk()) tiers_.disk.emplace(options);
   // How large activations are is known when they are there: their file grows.
   if (table.at(Role::kAct, Phase::kHold).tier == Tier::kDisk) {

@@ -22,6 +22,7 @@ Core::Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> g
            bool external_optimizer)
     : state_(std::make_shared<State>(tree, config, std::move(group), external_optimizer)) {
   state_->install_hooks();
+  state_->describe_run();
 }
 
 Core::~Core() = default;
@@ -99,6 +100,7 @@ void Core::resume_backward() {
 
 at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {
   resume_backward();
+  if (!gradient.defined() && loss.numel() == 1) state_->monitor->saw(loss);
   const double scale = state_->loss_scale.value();
   if (scale == 1.0 || (!gradient.defined() && loss.numel() != 1)) return gradient;
   // Beyond what a loss in fp16 can be it is infinite: the step is skipped and the scale halved.

@@ -35,8 +35,14 @@ bool sums_gradients(const Step& step) { return step.op == Op::kSum; }
 
 }  // namespace
 
-Driver::Driver(exec::Executor& executor) : executor_(executor) {
+Driver::Driver(exec::Executor& executor) : executor_(executor), recorder_(executor.recorder()) {
   const size_t num_units = executor.units().size();
+  began_ns_.assign(num_units, 0);
+  for (size_t unit = 0; unit < num_units && recorder_ != nullptr; ++unit) {
+    const std::string name = concat(" u", unit, " (", executor.units()[unit].name, ")");
+    computes_[0].push_back(std::make_shared<const std::string>("forward" + name));
+    computes_[1].push_back(std::make_shared<const std::string>("backward" + name));
+  }
   active_.assign(num_units, 0);
   done_.assign(num_units, false);
   drop_later_.assign(num_units, false);
@@ -64,6 +70,7 @@ void Driver::begin(Section section) {
   section_ = section;
   next_ = 0;
   running_ = true;
+  if (is_backward(section) && recorder_ != nullptr) backward_ns_ = trace::now_ns();
   std::fill(done_.begin(), done_.end(), false);
   const bool goes_on = is_backward(section) || section == Section::kForwardNext;
   if (goes_on && std::exchange(lost_hold_, false)) bring_back();
@@ -94,7 +101,24 @@ size_t Driver::find(Op op, int unit, bool end) const {
   return kNotFound;
 }
 
+void Driver::compute_begins(int unit) {
+  if (recorder_ != nullptr && active_[unit] == 0) began_ns_[unit] = trace::now_ns();
+}
+
+// Forwards lie within each other as calls do. Backwards come one after the other, each from where
+// the one before has ended: what is entered may wait for what autograd does first.
+void Driver::compute_ends(Op op, int unit) {
+  if (recorder_ == nullptr || !recorder_->on()) return;
+  const int64_t now = trace::now_ns(), began = std::exchange(began_ns_[unit], 0);
+  const bool backward = op == Op::kBackward;
+  if (!backward && began == 0) return;
+  recorder_->add({backward ? std::max(began, std::exchange(backward_ns_, now)) : began, now, 0, 0,
+                  0, computes_[backward ? 1 : 0][static_cast<size_t>(unit)],
+                  trace::Recorder::kModel, trace::Kind::kCompute});
+}
+
 void Driver::enter(Op op, int unit) {
+  compute_begins(unit);
   if (active_[unit]++ > 0) {  // it is whole already: a recomputation, or a call within a call
     executor_.params().require(unit);
     return;
@@ -115,6 +139,7 @@ void Driver::leave(Op op, int unit) {
   const bool entered = active_[unit] > 0;
   active_[unit] = op == Op::kBackward ? 0 : std::max(0, active_[unit] - 1);
   if (active_[unit] > 0) return;
+  compute_ends(op, unit);
   if (op == Op::kBackward) done_[unit] = true;
   if (running_) {
     // Gradients alone reach a unit whose parameters need no moves: its line is passed here.

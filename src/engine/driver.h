@@ -8,6 +8,7 @@
 // event the plan does not foresee is served on demand (require / release), which is always right
 // but not early; if only some ranks do so, their collectives stop matching and the timeout names
 // both.
+#include <array>
 #include <deque>
 #include <map>
 #include <vector>
@@ -62,8 +63,15 @@ class Driver {
   void pump();  // gradient moves whose units are complete
   bool complete(const exec::PlannedStep& planned) const;
   void release(int unit);
+  void compute_begins(int unit);
+  void compute_ends(Op op, int unit);
 
   exec::Executor& executor_;
+  trace::Recorder* const recorder_;  // null: nothing is recorded
+  std::array<std::vector<trace::Text>, 2>
+      computes_;                   // what computes, forward and backward; by unit
+  std::vector<int64_t> began_ns_;  // by unit: when it was entered, 0 = not
+  int64_t backward_ns_ = 0;        // when the last unit of this backward ended
   std::map<Section, std::vector<exec::PlannedStep>> plans_;
   const std::vector<exec::PlannedStep>* steps_ = nullptr;
   Section section_ = Section::kForward;

@@ -50,6 +50,17 @@ StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& membe
   receives_backward_ = way(after, self, "stage backward");
 }
 
+void StageLanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
+  const auto watch = [&](Way& way, const char* row) {
+    way.lane.record(recorder, row);
+    way.messages.record(recorder);
+  };
+  watch(*receives_forward_, "from the stage before");
+  watch(*sends_forward_, "to the next stage");
+  watch(*receives_backward_, "from the next stage");
+  watch(*sends_backward_, "to the stage before");
+}
+
 // Evaluations are the forwards of "gpipe".
 Schedule StageLanes::schedule_of(int num_micro, bool trains) const {
   const PipelineShape shape{members_.size(), virtual_stages_, num_micro};
@@ -65,7 +76,9 @@ void StageLanes::post(Way& way, size_t count) {
     const Action action = way.expected.front();
     way.expected.pop_front();
     auto arriving = std::make_shared<Arriving>();
-    arriving->fence = way.lane.submit([&way, arriving, label = label_of(action), step = step_] {
+    const comm::Label label = label_of(action);
+    const trace::AtLine at(label.text);
+    arriving->fence = way.lane.submit([&way, arriving, label, step = step_] {
       way.messages.set_step(step);
       arriving->message = way.messages.receive(label);
     });
@@ -115,11 +128,12 @@ parallel::Message StageLanes::receive(const Action& action) {
 void StageLanes::send(const Action& action, parallel::Message made) {
   Way& way = action.forward ? *sends_forward_ : *sends_backward_;
   const Action needs{action.stage + (action.forward ? 1 : -1), action.forward, action.micro};
-  sent_.push_back(
-      way.lane.submit([&way, label = label_of(needs), step = step_, message = std::move(made)] {
-        way.messages.set_step(step);
-        way.messages.send(label, message);
-      }));
+  const comm::Label label = label_of(needs);
+  const trace::AtLine at(label.text);
+  sent_.push_back(way.lane.submit([&way, label, step = step_, message = std::move(made)] {
+    way.messages.set_step(step);
+    way.messages.send(label, message);
+  }));
 }
 
 void StageLanes::end() {

@@ -36,6 +36,7 @@ class StageLanes {
   const std::vector<StagePiece>& pieces() const { return pieces_; }
 
   void set_step(int64_t step) { step_ = step; }
+  void record(const std::shared_ptr<trace::Recorder>& recorder);
   std::vector<Action> begin(int num_micro, bool trains);
   parallel::Message receive(const Action& action);
   void send(const Action& action, parallel::Message made);

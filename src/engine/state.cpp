@@ -103,6 +103,7 @@ void Core::State::forward_begin(bool grad_enabled) {
     for (engine::GradientHook& hook : hooks) hook.follow();
     check_frozen(executor->units());
     window->on(engine::Call::kForward);
+    monitor->begins();
   }
   order->begin_forward(grad_enabled);
   if (!order->done()) watch_outside_reads();
@@ -203,6 +204,7 @@ void Core::State::look_at_gradients(bool adds) {
 }
 
 void Core::State::drop_gradients() {
+  monitor->drop();
   border->hide_gradients();
   executor->discard();
   window->on(engine::Call::kDrop);
@@ -405,7 +407,13 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   border->look_at_params();
   border->hide_gradients();
   const std::string bad = window->take_blamed();
-  exec::Update update{groups, config.clip, bad, external, {}, {}};
+  exec::Update update;
+  update.groups = groups;
+  update.clip = config.clip;
+  update.bad = bad;
+  update.external = external;
+  update.told = monitor->told();
+  update.loss_there = monitor->loss_there();
   update.say = [this, told = engine::options_text(groups, options)] {
     return engine::say_window(*window, *driver) + told + static_cast<char>('0' + save_wanted);
   };
@@ -434,6 +442,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     return false;
   } catch (const exec::NonFinite& error) {
     driver->abandon();
+    monitor->drop();
     if (!loss_scale.overflow() && (config.nonfinite != "skip" || loss_scale.dynamic())) throw;
     ++skipped;
     overflow = error.what();
@@ -448,6 +457,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   loss_scale.good_step();
   executor->updates().arrive();
   ++steps;
+  end_step(groups);
   executor->set_step(steps + 1);
   together.set_step(steps + 1);
   return true;

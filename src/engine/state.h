@@ -17,6 +17,7 @@
 #include "src/engine/driver.h"
 #include "src/engine/hooks.h"
 #include "src/engine/loss_scale.h"
+#include "src/engine/monitor.h"
 #include "src/engine/order_learner.h"
 #include "src/engine/together.h"
 #include "src/engine/wholes.h"
@@ -71,7 +72,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
 
   Config config;
   std::shared_ptr<Group> group;
-  mem::Tiers tiers;
+  mem::Tiers tiers;  // with the recorder
   std::vector<std::string> unit_names;
   std::vector<std::string> unit_modules;
   ModelDesc model;
@@ -103,6 +104,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   bool faulted = false;  // a forward raised and none came after it: the other ranks wait elsewhere
   std::string trouble;   // where and with what
   bool closed = false;
+  std::optional<engine::Monitor> monitor;
   int save_wanted = 0, save_agreed = 0;       // by this rank; by any, since the last step
   std::string unloaded;                       // a load that did not end: what there is, is nobody's
   std::string save_failure;                   // of a save that nobody waited for, until it is told
@@ -110,6 +112,11 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::optional<tiles::TiledWeights> tiled;
   std::optional<engine::OutsideReads> outside_reads;
   ckpt::Saver saver;  // last: it ends first
+
+  void describe_run();
+  // As part of a Chrome trace.
+  std::string events_of(const std::vector<trace::Event>& events);
+  int64_t clock_offset_ns = 0;  // to rank 0's clock
 
   struct Checkpointing;  // checkpoints.cpp
 
@@ -136,6 +143,9 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void unit_complete(int unit);
   void end_backward();
   void make_plans();
+  void end_step(const std::vector<OptimizerConfig>& groups);  // metrics.cpp
+  void write_trace(const engine::TraceWish& wish);
+  double started = 0.0;  // seconds since 1970
 };
 
 }  // namespace penstock

@@ -35,6 +35,10 @@ int64_t Channels::exchanges() {
   return sum;
 }
 
+void Channels::record(const std::shared_ptr<trace::Recorder>& recorder) {
+  for_each([&](comm::Channel& channel) { channel.record(recorder); });
+}
+
 void Channels::set_step(int64_t step) {
   for_each([&](comm::Channel& channel) { channel.set_step(step); });
 }

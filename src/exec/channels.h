@@ -30,6 +30,7 @@ class Channels {
   comm::Channel& across(const Flat& flat) { return tied_.at(flat.owners); }
 
   int64_t exchanges();
+  void record(const std::shared_ptr<trace::Recorder>& recorder);
   void set_step(int64_t step);
   void renew();  // after the group's
 

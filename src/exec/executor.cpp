@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <utility>
 
 #include "penstock/error.h"
@@ -9,6 +10,12 @@
 #include "src/base/text.h"
 
 namespace penstock::exec {
+
+namespace {
+
+constexpr int64_t kWorthAnEvent = 20'000;  // ns of the model's thread, for what lanes mostly do
+
+}  // namespace
 
 Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tiers& tiers,
                    std::vector<UnitState> units)
@@ -19,6 +26,10 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tier
       values_(rank_, gradients_, updates_),
       activations_(rank_.cell(Role::kAct, Phase::kHold).tier, tiers.computes),
       lanes_(rank_.table, tiers.computes, group.size() > 1 && !group.device_groups()) {
+  if (tiers.recorder) {
+    lanes_.record(tiers.recorder);
+    rank_.channels.record(tiers.recorder);
+  }
   set_step(1);
 }
 
@@ -56,6 +67,11 @@ std::vector<PlannedStep> Executor::prepare(const Plan& plan) const {
 
 void Executor::run(const PlannedStep& planned) {
   const Step& step = planned.step;
+  const trace::AtLine at(planned.label.text);
+  // On this thread; what lanes do for it are events of theirs.
+  trace::Span span(step.is_compute() ? nullptr : recorder(), trace::Kind::kLine,
+                   planned.label.text);
+  if (step.op == Op::kMove || step.op == Op::kDrop) span.at_least(kWorthAnEvent);
   if (Board* const board = rank_.group.board()) board->log(*planned.label.text, step.is_compute());
   switch (step.op) {
     case Op::kMove:
@@ -132,6 +148,26 @@ std::vector<std::string> Executor::share(const std::string& label, const std::st
   return rank_.channels.stage().share(label, rank_.groups.stage(), payload);
 }
 
+std::vector<std::string> Executor::collect(const std::string& label, std::string text) {
+  const int64_t before = rank_.channels.exchanges();
+  const Members& everyone = rank_.groups.everyone();
+  const int64_t own = static_cast<int64_t>(text.size());
+  std::vector<int64_t> sizes;
+  for (const std::string& one : share(label, {reinterpret_cast<const char*>(&own), sizeof(own)})) {
+    std::memcpy(&sizes.emplace_back(), one.data(), sizeof(own));
+  }
+  const auto most = static_cast<size_t>(*std::max_element(sizes.begin(), sizes.end()));
+  const bool first = rank_.group.rank() == 0;
+  text.resize(first ? most * sizes.size() : most);
+  rank_.channels.control.collect(label, everyone, text.data(), static_cast<int64_t>(most));
+  exchanges_before_ += rank_.channels.exchanges() - before;
+  std::vector<std::string> texts;
+  for (size_t rank = 0; first && rank < sizes.size(); ++rank) {
+    texts.push_back(text.substr(rank * most, static_cast<size_t>(sizes[rank])));
+  }
+  return texts;
+}
+
 void Executor::broadcast(const std::string& label, void* data, int64_t bytes) {
   rank_.channels.control.broadcast(label, rank_.groups.everyone(), data, bytes);
 }
@@ -142,6 +178,7 @@ void Executor::set_step(int64_t step) {
   rank_.channels.set_step(step);
   if (Board* const board = rank_.group.board()) board->set_step(step);
   updates_.set_step(step);
+  if (recorder() != nullptr) recorder()->set_step(step);
 }
 
 }  // namespace penstock::exec

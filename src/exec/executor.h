@@ -42,6 +42,8 @@ class Executor {
   // Every rank's, or (`in_stage`) that of every rank of this stage of a pipeline.
   std::vector<std::string> share(const std::string& label, const std::string& payload,
                                  bool in_stage = false);
+  // Everyone's text on rank 0, by rank; nothing elsewhere. It counts in no step.
+  std::vector<std::string> collect(const std::string& label, std::string text);
   void broadcast(const std::string& label, void* data, int64_t bytes);
   // Begins a step. Between steps, when the lanes are idle: the step is part of every tag.
   void set_step(int64_t step);
@@ -51,6 +53,7 @@ class Executor {
   const std::vector<UnitState>& units() const { return rank_.units; }
   const Table& table() const { return rank_.table; }
   const Mesh& mesh() const { return rank_.mesh; }
+  trace::Recorder* recorder() { return rank_.tiers.recorder.get(); }  // may be null
   mem::DiskTraffic& traffic() { return rank_.traffic; }
   // Parameters are not at all times what computes: units are brought and entered.
   bool moves_params() const { return rank_.table.moves_params(); }

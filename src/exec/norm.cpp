@@ -23,12 +23,12 @@ bool Norm::stay_on_device() const {
 }
 
 // The one time in a step that the host waits for the device.
-Norm::Own Norm::look(const std::string& bad) {
+Norm::Own Norm::look(const Update& update) {
   if (rank_.on_accelerator() && !stay_on_device()) {
     gradients_.last_move().wait_on_host();
     rank_.tiers.computes.synchronize();  // those that no lane has moved
   }
-  Own own{0.0, bad, false, {}};
+  Own own{0.0, update.bad, false, {}, update.told};
   std::vector<at::Tensor> there;
   std::vector<std::string> suspects;
   for (UnitState& unit : rank_.units) {
@@ -60,7 +60,9 @@ Norm::Own Norm::look(const std::string& bad) {
   const size_t num_left = left.size();
   for (const Doubt& doubt : rank_.doubts) there.push_back(doubt.edits);
   const std::vector<Doubt> doubts = std::exchange(rank_.doubts, {});
+  if (update.loss_there.defined()) there.push_back(update.loss_there);
   const std::vector<double> answers = device::read(there);
+  if (update.loss_there.defined()) own.told.loss += answers.back();
   for (size_t i = 0; i < num_squares; ++i) own.squares += answers[i];
   for (size_t i = 0; i < num_sums && own.bad.empty(); ++i) {
     if (std::isfinite(answers[num_squares + i])) continue;
@@ -98,10 +100,10 @@ std::array<uint64_t, 2> Norm::history() {
 }
 
 // Payload: sum of squares, the first bad contribution and whether it counts by itself, a parameter
-// that was edited where that is lost, the lanes' histories, one flag a parameter (of all stages, so
-// that every rank's is as long), what say() says.
+// that was edited where that is lost, the lanes' histories, what it counted, one flag a parameter
+// (of all stages, so that every rank's is as long), what say() says.
 Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
-  const Own own = look(update.bad);
+  const Own own = look(update);
   Result made;
   std::vector<Slot*> slots;
   for (UnitState& unit : rank_.units) {
@@ -112,7 +114,7 @@ Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
   constexpr size_t kBad = sizeof(double) + 1, kEdited = kBad + kBadBytes;
   constexpr size_t kHistory = kEdited + kBadBytes;
   const std::array<uint64_t, 2> mine = history();
-  constexpr size_t kFlags = kHistory + sizeof(mine);
+  constexpr size_t kTold = kHistory + sizeof(mine), kFlags = kTold + sizeof(Told);
   const auto num_flags = static_cast<size_t>(rank_.num_slots);
   std::string payload(kFlags + num_flags, '\0');
   std::memcpy(payload.data(), &own.squares, sizeof(double));
@@ -120,6 +122,7 @@ Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
   own.bad.copy(payload.data() + kBad, kBadBytes - 1);
   own.edited.copy(payload.data() + kEdited, kBadBytes - 1);
   std::memcpy(payload.data() + kHistory, mine.data(), sizeof(mine));
+  std::memcpy(payload.data() + kTold, &own.told, sizeof(Told));
   const auto flag_of = [](const Slot& slot) { return kFlags + static_cast<size_t>(slot.number); };
   for (const Slot* slot : slots) payload[flag_of(*slot)] = static_cast<char>(slot->touched);
   const size_t said = payload.size();
@@ -132,6 +135,12 @@ Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
     double sum = 0.0;
     std::memcpy(&sum, part.data(), sizeof(sum));
     made.total += sum;
+    Told told;
+    std::memcpy(&told, part.data() + kTold, sizeof(told));
+    made.told.loss += told.loss;
+    made.told.losses += told.losses;
+    made.told.samples += told.samples;
+    made.told.tokens += told.tokens;
     std::string& first = part[sizeof(double)] == kCounts ? made.bad : doubtful;
     if (first.empty()) first = part.c_str() + kBad;
     if (edited.empty()) edited = part.c_str() + kEdited;

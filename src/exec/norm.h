@@ -1,6 +1,8 @@
 #pragma once
 // Norm: what the ranks tell each other before an update: the norm of the gradients, and what they
 // saw of the window. Compute thread only.
+#include <ATen/core/Tensor.h>
+
 #include <array>
 #include <cstdint>
 #include <functional>
@@ -13,12 +15,20 @@
 
 namespace penstock::exec {
 
+// What this rank counted in the window, added up over the ranks with the norm.
+struct Told {
+  double loss = 0.0, losses = 0.0;  // their sum and number
+  double samples = 0.0, tokens = 0.0;
+};
+
 // What one step is asked for.
 struct Update {
   std::vector<OptimizerConfig> groups;  // by parameter group
   double clip = 0.0;
   std::string bad;                 // first non-finite contribution on this rank, or empty
   std::function<void()> external;  // the user's optimizer; empty = our kernels
+  Told told;
+  at::Tensor loss_there;  // a part of told.loss that is on a device, or undefined
   // What this rank says of the window: as long everywhere, and told with the norm.
   std::function<std::string()> say;
   // What all of them said, by rank. Returns what the gradients are divided by (micro-batches
@@ -36,6 +46,7 @@ class Norm {
     double total = 0.0;    // of squares
     double divisor = 0.0;  // what hear() said
     std::string bad;       // the first contribution that is not finite, or empty
+    Told told;             // of all ranks
   };
   // [all ranks] Marks the parameters that any rank has touched. Every move of gradients has been
   // given to its lane. Throws RuntimeFault on all ranks where users wrote to gathered parameters,
@@ -50,8 +61,9 @@ class Norm {
     std::string bad;     // the first contribution that is not finite, or empty
     bool doubt = false;  // it counts only where the sum is not finite either
     std::string edited;  // a parameter that was written to where it is a gathered copy
+    Told told;
   };
-  Own look(const std::string& bad);
+  Own look(const Update& update);
   bool stay_on_device() const;  // gradients
   std::array<uint64_t, 2> history();
 

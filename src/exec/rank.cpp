@@ -33,6 +33,12 @@ Lanes::Lanes(const Table& table, const device::Device& device, bool peers_meet_o
       reduce("penstock-reduce", device, kind_of(table, Role::kGrad, device, peers_meet_on_host)),
       update("penstock-update", device, kind_of(table, Role::kOptim, device, false)) {}
 
+void Lanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
+  gather.record(recorder, "gather");
+  reduce.record(recorder, "reduce");
+  update.record(recorder, "update");
+}
+
 Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memory,
            std::vector<UnitState> parts)
     : table(cells.on(ranks)),

@@ -36,6 +36,9 @@ struct Lanes {
   // its group takes anything of the host.
   Lanes(const Table& table, const device::Device& device, bool peers_meet_on_host);
 
+  // Before their first work.
+  void record(const std::shared_ptr<trace::Recorder>& recorder);
+
   device::Lane gather, reduce, update;
 };
 

@@ -91,7 +91,9 @@ Updates::Updates(Rank& rank, Lanes& lanes, Gradients& gradients)
       lanes_(lanes),
       gradients_(gradients),
       norm_(rank, lanes, gradients),
-      channel_(rank.group, "update") {}
+      channel_(rank.group, "update") {
+  channel_.record(rank.tiers.recorder);
+}
 
 void Updates::begin(Update update) {
   finish();
@@ -135,7 +137,8 @@ void Updates::norm(const comm::Label& label) {
     if (rank_.groups.tensor().size() > 1) compare_replicas(rank_, gradients_, &compared_);
     made = norm_.exchange(label, update_);
   }
-  const auto& [total, divisor, bad] = made;
+  const auto& [total, divisor, bad, told] = made;
+  told_ = told;
   if (!bad.empty() || !std::isfinite(total)) {
     discard();
     gradients_.discard();

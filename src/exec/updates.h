@@ -44,6 +44,7 @@ class Updates {
   void arrive();
   void discard();  // what was read ahead of an update that does not come
   double grad_norm() const { return grad_norm_; }
+  const Told& told() const { return told_; }  // by all ranks, with the last norm
   int64_t exchanges() const { return channel_.exchanges(); }
   void set_step(int64_t step);
 
@@ -93,6 +94,7 @@ class Updates {
   comm::Channel channel_;
   Update update_;
   double grad_norm_ = 0.0;
+  Told told_;
   float grad_scale_ = 1.0F;
 };
 

@@ -60,6 +60,7 @@ struct Disk::Impl {
     int64_t moved = 0;
     int tries = 0;
     Clock::time_point since;
+    trace::Text line;  // of the plan, that it is for
     std::list<Request>::iterator self;
 
     std::string text() const {
@@ -72,6 +73,7 @@ struct Disk::Impl {
   DiskTicket start(bool write, int64_t offset, char* data, int64_t bytes);
   void submit(Request& request);
   void ended(Request& request, int64_t result);
+  void record(const Request& request) const;
   std::string problem(Request& request, int64_t result) const;
   bool wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done);
   std::string stall_text(const DiskTicket::State* ticket) const;
@@ -86,8 +88,12 @@ struct Disk::Impl {
   int64_t progress = 0;                       // guarded by mutex; counts results
   bool stalled = false;                       // guarded by mutex; since the last progress
   int64_t bytes_read = 0, bytes_written = 0;  // guarded by mutex
-  std::vector<uint64_t> sums;                 // guarded by mutex; of each block, 0 = not known
-  std::unique_ptr<BlockIo> io;                // last: its threads end first
+  Clock::time_point busy_since;               // guarded by mutex; while any is in flight
+  Clock::duration busy{};                     // guarded by mutex; before
+  const trace::Text read_text = std::make_shared<const std::string>("read");
+  const trace::Text write_text = std::make_shared<const std::string>("write");
+  std::vector<uint64_t> sums;   // guarded by mutex; of each block, 0 = not known
+  std::unique_ptr<BlockIo> io;  // last: its threads end first
 };
 
 Disk::Impl::Impl(const DiskOptions& options)
@@ -120,6 +126,8 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
         ticket.state_->sums.assign(at, at + bytes / kBlockBytes);
       }
     }
+    if (in_flight.empty()) busy_since = Clock::now();
+    const trace::Text& line = trace::Recorder::line_here();
     for (int64_t at = offset; at < offset + bytes;) {
       const int64_t index = at / stripe;
       const int64_t size = std::min(offset + bytes, (index + 1) * stripe) - at;
@@ -135,6 +143,7 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
                        size,
                        {}};
       request.since = Clock::now();
+      request.line = line ? line : write ? write_text : read_text;
       ++ticket.state_->left;
       started.push_back(&request);
       at += size;
@@ -179,7 +188,18 @@ void Disk::Impl::ended(Request& request, int64_t result) {
   if (ticket.error.empty()) ticket.error = error;
   --ticket.left;
   (request.whole.write ? bytes_written : bytes_read) += request.moved;
+  record(request);
   in_flight.erase(request.self);
+  if (in_flight.empty()) busy += Clock::now() - busy_since;
+}
+
+void Disk::Impl::record(const Request& request) const {
+  if (!options.recorder || !options.recorder->on()) return;
+  const auto since =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(request.since.time_since_epoch());
+  options.recorder->add({since.count(), trace::now_ns(), 0, request.moved, 0, request.line,
+                         trace::Recorder::kDisk,
+                         request.whole.write ? trace::Kind::kWrite : trace::Kind::kRead});
 }
 
 std::string Disk::Impl::problem(Request& request, int64_t result) const {
@@ -260,6 +280,9 @@ void Disk::wait(const DiskTicket& ticket) const {
   if (!ticket.state_) return;
   const DiskTicket::State& state = *ticket.state_;
   std::unique_lock lock(impl_->mutex);
+  static const auto kWaits = std::make_shared<const std::string>("disk");
+  const trace::Span waits(state.left == 0 ? nullptr : impl_->options.recorder.get(),
+                          trace::Kind::kWait, kWaits, 0, trace::Recorder::kDisk);
   if (!impl_->wait(lock, [&] { return state.left == 0; })) {
     throw RuntimeFault(impl_->stall_text(&state));
   }
@@ -297,6 +320,13 @@ int64_t Disk::bytes_read() const {
 int64_t Disk::bytes_written() const {
   const std::lock_guard lock(impl_->mutex);
   return impl_->bytes_written;
+}
+
+double Disk::busy_s() const {
+  const std::lock_guard lock(impl_->mutex);
+  Clock::duration sum = impl_->busy;
+  if (!impl_->in_flight.empty()) sum += Clock::now() - impl_->busy_since;
+  return std::chrono::duration<double>(sum).count();
 }
 
 std::string Disk::describe() const {

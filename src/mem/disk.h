@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "src/mem/block_io.h"
+#include "src/trace/recorder.h"
 
 namespace penstock::mem {
 
@@ -17,6 +18,7 @@ struct DiskOptions {
   int64_t stripe_bytes = 4LL << 20;  // also the size of one request at most
   double stall_s = 60.0;             // a wait in which no request ends for so long is an error
   bool checksums = false;            // what is read is compared with what was written
+  std::shared_ptr<trace::Recorder> recorder;          // of reads and writes; null: nobody's
   std::function<std::unique_ptr<BlockIo>()> make_io;  // for tests; default BlockIo::best()
 };
 
@@ -61,6 +63,7 @@ class Disk {
   int64_t reserved() const;
   int64_t bytes_read() const;  // by requests that are done
   int64_t bytes_written() const;
+  double busy_s() const;         // seconds so far in which requests were under way
   std::string describe() const;  // "2 files, io_uring, O_DIRECT"
 
  private:

@@ -1,11 +1,13 @@
 #pragma once
 // Tiers: where state rests. On the CPU the device tier is host memory that is counted on its own.
+#include <memory>
 #include <optional>
 
 #include "src/device/device.h"
 #include "src/mem/arena.h"
 #include "src/mem/disk.h"
 #include "src/place/placement.h"
+#include "src/trace/recorder.h"
 
 namespace penstock::mem {
 
@@ -32,7 +34,8 @@ struct Tiers {
   Pool memory;                 // where that is the host: of both tiers; else pinned
   Pool pageable, accelerator;  // where it is not
   Arena device, host;
-  std::optional<Disk> disk;  // where the table has cells there
+  std::shared_ptr<trace::Recorder> recorder;  // null: nothing is recorded
+  std::optional<Disk> disk;                   // where the table has cells there
 };
 
 }  // namespace penstock::mem

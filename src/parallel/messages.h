@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/group.h"
@@ -27,6 +28,7 @@ class Messages {
            const std::string& lane);
 
   void set_step(int64_t step) { channel_.set_step(step); }
+  void record(std::shared_ptr<trace::Recorder> recorder) { channel_.record(std::move(recorder)); }
   // Throws RuntimeFault: a lost peer.
   void send(const comm::Label& label, const Message& message);
   Message receive(const comm::Label& label);

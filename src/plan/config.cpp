@@ -371,11 +371,29 @@ void parse_comm(const Json& value, CommConfig* comm) {
   section.read_text("report_dir", &comm->report_dir);
 }
 
-void refuse_section(const Section& top, const std::string& key, const std::string& sentence) {
-  const Json* value = top.find(key);
-  if (value == nullptr) return;
-  if (!value->is_object()) fail_value(key, *value, "an object {key: value}");
-  if (!value->empty()) fail_unsupported(key, *value, sentence);
+void parse_monitor(const Json& value, MonitorConfig* monitor) {
+  const Section section(
+      value, "monitor",
+      {"path", "formats", "every", "console", "events", "trace_first", "trace_steps"});
+  const std::vector<std::string> formats = {"jsonl", "csv", "tensorboard", "wandb"};
+  section.read_text("path", &monitor->path);
+  if (section.has("formats")) monitor->formats.clear();
+  parse_names(section, "formats", "a list of " + quoted(formats), &monitor->formats);
+  for (const std::string& format : monitor->formats)
+    Section::choice_of(section.path("formats"), format, formats);
+  section.read_int("every", &monitor->every, 1, "a whole number of steps >= 1");
+  monitor->console = section.choice("console", monitor->console, {"none", "lines", "bar", "auto"});
+  section.read_int("events", &monitor->events, 0, "a whole number >= 0 (0 = nothing is recorded)");
+  section.read_int("trace_first", &monitor->trace_first, 0, "a whole number >= 0 (0 = no trace)");
+  section.read_int("trace_steps", &monitor->trace_steps, 1, "a whole number >= 1");
+  if (monitor->path.empty())
+    section.refuse_without_effect({"trace_first", "formats"}, "without \"monitor.path\"");
+  if (monitor->trace_first == 0)
+    section.refuse_without_effect({"trace_steps"}, "while monitor.trace_first is 0");
+  if (monitor->trace_first > 0 && monitor->events == 0)
+    fail(
+        "\"monitor.trace_first\" asks for a trace, and with \"monitor.events\" 0 nothing is "
+        "recorded");
 }
 
 void parse_signals(const Section& section, CheckpointConfig* checkpoint) {
@@ -412,24 +430,7 @@ void parse_nested(const Section& top, Config* config) {
     parse_signals(section, &config->checkpoint);
     section.read_int("keep", &config->checkpoint.keep, 0, "a whole number >= 0 (0 = all)");
   }
-  refuse_section(top, "monitor", "this version does not support monitors yet");
-}
-
-nlohmann::json checkpoint_json(int64_t every) {
-  if (every > 1) return every;
-  return every == 1 ? "unit" : "none";
-}
-
-Json or_null(int64_t value, int64_t not_set) {
-  return value == not_set ? Json(nullptr) : Json(value);
-}
-
-nlohmann::json optimizer_json(const OptimizerConfig& optimizer) {
-  const OptimizerKind& kind = kind_of(optimizer.type);
-  nlohmann::json out = {{"type", kind.name}};
-  for (const std::string& key : kind.keys)
-    std::visit([&](auto field) { out[key] = optimizer.*field; }, optimizer_key(key).field);
-  return out;
+  if (const Json* value = top.find("monitor")) parse_monitor(*value, &config->monitor);
 }
 
 void resolve_mesh(int world_size, MeshConfig* mesh) {
@@ -494,90 +495,6 @@ Config Config::parse(const std::string& json_text) {
   top.read_int("seed", &config.seed, 0, "a whole number >= 0");
   parse_nested(top, &config);
   return config;
-}
-
-std::string Config::lines() const {
-  static const std::set<std::string> kOfTheMachine = {"/offload/path", "/comm/report_dir",
-                                                      "/checkpoint/path"};
-  std::string text;
-  const nlohmann::json flat = nlohmann::json::parse(json()).flatten();  // outlives items()
-  for (const auto& [path, value] : flat.items()) {
-    if (kOfTheMachine.contains(path)) continue;
-    text += concat("config ", path, " = ", value.dump(), "\n");
-  }
-  return text;
-}
-
-namespace {
-
-Json json_of(const ParallelConfig& parallel) {
-  Json styles = Json::object();
-  for (const auto& [pattern, style] : parallel.rules) styles[pattern] = style;
-  return {{"rules", styles},
-          {"stages", parallel.stages},
-          {"schedule", parallel.schedule},
-          {"virtual_stages", parallel.virtual_stages},
-          {"cut_logits", parallel.cut_logits},
-          {"norms", parallel.norms}};
-}
-
-}  // namespace
-
-std::string Config::json(int indent) const {
-  nlohmann::json out = {{"strategy", strategy},
-                        {"table", table},
-                        {"precision", precision ? nlohmann::json(*precision) : nullptr},
-                        {"clip", clip},
-                        {"nonfinite", nonfinite},
-                        {"prefetch_bytes", prefetch_bytes},
-                        {"seed", or_null(seed, -1)},
-                        {"dtypes", nullptr}};  // its place in the order
-  out["checkpoint"] = {
-      {"path", checkpoint.path}, {"keep", checkpoint.keep}, {"signals", checkpoint.signals}};
-  out["monitor"] = nlohmann::json::object();
-  out["optimizer"] = optimizer ? optimizer_json(*optimizer) : nlohmann::json(nullptr);
-  out["schedule"] = {{"type", schedule.type},
-                     {"warmup_steps", schedule.warmup_steps},
-                     {"total_steps", schedule.total_steps},
-                     {"min_ratio", schedule.min_ratio}};
-  out["mesh"] = {{"data", or_null(mesh.data, 0)}, {"tensor", mesh.tensor},
-                 {"pipeline", mesh.pipeline},     {"sequence", mesh.sequence},
-                 {"expert", mesh.expert},         {"node", mesh.node}};
-  out["offload"] = {{"optimizer", offload.optimizer},
-                    {"params", offload.params},
-                    {"activations", offload.activations},
-                    {"gradients", offload.gradients},
-                    {"path", offload.path},
-                    {"window_bytes", offload.window_bytes},
-                    {"late_update", offload.late_update},
-                    {"checksums", offload.checksums},
-                    {"timeout_s", offload.timeout_s}};
-  out["memory"] = {{"device_bytes", or_null(memory.device_bytes, -1)},
-                   {"host_bytes", or_null(memory.host_bytes, -1)}};
-  out["activations"] = {{"checkpoint", checkpoint_json(activations.checkpoint)}};
-  out["loss_scale"] = {
-      {"initial", loss_scale.initial}, {"window", loss_scale.window}, {"min", loss_scale.min}};
-  out["batch"] = {{"micro", or_null(batch.micro, 0)},
-                  {"accumulate", or_null(batch.accumulate, 0)},
-                  {"global", or_null(batch.global, 0)},
-                  {"reduction", batch.reduction}};
-  out["units"] = {{"modules", units.modules},
-                  {"max_bytes", units.max_bytes},
-                  {"layer_bytes", units.layer_bytes}};
-  out["tiling"] = {{"max_bytes", tiling.max_bytes},
-                   {"modules", tiling.modules},
-                   {"loss_tokens", tiling.loss_tokens},
-                   {"head", tiling.head}};
-  out["comm"] = {{"backend", comm.backend},           {"codec", comm.codec},
-                 {"reduce_dtype", comm.reduce_dtype}, {"bucket_bytes", comm.bucket_bytes},
-                 {"timeout_s", comm.timeout_s},       {"warn_s", comm.warn_s},
-                 {"report_dir", comm.report_dir}};
-  Json ordered = out;
-  Json rules = Json::object();
-  for (const auto& [pattern, dtype] : dtypes) rules[pattern] = dtype;
-  ordered["dtypes"] = rules;
-  ordered["parallel"] = json_of(parallel);
-  return ordered.dump(indent);
 }
 
 void Config::resolve(int world_size) {

@@ -12,7 +12,8 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-TRAINER = ROOT / "build" / "release" / "examples" / "cpp" / "train_gpt"
+TREE = pathlib.Path(os.environ.get("PENSTOCK_TREE", ROOT / "build" / "release"))
+TRAINER = TREE / "examples" / "cpp" / "train_gpt"
 TINY = "--steps 11 --width 32 --layers 2 --digits 17".split()
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 PLACES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_PROCID")

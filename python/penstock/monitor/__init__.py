@@ -1,0 +1,5 @@
+"""What a run says of itself: metrics, console, trace and report (docs/monitoring.md)."""
+
+from penstock.monitor.monitored import Monitored
+
+__all__ = ["Monitored"]

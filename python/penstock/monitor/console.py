@@ -1,0 +1,64 @@
+"""The line that a person reads."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def amount(value: float | None, unit: str = "") -> str:
+    """Three digits and a letter: 12.3k."""
+    if value is None:
+        return ""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}{unit}"
+    return f"{value:.3g}{unit}"
+
+
+def line(row: Row) -> str:
+    """Of a step; what is not known is left out."""
+    memory = row["device_peak_bytes"] + row["host_peak_bytes"]
+    share = row["exposed_s"] / row["step_s"] if row["step_s"] else 0.0
+    parts = {
+        "loss": row["loss"] is not None and f"{row['loss']:.4f}",
+        "grad norm": f"{row['grad_norm']:.3g}",
+        "lr": row["lr"] is not None and f"{row['lr']:.3g}",
+        "tokens/s": amount(row["tokens_per_s"]),
+        "samples/s": "" if row["tokens_per_s"] else amount(row["samples_per_s"]),
+        "MFU": row["mfu"] is not None and f"{100 * row['mfu']:.1f} %",
+        "memory": f"{memory / 2**30:.2f} GiB",
+        "disk": row["disk_bytes"] and f"{row['disk_bytes'] / 2**30:.2f} GiB",
+        "exposed": f"{100 * share:.0f} %",
+        "loss scale": row["loss_scale"] != 1.0 and amount(row["loss_scale"]),
+        "skipped": row["skipped_steps"] and str(row["skipped_steps"]),
+    }
+    return "  ".join(f"{name} {text}" for name, text in parts.items() if text)
+
+
+class Console:
+    """A progress bar on a terminal (tqdm, where it is installed), else a line a row, on stderr."""
+
+    name = "console"
+
+    def __init__(self, how: str, total: int) -> None:
+        self._bar: Any = None
+        if how == "bar" or (how == "auto" and sys.stderr.isatty()):
+            try:
+                from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
+            except ImportError:
+                return
+            self._bar = tqdm(total=total or None, unit="step", dynamic_ncols=True)
+
+    def write(self, row: Row) -> None:
+        if self._bar is None:
+            print(f"step {row['step']:>6}  {line(row)}", file=sys.stderr, flush=True)
+            return
+        self._bar.set_postfix_str(line(row), refresh=False)
+        self._bar.update(row["step"] - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

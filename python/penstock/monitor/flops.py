@@ -1,0 +1,117 @@
+"""FLOPs of a model's forward, from what it computes; and what a device can do."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+Shape = tuple[int, ...]
+
+# Dense peaks in FLOP/s of the vendors' data sheets: part of the device's name -> precision -> peak.
+PEAKS: dict[str, dict[str, float]] = {
+    "B200": {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12},
+    "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12},
+    "H100 PCIe": {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12},
+    "H100": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12},
+    "A100": {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12},
+    "L40S": {"bf16": 362e12, "fp16": 362e12, "fp32": 91.6e12},
+    "A10": {"bf16": 125e12, "fp16": 125e12, "fp32": 31.2e12},
+    "V100": {"fp16": 125e12, "fp32": 15.7e12},
+    "MI300X": {"bf16": 1307e12, "fp16": 1307e12, "fp32": 163e12},
+    "MI250X": {"bf16": 383e12, "fp16": 383e12, "fp32": 47.9e12},
+}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _matmul(args: Any, out: Any) -> int:
+    """[..., n, k] x [..., k, m]; the last two tensors are the factors."""
+    factors = [one for one in args if torch.is_tensor(one)][-2:]
+    return 2 * int(factors[0].numel()) * int(factors[1].shape[-1])
+
+
+def _conv(args: Any, out: Any) -> int:
+    """Each place sums over a window: of the output, and of the input where it is transposed."""
+    given, weight, transposed = args[0], args[1], args[6]
+    places = given if transposed else out
+    return 2 * int(places.numel()) * int(weight[0].numel())
+
+
+def _attention(args: Any, out: Any) -> int:
+    """Scores and their product with the values, over all pairs of tokens, masked or not."""
+    query, key, value = args[:3]
+    pairs = math.prod(query.shape[:-1]) * int(key.shape[-2])
+    return 2 * pairs * (int(query.shape[-1]) + int(value.shape[-1]))
+
+
+_RULES: dict[Any, Callable[[Any, Any], int]] = {
+    aten.mm: _matmul,
+    aten.addmm: _matmul,
+    aten.bmm: _matmul,
+    aten.baddbmm: _matmul,
+    aten._scaled_mm: lambda args, out: 2 * args[0].numel() * int(args[1].shape[-1]),
+    aten.convolution: _conv,
+    aten._convolution: _conv,
+    aten._scaled_dot_product_flash_attention: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_efficient_attention: _attention,
+    aten._scaled_dot_product_cudnn_attention: _attention,
+}
+
+
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it, `total` grows by the FLOPs of matrix products, convolutions and attention: two for
+    each product and sum. What is elementwise is left out, as in the literature."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        rule = _RULES.get(func._overloadpacket)
+        if rule is not None:
+            self.total += rule(args, out[0] if isinstance(out, (tuple, list)) else out)
+        return out
+
+
+def hidden(module: torch.nn.Module) -> bool:
+    """Whether parts of it are compiled, which a counter cannot look into."""
+    return any(
+        type(one).__name__ == "OptimizedModule" or one._compiled_call_impl is not None
+        for one in module.modules()
+    )
+
+
+def peak(device: torch.device, precision: str) -> float:
+    """FLOP/s that the device can do at most: from the table, on the CPU measured; 0: not known."""
+    if device.type != "cpu":
+        if not hasattr(torch, device.type) or not hasattr(
+            getattr(torch, device.type), "get_device_name"
+        ):
+            return 0.0
+        name = str(getattr(torch, device.type).get_device_name(device))
+        known = next((peaks for part, peaks in PEAKS.items() if part in name), {})
+        return known.get(precision, 0.0)
+    return measured(_DTYPES.get(precision, torch.float32))
+
+
+def measured(dtype: torch.dtype, size: int = 1024, seconds: float = 0.1) -> float:
+    """FLOP/s of a product of two [size, size] matrices here, with torch's threads as they are."""
+    with torch.no_grad():
+        left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+        out = torch.empty(size, size, dtype=dtype)
+        best, end = math.inf, time.perf_counter() + seconds
+        torch.mm(left, right, out=out)
+        while time.perf_counter() < end:
+            begin = time.perf_counter()
+            torch.mm(left, right, out=out)
+            best = min(best, time.perf_counter() - begin)
+    return 2.0 * size**3 / best if math.isfinite(best) else 0.0

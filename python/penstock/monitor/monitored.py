@@ -1,0 +1,138 @@
+"""The part of an engine that is looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from penstock import ranks
+from penstock._native import ConfigError
+from penstock.monitor import flops
+from penstock.monitor.console import Console
+from penstock.monitor.sinks import Callback, Sinks, TensorBoard, Wandb
+
+Row = dict[str, Any]
+
+
+def batch_size(given: Any) -> tuple[int, int]:
+    """Samples and tokens of a model's inputs: the rows of the first tensor, and the elements of the
+    first that has whole numbers in two dimensions (`input_ids` before others); 0 where none is."""
+    tensors = [value for _, value in sorted(_tensors(given), key=lambda one: one[0] != "input_ids")]
+    if not tensors:
+        return 0, 0
+    first = tensors[0]
+    ids = (one for one in tensors if one.dim() == 2 and not one.is_floating_point())
+    tokens = next((one.numel() for one in ids if one.dtype != torch.bool), 0)
+    return (int(first.shape[0]) if first.dim() else 1), tokens
+
+
+def _tensors(given: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if torch.is_tensor(given):
+        yield name, given
+    elif isinstance(given, Mapping):
+        for key, value in given.items():
+            yield from _tensors(value, str(key))
+    elif isinstance(given, (tuple, list)):
+        for value in given:
+            yield from _tensors(value, name)
+
+
+class Monitored:
+    """The part of an engine that says what it does."""
+
+    config: Any
+    module: torch.nn.Module
+    _core: Any
+    _pipeline: Any
+    _sinks: Sinks
+
+    def _watch(self) -> None:
+        """Once there is a core."""
+        monitor = self.config.monitor
+        self._sinks = Sinks(int(monitor.every))
+        self._uncounted = bool(monitor.path) or monitor.console != "none"
+        if ranks.rank() != 0:
+            return
+        if "tensorboard" in monitor.formats and monitor.path:
+            self._sinks.add(TensorBoard(pathlib.Path(monitor.path)))
+        if "wandb" in monitor.formats and monitor.path:
+            self._sinks.add(Wandb(pathlib.Path(monitor.path), self.config.json()))
+        if monitor.console != "none":
+            total = int(self.config.schedule.total_steps)
+            self._sinks.add(Console(monitor.console, total))
+
+    @property
+    def metrics(self) -> Row:
+        """Of the last applied step, by the names of docs/monitoring.md; None: not known."""
+        return dict(self._core.metrics.last)
+
+    def on_step(self, call: Callable[[Row], None]) -> None:
+        """Calls `call(metrics)` after each `monitor.every`-th applied step, on another thread.
+
+        Give it on every rank or on one: it is called where it was given. What it raises is one
+        warning, and it is not called again. `close()` waits for its last call.
+        """
+        self._sinks.add(Callback(call))
+
+    def trace(self, path: str | pathlib.Path, steps: int | None = None) -> None:
+        """Writes a timeline that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+        Args:
+            path: the file, made on rank 0.
+            steps: the next so many steps, of all ranks, who call this together; it is written when
+                the last of them ends. None: what this rank did in the last steps, written now; for
+                one rank alone, so give each its own path.
+
+        Raises:
+            ConfigError: `monitor.events` is 0; `steps` below 1.
+            RuntimeFault: the file cannot be written.
+        """
+        if steps is None:
+            self._core.metrics.write_last(str(path))
+            return
+        if steps < 1:
+            raise ConfigError(f"[front::trace] steps is {steps}; allowed: 1 or more")
+        self._core.metrics.trace(str(path), steps)
+
+    # ---- what the engine tells
+
+    def _seen(self, *given: Any) -> contextlib.AbstractContextManager[Any]:
+        """The inputs of a forward, which runs in the context. (In a pipeline: of each stage's, and
+        `_seen_batch()` has the inputs.)"""
+        if not torch.is_grad_enabled() or self._pipeline.active:
+            return contextlib.nullcontext()
+        samples, tokens = batch_size(given)
+        self._core.metrics.count(samples, tokens)
+        if not self._uncounted or samples == 0 or not self.module.training:
+            return contextlib.nullcontext()
+        self._uncounted = False
+        if flops.hidden(self.module):
+            return contextlib.nullcontext()
+        return self._counting(samples)
+
+    def _seen_batch(self, parts: list[Any]) -> None:
+        for part in parts:
+            self._core.metrics.count(*batch_size(part))
+
+    @contextlib.contextmanager
+    def _counting(self, samples: int) -> Iterator[None]:
+        with flops.Counter() as counter:
+            yield
+        mesh = self.config.mesh
+        copies = int(mesh.tensor * mesh.sequence)  # each has its part of the same samples
+        device = next(self.module.parameters()).device
+        peak = flops.peak(device, self.config.precision or "fp32")
+        # Of a backward twice a forward's: arXiv:2001.08361, section 2.1.
+        self._core.metrics.set_flops(3.0 * counter.total / samples * copies, peak)
+
+    def _stepped(self) -> None:
+        if self._sinks.wanted(int(self._core.steps)):
+            self._sinks.put(self.metrics)
+
+    def _end_watch(self) -> None:
+        if "_sinks" in self.__dict__:
+            self._sinks.close()

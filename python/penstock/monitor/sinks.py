@@ -1,0 +1,163 @@
+"""Where metrics go from Python: a thread of its own hands rows on, so that training never waits."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import netrc
+import os
+import pathlib
+import queue
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from penstock._native import ConfigError
+
+Row = dict[str, Any]
+_MOST_WAITING = 1024
+
+
+class Sink(Protocol):
+    """One place. Its thread calls these alone."""
+
+    name: str
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """All places of one engine. What one of them raises is one warning, and its end."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._sinks: list[Sink] = []
+        self._queue: queue.Queue[Row | None] = queue.Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._dropped = 0
+
+    def add(self, sink: Sink) -> None:
+        self._sinks.append(sink)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="penstock-monitor", daemon=True)
+            self._thread.start()
+
+    def wanted(self, step: int) -> bool:
+        return bool(self._sinks) and step % self._every == 0
+
+    def put(self, row: Row) -> None:
+        try:
+            self._queue.put_nowait(row)
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """After what waits was written."""
+        if self._thread is None:
+            return
+        self._queue.put(None)
+        self._thread.join()
+        self._thread = None
+        for sink in self._sinks:
+            self._try(sink, sink.close)
+        if self._dropped:
+            warnings.warn(
+                f"[monitor] {self._dropped} rows found no room: who takes them is slower than the "
+                f"steps",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _run(self) -> None:
+        while (row := self._queue.get()) is not None:
+            for sink in list(self._sinks):
+                self._try(sink, functools.partial(sink.write, row))
+
+    def _try(self, sink: Sink, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            if sink in self._sinks:
+                self._sinks.remove(sink)
+            warnings.warn(
+                f"[monitor] {sink.name} failed and is left out from now on: "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class Callback:
+    """A function of the user's."""
+
+    name = "on_step"
+
+    def __init__(self, call: Callable[[Row], None]) -> None:
+        self._call = call
+
+    def write(self, row: Row) -> None:
+        self._call(row)
+
+    def close(self) -> None: ...
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    return {name: value for name, value in row.items() if value is not None and name != "time"}
+
+
+class TensorBoard:
+    """torch's writer, in the folder "tensorboard" of the run."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                f'[monitor] "monitor.formats" has "tensorboard": pip install tensorboard ({error})'
+            ) from None
+        self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+
+    def write(self, row: Row) -> None:
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(f"train/{name}", value, row["step"], walltime=row["time"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _logged_in() -> bool:
+    """Whether `wandb login` left a key."""
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    return False
+
+
+class Wandb:
+    """Weights & Biases. Without a key, or with WANDB_MODE=offline, in the run's folder only."""
+
+    name = "wandb"
+
+    def __init__(self, folder: pathlib.Path, config: str) -> None:
+        try:
+            import wandb  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                f'[monitor] "monitor.formats" has "wandb": pip install wandb ({error})'
+            ) from None
+        folder.mkdir(parents=True, exist_ok=True)
+        mode: Any = os.environ.get("WANDB_MODE") or (
+            "online" if os.environ.get("WANDB_API_KEY") or _logged_in() else "offline"
+        )
+        self._run = wandb.init(dir=str(folder), mode=mode, config=json.loads(config))
+
+    def write(self, row: Row) -> None:
+        self._run.log({f"train/{k}": v for k, v in _numbers(row).items()}, step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,57 @@
+#include "penstock/metrics.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <cmath>
+
+#include "python/src/module.h"
+
+namespace py = pybind11;
+
+namespace penstock::python {
+
+namespace {
+
+// None for what is not known; ints for whole numbers.
+py::dict dict_of(const StepMetrics& metrics) {
+  py::dict dict;
+  for (const auto& [name, value] : metrics.values()) {
+    if (std::isnan(value)) {
+      dict[name.c_str()] = py::none();
+    } else if (name == "step" || name == "samples" || name == "tokens" || name == "skipped_steps" ||
+               name.ends_with("_bytes")) {
+      dict[name.c_str()] = static_cast<int64_t>(value);
+    } else {
+      dict[name.c_str()] = value;
+    }
+  }
+  return dict;
+}
+
+}  // namespace
+
+void bind_metrics(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Metrics>(module, "Metrics")
+      .def("count", &Metrics::count, py::arg("samples"), py::arg("tokens"))
+      .def("set_flops", &Metrics::set_flops, py::arg("per_sample"), py::arg("rank_peak"))
+      .def_property_readonly("last", [](const Metrics& self) { return dict_of(self.last()); })
+      .def("flush", &Metrics::flush, NoGil())
+      .def("write_last", &Metrics::write_last, py::arg("path"), NoGil())
+      .def("sums",
+           [](const Metrics& self) {
+             py::dict rows;
+             for (const RowSum& one : self.sums()) {
+               rows[py::make_tuple(one.row, one.kind)] =
+                   py::make_tuple(one.count, one.bytes, one.seconds);
+             }
+             return rows;
+           })
+      .def(
+          "trace",
+          [](Metrics& self, const std::string& path, int64_t steps) { self.trace(path, steps); },
+          py::arg("path"), py::arg("steps"));
+}
+
+}  // namespace penstock::python

@@ -1,0 +1,72 @@
+#pragma once
+// Monitor: what a rank counts of its run, and rank 0's files of it. Compute thread only.
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "penstock/config.h"
+#include "penstock/metrics.h"
+#include "src/engine/run_files.h"
+#include "src/exec/norm.h"
+#include "src/trace/recorder.h"
+
+namespace penstock::engine {
+
+// What grows as a run goes on; of a step is the difference.
+struct SoFar {
+  int64_t at_ns = 0, waits_ns = 0, comm_ns = 0, comm_bytes = 0, disk_read = 0, disk_written = 0;
+  double disk_busy_s = 0.0;
+};
+
+// A trace that somebody asked for.
+struct TraceWish {
+  std::string path;
+  int64_t first = 1, last = 1;  // steps
+  std::function<void(const std::string&)> written;
+};
+
+class Monitor {
+ public:
+  Monitor(const Config& config, std::shared_ptr<trace::Recorder> recorder, int rank, int size);
+
+  // The loss of a backward of the window: one element.
+  void saw(const at::Tensor& loss);
+  void count(int64_t samples, int64_t tokens);
+  void drop();  // the window
+  const exec::Told& told() const { return told_; }
+  const at::Tensor& loss_there() const { return loss_there_; }
+
+  // A forward of a training step begins: before the first one nothing is a step's time.
+  void begins();
+  // What ranks counted and what there is so far become the step's; `made` has the rest.
+  void end_step(StepMetrics made, const exec::Told& all, SoFar now);
+  const StepMetrics& last() const { return last_; }
+  SoFar recorded() const;  // of the recorder
+
+  trace::Recorder& recorder() { return *recorder_; }
+  RunFiles* files() { return files_ ? &*files_ : nullptr; }  // null: there are none
+
+  double flops_per_sample = 0.0, rank_peak = 0.0;
+  // From now on, or from its first step.
+  void ask(TraceWish wish);
+  // What was asked for has all its steps: it is no wish any more.
+  std::optional<TraceWish> take_finished();
+
+ private:
+  const std::shared_ptr<trace::Recorder> recorder_;
+  const int size_, copies_;  // ranks; of them, that count the same samples
+  const int64_t every_;
+  exec::Told told_;
+  at::Tensor loss_there_;
+  SoFar before_;
+  StepMetrics last_;
+  std::optional<TraceWish> wish_;
+  bool records_ = false;
+  std::optional<RunFiles> files_;
+};
+
+}  // namespace penstock::engine
