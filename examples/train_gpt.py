@@ -27,8 +27,9 @@ import torch.distributed as dist
 from gpt import GPT, GPTConfig
 
 import penstock
+from penstock.monitor import report
 
-DEMO = {"steps": 300, "minutes": 4.0}
+DEMO = {"steps": 300, "minutes": 4.0, "monitor": "build/demo"}
 DISK_STEPS = 5
 VALIDATION_SHARE = 0.05
 VALIDATION_WINDOWS = 512  # over all ranks
@@ -65,6 +66,7 @@ def parse_options() -> argparse.Namespace:
     add("--data", type=pathlib.Path, help="text: a file or a folder")
     add("--config", help="Penstock config, JSON text or path; its keys replace the options")
     add("--checkpoint", metavar="DIR", help="save there, and go on from what is there")
+    add("--monitor", metavar="DIR", help="metrics, a trace and report.html there")
     add("--save-every", type=int, default=50, metavar="STEPS")
     add("--seed", type=int, default=0)
     add("--log-every", type=int, default=10, metavar="STEPS")
@@ -96,6 +98,8 @@ def make_config(options: argparse.Namespace) -> dict:
         "seed": options.seed,
         "checkpoint": {"path": options.checkpoint or "", "keep": 2},
     }
+    if options.monitor:
+        config["monitor"] = {"path": options.monitor, "trace_first": 10, "trace_steps": 2}
     if options.config is None:
         return config
     text = options.config
@@ -317,6 +321,7 @@ def few_losses(config: dict, text: bytes, options: argparse.Namespace, ranks: Ra
 
 def show_disk(config: dict, text: bytes, options: argparse.Namespace, ranks: Ranks) -> None:
     """The same model in memory and with its parameters and optimizer on disk."""
+    config = config | {"monitor": {}}  # its files are the run's above
     ranks.say(f"\nthe first {DISK_STEPS} steps again, in memory:")
     memory = few_losses(config, text, options, ranks)
     ranks.say("and with parameters and optimizer state on disk:")
@@ -359,6 +364,10 @@ def main() -> None:
     engine.close()
     if options.demo and config["strategy"] == "zero3":
         show_disk(config, train_text, options, ranks)
+    if options.monitor and ranks.rank == 0:
+        page = pathlib.Path(options.monitor, "report.html")
+        report.write([options.monitor], page)
+        ranks.say(f"\nreport: {page}    timeline, for ui.perfetto.dev: {page.parent}/trace.json")
     ranks.say(f"\ntraining took {seconds:.1f} s, all {time.perf_counter() - began:.1f} s")
 
 

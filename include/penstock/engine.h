@@ -22,6 +22,7 @@
 #include "penstock/core.h"
 #include "penstock/export.h"
 #include "penstock/group.h"
+#include "penstock/metrics.h"
 #include "penstock/report.h"
 
 namespace torch::nn {
@@ -64,6 +65,8 @@ class PENSTOCK_API Engine {
   double grad_norm() const;  // of the last applied step, averaged gradient, before clipping
   double lr() const;         // of the next step
   LedgerReport ledger() const;
+  // Of the last step, and timelines; samples and tokens are counted by Metrics::count().
+  Metrics metrics() const;
   std::string explain() const;
   // [all ranks] Full fp32 weights by name.
   std::vector<std::pair<std::string, at::Tensor>> state();

@@ -1,4 +1,4 @@
-"""The command line: run, status, inspect, convert, plan, explain, doctor."""
+"""The command line: run, status, inspect, report, convert, plan, explain, doctor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import HashStore
 
-from penstock import config_file, convert_command, inspect_command, plan_command, status_command
+from penstock import (
+    config_file,
+    convert_command,
+    inspect_command,
+    plan_command,
+    report_command,
+    status_command,
+)
 from penstock._native import _penstock
 from penstock.launch import command as launch_command
 
@@ -75,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_command.add_to(commands)
     status_command.add_to(commands)
     inspect_command.add_to(commands)
+    report_command.add_to(commands)
     convert_command.add_to(commands)
 
     explain = commands.add_parser("explain", help="print every effective value of a config")

@@ -274,6 +274,7 @@ bool Engine::step(bool force) {
 double Engine::grad_norm() const { return Report(*state_->core).grad_norm(); }
 double Engine::lr() const { return state_->settings().lr; }
 LedgerReport Engine::ledger() const { return Report(*state_->core).ledger(); }
+Metrics Engine::metrics() const { return Metrics(*state_->core); }
 std::string Engine::explain() const { return Report(*state_->core).explain(); }
 std::vector<std::pair<std::string, at::Tensor>> Engine::state() {
   return Values(*state_->core).full("param");

@@ -386,9 +386,13 @@ void parse_monitor(const Json& value, MonitorConfig* monitor) {
   section.read_int("events", &monitor->events, 0, "a whole number >= 0 (0 = nothing is recorded)");
   section.read_int("trace_first", &monitor->trace_first, 0, "a whole number >= 0 (0 = no trace)");
   section.read_int("trace_steps", &monitor->trace_steps, 1, "a whole number >= 1");
-  if (monitor->path.empty())
-    section.refuse_without_effect({"trace_first", "formats"}, "without \"monitor.path\"");
-  if (monitor->trace_first == 0)
+  const MonitorConfig none;
+  if (monitor->path.empty()) {
+    section.refuse_without_effect({"trace_first"}, "without \"monitor.path\"");
+    if (monitor->formats != none.formats)
+      section.refuse_without_effect({"formats"}, "without \"monitor.path\"");
+  }
+  if (monitor->trace_first == 0 && monitor->trace_steps != none.trace_steps)
     section.refuse_without_effect({"trace_steps"}, "while monitor.trace_first is 0");
   if (monitor->trace_first > 0 && monitor->events == 0)
     fail(

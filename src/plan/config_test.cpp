@@ -325,7 +325,9 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{R"({"checkpoint": {"keep": -1}})", {R"("checkpoint.keep" is -1)", ">= 0"}},
         Bad{R"({"checkpoint": {"path": "/a", "signals": ["SIGTERN"]}})", {"SIGTERN", "SIGTERM"}},
         Bad{R"({"checkpoint": {"signals": ["SIGTERM"]}})", {"need \"checkpoint.path\""}},
-        Bad{R"({"monitor": {"csv": true}})", {"does not support monitors"}}));
+        Bad{R"({"monitor": {"csv": true}})", {"unknown key \"monitor.csv\""}},
+        Bad{R"({"monitor": {"path": "a", "formats": "csv"}})", {"a list of \"jsonl\""}},
+        Bad{R"({"monitor": {"path": "a", "trace_steps": 2}})", {"monitor.trace_first is 0"}}));
 
 INSTANTIATE_TEST_SUITE_P(
     Worlds, BadConfigTest,

@@ -46,7 +46,7 @@ def _attention(args: Any, out: Any) -> int:
     """Scores and their product with the values, over all pairs of tokens, masked or not."""
     query, key, value = args[:3]
     pairs = math.prod(query.shape[:-1]) * int(key.shape[-2])
-    return 2 * pairs * (int(query.shape[-1]) + int(value.shape[-1]))
+    return int(2 * pairs * (int(query.shape[-1]) + int(value.shape[-1])))
 
 
 _RULES: dict[Any, Callable[[Any, Any], int]] = {

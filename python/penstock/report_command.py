@@ -1,0 +1,29 @@
+"""penstock report: a page about a run, or two."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from penstock.monitor import report
+
+
+def _report(args: argparse.Namespace) -> int:
+    path = pathlib.Path(args.output) if args.output else pathlib.Path(args.run) / "report.html"
+    report.write([folder for folder in (args.run, args.other) if folder is not None], path)
+    print(path)
+    return 0
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to the command line."""
+    made = commands.add_parser(
+        "report",
+        help="one HTML file about a run, or comparing two",
+        description="Reads the folder that monitor.path names, also while the run goes on or after "
+        "it was killed, and writes one HTML file, which needs no network.",
+    )
+    made.add_argument("run", metavar="RUN", help="the run's folder")
+    made.add_argument("other", metavar="RUN2", nargs="?", help="another beside it")
+    made.add_argument("-o", "--output", metavar="FILE", help="default: report.html in RUN")
+    made.set_defaults(command=_report)
