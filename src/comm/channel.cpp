@@ -158,7 +158,7 @@ void Channel::meet(const Label& label, const Run& run) {
   const Position position{step_, exchanges() - 1, name_.text, label.text};
   Board* const board = group_.board();
   const Waiting waiting(board, lane_, {step_, position.sequence, tag}, *label.text);
-  trace::Span span(recorder_.get(), trace::Kind::kExchange, label.text);
+  trace::Span span(recorder.get(), trace::Kind::kExchange, label.text);
   for (const Part& part : sends_) span.add_bytes(part.bytes);
   try {
     run(tag);
@@ -179,7 +179,7 @@ void Channel::queue(const Label& label, const device::Device& device, DeviceColl
                     const std::function<void()>& collective) {
   history_ = mix(history_, begin(label));
   const Position position{step_, exchanges() - 1, name_.text, label.text};
-  const trace::Span span(recorder_.get(), trace::Kind::kExchange, label.text);
+  const trace::Span span(recorder.get(), trace::Kind::kExchange, label.text);
   try {
     back_end.run(position, device.current(), collective);
   } catch (const Aborted& error) {

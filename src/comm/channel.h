@@ -90,8 +90,6 @@ class Channel {
 
   // Collectives of device memory among these members are that back end's. The members outlive it.
   void use(const Members& members, std::shared_ptr<DeviceCollectives> back_end);
-  // Exchanges are events of the thread that makes them. May be null.
-  void record(std::shared_ptr<trace::Recorder> recorder) { recorder_ = std::move(recorder); }
   // Of all collectives so far that were a device's: ranks that made the same ones have the same.
   // (Those through the host are compared one by one.)
   uint64_t history() const { return history_; }
@@ -127,6 +125,9 @@ class Channel {
   std::vector<std::string> share(const Label& label, const Members& members,
                                  const std::string& payload);
 
+  // Exchanges are events of the thread that makes them. May be null.
+  std::shared_ptr<trace::Recorder> recorder;
+
  private:
   void start();
   void gather(const Label& label, const Members& members, const std::vector<GatherBuffer>& buffers);
@@ -154,7 +155,6 @@ class Channel {
 
   Group& group_;
   const Label name_;
-  std::shared_ptr<trace::Recorder> recorder_;
   const int lane_;                     // of the group's board
   std::atomic<int64_t> sequence_ = 0;  // of the next exchange
   int64_t step_ = 0;

@@ -14,6 +14,7 @@
 #include "src/engine/agreement.h"
 #include "src/engine/lent.h"
 #include "src/engine/state.h"
+#include "src/engine/watching.h"
 #include "src/plan/strategy.h"
 
 namespace penstock {
@@ -22,7 +23,7 @@ Core::Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> g
            bool external_optimizer)
     : state_(std::make_shared<State>(tree, config, std::move(group), external_optimizer)) {
   state_->install_hooks();
-  state_->describe_run();
+  State::Watching{*state_}.describe();
 }
 
 Core::~Core() = default;

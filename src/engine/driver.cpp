@@ -35,10 +35,11 @@ bool sums_gradients(const Step& step) { return step.op == Op::kSum; }
 
 }  // namespace
 
-Driver::Driver(exec::Executor& executor) : executor_(executor), recorder_(executor.recorder()) {
+Driver::Driver(exec::Executor& executor)
+    : executor_(executor), recorder_(*executor.traffic().tiers().recorder) {
   const size_t num_units = executor.units().size();
   began_ns_.assign(num_units, 0);
-  for (size_t unit = 0; unit < num_units && recorder_ != nullptr; ++unit) {
+  for (size_t unit = 0; unit < num_units; ++unit) {
     const std::string name = concat(" u", unit, " (", executor.units()[unit].name, ")");
     computes_[0].push_back(std::make_shared<const std::string>("forward" + name));
     computes_[1].push_back(std::make_shared<const std::string>("backward" + name));
@@ -70,7 +71,7 @@ void Driver::begin(Section section) {
   section_ = section;
   next_ = 0;
   running_ = true;
-  if (is_backward(section) && recorder_ != nullptr) backward_ns_ = trace::now_ns();
+  if (is_backward(section)) backward_ns_ = trace::now_ns();
   std::fill(done_.begin(), done_.end(), false);
   const bool goes_on = is_backward(section) || section == Section::kForwardNext;
   if (goes_on && std::exchange(lost_hold_, false)) bring_back();
@@ -102,19 +103,19 @@ size_t Driver::find(Op op, int unit, bool end) const {
 }
 
 void Driver::compute_begins(int unit) {
-  if (recorder_ != nullptr && active_[unit] == 0) began_ns_[unit] = trace::now_ns();
+  if (active_[unit] == 0) began_ns_[unit] = trace::now_ns();
 }
 
 // Forwards lie within each other as calls do. Backwards come one after the other, each from where
 // the one before has ended: what is entered may wait for what autograd does first.
 void Driver::compute_ends(Op op, int unit) {
-  if (recorder_ == nullptr || !recorder_->on()) return;
+  if (!recorder_.on()) return;
   const int64_t now = trace::now_ns(), began = std::exchange(began_ns_[unit], 0);
   const bool backward = op == Op::kBackward;
   if (!backward && began == 0) return;
-  recorder_->add({backward ? std::max(began, std::exchange(backward_ns_, now)) : began, now, 0, 0,
-                  0, computes_[backward ? 1 : 0][static_cast<size_t>(unit)],
-                  trace::Recorder::kModel, trace::Kind::kCompute});
+  recorder_.add({backward ? std::max(began, std::exchange(backward_ns_, now)) : began, now, 0, 0, 0,
+                 computes_[backward ? 1 : 0][static_cast<size_t>(unit)], trace::Recorder::kModel,
+                 trace::Kind::kCompute});
 }
 
 void Driver::enter(Op op, int unit) {
@@ -205,7 +206,7 @@ void Driver::run_to(size_t end) {
     // Where every unit is entered before its gradients come, one whose line is passed without that
     // was skipped on this rank: the others must not wait for its share of the reduction.
     if (step.op == Op::kBackward && step.mark != Mark::kBegin && step.mark != Mark::kUse &&
-        executor_.moves_params() && active_[step.units.front()] == 0) {
+        executor_.table().moves_params() && active_[step.units.front()] == 0) {
       done_[step.units.front()] = true;
     }
     run((*steps_)[next_++]);

@@ -67,7 +67,7 @@ class Driver {
   void compute_ends(Op op, int unit);
 
   exec::Executor& executor_;
-  trace::Recorder* const recorder_;  // null: nothing is recorded
+  trace::Recorder& recorder_;
   std::array<std::vector<trace::Text>, 2>
       computes_;                   // what computes, forward and backward; by unit
   std::vector<int64_t> began_ns_;  // by unit: when it was entered, 0 = not

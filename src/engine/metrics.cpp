@@ -12,8 +12,8 @@
 #include "penstock/error.h"
 #include "penstock/report.h"
 #include "src/base/text.h"
-#include "src/engine/monitor.h"
-#include "src/engine/state.h"
+#include "src/engine/clocks.h"
+#include "src/engine/watching.h"
 #include "src/plan/strategy.h"
 #include "src/trace/chrome.h"
 
@@ -67,20 +67,31 @@ std::vector<std::pair<std::string, double>> StepMetrics::values() const {
           {"disk_bytes", of(disk_bytes)}};
 }
 
-// What stays as it is: written when the run begins, and when the plans of its order are made.
-void Core::State::describe_run() {
-  engine::RunFiles* const files = monitor->files();
+void Core::State::Watching::begin() {
+  state.together.record(state.tiers.recorder);
+  state.monitor.emplace(state.config, state.tiers.recorder, state.group->rank(),
+                        state.group->size());
+  if (state.group->size() == 1) return;
+  state.monitor->clock_offset_ns =
+      engine::clock_offset([this](const std::string& label, const std::string& payload) {
+        return state.executor->share(label, payload);
+      });
+}
+
+void Core::State::Watching::describe() {
+  engine::RunFiles* const files = state.monitor->files();
   if (files == nullptr) return;
-  const Report report(shared_from_this());
+  const Report report(state.shared_from_this());
   const LedgerReport ledger = report.ledger();
+  const Config& config = state.config;
   nlohmann::ordered_json out;
   out["version"] = PENSTOCK_VERSION;
   out["torch"] = TORCH_VERSION;
   out["host"] = host_name();
   out["pid"] = getpid();
-  out["ranks"] = group->size();
-  out["transport"] = group->transport();
-  out["started"] = started;
+  out["ranks"] = state.group->size();
+  out["transport"] = state.group->transport();
+  out["started"] = state.monitor->started;
   out["strategy"] = config.strategy;
   out["config"] = nlohmann::ordered_json::parse(config.json());
   const LedgerEntry& predicted = ledger.predicted.at(config.strategy);
@@ -90,20 +101,20 @@ void Core::State::describe_run() {
                       {"host", predicted.host},          {"disk", predicted.disk},
                       {"exchanges", predicted.exchanges}};
   for (const Section section : kSections) {
-    out["plan"][section_name(section)] = driver->plan(section).text();
+    out["plan"][section_name(section)] = state.driver->plan(section).text();
   }
   out["explain"] = report.explain();
   files->replace("run.json", out.dump(1) + "\n");
 }
 
-void Core::State::end_step(const std::vector<OptimizerConfig>& groups) {
+void Core::State::Watching::end_step(const std::vector<OptimizerConfig>& groups) {
   StepMetrics made;
-  made.step = steps;
-  made.grad_norm = executor->updates().grad_norm();
+  made.step = state.steps;
+  made.grad_norm = state.executor->updates().seen().grad_norm;
   made.lr = groups.empty() ? kNotKnown : groups.front().lr;
-  made.loss_scale = loss_scale.value();
-  made.skipped_steps = skipped;
-  const mem::Usage device = tiers.device.usage(), host = tiers.host.usage();
+  made.loss_scale = state.loss_scale.value();
+  made.skipped_steps = state.skipped;
+  const mem::Usage device = state.tiers.device.usage(), host = state.tiers.host.usage();
   const auto now = [&](mem::Account account) {
     return device.now[static_cast<size_t>(account)] + host.now[static_cast<size_t>(account)];
   };
@@ -113,31 +124,33 @@ void Core::State::end_step(const std::vector<OptimizerConfig>& groups) {
   made.buffer_bytes = now(mem::Account::kBuffers);
   made.device_peak_bytes = device.total_peak;
   made.host_peak_bytes = host.total_peak;
-  engine::SoFar so_far = monitor->recorded();
-  made.disk_bytes = executor->activations().disk_bytes();
-  if (tiers.disk) {
-    made.disk_bytes += tiers.disk->reserved();
-    so_far.disk_read = tiers.disk->bytes_read();
-    so_far.disk_written = tiers.disk->bytes_written();
-    so_far.disk_busy_s = tiers.disk->busy_s();
+  engine::SoFar so_far = state.monitor->recorded();
+  made.disk_bytes = state.executor->activations().disk_bytes();
+  if (state.tiers.disk) {
+    made.disk_bytes += state.tiers.disk->reserved();
+    so_far.disk_read = state.tiers.disk->bytes_read();
+    so_far.disk_written = state.tiers.disk->bytes_written();
+    so_far.disk_busy_s = state.tiers.disk->busy_s();
   }
-  monitor->end_step(made, executor->updates().told(), so_far);
-  if (steps == 1) describe_run();
-  if (const auto wish = monitor->take_finished()) write_trace(*wish);
+  state.monitor->end_step(made, state.executor->updates().seen().told, so_far);
+  if (state.steps == 1) describe();
+  if (const auto wish = state.monitor->take_finished()) write_trace(*wish);
+  state.executor->set_step(state.steps + 1);
+  state.together.set_step(state.steps + 1);
 }
 
-// Every rank comes to it after the same step.
-void Core::State::write_trace(const engine::TraceWish& wish) {
+void Core::State::Watching::write_trace(const engine::TraceWish& wish) {
   const std::vector<std::string> parts =
-      executor->collect("trace", events_of(monitor->recorder().end_record()));
-  if (group->rank() != 0) return;
+      state.executor->collect("trace", events_of(state.monitor->recorder().end_record()));
+  if (state.group->rank() != 0) return;
   write_file(wish.path, trace::chrome_trace(parts, "{}"));
   if (wish.written) wish.written(wish.path);
 }
 
-std::string Core::State::events_of(const std::vector<trace::Event>& events) {
-  return trace::chrome_events(
-      {group->rank(), host_name(), clock_offset_ns, monitor->recorder().rows()}, events);
+std::string Core::State::Watching::events_of(const std::vector<trace::Event>& events) {
+  return trace::chrome_events({state.group->rank(), host_name(), state.monitor->clock_offset_ns,
+                               state.monitor->recorder().rows()},
+                              events);
 }
 
 void Metrics::count(int64_t samples, int64_t tokens) { state_->monitor->count(samples, tokens); }
@@ -151,7 +164,7 @@ const StepMetrics& Metrics::last() const { return state_->monitor->last(); }
 
 void Metrics::write_last(const std::string& path) const {
   const std::vector<trace::Event> events = state_->monitor->recorder().last();
-  write_file(path, trace::chrome_trace({state_->events_of(events)}, "{}"));
+  write_file(path, trace::chrome_trace({Core::State::Watching{*state_}.events_of(events)}, "{}"));
 }
 
 void Metrics::flush() {

@@ -15,7 +15,8 @@ double seconds_since_1970() {
 
 Monitor::Monitor(const Config& config, std::shared_ptr<trace::Recorder> recorder, int rank,
                  int size)
-    : recorder_(std::move(recorder)),
+    : started(seconds_since_1970()),
+      recorder_(std::move(recorder)),
       size_(size),
       copies_(config.mesh.tensor * config.mesh.pipeline * config.mesh.sequence),
       every_(config.monitor.every) {
@@ -29,25 +30,22 @@ Monitor::Monitor(const Config& config, std::shared_ptr<trace::Recorder> recorder
 }
 
 void Monitor::saw(const at::Tensor& loss) {
-  ++told_.losses;
+  ++counted_.told.losses;
   const at::Tensor value = loss.detach().reshape({});
   if (value.device().is_cpu()) {
-    told_.loss += value.item().toDouble();
+    counted_.told.loss += value.item().toDouble();
     return;
   }
   const at::Tensor wide = value.to(at::kFloat);
-  loss_there_ = loss_there_.defined() ? loss_there_ + wide : wide;
+  counted_.loss_there = counted_.loss_there.defined() ? counted_.loss_there + wide : wide;
 }
 
 void Monitor::count(int64_t samples, int64_t tokens) {
-  told_.samples += static_cast<double>(samples);
-  told_.tokens += static_cast<double>(tokens);
+  counted_.told.samples += static_cast<double>(samples);
+  counted_.told.tokens += static_cast<double>(tokens);
 }
 
-void Monitor::drop() {
-  told_ = {};
-  loss_there_.reset();
-}
+void Monitor::drop() { counted_ = exec::Counted(); }
 
 void Monitor::ask(TraceWish wish) {
   wish_ = std::move(wish);

@@ -37,8 +37,7 @@ class Monitor {
   void saw(const at::Tensor& loss);
   void count(int64_t samples, int64_t tokens);
   void drop();  // the window
-  const exec::Told& told() const { return told_; }
-  const at::Tensor& loss_there() const { return loss_there_; }
+  const exec::Counted& counted() const { return counted_; }
 
   // A forward of a training step begins: before the first one nothing is a step's time.
   void begins();
@@ -50,7 +49,9 @@ class Monitor {
   trace::Recorder& recorder() { return *recorder_; }
   RunFiles* files() { return files_ ? &*files_ : nullptr; }  // null: there are none
 
+  const double started;  // seconds since 1970
   double flops_per_sample = 0.0, rank_peak = 0.0;
+  int64_t clock_offset_ns = 0;  // to rank 0's clock
   // From now on, or from its first step.
   void ask(TraceWish wish);
   // What was asked for has all its steps: it is no wish any more.
@@ -60,8 +61,7 @@ class Monitor {
   const std::shared_ptr<trace::Recorder> recorder_;
   const int size_, copies_;  // ranks; of them, that count the same samples
   const int64_t every_;
-  exec::Told told_;
-  at::Tensor loss_there_;
+  exec::Counted counted_;
   SoFar before_;
   StepMetrics last_;
   std::optional<TraceWish> wish_;

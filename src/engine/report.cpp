@@ -29,7 +29,7 @@ LedgerEntry entry_of(const Ledger& ledger) {
 
 }  // namespace
 
-double Report::grad_norm() const { return state_->executor->updates().grad_norm(); }
+double Report::grad_norm() const { return state_->executor->updates().seen().grad_norm; }
 double Report::loss_scale() const { return state_->loss_scale.value(); }
 int64_t Report::skipped_steps() const { return state_->skipped; }
 std::string Report::overflow() const { return state_->overflow; }

@@ -10,9 +10,9 @@
 #include "src/base/text.h"
 #include "src/engine/adoption.h"
 #include "src/engine/blueprint.h"
-#include "src/engine/clocks.h"
 #include "src/engine/room.h"
 #include "src/engine/state.h"
+#include "src/engine/watching.h"
 #include "src/plan/strategy.h"
 
 namespace penstock {
@@ -158,10 +158,8 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                    bool external_optimizer)
     : config(settings),
       group(std::move(ranks)),
-      tiers(device_of(tree)),
-      loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)),
-      started(std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch())
-                  .count()) {
+      tiers(device_of(tree), settings.monitor.events),
+      loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
   config.resolve(group->size());
   check_memory(tree);
   engine::Blueprint blueprint = engine::draw(tree, config, group->rank());
@@ -178,26 +176,22 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   config = std::move(blueprint.config);
   model = std::move(blueprint.model);
   resolve_reduce_dtype(model, static_cast<bool>(group->device_groups()), &config);
-  tiers.recorder = std::make_shared<trace::Recorder>(config.monitor.events);
   executor.emplace(table, blueprint.mesh, *group, tiers, std::move(blueprint.units));
   driver.emplace(*executor);
   wholes.emplace(*executor);
   if (config.mesh.tensor > 1) {
     together.tensor.emplace(group, executor->mesh(), blueprint.ruled, blueprint.split.tree,
                             params_of(executor->units()));
-    together.tensor->peers().record(tiers.recorder);
   }
   if (config.mesh.sequence > 1) {
     together.sequence =
         std::make_shared<parallel::Peers>(group, sequence_ranks(config, group->rank()), "sequence");
-    together.sequence->record(tiers.recorder);
   }
   if (config.mesh.pipeline > 1) {
     together.stages.emplace(group, Groups(executor->mesh(), group->rank()).pipeline(),
                             blueprint.stages, config.parallel);
-    together.stages->record(tiers.recorder);
   }
-  moves_params = executor->moves_params();
+  moves_params = executor->table().moves_params();
   tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);
   unit_events = moves_params || table.moves_activations();
   engine::Adoption adoption(*executor, tiers);
@@ -215,15 +209,9 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   began.assign(waiting.size(), 0);
   written.assign(waiting.size(), 0);
   make_plans();
-  monitor.emplace(config, tiers.recorder, group->rank(), group->size());
   border.emplace(*executor, *tiled);
   adoption.commit();
-  if (group->size() > 1) {
-    clock_offset_ns =
-        engine::clock_offset([this](const std::string& label, const std::string& payload) {
-          return executor->share(label, payload);
-        });
-  }
+  Watching{*this}.begin();
   show(group->board(), "the caller's code, after initialize");
 }
 

@@ -10,6 +10,7 @@
 #include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/engine/agreement.h"
+#include "src/engine/watching.h"
 #include "src/plan/strategy.h"
 
 namespace penstock {
@@ -407,13 +408,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   border->look_at_params();
   border->hide_gradients();
   const std::string bad = window->take_blamed();
-  exec::Update update;
-  update.groups = groups;
-  update.clip = config.clip;
-  update.bad = bad;
-  update.external = external;
-  update.told = monitor->told();
-  update.loss_there = monitor->loss_there();
+  exec::Update update{groups, config.clip, bad, external, monitor->counted(), {}, {}};
   update.say = [this, told = engine::options_text(groups, options)] {
     return engine::say_window(*window, *driver) + told + static_cast<char>('0' + save_wanted);
   };
@@ -449,17 +444,14 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     return false;
   } catch (const std::exception& error) {  // thrown on, after the section is closed
     failed("update", error.what());
-    window->on(engine::Call::kDrop);
-    executor->discard();
+    drop_gradients();
     driver->abandon();
     throw;
   }
   loss_scale.good_step();
   executor->updates().arrive();
   ++steps;
-  end_step(groups);
-  executor->set_step(steps + 1);
-  together.set_step(steps + 1);
+  Watching{*this}.end_step(groups);
   return true;
 }
 

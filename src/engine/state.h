@@ -113,12 +113,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::optional<engine::OutsideReads> outside_reads;
   ckpt::Saver saver;  // last: it ends first
 
-  void describe_run();
-  // As part of a Chrome trace.
-  std::string events_of(const std::vector<trace::Event>& events);
-  int64_t clock_offset_ns = 0;  // to rank 0's clock
-
   struct Checkpointing;  // checkpoints.cpp
+  struct Watching;       // watching.h
 
  private:
   struct Closing;  // close.cpp
@@ -143,9 +139,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void unit_complete(int unit);
   void end_backward();
   void make_plans();
-  void end_step(const std::vector<OptimizerConfig>& groups);  // metrics.cpp
-  void write_trace(const engine::TraceWish& wish);
-  double started = 0.0;  // seconds since 1970
 };
 
 }  // namespace penstock

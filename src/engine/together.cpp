@@ -57,6 +57,12 @@ void Together::set_step(int64_t step) {
   if (stages) stages->set_step(step);
 }
 
+void Together::record(const std::shared_ptr<trace::Recorder>& recorder) {
+  if (tensor) tensor->peers().record(recorder);
+  if (sequence) sequence->record(recorder);
+  if (stages) stages->record(recorder);
+}
+
 std::string Together::cut_short() const {
   return stages && stages->open() ? "a batch of the pipeline was cut short" : "";
 }

@@ -55,6 +55,7 @@ struct Together {
   std::optional<StageLanes> stages;           // where mesh.pipeline > 1
 
   void set_step(int64_t step);
+  void record(const std::shared_ptr<trace::Recorder>& recorder);
   // Why there are messages under way that nobody waits for, or nothing.
   std::string cut_short() const;
   void close();

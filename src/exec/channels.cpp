@@ -36,7 +36,7 @@ int64_t Channels::exchanges() {
 }
 
 void Channels::record(const std::shared_ptr<trace::Recorder>& recorder) {
-  for_each([&](comm::Channel& channel) { channel.record(recorder); });
+  for_each([&](comm::Channel& channel) { channel.recorder = recorder; });
 }
 
 void Channels::set_step(int64_t step) {

@@ -26,10 +26,8 @@ Executor::Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tier
       values_(rank_, gradients_, updates_),
       activations_(rank_.cell(Role::kAct, Phase::kHold).tier, tiers.computes),
       lanes_(rank_.table, tiers.computes, group.size() > 1 && !group.device_groups()) {
-  if (tiers.recorder) {
-    lanes_.record(tiers.recorder);
-    rank_.channels.record(tiers.recorder);
-  }
+  lanes_.record(tiers.recorder);
+  rank_.channels.record(tiers.recorder);
   set_step(1);
 }
 
@@ -69,7 +67,7 @@ void Executor::run(const PlannedStep& planned) {
   const Step& step = planned.step;
   const trace::AtLine at(planned.label.text);
   // On this thread; what lanes do for it are events of theirs.
-  trace::Span span(step.is_compute() ? nullptr : recorder(), trace::Kind::kLine,
+  trace::Span span(step.is_compute() ? nullptr : rank_.tiers.recorder.get(), trace::Kind::kLine,
                    planned.label.text);
   if (step.op == Op::kMove || step.op == Op::kDrop) span.at_least(kWorthAnEvent);
   if (Board* const board = rank_.group.board()) board->log(*planned.label.text, step.is_compute());
@@ -178,7 +176,7 @@ void Executor::set_step(int64_t step) {
   rank_.channels.set_step(step);
   if (Board* const board = rank_.group.board()) board->set_step(step);
   updates_.set_step(step);
-  if (recorder() != nullptr) recorder()->set_step(step);
+  rank_.tiers.recorder->set_step(step);
 }
 
 }  // namespace penstock::exec

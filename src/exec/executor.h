@@ -53,10 +53,7 @@ class Executor {
   const std::vector<UnitState>& units() const { return rank_.units; }
   const Table& table() const { return rank_.table; }
   const Mesh& mesh() const { return rank_.mesh; }
-  trace::Recorder* recorder() { return rank_.tiers.recorder.get(); }  // may be null
   mem::DiskTraffic& traffic() { return rank_.traffic; }
-  // Parameters are not at all times what computes: units are brought and entered.
-  bool moves_params() const { return rank_.table.moves_params(); }
 
  private:
   void move(const PlannedStep& planned);

@@ -15,6 +15,16 @@ namespace {
 constexpr size_t kBadBytes = 256;  // of the text that names a non-finite contribution
 constexpr char kCounts = '1', kDoubtful = '0';
 
+std::vector<Slot*> slots_of(std::vector<UnitState>& units) {
+  std::vector<Slot*> slots;
+  for (UnitState& unit : units) {
+    for (Flat& flat : unit.flats) {
+      for (Slot& slot : flat.slots) slots.push_back(&slot);
+    }
+  }
+  return slots;
+}
+
 }  // namespace
 
 bool Norm::stay_on_device() const {
@@ -28,7 +38,7 @@ Norm::Own Norm::look(const Update& update) {
     gradients_.last_move().wait_on_host();
     rank_.tiers.computes.synchronize();  // those that no lane has moved
   }
-  Own own{0.0, update.bad, false, {}, update.told};
+  Own own{0.0, update.bad, false, {}, update.counted.told};
   std::vector<at::Tensor> there;
   std::vector<std::string> suspects;
   for (UnitState& unit : rank_.units) {
@@ -60,9 +70,9 @@ Norm::Own Norm::look(const Update& update) {
   const size_t num_left = left.size();
   for (const Doubt& doubt : rank_.doubts) there.push_back(doubt.edits);
   const std::vector<Doubt> doubts = std::exchange(rank_.doubts, {});
-  if (update.loss_there.defined()) there.push_back(update.loss_there);
+  if (update.counted.loss_there.defined()) there.push_back(update.counted.loss_there);
   const std::vector<double> answers = device::read(there);
-  if (update.loss_there.defined()) own.told.loss += answers.back();
+  if (update.counted.loss_there.defined()) own.told.loss += answers.back();
   for (size_t i = 0; i < num_squares; ++i) own.squares += answers[i];
   for (size_t i = 0; i < num_sums && own.bad.empty(); ++i) {
     if (std::isfinite(answers[num_squares + i])) continue;
@@ -105,12 +115,7 @@ std::array<uint64_t, 2> Norm::history() {
 Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
   const Own own = look(update);
   Result made;
-  std::vector<Slot*> slots;
-  for (UnitState& unit : rank_.units) {
-    for (Flat& flat : unit.flats) {
-      for (Slot& slot : flat.slots) slots.push_back(&slot);
-    }
-  }
+  const std::vector<Slot*> slots = slots_of(rank_.units);
   constexpr size_t kBad = sizeof(double) + 1, kEdited = kBad + kBadBytes;
   constexpr size_t kHistory = kEdited + kBadBytes;
   const std::array<uint64_t, 2> mine = history();
@@ -137,10 +142,7 @@ Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
     made.total += sum;
     Told told;
     std::memcpy(&told, part.data() + kTold, sizeof(told));
-    made.told.loss += told.loss;
-    made.told.losses += told.losses;
-    made.told.samples += told.samples;
-    made.told.tokens += told.tokens;
+    made.told.add(told);
     std::string& first = part[sizeof(double)] == kCounts ? made.bad : doubtful;
     if (first.empty()) first = part.c_str() + kBad;
     if (edited.empty()) edited = part.c_str() + kEdited;

@@ -19,6 +19,23 @@ namespace penstock::exec {
 struct Told {
   double loss = 0.0, losses = 0.0;  // their sum and number
   double samples = 0.0, tokens = 0.0;
+  void add(const Told& other) {
+    loss += other.loss;
+    losses += other.losses;
+    samples += other.samples;
+    tokens += other.tokens;
+  }
+};
+
+struct Counted {
+  Told told;
+  at::Tensor loss_there;  // a part of told.loss that is on a device, or undefined
+};
+
+// What all ranks know after it.
+struct Seen {
+  double grad_norm = 0.0;  // of the averaged gradient, before clipping
+  Told told;               // by all of them
 };
 
 // What one step is asked for.
@@ -27,8 +44,7 @@ struct Update {
   double clip = 0.0;
   std::string bad;                 // first non-finite contribution on this rank, or empty
   std::function<void()> external;  // the user's optimizer; empty = our kernels
-  Told told;
-  at::Tensor loss_there;  // a part of told.loss that is on a device, or undefined
+  Counted counted;
   // What this rank says of the window: as long everywhere, and told with the norm.
   std::function<std::string()> say;
   // What all of them said, by rank. Returns what the gradients are divided by (micro-batches

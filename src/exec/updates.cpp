@@ -92,7 +92,7 @@ Updates::Updates(Rank& rank, Lanes& lanes, Gradients& gradients)
       gradients_(gradients),
       norm_(rank, lanes, gradients),
       channel_(rank.group, "update") {
-  channel_.record(rank.tiers.recorder);
+  channel_.recorder = rank.tiers.recorder;
 }
 
 void Updates::begin(Update update) {
@@ -138,7 +138,7 @@ void Updates::norm(const comm::Label& label) {
     made = norm_.exchange(label, update_);
   }
   const auto& [total, divisor, bad, told] = made;
-  told_ = told;
+  seen_.told = told;
   if (!bad.empty() || !std::isfinite(total)) {
     discard();
     gradients_.discard();
@@ -148,9 +148,9 @@ void Updates::norm(const comm::Label& label) {
         bad.empty() ? "Every contribution was finite: their sum overflowed"
                     : "First seen: " + bad));
   }
-  grad_norm_ = std::sqrt(total) / divisor;
+  seen_.grad_norm = std::sqrt(total) / divisor;
   double scale = 1.0 / divisor;
-  if (update_.clip > 0.0) scale *= std::min(1.0, update_.clip / (grad_norm_ + 1e-6));
+  if (update_.clip > 0.0) scale *= std::min(1.0, update_.clip / (seen_.grad_norm + 1e-6));
   grad_scale_ = static_cast<float>(scale);
   bump_versions();
   if (update_.external) {

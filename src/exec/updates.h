@@ -42,9 +42,8 @@ class Updates {
   void finish();  // every unit has its new weights
   // Every unit is where it rests. On a device the engine remembers how it leaves them to users.
   void arrive();
-  void discard();  // what was read ahead of an update that does not come
-  double grad_norm() const { return grad_norm_; }
-  const Told& told() const { return told_; }  // by all ranks, with the last norm
+  void discard();                             // what was read ahead of an update that does not come
+  const Seen& seen() const { return seen_; }  // with the last norm
   int64_t exchanges() const { return channel_.exchanges(); }
   void set_step(int64_t step);
 
@@ -93,8 +92,7 @@ class Updates {
   std::set<const Slot*> compared_;  // replicas over the tensor axis
   comm::Channel channel_;
   Update update_;
-  double grad_norm_ = 0.0;
-  Told told_;
+  Seen seen_;
   float grad_scale_ = 1.0F;
 };
 

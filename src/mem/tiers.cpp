@@ -2,12 +2,13 @@
 
 namespace penstock::mem {
 
-Tiers::Tiers(c10::Device where)
+Tiers::Tiers(c10::Device where, int64_t events)
     : computes(where),
       memory(computes.is_host() ? Kind::kHost : Kind::kPinned, computes),
       accelerator(Kind::kDevice, computes),
       device(computes.is_host() ? memory : accelerator),
-      host(memory) {}
+      host(memory),
+      recorder(std::make_shared<trace::Recorder>(events)) {}
 
 void Tiers::close_disk() {
   if (!disk) return;

@@ -14,7 +14,8 @@ namespace penstock::mem {
 struct Tiers {
   // Where parameters compute. What of the host's memory goes to and from it is pinned, which is all
   // of it but what keep_here() names.
-  explicit Tiers(c10::Device where = c10::Device(c10::DeviceType::CPU));
+  // `events`: how many the recorder keeps.
+  explicit Tiers(c10::Device where = c10::Device(c10::DeviceType::CPU), int64_t events = 0);
 
   // Before the first of it is taken: that account's host memory never crosses to the device.
   void keep_here(Account account) { host.use(account, pageable); }
@@ -34,8 +35,8 @@ struct Tiers {
   Pool memory;                 // where that is the host: of both tiers; else pinned
   Pool pageable, accelerator;  // where it is not
   Arena device, host;
-  std::shared_ptr<trace::Recorder> recorder;  // null: nothing is recorded
-  std::optional<Disk> disk;                   // where the table has cells there
+  const std::shared_ptr<trace::Recorder> recorder;
+  std::optional<Disk> disk;  // where the table has cells there
 };
 
 }  // namespace penstock::mem

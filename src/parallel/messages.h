@@ -28,7 +28,9 @@ class Messages {
            const std::string& lane);
 
   void set_step(int64_t step) { channel_.set_step(step); }
-  void record(std::shared_ptr<trace::Recorder> recorder) { channel_.record(std::move(recorder)); }
+  void record(std::shared_ptr<trace::Recorder> recorder) {
+    channel_.recorder = std::move(recorder);
+  }
   // Throws RuntimeFault: a lost peer.
   void send(const comm::Label& label, const Message& message);
   Message receive(const comm::Label& label);

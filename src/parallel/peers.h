@@ -28,7 +28,9 @@ class Peers {
   // No more exchanges: what asks for one (a graph that outlives its engine) throws RuntimeFault.
   void close() { closed_ = true; }
   void set_step(int64_t step) { channel_.set_step(step); }  // for messages
-  void record(std::shared_ptr<trace::Recorder> recorder) { channel_.record(std::move(recorder)); }
+  void record(std::shared_ptr<trace::Recorder> recorder) {
+    channel_.recorder = std::move(recorder);
+  }
 
   int rank() const { return members_.index; }
   int size() const { return members_.size(); }

@@ -48,6 +48,16 @@ std::string Config::lines() const {
 
 namespace {
 
+nlohmann::json json_of(const MonitorConfig& monitor) {
+  return {{"path", monitor.path},
+          {"formats", monitor.formats},
+          {"every", monitor.every},
+          {"console", monitor.console},
+          {"events", monitor.events},
+          {"trace_first", monitor.trace_first},
+          {"trace_steps", monitor.trace_steps}};
+}
+
 Json json_of(const ParallelConfig& parallel) {
   Json styles = Json::object();
   for (const auto& [pattern, style] : parallel.rules) styles[pattern] = style;
@@ -72,13 +82,7 @@ std::string Config::json(int indent) const {
                         {"dtypes", nullptr}};  // its place in the order
   out["checkpoint"] = {
       {"path", checkpoint.path}, {"keep", checkpoint.keep}, {"signals", checkpoint.signals}};
-  out["monitor"] = {{"path", monitor.path},
-                    {"formats", monitor.formats},
-                    {"every", monitor.every},
-                    {"console", monitor.console},
-                    {"events", monitor.events},
-                    {"trace_first", monitor.trace_first},
-                    {"trace_steps", monitor.trace_steps}};
+  out["monitor"] = json_of(monitor);
   out["optimizer"] = optimizer ? optimizer_json(*optimizer) : nlohmann::json(nullptr);
   out["schedule"] = {{"type", schedule.type},
                      {"warmup_steps", schedule.warmup_steps},
