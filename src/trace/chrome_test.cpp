@@ -42,7 +42,7 @@ TEST(Chrome, TheDiskDoesSeveralAtOnce) {
   EXPECT_NE(made.find(R"("id":"2.1")"), std::string::npos);
 }
 
-TEST(Chrome, AFile) {
+TEST(Chrome, TheWholeFile) {
   EXPECT_EQ(chrome_trace({"{1}", "", "{2}"}, "{}"),
             "{\"traceEvents\":[\n{1},\n{2}\n],\"displayTimeUnit\":\"ms\",\"otherData\":{}}\n");
 }

@@ -1,0 +1,48 @@
+"""What a run says of itself, said wrong."""
+
+from __future__ import annotations
+
+from planted import Mutation, Pytest, gtest
+
+MONITOR, CHANNEL, DRIVER = "src/engine/monitor.cpp", "src/comm/channel.cpp", "src/engine/driver.cpp"
+NORM, RECORDER = "src/exec/norm.cpp", "src/trace/recorder.cpp"
+METRICS = Pytest(("tests/python/test_monitor.py", "-k", "rows or evaluations"))
+TRACES = Pytest(("tests/python/test_trace.py",))
+
+OF_A_RUN = [
+    Mutation(
+        "a row has the losses of one rank alone",
+        NORM,
+        "    made.told.add(told);\n",
+        "    if (other < 0 && all.empty()) made.told.add(told);\n",
+        METRICS,
+    ),
+    Mutation(
+        "what a dropped window counted is the next step's",
+        "src/engine/state.cpp",
+        "void Core::State::drop_gradients() {\n  monitor->drop();\n",
+        "void Core::State::drop_gradients() {\n",
+        METRICS,
+    ),
+    Mutation(
+        "exchanges have no bytes",
+        CHANNEL,
+        "  for (const Part& part : sends_) span.add_bytes(part.bytes);\n",
+        "",
+        METRICS,
+    ),
+    Mutation(
+        "backwards begin where they are entered, within each other",
+        DRIVER,
+        "backward ? std::max(began, std::exchange(backward_ns_, now)) : began",
+        "backward && began == 0 ? backward_ns_ : began",
+        TRACES,
+    ),
+    Mutation(
+        "waits of lanes count as the model's",
+        RECORDER,
+        "event.kind == Kind::kWait && event.row == kModel",
+        "event.kind == Kind::kWait",
+        gtest("src/trace/trace_test", "Recorder*"),
+    ),
+]
