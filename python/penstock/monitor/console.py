@@ -5,17 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from penstock.monitor import svg
+
 Row = dict[str, Any]
 
 
-def amount(value: float | None, unit: str = "") -> str:
+def amount(value: float | None) -> str:
     """Three digits and a letter: 12.3k."""
-    if value is None:
-        return ""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{letter}{unit}"
-    return f"{value:.3g}{unit}"
+    return "" if value is None else svg.number(value, digits=3)
 
 
 def line(row: Row) -> str:

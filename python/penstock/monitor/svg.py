@@ -38,11 +38,12 @@ def ticks(low: float, high: float, count: int = 4, binary: bool = False) -> list
     return [index * step for index in range(first, math.floor(high / step) + 1)]
 
 
-def number(value: float) -> str:
+def number(value: float, digits: int = 4) -> str:
+    """So many digits, and a letter from a thousand on."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
-            return f"{value / size:.4g}{letter}"
-    return f"{value:.4g}"
+            return f"{value / size:.{digits}g}{letter}"
+    return f"{value:.{digits}g}"
 
 
 class Axes:
