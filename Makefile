@@ -18,7 +18,7 @@ PY := python tests tools examples benchmarks
 export ASAN_OPTIONS ?= detect_container_overflow=0
 export UBSAN_OPTIONS ?= print_stacktrace=1:halt_on_error=1
 
-.PHONY: help setup build test demo demo-3d lint format wheel asan clean
+.PHONY: help setup build test demo demo-3d picture lint format wheel asan clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## */\1\t/p' Makefile | expand -t 10
@@ -49,14 +49,21 @@ test: build  ## C++ tests, then Python tests
 	@$(BIN)/python -m pytest -q tests/python tests/parity tests/drop_in tests/device
 
 demo: build  ## train a small GPT on two ranks of this machine; kill and resume another
-	@echo "[demo] penstock run --nproc 2 examples/train_gpt.py --demo"
-	@$(BIN)/python -m penstock run --nproc 2 examples/train_gpt.py --demo
+	@echo "[demo] penstock bench --nproc 2 -o build/machine.json"
+	@$(BIN)/python -m penstock bench --nproc 2 -o build/machine.json
+	@echo "[demo] penstock run --nproc 2 examples/train_gpt.py --demo --machine build/machine.json"
+	@$(BIN)/python -m penstock run --nproc 2 examples/train_gpt.py --demo --machine build/machine.json
 	@echo "[demo] examples/resume.py"
 	@$(BIN)/python examples/resume.py
 
 demo-3d: build  ## train a GPT and a Llama on 8 ranks: data x tensor x pipeline
 	@echo "[demo-3d] penstock run --nproc 8 examples/train_3d.py --demo"
 	@$(BIN)/python -m penstock run --nproc 8 examples/train_3d.py --demo
+
+# Of the page: make picture PART="--top 540 --height 900".
+picture: build  ## docs/report.png, a part of the report of make demo; needs chromium
+	@echo "[picture] tools/report_picture.py build/demo docs/report.png"
+	@$(BIN)/python tools/report_picture.py build/demo docs/report.png $(PART)
 
 lint: $(SETUP)  ## format, types, spelling, layers, sizes
 	@echo "[lint] clang-format"

@@ -67,6 +67,7 @@ def parse_options() -> argparse.Namespace:
     add("--config", help="Penstock config, JSON text or path; its keys replace the options")
     add("--checkpoint", metavar="DIR", help="save there, and go on from what is there")
     add("--monitor", metavar="DIR", help="metrics, a trace and report.html there")
+    add("--machine", metavar="FILE", help="what penstock bench measured: predicts the seconds")
     add("--save-every", type=int, default=50, metavar="STEPS")
     add("--seed", type=int, default=0)
     add("--log-every", type=int, default=10, metavar="STEPS")
@@ -100,6 +101,7 @@ def make_config(options: argparse.Namespace) -> dict:
     }
     if options.monitor:
         config["monitor"] = {"path": options.monitor, "trace_first": 10, "trace_steps": 2}
+        config["monitor"]["machine"] = options.machine or ""
     if options.config is None:
         return config
     text = options.config

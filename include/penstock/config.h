@@ -111,6 +111,7 @@ struct MonitorConfig {
   int64_t events = 8192;    // of the timeline that are always kept; 0 = nothing is recorded
   int64_t trace_first = 0;  // step with which a trace begins; 0 = none
   int64_t trace_steps = 1;  // that it has
+  std::string machine;      // what `penstock bench` wrote: seconds are predicted; empty = none
 };
 
 struct ActivationsConfig {
@@ -166,8 +167,8 @@ struct PENSTOCK_API Config {
   // Canonical JSON with every value, for `explain`; on one line, or indented by so many spaces.
   std::string json(int indent = -1) const;
   // The same, one "config /optimizer/lr = 0.001" a line, which ranks compare: without the folders,
-  // which are a machine's own (offload.path, comm.report_dir, checkpoint.path,
-  // monitor.path).
+  // which are a machine's own (offload.path, comm.report_dir, checkpoint.path, monitor.path,
+  // monitor.machine).
   std::string lines() const;
   // Checks what depends on the number of ranks and fills in what follows from it (mesh.data,
   // batch). Throws ConfigError naming key, value and what would fit.

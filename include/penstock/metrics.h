@@ -69,6 +69,10 @@ class PENSTOCK_API Metrics {
   void count(int64_t samples, int64_t tokens);
   // Model FLOPs of a sample (forward and backward), and the peak of one rank a second; 0: unknown.
   void set_flops(double per_sample, double rank_peak);
+  // FLOPs of one micro-batch's forward on this rank, by unit; while it runs, unit() is the
+  // innermost that computes. From them seconds are predicted where `monitor.machine` says how.
+  void set_work(std::vector<double> forward_flops);
+  int unit() const;
   // Of the last applied step; step 0 before the first.
   const StepMetrics& last() const;
   // Everything so far is in the files.
@@ -81,9 +85,10 @@ class PENSTOCK_API Metrics {
   // Throws RuntimeFault where the file cannot be written.
   void write_last(const std::string& path) const;
   // [all ranks] The next `steps` whole steps of all ranks; rank 0 writes the file when the last of
-  // them ends. `written`, if any, is called there then with the path.
-  void trace(const std::string& path, int64_t steps,
-             std::function<void(const std::string&)> written = {});
+  // them ends. `more`, if any, is called then on each rank that gave it, with what is added to its
+  // steady clock (ns) to have rank 0's; what it returns, events of a Chrome trace separated by
+  // commas, is put beside this rank's.
+  void trace(const std::string& path, int64_t steps, std::function<std::string(int64_t)> more = {});
 
  private:
   std::shared_ptr<Core::State> state_;

@@ -25,9 +25,14 @@ struct Machine {
   double host_disk = 3e9;         // read and written
   double host_memory = 3.5e10;    // for the CPU optimizer
   double device_memory = 2.5e12;  // for the device's
+  double overlap = 1.0;  // share of a lane's seconds that do not slow down what computes meanwhile
   // A rank of this CPU engine, roughly: what is chosen depends on the order of these numbers only.
   static Machine cpu() { return {1e11, 2e9, 1e9, 5e9, 1e9, 8e9, 8e9}; }
 };
+
+// Of a file that `penstock bench` wrote: an object with these names; what it does not have, or has
+// as null, is as `otherwise` says. Throws ConfigError with the file's name.
+PENSTOCK_API Machine read_machine(const std::string& path, const Machine& otherwise);
 
 // Limits in bytes per rank.
 struct Room {

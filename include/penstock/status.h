@@ -1,6 +1,7 @@
 #pragma once
 // Status: where a rank is and what it waits for, as `penstock status` reads it from another
 // process. A pure value; any thread.
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -12,6 +13,13 @@ namespace penstock {
 
 // The name of the anonymous file that each rank keeps open: /proc/PID/fd shows it.
 inline constexpr const char* kStatusFile = "penstock-status";
+
+// What a rank says of its last applied step, by the names of docs/monitoring.md (src/engine); bytes
+// are those of now.
+inline constexpr std::array<const char*, 12> kStepNumbers = {
+    "step",         "step_s", "loss",      "grad_norm",    "lr",         "samples_per_s",
+    "tokens_per_s", "mfu",    "exposed_s", "device_bytes", "host_bytes", "disk_bytes"};
+using StepNumbers = std::array<double, kStepNumbers.size()>;  // not a number: not known
 
 struct PENSTOCK_API RankStatus {
   // Text as it was at the time; of long ones the beginning; "?" of a process that was stopped while
@@ -37,6 +45,8 @@ struct PENSTOCK_API RankStatus {
   std::vector<Lane> lanes;
   std::vector<Line> log;            // the last lines of the plan, the oldest first
   std::vector<std::string> roster;  // by rank: "host pid"; empty: they have not met yet
+  double step_age_s = -1.0;         // since the last step was applied; below 0: none was
+  StepNumbers numbers{};            // of that one
 
   // Of a file, such as "/proc/123/fd/9". Nothing where it is no status of this version. Throws
   // RuntimeFault when it cannot be read.

@@ -11,6 +11,7 @@ from penstock._native import Bug, ConfigError, RuntimeFault
 from penstock.data import ResumableLoader
 from penstock.engine import Engine, initialize
 from penstock.ledger import format_ledger
+from penstock.monitor import trace
 from penstock.optimizer import Lion
 from penstock.sharded_init import init
 
@@ -25,4 +26,5 @@ __all__ = [
     "format_ledger",
     "init",
     "initialize",
+    "trace",
 ]

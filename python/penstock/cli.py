@@ -1,4 +1,4 @@
-"""The command line: run, status, inspect, report, convert, plan, explain, doctor."""
+"""The command line: run, status, top, inspect, report, convert, plan, bench, explain, doctor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import torch.distributed
 from torch._C._distributed_c10d import HashStore
 
 from penstock import (
+    bench_command,
     config_file,
     convert_command,
     inspect_command,
     plan_command,
     report_command,
     status_command,
+    top_command,
 )
 from penstock._native import _penstock
 from penstock.launch import command as launch_command
@@ -80,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     launch_command.add_to(commands)
     plan_command.add_to(commands)
+    bench_command.add_to(commands)
     status_command.add_to(commands)
+    top_command.add_to(commands)
     inspect_command.add_to(commands)
     report_command.add_to(commands)
     convert_command.add_to(commands)

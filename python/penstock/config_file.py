@@ -26,8 +26,9 @@ def config_dict(config: ConfigLike) -> dict[str, Any]:
     return read(config)[0]
 
 
-def read(config: ConfigLike) -> tuple[dict[str, Any], str]:
-    """The config in our own dialect, and the `scheduler` section of DeepSpeed's (JSON, or "").
+def read(config: ConfigLike) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """The config in our own dialect, the `scheduler` section of DeepSpeed's (JSON, or ""), and all
+    of DeepSpeed's as it was given ({} where it is ours).
 
     DeepSpeed's (docs/deepspeed.md) is translated; one warning on rank 0 lists what of it has no
     effect.
@@ -50,16 +51,16 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str]:
             )
         if translated.warning and ranks.rank() == 0 and os.environ.get("RANK", "0") == "0":
             warnings.warn(f"[front::initialize] {translated.warning}", UserWarning, stacklevel=3)
-        return native, str(translated.scheduler)
+        return native, str(translated.scheduler), json.loads(_penstock.plain_json(text))
     if isinstance(config, Mapping):
-        return dict(config), ""
+        return dict(config), "", {}
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"[front::initialize] config is not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ConfigError("[front::initialize] config must be a JSON object")
-    return parsed, ""
+    return parsed, "", {}
 
 
 def translate(text: str, num_ranks: int = 0) -> tuple[dict[str, Any], Any]:

@@ -57,8 +57,10 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         values: dict[str, Any],
         optimizer: OptimizerLike,
         lr_scheduler: Any,
+        of_deepspeed: Mapping[str, Any],
     ) -> None:
         self.module = model
+        self._of_deepspeed = of_deepspeed
         _refuse_model(model)
         given, values = optim.prepare(optimizer, model, values)
         config = tiling.with_head(model, _penstock.Config(values))
@@ -224,6 +226,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         groups = optim.settings(optimizer) if self._native else []
         options = "" if self._native else optim.options_text(optimizer)
         if not self._core.step(groups, self._external, options):
+            self._step_events.tell(self, applied=False)
             return False
         self._stepped()
         if self._native:
@@ -234,6 +237,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             # torch's schedulers warn unless they see the optimizer step.
             optimizer._opt_called = True  # type: ignore[attr-defined]
             self.lr_scheduler.step()
+        self._step_events.tell(self, applied=True)
         if self.config.checkpoint.signals:
             self._save_if_asked()
         return True
@@ -584,10 +588,10 @@ def initialize(
     if isinstance(optimizer, Mapping):  # the config key of that name
         overrides["optimizer"] = dict(optimizer)
         optimizer = None
-    values, scheduler = config_file.read(config)
+    values, scheduler, given = config_file.read(config)
     if scheduler and lr_scheduler is None:
         lr_scheduler = schedules.from_section(scheduler)
-    return Engine(model, {**values, **overrides}, optimizer, lr_scheduler)
+    return Engine(model, {**values, **overrides}, optimizer, lr_scheduler, given)
 
 
 __all__ = ["Engine", "RuntimeFault", "initialize"]

@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import nn
 
-from penstock import mesh_command, model_spec, tree
+from penstock import machine_file, mesh_command, model_spec, tree
 from penstock._native import _penstock
 from penstock.config_file import config_dict
 
 _HELP = "will it fit, how fast: every strategy and offload choice for a model"
 _TOKENS = 4096
-# Field of the machine -> its options, what it is.
+# Field of the machine -> its options.
 _MACHINE = {
-    "flops": ("--flops", "FLOP/s of forward and backward"),
-    "local": ("--local-link --intra", "bytes/s sent to ranks of the same node"),
-    "node": ("--node-link --inter", "bytes/s sent to other nodes"),
-    "device_host": ("--device-host-link", "bytes/s copied between device and host memory"),
-    "host_disk": ("--host-disk-link", "bytes/s read from and written to disk"),
-    "host_memory": ("--host-memory", "bytes/s of host memory, for an optimizer on the CPU"),
-    "device_memory": ("--device-memory", "bytes/s of device memory, for one on the device"),
+    "flops": "--flops",
+    "local": "--local-link --intra",
+    "node": "--node-link --inter",
+    "device_host": "--device-host-link",
+    "host_disk": "--host-disk-link",
+    "host_memory": "--host-memory",
+    "device_memory": "--device-memory",
 }
 
 
@@ -53,13 +53,20 @@ def _config_of(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
     return config
 
 
+def _machine_of(args: argparse.Namespace) -> Any:
+    machine = machine_file.load(args.machine) if args.machine else _penstock.Machine()
+    for field in _MACHINE:
+        told = getattr(args, f"machine_{field}")
+        if told is not None:
+            setattr(machine, field, told)
+    return machine
+
+
 def _plan(args: argparse.Namespace) -> int:
     if args.gpus is None and (args.world is None or args.batch is not None):
         raise ValueError("[plan] give --world, or --nodes and --gpus (with --batch) for meshes")
     model = _model_of(args)
-    machine = _penstock.Machine()
-    for field in _MACHINE:
-        setattr(machine, field, getattr(args, f"machine_{field}"))
+    machine = _machine_of(args)
     if args.gpus is not None:
         mesh_command.report(args, model, _config_of(args, model), machine)
         return 0
@@ -128,13 +135,18 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     plan.add_argument("--json", action="store_true", help="for other programs")
     defaults = _penstock.Machine()
     machine = plan.add_argument_group("the machine, by rank: what it reaches")
-    for field, (options, meaning) in _MACHINE.items():
+    machine.add_argument(
+        "--machine",
+        metavar="FILE",
+        help="what `penstock bench` has measured; the options below count before it",
+    )
+    for field, options in _MACHINE.items():
+        default = f"default: as measured, or {getattr(defaults, field):g}"
         machine.add_argument(
             *options.split(),
             dest=f"machine_{field}",
             type=_positive if field == "flops" else mesh_command.rate,
             metavar="F",
-            default=getattr(defaults, field),
-            help=f"{meaning} (default %(default)g)",
+            help=f"{machine_file.FIELDS[field]} ({default})",
         )
     plan.set_defaults(command=_plan)

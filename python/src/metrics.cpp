@@ -36,6 +36,8 @@ void bind_metrics(py::module_& module) {
   py::class_<Metrics>(module, "Metrics")
       .def("count", &Metrics::count, py::arg("samples"), py::arg("tokens"))
       .def("set_flops", &Metrics::set_flops, py::arg("per_sample"), py::arg("rank_peak"))
+      .def("set_work", &Metrics::set_work, py::arg("forward_flops"))
+      .def_property_readonly("unit", &Metrics::unit)
       .def_property_readonly("last", [](const Metrics& self) { return dict_of(self.last()); })
       .def("flush", &Metrics::flush, NoGil())
       .def("write_last", &Metrics::write_last, py::arg("path"), NoGil())
@@ -48,10 +50,8 @@ void bind_metrics(py::module_& module) {
              }
              return rows;
            })
-      .def(
-          "trace",
-          [](Metrics& self, const std::string& path, int64_t steps) { self.trace(path, steps); },
-          py::arg("path"), py::arg("steps"));
+      .def("trace", &Metrics::trace, py::arg("path"), py::arg("steps"),
+           py::arg("more") = py::none());
 }
 
 }  // namespace penstock::python

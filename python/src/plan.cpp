@@ -87,7 +87,9 @@ void bind_plan(py::module_& module) {
       .def_readwrite("device_host", &Machine::device_host)
       .def_readwrite("host_disk", &Machine::host_disk)
       .def_readwrite("host_memory", &Machine::host_memory)
-      .def_readwrite("device_memory", &Machine::device_memory);
+      .def_readwrite("device_memory", &Machine::device_memory)
+      .def_readwrite("overlap", &Machine::overlap);
+  module.def("read_machine", &read_machine, py::arg("path"), py::arg("otherwise"));
   module.def("strategy_names", &strategy_names);
   module.def(
       "plan_report",

@@ -28,7 +28,14 @@ void bind_status(py::module_& module) {
       .def_readonly("at", &RankStatus::at)
       .def_readonly("lanes", &RankStatus::lanes)
       .def_readonly("log", &RankStatus::log)
-      .def_readonly("roster", &RankStatus::roster);
+      .def_readonly("roster", &RankStatus::roster)
+      .def_property_readonly("numbers", [](const RankStatus& self) {
+        py::dict dict;  // empty before the first step
+        if (self.step_age_s < 0.0) return dict;
+        dict["age_s"] = self.step_age_s;
+        for (size_t i = 0; i < kStepNumbers.size(); ++i) dict[kStepNumbers[i]] = self.numbers[i];
+        return dict;
+      });
   module.attr("STATUS_FILE") = kStatusFile;
 }
 

@@ -23,7 +23,7 @@ namespace penstock {
 
 namespace {
 
-constexpr uint64_t kMagic = 0x31306b636f74736eULL;  // of this layout
+constexpr uint64_t kMagic = 0x32306b636f74736eULL;  // of this layout
 constexpr int kWords = kBoardText / 8;
 constexpr int kTries = 10000;     // of reading a cell; its writer may have been stopped half-way
 constexpr size_t kLastLines = 5;  // in an error's text
@@ -85,6 +85,8 @@ struct Board::Page {
   Shared<uint32_t> roster_bytes = 0;  // behind the page
   Shared<uint32_t> num_lines = 0;     // so far; of them the last ones are there
   Cell at;
+  Shared<int64_t> applied_ns = 0;  // when; 0: no step was
+  std::array<Shared<double>, kStepNumbers.size()> numbers{};
   std::array<LaneCell, kBoardLanes> lanes;
   std::array<Cell, kBoardLines> lines;
 };
@@ -149,6 +151,13 @@ void Board::write(Cell& cell, int64_t step, std::string_view text) {
 
 void Board::at(std::string_view what) { write(page_->at, step_, what); }
 
+void Board::applied(const StepNumbers& numbers) {
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    page_->numbers[i].store(numbers[i], std::memory_order_relaxed);
+  }
+  page_->applied_ns.store(now_ns(), std::memory_order_release);
+}
+
 void Board::log(std::string_view line, bool computes) {
   const uint32_t count = page_->num_lines.load(std::memory_order_relaxed);
   write(page_->lines[count % kBoardLines], step_, line);
@@ -187,6 +196,11 @@ RankStatus Board::read(const Page& page) {
   status.pid = page.pid;
   status.run = page.run;
   status.at = page.at.read(now);
+  const int64_t applied = page.applied_ns.load(std::memory_order_acquire);
+  if (applied > 0) status.step_age_s = static_cast<double>(now - applied) * 1e-9;
+  for (size_t i = 0; i < status.numbers.size(); ++i) {
+    status.numbers[i] = page.numbers[i].load(std::memory_order_relaxed);
+  }
   for (const LaneCell& cell : page.lanes) {
     if (!cell.used) continue;
     RankStatus::Lane& lane = status.lanes.emplace_back();

@@ -36,6 +36,7 @@ class Board {
   void meet(uint64_t run, const std::string& roster);
 
   void set_step(int64_t step) { step_ = step; }
+  void applied(const StepNumbers& numbers);
   void at(std::string_view what);
   // A line of the plan; `computes`: it is also where the model is.
   void log(std::string_view line, bool computes);

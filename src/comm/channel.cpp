@@ -10,6 +10,7 @@
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/trace/chrome.h"
 #include "src/comm/lifeline.h"
 #include "src/device/device.h"
 #include "src/device/kernels.h"
@@ -171,7 +172,8 @@ RuntimeFault Channel::lost(const Position& position, const std::string& error) {
   Board* const board = group_.board();
   const std::string text = concat("[comm::exchange] rank ", group_.rank(), " at ", position.text(),
                                   " lost a peer: ", group_.roll_call(error));
-  return RuntimeFault(text + (board == nullptr ? "" : board->report(text)));
+  return RuntimeFault(concat(text, board == nullptr ? "" : board->report(text),
+                             recorder == nullptr ? "" : trace::dump(*recorder)));
 }
 
 // A collective of a device. Its stream is this thread's.

@@ -102,8 +102,14 @@ size_t Driver::find(Op op, int unit, bool end) const {
   return kNotFound;
 }
 
-void Driver::compute_begins(int unit) {
-  if (active_[unit] == 0) began_ns_[unit] = trace::now_ns();
+int Driver::computing() const {
+  int innermost = 0;
+  for (size_t unit = 0; unit < active_.size(); ++unit) {
+    if (active_[unit] > 0 && began_ns_[unit] > began_ns_[static_cast<size_t>(innermost)]) {
+      innermost = static_cast<int>(unit);
+    }
+  }
+  return innermost;
 }
 
 // Forwards lie within each other as calls do. Backwards come one after the other, each from where
@@ -119,7 +125,7 @@ void Driver::compute_ends(Op op, int unit) {
 }
 
 void Driver::enter(Op op, int unit) {
-  compute_begins(unit);
+  if (active_[unit] == 0) began_ns_[unit] = trace::now_ns();
   if (active_[unit]++ > 0) {  // it is whole already: a recomputation, or a call within a call
     executor_.params().require(unit);
     return;

@@ -51,6 +51,12 @@ class Driver {
   Section section() const { return section_; }
   Plan plan(Section section) const;
   int64_t off_plan_events() const { return off_plan_; }
+  // What events of the timeline call a unit's forward or backward.
+  const std::string& text_of(Op op, int unit) const {
+    return *computes_[op == Op::kBackward ? 1 : 0][static_cast<size_t>(unit)];
+  }
+  // The innermost unit that computes; the root where none does.
+  int computing() const;
 
  private:
   size_t find(Op op, int unit, bool end) const;
@@ -63,7 +69,6 @@ class Driver {
   void pump();  // gradient moves whose units are complete
   bool complete(const exec::PlannedStep& planned) const;
   void release(int unit);
-  void compute_begins(int unit);
   void compute_ends(Op op, int unit);
 
   exec::Executor& executor_;

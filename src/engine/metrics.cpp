@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <cstdio>
 #include <fstream>
 
 #include <torch/version.h>
@@ -11,6 +12,7 @@
 
 #include "penstock/error.h"
 #include "penstock/report.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/engine/clocks.h"
 #include "src/engine/watching.h"
@@ -69,10 +71,15 @@ std::vector<std::pair<std::string, double>> StepMetrics::values() const {
 
 void Core::State::Watching::begin() {
   state.together.record(state.tiers.recorder);
+  trace::About& about = state.tiers.recorder->about;
+  about.rank = state.group->rank();
+  about.host = host_name();
+  const std::string& reports = state.config.comm.report_dir;
+  about.folder = reports.empty() ? state.config.monitor.path : reports;
   state.monitor.emplace(state.config, state.tiers.recorder, state.group->rank(),
                         state.group->size());
   if (state.group->size() == 1) return;
-  state.monitor->clock_offset_ns =
+  about.offset_ns =
       engine::clock_offset([this](const std::string& label, const std::string& payload) {
         return state.executor->share(label, payload);
       });
@@ -102,6 +109,10 @@ void Core::State::Watching::describe() {
                       {"exchanges", predicted.exchanges}};
   for (const Section section : kSections) {
     out["plan"][section_name(section)] = state.driver->plan(section).text();
+  }
+  if (const auto seconds = predict()) {
+    out["predicted"]["step_s"] = seconds->step_s;
+    out["machine"] = state.config.monitor.machine;
   }
   out["explain"] = report.explain();
   files->replace("run.json", out.dump(1) + "\n");
@@ -133,6 +144,12 @@ void Core::State::Watching::end_step(const std::vector<OptimizerConfig>& groups)
     so_far.disk_busy_s = state.tiers.disk->busy_s();
   }
   state.monitor->end_step(made, state.executor->updates().seen().told, so_far);
+  if (Board* const board = state.group->board()) {
+    const StepMetrics& last = state.monitor->last();
+    board->applied({of(last.step), last.step_s, last.loss, last.grad_norm, last.lr,
+                    last.samples_per_s(), last.tokens_per_s(), last.mfu(), last.exposed_s,
+                    of(device.total_now), of(host.total_now), of(last.disk_bytes)});
+  }
   if (state.steps == 1) describe();
   if (const auto wish = state.monitor->take_finished()) write_trace(*wish);
   state.executor->set_step(state.steps + 1);
@@ -140,17 +157,31 @@ void Core::State::Watching::end_step(const std::vector<OptimizerConfig>& groups)
 }
 
 void Core::State::Watching::write_trace(const engine::TraceWish& wish) {
-  const std::vector<std::string> parts =
-      state.executor->collect("trace", events_of(state.monitor->recorder().end_record()));
-  if (state.group->rank() != 0) return;
-  write_file(wish.path, trace::chrome_trace(parts, "{}"));
-  if (wish.written) wish.written(wish.path);
+  std::string own = events_of(state.monitor->recorder().end_record());
+  if (wish.more) {
+    try {
+      const std::string more = wish.more(state.tiers.recorder->about.offset_ns);
+      own += (own.empty() || more.empty() ? "" : ",\n") + more;
+    } catch (const std::exception& error) {  // the other ranks wait for this one's part
+      std::fprintf(stderr, "penstock: rank %d: the trace has no more than the lanes: %s\n",
+                   state.group->rank(), reason(error).c_str());
+    }
+  }
+  const std::vector<std::string> parts = state.executor->collect("trace", std::move(own));
+  if (state.group->rank() == 0) write_file(wish.path, trace::chrome_trace(parts, "{}"));
 }
 
 std::string Core::State::Watching::events_of(const std::vector<trace::Event>& events) {
-  return trace::chrome_events({state.group->rank(), host_name(), state.monitor->clock_offset_ns,
-                               state.monitor->recorder().rows()},
-                              events);
+  const auto predicted = predict();
+  return trace::chrome_events(state.monitor->recorder(), events,
+                              predicted ? predicted->lines : trace::Predicted());
+}
+
+void Core::State::Watching::dump() {
+  const std::string where = trace::dump(*state.tiers.recorder);
+  if (where.empty()) return;
+  std::fprintf(stderr, "penstock: rank %d, %s%s\n", state.group->rank(), state.trouble.c_str(),
+               where.c_str());
 }
 
 void Metrics::count(int64_t samples, int64_t tokens) { state_->monitor->count(samples, tokens); }
@@ -159,6 +190,12 @@ void Metrics::set_flops(double per_sample, double rank_peak) {
   state_->monitor->flops_per_sample = per_sample;
   state_->monitor->rank_peak = rank_peak;
 }
+
+void Metrics::set_work(std::vector<double> forward_flops) {
+  state_->monitor->forward_flops = std::move(forward_flops);
+}
+
+int Metrics::unit() const { return state_->driver->computing(); }
 
 const StepMetrics& Metrics::last() const { return state_->monitor->last(); }
 
@@ -188,12 +225,12 @@ std::vector<RowSum> Metrics::sums() const {
 }
 
 void Metrics::trace(const std::string& path, int64_t steps,
-                    std::function<void(const std::string&)> written) {
+                    std::function<std::string(int64_t)> more) {
   state_->check_open("trace");
   if (!state_->monitor->recorder().on()) {
     throw ConfigError("[engine::trace] \"monitor.events\" is 0: nothing of this run is recorded");
   }
-  state_->monitor->ask({path, state_->steps + 1, state_->steps + steps, std::move(written)});
+  state_->monitor->ask({path, state_->steps + 1, state_->steps + steps, std::move(more)});
 }
 
 }  // namespace penstock

@@ -17,6 +17,7 @@ Monitor::Monitor(const Config& config, std::shared_ptr<trace::Recorder> recorder
                  int size)
     : started(seconds_since_1970()),
       recorder_(std::move(recorder)),
+      update_row_(recorder_->row("update")),
       size_(size),
       copies_(config.mesh.tensor * config.mesh.pipeline * config.mesh.sequence),
       every_(config.monitor.every) {
@@ -71,7 +72,7 @@ SoFar Monitor::recorded() const {
   const trace::Sum waits = recorder_->sum(trace::Recorder::kModel, trace::Kind::kWait);
   const trace::Sum meets = recorder_->sum(trace::Recorder::kModel, trace::Kind::kExchange);
   sums.waits_ns = waits.ns + meets.ns;
-  sums.comm_ns = waits.ns + meets.ns - recorder_->waited_for(recorder_->row("update")).ns -
+  sums.comm_ns = waits.ns + meets.ns - recorder_->waited_for(update_row_).ns -
                  recorder_->waited_for(trace::Recorder::kDisk).ns;
   sums.comm_bytes = recorder_->sum(trace::Kind::kExchange).bytes;
   return sums;

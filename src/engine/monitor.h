@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "penstock/config.h"
 #include "penstock/metrics.h"
@@ -26,7 +27,7 @@ struct SoFar {
 struct TraceWish {
   std::string path;
   int64_t first = 1, last = 1;  // steps
-  std::function<void(const std::string&)> written;
+  std::function<std::string(int64_t)> more;
 };
 
 class Monitor {
@@ -44,6 +45,8 @@ class Monitor {
   // What ranks counted and what there is so far become the step's; `made` has the rest.
   void end_step(StepMetrics made, const exec::Told& all, SoFar now);
   const StepMetrics& last() const { return last_; }
+  // Of that step, on this rank.
+  double tokens_of_rank() const { return static_cast<double>(last_.tokens) * copies_ / size_; }
   SoFar recorded() const;  // of the recorder
 
   trace::Recorder& recorder() { return *recorder_; }
@@ -51,7 +54,7 @@ class Monitor {
 
   const double started;  // seconds since 1970
   double flops_per_sample = 0.0, rank_peak = 0.0;
-  int64_t clock_offset_ns = 0;  // to rank 0's clock
+  std::vector<double> forward_flops;  // by unit, of a micro-batch; empty: nobody counted them
   // From now on, or from its first step.
   void ask(TraceWish wish);
   // What was asked for has all its steps: it is no wish any more.
@@ -59,6 +62,7 @@ class Monitor {
 
  private:
   const std::shared_ptr<trace::Recorder> recorder_;
+  const int16_t update_row_;
   const int size_, copies_;  // ranks; of them, that count the same samples
   const int64_t every_;
   exec::Counted counted_;

@@ -174,6 +174,7 @@ void Core::State::failed(const char* what, const std::string& error) {
   show(group->board(), concat("the caller's code, after its ", what, " raised"));
   trouble = concat("step ", steps + 1, ", where its ", what, " raised ", error);
   group->set_position(Position::of(trouble));
+  Watching{*this}.dump();
 }
 
 void Core::State::watch_outside_reads() {

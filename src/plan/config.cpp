@@ -14,6 +14,7 @@
 
 #include "penstock/error.h"
 #include "penstock/optimizer_kinds.h"
+#include "penstock/plan.h"
 #include "src/base/text.h"
 #include "src/place/placement.h"
 #include "src/plan/config_section.h"
@@ -374,7 +375,7 @@ void parse_comm(const Json& value, CommConfig* comm) {
 void parse_monitor(const Json& value, MonitorConfig* monitor) {
   const Section section(
       value, "monitor",
-      {"path", "formats", "every", "console", "events", "trace_first", "trace_steps"});
+      {"path", "formats", "every", "console", "events", "trace_first", "trace_steps", "machine"});
   const std::vector<std::string> formats = {"jsonl", "csv", "tensorboard", "wandb"};
   section.read_text("path", &monitor->path);
   if (section.has("formats")) monitor->formats.clear();
@@ -386,6 +387,7 @@ void parse_monitor(const Json& value, MonitorConfig* monitor) {
   section.read_int("events", &monitor->events, 0, "a whole number >= 0 (0 = nothing is recorded)");
   section.read_int("trace_first", &monitor->trace_first, 0, "a whole number >= 0 (0 = no trace)");
   section.read_int("trace_steps", &monitor->trace_steps, 1, "a whole number >= 1");
+  section.read_text("machine", &monitor->machine);
   const MonitorConfig none;
   if (monitor->path.empty()) {
     section.refuse_without_effect({"trace_first"}, "without \"monitor.path\"");
@@ -512,6 +514,7 @@ void Config::resolve(int world_size) {
                              parallel.cut_logits ? "cut_logits" : "norms",
                              "\" is set and \"mesh.tensor\" is 1: nothing is cut"));
   }
+  if (!monitor.machine.empty()) read_machine(monitor.machine, Machine());
   resolve_mesh(world_size, &mesh);
   resolve_batch(mesh.data, &batch);
 }

@@ -35,8 +35,8 @@ nlohmann::json optimizer_json(const OptimizerConfig& optimizer) {
 }  // namespace
 
 std::string Config::lines() const {
-  static const std::set<std::string> kOfTheMachine = {"/offload/path", "/comm/report_dir",
-                                                      "/checkpoint/path", "/monitor/path"};
+  static const std::set<std::string> kOfTheMachine = {
+      "/offload/path", "/comm/report_dir", "/checkpoint/path", "/monitor/path", "/monitor/machine"};
   std::string text;
   const nlohmann::json flat = nlohmann::json::parse(json()).flatten();  // outlives items()
   for (const auto& [path, value] : flat.items()) {
@@ -55,7 +55,8 @@ nlohmann::json json_of(const MonitorConfig& monitor) {
           {"console", monitor.console},
           {"events", monitor.events},
           {"trace_first", monitor.trace_first},
-          {"trace_steps", monitor.trace_steps}};
+          {"trace_steps", monitor.trace_steps},
+          {"machine", monitor.machine}};
 }
 
 Json json_of(const ParallelConfig& parallel) {

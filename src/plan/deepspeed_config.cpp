@@ -29,6 +29,7 @@ constexpr const char* kLogs = "it prints and records nothing of its own";
 constexpr const char* kInnermost = "tensor ranks are neighbours, and the engine makes their groups";
 constexpr const char* kPreset = "with specs: the model's own rules (parallel.rules) follow them";
 constexpr const char* kHead = "specs or rules say how embeddings and the head are cut";
+constexpr const char* kMonitors = "rank 0 writes DeepSpeed's events (from Python)";
 constexpr const char* kLater = "not supported yet";
 
 // Of a section with ".*", rows of its keys come first.
@@ -161,10 +162,25 @@ constexpr DeepSpeedKey kKeys[] = {
     {"checkpoint.*", kNoEffect, "checkpoints are atomic, and load under any layout"},
     {"flops_profiler.*", kNoEffect, kLogs},
     {"comms_logger.*", kNoEffect, kLogs},
-    {"tensorboard.*", kNoEffect, kLogs},
-    {"wandb.*", kNoEffect, kLogs},
-    {"csv_monitor.*", kNoEffect, kLogs},
-    {"comet.*", kNoEffect, kLogs},
+    {"tensorboard.enabled", kTaken, kMonitors},
+    {"tensorboard.output_path", kTaken, kMonitors},
+    {"tensorboard.job_name", kTaken, kMonitors},
+    {"csv_monitor.enabled", kTaken, kMonitors},
+    {"csv_monitor.output_path", kTaken, kMonitors},
+    {"csv_monitor.job_name", kTaken, kMonitors},
+    {"wandb.enabled", kTaken, kMonitors},
+    {"wandb.group", kTaken, kMonitors},
+    {"wandb.team", kTaken, kMonitors},
+    {"wandb.project", kTaken, kMonitors},
+    {"comet.enabled", kTaken, kMonitors},
+    {"comet.samples_log_interval", kTaken, kMonitors},
+    {"comet.project", kTaken, kMonitors},
+    {"comet.workspace", kTaken, kMonitors},
+    {"comet.api_key", kTaken, kMonitors},
+    {"comet.experiment_name", kTaken, kMonitors},
+    {"comet.experiment_key", kTaken, kMonitors},
+    {"comet.online", kTaken, kMonitors},
+    {"comet.mode", kTaken, kMonitors},
     {"nebula.*", kNoEffect, "checkpoints are written in the background by save(wait=False)"},
     {"datastates_ckpt.*", kNoEffect,
      "checkpoints are written in the background by save(wait=False)"},

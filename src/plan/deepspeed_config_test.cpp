@@ -125,6 +125,7 @@ TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
       {R"({"tensor_parallel": {"tp": {"tp_group": 1}}})", "neighbours"},
       {R"({"tensor_parallel": {"autotp_sise": 2}})", "did you mean"},
       {R"({"curriculum_learning": {"enabled": true}})", "not supported"},
+      {R"({"csv_monitor": {"output_pth": "x"}})", "did you mean \"csv_monitor.output_path\""},
   };
   for (const Refused& one : cases) {
     try {
@@ -164,6 +165,8 @@ TEST(DeepSpeedConfig, OneWarningListsWhatHasNoEffect) {
   const std::string specs = R"(, "partition_config": {"layer_specs": [{"patterns": ["a"]}]}}})";
   EXPECT_EQ(translate_deepspeed_config(preset + specs, 2).warning(), "");
   EXPECT_EQ(translate_deepspeed_config(R"({"zero_optimization": {"stage": 2}})", 1).warning(), "");
+  const std::string monitor = R"({"wandb": {"enabled": true, "team": "a"}})";
+  EXPECT_EQ(translate_deepspeed_config(monitor, 1).warning(), "");
 }
 
 TEST(DeepSpeedConfig, DialectsAreToldApart) {

@@ -37,6 +37,7 @@ class RankReplay {
         bytes_(bytes_by_line(plan, table, part, mesh)),
         params_there_(part.units.size(), 0) {
     for (const UnitDesc& unit : part.units) total_ += numel(unit);
+    rank_.lines.assign(plan.steps.size(), 0.0);
   }
 
   enum class Stop : uint8_t { kReceive, kNorm, kEnd };
@@ -110,11 +111,11 @@ class RankReplay {
       case Op::kMove:
         return move(step);
       case Op::kSum:
-        reduce_ = std::max(reduce_, compute_) + on_links();
+        reduce_ = std::max(reduce_, compute_) + on_lane(on_links());
         return;
       case Op::kSend: {
         double& lane = send_[step.hop > 0];
-        lane = std::max(lane, compute_) + on_links();
+        lane = std::max(lane, compute_) + on_lane(on_links());
         sent_.push_back({step.hop, step.micro, step.role, lane});
         return;
       }
@@ -125,11 +126,11 @@ class RankReplay {
             place.tier == Tier::kDevice ? machine_.device_memory : machine_.host_memory;
         const auto owned =
             static_cast<double>(numel(unit, true) / num_shards(place, mesh_) / unit.num_chunks);
-        update_ += owned * kUpdateBytes / rate;
+        update_ += on_lane(owned * kUpdateBytes / rate);
         return;
       }
       case Op::kPublish:
-        gather_ = std::max(gather_, update_) + on_links();
+        gather_ = std::max(gather_, update_) + on_lane(on_links());
         return;
       case Op::kMicro:
       case Op::kReceive:
@@ -139,7 +140,19 @@ class RankReplay {
     }
   }
 
+  // What a lane works at takes some of the cores from what computes.
+  double on_lane(double takes) {
+    rank_.lines[next_] = takes;
+    compute_ += (1.0 - machine_.overlap) * takes;
+    return takes;
+  }
+
   void compute(const Step& step) {
+    // What is entered here computes until its end; what is used leaves no gradient yet.
+    if (step.mark == Mark::kBegin || step.mark == Mark::kUse) {
+      issued_ = compute_;
+      return;
+    }
     const int unit = step.units[0];
     const bool forward = step.op == Op::kForward;
     double begin = std::max(compute_, params_there_[unit]);
@@ -154,6 +167,7 @@ class RankReplay {
     }
     issued_ = begin;
     compute_ = begin;
+    rank_.lines[next_] = takes;
     occupy(takes);
     const auto share = static_cast<double>(numel(desc)) / static_cast<double>(total_);
     held_ += forward ? share : -share;
@@ -181,7 +195,7 @@ class RankReplay {
   void move(const Step& step) {
     const bool sums = step.moves.front().kind == MoveKind::kAllReduce;
     if (step.role == Role::kAct && sums) return occupy(sum_seconds(step.units[0]));
-    const double takes = on_links();
+    const double takes = on_lane(on_links());
     if (step.role == Role::kParam) {
       gather_ = std::max(gather_, issued_) + takes;
       for (const int unit : step.units) params_there_[unit] = gather_;

@@ -2,7 +2,8 @@
 // Timeline: when all ranks of a pipeline do what, from their plans. A line begins when what it
 // needs has ended and its lane is free; a rank has lanes that compute, gather, reduce and update,
 // and one to send to either side. Nobody is late, and links do not share. What is computed waits
-// for sums of activations over tensor ranks.
+// for sums of activations over tensor ranks, and for what lanes take of its cores
+// (Machine::overlap).
 #include <cstdint>
 #include <map>
 #include <string>
@@ -34,6 +35,7 @@ struct Timeline {
     double idle = 0;                      // from the begin to the end of all passes
     double most_held = 0;                 // micro-batches of all its units, between F and B
     std::map<std::string, int64_t> sent;  // link -> bytes in a step
+    std::vector<double> lines;            // by line of its plan: seconds of its own
   };
   std::vector<Rank> ranks;  // of the pipeline
   double passes = 0;        // when the last forward or backward has ended

@@ -5,6 +5,7 @@
 #include "penstock/error.h"
 #include "src/plan/passes.h"
 #include "src/plan/pipeline.h"
+#include "src/plan/planner.h"
 
 namespace penstock {
 namespace {
@@ -69,6 +70,31 @@ TEST(Timeline, BubblesAndWhatIsHeld) {
   }
   EXPECT_NEAR(two.ranks[0].most_held, 5.5, 1e-9);
   EXPECT_NEAR(one.bubble(), 9.0 / 24, 1e-9);
+}
+
+// A line takes what its bytes take, and where cores are shared what computes waits for it.
+TEST(Timeline, SecondsOfLines) {
+  const Mesh mesh = Mesh::of({{Axis::kLocal, 2}});
+  ModelDesc model = blocks(2, 1);
+  const Plan plan = plan_step(bf16("zero3"), model, mesh, 1);
+  Machine machine = computing();
+  machine.local = kNumel;  // half of a block in bf16 is sent in a second
+  const Timeline apart = replay({plan}, bf16("zero3"), model, mesh, machine, work_of(model, 1));
+  machine.overlap = 0.0;
+  const Timeline shared = replay({plan}, bf16("zero3"), model, mesh, machine, work_of(model, 1));
+  double computed = 0.0, moved = 0.0;
+  for (size_t i = 0; i < plan.steps.size(); ++i) {
+    const Step& step = plan.steps[i];
+    EXPECT_EQ(apart.ranks[0].lines[i], shared.ranks[0].lines[i]) << step.text();
+    (step.is_compute() ? computed : moved) += apart.ranks[0].lines[i];
+    if (step.is_compute()) {
+      EXPECT_NEAR(apart.ranks[0].lines[i], step.op == Op::kForward ? 1.0 : 2.0, 1e-9);
+    }
+  }
+  EXPECT_NEAR(computed, 6.0, 1e-9);
+  EXPECT_GT(moved, 5.0);  // each block is gathered twice and reduced once
+  EXPECT_LT(apart.step, computed + moved);
+  EXPECT_GE(shared.step, computed + moved - 1e-6);
 }
 
 TEST(Timeline, BubbleOfStages) {

@@ -1,8 +1,12 @@
 #include "src/trace/chrome.h"
 
 #include <algorithm>
+#include <unistd.h>
+
 #include <array>
 #include <cstdio>
+#include <fstream>
+#include <mutex>
 #include <set>
 #include <string_view>
 
@@ -30,7 +34,7 @@ std::string micros(int64_t ns) {
 
 class Writer {
  public:
-  explicit Writer(const TraceOf& of) : of_(of) {}
+  Writer(const About& of, const Predicted& predicted) : of_(of), predicted_(predicted) {}
 
   void name(const char* what, int row, const std::string& text) {
     object("M", what, row);
@@ -70,14 +74,14 @@ class Writer {
   std::string take() { return std::move(out_); }
 
  private:
-  std::string at(int64_t ns) const { return micros(ns + of_.offset_ns); }
+  std::string at(int64_t ns) const { return micros(ns + of_.offset_ns.load()); }
 
   void object(const char* phase, std::string_view name, int row) {
     out_ += concat(out_.empty() ? "" : ",\n", "{\"ph\":\"", phase, "\",\"name\":", quoted(name),
                    ",\"pid\":", of_.rank, ",\"tid\":", row);
   }
 
-  static std::string args(const Event& event) {
+  std::string args(const Event& event) const {
     std::string text = concat(",\"args\":{\"step\":", event.step);
     if (event.bytes > 0) {
       text += concat(",\"bytes\":", event.bytes);
@@ -86,10 +90,15 @@ class Writer {
         text += concat(",\"GB/s\":", static_cast<double>(event.bytes) / static_cast<double>(ns));
       }
     }
+    if (event.kind == Kind::kLine || event.kind == Kind::kCompute) {
+      const auto found = predicted_.find(*event.text);
+      if (found != predicted_.end()) text += concat(",\"predicted_ms\":", found->second * 1e3);
+    }
     return text + "}";
   }
 
-  const TraceOf& of_;
+  const About& of_;
+  const Predicted& predicted_;
   std::string out_;
 };
 
@@ -99,12 +108,16 @@ bool overlaps(const Event& event) {
 
 }  // namespace
 
-std::string chrome_events(const TraceOf& of, const std::vector<Event>& events) {
-  Writer writer(of);
-  writer.name("process_name", 0, concat("rank ", of.rank, of.host.empty() ? "" : " on ", of.host));
-  writer.order("process_sort_index", 0, of.rank);
-  for (size_t row = 0; row < of.rows.size(); ++row) {
-    writer.name("thread_name", static_cast<int>(row), of.rows[row]);
+std::string chrome_events(const Recorder& of, const std::vector<Event>& events,
+                          const Predicted& predicted) {
+  const About& about = of.about;
+  Writer writer(about, predicted);
+  const std::string host = about.host.empty() ? "" : " on " + about.host;
+  writer.name("process_name", 0, concat("rank ", about.rank, host));
+  writer.order("process_sort_index", 0, about.rank);
+  const std::vector<std::string> rows = of.rows();
+  for (size_t row = 0; row < rows.size(); ++row) {
+    writer.name("thread_name", static_cast<int>(row), rows[row]);
     writer.order("thread_sort_index", static_cast<int>(row), static_cast<int>(row));
   }
   std::set<uint64_t> waited;
@@ -133,6 +146,18 @@ std::string chrome_trace(const std::vector<std::string>& parts, const std::strin
   }
   return concat("{\"traceEvents\":[\n", join(some, ",\n"),
                 "\n],\"displayTimeUnit\":\"ms\",\"otherData\":", metadata, "}\n");
+}
+
+std::string dump(const Recorder& of) {
+  if (!of.on() || of.about.folder.empty()) return "";
+  static std::mutex mutex;  // lanes fail together
+  const std::lock_guard lock(mutex);
+  const std::string path =
+      concat(of.about.folder, "/penstock-rank", of.about.rank, "-pid", getpid(), ".trace.json");
+  std::ofstream file(path);
+  file << chrome_trace({chrome_events(of, of.last())}, "{}");
+  file.close();
+  return concat("; ", file ? "its last steps are in " : "no timeline could be written to ", path);
 }
 
 }  // namespace penstock::trace

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
 
 namespace penstock::trace {
@@ -9,7 +12,15 @@ namespace {
 
 Text text(const std::string& words) { return std::make_shared<const std::string>(words); }
 
-const TraceOf kOf{2, "host", 1000, {"model", "disk", "gather"}};
+struct Rank2 : Recorder {
+  Rank2() : Recorder(4) {
+    about.rank = 2;
+    about.host = "host";
+    about.offset_ns = 1000;
+    row("gather");
+  }
+};
+const Rank2 kOf;
 
 TEST(Chrome, ASliceAnEvent) {
   const Event line{5000, 9000, 3, 8000, 0, text("move \"u1\""), 2, Kind::kLine};
@@ -40,6 +51,30 @@ TEST(Chrome, TheDiskDoesSeveralAtOnce) {
   const std::string made = chrome_events(kOf, {read, read});
   EXPECT_NE(made.find(R"("ph":"b")"), std::string::npos);
   EXPECT_NE(made.find(R"("id":"2.1")"), std::string::npos);
+}
+
+TEST(Chrome, WhatIsPredictedIsBeside) {
+  const Event line{5000, 9000, 3, 0, 0, text("move u1"), 2, Kind::kLine};
+  const Event inside{5000, 9000, 3, 0, 0, text("move u1"), 2, Kind::kExchange};
+  const std::string made = chrome_events(kOf, {line, inside}, {{"move u1", 0.25}});
+  EXPECT_NE(made.find(R"("args":{"step":3,"predicted_ms":250}})"), std::string::npos) << made;
+  EXPECT_NE(made.find(R"("args":{"step":3}})"), std::string::npos);
+}
+
+TEST(Chrome, WhatAnErrorLeaves) {
+  Rank2 recorder;
+  EXPECT_EQ(dump(recorder), "");  // nobody asked
+  recorder.about.folder = testing::TempDir();
+  recorder.add({5000, 9000, 0, 0, 0, text("move u1"), 2, Kind::kLine});
+  const std::string said = dump(recorder);
+  const std::string path = said.substr(said.find('/'));
+  EXPECT_EQ(said, "; its last steps are in " + path);
+  std::ifstream file(path);
+  const std::string made{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_NE(made.find(R"("name":"move u1")"), std::string::npos) << made;
+  std::filesystem::remove(path);
+  recorder.about.folder = "/nowhere";
+  EXPECT_NE(dump(recorder).find("; no timeline could be written to /nowhere/"), std::string::npos);
 }
 
 TEST(Chrome, TheWholeFile) {

@@ -49,6 +49,14 @@ struct Sum {
 
 int64_t now_ns();
 
+// Whose events they are. Set before lanes begin; the offset when clocks were compared.
+struct About {
+  int rank = 0;
+  std::string host;                    // shown beside the rank
+  std::atomic<int64_t> offset_ns = 0;  // what is added to this rank's clock to have rank 0's
+  std::string folder;                  // where an error leaves the last events; empty: nowhere
+};
+
 // Any thread.
 class Recorder {
  public:
@@ -86,6 +94,8 @@ class Recorder {
   // The last ones, oldest first.
   std::vector<Event> last() const;
   int64_t dropped() const;  // by record(), for their number
+
+  About about;
 
  private:
   const int64_t kept_;

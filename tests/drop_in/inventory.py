@@ -183,7 +183,18 @@ deepspeed.accelerator.get_accelerator x().communication_backend_name() == 'gloo'
 deepspeed.accelerator.is_current_accelerator_supported x()
 deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME x == '.deepspeed_env'
 deepspeed.launcher.runner.main
+deepspeed.monitor.monitor.Monitor
 deepspeed.monitor.monitor.MonitorMaster x({}).write_events([('Train/a', 1.0, 1)])
+deepspeed.monitor.config.get_monitor_config x({'wandb': {'team': 'a'}}).enabled == False
+deepspeed.monitor.config.DeepSpeedMonitorConfig x(csv_monitor={'enabled': True}).enabled
+deepspeed.monitor.config.TensorBoardConfig x().job_name == 'DeepSpeedJobName'
+deepspeed.monitor.config.WandbConfig x().project == 'deepspeed'
+deepspeed.monitor.config.CSVConfig x().output_path == ''
+deepspeed.monitor.config.CometConfig x().samples_log_interval == 100
+deepspeed.monitor.tensorboard.TensorBoardMonitor
+deepspeed.monitor.wandb.WandbMonitor
+deepspeed.monitor.csv_monitor.csvMonitor
+deepspeed.monitor.comet.CometMonitor
 deepspeed.profiling.flops_profiler.FlopsProfiler x(model).get_total_params()
 deepspeed.profiling.flops_profiler.get_model_profile x(model, input_shape=(2, 4))
 deepspeed.git_version_info.torch_info x['version']

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import time
@@ -305,12 +306,19 @@ def lose_a_peer(folder):
 
 def test_a_lost_peer_leaves_a_report_of_the_plans_last_lines(pools, tmp_path):
     text = pools(2).run(lose_a_peer, str(tmp_path))[0]
-    found = re.search(r"; the plan's last lines on rank 0: (`.*`); the report is (\S+)$", text)
+    pattern = (
+        r"; the plan's last lines on rank 0: (`.*`); the report is (\S+); its last steps are in"
+    )
+    found = re.search(pattern + r" (\S+)$", text)
     assert found and found[1].count("`") == 10, text
     lines = pathlib.Path(found[2]).read_text().splitlines()
     assert lines[0] == text[: found.start()]
     assert any(re.match(r"step 1, [\d.e-]+ s before: update u1 ", line) for line in lines)
     assert f"`{lines[-1].partition(' before: ')[2]}`" in found[1]
+    events = json.loads(pathlib.Path(found[3]).read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert any(event["name"].startswith("update u1 ") for event in slices)
+    assert slices[-1]["cat"] == "exchange" and slices[-1]["args"]["step"] == 2  # which failed
 
 
 def other_config(key, values):

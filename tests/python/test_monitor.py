@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+import wandb_files
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
@@ -126,36 +127,14 @@ def test_tensorboard_is_read_by_its_own_library(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def records_of(data):
-    """Of a log in LevelDB's format: blocks of 32 KiB of pieces with checksum, length and type."""
-    at, whole = 7, b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last piece
-            yield whole
-            whole = b""
-
-
 def test_wandb_is_read_by_its_own_messages(tmp_path, monkeypatch):
-    from wandb.proto import wandb_internal_pb2  # noqa: PLC0415
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     rows, _ = train({"monitor": {"path": str(tmp_path), "formats": ["wandb"]}})
+    wandb_files.flush()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    losses = {}
-    for data in records_of(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        items = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
-        if "train/loss" in items:
-            losses[int(items["train/step"])] = float(items["train/loss"])
+    told = [one for one in wandb_files.rows(file) if "train/loss" in one]
+    losses = {one["train/step"]: one["train/loss"] for one in told}
     assert losses == {row["step"]: pytest.approx(row["loss"]) for row in rows}
 
 

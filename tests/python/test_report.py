@@ -5,16 +5,22 @@ from __future__ import annotations
 import html.parser
 import json
 import pathlib
+import random
 import shutil
 import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
 from penstock import cli
 from penstock.monitor import report, run, svg
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
+
+import report_picture  # noqa: E402
+
+BROWSER = pytest.mark.skipif(report_picture.browser() is None, reason="no Chromium here")
 SCRIPT = """
 import sys, torch, penstock
 torch.manual_seed(0)
@@ -114,20 +120,12 @@ def test_what_is_drawn_is_what_was_measured(folder, capsys):
     check(Drawn(text), folder)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@BROWSER
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
 def test_in_a_browser(width, scheme, folder, tmp_path):
     assert cli.main(["report", str(folder), "-o", str(tmp_path / "r.html")]) == 0
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--window-size={width},900",
-    ]
-    command.append(f"--blink-settings=preferredColorScheme={scheme}")
-    command.append(f"--user-data-dir={tmp_path / 'profile'}")
+    command = report_picture.command(tmp_path / "profile", (width, 900), dark=scheme == 0)
     dump = subprocess.run(
         [*command, "--dump-dom", (tmp_path / "r.html").as_uri()],
         capture_output=True,
@@ -142,6 +140,38 @@ def test_in_a_browser(width, scheme, folder, tmp_path):
         timeout=120,
     )
     assert picture.stat().st_size > 20_000
+
+
+@BROWSER
+def test_a_picture_for_a_page(folder, tmp_path):
+    out = tmp_path / "made" / "report.png"
+    command = [sys.executable, report_picture.__file__, str(folder), str(out)]
+    subprocess.run([*command, "--width", "600", "--top", "300"], check=True, timeout=120)
+    with Image.open(out) as made:
+        assert made.size == (1200, 1800) and made.mode == "P"
+        red, green, blue = made.convert("RGB").getpixel((3, 3))
+        assert min(red, green, blue) > 200  # the light scheme
+        assert len(made.getcolors()) > 8  # something is drawn
+    assert 10_000 < out.stat().st_size <= report_picture.MOST_BYTES
+
+
+def test_a_picture_of_no_run(tmp_path):
+    command = [sys.executable, report_picture.__file__, str(tmp_path), str(tmp_path / "a.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "is no folder of a run" in done.stderr
+
+
+def test_pictures_keep_to_their_bytes(tmp_path):
+    random.seed(0)
+    noise = Image.frombytes("RGB", (200, 200), random.randbytes(200 * 200 * 3))
+    noise.save(tmp_path / "noise.png")
+    whole = (tmp_path / "noise.png").stat().st_size
+    part = report_picture.Part(top=20, scale=2)
+    report_picture.cut(tmp_path / "noise.png", part, whole // 4)
+    assert (tmp_path / "noise.png").stat().st_size <= whole // 4
+    assert Image.open(tmp_path / "noise.png").size == (200, 160)
+    with pytest.raises(ValueError, match="above 100"):
+        report_picture.cut(tmp_path / "noise.png", part, 100)
 
 
 def test_two_runs(folder, tmp_path):

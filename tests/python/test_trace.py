@@ -8,11 +8,12 @@ import time
 
 import pytest
 import torch
+from trace_format import read_trace
 
 import penstock
+from penstock.monitor import predicted, report, run
 
 STEPS = 3
-KINDS = ("compute", "line", "exchange", "wait", "step")
 
 
 def model():
@@ -49,45 +50,6 @@ def traced(config, path):
         assert whole.get(("disk", kind), (0, 0, 0.0))[1] == ledger[bytes_of]
     engine.close()
     return sums, sent, reads
-
-
-def check_event(event):
-    """What Perfetto's importer needs of the "Trace Event Format"."""
-    assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and event["name"]
-    assert event["ph"] in "MXbesf"
-    if event["ph"] == "M":
-        assert event["name"].startswith(("process_", "thread_")) and event["args"]
-    else:
-        assert event["ts"] > 0 and event.get("dur", 0) >= 0
-
-
-def check_rows(events):
-    """Slices of one thread: one after the other, or one within the other."""
-    rows = collections.defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for slices in rows.values():
-        ends = []
-        for begin, end in sorted(slices, key=lambda one: (one[0], -one[1])):
-            while ends and ends[-1] <= begin + 1e-3:
-                ends.pop()
-            assert not ends or end <= ends[-1] + 1e-3
-            ends.append(end)
-
-
-def check_shape(trace):
-    assert trace["displayTimeUnit"] == "ms"
-    open_slices, arrows = collections.Counter(), collections.defaultdict(set)
-    for event in trace["traceEvents"]:
-        check_event(event)
-        if event["ph"] in "be":
-            open_slices[event["id"]] += 1 if event["ph"] == "b" else -1
-        if event["ph"] in "sf":
-            arrows[event["id"]].add(event["ph"])
-    assert not any(open_slices.values())
-    assert all("s" in ends for ends in arrows.values())
-    check_rows(trace["traceEvents"])
 
 
 def sums_of(trace, rank):
@@ -132,8 +94,7 @@ def test_a_trace_is_what_was_counted(world, config, pools, tmp_path):
         if "params" not in config["offload"] and config["offload"]["optimizer"] == "host":
             del config["offload"]["path"]
     told = pools(world).run(traced, config, str(path))
-    trace = json.loads(path.read_text())
-    check_shape(trace)
+    trace = read_trace(path)
     for rank, (sums, sent, reads) in enumerate(told):
         seen = sums_of(trace, rank)
         for key, (count, num_bytes, seconds) in sums.items():
@@ -157,8 +118,7 @@ def test_the_last_steps_are_always_there(tmp_path):
     engine = penstock.initialize(model(), {"monitor": {"events": 64}})
     steps(engine, 10)
     engine.trace(tmp_path / "last.json")
-    trace = json.loads((tmp_path / "last.json").read_text())
-    check_shape(trace)
+    trace = read_trace(tmp_path / "last.json")
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert 32 <= len(slices) <= 64 and slices[-1]["args"]["step"] == 10
     with pytest.raises(penstock.ConfigError, match="1 or more"):
@@ -166,6 +126,87 @@ def test_the_last_steps_are_always_there(tmp_path):
     with pytest.raises(penstock.RuntimeFault, match="cannot be written"):
         engine.trace(tmp_path / "no" / "x.json")
     engine.close()
+
+
+def test_an_error_leaves_the_last_steps(tmp_path, capfd):
+    class Fails(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model()
+
+        def forward(self, x, fail=False):
+            y = self.inner(x)
+            if fail:
+                raise ValueError("not today")
+            return y
+
+    engine = penstock.initialize(Fails(), {"monitor": {"path": str(tmp_path)}})
+    steps(engine, 3)
+    with pytest.raises(ValueError, match="not today"):
+        engine(torch.randn(4, 128), fail=True)
+    (path,) = tmp_path.glob("penstock-rank0-pid*.trace.json")
+    said = (
+        "penstock: rank 0, step 4, where its forward raised ValueError: not today; its last steps"
+    )
+    assert f"{said} are in {path}" in capfd.readouterr().err
+    trace = read_trace(path)
+    assert {1, 2, 3} <= {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"}
+    engine.close()
+    assert report.page([run.read(tmp_path)]).count('id="timeline"') == 1
+
+
+def machine_file(path, **fields):
+    path.write_text(json.dumps({"flops": 1e10, "local": 1e9, "host_memory": 5e9} | fields))
+    return str(path)
+
+
+def predicted_steps(config, path):
+    engine = penstock.initialize(model(), config)
+    steps(engine, 2)
+    engine.trace(path, STEPS)
+    steps(engine, STEPS)
+    engine.close()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_seconds_are_predicted_beside_the_measured_ones(strategy, pools, tmp_path):
+    monitor = {"path": str(tmp_path), "machine": machine_file(tmp_path / "machine.json")}
+    config = {"strategy": strategy, "units": {"layer_bytes": 1000}, "monitor": monitor}
+    pools(2).run(predicted_steps, config, str(tmp_path / "trace.json"))
+    found = {line.name: line for line in predicted.lines(run.read(tmp_path).trace)}
+    # A forward of [4, 128] by 128 x 128 weights, and of its backward the rest.
+    forward = 1e3 * 2 * 4 * 128 * 128 / 1e10
+    computed = [line for name, line in found.items() if name.startswith("forward u")]
+    assert sum(line.predicted for line in computed) == pytest.approx(4 * forward)
+    backward = [line for name, line in found.items() if name.startswith("backward u")]
+    assert sum(line.predicted for line in backward) == pytest.approx(8 * forward)
+    update = [line for name, line in found.items() if name.startswith("update u")]
+    owned = 4 * (128 * 128 + 128) / (2 if strategy == "zero3" else 1)
+    assert sum(line.predicted for line in update) == pytest.approx(1e3 * owned * 28 / 5e9, rel=0.01)
+    sent = [line for name, line in found.items() if "all_gather" in name or "reduce" in name]
+    assert sent and all(line.predicted > 0 and line.measured > 0 for line in sent)
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["predicted"]["step_s"] > 0
+    page = report.page([run.read(tmp_path)])
+    assert 'id="predicted"' in page and "predicted step" in page
+    assert predicted.kinds(list(found.values()))[0].count >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "cannot be read: No such file or directory; `penstock bench"),
+        ("{", "is not JSON"),
+        ('{"flop": 1}', 'unknown "flop"'),
+        ('{"flops": -1}', "allowed: a number above 0"),
+    ],
+)
+def test_a_machine_that_is_none(text, expected, tmp_path):
+    path = tmp_path / "machine.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(penstock.ConfigError, match=expected):
+        penstock.initialize(model(), {"monitor": {"machine": str(path)}})
 
 
 def test_off(tmp_path):
@@ -184,7 +225,7 @@ def test_by_the_config(tmp_path):
     steps(engine, 3)
     assert not (tmp_path / "trace.json").exists()
     steps(engine, 2)
-    trace = json.loads((tmp_path / "trace.json").read_text())
+    trace = read_trace(tmp_path / "trace.json")
     seen = {event["args"]["step"] for event in trace["traceEvents"] if event["ph"] == "X"}
     assert seen == {2, 3, 4}
     engine.close()

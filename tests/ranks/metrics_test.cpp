@@ -40,7 +40,10 @@ TEST(Metrics, OfTheCppFront) {
   const Config config = Config::parse(
       concat(R"({"strategy": "zero3", "optimizer": {"type": "SGD", "lr": 0.1},)",
              R"( "units": {"modules": ["Block"]}, "monitor": {"path": ")", folder.path().string(),
-             R"(", "formats": ["csv", "jsonl"], "trace_first": 2, "trace_steps": 2}})"));
+             R"(", "formats": ["csv", "jsonl"], "trace_first": 2, "trace_steps": 2, "machine": ")",
+             folder.path().string(), R"(/machine.json"}})"));
+  std::filesystem::create_directory(folder.path());
+  std::ofstream(folder.path() / "machine.json") << R"({"flops": 1e9, "local": 1e9})";
   std::vector<std::shared_ptr<ranks::NetImpl>> nets = {ranks::build(), ranks::build()};
   std::vector<std::vector<double>> losses(2), told(2);
   const auto errors = ranks::run_ranks(2, kTimeout, [&](int rank, const auto& group) {
@@ -61,6 +64,11 @@ TEST(Metrics, OfTheCppFront) {
       EXPECT_EQ(last.lr, 0.1);
       EXPECT_GT(last.comm_bytes, 0);
       EXPECT_TRUE(std::isnan(last.mfu()));
+      if (last.step != 3) continue;
+      engine.metrics().trace((folder.path() / "more.json").string(), 1, [rank](int64_t offset_ns) {
+        EXPECT_EQ(offset_ns, 0);
+        return rank == 0 ? "" : R"({"ph":"M","name":"more of rank 1","pid":1,"tid":99})";
+      });
     }
     engine.metrics().flush();
     engine.close();
@@ -78,7 +86,13 @@ TEST(Metrics, OfTheCppFront) {
     EXPECT_NE(trace.find(part), std::string::npos) << part;
   }
   EXPECT_EQ(trace.find("\"step\":4"), std::string::npos);
-  EXPECT_NE(read(folder.path() / "run.json").find("\"strategy\": \"zero3\""), std::string::npos);
+  EXPECT_NE(trace.find("\"predicted_ms\":"), std::string::npos);
+  const std::string more = read(folder.path() / "more.json");
+  EXPECT_NE(more.find("\"step\":4"), std::string::npos);
+  EXPECT_NE(more.find("more of rank 1"), std::string::npos);
+  for (const char* part : {"\"strategy\": \"zero3\"", "\"step_s\":"}) {
+    EXPECT_NE(read(folder.path() / "run.json").find(part), std::string::npos) << part;
+  }
 }
 
 }  // namespace

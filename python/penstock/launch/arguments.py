@@ -12,6 +12,7 @@ from typing import Any
 from penstock.launch.backends import BACKENDS
 from penstock.launch.hostfile import DEFAULT
 from penstock.launch.messages import LEVELS
+from penstock.monitor.timelines import DEFAULT_STEPS
 
 
 class Formatter(argparse.HelpFormatter):
@@ -70,6 +71,21 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="auto|never|CHECKPOINT",
         help='what engine.load("auto") loads: the newest of "checkpoint.path" (the default), '
         "nothing, or this one",
+    )
+    group.add(
+        "--trace",
+        default="",
+        metavar="FILE",
+        help="rank 0 writes a timeline of all ranks there, which ui.perfetto.dev opens",
+    )
+    group.add(
+        "--trace-steps",
+        default="",
+        metavar="FIRST:LAST",
+        help=f"of these steps (default {DEFAULT_STEPS})",
+    )
+    group.add(
+        "--trace-profiler", action="store_true", help="with what torch's profiler sees in them"
     )
     group.add("--dry-run", action="store_true", help="print what would be started, start nothing")
 

@@ -26,6 +26,7 @@ from penstock.launch.messages import LOG, speak
 from penstock.launch.options import LaunchOptions, RankOptions
 from penstock.launch.remote import check_ssh, master_address, run_job
 from penstock.launch.supervision import Patience, stop_on_end_of_stdin
+from penstock.monitor import timelines
 
 _ELASTIC_RESTARTS = 100  # DeepSpeed's
 _OF_HOSTS = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "force_multi")
@@ -59,8 +60,21 @@ def _without_effect(args: argparse.Namespace, names: Sequence[str], why: str) ->
         LOG.warning(f"without effect {why}: {given}")
 
 
+def _trace_variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, str]:
+    """Of --trace and what goes with it. Raises ConfigError for a wrong value, whoever gave it."""
+    told = {
+        timelines.TRACE: os.path.abspath(args.trace) if args.trace else "",
+        timelines.STEPS: args.trace_steps,
+        timelines.PROFILER: "1" if args.trace_profiler else "",
+    }
+    told = {name: value for name, value in told.items() if value}
+    timelines.of_environment({**os.environ, **env, **told})
+    return told
+
+
 def _rank_options(args: argparse.Namespace) -> RankOptions:
     folder = args.enable_each_rank_log
+    env = read_env_file(args.env_file) if args.env_file else {}
     return RankOptions(
         module=args.module,
         no_python=args.no_python,
@@ -69,7 +83,7 @@ def _rank_options(args: argparse.Namespace) -> RankOptions:
         bind_cores=args.bind_cores_to_rank,
         core_list=args.bind_core_list,
         log_dir="" if folder == "None" else folder,
-        env=read_env_file(args.env_file) if args.env_file else {},
+        env=env | _trace_variables(args, env),
     )
 
 
@@ -291,6 +305,8 @@ def _print(vectors: Sequence[Sequence[str]]) -> int:
 def _run_here(args: argparse.Namespace, options: LaunchOptions) -> int:
     if args.dry_run:
         return _print(dry_run(options))
+    if args.trace and options.node_rank == 0:
+        timelines.check_folder(args.trace)
     several = options.nnodes > 1
     restarted = options.max_restarts > 0 or options.min_nodes < options.nnodes
     return launch_elastic(options) if several and restarted else launch(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import time
 from collections.abc import Callable
@@ -65,12 +66,21 @@ _RULES: dict[Any, Callable[[Any, Any], int]] = {
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, `total` grows by the FLOPs of matrix products, convolutions and attention: two for
-    each product and sum. What is elementwise is left out, as in the literature."""
+    """Within it, FLOPs of matrix products, convolutions and attention: two for each product and
+    sum. What is elementwise is left out, as in the literature.
 
-    def __init__(self) -> None:
+    Attributes:
+        by_unit: FLOPs by what `unit()` returns when they are computed; 0 without it.
+    """
+
+    def __init__(self, unit: Callable[[], int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        self._unit = unit or (lambda: 0)
+        self.by_unit: collections.Counter[int] = collections.Counter()
+
+    @property
+    def total(self) -> int:
+        return self.by_unit.total()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -78,7 +88,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         rule = _RULES.get(func._overloadpacket)
         if rule is not None:
-            self.total += rule(args, out[0] if isinstance(out, (tuple, list)) else out)
+            first = out[0] if isinstance(out, (tuple, list)) else out
+            self.by_unit[self._unit()] += rule(args, first)
         return out
 
 
@@ -108,10 +119,10 @@ def measured(dtype: torch.dtype, size: int = 1024, seconds: float = 0.1) -> floa
     with torch.no_grad():
         left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
         out = torch.empty(size, size, dtype=dtype)
-        best, end = math.inf, time.perf_counter() + seconds
         torch.mm(left, right, out=out)
-        while time.perf_counter() < end:
+        takes: list[float] = []
+        while sum(takes) < seconds:
             begin = time.perf_counter()
             torch.mm(left, right, out=out)
-            best = min(best, time.perf_counter() - begin)
-    return 2.0 * size**3 / best if math.isfinite(best) else 0.0
+            takes.append(time.perf_counter() - begin)
+    return 2.0 * size**3 / min(takes)

@@ -13,7 +13,9 @@ from penstock import ranks
 from penstock._native import ConfigError
 from penstock.monitor import flops
 from penstock.monitor.console import Console
+from penstock.monitor.deepspeed import StepEvents
 from penstock.monitor.sinks import Callback, Sinks, TensorBoard, Wandb
+from penstock.monitor.timelines import Timelines
 
 Row = dict[str, Any]
 
@@ -48,13 +50,18 @@ class Monitored:
     module: torch.nn.Module
     _core: Any
     _pipeline: Any
-    _sinks: Sinks
+    _of_deepspeed: Mapping[str, Any]  # a config
+    _sinks: Sinks[Row]
+    _step_events: StepEvents
+    _timelines: Timelines
 
     def _watch(self) -> None:
         """Once there is a core."""
         monitor = self.config.monitor
         self._sinks = Sinks(int(monitor.every))
+        self._step_events = StepEvents(self._of_deepspeed)
         self._uncounted = bool(monitor.path) or monitor.console != "none"
+        self._timelines = Timelines(self)
         if ranks.rank() != 0:
             return
         if "tensorboard" in monitor.formats and monitor.path:
@@ -78,7 +85,9 @@ class Monitored:
         """
         self._sinks.add(Callback(call))
 
-    def trace(self, path: str | pathlib.Path, steps: int | None = None) -> None:
+    def trace(
+        self, path: str | pathlib.Path, steps: int | None = None, profiler: bool = False
+    ) -> None:
         """Writes a timeline that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
         Args:
@@ -86,17 +95,25 @@ class Monitored:
             steps: the next so many steps, of all ranks, who call this together; it is written when
                 the last of them ends. None: what this rank did in the last steps, written now; for
                 one rank alone, so give each its own path.
+            profiler: torch's profiler runs over these steps on each rank, and its operators (with a
+                model on CUDA its kernels, too) are in the file below the rank's lanes.
+
+        A trace that is under way gives way, with a warning. One that has not all of its steps at
+        `close()` is a warning, and the file then has what rank 0 did last.
 
         Raises:
-            ConfigError: `monitor.events` is 0; `steps` below 1.
+            ConfigError: `monitor.events` is 0; `steps` below 1; `profiler` without `steps`, or
+                where one of torch's profilers is running.
             RuntimeFault: the file cannot be written.
         """
-        if steps is None:
-            self._core.metrics.write_last(str(path))
+        if steps is not None:
+            self._timelines.ask(str(path), steps, profiler)
             return
-        if steps < 1:
-            raise ConfigError(f"[front::trace] steps is {steps}; allowed: 1 or more")
-        self._core.metrics.trace(str(path), steps)
+        if profiler:
+            raise ConfigError(
+                "[front::trace] profiler=True is of steps to come: give steps, such as steps=3"
+            )
+        self._core.metrics.write_last(str(path))
 
     # ---- what the engine tells
 
@@ -105,6 +122,7 @@ class Monitored:
         `_seen_batch()` has the inputs.)"""
         if not torch.is_grad_enabled() or self._pipeline.active:
             return contextlib.nullcontext()
+        self._timelines.before_step()
         samples, tokens = batch_size(given)
         self._core.metrics.count(samples, tokens)
         if not self._uncounted or samples == 0 or not self.module.training:
@@ -115,13 +133,16 @@ class Monitored:
         return self._counting(samples)
 
     def _seen_batch(self, parts: list[Any]) -> None:
+        self._timelines.before_step()
         for part in parts:
             self._core.metrics.count(*batch_size(part))
 
     @contextlib.contextmanager
     def _counting(self, samples: int) -> Iterator[None]:
-        with flops.Counter() as counter:
+        told = self._core.metrics
+        with flops.Counter(lambda: int(told.unit)) as counter:
             yield
+        told.set_work([float(counter.by_unit[unit]) for unit in range(len(self._core.units))])
         mesh = self.config.mesh
         copies = int(mesh.tensor * mesh.sequence)  # each has its part of the same samples
         device = next(self.module.parameters()).device
@@ -130,9 +151,14 @@ class Monitored:
         self._core.metrics.set_flops(3.0 * counter.total / samples * copies, peak)
 
     def _stepped(self) -> None:
+        self._timelines.after_step()
         if self._sinks.wanted(int(self._core.steps)):
             self._sinks.put(self.metrics)
 
     def _end_watch(self) -> None:
+        if "_timelines" in self.__dict__:
+            self._timelines.end()
         if "_sinks" in self.__dict__:
             self._sinks.close()
+        if "_step_events" in self.__dict__:
+            self._step_events.close()

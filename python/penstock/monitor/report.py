@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.monitor import slices, svg
+from penstock.monitor import predicted, slices, svg
 from penstock.monitor.run import Run, read
 
 _STYLE = """
@@ -51,8 +51,13 @@ _ROLES = {
 def size(value: float) -> str:
     for unit, letter in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(value) >= unit:
-            return f"{value / unit:.3g} {letter}"
+            digits = 4 if abs(value) >= 999.5 * unit else 3
+            return f"{value / unit:.{digits}g} {letter}"
     return f"{value:.0f} B"
+
+
+def _millis(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
 
 
 def _share(value: float) -> str:
@@ -115,8 +120,8 @@ def _memory(run: Run, name: str) -> str:
     if not run.rows:
         return ""
     series: dict[str, svg.Points] = {label: run.column(column) for label, column in _ROLES.items()}
-    predicted = run.about.get("predicted", {}).get("total")
-    limit = ("predicted peak", float(predicted)) if predicted else None
+    peak = run.about.get("predicted", {}).get("total")
+    limit = ("predicted peak", float(peak)) if peak else None
     return svg.stacked(name, "Memory after each step, by role, on rank 0", series, size, limit)
 
 
@@ -141,7 +146,10 @@ def facts(run: Run) -> dict[str, str]:
         "exchange through": about.get("transport"),
         "steps": last.get("step"),
         "last loss": None if last.get("loss") is None else svg.number(last["loss"]),
-        "median step": f"{1e3 * _median([r['step_s'] for r in run.rows]):.4g} ms" if last else None,
+        "median step": _millis(_median([r["step_s"] for r in run.rows])) if last else None,
+        "predicted step": _millis(about["predicted"]["step_s"])
+        if "step_s" in about.get("predicted", {})
+        else None,
         "median tokens/s": svg.number(_median(tokens)) if tokens else None,
         "median MFU": f"{100 * _median(mfu):.3g} %" if mfu else None,
         "peak memory, rank 0": size(peak) if last else None,
@@ -182,6 +190,41 @@ def _plan(run: Run) -> str:
     return _table(["section", "lines", "of them"], rows, "plan") if rows else ""
 
 
+def _predicted(run: Run) -> str:
+    """The simulator's seconds beside the trace's."""
+    found = predicted.lines(run.trace)
+    if not found:
+        return ""
+    heads = ["of rank 0, ms a step", "lines", "predicted", "measured", "off by"]
+
+    def rows(some: Sequence[predicted.Line]) -> list[list[str]]:
+        return [
+            [
+                one.name,
+                str(one.count),
+                *(f"{x:.3g}" for x in (one.predicted, one.measured)),
+                f"{one.off:+.3g}",
+            ]
+            for one in some
+        ]
+
+    worst = sorted(found, key=lambda line: -abs(line.off))[:12]
+    step = run.about.get("predicted", {}).get("step_s")
+    measured = _median([row["step_s"] for row in run.rows])
+    text = (
+        f"<p>A step is predicted to take {_millis(step)}, and the median took {_millis(measured)}. "
+        f"Lanes overlap with what computes, so lines do not add up.</p>"
+        if step is not None
+        else ""
+    )
+    return (
+        f"<h2>Predicted and measured</h2>{text}"
+        f"{_table(heads, rows(predicted.kinds(found)), 'predicted')}"
+        f"<details><summary>The lines that are furthest off</summary>"
+        f"{_table(heads, rows(worst), 'furthest')}</details>"
+    )
+
+
 def _differences(first: Run, second: Run) -> str:
     flat = [_flat(run.about.get("config", {})) for run in (first, second)]
     rows = [
@@ -217,6 +260,7 @@ def page(runs: Sequence[Run]) -> str:
         parts.append(_memory(run, "memory" if index == 0 else "memory2"))
     parts.append(slices.picture(first.trace))
     parts.append("</div>")
+    parts.append(_predicted(first))
     if not first.rows:
         parts.append("<p>There are no steps yet.</p>")
     if len(runs) > 1:

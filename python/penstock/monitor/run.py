@@ -18,7 +18,7 @@ class Run:
         about: run.json; {} where there is none.
         rows: of metrics.jsonl, one a step. Where a step was trained again, what had come after it
             is left out.
-        trace: events of trace.json; [] where there is none.
+        trace: events of trace.json, or of what an error has left; [] where there is none.
     """
 
     name: str
@@ -32,7 +32,8 @@ class Run:
         return [(x, float(y)) for x, y in pairs if y is not None and math.isfinite(y)]
 
 
-def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
+def rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Of a metrics.jsonl, as Run has them; [] where there is none."""
     by_step: dict[int, dict[str, Any]] = {}
     if not path.exists():
         return []
@@ -48,7 +49,8 @@ def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
     return list(by_step.values())
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
+def json_object(path: pathlib.Path) -> dict[str, Any]:
+    """What a file of one JSON object has; {} where there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -56,14 +58,24 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _trace(place: pathlib.Path) -> list[dict[str, Any]]:
+    """trace.json; else what rank 0, or any other, has left after an error, the newest."""
+    left = sorted(place.glob("penstock-rank*.trace.json"), key=lambda path: path.stat().st_mtime)
+    left.sort(key=lambda path: path.name.startswith("penstock-rank0-"))
+    for path in [place / "trace.json", *reversed(left)]:
+        events = json_object(path).get("traceEvents")
+        if isinstance(events, list) and events:
+            return events
+    return []
+
+
 def read(folder: str | pathlib.Path) -> Run:
     """Raises ValueError where the folder has no metrics of a run."""
     place = pathlib.Path(folder)
-    about, rows = _json(place / "run.json"), _rows(place / "metrics.jsonl")
-    if not about and not rows:
+    told, steps = json_object(place / "run.json"), rows(place / "metrics.jsonl")
+    if not told and not steps:
         raise ValueError(
             f'[report] "{folder}" is no folder of a run: there is no run.json and no metrics.jsonl '
             f'("monitor": {{"path": ...}} makes them)'
         )
-    trace = _json(place / "trace.json").get("traceEvents", [])
-    return Run(place.resolve().name, about, rows, trace)
+    return Run(place.resolve().name, told, steps, _trace(place))

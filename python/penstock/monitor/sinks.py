@@ -12,35 +12,37 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from penstock._native import ConfigError
 
 Row = dict[str, Any]
 _MOST_WAITING = 1024
+_Told = TypeVar("_Told")  # a row of metrics, say
+_Taken = TypeVar("_Taken", contravariant=True)
 
 
-class Sink(Protocol):
+class Sink(Protocol[_Taken]):
     """One place. Its thread calls these alone."""
 
     name: str
 
-    def write(self, row: Row) -> None: ...
+    def write(self, row: _Taken, /) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Sinks:
+class Sinks(Generic[_Told]):
     """All places of one engine. What one of them raises is one warning, and its end."""
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._sinks: list[Sink] = []
-        self._queue: queue.Queue[Row | None] = queue.Queue(_MOST_WAITING)
+        self._sinks: list[Sink[_Told]] = []
+        self._queue: queue.Queue[_Told | None] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._dropped = 0
 
-    def add(self, sink: Sink) -> None:
+    def add(self, sink: Sink[_Told]) -> None:
         self._sinks.append(sink)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="penstock-monitor", daemon=True)
@@ -49,7 +51,7 @@ class Sinks:
     def wanted(self, step: int) -> bool:
         return bool(self._sinks) and step % self._every == 0
 
-    def put(self, row: Row) -> None:
+    def put(self, row: _Told) -> None:
         try:
             self._queue.put_nowait(row)
         except queue.Full:
@@ -77,7 +79,7 @@ class Sinks:
             for sink in list(self._sinks):
                 self._try(sink, functools.partial(sink.write, row))
 
-    def _try(self, sink: Sink, call: Callable[[], None]) -> None:
+    def _try(self, sink: Sink[_Told], call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
@@ -109,19 +111,23 @@ def _numbers(row: Row) -> dict[str, float]:
     return {name: value for name, value in row.items() if value is not None and name != "time"}
 
 
+def summary_writer(folder: str | pathlib.Path, asks: str) -> Any:
+    """torch's. `asks`: what of the config wants it, for the error where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"[monitor] {asks}: pip install tensorboard ({error})") from None
+    return SummaryWriter(str(folder), flush_secs=10)
+
+
 class TensorBoard:
     """torch's writer, in the folder "tensorboard" of the run."""
 
     name = "tensorboard"
 
     def __init__(self, folder: pathlib.Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-        except ImportError as error:
-            raise ConfigError(
-                f'[monitor] "monitor.formats" has "tensorboard": pip install tensorboard ({error})'
-            ) from None
-        self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+        asks = '"monitor.formats" has "tensorboard"'
+        self._writer = summary_writer(folder / "tensorboard", asks)
 
     def write(self, row: Row) -> None:
         for name, value in _numbers(row).items():
@@ -138,23 +144,28 @@ def _logged_in() -> bool:
     return False
 
 
+def wandb_run(asks: str, **options: Any) -> Any:
+    """One of wandb.init(**options): on this machine alone without a key, or with
+    WANDB_MODE=offline. `asks` as of summary_writer()."""
+    try:
+        import wandb  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"[monitor] {asks}: pip install wandb ({error})") from None
+    mode: Any = os.environ.get("WANDB_MODE") or (
+        "online" if os.environ.get("WANDB_API_KEY") or _logged_in() else "offline"
+    )
+    return wandb.init(mode=mode, **options)
+
+
 class Wandb:
     """Weights & Biases. Without a key, or with WANDB_MODE=offline, in the run's folder only."""
 
     name = "wandb"
 
     def __init__(self, folder: pathlib.Path, config: str) -> None:
-        try:
-            import wandb  # noqa: PLC0415
-        except ImportError as error:
-            raise ConfigError(
-                f'[monitor] "monitor.formats" has "wandb": pip install wandb ({error})'
-            ) from None
         folder.mkdir(parents=True, exist_ok=True)
-        mode: Any = os.environ.get("WANDB_MODE") or (
-            "online" if os.environ.get("WANDB_API_KEY") or _logged_in() else "offline"
-        )
-        self._run = wandb.init(dir=str(folder), mode=mode, config=json.loads(config))
+        asks = '"monitor.formats" has "wandb"'
+        self._run = wandb_run(asks, dir=str(folder), config=json.loads(config))
 
     def write(self, row: Row) -> None:
         self._run.log({f"train/{k}": v for k, v in _numbers(row).items()}, step=row["step"])

@@ -1,1 +1,1 @@
-"""Writers of metrics, which are not built yet."""
+"""Writers of metrics."""

@@ -1,26 +1,9 @@
-"""Writers of metrics."""
+"""All writers of metrics."""
 
-from __future__ import annotations
+from penstock.monitor.deepspeed import Monitor as Monitor
+from penstock.monitor.deepspeed import MonitorMaster as MonitorMaster
 
-from typing import Any
-
-from ..utils.logging import warning_once
-
-
-class Monitor:
-    """One that writes."""
-
-    def __init__(self, monitor_config: Any) -> None:
-        self.monitor_config = monitor_config
-        self.enabled = False
-
-    def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
-        """Writes none of (name, value, sample): it is not built yet, which is said once."""
-        warning_once("deepspeed.monitor: events are not written yet")
-
-
-class MonitorMaster(Monitor):
-    """All that a config enables: none is built yet."""
-
-    def __init__(self, monitor_config: Any = None) -> None:
-        super().__init__(monitor_config)
+from .comet import CometMonitor as CometMonitor
+from .csv_monitor import csvMonitor as csvMonitor
+from .tensorboard import TensorBoardMonitor as TensorBoardMonitor
+from .wandb import WandbMonitor as WandbMonitor

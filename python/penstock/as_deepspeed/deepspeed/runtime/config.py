@@ -11,6 +11,7 @@ import torch
 
 from penstock import ConfigError, config_file
 from penstock._native import _penstock
+from penstock.monitor.deepspeed_config import get_monitor_config
 
 SEQUENCE = (
     'say "sequence_parallel_size", and give each rank its tokens; {"mesh": {"sequence": N}} is of '
@@ -56,6 +57,7 @@ class DeepSpeedConfig:
         resolved = _penstock.Config(self.native).resolved(config_file.world())
         batch = resolved.batch
         self._param_dict = given
+        self.monitor_config = get_monitor_config(given)
         self.sequence_parallel_size = self._take_sequence_ranks(batch)
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulate

@@ -19,6 +19,7 @@ from penstock import ConfigError, lazy_logits, schedules
 from penstock import optimizer as optimizers
 from penstock._native import _penstock
 from penstock.engine import engine_of
+from penstock.monitor.deepspeed import step_events
 
 from ..comm.comm import get_rank, get_world_size
 from ..monitor.monitor import MonitorMaster
@@ -134,9 +135,15 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self._boundary: bool | None = None
         self._frozen: list[torch.nn.Parameter] = []  # by us
         self._applied = self._in_backward = False
+        self._losses = 0  # that backward() was given in this window
         self._auto_cast = self._config.fp16_enabled and self._config.auto_cast
         self.global_rank, self.world_size = get_rank(), get_world_size()
-        self._start(optimizer, model_parameters)
+        self.monitor = MonitorMaster(self._config.monitor_config)
+        try:
+            self._start(optimizer, model_parameters)
+        except BaseException:
+            self.monitor.close()
+            raise
         self._set_groups()
         self.lr_scheduler = self._scheduler(lr_scheduler)
         self.training_dataloader = (
@@ -144,7 +151,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         )
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        self.monitor, self.timers = MonitorMaster(), SynchronizedWallClockTimer()
+        self.timers = SynchronizedWallClockTimer()
         self.pipeline_parallelism = self.has_moe_layers = False
         self.enable_backward_allreduce = True
         if self._config.steps_per_print and self.basic_optimizer is not None:
@@ -271,6 +278,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         """
         steps = self.gradient_accumulation_steps()
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
+        self._losses += 1
         self._in_backward = True
         try:
             self.native.backward(scaled, retain_graph=retain_graph)
@@ -295,7 +303,9 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
     def take_model_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Updates, counts, and steps the scheduler."""
         self.update()
+        loss = self._window_loss()
         self._count(lr_kwargs)
+        self._tell(loss)
 
     def _count(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """After an update: counts, the scheduler, and what is logged."""
@@ -311,6 +321,19 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0:
             self._report()
+
+    def _window_loss(self) -> float | None:
+        """What was differentiated since the last update, added up; the mean over data ranks."""
+        count, self._losses = self._losses, 0
+        mean = self.native.metrics["loss"] if self._applied and self.monitor.enabled else None
+        return None if mean is None else float(mean) * count
+
+    def _tell(self, loss: float | None) -> None:
+        """DeepSpeed's events of a step."""
+        if self.monitor.enabled:
+            scale = self.cur_scale if self._config.fp16_enabled else None
+            lr = self.get_lr()[0]
+            self.monitor.write_events(step_events(self.global_samples, lr, scale, loss))
 
     def _report(self) -> None:
         log_dist(
@@ -343,6 +366,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         may call it for each micro-batch."""
         if self._config.zero_optimization_stage < 2:
             self.native.zero_grad()
+            self._losses = 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -363,13 +387,15 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         return self.native.grad_norm if self.global_steps > 0 else None
 
     def destroy(self) -> None:
-        """Gives the model its full weights back, where all ranks call it, and all memory.
+        """Gives the model its full weights back, where all ranks call it, and all memory. Events of
+        monitors are on disk then.
 
         Where a rank is gone already, the weights are dropped with a warning.
         """
         if self._grid is not None:
             self._close_groups()
             self._grid = None
+        self.monitor.close()
         try:
             self.native.close()
         except penstock.RuntimeFault as error:

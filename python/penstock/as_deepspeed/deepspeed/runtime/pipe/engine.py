@@ -202,6 +202,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._applied = self.native.steps > before
         self.last_step_overflowed = not self._applied
         self._count()
+        self._tell(float(loss))
         self.micro_steps += self.micro_batches
         self.agg_train_loss = loss
         return loss
@@ -249,6 +250,9 @@ class PipelineEngine(DeepSpeedEngine):
 
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
         mean = self.native.eval_batch(self._micro_batches(data_iter), loss_of, parts=count)
+        if compute_loss:
+            event = ("Train/Samples/eval_loss", float(mean), self.global_samples)
+            self.monitor.write_events([event])
         made: Any = None
         if compute_loss and reduce_output is not None:
             made = mean if bcast_loss or self.is_last_stage() else None

@@ -1,0 +1,3 @@
+"""Comet."""
+
+from penstock.monitor.deepspeed import CometMonitor as CometMonitor

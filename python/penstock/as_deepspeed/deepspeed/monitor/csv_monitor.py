@@ -1,0 +1,5 @@
+"""Files of CSV."""
+
+from penstock.monitor.deepspeed import CsvMonitor as csvMonitor
+
+__all__ = ["csvMonitor"]

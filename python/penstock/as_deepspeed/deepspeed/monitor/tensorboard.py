@@ -1,0 +1,3 @@
+"""TensorBoard."""
+
+from penstock.monitor.deepspeed import TensorBoardMonitor as TensorBoardMonitor

@@ -1,0 +1,3 @@
+"""Weights & Biases."""
+
+from penstock.monitor.deepspeed import WandbMonitor as WandbMonitor

@@ -1,0 +1,75 @@
+"""One rank of `penstock bench`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.bench import arguments, compute, engines, links, memory, result, setting
+from penstock.bench.setting import Setting
+from penstock.bench.together import Spread, Together
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attributes:
+    says: what is measured.
+    share: of the time.
+    measure: this rank's samples by field, in so many seconds.
+    """
+
+    says: str
+    share: float
+    measure: Callable[[Setting, float], dict[str, list[float]]]
+
+
+PARTS = (
+    Part("compute: forward and backward of a transformer block", 0.25, compute.flops),
+    Part("links: all-gather and reduce-scatter of 8 MiB", 0.15, links.links),
+    Part("copies between device and host", 0.1, memory.device_host),
+    Part("memory: AdamW on 8.4M parameters", 0.15, engines.memory),
+    Part("disk: the same with its state there", 0.2, engines.disk),
+    Part("overlap: matrix products beside a thread that copies", 0.15, compute.overlap),
+)
+
+
+def _measure(
+    how: Setting, options: argparse.Namespace, say: Callable[[str], None]
+) -> dict[str, Spread]:
+    spreads: dict[str, Spread] = {}
+    parts = [part for part in PARTS if how.ranks.world > 1 or part.measure is not links.links]
+    for number, part in enumerate(parts, 1):
+        say(f"[{number}/{len(parts)}] {part.says}")
+        found = part.measure(how, options.seconds * part.share)
+        spreads |= {field: how.ranks.spread(samples) for field, samples in found.items()}
+    return spreads
+
+
+def main() -> None:
+    """Measures, and on rank 0 writes and prints."""
+    parser = argparse.ArgumentParser(prog="python -m penstock.bench", description=__doc__)
+    arguments.add_options(parser)
+    options = parser.parse_args()
+    try:
+        arguments.check(options)
+    except ValueError as error:
+        parser.error(str(error))
+    load = os.getloadavg()[0]  # before ours
+    ranks = Together()
+    how = setting.of(options, ranks)
+    first = ranks.rank == 0
+    spreads = _measure(how, options, lambda text: print(text, flush=True) if first else None)
+    if first:
+        told = result.about(how, options, spreads) | {"load_average": round(load, 2)}
+        result.write(options.output, spreads, told)
+        print(result.table(spreads))
+        if load > told["cores"] / 2:
+            print(f"others were busy here: a load of {load:.1f} on {told['cores']} cores before")
+        print(f"written: {options.output}", flush=True)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The options of `penstock bench`, which are those of its ranks too."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+
+SEQUENCE = 128  # tokens
+HEAD = 64  # values
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600.0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 3600")
+    return value
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All but --nproc."""
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of what is computed and exchanged; give the one that you train in (default "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=512,
+        metavar="W",
+        help="of the transformer block that is timed (default %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=1024,
+        metavar="T",
+        help=f"that a rank gives the block, in sequences of {SEQUENCE} (default %(default)s)",
+    )
+    parser.add_argument(
+        "--disk",
+        metavar="DIR",
+        help="on the disk to measure, as in offload.path (default: the system's folder for "
+        "temporary files)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=16.0,
+        metavar="S",
+        help="to measure for, all parts together (default %(default)g); starting the ranks and "
+        "first steps come on top",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        default="machine.json",
+        metavar="FILE",
+        help="what is written (default %(default)s)",
+    )
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for what cannot be measured or written, before anything is."""
+    if options.width < 1 or (options.width > HEAD and options.width % HEAD):
+        raise ValueError(
+            f"[bench] --width {options.width}: give a multiple of {HEAD}, or a number below it"
+        )
+    if options.tokens < 1 or (options.tokens > SEQUENCE and options.tokens % SEQUENCE):
+        raise ValueError(
+            f"[bench] --tokens {options.tokens}: give a multiple of {SEQUENCE}, or a number below "
+            f"it"
+        )
+    if options.disk is not None and not os.access(options.disk, os.W_OK | os.X_OK):
+        raise ValueError(f"[bench] --disk {options.disk} is no folder that can be written to")
+    output = pathlib.Path(options.output)
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise ValueError(f"[bench] --output {output} is no file in a folder that there is")
+
+
+def words(options: argparse.Namespace) -> list[str]:
+    """The options again, for the ranks."""
+    given = {"precision": options.precision, "width": options.width, "tokens": options.tokens}
+    given |= {"disk": options.disk, "seconds": options.seconds, "output": options.output}
+    return [f"--{name}={value}" for name, value in given.items() if value is not None]

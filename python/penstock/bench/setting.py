@@ -1,0 +1,49 @@
+"""What is measured, and by whom."""
+
+from __future__ import annotations
+
+import tempfile
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch
+
+from penstock.bench.together import Together
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One rank's."""
+
+    ranks: Together
+    device: torch.device
+    precision: str
+    width: int
+    tokens: int
+    disk: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.precision]
+
+    @property
+    def on_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if not self.on_host:
+            torch.accelerator.synchronize(self.device)
+
+
+def of(options: Namespace, ranks: Together) -> Setting:
+    """On the machine's accelerator where there is one."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        number = ranks.local_rank % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(number)
+        device = torch.device(device.type, number)
+    disk = options.disk or tempfile.gettempdir()
+    return Setting(ranks, device, options.precision, options.width, options.tokens, disk)

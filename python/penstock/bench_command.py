@@ -1,0 +1,35 @@
+"""penstock bench: what this machine reaches, for the simulator."""
+
+from __future__ import annotations
+
+import argparse
+
+from penstock.bench import arguments
+from penstock.launch import LaunchOptions, RankOptions, launch
+
+_HELP = "measure this machine: a calibration file for penstock plan and predictions"
+
+
+def _bench(args: argparse.Namespace) -> int:
+    arguments.check(args)
+    command = ["penstock.bench", *arguments.words(args)]
+    return launch(LaunchOptions(command, nproc=args.nproc, rank=RankOptions(module=True)))
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command to the command line."""
+    bench = commands.add_parser(
+        "bench",
+        help=_HELP,
+        description="Measures compute, links, memory and disk as ranks reach them, all at the same "
+        "time, and writes the medians as JSON. On an accelerator where there is one, else on the "
+        "CPU. Takes about half a minute; what else runs on the machine shows in the figures.",
+        epilog="example: penstock bench --nproc 2 -o machine.json && penstock plan --machine "
+        "machine.json --params 1e8 --world 2. On several nodes: penstock run --nnodes ... --module "
+        "penstock.bench, with the same options but --nproc.",
+    )
+    bench.add_argument(
+        "--nproc", type=int, default=1, metavar="N", help="ranks that share it (default 1)"
+    )
+    arguments.add_options(bench)
+    bench.set_defaults(command=_bench)

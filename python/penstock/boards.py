@@ -1,0 +1,230 @@
+"""What the ranks of this machine keep in memory of themselves, for `penstock status` and `top`.
+
+Each rank keeps a board (src/base/board.h), an anonymous file in memory that is read through
+/proc/PID/fd: the rank does nothing for it and may be stuck.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock._native import _penstock
+
+_PROC = pathlib.Path("/proc")
+_LINK = f"/memfd:{_penstock.STATUS_FILE}"
+
+Found = list[tuple[int, Any]]  # process, board
+
+# ---- processes
+
+
+def pids() -> list[int]:
+    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal()]
+
+
+def field(pid: int, name: str) -> list[str]:
+    """Words of a line of /proc/PID/status; empty when the process is gone."""
+    try:
+        text = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = (line.partition(":") for line in text.splitlines())
+    return next((value.split() for key, _, value in lines if key == name), [])
+
+
+def began(pid: int) -> float:
+    """When the process began, in seconds since 1970, to within a tick; 0 when it is gone."""
+    try:
+        words = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0.0
+    ticks = int(words.rpartition(")")[2].split()[19])  # since the machine began
+    up = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def descendants(pid: int) -> list[int]:
+    """Of a process and itself, which comes first."""
+    children: dict[int, list[int]] = collections.defaultdict(list)
+    for other in pids():
+        for parent in field(other, "PPid"):
+            children[int(parent)].append(other)
+    found: list[int] = [pid]
+    for one in found:  # grows
+        found.extend(children[one])
+    return found
+
+
+# ---- boards
+
+
+def of(pid: int) -> list[Any]:
+    """The boards of a process, without those that a fork left it."""
+    folder = _PROC / str(pid) / "fd"
+    own = {str(pid), *field(pid, "NSpid")[-1:]}  # as it is called here, and in its container
+    found = []
+    try:
+        for entry in sorted(folder.iterdir(), key=lambda entry: int(entry.name)):
+            if os.readlink(entry).startswith(_LINK):
+                found.append(_penstock.RankStatus.read(str(entry)))
+    except (FileNotFoundError, ProcessLookupError, RuntimeError):
+        pass  # it ended meanwhile
+    return [board for board in found if board is not None and str(board.pid) in own]
+
+
+def readable(processes: Iterable[int]) -> Found:
+    found: Found = []
+    for pid in processes:
+        try:
+            found.extend((pid, board) for board in of(pid))
+        except PermissionError:
+            continue  # somebody else's
+    return found
+
+
+def of_process(pid: int, command: str) -> Found:
+    """The boards of a rank or a launcher, and of the ranks that these have met."""
+    try:
+        own = of(pid)
+    except PermissionError:
+        raise ValueError(f"[{command}] process {pid} is another user's") from None
+    if not own and not field(pid, "Pid"):
+        raise ValueError(f"[{command}] there is no process {pid}")
+    found = [(pid, board) for board in own] or readable(descendants(pid))
+    if not found:
+        raise ValueError(
+            f"[{command}] process {pid} and those it started have no engine: they are not "
+            f"Penstock's, or have not reached penstock.initialize()"
+        )
+    runs = {board.run for _, board in found if board.run}
+    if runs:
+        mine = {process for process, _ in found}
+        others = (other for other in pids() if other not in mine)
+        found += [one for one in readable(others) if one[1].run in runs]
+    return found
+
+
+def run_of(pid: int, board: Any) -> Any:
+    """The same for all ranks of a run."""
+    # Ranks that have not met yet are told apart by nothing but their launcher.
+    return board.run or (*field(pid, "PPid"), board.size)
+
+
+def by_run(found: Found) -> list[Found]:
+    """The ranks of each run, in order."""
+    runs: dict[Any, Found] = collections.defaultdict(list)
+    for pid, board in found:
+        runs[run_of(pid, board)].append((pid, board))
+    return [sorted(run, key=lambda one: int(one[1].rank)) for run in runs.values()]
+
+
+# ---- what they say
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        pid: its process, on the host that it is on.
+        step: that it is in; None: it has no board here.
+        for_s: how long `what` has taken, in seconds.
+        what: a phrase.
+        waits: for another rank.
+        numbers: of its last step, by the names of docs/monitoring.md; NaN: not known.
+    """
+
+    rank: int
+    pid: str
+    step: int | None
+    for_s: float | None
+    what: str
+    waits: bool = False
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def _waits(board: Any) -> list[Any]:
+    return [lane for lane in board.lanes if lane.waits]
+
+
+def _behind(lane: Any, peer: Any) -> bool:
+    """Whether the peer has not come to the collective that the lane waits in."""
+    theirs = next((other for other in peer.lanes if other.name == lane.name), None)
+    if theirs is None:
+        return True
+    here = (lane.line.step, lane.sequence)
+    at = (theirs.line.step, theirs.sequence)
+    return at < here or (at == here and not theirs.line.text)  # its first is still to come
+
+
+def late(boards: Mapping[int, Any]) -> list[int]:
+    """Who keeps the others waiting: ranks that are waited for and wait for nobody."""
+    found = {
+        lane.peer
+        for board in boards.values()
+        for lane in _waits(board)
+        if lane.peer >= 0 and (lane.peer not in boards or _behind(lane, boards[lane.peer]))
+    }
+    first = [rank for rank in found if rank not in boards or not _waits(boards[rank])]
+    return sorted(first or found)
+
+
+def verdict(found: Found) -> str:
+    """Of one run: who is late; "" for a run of one rank."""
+    boards = {board.rank: board for _, board in found}
+    any_board = found[0][1]
+    if any_board.size == 1:
+        return ""
+    ranks = late(boards)
+    if not ranks:
+        waiting = sum(1 for board in boards.values() if _waits(board))
+        if waiting == len(boards) > 1:
+            return "every rank waits for another: if this stays so, they have diverged"
+        return "no rank waits for one that is behind"
+    names = []
+    for rank in ranks:
+        away = rank not in boards and rank < len(any_board.roster)
+        host, _, pid = any_board.roster[rank].rpartition(" ") if away else ("", "", "")
+        names.append(f"rank {rank}" + (f" (process {pid} on {host})" if away else ""))
+    return "late: " + ", ".join(names)
+
+
+def _place(pid: int, board: Any) -> Place:
+    line, words = board.at, [f"at `{board.at.text}`"]
+    waits = sorted(_waits(board), key=lambda lane: -float(lane.line.age_s))
+    if waits:
+        line = waits[0].line
+        whom = f"rank {waits[0].peer}" if waits[0].peer >= 0 else "its peers"
+        words.insert(0, f"waits for {whom} in `{line.text}` (lane {waits[0].name}),")
+    if not waits and board.at.text == "update" and board.log:
+        words.append(f"in `{board.log[-1].text}`")
+    if field(pid, "State")[:1] == ["T"]:
+        words.insert(0, "stopped by a signal;")
+    numbers = dict(getattr(board, "numbers", {}))
+    return Place(
+        board.rank, str(pid), board.at.step, line.age_s, " ".join(words), bool(waits), numbers
+    )
+
+
+def _missing(roster: Sequence[str], there: set[int]) -> Iterator[Place]:
+    """Ranks that have no board here."""
+    here = socket.gethostname()
+    for rank, entry in enumerate(roster):
+        if rank not in there:
+            host, _, pid = entry.rpartition(" ")
+            what = "gone: it ended, or closed its engine" if host == here else f"on host {host}"
+            yield Place(rank, pid, None, None, what)
+
+
+def places(found: Found) -> list[Place]:
+    """Of every rank of one run, in order."""
+    made = [_place(pid, board) for pid, board in found]
+    made += _missing(found[0][1].roster, {place.rank for place in made})
+    return sorted(made, key=lambda place: place.rank)

@@ -1,0 +1,109 @@
+"""The monitors' sections of DeepSpeed's config: tensorboard, csv_monitor, wandb, comet."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from penstock._native import ConfigError
+
+_Section = TypeVar("_Section")
+_MODES = ("get", "create", "get_or_create")
+
+
+@dataclasses.dataclass
+class TensorBoardConfig:
+    """`output_path` "": the folder that the script is started in."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+@dataclasses.dataclass
+class CSVConfig(TensorBoardConfig):
+    """As TensorBoardConfig."""
+
+
+@dataclasses.dataclass
+class WandbConfig:
+    """`team` is wandb's entity."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+@dataclasses.dataclass
+class CometConfig:
+    """None: what comet_ml finds in its own settings."""
+
+    enabled: bool = False
+    samples_log_interval: int = 100
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
+
+
+@dataclasses.dataclass
+class DeepSpeedMonitorConfig:
+    """All sections; each may be given as a dict."""
+
+    tensorboard: TensorBoardConfig = dataclasses.field(default_factory=TensorBoardConfig)
+    comet: CometConfig = dataclasses.field(default_factory=CometConfig)
+    wandb: WandbConfig = dataclasses.field(default_factory=WandbConfig)
+    csv_monitor: CSVConfig = dataclasses.field(default_factory=CSVConfig)
+
+    def __post_init__(self) -> None:
+        self.tensorboard = _section(TensorBoardConfig, "tensorboard", self.tensorboard)
+        self.comet = _section(CometConfig, "comet", self.comet)
+        self.wandb = _section(WandbConfig, "wandb", self.wandb)
+        self.csv_monitor = _section(CSVConfig, "csv_monitor", self.csv_monitor)
+        if self.comet.mode not in (None, *_MODES):
+            raise ConfigError(
+                f'[monitor] "comet.mode" is {self.comet.mode!r}; allowed: {", ".join(_MODES)}'
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return any(getattr(self, one).enabled for one in SECTIONS)
+
+
+SECTIONS = tuple(one.name for one in dataclasses.fields(DeepSpeedMonitorConfig))
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """The sections of a whole config; what is not there, null or "auto" has its default.
+
+    Raises ConfigError: a key that a section does not have, a value of another type.
+    """
+    given: dict[str, Any] = {one: param_dict[one] for one in SECTIONS if one in param_dict}
+    return DeepSpeedMonitorConfig(**{key: one for key, one in given.items() if not _left_out(one)})
+
+
+def _left_out(value: Any) -> bool:
+    return value is None or value == "auto"
+
+
+def _section(kind: type[_Section], name: str, given: Any) -> _Section:
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'[monitor] "{name}" is {given!r}; allowed: a section')
+    kinds = typing.get_type_hints(kind)
+    kept = {key: one for key, one in given.items() if not _left_out(one)}
+    for key, value in kept.items():
+        if key not in kinds:
+            raise ConfigError(f'[monitor] unknown key "{name}.{key}"; known: {", ".join(kinds)}')
+        is_flag = isinstance(value, bool)
+        if not isinstance(value, kinds[key]) or (is_flag and kinds[key] is int):
+            wanted = getattr(kinds[key], "__name__", str(kinds[key]))
+            raise ConfigError(f'[monitor] "{name}.{key}" is {value!r}; allowed: {wanted}')
+    return kind(**kept)

@@ -1,0 +1,78 @@
+"""Seconds that the simulator has for each line of the plan, beside those that a trace has."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Event = dict[str, Any]
+_UNITS = re.compile(r" u\d+(\+u\d+)*(\[\d+/\d+\])?")
+
+
+@dataclasses.dataclass
+class Line:
+    """Of one rank and step, in milliseconds.
+
+    Attributes:
+        name: of a line; or what lines of one kind have in common.
+        count: how many of them a step has.
+        predicted, measured: their sums; measured is the mean over the steps of the trace.
+    """
+
+    name: str
+    count: int
+    predicted: float
+    measured: float
+
+    @property
+    def off(self) -> float:
+        return self.measured - self.predicted
+
+
+def _own(slices: Sequence[Event]) -> Iterable[tuple[Event, float]]:
+    """Slices of a thread, which lie within each other or apart, each with its time outside those
+    within it."""
+    stack: list[tuple[Event, list[float]]] = []
+    for event in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
+        while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= event["ts"]:
+            done, within = stack.pop()
+            yield done, done["dur"] - sum(within)
+        if stack:
+            stack[-1][1].append(event["dur"])
+        stack.append((event, []))
+    for done, within in stack:
+        yield done, done["dur"] - sum(within)
+
+
+def lines(trace: Sequence[Event], rank: int = 0) -> list[Line]:
+    """By line, those that have a prediction; [] where none has. What a unit computes is without its
+    waits, and a line of a lane without what the model's thread did to hand it over."""
+    slices = [e for e in trace if e.get("ph") == "X" and e["pid"] == rank]
+    steps = {e["args"]["step"] for e in slices if e["cat"] == "step"}
+    model = [e for e in slices if e["tid"] == 0 and e["cat"] != "step" and "step" in e["args"]]
+    lanes = [(e, e["dur"]) for e in slices if e["tid"] != 0 and e["cat"] == "line"]
+    on_lane = {e["name"] for e, _ in lanes}
+    own = [(e, took) for e, took in _own(model) if e["name"] not in on_lane]
+    found: dict[str, Line] = {}
+    for event, took in [*own, *lanes]:
+        args = event.get("args", {})
+        if "predicted_ms" not in args or args["step"] not in steps:
+            continue
+        line = found.setdefault(event["name"], Line(event["name"], 1, args["predicted_ms"], 0.0))
+        line.measured += took / 1e3 / len(steps)
+    return list(found.values())
+
+
+def kinds(found: Sequence[Line]) -> list[Line]:
+    """Lines that differ in their units alone, together; those that are furthest off come first."""
+    grouped: dict[str, list[Line]] = collections.defaultdict(list)
+    for line in found:
+        grouped[_UNITS.sub("", line.name.partition(" (")[0])].append(line)
+    made = [
+        Line(name, len(some), sum(x.predicted for x in some), sum(x.measured for x in some))
+        for name, some in grouped.items()
+    ]
+    return sorted(made, key=lambda line: -abs(line.off))

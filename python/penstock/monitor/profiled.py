@@ -1,0 +1,269 @@
+"""What torch's profiler saw of some steps, as rows of a rank's timeline.
+
+[Note: The profiler's clock] The timeline is in CLOCK_MONOTONIC, the profiler in a clock of its own
+that it derives from the processor's. A mark is an event of the profiler with readings of ours right
+around its two ends: each end bounds the difference of the clocks from both sides. There is one mark
+at each end of the steps, and what is between them is moved by what is between their differences.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import json
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from penstock import ranks
+from penstock._native import ConfigError
+
+MOST_EVENTS = 200_000  # of a rank in one file
+FIRST_ROW = 1000  # above all lanes of a rank
+_TRIES = 5  # of a mark, of which the narrowest counts
+_APART_NS = 1_000_000  # between two marks' differences: more makes a warning
+_LONGEST_NAME = 256  # kernels are named by their C++ types
+_MARK = "penstock clock"
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """An event of the profiler, in nanoseconds of its clock."""
+
+    name: str
+    kind: str  # torch's: "cpu_op", "kernel"
+    row: tuple[str, int, int]  # "thread" or "stream", its device (-1: the host), its number
+    begin_ns: int
+    end_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Our clock before, within and after an event of that name."""
+
+    name: str
+    before_ns: int
+    within_ns: int
+    after_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """At that time of the profiler's clock it was so far ahead of ours, give or take."""
+
+    at_ns: int
+    ahead_ns: int
+    doubt_ns: int
+
+
+def read_mark(number: int) -> list[Reading]:
+    """Leaves a mark in the profiler's events."""
+    readings = []
+    for index in range(_TRIES):
+        name = f"{_MARK} {number}.{index}"
+        before = time.monotonic_ns()
+        with record_function(name):
+            within = time.monotonic_ns()
+        readings.append(Reading(name, before, within, time.monotonic_ns()))
+    return readings
+
+
+def difference(readings: Iterable[Reading], events: dict[str, Seen]) -> Difference:
+    """Of the narrowest reading. Raises LookupError where the profiler has none of the events."""
+    found = []
+    for one in readings:
+        if one.name not in events:
+            continue
+        begin, end = events[one.name].begin_ns, events[one.name].end_ns
+        low = max(begin - one.within_ns, end - one.after_ns)
+        high = min(begin - one.before_ns, end - one.within_ns)
+        doubt = abs(high - low) // 2
+        found.append(Difference(begin, (low + high) // 2, doubt))
+    if not found:
+        raise LookupError("the profiler did not see our marks")
+    return min(found, key=lambda one: one.doubt_ns)
+
+
+class Clock:
+    """From the profiler's time to CLOCK_MONOTONIC, by marks at the two ends."""
+
+    def __init__(self, first: Difference, last: Difference) -> None:
+        self._first, self._last = first, last
+
+    @property
+    def apart_ns(self) -> int:
+        """By how much the marks contradict each other beyond their doubts."""
+        apart = abs(self._last.ahead_ns - self._first.ahead_ns)
+        return max(0, apart - self._first.doubt_ns - self._last.doubt_ns)
+
+    def ours(self, ns: int) -> int:
+        span = self._last.at_ns - self._first.at_ns
+        along = (ns - self._first.at_ns) / span if span > 0 else 0.0
+        drift = self._last.ahead_ns - self._first.ahead_ns
+        return ns - self._first.ahead_ns - round(drift * min(1.0, max(0.0, along)))
+
+
+def seen(event: Any) -> Seen:
+    """Of one of `kineto_results.events()`."""
+    begin, number = event.start_ns(), event.device_resource_id()
+    on_host = event.device_type().name == "CPU"
+    row = ("thread", -1, number) if on_host else ("stream", event.device_index(), number)
+    end = begin + max(0, event.duration_ns())
+    return Seen(event.name(), _kind(event, on_host), row, begin, end)
+
+
+def _kind(event: Any, on_host: bool) -> str:
+    if hasattr(event, "activity_type"):  # not in torch 2.11
+        return str(event.activity_type())
+    if event.is_user_annotation():
+        return "user_annotation" if on_host else "gpu_user_annotation"
+    return "cpu_op" if on_host else "kernel"
+
+
+def longest(events: Sequence[Any], most: int) -> Sequence[Any]:
+    """So many of `kineto_results.events()` at most. What is left out lasted no longer than what
+    stays, so around everything that stays there still is what it was called from."""
+    if len(events) <= most:
+        return events
+    return heapq.nlargest(most, events, key=lambda one: one.duration_ns())
+
+
+def rows_of(events: Iterable[Seen]) -> list[tuple[str, list[Seen]]]:
+    """Rows with their names: threads by when they come first, then streams by number. In a row
+    slices are one after the other or one within the other; those that overlap go to one more."""
+    by_row: dict[tuple[str, int, int], list[Seen]] = collections.defaultdict(list)
+    for event in sorted(events, key=lambda one: (one.begin_ns, -one.end_ns)):
+        by_row[event.row].append(event)
+    threads = [row for row in by_row if row[0] == "thread"]
+    streams = sorted(row for row in by_row if row[0] == "stream")
+    several = len({row[1] for row in streams}) > 1
+    names = {row: f"thread {index}" for index, row in enumerate(threads, start=1)}
+    for row in streams:
+        names[row] = f"stream {row[2]}" + (f" of device {row[1]}" if several else "")
+    made = []
+    for row, name in names.items():
+        for index, part in enumerate(_nested(by_row[row]), start=1):
+            made.append((f"torch: {name}" + (f" ({index})" if index > 1 else ""), part))
+    return made
+
+
+def _nested(events: Iterable[Seen]) -> list[list[Seen]]:
+    """Of events in order, the fewest rows that can be drawn."""
+    rows: list[tuple[list[Seen], list[int]]] = []  # and the ends of what is open in it
+    for event in events:
+        for _, ends in rows:
+            while ends and ends[-1] <= event.begin_ns:
+                ends.pop()
+        fits = (row for row in rows if not row[1] or event.end_ns <= row[1][-1])
+        row = next(fits, None)
+        if row is None:
+            row = [], []
+            rows.append(row)
+        row[0].append(event)
+        row[1].append(event.end_ns)
+    return [drawn for drawn, _ in rows]
+
+
+def _micros(ns: int) -> str:
+    return f"{ns // 1000}.{ns % 1000:03d}"
+
+
+def trace_text(rows: Iterable[tuple[str, list[Seen]]], clock: Clock, pid: int, offset: int) -> str:
+    """Events of a Chrome trace: JSON objects with commas between them and no brackets around.
+    `offset`: nanoseconds to be added to our clock."""
+    parts = []
+    quoted: dict[str, str] = {}
+    for tid, (title, events) in enumerate(rows, start=FIRST_ROW):
+        at = f'"pid":{pid},"tid":{tid}'
+        for name, args in (("name", {"name": title}), ("sort_index", {"sort_index": tid})):
+            parts.append(f'{{"ph":"M","name":"thread_{name}",{at},"args":{json.dumps(args)}}}')
+        for one in events:
+            name = quoted.get(one.name) or json.dumps(one.name[:_LONGEST_NAME] or "?")
+            quoted[one.name] = name
+            begin, end = clock.ours(one.begin_ns), clock.ours(one.end_ns)
+            parts.append(
+                f'{{"ph":"X","name":{name},{at},"ts":{_micros(begin + offset)},'
+                f'"dur":{_micros(end - begin)},"cat":"{one.kind}"}}'
+            )
+    return ",\n".join(parts)
+
+
+def running() -> bool:
+    """Whether one of torch's profilers is."""
+    here = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return bool(here or torch.autograd.profiler._is_profiler_enabled)
+
+
+def _stop(profiler: torch.profiler.profile) -> None:
+    profiler.stop()
+
+
+class Profile:
+    """torch's profiler, running from here until `text()` or `stop()`, both on the same thread.
+
+    Raises ConfigError where a profiler runs on this thread already.
+    """
+
+    def __init__(self, with_cuda: bool) -> None:
+        if running():
+            raise ConfigError(
+                "[front::trace] profiler=True and one of torch's profilers is running already, of "
+                "which a process has one: stop it before, or trace without profiler=True"
+            )
+        activities = [ProfilerActivity.CPU]
+        if with_cuda:
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+        with warnings.catch_warnings():  # torch 2.11's, of a second cycle: there is one
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            self._profiler.start()
+        self.stop = weakref.finalize(self, _stop, self._profiler)  # once, and at the latest at exit
+        self._first = read_mark(0)
+
+    def text(self, offset_ns: int) -> str:
+        """Stops, and gives its events as part of a Chrome trace (see `trace_text`). What goes wrong
+        is a warning and "": a run does not end for a picture of it."""
+        if not self.stop.alive:
+            return ""
+        try:
+            last = read_mark(1)
+            self.stop()
+            return self._text(last, offset_ns)
+        except Exception as error:
+            _warn(f"events of torch's profiler are left out: {type(error).__name__}: {error}")
+            return ""
+        finally:
+            self.stop()
+
+    def _text(self, last: list[Reading], offset_ns: int) -> str:
+        results: Any = getattr(self._profiler.profiler, "kineto_results", None)
+        events, marks = [], {}
+        for event in results.events():
+            if event.name().startswith(_MARK):
+                marks[event.name()] = seen(event)
+            elif not event.is_hidden_event():
+                events.append(event)
+        clock = Clock(difference(self._first, marks), difference(last, marks))
+        if clock.apart_ns > _APART_NS:
+            _warn(
+                f"the profiler's clock went off by {clock.apart_ns / 1e6:.1f} ms while it ran: its "
+                f"events are so far off at most"
+            )
+        kept = longest(events, MOST_EVENTS)
+        if len(kept) < len(events):
+            bound = min(event.duration_ns() for event in kept)
+            _warn(
+                f"the profiler saw {len(events)} events, of which the trace has the {MOST_EVENTS} "
+                f"longest (of {bound / 1e3:.1f} us and more): trace fewer steps for all of them"
+            )
+        return trace_text(rows_of(map(seen, kept)), clock, ranks.rank(), offset_ns)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"[monitor] rank {ranks.rank()}: {text}", RuntimeWarning, stacklevel=3)

@@ -1,0 +1,122 @@
+"""A picture of a run's report, for a page such as the README: RUN OUT.png.
+
+Makes the report anew and takes a part of it with headless Chromium, in the light scheme. Pillow,
+which comes with what `make setup` installs, cuts it out and leaves as few colours as the file's
+limit needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from penstock.monitor import report
+
+MOST_BYTES = 200 << 10
+_COLOURS = (256, 128, 64, 32, 16)
+_TIMEOUT_S = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Of the page, in its own pixels, and pixels of the picture for one of them."""
+
+    width: int = 1280
+    height: int = 900
+    top: int = 0
+    scale: int = 2
+
+
+def browser() -> str | None:
+    return shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def command(profile: pathlib.Path, size: tuple[int, int], dark: bool = False) -> list[str]:
+    """A headless one that leaves nothing but its profile; options and a page's address follow.
+
+    Raises FileNotFoundError: there is none.
+    """
+    found = browser()
+    if found is None:
+        raise FileNotFoundError("no chromium and no google-chrome here: apt-get install chromium")
+    return [
+        found,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--window-size={size[0]},{size[1]}",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        f"--user-data-dir={profile}",
+    ]
+
+
+def cut(picture: pathlib.Path, part: Part, most_bytes: int = MOST_BYTES) -> None:
+    """Leaves out what comes before its top, and colours.
+
+    Raises ValueError: it is larger than that with 16 colours, too.
+    """
+    from PIL import Image  # noqa: PLC0415 - not needed to show a page
+
+    with Image.open(picture) as opened:
+        top = part.top * part.scale
+        whole = opened.convert("RGB").crop((0, top, opened.width, opened.height))
+    for colours in _COLOURS:
+        # Without dithering: it would speckle what is plain, which also takes more bytes.
+        made = whole.quantize(colours, dither=Image.Dither.NONE)
+        made.save(picture, optimize=True)
+        if picture.stat().st_size <= most_bytes:
+            return
+    raise ValueError(f"{picture} has {picture.stat().st_size} bytes, above {most_bytes}")
+
+
+def take(run: pathlib.Path, out: pathlib.Path, part: Part) -> None:
+    """Raises ValueError: `run` is no run's folder. RuntimeError: the browser made nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        page, shot = folder / "report.html", folder / "shot.png"
+        report.write([run], page)
+        taken = [
+            *command(folder / "profile", (part.width, part.top + part.height)),
+            f"--force-device-scale-factor={part.scale}",
+            f"--screenshot={shot}",
+        ]
+        done = subprocess.run(
+            [*taken, page.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        if not shot.exists():
+            raise RuntimeError(f"the browser ended with {done.returncode}: {done.stderr[-500:]}")
+        cut(shot, part)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(shot, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=pathlib.Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("out", type=pathlib.Path, metavar="OUT.png")
+    whole = Part()
+    parser.add_argument("--width", type=int, default=whole.width, help="of the page")
+    parser.add_argument("--height", type=int, default=whole.height, help="of the part")
+    parser.add_argument("--top", type=int, default=whole.top, help="where the part begins")
+    parser.add_argument("--scale", type=int, default=whole.scale, help="pixels for one of these")
+    options = parser.parse_args()
+    part = Part(options.width, options.height, options.top, options.scale)
+    try:
+        take(options.run, options.out, part)
+    except (ValueError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        sys.exit(f"report_picture: {error}")
+    print(f"{options.out}: {options.out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
