@@ -179,7 +179,7 @@ std::string Core::State::Watching::events_of(const std::vector<trace::Event>& ev
 
 void Core::State::Watching::dump() {
   const std::string where = trace::dump(*state.tiers.recorder);
-  if (where.empty()) return;
+  if (where.empty() || state.trouble.find(where) != std::string::npos) return;
   std::fprintf(stderr, "penstock: rank %d, %s%s\n", state.group->rank(), state.trouble.c_str(),
                where.c_str());
 }

@@ -63,14 +63,23 @@ std::optional<Core::State::Watching::Prediction> Core::State::Watching::predict(
       replay({plan}, executor.table(), state.model, executor.mesh(), machine,
              flops.empty() ? work_of(state.model, tokens) : work_of_units(state.model, flops));
   Prediction prediction;
+  double root_forward = 0.0;
   prediction.step_s = timeline.step;
   const std::vector<exec::PlannedStep> planned = executor.prepare(plan);
   for (size_t line = 0; line < planned.size(); ++line) {
     const Step& step = planned[line].step;
     const double seconds = timeline.ranks.front().lines[line];
     if (step.mark == Mark::kBegin || step.mark == Mark::kUse) continue;
+    if (step.op == Op::kForward && !state.unit_events) {  // then the root's is all there is
+      root_forward += seconds;
+      continue;
+    }
     prediction.lines[step.is_compute() ? state.driver->text_of(step.op, step.units.front())
                                        : *planned[line].label.text] = seconds;
+  }
+  if (!state.unit_events) {
+    prediction.lines[state.driver->text_of(Op::kForward, 0)] =
+        root_forward / static_cast<double>(micro_batches);
   }
   return prediction;
 }

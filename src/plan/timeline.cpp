@@ -149,11 +149,11 @@ class RankReplay {
 
   void compute(const Step& step) {
     // What is entered here computes until its end; what is used leaves no gradient yet.
+    const int unit = step.units[0];
     if (step.mark == Mark::kBegin || step.mark == Mark::kUse) {
-      issued_ = compute_;
+      issued_ = compute_ = std::max(compute_, params_there_[unit]);
       return;
     }
-    const int unit = step.units[0];
     const bool forward = step.op == Op::kForward;
     double begin = std::max(compute_, params_there_[unit]);
     const auto came = arrived_.find({unit, step.micro, forward ? Role::kAct : Role::kGrad});

@@ -318,7 +318,8 @@ def test_a_lost_peer_leaves_a_report_of_the_plans_last_lines(pools, tmp_path):
     events = json.loads(pathlib.Path(found[3]).read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert any(event["name"].startswith("update u1 ") for event in slices)
-    assert slices[-1]["cat"] == "exchange" and slices[-1]["args"]["step"] == 2  # which failed
+    failed = [event for event in slices if event["cat"] == "exchange"][-1]
+    assert failed["name"].startswith("move u0+u1+u2+u3 param") and failed["args"]["step"] == 2
 
 
 def other_config(key, values):

@@ -156,7 +156,7 @@ def test_an_error_leaves_the_last_steps(tmp_path, capfd):
 
 
 def machine_file(path, **fields):
-    path.write_text(json.dumps({"flops": 1e10, "local": 1e9, "host_memory": 5e9} | fields))
+    path.write_text(json.dumps({"flops": 1e10, "local": 1e9, "device_memory": 5e9} | fields))
     return str(path)
 
 
