@@ -150,7 +150,7 @@ void Core::State::Watching::end_step(const std::vector<OptimizerConfig>& groups)
                     last.samples_per_s(), last.tokens_per_s(), last.mfu(), last.exposed_s,
                     of(device.total_now), of(host.total_now), of(last.disk_bytes)});
   }
-  if (state.steps == 1) describe();
+  if (state.monitor->applied() == 1) describe();
   if (const auto wish = state.monitor->take_finished()) write_trace(*wish);
   state.executor->set_step(state.steps + 1);
   state.together.set_step(state.steps + 1);
@@ -230,7 +230,8 @@ void Metrics::trace(const std::string& path, int64_t steps,
   if (!state_->monitor->recorder().on()) {
     throw ConfigError("[engine::trace] \"monitor.events\" is 0: nothing of this run is recorded");
   }
-  state_->monitor->ask({path, state_->steps + 1, state_->steps + steps, std::move(more)});
+  const int64_t before = state_->monitor->applied();
+  state_->monitor->ask({path, before + 1, before + steps, std::move(more)});
 }
 
 }  // namespace penstock

@@ -50,14 +50,14 @@ void Monitor::drop() { counted_ = exec::Counted(); }
 
 void Monitor::ask(TraceWish wish) {
   wish_ = std::move(wish);
-  records_ = last_.step + 1 >= wish_->first;
+  records_ = applied_ + 1 >= wish_->first;
   if (records_) recorder_->record();
 }
 
 std::optional<TraceWish> Monitor::take_finished() {
   if (!wish_) return std::nullopt;
-  if (!records_ && last_.step + 1 >= wish_->first) ask(std::move(*wish_));
-  if (!records_ || last_.step < wish_->last) return std::nullopt;
+  if (!records_ && applied_ + 1 >= wish_->first) ask(std::move(*wish_));
+  if (!records_ || applied_ < wish_->last) return std::nullopt;
   records_ = false;
   return std::exchange(wish_, std::nullopt);
 }
@@ -98,6 +98,7 @@ void Monitor::end_step(StepMetrics made, const exec::Told& all, SoFar now) {
       {before_.at_ns, now.at_ns, 0, 0, 0, kStepText, trace::Recorder::kModel, trace::Kind::kStep});
   before_ = now;
   last_ = made;
+  ++applied_;
   drop();
   if (files_ && made.step % every_ == 0) files_->add(last_);
 }

@@ -26,7 +26,7 @@ struct SoFar {
 // A trace that somebody asked for.
 struct TraceWish {
   std::string path;
-  int64_t first = 1, last = 1;  // steps
+  int64_t first = 1, last = 1;  // steps that this run makes, from 1, also after a load
   std::function<std::string(int64_t)> more;
 };
 
@@ -45,6 +45,7 @@ class Monitor {
   // What ranks counted and what there is so far become the step's; `made` has the rest.
   void end_step(StepMetrics made, const exec::Told& all, SoFar now);
   const StepMetrics& last() const { return last_; }
+  int64_t applied() const { return applied_; }  // by this run
   // Of that step, on this rank.
   double tokens_of_rank() const { return static_cast<double>(last_.tokens) * copies_ / size_; }
   SoFar recorded() const;  // of the recorder
@@ -68,6 +69,7 @@ class Monitor {
   exec::Counted counted_;
   SoFar before_;
   StepMetrics last_;
+  int64_t applied_ = 0;
   std::optional<TraceWish> wish_;
   bool records_ = false;
   std::optional<RunFiles> files_;

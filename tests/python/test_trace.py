@@ -128,6 +128,27 @@ def test_the_last_steps_are_always_there(tmp_path):
     engine.close()
 
 
+def test_steps_are_those_of_the_run_also_after_load(tmp_path):
+    engine = penstock.initialize(model(), {"monitor": {"path": str(tmp_path / "a")}})
+    steps(engine, 7)
+    saved = engine.save(tmp_path / "checkpoints")
+    engine.close()
+    monitor = {"path": str(tmp_path / "b"), "trace_first": 2, "trace_steps": 1}
+    engine = penstock.initialize(model(), {"monitor": monitor})
+    engine.load(saved)
+
+    def seen(path):
+        events = json.loads(path.read_text())["traceEvents"]
+        return {event["args"]["step"] for event in events if event["ph"] == "X"}
+
+    steps(engine, 2)
+    assert seen(tmp_path / "b" / "trace.json") == {9}
+    engine.trace(tmp_path / "x.json", 2)
+    steps(engine, 2)
+    assert seen(tmp_path / "x.json") == {10, 11}
+    engine.close()
+
+
 def test_an_error_leaves_the_last_steps(tmp_path, capfd):
     class Fails(torch.nn.Module):
         def __init__(self):
