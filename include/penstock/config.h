@@ -109,7 +109,7 @@ struct MonitorConfig {
   int64_t every = 1;                             // steps between two rows
   std::string console = "none";                  // "none" "lines" "bar" "auto"
   int64_t events = 8192;    // of the timeline that are always kept; 0 = nothing is recorded
-  int64_t trace_first = 0;  // step of this run with which a trace begins; 0 = none
+  int64_t trace_first = 0;  // step with which a trace begins; 0 = none
   int64_t trace_steps = 1;  // that it has
   std::string machine;      // what `penstock bench` wrote: seconds are predicted; empty = none
 };
