@@ -69,6 +69,8 @@ class PENSTOCK_API Metrics {
   void count(int64_t samples, int64_t tokens);
   // Model FLOPs of a sample (forward and backward), and the peak of one rank a second; 0: unknown.
   void set_flops(double per_sample, double rank_peak);
+  // Of the step that comes, where the optimizer is the user's.
+  void set_lr(double lr);
   // FLOPs of one micro-batch's forward on this rank, by unit; while it runs, unit() is the
   // innermost that computes. From them seconds are predicted where `monitor.machine` says how.
   void set_work(std::vector<double> forward_flops);

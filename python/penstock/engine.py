@@ -225,6 +225,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             optim.call_hooks(optimizer, before=True)
         groups = optim.settings(optimizer) if self._native else []
         options = "" if self._native else optim.options_text(optimizer)
+        self._seen_options(optimizer, self._native)
         if not self._core.step(groups, self._external, options):
             self._step_events.tell(self, applied=False)
             return False

@@ -36,6 +36,7 @@ void bind_metrics(py::module_& module) {
   py::class_<Metrics>(module, "Metrics")
       .def("count", &Metrics::count, py::arg("samples"), py::arg("tokens"))
       .def("set_flops", &Metrics::set_flops, py::arg("per_sample"), py::arg("rank_peak"))
+      .def("set_lr", &Metrics::set_lr, py::arg("lr"))
       .def("set_work", &Metrics::set_work, py::arg("forward_flops"))
       .def_property_readonly("unit", &Metrics::unit)
       .def_property_readonly("last", [](const Metrics& self) { return dict_of(self.last()); })

@@ -122,7 +122,7 @@ void Core::State::Watching::end_step(const std::vector<OptimizerConfig>& groups)
   StepMetrics made;
   made.step = state.steps;
   made.grad_norm = state.executor->updates().seen().grad_norm;
-  made.lr = groups.empty() ? kNotKnown : groups.front().lr;
+  made.lr = groups.empty() ? state.monitor->own_lr : groups.front().lr;
   made.loss_scale = state.loss_scale.value();
   made.skipped_steps = state.skipped;
   const mem::Usage device = state.tiers.device.usage(), host = state.tiers.host.usage();
@@ -190,6 +190,8 @@ void Metrics::set_flops(double per_sample, double rank_peak) {
   state_->monitor->flops_per_sample = per_sample;
   state_->monitor->rank_peak = rank_peak;
 }
+
+void Metrics::set_lr(double lr) { state_->monitor->own_lr = lr; }
 
 void Metrics::set_work(std::vector<double> forward_flops) {
   state_->monitor->forward_flops = std::move(forward_flops);

@@ -55,6 +55,7 @@ class Monitor {
 
   const double started;  // seconds since 1970
   double flops_per_sample = 0.0, rank_peak = 0.0;
+  double own_lr = kNotKnown;          // where the optimizer is the user's
   std::vector<double> forward_flops;  // by unit, of a micro-batch; empty: nobody counted them
   // From now on, or from its first step.
   void ask(TraceWish wish);

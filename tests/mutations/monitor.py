@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Mutation, Pytest, gtest
+from planted import Mutation, Pytest, gtest, ranks
 
 MONITOR, CHANNEL, DRIVER = "src/engine/monitor.cpp", "src/comm/channel.cpp", "src/engine/driver.cpp"
 NORM, RECORDER = "src/exec/norm.cpp", "src/trace/recorder.cpp"
@@ -44,5 +44,40 @@ OF_A_RUN = [
         "event.kind == Kind::kWait && event.row == kModel",
         "event.kind == Kind::kWait",
         gtest("src/trace/trace_test", "Recorder*"),
+    ),
+    Mutation(
+        "an error leaves no timeline",
+        "src/trace/chrome.cpp",
+        "if (!of.on() || of.about.folder.empty()) return",
+        "if (of.on() || of.about.folder.empty()) return",
+        Pytest(("tests/python/test_errors.py", "-k", "report_of_the_plans")),
+    ),
+    Mutation(
+        "lanes take nothing from what computes",
+        "src/plan/timeline.cpp",
+        "    compute_ += (1.0 - machine_.overlap) * takes;\n",
+        "",
+        gtest("src/plan/plan_test", "Timeline*"),
+    ),
+    Mutation(
+        "a field of a machine's file that there is not is passed over",
+        "src/plan/machine.cpp",
+        'if (key == "about" || value.is_null()) continue;',
+        'if (key == "about" || key == "flop" || value.is_null()) continue;',
+        gtest("src/plan/plan_test", "Machine*"),
+    ),
+    Mutation(
+        "a trace counts steps that were made before a load",
+        MONITOR,
+        "  ++applied_;\n",
+        "  applied_ = made.step;\n",
+        Pytest(("tests/python/test_trace.py", "-k", "after_load")),
+    ),
+    Mutation(
+        "a trace has no more than the lanes",
+        "src/engine/metrics.cpp",
+        "      own += (own.empty() || more.empty()",
+        "      if (more.empty()) own += (own.empty() || more.empty()",
+        ranks("Metrics*"),
     ),
 ]

@@ -87,6 +87,20 @@ def test_rows_are_what_the_loop_saw(world, accumulate, pools):
             assert row["mfu"] is None  # nobody asked for it, so nothing was counted
 
 
+def test_the_lr_of_an_optimizer_of_ones_own():
+    net = model()
+    own = torch.optim.SGD(net.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5)
+    engine = penstock.initialize(net, {"strategy": "zero2"}, optimizer=own, lr_scheduler=schedule)
+    seen = []
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, 64)).square().mean())
+        engine.step()
+        seen.append(engine.metrics["lr"])
+    engine.close()
+    assert seen == [0.5, 0.25, 0.125]
+
+
 def test_files(tmp_path):
     rows, _ = train({"monitor": {"path": str(tmp_path / "a" / "b"), "formats": ["jsonl", "csv"]}})
     written = [json.loads(line) for line in (tmp_path / "a/b/metrics.jsonl").open()]

@@ -150,6 +150,11 @@ class Monitored:
         # Of a backward twice a forward's: arXiv:2001.08361, section 2.1.
         self._core.metrics.set_flops(3.0 * counter.total / samples * copies, peak)
 
+    def _seen_options(self, optimizer: torch.optim.Optimizer, native: bool) -> None:
+        """Of the step that begins. Those of the config are known."""
+        if not native and "lr" in optimizer.param_groups[0]:
+            self._core.metrics.set_lr(float(optimizer.param_groups[0]["lr"]))
+
     def _stepped(self) -> None:
         self._timelines.after_step()
         if self._sinks.wanted(int(self._core.steps)):
