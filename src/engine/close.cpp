@@ -9,6 +9,7 @@
 #include "src/engine/adoption.h"
 #include "src/engine/lent.h"
 #include "src/engine/state.h"
+#include "src/engine/watching.h"
 
 namespace penstock {
 
@@ -204,6 +205,7 @@ void Core::State::Closing::give_back(int unit) {
 std::string Core::State::close(bool gather, const std::string& why) {
   if (closed) return "";
   closed = true;
+  Watching{*this}.end();
   // What it writes from goes.
   const bool all_come = gather && why.empty() && !faulted;
   const std::string unsaved = all_come ? saver.finish() : saver.finish_alone();

@@ -4,7 +4,9 @@
 
 #include <array>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
+#include <utility>
 
 #include <torch/version.h>
 
@@ -28,6 +30,11 @@ double of(int64_t value) { return static_cast<double>(value); }
 std::string host_name() {
   std::array<char, 256> name{};
   return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
+}
+
+void check_on(const trace::Recorder& recorder) {
+  if (recorder.on()) return;
+  throw ConfigError("[engine::trace] \"monitor.events\" is 0: nothing of this run is recorded");
 }
 
 void write_file(const std::string& path, const std::string& text) {
@@ -69,6 +76,10 @@ std::vector<std::pair<std::string, double>> StepMetrics::values() const {
           {"disk_bytes", of(disk_bytes)}};
 }
 
+void Core::State::Watching::say(const std::string& what) const {
+  std::fprintf(stderr, "penstock: rank %d, %s\n", state.group->rank(), what.c_str());
+}
+
 void Core::State::Watching::begin() {
   state.together.record(state.tiers.recorder);
   trace::About& about = state.tiers.recorder->about;
@@ -76,8 +87,18 @@ void Core::State::Watching::begin() {
   about.host = host_name();
   const std::string& reports = state.config.comm.report_dir;
   about.folder = reports.empty() ? state.config.monitor.path : reports;
+  if (!about.folder.empty()) {
+    std::error_code later;  // is said where something is to be written there
+    about.folder = std::filesystem::absolute(about.folder);
+    std::filesystem::create_directories(about.folder, later);
+  }
   state.monitor.emplace(state.config, state.tiers.recorder, state.group->rank(),
                         state.group->size());
+  const std::string& measured = state.config.monitor.machine;
+  if (!measured.empty()) {
+    const bool on_host = state.tiers.computes.is_host();
+    state.monitor->machine = read_machine(measured, on_host ? Machine::cpu() : Machine());
+  }
   if (state.group->size() == 1) return;
   about.offset_ns =
       engine::clock_offset([this](const std::string& label, const std::string& payload) {
@@ -151,7 +172,16 @@ void Core::State::Watching::end_step(const std::vector<OptimizerConfig>& groups)
                     of(device.total_now), of(host.total_now), of(last.disk_bytes)});
   }
   if (state.monitor->applied() == 1) describe();
-  if (const auto wish = state.monitor->take_finished()) write_trace(*wish);
+  const auto wish = state.monitor->take_finished();
+  if (wish && state.monitor->without().empty()) {
+    write_trace(*wish);
+  } else if (wish) {
+    const int rank = state.group->rank(), other = state.monitor->without().front();
+    const std::string path = rank == 0 ? wish->path : concat(wish->path, ".rank", rank);
+    write_own(path, state.monitor->recorder().end_record());
+    say(concat("rank ", other, " asked for no trace of these steps, so ", path,
+               " has this rank alone: all ranks call trace() alike"));
+  }
   state.executor->set_step(state.steps + 1);
   state.together.set_step(state.steps + 1);
 }
@@ -163,12 +193,29 @@ void Core::State::Watching::write_trace(const engine::TraceWish& wish) {
       const std::string more = wish.more(state.tiers.recorder->about.offset_ns);
       own += (own.empty() || more.empty() ? "" : ",\n") + more;
     } catch (const std::exception& error) {  // the other ranks wait for this one's part
-      std::fprintf(stderr, "penstock: rank %d: the trace has no more than the lanes: %s\n",
-                   state.group->rank(), reason(error).c_str());
+      say(concat("the trace has no more than the lanes: ", reason(error)));
     }
   }
+  if (const int64_t dropped = state.monitor->recorder().dropped()) {
+    say(concat("the trace is without ", dropped, " events: more than ",
+               trace::Recorder::kMostRecorded, " are not kept"));
+  }
   const std::vector<std::string> parts = state.executor->collect("trace", std::move(own));
-  if (state.group->rank() == 0) write_file(wish.path, trace::chrome_trace(parts, "{}"));
+  if (state.group->rank() != 0) return;
+  try {
+    write_file(wish.path, trace::chrome_trace(parts, "{}"));
+  } catch (const RuntimeFault& error) {  // the step was applied
+    say(error.what());
+  }
+}
+
+void Core::State::Watching::write_own(const std::string& path,
+                                      const std::vector<trace::Event>& events) {
+  try {
+    write_file(path, trace::chrome_trace({events_of(events)}, "{}"));
+  } catch (const RuntimeFault& error) {
+    say(error.what());
+  }
 }
 
 std::string Core::State::Watching::events_of(const std::vector<trace::Event>& events) {
@@ -180,8 +227,18 @@ std::string Core::State::Watching::events_of(const std::vector<trace::Event>& ev
 void Core::State::Watching::dump() {
   const std::string where = trace::dump(*state.tiers.recorder);
   if (where.empty() || state.trouble.find(where) != std::string::npos) return;
-  std::fprintf(stderr, "penstock: rank %d, %s%s\n", state.group->rank(), state.trouble.c_str(),
-               where.c_str());
+  if (!std::exchange(state.monitor->said_dump, true)) say(state.trouble + where);
+}
+
+void Core::State::Watching::end() {
+  if (!state.monitor) return;
+  const auto wish = state.monitor->end();
+  if (!wish || !wish->by_config || state.group->rank() != 0 || state.monitor->applied() == 0)
+    return;
+  write_own(wish->path, state.monitor->recorder().last());
+  say(concat("the last step was ", state.monitor->applied(), ", so \"monitor.trace_first\" ",
+             wish->first, " has not all of its steps: ", wish->path,
+             " has what this rank alone did last"));
 }
 
 void Metrics::count(int64_t samples, int64_t tokens) { state_->monitor->count(samples, tokens); }
@@ -202,6 +259,7 @@ int Metrics::unit() const { return state_->driver->computing(); }
 const StepMetrics& Metrics::last() const { return state_->monitor->last(); }
 
 void Metrics::write_last(const std::string& path) const {
+  check_on(state_->monitor->recorder());
   const std::vector<trace::Event> events = state_->monitor->recorder().last();
   write_file(path, trace::chrome_trace({Core::State::Watching{*state_}.events_of(events)}, "{}"));
 }
@@ -229,8 +287,11 @@ std::vector<RowSum> Metrics::sums() const {
 void Metrics::trace(const std::string& path, int64_t steps,
                     std::function<std::string(int64_t)> more) {
   state_->check_open("trace");
-  if (!state_->monitor->recorder().on()) {
-    throw ConfigError("[engine::trace] \"monitor.events\" is 0: nothing of this run is recorded");
+  check_on(state_->monitor->recorder());
+  const std::filesystem::path folder = std::filesystem::absolute(path).parent_path();
+  if (state_->group->rank() == 0 && access(folder.c_str(), W_OK) != 0) {
+    throw RuntimeFault(concat("[engine::trace] ", path, ": ", folder.string(),
+                              " is not there or cannot be written to"));
   }
   const int64_t before = state_->monitor->applied();
   state_->monitor->ask({path, before + 1, before + steps, std::move(more)});

@@ -1,6 +1,8 @@
 #include "src/engine/monitor.h"
 
 #include <chrono>
+#include <cstdio>
+#include <filesystem>
 #include <utility>
 
 namespace penstock::engine {
@@ -26,7 +28,7 @@ Monitor::Monitor(const Config& config, std::shared_ptr<trace::Recorder> recorder
   if (rank == 0) files_.emplace(monitor.path, monitor.formats);
   if (monitor.trace_first > 0) {
     const int64_t first = monitor.trace_first;
-    ask({monitor.path + "/trace.json", first, first + monitor.trace_steps - 1, {}});
+    ask({monitor.path + "/trace.json", first, first + monitor.trace_steps - 1, {}, true});
   }
 }
 
@@ -49,6 +51,11 @@ void Monitor::count(int64_t samples, int64_t tokens) {
 void Monitor::drop() { counted_ = exec::Counted(); }
 
 void Monitor::ask(TraceWish wish) {
+  if (wish_ && wish_->by_config && !wish.by_config && recorder_->about.rank == 0) {
+    std::fprintf(stderr, "penstock: the trace of \"monitor.trace_first\" gives way to %s\n",
+                 wish.path.c_str());
+  }
+  wish.path = std::filesystem::absolute(wish.path);
   wish_ = std::move(wish);
   records_ = applied_ + 1 >= wish_->first;
   if (records_) recorder_->record();
@@ -59,6 +66,19 @@ std::optional<TraceWish> Monitor::take_finished() {
   if (!records_ && applied_ + 1 >= wish_->first) ask(std::move(*wish_));
   if (!records_ || applied_ < wish_->last) return std::nullopt;
   records_ = false;
+  return std::exchange(wish_, std::nullopt);
+}
+
+void Monitor::hear(std::vector<std::string>& all) {
+  without_.clear();
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].back() != '1') without_.push_back(static_cast<int>(rank));
+    all[rank].pop_back();
+  }
+}
+
+std::optional<TraceWish> Monitor::end() {
+  files_.reset();
   return std::exchange(wish_, std::nullopt);
 }
 

@@ -11,6 +11,7 @@
 
 #include "penstock/config.h"
 #include "penstock/metrics.h"
+#include "penstock/plan.h"
 #include "src/engine/run_files.h"
 #include "src/exec/norm.h"
 #include "src/trace/recorder.h"
@@ -28,6 +29,7 @@ struct TraceWish {
   std::string path;
   int64_t first = 1, last = 1;  // steps that this run makes, from 1, also after a load
   std::function<std::string(int64_t)> more;
+  bool by_config = false;
 };
 
 class Monitor {
@@ -46,6 +48,8 @@ class Monitor {
   void end_step(StepMetrics made, const exec::Told& all, SoFar now);
   const StepMetrics& last() const { return last_; }
   int64_t applied() const { return applied_; }  // by this run
+  // No step comes any more: files are whole. Returns what was asked for and not written.
+  std::optional<TraceWish> end();
   // Of that step, on this rank.
   double tokens_of_rank() const { return static_cast<double>(last_.tokens) * copies_ / size_; }
   SoFar recorded() const;  // of the recorder
@@ -57,10 +61,18 @@ class Monitor {
   double flops_per_sample = 0.0, rank_peak = 0.0;
   double own_lr = kNotKnown;          // where the optimizer is the user's
   std::vector<double> forward_flops;  // by unit, of a micro-batch; empty: nobody counted them
-  // From now on, or from its first step.
+  std::optional<Machine> machine;     // that was measured
+  bool said_dump = false;
+  // From now on, or from its first step; in place of what was asked for before.
   void ask(TraceWish wish);
   // What was asked for has all its steps: it is no wish any more.
   std::optional<TraceWish> take_finished();
+  // With the norm ranks tell each other whether a trace ends with this step: a digit, and by rank
+  // its place in what all say, of which it is taken.
+  char say() const { return wish_ && applied_ + 1 >= wish_->last ? '1' : '0'; }
+  void hear(std::vector<std::string>& all);
+  // Ranks that did not say so: what is collected from all of them would never come.
+  const std::vector<int>& without() const { return without_; }
 
  private:
   const std::shared_ptr<trace::Recorder> recorder_;
@@ -72,6 +84,7 @@ class Monitor {
   StepMetrics last_;
   int64_t applied_ = 0;
   std::optional<TraceWish> wish_;
+  std::vector<int> without_;
   bool records_ = false;
   std::optional<RunFiles> files_;
 };

@@ -49,10 +49,8 @@ std::optional<Core::State::Watching::Prediction> Core::State::Watching::predict(
   const int64_t micro_batches = std::max<int64_t>(1, config.batch.accumulate);
   const std::vector<double>& flops = state.monitor->forward_flops;
   const double tokens = state.monitor->tokens_of_rank() / static_cast<double>(micro_batches);
-  if (config.monitor.machine.empty() || config.mesh.pipeline > 1) return {};
+  if (!state.monitor->machine || config.mesh.pipeline > 1) return {};
   if (flops.empty() && tokens == 0.0) return {};
-  const Machine machine = read_machine(config.monitor.machine,
-                                       state.tiers.computes.is_host() ? Machine::cpu() : Machine());
   Plan plan;
   for (const Section section : sections_of(micro_batches)) {
     const Plan one = state.driver->plan(section);
@@ -60,7 +58,7 @@ std::optional<Core::State::Watching::Prediction> Core::State::Watching::predict(
   }
   const exec::Executor& executor = *state.executor;
   const Timeline timeline =
-      replay({plan}, executor.table(), state.model, executor.mesh(), machine,
+      replay({plan}, executor.table(), state.model, executor.mesh(), *state.monitor->machine,
              flops.empty() ? work_of(state.model, tokens) : work_of_units(state.model, flops));
   Prediction prediction;
   double root_forward = 0.0;

@@ -1,5 +1,9 @@
 #include "src/engine/run_files.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
@@ -20,10 +24,20 @@ nlohmann::json number(double value) {
   return whole ? nlohmann::json(static_cast<int64_t>(value)) : nlohmann::json(value);
 }
 
+// As a process leaves it that was killed while it wrote. The position is at the end after.
+bool ends_within_a_line(std::fstream& file) {
+  file.seekg(0, std::ios::end);
+  if (file.tellg() <= 0) return false;
+  file.seekg(-1, std::ios::end);
+  const int last = file.get();
+  file.clear();
+  return last != '\n';
+}
+
 }  // namespace
 
 RunFiles::RunFiles(const std::string& folder, const std::vector<std::string>& formats)
-    : folder_(folder) {
+    : folder_(std::filesystem::absolute(folder)) {
   for (const std::string& format : formats) {
     jsonl_ = jsonl_ || format == "jsonl";
     csv_ = csv_ || format == "csv";
@@ -34,7 +48,22 @@ RunFiles::RunFiles(const std::string& folder, const std::vector<std::string>& fo
     throw ConfigError(
         concat("[engine::initialize] \"monitor.path\" is \"", folder, "\": ", problem.message()));
   }
+  take();
   thread_ = std::thread([this] { run(); });
+}
+
+void RunFiles::take() {
+  const std::string where = concat("[engine::initialize] \"monitor.path\" is \"", folder_, "\"");
+  if (access(folder_.c_str(), W_OK | X_OK) != 0) {
+    throw ConfigError(concat(where, ", which cannot be written to: ", std::strerror(errno)));
+  }
+  lock_ = open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (lock_ < 0 || flock(lock_, LOCK_EX | LOCK_NB) == 0) return;
+  const bool taken = errno == EWOULDBLOCK;
+  close(std::exchange(lock_, -1));
+  if (!taken) return;
+  throw ConfigError(
+      concat(where, ", where another open engine writes: each needs a folder of its own"));
 }
 
 RunFiles::~RunFiles() {
@@ -47,6 +76,9 @@ RunFiles::~RunFiles() {
   if (dropped_ > 0) {
     say(concat(dropped_, " rows found no room: the disk is slower than the steps"));
   }
+  if (lock_ < 0) return;
+  flock(lock_, LOCK_UN);  // forked processes have the file, too
+  close(lock_);
 }
 
 void RunFiles::add(const StepMetrics& metrics) {
@@ -116,8 +148,9 @@ void RunFiles::append(const std::string& name, const std::string& heading,
   const std::string path = concat(folder_, "/", name);
   std::error_code none;
   const bool fresh = !std::filesystem::exists(path, none);
-  std::ofstream file(path, std::ios::app);
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::app);
   if (fresh) file << heading;
+  if (!fresh && ends_within_a_line(file)) file << "\n";
   file << line;
   file.close();
   if (!file) say(concat(path, " cannot be written: ", std::strerror(errno)));

@@ -22,7 +22,7 @@ class RunFiles {
  public:
   static constexpr size_t kMostWaiting = 4096;  // rows
 
-  // Makes the folder. Throws ConfigError where that cannot be.
+  // Makes the folder, which one run has at a time. Throws ConfigError where that cannot be.
   RunFiles(const std::string& folder, const std::vector<std::string>& formats);
   ~RunFiles();  // writes what waits
   RunFiles(const RunFiles&) = delete;
@@ -45,7 +45,10 @@ class RunFiles {
   void append(const std::string& name, const std::string& heading, const std::string& line);
   void say(const std::string& what);
 
+  void take();  // the folder
+
   const std::string folder_;
+  int lock_ = -1;  // the folder, while this run has it; -1: its file system knows no locks
   bool jsonl_ = false, csv_ = false;
   std::mutex mutex_;
   std::condition_variable changed_;

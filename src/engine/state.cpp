@@ -410,11 +410,12 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   border->hide_gradients();
   const std::string bad = window->take_blamed();
   exec::Update update{groups, config.clip, bad, external, monitor->counted(), {}, {}};
-  update.say = [this, told = engine::options_text(groups, options)] {
+  update.say = [this, told = engine::options_text(groups, options) + monitor->say()] {
     return engine::say_window(*window, *driver) + told + static_cast<char>('0' + save_wanted);
   };
   update.hear = [this, whole = window->complete()](std::vector<std::string> all) {
     engine::hear_asked(all, save_wanted, save_agreed);
+    monitor->hear(all);
     if (!engine::hear_window(all, *window, *driver)) return 0.0;
     if (window->seen() == 0 || (whole && !window->complete())) throw StillOpen();
     const double averaged_over = divisor();

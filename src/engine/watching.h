@@ -30,13 +30,18 @@ struct Core::State::Watching {
   std::optional<Prediction> predict() const;
   // As part of a Chrome trace.
   std::string events_of(const std::vector<trace::Event>& events);
-  // After an error: where the last steps are, on stderr.
+  // After an error: where the last steps are, on stderr, once.
   void dump();
+  // No step comes any more.
+  void end();
 
   State& state;
 
  private:
   void write_trace(const engine::TraceWish& wish);
+  void say(const std::string& what) const;
+  // This rank's alone.
+  void write_own(const std::string& path, const std::vector<trace::Event>& events);
 };
 
 }  // namespace penstock

@@ -2,6 +2,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <utility>
@@ -37,6 +38,7 @@ constexpr const char* kMake = "; `penstock bench` makes one";
 Machine read_machine(const std::string& path, const Machine& otherwise) {
   std::ifstream file(path);
   if (!file) fail(path, concat(" cannot be read: ", std::strerror(errno), kMake));
+  if (std::filesystem::is_directory(path)) fail(path, " is a folder");
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
   if (json.is_discarded()) fail(path, concat(" is not JSON", kMake));

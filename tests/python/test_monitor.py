@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import penstock
-from penstock.monitor import console, flops, monitored
+from penstock.monitor import console, flops, monitored, run
 
 STEPS = 5
 
@@ -85,6 +85,54 @@ def test_rows_are_what_the_loop_saw(world, accumulate, pools):
             assert 0.0 <= row["exposed_comm_s"] <= row["exposed_s"] <= row["step_s"]
             assert (row["comm_bytes"] > 0) == (world > 1)
             assert row["mfu"] is None  # nobody asked for it, so nothing was counted
+
+
+def test_one_folder_is_one_engines(tmp_path):
+    config = {"monitor": {"path": str(tmp_path)}}
+    first = penstock.initialize(model(), config)
+    with pytest.raises(penstock.ConfigError, match="where another open engine writes"):
+        penstock.initialize(model(), config)
+    first.close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')  # of a run that was killed
+    again = penstock.initialize(model(), config)
+    again.backward(again(torch.randn(4, 64)).square().mean())
+    again.step()
+    again.close()
+    assert [row["step"] for row in run.rows(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_a_callback_that_ends_the_thread_does_not(tmp_path):
+    engine = penstock.initialize(model(), {})
+    engine.on_step(lambda row: sys.exit(3))
+    seen = []
+    engine.on_step(seen.append)
+    with pytest.warns(RuntimeWarning, match="on_step failed and is left out .*SystemExit: 3"):
+        for _ in range(3):
+            engine.backward(engine(torch.randn(4, 64)).square().mean())
+            engine.step()
+        engine.close()
+    assert [row["step"] for row in seen] == [1, 2, 3]
+    with pytest.raises(penstock.RuntimeFault, match="the engine is closed"):
+        engine.on_step(seen.append)
+    with pytest.raises(penstock.ConfigError, match="cannot be called"):
+        penstock.initialize(model(), {}).on_step(5)
+
+
+def test_a_script_that_ends_without_a_word_loses_no_row(tmp_path):
+    script = """
+import time, torch, penstock
+engine = penstock.initialize(torch.nn.Linear(4, 4), {"monitor": {"console": "lines"}})
+seen = []
+engine.on_step(lambda row: (time.sleep(0.02), print("row", row["step"], flush=True)))
+for step in range(20):
+    engine.backward(engine(torch.randn(2, 4)).square().mean())
+    engine.step()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == [word for step in range(1, 21) for word in ("row", str(step))]
+    assert done.stderr.count("step ") == 20
 
 
 def test_the_lr_of_an_optimizer_of_ones_own():

@@ -125,6 +125,10 @@ def test_the_last_steps_are_always_there(tmp_path):
         engine.trace(tmp_path / "x.json", 0)
     with pytest.raises(penstock.RuntimeFault, match="cannot be written"):
         engine.trace(tmp_path / "no" / "x.json")
+    with pytest.raises(penstock.RuntimeFault, match="is not there or cannot be written to"):
+        engine.trace(tmp_path / "no" / "x.json", 2)
+    with pytest.raises(penstock.ConfigError, match="1.5; allowed: a whole number"):
+        engine.trace(tmp_path / "x.json", 1.5)
     engine.close()
 
 
@@ -176,6 +180,51 @@ def test_an_error_leaves_the_last_steps(tmp_path, capfd):
     assert report.page([run.read(tmp_path)]).count('id="timeline"') == 1
 
 
+def test_a_file_that_cannot_be_written_ends_no_step(tmp_path, capfd):
+    engine = penstock.initialize(model(), {})
+    (tmp_path / "gone").mkdir()
+    engine.trace(tmp_path / "gone" / "x.json", 2)
+    (tmp_path / "gone").rmdir()
+    steps(engine, 3)
+    assert engine.steps == 3
+    assert "x.json cannot be written" in capfd.readouterr().err
+    engine.close()
+
+
+def test_what_the_config_asked_for_is_never_silent(tmp_path, capfd):
+    for name in ("short", "replaced"):
+        monitor = {"path": str(tmp_path / name), "trace_first": 5}
+        engine = penstock.initialize(model(), {"monitor": monitor})
+        steps(engine, 3)
+        if name == "replaced":
+            engine.trace(tmp_path / "x.json", 1)
+            steps(engine, 1)
+        engine.close()
+        said = capfd.readouterr().err
+        if name == "short":
+            assert 'the last step was 3, so "monitor.trace_first" 5 has not all' in said
+            read_trace(tmp_path / name / "trace.json")
+        else:
+            assert f"gives way to {tmp_path / 'x.json'}" in said
+
+
+def asked_by_some(folder):
+    engine = penstock.initialize(model(), {"strategy": "zero3", "comm": {"timeout_s": 20}})
+    steps(engine, 1)
+    if penstock.ranks.rank() == 1:
+        engine.trace(f"{folder}/trace.json", 2)
+    steps(engine, 3)
+    engine.close()
+    return engine.steps
+
+
+def test_ranks_that_asked_for_no_trace_are_not_waited_for(pools, tmp_path):
+    assert pools(2).run(asked_by_some, str(tmp_path)) == [4, 4]
+    trace = json.loads((tmp_path / "trace.json.rank1").read_text())
+    assert {e["pid"] for e in trace["traceEvents"]} == {1}
+    assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {2, 3}
+
+
 def machine_file(path, **fields):
     path.write_text(json.dumps({"flops": 1e10, "local": 1e9, "device_memory": 5e9} | fields))
     return str(path)
@@ -213,6 +262,17 @@ def test_seconds_are_predicted_beside_the_measured_ones(strategy, pools, tmp_pat
     assert predicted.kinds(list(found.values()))[0].count >= 1
 
 
+def test_a_machine_is_read_once(tmp_path):
+    path = tmp_path / "machine.json"
+    machine_file(path)
+    monitor = {"path": str(tmp_path / "run"), "machine": str(path), "trace_first": 2}
+    engine = penstock.initialize(model(), {"monitor": monitor})
+    path.unlink()
+    steps(engine, 3)
+    engine.close()
+    assert predicted.lines(run.read(tmp_path / "run").trace)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -220,11 +280,14 @@ def test_seconds_are_predicted_beside_the_measured_ones(strategy, pools, tmp_pat
         ("{", "is not JSON"),
         ('{"flop": 1}', 'unknown "flop"'),
         ('{"flops": -1}', "allowed: a number above 0"),
+        ("folder", "is a folder"),
     ],
 )
 def test_a_machine_that_is_none(text, expected, tmp_path):
     path = tmp_path / "machine.json"
-    if text is not None:
+    if text == "folder":
+        path.mkdir()
+    elif text is not None:
         path.write_text(text)
     with pytest.raises(penstock.ConfigError, match=expected):
         penstock.initialize(model(), {"monitor": {"machine": str(path)}})
@@ -235,8 +298,9 @@ def test_off(tmp_path):
     steps(engine, 2)
     assert engine._core.metrics.sums() == {}
     assert engine.metrics["step"] == 2 and engine.metrics["loss"] > 0
-    with pytest.raises(penstock.ConfigError, match="nothing of this run is recorded"):
-        engine.trace(tmp_path / "x.json", 1)
+    for count in (1, None):
+        with pytest.raises(penstock.ConfigError, match="nothing of this run is recorded"):
+            engine.trace(tmp_path / "x.json", count)
     engine.close()
 
 

@@ -77,8 +77,9 @@ def check(options: argparse.Namespace) -> None:
     if options.disk is not None and not os.access(options.disk, os.W_OK | os.X_OK):
         raise ValueError(f"[bench] --disk {options.disk} is no folder that can be written to")
     output = pathlib.Path(options.output)
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise ValueError(f"[bench] --output {output} is no file in a folder that there is")
+    there = output if output.exists() else output.absolute().parent
+    if output.is_dir() or not output.absolute().parent.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"[bench] --output {output} is no file that could be written")
 
 
 def words(options: argparse.Namespace) -> list[str]:

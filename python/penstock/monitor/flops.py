@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -109,9 +110,10 @@ def peak(device: torch.device, precision: str) -> float:
         ):
             return 0.0
         name = str(getattr(torch, device.type).get_device_name(device))
-        known = next((peaks for part, peaks in PEAKS.items() if part in name), {})
-        return known.get(precision, 0.0)
-    return measured(_DTYPES.get(precision, torch.float32))
+        names = (part for part in PEAKS if re.search(rf"\b{part}\b", name))
+        return PEAKS.get(next(names, ""), {}).get(precision, 0.0)
+    # fp16 is no type that processors multiply fast: what is measured would say nothing.
+    return 0.0 if precision == "fp16" else measured(_DTYPES.get(precision, torch.float32))
 
 
 def measured(dtype: torch.dtype, size: int = 1024, seconds: float = 0.1) -> float:

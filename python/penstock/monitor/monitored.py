@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock import ranks
-from penstock._native import ConfigError
+from penstock._native import ConfigError, RuntimeFault
 from penstock.monitor import flops
 from penstock.monitor.console import Console
 from penstock.monitor.deepspeed import StepEvents
@@ -51,6 +51,7 @@ class Monitored:
     _core: Any
     _pipeline: Any
     _of_deepspeed: Mapping[str, Any]  # a config
+    _peak: float  # FLOP/s of a rank; 0: not known
     _sinks: Sinks[Row]
     _step_events: StepEvents
     _timelines: Timelines
@@ -60,7 +61,11 @@ class Monitored:
         monitor = self.config.monitor
         self._sinks = Sinks(int(monitor.every))
         self._step_events = StepEvents(self._of_deepspeed)
+        self._ended = False
         self._uncounted = bool(monitor.path) or monitor.console != "none"
+        if self._uncounted:
+            device = next((one.device for one in self.module.parameters()), torch.device("cpu"))
+            self._peak = flops.peak(device, self.config.precision or "fp32")
         self._timelines = Timelines(self)
         if ranks.rank() != 0:
             return
@@ -81,8 +86,17 @@ class Monitored:
         """Calls `call(metrics)` after each `monitor.every`-th applied step, on another thread.
 
         Give it on every rank or on one: it is called where it was given. What it raises is one
-        warning, and it is not called again. `close()` waits for its last call.
+        warning, and it is not called again. `close()`, and the end of the process, wait for its
+        last call. It runs beside training, so it must not call what all ranks call together.
+
+        Raises:
+            ConfigError: it cannot be called.
+            RuntimeFault: the engine is closed.
         """
+        if not callable(call):
+            raise ConfigError(f"[front::on_step] {call!r} cannot be called: give a function")
+        if self._ended:
+            raise RuntimeFault("[front::on_step] the engine is closed")
         self._sinks.add(Callback(call))
 
     def trace(
@@ -107,6 +121,8 @@ class Monitored:
             RuntimeFault: the file cannot be written.
         """
         if steps is not None:
+            if isinstance(steps, bool) or not isinstance(steps, int):
+                raise ConfigError(f"[front::trace] steps is {steps!r}; allowed: a whole number")
             self._timelines.ask(str(path), steps, profiler)
             return
         if profiler:
@@ -123,9 +139,11 @@ class Monitored:
         if not torch.is_grad_enabled() or self._pipeline.active:
             return contextlib.nullcontext()
         self._timelines.before_step()
+        if not self.module.training:  # an evaluation
+            return contextlib.nullcontext()
         samples, tokens = batch_size(given)
         self._core.metrics.count(samples, tokens)
-        if not self._uncounted or samples == 0 or not self.module.training:
+        if not self._uncounted or samples == 0:
             return contextlib.nullcontext()
         self._uncounted = False
         if flops.hidden(self.module):
@@ -145,10 +163,8 @@ class Monitored:
         told.set_work([float(counter.by_unit[unit]) for unit in range(len(self._core.units))])
         mesh = self.config.mesh
         copies = int(mesh.tensor * mesh.sequence)  # each has its part of the same samples
-        device = next(self.module.parameters()).device
-        peak = flops.peak(device, self.config.precision or "fp32")
         # Of a backward twice a forward's: arXiv:2001.08361, section 2.1.
-        self._core.metrics.set_flops(3.0 * counter.total / samples * copies, peak)
+        self._core.metrics.set_flops(3.0 * counter.total / samples * copies, self._peak)
 
     def _seen_options(self, optimizer: torch.optim.Optimizer, native: bool) -> None:
         """Of the step that begins. Those of the config are known."""
@@ -161,6 +177,7 @@ class Monitored:
             self._sinks.put(self.metrics)
 
     def _end_watch(self) -> None:
+        self._ended = True
         if "_timelines" in self.__dict__:
             self._timelines.end()
         if "_sinks" in self.__dict__:

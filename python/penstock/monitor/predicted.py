@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from penstock.monitor import slices as slices_of
+
 Event = dict[str, Any]
 _UNITS = re.compile(r" u\d+(\+u\d+)*(\[\d+/\d+\])?")
 
@@ -47,9 +49,11 @@ def _own(slices: Sequence[Event]) -> Iterable[tuple[Event, float]]:
         yield done, done["dur"] - sum(within)
 
 
-def lines(trace: Sequence[Event], rank: int = 0) -> list[Line]:
-    """By line, those that have a prediction; [] where none has. What a unit computes is without its
-    waits, and a line of a lane without what the model's thread did to hand it over."""
+def lines(trace: Sequence[Event]) -> list[Line]:
+    """By line of the first rank that the trace has, those with a prediction; [] where none has one.
+    What a unit computes is without its waits, and a line of a lane without what the model's thread
+    did to hand it over."""
+    rank = slices_of.first_rank(trace)
     slices = [e for e in trace if e.get("ph") == "X" and e["pid"] == rank]
     steps = {e["args"]["step"] for e in slices if e["cat"] == "step"}
     model = [e for e in slices if e["tid"] == 0 and e["cat"] != "step" and "step" in e["args"]]

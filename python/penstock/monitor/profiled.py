@@ -204,6 +204,15 @@ def _stop(profiler: torch.profiler.profile) -> None:
     profiler.stop()
 
 
+def check_free() -> None:
+    """Raises ConfigError where a profiler runs on this thread already."""
+    if running():
+        raise ConfigError(
+            "[front::trace] profiler=True and one of torch's profilers is running already, of "
+            "which a process has one: stop it before, or trace without profiler=True"
+        )
+
+
 class Profile:
     """torch's profiler, running from here until `text()` or `stop()`, both on the same thread.
 
@@ -211,11 +220,7 @@ class Profile:
     """
 
     def __init__(self, with_cuda: bool) -> None:
-        if running():
-            raise ConfigError(
-                "[front::trace] profiler=True and one of torch's profilers is running already, of "
-                "which a process has one: stop it before, or trace without profiler=True"
-            )
+        check_free()
         activities = [ProfilerActivity.CPU]
         if with_cuda:
             activities.append(ProfilerActivity.CUDA)

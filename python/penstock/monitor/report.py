@@ -22,19 +22,22 @@ _STYLE = """
 body{margin:0 auto;padding:16px;max-width:1400px;background:var(--back);color:var(--text);
 font:15px/1.45 system-ui,sans-serif}
 h1{font-size:1.4rem;margin:0 0 4px}h2{font-size:1.1rem;margin:28px 0 8px}
-.grid2{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}
+.grid2{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr))}
 figure{margin:0;padding:10px;border:1px solid var(--edge);border-radius:8px;background:var(--card)}
 figure.wide{grid-column:1/-1}figcaption{font-weight:600;margin-bottom:4px}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:12px}
+svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:17px}
+.wide svg text{font-size:13px}
 .grid{stroke:var(--edge)}.line{fill:none;stroke-width:2}
 .limit{stroke:var(--text);stroke-dasharray:6 4}
 .area{fill-opacity:.55}.scroll,pre,.table{overflow-x:auto}
+.facts{display:grid;gap:8px 18px;grid-template-columns:repeat(auto-fill,minmax(150px,1fr))}
+.facts small{display:block;color:var(--soft)}
 .legend{margin:6px 0 0;display:flex;flex-wrap:wrap;gap:4px 14px;color:var(--soft);font-size:13px}
 .swatch{display:inline-block;width:11px;height:11px;margin-right:5px;border-radius:2px}
 table{border-collapse:collapse;width:100%}td,th{padding:4px 10px;text-align:right;
 border-bottom:1px solid var(--edge)}td:first-child,th:first-child{text-align:left}
 pre{padding:10px;border:1px solid var(--edge);border-radius:8px;background:var(--card);
-font-size:12px}@media(max-width:620px){svg text{font-size:20px}}
+font-size:12px}@media(max-width:620px){svg text{font-size:20px}.wide svg text{font-size:16px}}
 """ + "".join(
     f"rect.c{i},.area.c{i},.dot.c{i}{{fill:var(--c{i})}}.line.c{i}{{stroke:var(--c{i})}}"
     f".swatch.c{i}{{background:var(--c{i})}}"
@@ -153,7 +156,7 @@ def facts(run: Run) -> dict[str, str]:
         "median tokens/s": svg.number(_median(tokens)) if tokens else None,
         "median MFU": f"{100 * _median(mfu):.3g} %" if mfu else None,
         "peak memory, rank 0": size(peak) if last else None,
-        "predicted": size(about["predicted"]["total"]) if "predicted" in about else None,
+        "predicted memory": size(about["predicted"]["total"]) if "predicted" in about else None,
         "on disk, rank 0": size(last["disk_bytes"]) if last.get("disk_bytes") else None,
         "skipped steps": last.get("skipped_steps") or None,
         "torch": about.get("torch"),
@@ -173,6 +176,12 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") 
 
 def _summary(runs: Sequence[Run]) -> str:
     told = [facts(run) for run in runs]
+    if len(runs) == 1:
+        cells = (
+            f"<div><small>{html.escape(name)}</small>{html.escape(value)}</div>"
+            for name, value in told[0].items()
+        )
+        return f'<div id="facts" class="facts">{"".join(cells)}</div>'
     names = dict.fromkeys(name for one in told for name in one)
     rows = [[name, *(one.get(name, "") for one in told)] for name in names]
     return _table(["", *_labels(runs)], rows, "facts")
@@ -195,7 +204,13 @@ def _predicted(run: Run) -> str:
     found = predicted.lines(run.trace)
     if not found:
         return ""
-    heads = ["of rank 0, ms a step", "lines", "predicted", "measured", "off by"]
+    heads = [
+        f"of rank {slices.first_rank(run.trace)}, ms a step",
+        "lines",
+        "predicted",
+        "measured",
+        "off by",
+    ]
 
     def rows(some: Sequence[predicted.Line]) -> list[list[str]]:
         return [
@@ -213,7 +228,8 @@ def _predicted(run: Run) -> str:
     measured = _median([row["step_s"] for row in run.rows])
     text = (
         f"<p>A step is predicted to take {_millis(step)}, and the median took {_millis(measured)}. "
-        f"Lanes overlap with what computes, so lines do not add up.</p>"
+        f"Lanes overlap with what computes, so lines do not add up, and an exchange with a rank "
+        f"that is late is as long as that makes it.</p>"
         if step is not None
         else ""
     )
@@ -248,7 +264,10 @@ def _flat(value: Any, path: str = "") -> dict[str, str]:
 def write(folders: Sequence[str | pathlib.Path], path: str | pathlib.Path) -> None:
     """A page about the runs of these folders, one or two. Raises ValueError: one is no run's."""
     text = page([read(folder) for folder in folders])
-    pathlib.Path(path).write_text(text, encoding="utf-8")
+    try:
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"[report] {path} cannot be written: {error.strerror}") from None
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -262,7 +281,9 @@ def page(runs: Sequence[Run]) -> str:
     parts.append("</div>")
     parts.append(_predicted(first))
     if not first.rows:
-        parts.append("<p>There are no steps yet.</p>")
+        kept = first.about.get("config", {}).get("monitor", {}).get("formats", ["jsonl"])
+        why = "" if "jsonl" in kept else ' that could be read: "monitor.formats" is without "jsonl"'
+        parts.append(f"<p>There are no steps yet{html.escape(why)}.</p>")
     if len(runs) > 1:
         parts.append(_differences(first, runs[1]))
     for run, label in zip(runs, _labels(runs), strict=True):

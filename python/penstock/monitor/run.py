@@ -35,6 +35,7 @@ class Run:
 def rows(path: pathlib.Path) -> list[dict[str, Any]]:
     """Of a metrics.jsonl, as Run has them; [] where there is none."""
     by_step: dict[int, dict[str, Any]] = {}
+    last = 0
     if not path.exists():
         return []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -42,10 +43,11 @@ def rows(path: pathlib.Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue  # cut short
-        if isinstance(row, dict) and "step" in row:
-            if row["step"] <= max(by_step, default=0):  # a run that began again, or went back
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            if row["step"] <= last:  # a run that began again, or went back
                 by_step = {step: one for step, one in by_step.items() if step < row["step"]}
-            by_step[row["step"]] = row
+            last = row["step"]
+            by_step[last] = row
     return list(by_step.values())
 
 
@@ -58,13 +60,13 @@ def json_object(path: pathlib.Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _trace(place: pathlib.Path) -> list[dict[str, Any]]:
-    """trace.json; else what rank 0, or any other, has left after an error, the newest."""
-    left = sorted(place.glob("penstock-rank*.trace.json"), key=lambda path: path.stat().st_mtime)
-    left.sort(key=lambda path: path.name.startswith("penstock-rank0-"))
-    for path in [place / "trace.json", *reversed(left)]:
+def _trace(place: pathlib.Path, started: float) -> list[dict[str, Any]]:
+    """The newest of trace.json and what ranks have left after an error, since the run began."""
+    files = [place / "trace.json", *place.glob("penstock-rank*.trace.json")]
+    dated = [(path.stat().st_mtime, path) for path in files if path.exists()]
+    for when, path in sorted(dated, reverse=True):
         events = json_object(path).get("traceEvents")
-        if isinstance(events, list) and events:
+        if when >= started and isinstance(events, list) and events:
             return events
     return []
 
@@ -78,4 +80,6 @@ def read(folder: str | pathlib.Path) -> Run:
             f'[report] "{folder}" is no folder of a run: there is no run.json and no metrics.jsonl '
             f'("monitor": {{"path": ...}} makes them)'
         )
-    return Run(place.resolve().name, told, steps, _trace(place))
+    started = told.get("started")
+    trace = _trace(place, started if isinstance(started, float) else 0.0)
+    return Run(place.resolve().name, told, steps, trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -45,6 +46,7 @@ class Sinks(Generic[_Told]):
     def add(self, sink: Sink[_Told]) -> None:
         self._sinks.append(sink)
         if self._thread is None:
+            atexit.register(self.close)  # of scripts that end without a word
             self._thread = threading.Thread(target=self._run, name="penstock-monitor", daemon=True)
             self._thread.start()
 
@@ -61,6 +63,7 @@ class Sinks(Generic[_Told]):
         """After what waits was written."""
         if self._thread is None:
             return
+        atexit.unregister(self.close)
         self._queue.put(None)
         self._thread.join()
         self._thread = None
@@ -82,7 +85,7 @@ class Sinks(Generic[_Told]):
     def _try(self, sink: Sink[_Told], call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:
+        except BaseException as error:  # sys.exit() in a callback, too: the thread goes on
             if sink in self._sinks:
                 self._sinks.remove(sink)
             warnings.warn(

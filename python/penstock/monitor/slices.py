@@ -27,9 +27,15 @@ def _closed(events: Sequence[Event]) -> list[Event]:
     return found
 
 
+def first_rank(events: Sequence[Event]) -> int:
+    """Of those that the trace has."""
+    return min((int(event["pid"]) for event in events if event["ph"] == "X"), default=0)
+
+
 def last_step(events: Sequence[Event]) -> tuple[int, list[Event]]:
     """The last step that is whole on the first rank: its number and everyone's slices in it."""
-    ends = [e for e in events if e["ph"] == "X" and e["cat"] == "step" and e["pid"] == 0]
+    first = first_rank(events)
+    ends = [e for e in events if e["ph"] == "X" and e["cat"] == "step" and e["pid"] == first]
     if not ends:
         return 0, []
     whole = ends[-1]

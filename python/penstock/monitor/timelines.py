@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock import ranks
 from penstock._native import ConfigError, RuntimeFault
-from penstock.monitor.profiled import Profile, running
+from penstock.monitor.profiled import Profile, check_free, running
 
 # In the environment of the ranks, by `penstock run --trace` or by hand.
 TRACE, STEPS, PROFILER = "PENSTOCK_TRACE", "PENSTOCK_TRACE_STEPS", "PENSTOCK_TRACE_PROFILER"
@@ -175,6 +175,8 @@ class Timelines:
     def _begin(self, wish: Wish) -> None:
         """From the next step on. What is under way gives way: there is one at a time."""
         engine: Any = self._engine()
+        if wish.profiler:
+            check_free()  # before another one gives way
         self._stop(f"and it gives way to {wish.path}")
         profile = Profile(_on_cuda(engine.module)) if wish.profiler else None
         steps = wish.last - self._made
@@ -233,6 +235,11 @@ def _on_cuda(module: Any) -> bool:
     return any(param.device.type == "cuda" for param in module.parameters())
 
 
+def _nobody_came() -> None:
+    if _Process.next is not None:
+        _say(f"{_of(_Process.next)} has none of them: no engine was made")
+
+
 def _end_all() -> None:
     """At exit, of engines that nobody closed."""
     for engine in list(_Process.engines):
@@ -271,4 +278,8 @@ def trace(
         )
     if steps < 1:
         raise ConfigError(f"[front::trace] steps is {steps}; allowed: 1 or more")
+    if _Process.next is not None:
+        _say(f"{_of(_Process.next)} gives way to {path}")
     _Process.next = Wish(str(path), 1, steps, profiler)
+    atexit.unregister(_nobody_came)
+    atexit.register(_nobody_came)
