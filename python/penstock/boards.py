@@ -207,7 +207,7 @@ def _place(pid: int, board: Any) -> Place:
         words.append(f"in `{board.log[-1].text}`")
     if field(pid, "State")[:1] == ["T"]:
         words.insert(0, "stopped by a signal;")
-    numbers = dict(getattr(board, "numbers", {}))
+    numbers = dict(board.numbers)
     return Place(
         board.rank, str(pid), board.at.step, line.age_s, " ".join(words), bool(waits), numbers
     )

@@ -66,7 +66,8 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("console", &MonitorConfig::console)
       .def_readonly("events", &MonitorConfig::events)
       .def_readonly("trace_first", &MonitorConfig::trace_first)
-      .def_readonly("trace_steps", &MonitorConfig::trace_steps);
+      .def_readonly("trace_steps", &MonitorConfig::trace_steps)
+      .def_readonly("machine", &MonitorConfig::machine);
   py::class_<UnitsConfig>(module, "UnitsConfig")
       .def_readonly("modules", &UnitsConfig::modules)
       .def_readonly("max_bytes", &UnitsConfig::max_bytes)

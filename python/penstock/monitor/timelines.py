@@ -175,8 +175,9 @@ class Timelines:
     def _begin(self, wish: Wish) -> None:
         """From the next step on. What is under way gives way: there is one at a time."""
         engine: Any = self._engine()
-        if wish.profiler:
-            check_free()  # before another one gives way
+        ours = self._under_way is not None and self._under_way[1] is not None
+        if wish.profiler and not ours:
+            check_free()  # before another trace gives way
         self._stop(f"and it gives way to {wish.path}")
         profile = Profile(_on_cuda(engine.module)) if wish.profiler else None
         steps = wish.last - self._made
