@@ -52,6 +52,7 @@ class Screen:
             signal.SIGTERM: self._end,
             signal.SIGHUP: self._end,
             signal.SIGTSTP: self._stop,
+            signal.SIGINT: signal.default_int_handler,  # also where a shell has it ignored
         }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
