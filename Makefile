@@ -49,8 +49,8 @@ test: build  ## C++ tests, then Python tests
 	@$(BIN)/python -m pytest -q tests/python tests/parity tests/drop_in tests/device
 
 demo: build  ## train a small GPT on two ranks of this machine; kill and resume another
-	@echo "[demo] penstock bench --nproc 2 -o build/machine.json"
-	@$(BIN)/python -m penstock bench --nproc 2 -o build/machine.json
+	@echo "[demo] penstock bench --nproc 2 --precision auto --width 448 -o build/machine.json"
+	@$(BIN)/python -m penstock bench --nproc 2 --precision auto --width 448 -o build/machine.json
 	@echo "[demo] penstock run --nproc 2 examples/train_gpt.py --demo --machine build/machine.json"
 	@$(BIN)/python -m penstock run --nproc 2 examples/train_gpt.py --demo --machine build/machine.json
 	@echo "[demo] examples/resume.py"

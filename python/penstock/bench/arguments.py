@@ -21,10 +21,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """All but --nproc."""
     parser.add_argument(
         "--precision",
-        choices=("fp32", "bf16", "fp16"),
+        choices=("fp32", "bf16", "fp16", "auto"),
         default="fp32",
         help="of what is computed and exchanged; give the one that you train in (default "
-        "%(default)s)",
+        "%(default)s; auto: bf16 where the device multiplies it fast, else fp32)",
     )
     parser.add_argument(
         "--width",

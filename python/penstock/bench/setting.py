@@ -46,4 +46,9 @@ def of(options: Namespace, ranks: Together) -> Setting:
         torch.accelerator.set_device_index(number)
         device = torch.device(device.type, number)
     disk = options.disk or tempfile.gettempdir()
-    return Setting(ranks, device, options.precision, options.width, options.tokens, disk)
+    precision = options.precision
+    if precision == "auto":
+        known = getattr(torch.cpu, "get_capabilities", dict)()
+        fast = known.get("amx_bf16") or known.get("avx512_bf16") or device.type != "cpu"
+        precision = "bf16" if fast else "fp32"
+    return Setting(ranks, device, precision, options.width, options.tokens, disk)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 640, 240
-LEFT, RIGHT, TOP, BOTTOM = 92, 12, 14, 30
+LEFT, RIGHT, TOP, BOTTOM = 92, 26, 14, 30
 _MOST_POINTS = 600
 
 
