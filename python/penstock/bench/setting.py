@@ -48,7 +48,7 @@ def of(options: Namespace, ranks: Together) -> Setting:
     disk = options.disk or tempfile.gettempdir()
     precision = options.precision
     if precision == "auto":
-        known = getattr(torch.cpu, "get_capabilities", dict)()
+        known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
         fast = known.get("amx_bf16") or known.get("avx512_bf16") or device.type != "cpu"
         precision = "bf16" if fast else "fp32"
     return Setting(ranks, device, precision, options.width, options.tokens, disk)
