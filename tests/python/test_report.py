@@ -21,6 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
 import report_picture  # noqa: E402
 
 BROWSER = pytest.mark.skipif(report_picture.browser() is None, reason="no Chromium here")
+DEMO = pathlib.Path(__file__).parents[2] / "build/demo"
 SCRIPT = """
 import sys, torch, penstock
 torch.manual_seed(0)
@@ -92,12 +93,12 @@ def folder(tmp_path_factory):
     return place / "run"
 
 
-def check(drawn, folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+def check_run(drawn, folder):
+    """The last loss, the most memory, the slices."""
+    rows = run.rows(folder / "metrics.jsonl")
     (losses,) = drawn.values("loss").values()
-    assert [round(x) for x, _ in losses] == [row["step"] for row in rows] == list(range(1, 9))
-    for (_, y), row in zip(losses, rows, strict=True):
-        assert y == pytest.approx(row["loss"], rel=0.01)
+    assert round(losses[-1][0]) == rows[-1]["step"]
+    assert losses[-1][1] == pytest.approx(rows[-1]["loss"], rel=0.01)
     bands = drawn.values("memory", "polygon")
     top = max(y for points in bands.values() for _, y in points)
     roles = ("param_bytes", "grad_bytes", "optim_bytes", "buffer_bytes")
@@ -106,9 +107,18 @@ def check(drawn, folder):
     assert float(drawn.figures["memory"]["of"]["data-y"].split()[1]) >= predicted
     boxes = [one for one, _ in drawn.figures["timeline"]["drawn"] if one == "rect"]
     assert len(boxes) == int(drawn.figures["timeline"]["of"]["data-slices"]) > 50
+    assert "zero3" in drawn.texts and report.size(predicted) in drawn.texts
+
+
+def check(drawn, folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    (losses,) = drawn.values("loss").values()
+    assert [round(x) for x, _ in losses] == [row["step"] for row in rows] == list(range(1, 9))
+    for (_, y), row in zip(losses, rows, strict=True):
+        assert y == pytest.approx(row["loss"], rel=0.01)
+    check_run(drawn, folder)
     for name in ("grad_norm", "lr", "samples_per_s", "exposed", "mfu", "disk_gb_per_s"):
         assert drawn.values(name), name
-    assert "zero3" in drawn.texts and report.size(predicted) in drawn.texts
 
 
 def test_what_is_drawn_is_what_was_measured(folder, capsys):
@@ -140,6 +150,23 @@ def test_in_a_browser(width, scheme, folder, tmp_path):
         timeout=120,
     )
     assert picture.stat().st_size > 20_000
+
+
+@BROWSER
+@pytest.mark.skipif(not (DEMO / "trace.json").exists(), reason="`make demo` writes it")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_report_of_the_demo(width, tmp_path):
+    assert cli.main(["report", str(DEMO), "-o", str(tmp_path / "r.html")]) == 0
+    command = report_picture.command(tmp_path / "profile", (width, 900))
+    dump = subprocess.run(
+        [*command, "--dump-dom", (tmp_path / "r.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    drawn = Drawn(dump.stdout)
+    check_run(drawn, DEMO)
+    assert "Predicted and measured" in drawn.texts
 
 
 @BROWSER
