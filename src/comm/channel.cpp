@@ -10,11 +10,11 @@
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
-#include "src/trace/chrome.h"
 #include "src/comm/lifeline.h"
 #include "src/device/device.h"
 #include "src/device/kernels.h"
 #include "src/place/packing.h"
+#include "src/trace/chrome.h"
 
 namespace penstock::comm {
 
