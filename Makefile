@@ -61,6 +61,7 @@ demo-3d: build  ## train a GPT and a Llama on 8 ranks: data x tensor x pipeline
 	@$(BIN)/python -m penstock run --nproc 8 examples/train_3d.py --demo
 
 # Of the page: make picture PART="--top 540 --height 900".
+PART ?= --height 1180
 picture: build  ## docs/report.png, a part of the report of make demo; needs chromium
 	@echo "[picture] tools/report_picture.py build/demo docs/report.png"
 	@$(BIN)/python tools/report_picture.py build/demo docs/report.png $(PART)
