@@ -1,3 +1,20 @@
+# Compiling a source on its own costs seconds of headers before its first line, so by default several
+# sources of a target are compiled together. Off (the preset dev), a rebuild after an edit compiles
+# one source. Names that two sources of a layer define for themselves must differ either way.
+option(PENSTOCK_UNITY "Compile the sources of a target several at a time" ON)
+set(PENSTOCK_UNITY_BATCH 8 CACHE STRING "How many sources are compiled together")
+
+# penstock_batches(target): the sources of `target` are compiled in batches, where that is on.
+function(penstock_batches target)
+  set_target_properties(${target} PROPERTIES
+    UNITY_BUILD ${PENSTOCK_UNITY} UNITY_BUILD_BATCH_SIZE ${PENSTOCK_UNITY_BATCH})
+  # In a batch GCC takes a source for a header, whose types may not have members of types that are
+  # the file's own.
+  if(PENSTOCK_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+    target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
+  endif()
+endfunction()
+
 # penstock_layer(NAME plan SOURCES a.cpp TESTS a_test.cpp DEPS base place [TORCH])
 #   One static library per folder of src/, and one test program `plan_test` from its tests.
 #   DEPS are the layers whose headers it may include (tools/check_layers.py checks the includes).
@@ -25,6 +42,7 @@ endif()
 function(penstock_test name)
   cmake_parse_arguments(ARG "TORCH" "" "SOURCES;DEPS" ${ARGN})
   add_executable(${name} ${ARG_SOURCES})
+  penstock_batches(${name})
   list(TRANSFORM ARG_DEPS PREPEND penstock_)
   target_link_libraries(${name} PRIVATE ${ARG_DEPS} penstock_flags GTest::gtest_main)
   if(ARG_TORCH)
@@ -39,6 +57,7 @@ endfunction()
 function(penstock_layer)
   cmake_parse_arguments(ARG "TORCH" "NAME" "SOURCES;TESTS;DEPS" ${ARGN})
   add_library(penstock_${ARG_NAME} STATIC ${ARG_SOURCES})
+  penstock_batches(penstock_${ARG_NAME})
   set(deps ${ARG_DEPS})
   list(TRANSFORM deps PREPEND penstock_)
   target_link_libraries(penstock_${ARG_NAME} PUBLIC penstock_flags ${deps})

@@ -261,7 +261,7 @@ PLANTED = {
     "ckpt to tiles": {"src/ckpt/a.cpp": '#include "src/tiles/weights.h"\n'},
     "simd in place": {"src/place/a.cpp": "#include <hwy/highway.h>\n"},
     "simd below": {"src/plan/a.cpp": '#include "src/simd/dtypes.h"\n'},
-    "tiles to engine": {"src/tiles/a.cpp": '#include "src/engine/state.h"\n'},
+    "tiles to engine": {"src/tiles/a.cpp": '#include "src/engine/step/core_state.h"\n'},
     "tiles to the front": {"src/tiles/a.cpp": '#include "penstock/engine.h"\n'},
     "exec to tiles": {"src/exec/a.cpp": '#include "penstock/tiling.h"\n'},
     "torch below": {"src/plan/a.cpp": "#include <c10/util/Exception.h>\n"},

@@ -81,7 +81,7 @@ struct TilingConfig {
 
 struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
-  // optimizer and params also "auto", until the engine has chosen (src/plan/choice.h)
+  // optimizer and params also "auto", until the engine has chosen (src/plan/cost/offload_choice.h)
   std::string gradients = "none";  // "none" (where the optimizer works) "host" "disk"
   std::string path;
   int64_t window_bytes = 192LL << 20;  // of memory, through which optimizer state on disk streams
@@ -131,7 +131,7 @@ struct ParallelConfig {
   std::vector<std::pair<std::string, std::string>> rules;
   // Modules with which the stages of a pipeline after the first begin; empty = found by itself.
   std::vector<std::string> stages;
-  std::string schedule = "1f1b";  // "gpipe" "1f1b" "interleaved" (src/plan/schedule.h)
+  std::string schedule = "1f1b";  // "gpipe" "1f1b" "interleaved" (src/plan/pipeline_schedule.h)
   int virtual_stages = 1;         // of each rank; above 1 "gpipe" or "interleaved"
   bool cut_logits = false;        // logits of a head whose rule is "vocab" are gathered when read
   std::string norms =

@@ -1,7 +1,7 @@
 """Large layers in tiles: which modules, and what their forward calls instead.
 
 Modules and parameters stay the user's objects: only `forward` of the modules concerned is replaced
-while the engine is on. What is computed is in C++ (src/tiles/operators.cpp).
+while the engine is on. What is computed is in C++ (src/tiles/tiled_operators.cpp).
 """
 
 from typing import Any

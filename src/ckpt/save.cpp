@@ -11,7 +11,7 @@
 #include "src/base/text.h"
 #include "src/ckpt/damaged.h"
 #include "src/device/kernels.h"
-#include "src/mem/kept.h"
+#include "src/mem/keep_until_exit.h"
 
 namespace penstock::ckpt {
 

@@ -17,7 +17,7 @@
 
 #include "src/ckpt/folder.h"
 #include "src/ckpt/inventory.h"
-#include "src/ckpt/pending.h"
+#include "src/ckpt/pending_writes.h"
 #include "src/ckpt/shard.h"
 #include "src/mem/tiers.h"
 

@@ -10,7 +10,7 @@
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
-#include "src/comm/lifeline.h"
+#include "src/comm/connection_watch.h"
 #include "src/device/device.h"
 #include "src/device/kernels.h"
 #include "src/place/packing.h"

@@ -29,7 +29,7 @@ void* operator new(size_t bytes) {
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
-namespace penstock::comm {
+namespace penstock::comm::channel_test {
 namespace {
 
 Staging lent(std::vector<char>& memory) {
@@ -428,4 +428,4 @@ TEST(Channel, APeerThatLeavesEndsTheOthers) {
 }
 
 }  // namespace
-}  // namespace penstock::comm
+}  // namespace penstock::comm::channel_test

@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "src/base/text.h"
-#include "src/comm/back_ends.h"
+#include "src/comm/device_backends.h"
 
 namespace penstock {
 

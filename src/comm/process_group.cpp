@@ -7,8 +7,8 @@
 #include <utility>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "src/comm/back_ends.h"
-#include "src/comm/lifeline.h"
+#include "src/comm/connection_watch.h"
+#include "src/comm/device_backends.h"
 #include "src/comm/store_group.h"
 
 namespace penstock {

@@ -6,15 +6,13 @@
 #include <utility>
 
 #include "src/base/text.h"
-#include "src/comm/back_ends.h"
+#include "src/comm/device_backends.h"
+#include "src/comm/timeouts.h"
 
 namespace penstock::comm {
 
 namespace {
 
-// The first exchange waits longer: until then ranks arrive at their own pace, each with its imports
-// and connections.
-constexpr std::chrono::milliseconds kArrival = std::chrono::seconds(60);
 // When a rank has closed its engine by itself: for what it had a part in to end on the device.
 constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
 

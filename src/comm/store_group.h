@@ -12,8 +12,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "penstock/group.h"
-#include "src/comm/roll_call.h"
-#include "src/comm/watch.h"
+#include "src/comm/lost_ranks.h"
+#include "src/comm/watchdog.h"
 
 namespace penstock::comm {
 

@@ -11,7 +11,8 @@
 #include "penstock/error.h"
 #include "penstock/group.h"
 #include "src/base/text.h"
-#include "src/comm/watch.h"
+#include "src/comm/timeouts.h"
+#include "src/comm/watchdog.h"
 
 namespace penstock {
 namespace {
@@ -39,9 +40,6 @@ std::shared_ptr<Mailbox> make_mailbox(int size) {
   mailbox->ended.assign(size, "");
   return mailbox;
 }
-
-// Until then what was on its way when a rank failed has arrived.
-constexpr std::chrono::milliseconds kInFlight = std::chrono::seconds(1);
 
 class ThreadGroup final : public Group {
  public:
@@ -96,7 +94,7 @@ class ThreadGroup final : public Group {
     ++box.came;
     box.changed.notify_all();
     const auto decided = [&] { return box.came == size_ || !box.refusal.empty(); };
-    if (!mine.empty() && !box.changed.wait_for(lock, kInFlight, decided)) {
+    if (!mine.empty() && !box.changed.wait_for(lock, comm::kInFlight, decided)) {
       for (std::string& ended : box.ended) {
         if (ended.empty()) ended = concat("rank ", rank_, " failed and is closing: ", mine);
       }

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "src/activations/activations.h"
+#include "src/exec/gathered_values.h"
 #include "src/exec/gradients.h"
 #include "src/exec/params.h"
 #include "src/exec/rank.h"
 #include "src/exec/updates.h"
-#include "src/exec/values.h"
 #include "src/plan/plan.h"
 
 namespace penstock::exec {

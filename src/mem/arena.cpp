@@ -17,7 +17,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/mem/block_io.h"
-#include "src/mem/kept.h"
+#include "src/mem/keep_until_exit.h"
 
 namespace penstock::mem {
 

@@ -13,7 +13,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
-#include "src/mem/kept.h"
+#include "src/mem/keep_until_exit.h"
 #include "src/mem/swap_file.h"
 
 namespace penstock::mem {

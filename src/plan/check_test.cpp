@@ -9,7 +9,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 
-namespace penstock {
+namespace penstock::check_test {
 namespace {
 
 const Mesh kMesh = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}});
@@ -113,4 +113,4 @@ TEST(CheckTest, EveryPrincipleIsDocumented) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::check_test

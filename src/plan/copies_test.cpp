@@ -4,7 +4,7 @@
 
 #include "penstock/error.h"
 
-namespace penstock {
+namespace penstock::copies_test {
 namespace {
 
 Placement at(const char* text) { return Placement::parse(text); }
@@ -81,4 +81,4 @@ TEST(CopiesTest, TheWayIsTheShortestAndThatAtHandFirst) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::copies_test

@@ -6,10 +6,10 @@
 #include <algorithm>
 
 #include "src/base/text.h"
+#include "src/plan/cost/simulator.h"
 #include "src/plan/planner.h"
-#include "src/plan/simulator.h"
 
-namespace penstock {
+namespace penstock::passes_test {
 namespace {
 
 // Units of 100 bf16 parameters: 200 bytes each.
@@ -248,4 +248,4 @@ TEST(ReadAheadTest, StartsBeforeTheUpdateOfTheUnitBefore) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::passes_test

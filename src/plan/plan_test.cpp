@@ -5,7 +5,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 
-namespace penstock {
+namespace penstock::plan_test {
 namespace {
 
 constexpr const char* kText =
@@ -96,4 +96,4 @@ TEST(PlanTest, WrongLinesAreNamed) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::plan_test

@@ -6,7 +6,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 
-namespace penstock {
+namespace penstock::planner_test {
 namespace {
 
 const Mesh kTwoRanks = Mesh::of({{Axis::kLocal, 2}});
@@ -143,4 +143,4 @@ TEST(PlannerTest, HoldAndUpdateMayDifferInTier) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::planner_test

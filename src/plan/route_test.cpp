@@ -6,7 +6,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 
-namespace penstock {
+namespace penstock::route_test {
 namespace {
 
 const Mesh kMesh = Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}});
@@ -101,4 +101,4 @@ TEST(RouteTest, OneMoveOnePassElse) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::route_test

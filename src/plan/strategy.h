@@ -5,8 +5,8 @@
 #include <string>
 
 #include "penstock/config.h"
+#include "src/plan/cost/simulator.h"
 #include "src/plan/planner.h"
-#include "src/plan/simulator.h"
 #include "src/plan/table.h"
 
 namespace penstock {

@@ -7,7 +7,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 
-namespace penstock {
+namespace penstock::strategy_test {
 namespace {
 
 constexpr int64_t kOwned = 100000;  // elements of a rank, of each flat but the last
@@ -115,4 +115,4 @@ TEST(Strategy, AWindowIsAsIfEachOfItsMicroBatchesWerePlanned) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::strategy_test

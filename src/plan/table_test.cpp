@@ -5,7 +5,7 @@
 #include "penstock/error.h"
 #include "src/plan/model_desc.h"
 
-namespace penstock {
+namespace penstock::table_test {
 namespace {
 
 struct PresetCase {
@@ -144,4 +144,4 @@ TEST(ModelDescTest, AssumedOrderEnclosesInTheRoot) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::table_test

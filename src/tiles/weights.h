@@ -2,8 +2,8 @@
 // [Note: Tiles] A weight that is too large to be gathered at once is split by rows. Each tile is a
 // parameter of its own in a unit of its own, which no module of the user's holds; the user's
 // parameter stays where it is, as an object without memory. A tile's unit is entered and left at
-// each use by the operators in operators.cpp, so a weight that is used twice (tied) is gathered
-// twice, and its gradient moves after each use.
+// each use by the operators in tiled_operators.cpp, so a weight that is used twice (tied) is
+// gathered twice, and its gradient moves after each use.
 #include <ATen/core/Tensor.h>
 
 #include <functional>

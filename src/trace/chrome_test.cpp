@@ -7,7 +7,7 @@
 #include <iterator>
 #include <string>
 
-namespace penstock::trace {
+namespace penstock::trace::chrome_test {
 namespace {
 
 Text text(const std::string& words) { return std::make_shared<const std::string>(words); }
@@ -83,4 +83,4 @@ TEST(Chrome, TheWholeFile) {
 }
 
 }  // namespace
-}  // namespace penstock::trace
+}  // namespace penstock::trace::chrome_test

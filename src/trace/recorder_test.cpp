@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-namespace penstock::trace {
+namespace penstock::trace::recorder_test {
 namespace {
 
 Text text(const std::string& words) { return std::make_shared<const std::string>(words); }
@@ -109,4 +109,4 @@ TEST(Recorder, FromManyThreads) {
 }
 
 }  // namespace
-}  // namespace penstock::trace
+}  // namespace penstock::trace::recorder_test

@@ -8,7 +8,7 @@ RANKS = "tests/parity/test_border_ranks.py"
 WINDOWS = "tests/parity/test_border_windows.py"
 MICRO_STEPS = Pytest((WINDOWS, "-k", "micro_steps and zero2"))
 LATE = Pytest((WINDOWS, "-k", "late_on_one_rank and zero2-1-False"))
-AGREEMENT = "src/engine/agreement.cpp"
+AGREEMENT = "src/engine/step/window_agreement.cpp"
 
 AT_THE_BORDER = [
     Mutation(
@@ -41,7 +41,7 @@ AT_THE_BORDER = [
     ),
     Mutation(
         "edits that torch does not count are lost",
-        "src/engine/border.cpp",
+        "src/engine/step/outside_edits.cpp",
         "  return executor_.values().edited(index);",
         '  return "";',
         Pytest((RANKS, "-k", "edited_on_the_way and zero3-hook")),

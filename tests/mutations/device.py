@@ -182,7 +182,7 @@ BESIDE_A_DEVICE = [
     ),
     Mutation(
         "nobody hears that a neighbour's process has ended",
-        "src/comm/lifeline.cpp",
+        "src/comm/connection_watch.cpp",
         '      cut(concat("the connection',
         '      static_cast<void>(concat("the connection',
         Pytest((FAULTS, "-k", "at_once"), ("_sim",)),

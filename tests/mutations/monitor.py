@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planted import Mutation, Pytest, gtest, ranks
 
-MONITOR, CHANNEL, DRIVER = "src/engine/monitor.cpp", "src/comm/channel.cpp", "src/engine/driver.cpp"
+MONITOR, CHANNEL, DRIVER = "src/engine/watch/monitor.cpp", "src/comm/channel.cpp", "src/engine/step/driver.cpp"
 NORM, RECORDER = "src/exec/norm.cpp", "src/trace/recorder.cpp"
 METRICS = Pytest(("tests/python/test_monitor.py", "-k", "rows or evaluations"))
 TRACES = Pytest(("tests/python/test_trace.py",))
@@ -19,7 +19,7 @@ OF_A_RUN = [
     ),
     Mutation(
         "what a dropped window counted is the next step's",
-        "src/engine/state.cpp",
+        "src/engine/step/core_state.cpp",
         "void Core::State::drop_gradients() {\n  monitor->drop();\n",
         "void Core::State::drop_gradients() {\n",
         METRICS,
@@ -54,14 +54,14 @@ OF_A_RUN = [
     ),
     Mutation(
         "lanes take nothing from what computes",
-        "src/plan/timeline.cpp",
+        "src/plan/cost/pipeline_timeline.cpp",
         "    compute_ += (1.0 - machine_.overlap) * takes;\n",
         "",
         gtest("src/plan/plan_test", "Timeline*"),
     ),
     Mutation(
         "a field of a machine's file that there is not is passed over",
-        "src/plan/machine.cpp",
+        "src/plan/cost/machine.cpp",
         'if (key == "about" || value.is_null()) continue;',
         'if (key == "about" || key == "flop" || value.is_null()) continue;',
         gtest("src/plan/plan_test", "Machine*"),
@@ -75,7 +75,7 @@ OF_A_RUN = [
     ),
     Mutation(
         "a trace has no more than the lanes",
-        "src/engine/metrics.cpp",
+        "src/engine/watch/metrics.cpp",
         "      own += (own.empty() || more.empty()",
         "      if (more.empty()) own += (own.empty() || more.empty()",
         ranks("Metrics*"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from planted import Mutation, Pytest, gtest
 
-GRADIENTS, VALUES, WHOLES = "src/exec/gradients.cpp", "src/exec/values.cpp", "src/engine/wholes.cpp"
-STAGES, LANES = "src/engine/stages.cpp", "src/engine/stage_lanes.cpp"
+GRADIENTS, VALUES, WHOLES = "src/exec/gradients.cpp", "src/exec/gathered_values.cpp", "src/engine/mesh/whole_params.cpp"
+STAGES, LANES = "src/engine/mesh/stage_split.cpp", "src/engine/mesh/stage_lanes.cpp"
 FRONT, WINDOW = "python/penstock/pipeline_parallel.py", "python/penstock/pipeline_window.py"
 
 TRAINS = Pytest(("tests/parity/test_pipeline.py", "-k", "two_stages and zero2"))
@@ -100,7 +100,7 @@ OVER_STAGES = [
     ),
     Mutation(
         "all stages of a rank count as micro-batches",
-        "src/engine/state.cpp",
+        "src/engine/step/core_state.cpp",
         "/ config.parallel.virtual_stages;",
         "/ 1.0;",
         MESHES,
@@ -121,7 +121,7 @@ OVER_STAGES = [
     ),
     Mutation(
         "backwards of frozen stages are none of the window",
-        "src/engine/state.cpp",
+        "src/engine/step/core_state.cpp",
         "  if (together.stages) window->contribute();  // others of this batch did, or will\n",
         "",
         state("frozen and zero1"),
@@ -135,7 +135,7 @@ OVER_STAGES = [
     ),
     Mutation(
         "close() leaves each stage its own buffers",
-        "src/engine/close.cpp",
+        "src/engine/model/restore_model.cpp",
         "  closing.bring_buffers();\n",
         "",
         state("close_brings"),

@@ -41,7 +41,7 @@ OF_CHECKPOINTS = [
     ),
     Mutation(
         "a copy is written although the original was given out",
-        "src/ckpt/pending.cpp",
+        "src/ckpt/pending_writes.cpp",
         "    if (stages_[index] == Stage::kWaiting) return copy(lock, index);\n",
         "    return copy(lock, index);\n",
         gtest(CKPT, "PendingTest.WhatIsBeingWrittenIsWaitedFor"),
@@ -55,7 +55,7 @@ OF_CHECKPOINTS = [
     ),
     Mutation(
         "step counts of parameters are not restored",
-        "src/engine/checkpoints.cpp",
+        "src/engine/model/checkpoints.cpp",
         "slot.updates = found == updates.end() ? 0 : found->second;",
         "(void)found;",
         Pytest((LAYOUTS, "-k", "bitwise and zero3-True")),

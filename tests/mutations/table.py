@@ -31,8 +31,8 @@ LAYERS = Pytest(("tests/parity/test_root_layers.py", "-k", "stays"))
 BATCH_NORM = Pytest(("tests/parity/test_activations.py", "-k", "conv_net and world1"))
 
 CHECK, COPIES, ROUTE = "src/plan/check.cpp", "src/plan/copies.cpp", "src/plan/route.cpp"
-WALK, PARAMS, VALUES = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/values.cpp"
-BORDER = "src/engine/border.cpp"
+WALK, PARAMS, VALUES = "src/exec/walk.cpp", "src/exec/params.cpp", "src/exec/gathered_values.cpp"
+BORDER = "src/engine/step/outside_edits.cpp"
 GRADIENTS, UPDATES = "src/exec/gradients.cpp", "src/exec/updates.cpp"
 OPTIMIZER_STEP = "src/optim/optimizer_step.cpp"
 
@@ -424,7 +424,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an edit of gathered values is lost without a word",
-        "src/engine/values.cpp",
+        "src/engine/model/values.cpp",
         "    if (!write) refuse_edits(units);\n",
         "    if (write) refuse_edits({});\n",
         Pytest(("tests/parity/test_border.py", "-k", "would_be_lost")),
@@ -461,7 +461,7 @@ MUTATIONS = [
     ),
     Mutation(
         "late gradient lost",
-        "src/engine/driver.cpp",
+        "src/engine/step/driver.cpp",
         "executor_.gradients().run(planned, true);",
         "for (const int unit : step.units) {\n"
         "        for (exec::Flat& flat : executor_.units()[unit].flats) {\n"
@@ -483,14 +483,14 @@ MUTATIONS = [
     # ---- src/tiles, src/engine
     Mutation(
         "targets of another tile",
-        "src/tiles/operators.cpp",
+        "src/tiles/tiled_operators.cpp",
         "chunk.of(of.target).sub(one.first[tile]);",
         "chunk.of(of.target).sub(one.first[0]);",
         TILES,
     ),
     Mutation(
         "cast of a buffer",
-        "src/engine/adoption.cpp",
+        "src/engine/model/adoption.cpp",
         "at::Tensor buffer = buffers[i].cpu().contiguous();",
         "buffers[i].set_data(buffers[i].to(at::kBFloat16));\n"
         "    at::Tensor buffer = buffers[i].cpu().contiguous();",
@@ -498,27 +498,27 @@ MUTATIONS = [
     ),
     Mutation(
         "wrong divisor: an incomplete window",
-        "src/engine/window.cpp",
+        "src/engine/step/accumulation_window.cpp",
         "return std::min(seen(), accumulate_);",
         "return accumulate_;",
     ),
     Mutation(
         "wrong divisor: the loss scale stays in the gradient",
-        "src/engine/state.cpp",
+        "src/engine/step/core_state.cpp",
         "return averaged * loss_scale.value();",
         "return averaged;",
         SCALE,
     ),
     Mutation(
         "a frozen table that the head reads goes with the next backward",
-        "src/engine/state.cpp",
+        "src/engine/step/core_state.cpp",
         "!expected[unit] && unit != 0 && !spans",
         "!expected[unit] && unit != 0",
         LAYERS,
     ),
     Mutation(
         "a layer that comes back is whole for its first use only",
-        "src/engine/state.cpp",
+        "src/engine/step/core_state.cpp",
         "if (spans && !order->done()) return driver->pin(unit);",
         "",
         LAYERS,
@@ -532,21 +532,21 @@ MUTATIONS = [
     ),
     Mutation(
         "views of what was sharded dangle after the end",
-        "src/engine/close.cpp",
+        "src/engine/model/restore_model.cpp",
         "attached) {\n    flat.say_gone();\n    return flat.detach();\n",
         "attached) {\n    return;\n",
         ranks("*Views*"),
     ),
     Mutation(
         "an optimizer's shards dangle after the end",
-        "src/engine/close.cpp",
+        "src/engine/model/restore_model.cpp",
         "  engine::take_back(lent);\n",
         "",
         ranks("*Shards.*"),
     ),
     Mutation(
         "close() gathers on connections that have failed",
-        "src/engine/close.cpp",
+        "src/engine/model/restore_model.cpp",
         "      state.group->renew();\n",
         "",
         ranks("*Failures*"),

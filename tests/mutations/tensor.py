@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from planted import Mutation, Pytest, gtest
 
-GRADIENTS, VALUES, WHOLES = "src/exec/gradients.cpp", "src/exec/values.cpp", "src/engine/wholes.cpp"
-OPERATORS, RULES = "src/parallel/operators.cpp", "src/parallel/rules.cpp"
+GRADIENTS, VALUES, WHOLES = "src/exec/gradients.cpp", "src/exec/gathered_values.cpp", "src/engine/mesh/whole_params.cpp"
+OPERATORS, RULES = "src/parallel/tensor_operators.cpp", "src/parallel/tensor_rules.cpp"
 
 
 def life(story: str) -> Pytest:
@@ -69,7 +69,7 @@ OVER_TENSOR_RANKS = [
     ),
     Mutation(
         "what was added up for an update that did not come is added up again",
-        "src/engine/state.cpp",
+        "src/engine/step/core_state.cpp",
         "    executor->gradients().reopen();\n",
         "",
         life("window_open"),
@@ -139,7 +139,7 @@ OVER_TENSOR_RANKS = [
     ),
     Mutation(
         "ranks begin with weights of their own",
-        "src/engine/adoption.cpp",
+        "src/engine/model/adoption.cpp",
         """      executor_.broadcast(concat(label, " ", slot.name), initial.data_ptr(),
                           static_cast<int64_t>(initial.nbytes()));
 """,
@@ -186,7 +186,7 @@ OVER_TENSOR_RANKS = [
     ),
     Mutation(
         "an export has the shapes of this rank's parts",
-        "src/engine/values.cpp",
+        "src/engine/model/values.cpp",
         "shapes.emplace_back(slot.name, slot.whole);",
         "shapes.emplace_back(slot.name, slot.sizes);",
         around("export"),

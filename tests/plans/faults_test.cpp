@@ -12,7 +12,7 @@
 #include "tests/plans/interpreter.h"
 #include "tests/plans/table_cases.h"
 
-namespace penstock::plans {
+namespace penstock::plans::faults_test {
 namespace {
 
 struct Fault {
@@ -114,4 +114,4 @@ TEST(FaultsTest, NoPlantedFaultGoesUnseen) {
 }
 
 }  // namespace
-}  // namespace penstock::plans
+}  // namespace penstock::plans::faults_test

@@ -14,7 +14,7 @@
 #include "src/plan/planner.h"
 #include "src/plan/strategy.h"
 
-namespace penstock {
+namespace penstock::golden_test {
 namespace {
 
 // A '#' line with the JSON of a config as users write it, then '# key = value' lines for what no
@@ -121,4 +121,4 @@ INSTANTIATE_TEST_SUITE_P(Plans, GoldenTest, testing::ValuesIn(golden_names()),
                          });
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::golden_test

@@ -16,7 +16,7 @@
 #include "tests/plans/exchange.h"
 #include "tests/plans/table_cases.h"
 
-namespace penstock::plans {
+namespace penstock::plans::interpreter_test {
 namespace {
 
 struct Setting {
@@ -137,4 +137,4 @@ TEST(ExchangeTest, PeersThatAreLateOrDisagreeAreNamed) {
 }
 
 }  // namespace
-}  // namespace penstock::plans
+}  // namespace penstock::plans::interpreter_test

@@ -1,7 +1,7 @@
 // Claim: cut in stages, whatever the schedule, the table and the mesh, the plans train the same
 // weights as a trainer that knows none of them; and no order of sends and receives can get stuck,
 // even where a send waits for its receive.
-#include "src/plan/pipeline.h"
+#include "src/plan/pipeline_plan.h"
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@
 #include "tests/plans/interpreter.h"
 #include "tests/plans/table_cases.h"
 
-namespace penstock::plans {
+namespace penstock::plans::pipeline_test {
 namespace {
 
 using Transport = Exchange::Transport;
@@ -288,4 +288,4 @@ TEST_F(PipelineTest, WhatIsStuckIsSeenAtOnce) {
 }
 
 }  // namespace
-}  // namespace penstock::plans
+}  // namespace penstock::plans::pipeline_test

@@ -14,7 +14,7 @@
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 
-namespace penstock {
+namespace penstock::checkpoint_test {
 namespace {
 
 using ranks::build;
@@ -145,4 +145,4 @@ TEST_F(CheckpointTest, ErrorsAreOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::checkpoint_test

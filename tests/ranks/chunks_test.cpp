@@ -19,7 +19,7 @@
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 
-namespace penstock {
+namespace penstock::chunks_test {
 namespace {
 
 constexpr int64_t kWidth = 64;  // a square weight is two chunks, the least that there can be
@@ -217,4 +217,4 @@ INSTANTIATE_TEST_SUITE_P(Cases, Chunks, testing::ValuesIn(kCases),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::chunks_test

@@ -11,7 +11,7 @@
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 
-namespace penstock {
+namespace penstock::close_test {
 namespace {
 
 constexpr std::chrono::seconds kTimeout{60};
@@ -145,4 +145,4 @@ TEST(Failures, ARankThatDoesNotComeIsNamedAndTheWeightsAreGone) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::close_test

@@ -9,7 +9,7 @@
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 
-namespace penstock {
+namespace penstock::engine_test {
 namespace {
 
 using ranks::build;
@@ -274,4 +274,4 @@ INSTANTIATE_TEST_SUITE_P(Offloaded, Engines, testing::ValuesIn(offloaded_cases()
                          [](const auto& info) { return name_of(info.param); });
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::engine_test

@@ -13,7 +13,7 @@
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 
-namespace penstock {
+namespace penstock::metrics_test {
 namespace {
 
 constexpr std::chrono::seconds kTimeout{60};
@@ -96,4 +96,4 @@ TEST(Metrics, OfTheCppFront) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::metrics_test

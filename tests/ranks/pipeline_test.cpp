@@ -7,7 +7,7 @@
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 
-namespace penstock {
+namespace penstock::pipeline_test {
 namespace {
 
 constexpr int64_t kInner = 16, kOuter = 12, kTokens = 10;
@@ -206,4 +206,4 @@ TEST(PipelineStages, SayWhatTheyAreNotGiven) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::pipeline_test

@@ -20,7 +20,7 @@
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 
-namespace penstock {
+namespace penstock::recompute_test {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -199,4 +199,4 @@ INSTANTIATE_TEST_SUITE_P(Matrix, Recomputed, testing::ValuesIn(cases()),
                          [](const auto& info) { return name_of(info.param); });
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::recompute_test

@@ -7,7 +7,7 @@
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 
-namespace penstock {
+namespace penstock::tensor_test {
 namespace {
 
 constexpr int64_t kInner = 16, kOuter = 12, kTokens = 10, kSteps = 20;
@@ -133,4 +133,4 @@ TEST(CutLayers, AreCalled) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::tensor_test

@@ -14,7 +14,7 @@ from penstock import engine as engines
 from penstock.bench.setting import Setting
 
 _WIDTH = 2048  # of two layers: 8.4M parameters, which each rank updates
-_UPDATE_BYTES = 28  # of memory for a parameter: kUpdateBytes of src/plan/step_time.h
+_UPDATE_BYTES = 28  # of memory for a parameter: kUpdateBytes of src/plan/cost/step_time.h
 
 
 @contextlib.contextmanager

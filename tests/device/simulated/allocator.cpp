@@ -310,7 +310,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
 };
 
-const bool registered = [] {
+const bool allocator_registered = [] {
   c10::SetAllocator(c10::kPrivateUse1, &device_allocator());
   return true;
 }();

@@ -61,7 +61,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   static c10::DeviceIndex index_of(int device) { return static_cast<c10::DeviceIndex>(device); }
 };
 
-const bool registered = [] {
+const bool hooks_registered = [] {
   c10::register_privateuse1_backend("sim");
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;

@@ -149,7 +149,7 @@ void free_buffer(void* pointer) {
   if (pointer) instance().free(static_cast<char*>(pointer));
 }
 
-const bool registered = [] {
+const bool pinned_registered = [] {
   at::setHostAllocator(c10::kPrivateUse1, &instance());
   return true;
 }();

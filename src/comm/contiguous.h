@@ -1,0 +1,42 @@
+#pragma once
+// Flat: a tensor as a back end of torch's takes it, as bytes in one piece of memory.
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "src/comm/shm/backend.h"
+
+namespace penstock::comm {
+
+// A tensor's values in one piece of memory: its own, or a copy where they lie apart.
+class Flat {
+ public:
+  explicit Flat(const at::Tensor& tensor) : tensor_(tensor.detach()) {
+    TORCH_CHECK(tensor.device().is_cpu() && tensor.layout() == at::kStrided,
+                "[comm::ShmBackend] the back end \"penstock\" takes dense tensors of the CPU, not ",
+                tensor.toString(), " on ", tensor.device());
+    values_ = tensor_.resolve_conj().resolve_neg().contiguous();
+  }
+  Range range() const {
+    return {static_cast<char*>(values_.data_ptr()), static_cast<int64_t>(values_.nbytes())};
+  }
+  int64_t value_bytes() const { return static_cast<int64_t>(values_.element_size()); }
+  const at::Tensor& values() const { return values_; }
+  // What arrived.
+  void put_back() const {
+    if (!values_.is_same(tensor_)) tensor_.copy_(values_);
+  }
+
+ private:
+  at::Tensor tensor_, values_;
+};
+
+inline const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* what) {
+  TORCH_CHECK(tensors.size() == 1, "[comm::ShmBackend] ", what, " takes one tensor, not ",
+              tensors.size());
+  return tensors.front();
+}
+
+}  // namespace penstock::comm

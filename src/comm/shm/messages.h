@@ -1,0 +1,57 @@
+#pragma once
+// ShmMessages: point-to-point messages of a ShmBackend, any number of them under way at once.
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "src/comm/shm/exchange.h"
+#include "src/comm/shm/work_queue.h"
+
+namespace penstock::comm {
+
+// From any thread. One of its own moves what is under way, and sleeps while nothing is.
+class ShmMessages {
+ public:
+  explicit ShmMessages(ShmFabric& fabric) : fabric_(fabric) {}
+  ~ShmMessages() { close(); }
+  ShmMessages(const ShmMessages&) = delete;
+  ShmMessages& operator=(const ShmMessages&) = delete;
+
+  struct Message {
+    bool out = false;
+    int peer = 0;       // < 0: whoever sends first
+    at::Tensor values;  // contiguous
+    uint32_t tag = 0;
+    std::chrono::milliseconds limit{};
+  };
+  // After the fabric's end(): what is under way fails.
+  void close();
+  // Messages of one tag to one peer arrive in the order of these calls.
+  void add(const c10::intrusive_ptr<ShmWork>& work, const Message& message);
+
+ private:
+  struct Entry {
+    c10::intrusive_ptr<ShmWork> work;
+    Message message;
+    ShmFabric::Clock::time_point deadline;
+    std::unique_ptr<ShmExchange> exchange;  // null until its peer is known
+  };
+  void run();
+  bool wait_for_work(std::deque<Entry>& entries);
+  bool advance(std::deque<Entry>& entries);
+  bool advance(Entry& entry, std::vector<Entry*>& waiting);
+  bool connect(Entry& entry);
+  void sleep(uint32_t seen, const std::deque<Entry>& entries);
+
+  ShmFabric& fabric_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Entry> added_;  // guarded by mutex_, as below
+  bool closing_ = false;
+  std::thread thread_;
+};
+
+}  // namespace penstock::comm

@@ -1,0 +1,222 @@
+#include "src/comm/shm/rendezvous.h"
+
+#include <sys/prctl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <array>
+#include <exception>
+#include <fstream>
+#include <optional>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "src/base/text.h"
+
+namespace penstock::comm {
+
+namespace {
+
+// What a rank says in the second round, unless it says why not.
+constexpr const char* kSpans = "+spans";
+constexpr const char* kChunked = "+chunked";
+constexpr const char* kReady = "+ready";
+// What is said for a rank whose process has ended, by those that see it.
+constexpr char kGone = '!';
+
+std::string first_line(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+std::string namespace_of_processes() {
+  std::array<char, 64> name{};
+  const ssize_t length = readlink("/proc/self/ns/pid", name.data(), name.size());
+  return length > 0 ? std::string(name.data(), static_cast<size_t>(length)) : "?";
+}
+
+uint64_t random_key() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}
+
+// Where Yama lets only a parent read a process's memory, this one's siblings may too: they descend
+// from whoever started it. No wider, and no matter where it fails, since the memory is tried.
+void allow_siblings() {
+  if (first_line("/proc/sys/kernel/yama/ptrace_scope") == "1") prctl(PR_SET_PTRACER, getppid());
+}
+
+struct Who {
+  std::string host;
+  int64_t pid = 0;
+  uint64_t probe_at = 0, probe = 0;
+};
+
+class Meeting {
+ public:
+  Meeting(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout)
+      : store_(store), rank_(rank), size_(size), timeout_(timeout), probe_(random_key()) {}
+
+  ShmMeeting hold() {
+    const std::string host =
+        concat(first_line("/proc/sys/kernel/random/boot_id"), "/", namespace_of_processes());
+    allow_siblings();
+    say("who", concat(host, " ", getpid(), " ", reinterpret_cast<uint64_t>(&probe_), " ", probe_));
+    for (const std::string& text : all("who")) add(text);
+    ShmMeeting met;
+    for (const Who& other : who_) met.one_host = met.one_host && other.host == who_[0].host;
+    if (!met.one_host) {
+      met.why_not = "the ranks are on several hosts";
+      return met;
+    }
+    say("sees", see_all());
+    const std::vector<std::string> seen = all("sees");
+    met.why_not = objection(seen);
+    if (!met.why_not.empty()) return met;
+    ShmShape shape{size_, true};
+    for (const std::string& text : seen) shape.spans = shape.spans && text == kSpans;
+    auto fabric = share(shape);
+    met.why_not = objection(all("has"));
+    if (met.why_not.empty()) met.fabric = std::move(fabric);
+    return met;
+  }
+
+ private:
+  static std::string key(const char* what, int rank) { return concat(what, "/", rank); }
+
+  void say(const char* what, const std::string& text) {
+    store_.set(key(what, rank_), std::vector<uint8_t>(text.begin(), text.end()));
+  }
+
+  std::string hear(const char* what, int rank) {
+    const std::string from = key(what, rank);
+    store_.wait({from}, timeout_);
+    const std::vector<uint8_t> text = store_.get(from);
+    return {text.begin(), text.end()};
+  }
+
+  std::vector<std::string> all(const char* what) {
+    std::vector<std::string> texts;
+    for (int rank = 0; rank < size_; ++rank) {
+      texts.push_back(hear(what, rank));
+      if (texts.back()[0] == kGone) throw std::runtime_error(texts.back().substr(1));
+    }
+    return texts;
+  }
+
+  // The first one's.
+  static std::string objection(const std::vector<std::string>& said) {
+    for (size_t rank = 0; rank < said.size(); ++rank) {
+      if (said[rank].empty() || said[rank][0] != '+')
+        return concat("rank ", rank, ": ", said[rank]);
+    }
+    return "";
+  }
+
+  void add(const std::string& text) {
+    std::istringstream words(text);
+    Who& one = who_.emplace_back();
+    words >> one.host >> one.pid >> one.probe_at >> one.probe;
+  }
+
+  std::string end_of(int dead) const {
+    return concat(kGone, "rank ", dead, " is gone: its process, ",
+                  who_[static_cast<size_t>(dead)].pid, ", has ended");
+  }
+
+  // The watch's thread. This rank waits in its own connection to the store.
+  void say_for(int dead) {
+    try {
+      const auto store = store_.clone();
+      const std::string text = end_of(dead);
+      for (const char* what : {"sees", "segment", "has"}) {
+        store->compareSet(key(what, dead), std::string(), text);
+      }
+    } catch (const std::exception&) {
+      // The store's host is gone, as this rank finds, too.
+    }
+  }
+
+  // Of the other processes: whether they are there at all, and their memory can be read.
+  std::string see_all() {
+    try {
+      std::vector<int64_t> pids;
+      for (const Who& one : who_) pids.push_back(one.pid);
+      watch_.emplace(pids, [this](int dead) { say_for(dead); });
+      for (const Who& one : who_) {
+        if (one.pid != getpid() && !reads(one)) return kChunked;
+      }
+      return kSpans;
+    } catch (const std::exception& error) {
+      for (int rank = 0; rank < size_; ++rank) {
+        if (ProcessWatch::has_ended(who_[static_cast<size_t>(rank)].pid)) return end_of(rank);
+      }
+      return reason(error);
+    }
+  }
+
+  static bool reads(const Who& other) {
+    uint64_t value = 0;
+    const iovec here{&value, sizeof(value)};
+    const iovec there{reinterpret_cast<void*>(other.probe_at), sizeof(value)};
+    const ssize_t got = process_vm_readv(static_cast<pid_t>(other.pid), &here, 1, &there, 1, 0);
+    return got == sizeof(value) && value == other.probe;
+  }
+
+  // Null where it cannot be, which it tells the others.
+  std::unique_ptr<ShmFabric> share(const ShmShape& shape) {
+    try {
+      auto segment = std::make_shared<ShmSegment>(rank_ == 0 ? make(shape) : open(shape));
+      std::vector<int64_t> pids;
+      for (const Who& one : who_) pids.push_back(one.pid);
+      auto fabric = std::make_unique<ShmFabric>(segment, rank_, std::move(pids));
+      say("has", kReady);
+      for (int rank = 1; rank < size_ && rank_ == 0; ++rank) hear("has", rank);
+      segment->seal();
+      return fabric;
+    } catch (const std::exception& error) {
+      if (rank_ == 0) say("segment", "");
+      // Who made it holds it open until all have it.
+      say("has", ProcessWatch::has_ended(who_[0].pid) ? end_of(0) : reason(error));
+      return nullptr;
+    }
+  }
+
+  ShmSegment make(const ShmShape& shape) {
+    ShmSegment segment = ShmSegment::make(shape, random_key());
+    const ShmAddress at = segment.address();
+    say("segment", concat(at.file, " ", at.key));
+    return segment;
+  }
+
+  ShmSegment open(const ShmShape& shape) {
+    const std::string found = hear("segment", 0);
+    if (found[0] == kGone) throw std::runtime_error(found.substr(1));
+    std::istringstream words(found);
+    ShmAddress at;
+    at.pid = who_[0].pid;
+    if (!(words >> at.file >> at.key)) throw std::runtime_error("there is no memory to share");
+    return ShmSegment::open(shape, at);
+  }
+
+  c10d::Store& store_;
+  const int rank_, size_;
+  const std::chrono::milliseconds timeout_;
+  uint64_t probe_;  // what the others try to read
+  std::vector<Who> who_;
+  std::optional<ProcessWatch> watch_;  // last: its thread uses the others
+};
+
+}  // namespace
+
+ShmMeeting meet_in_memory(c10d::Store& store, int rank, int size,
+                          std::chrono::milliseconds timeout) {
+  return Meeting(store, rank, size, timeout).hold();
+}
+
+}  // namespace penstock::comm

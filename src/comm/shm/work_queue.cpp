@@ -1,0 +1,91 @@
+#include "src/comm/shm/work_queue.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <c10/util/thread_name.h>
+
+#include <exception>
+#include <utility>
+
+namespace penstock::comm {
+
+ShmWork::ShmWork(int rank, c10d::OpType type, std::vector<at::Tensor> results)
+    : Work(rank, type),
+      results_(std::move(results)),
+      future_(
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+}
+
+void ShmWork::run(std::function<void()> body) {
+  std::exception_ptr error;
+  try {
+    body();
+  } catch (const std::exception&) {
+    error = std::current_exception();
+  }
+  body = nullptr;  // what it held is let go before anybody goes on
+  end(error);
+}
+
+void ShmWork::end(std::exception_ptr error) {
+  finish(error);
+  if (error) {
+    future_->setError(error);
+  } else {
+    future_->markCompleted(c10::IValue(results_));
+  }
+}
+
+void ShmQueue::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void ShmQueue::add(const c10::intrusive_ptr<ShmWork>& work, std::function<void()> body,
+                   bool at_once) {
+  std::unique_lock lock(mutex_);
+  if (!at_once) {
+    entries_.push_back({work, std::move(body)});
+    changed_.notify_all();
+    if (thread_.joinable()) return;
+    thread_ = std::thread([this] {
+      c10::setThreadName("penstock-shm");
+      run();
+    });
+    return;
+  }
+  if (std::this_thread::get_id() == thread_.get_id()) {  // by what follows a work that is done
+    lock.unlock();
+    return work->run(std::move(body));
+  }
+  changed_.wait(lock, [this] { return entries_.empty() && !busy_; });
+  busy_ = true;
+  lock.unlock();
+  work->run(std::move(body));
+  lock.lock();
+  busy_ = false;
+  changed_.notify_all();
+}
+
+void ShmQueue::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return (!entries_.empty() && !busy_) || closing_; });
+    if (entries_.empty()) return;
+    Entry entry = std::move(entries_.front());
+    entries_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    entry.work->run(std::move(entry.body));
+    entry.work.reset();  // its tensors may be Python's, and wait for the interpreter's lock
+    lock.lock();
+    busy_ = false;
+    changed_.notify_all();
+  }
+}
+
+}  // namespace penstock::comm

@@ -1,0 +1,86 @@
+#include "src/engine/mesh/model_ranks.h"
+
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/place/groups.h"
+
+namespace penstock::engine {
+
+TensorAxis::TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
+                       const std::vector<parallel::Ruled>& ruled, const ModelTree& tree,
+                       const std::set<int>& here)
+    : peers_(std::make_shared<parallel::Peers>(group, Groups(mesh, group->rank()).tensor())) {
+  for (const parallel::Ruled& one : ruled) {
+    const std::string& name = tree.modules[one.module].name;
+    const char* style = parallel::style_name(one.style);
+    params_.push_back(tree.modules[one.module].params);
+    if (one.style != parallel::Style::kPartial && one.style != parallel::Style::kWhole) {
+      for (const int param : params_.back()) {
+        if (here.contains(param)) uncalled_.emplace(param, modules_.size());
+      }
+    }
+    labels_.emplace_back(concat(style, " (", name, ")"));
+    modules_.push_back(
+        {static_cast<int>(modules_.size()), name, style, one.transposed, one.heads, one.size});
+  }
+}
+
+parallel::Ranks TensorAxis::ranks_of(const TensorModule& how) {
+  const auto index = static_cast<size_t>(how.index);
+  if (!uncalled_.empty()) {
+    for (const int param : params_.at(index)) uncalled_.erase(param);
+  }
+  return {peers_, labels_.at(index)};
+}
+
+void TensorAxis::check_called(const std::vector<exec::UnitState>& units) const {
+  if (uncalled_.empty()) return;
+  for (const exec::UnitState& unit : units) {
+    for (const exec::Flat& flat : unit.flats) {
+      for (const exec::Slot& slot : flat.slots) {
+        const auto found = uncalled_.find(slot.index);
+        if (found == uncalled_.end() || (flat.owners.size() > 1 && !slot.touched)) continue;
+        throw RuntimeFault(concat(
+            "[engine::step] \"parallel.rules\" cut module \"", modules_[found->second].name,
+            "\", which was not called before the first step: what reads its weight in another way "
+            "has a part of it. Give it the style \"whole\""));
+      }
+    }
+  }
+}
+
+void Together::set_step(int64_t step) {
+  if (tensor) tensor->peers().set_step(step);
+  if (sequence) sequence->set_step(step);
+  if (stages) stages->set_step(step);
+}
+
+void Together::record(const std::shared_ptr<trace::Recorder>& recorder) {
+  if (tensor) tensor->peers().record(recorder);
+  if (sequence) sequence->record(recorder);
+  if (stages) stages->record(recorder);
+}
+
+std::string Together::cut_short() const {
+  return stages && stages->open() ? "a batch of the pipeline was cut short" : "";
+}
+
+void Together::close() {
+  if (tensor) tensor->peers().close();
+  if (sequence) sequence->close();
+  if (stages) stages->close();
+}
+
+std::exception_ptr Together::take_fault() {
+  std::exception_ptr fault;
+  if (tensor) fault = tensor->peers().take_fault();
+  if (sequence) {
+    const std::exception_ptr other = sequence->take_fault();
+    if (!fault) fault = other;
+  }
+  return fault;
+}
+
+}  // namespace penstock::engine

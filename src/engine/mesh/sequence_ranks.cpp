@@ -1,0 +1,45 @@
+#include "penstock/sequence_ranks.h"
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/engine/step/core_state.h"
+#include "src/parallel/tensor_operators.h"
+
+namespace penstock {
+
+SequenceRanks::SequenceRanks(const Core& core) : state_(core.state_) {
+  if (state_->together.sequence != nullptr) return;
+  throw ConfigError("[engine::SequenceRanks] \"mesh.sequence\" is 1: sequences are not cut");
+}
+
+int SequenceRanks::index() const { return state_->together.sequence->rank(); }
+int SequenceRanks::count() const { return state_->together.sequence->size(); }
+
+at::Tensor SequenceRanks::all_to_all(const at::Tensor& part, int64_t cut_dim,
+                                     int64_t join_dim) const {
+  state_->check_open("forward");
+  static const comm::Label kLabel("tokens for heads");
+  return parallel::all_to_all(part, cut_dim, join_dim, {state_->together.sequence, kLabel});
+}
+
+at::Tensor SequenceRanks::sum_losses(const at::Tensor& addend) const {
+  state_->check_open("forward");
+  static const comm::Label kLabel("loss");
+  return parallel::sum_losses(addend, {state_->together.sequence, kLabel});
+}
+
+void SequenceRanks::compare(const std::vector<at::Tensor>& inputs,
+                            const std::string& others) const {
+  state_->check_open("forward");
+  const auto [different, alike] = state_->together.sequence->compare(inputs, others, "");
+  if (different < 0) return;
+  throw RuntimeFault(
+      concat("[engine::forward] ", count(),
+             " ranks have parts of the same sequences (mesh.sequence), and "
+             "the ",
+             different + 1, ". of those of rank ", state_->group->rank(),
+             " was given others than the first: hand samples out by engine.data_rank and "
+             "engine.data_size, not by the rank"));
+}
+
+}  // namespace penstock

@@ -1,0 +1,185 @@
+#include "src/engine/mesh/stage_lanes.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock::engine {
+
+namespace {
+
+// What an action needs, by what it is for.
+comm::Label label_of(const Action& action) {
+  return concat(action.forward ? "inputs" : "output gradients", " of stage ", action.stage,
+                ", micro-batch ", action.micro);
+}
+
+void put_in(const at::Tensor& buffer, const at::Tensor& values) {
+  const at::NoGradGuard no_gradients;
+  const bool alike = buffer.sizes() == values.sizes() && buffer.dtype() == values.dtype();
+  if (alike) {
+    buffer.copy_(values);
+  } else {
+    buffer.set_data(values);
+  }
+}
+
+}  // namespace
+
+StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& members,
+                       const Stages& stages, const ParallelConfig& config)
+    : group_(group),
+      members_(members),
+      num_stages_(stages.count),
+      virtual_stages_(config.virtual_stages),
+      schedule_(config.schedule) {
+  for (const Piece& piece : stages.pieces) pieces_.push_back({piece.module, piece.stage});
+  const int size = members.size();
+  const int self = group->rank();
+  const int after = members.ranks[static_cast<size_t>((members.index + 1) % size)];
+  const int before = members.ranks[static_cast<size_t>((members.index + size - 1) % size)];
+  const auto way = [&](int from, int to, const char* name) {
+    return std::make_unique<Way>(group, from, to, name);
+  };
+  sends_forward_ = way(self, after, "stage forward");
+  receives_forward_ = way(before, self, "stage forward");
+  sends_backward_ = way(self, before, "stage backward");
+  receives_backward_ = way(after, self, "stage backward");
+}
+
+void StageLanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
+  const auto watch = [&](Way& way, const char* row) {
+    way.lane.record(recorder, row);
+    way.messages.record(recorder);
+  };
+  watch(*receives_forward_, "from the stage before");
+  watch(*sends_forward_, "to the next stage");
+  watch(*receives_backward_, "from the next stage");
+  watch(*sends_backward_, "to the stage before");
+}
+
+// Evaluations are the forwards of "gpipe".
+Schedule StageLanes::schedule_of(int num_micro, bool trains) const {
+  const PipelineShape shape{members_.size(), virtual_stages_, num_micro};
+  Schedule schedule = make_schedule(trains ? schedule_ : "gpipe", shape);
+  for (std::vector<Action>& actions : schedule.ranks) {
+    if (!trains) std::erase_if(actions, [](const Action& action) { return !action.forward; });
+  }
+  return schedule;
+}
+
+void StageLanes::post(Way& way, size_t count) {
+  for (; count > 0 && !way.expected.empty(); --count) {
+    const Action action = way.expected.front();
+    way.expected.pop_front();
+    auto arriving = std::make_shared<Arriving>();
+    const comm::Label label = label_of(action);
+    const trace::AtLine at(label.text);
+    arriving->fence = way.lane.submit([&way, arriving, label, step = step_] {
+      way.messages.set_step(step);
+      arriving->message = way.messages.receive(label);
+    });
+    arriving_[action] = std::move(arriving);
+  }
+}
+
+std::vector<Action> StageLanes::begin(int num_micro, bool trains) {
+  if (open_) {
+    throw RuntimeFault(
+        "[engine::train_batch] the batch before was cut short by an error, with messages between "
+        "stages still under way: close() this engine");
+  }
+  const Schedule schedule = schedule_of(num_micro, trains);
+  const int size = members_.size(), index = members_.index;
+  open_ = true;
+  sent_.clear();
+  arriving_.clear();
+  receives_forward_->expected.clear();
+  receives_backward_->expected.clear();
+  // In the order in which the neighbours make them.
+  for (const Action& made : schedule.ranks[static_cast<size_t>((index + size - 1) % size)]) {
+    if (made.forward && made.stage + 1 < num_stages_) {
+      receives_forward_->expected.push_back({made.stage + 1, true, made.micro});
+    }
+  }
+  for (const Action& made : schedule.ranks[static_cast<size_t>((index + 1) % size)]) {
+    if (!made.forward && made.stage > 0) {
+      receives_backward_->expected.push_back({made.stage - 1, false, made.micro});
+    }
+  }
+  return schedule.ranks[static_cast<size_t>(index)];
+}
+
+parallel::Message StageLanes::receive(const Action& action) {
+  Way& way = action.forward ? *receives_forward_ : *receives_backward_;
+  while (!arriving_.contains(action) && !way.expected.empty()) post(way, 1);
+  const auto found = arriving_.find(action);
+  PENSTOCK_ASSERT(found != arriving_.end(), concat("nothing comes for ", action.text()));
+  const std::shared_ptr<Arriving> arriving = std::move(found->second);
+  arriving_.erase(found);
+  arriving->fence.wait();
+  post(way, 1);  // travels while this stage computes
+  return std::move(arriving->message);
+}
+
+void StageLanes::send(const Action& action, parallel::Message made) {
+  Way& way = action.forward ? *sends_forward_ : *sends_backward_;
+  const Action needs{action.stage + (action.forward ? 1 : -1), action.forward, action.micro};
+  const comm::Label label = label_of(needs);
+  const trace::AtLine at(label.text);
+  sent_.push_back(way.lane.submit([&way, label, step = step_, message = std::move(made)] {
+    way.messages.set_step(step);
+    way.messages.send(label, message);
+  }));
+}
+
+void StageLanes::end() {
+  for (const device::Fence& fence : sent_) fence.wait();
+  sent_.clear();
+  open_ = false;
+}
+
+void StageLanes::bring_buffers(const Share& share) {
+  std::string names;
+  for (const StageBuffer& buffer : buffers_) names += concat(buffer.name, " ", buffer.stage, "\n");
+  const std::string different = first_difference(share_text("names of buffers", names, share));
+  if (!different.empty()) {
+    throw RuntimeFault(
+        concat("[engine::stages] ranks have other buffers, so those of their stages "
+               "stay there: build modules with all of them (",
+               different, ")"));
+  }
+  for (int owner = 0; owner < members_.size(); ++owner) {
+    parallel::Message own;
+    std::vector<StageBuffer> theirs;
+    for (const StageBuffer& buffer : buffers_) {
+      if (buffer.stage % members_.size() != owner) continue;
+      own.tensors.push_back(buffer.values);
+      theirs.push_back(buffer);
+    }
+    std::vector<int> others = members_.ranks;
+    others.erase(others.begin() + owner);
+    parallel::Messages messages(group_, members_.ranks[static_cast<size_t>(owner)], others,
+                                "stage buffers");
+    const comm::Label label = concat("buffers of stage ", owner);
+    if (owner == members_.index) {
+      messages.send(label, own);
+      continue;
+    }
+    const parallel::Message got = messages.receive(label);
+    for (size_t i = 0; i < theirs.size(); ++i) put_in(theirs[i].values, got.tensors[i]);
+  }
+}
+
+void StageLanes::close() {
+  arriving_.clear();
+  for (std::unique_ptr<Way>* way :
+       {&sends_forward_, &receives_forward_, &sends_backward_, &receives_backward_}) {
+    way->reset();
+  }
+}
+
+}  // namespace penstock::engine

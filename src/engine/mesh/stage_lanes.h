@@ -1,0 +1,81 @@
+#pragma once
+// StageLanes: what stages of a pipeline send each other, on threads of their own, so that messages
+// travel while stages compute and nobody waits for a peer that computes. Compute thread only.
+//
+// [Note: No deadlock] Each direction between two ranks is a lane on both sides, which sends (or
+// receives) in the order in which the sender's schedule makes the messages. A send waits for
+// nothing but its own receive. Receives are posted when they are waited for and one ahead, so that
+// none waits longer than this rank would.
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/pipeline_ranks.h"
+#include "src/device/lane.h"
+#include "src/engine/mesh/stage_split.h"
+#include "src/engine/step/unit_order.h"
+#include "src/parallel/tensor_messages.h"
+#include "src/place/groups.h"
+#include "src/plan/pipeline_schedule.h"
+
+namespace penstock::engine {
+
+class StageLanes {
+ public:
+  // `members`: this rank's pipeline.
+  StageLanes(const std::shared_ptr<Group>& group, const Members& members, const Stages& stages,
+             const ParallelConfig& config);
+
+  int index() const { return members_.index; }
+  int count() const { return members_.size(); }
+  int num_stages() const { return num_stages_; }
+  const std::vector<StagePiece>& pieces() const { return pieces_; }
+
+  void set_step(int64_t step) { step_ = step; }
+  void record(const std::shared_ptr<trace::Recorder>& recorder);
+  std::vector<Action> begin(int num_micro, bool trains);
+  parallel::Message receive(const Action& action);
+  void send(const Action& action, parallel::Message made);
+  void end();
+  // A window began and did not end.
+  bool open() const { return open_; }
+  // See PipelineRanks.
+  void set_buffers(std::vector<StageBuffer> buffers) { buffers_ = std::move(buffers); }
+  void bring_buffers(const Share& share);
+  // The threads end, when nothing exchanges any more.
+  void close();
+
+ private:
+  // One direction to or from a neighbour.
+  struct Way {
+    Way(const std::shared_ptr<Group>& group, int from, int to, const std::string& name)
+        : messages(group, from, {to}, name), lane("penstock-stage") {}
+    parallel::Messages messages;
+    device::Lane lane;
+    std::deque<Action> expected{};  // for which no receive is posted yet, in order
+  };
+  struct Arriving {
+    parallel::Message message;
+    device::Fence fence;
+  };
+  void post(Way& way, size_t count);
+  Schedule schedule_of(int num_micro, bool trains) const;
+
+  const std::shared_ptr<Group> group_;
+  const Members members_;
+  const int num_stages_, virtual_stages_;
+  const std::string schedule_;
+  std::vector<StagePiece> pieces_;
+  std::vector<StageBuffer> buffers_;
+  int64_t step_ = 1;
+  bool open_ = false;
+  std::map<Action, std::shared_ptr<Arriving>> arriving_;
+  std::vector<device::Fence> sent_;
+  std::unique_ptr<Way> receives_forward_, sends_forward_, receives_backward_, sends_backward_;
+};
+
+}  // namespace penstock::engine

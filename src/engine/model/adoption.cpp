@@ -1,0 +1,194 @@
+#include "src/engine/model/adoption.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
+
+#include <exception>
+#include <utility>
+
+#include "penstock/error.h"
+#include "penstock/optimizer_kinds.h"
+#include "src/base/text.h"
+#include "src/engine/model/memory_budget.h"
+#include "src/engine/step/unit_order.h"
+#include "src/exec/torch_compat.h"
+#include "src/plan/strategy.h"
+
+namespace penstock::engine {
+
+namespace {
+
+bool is_tile(const exec::Slot& slot, const ModelTree& tree) {
+  return tree.params[slot.index].param.unsafeGetTensorImpl() != slot.param.unsafeGetTensorImpl();
+}
+
+at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
+  if (!tree.init || !tree.init->holds(slot.param)) return slot.param.detach();
+  if (!is_tile(slot, tree)) return tree.init->take(slot.param);
+  // A tile: the parameter is taken when all its tiles have their values.
+  return tree.init->whole(slot.param)
+      .narrow(0, slot.param.storage_offset(), slot.param.numel())
+      .clone();
+}
+
+}  // namespace
+
+void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
+                at::IntArrayRef sizes) {
+  const auto options = param.options().dtype(dtype).requires_grad(false);
+  // torch lets go of a node that expects the old sizes where the dtype changes.
+  if (param.sizes() != sizes) param.set_data(at::empty({0}, options.dtype(at::kDouble)));
+  at::Tensor window = at::empty({0}, options);
+  window.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+  window.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  param.set_data(window);
+}
+
+void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
+  const auto bytes = c10::multiply_integers(sizes) * dtype_bytes(dtype);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                       c10::DataPtr(nullptr, param.device()),
+                                                       /*allocator=*/nullptr, /*resizable=*/false);
+  set_window(param, c10::Storage(std::move(storage)), device::scalar_type(dtype), sizes);
+}
+
+namespace {
+
+// Whoever looks at the parameter's memory so far goes on looking at the parameter, or is told that
+// it is no longer there.
+void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
+  const c10::Storage storage = param.storage();
+  c10::StorageImpl* old = storage.unsafeGetStorageImpl();
+  param.mutable_grad().reset();
+  const bool its_own = param.storage_offset() == 0 && old->nbytes() == param.nbytes();
+  if (!its_own || storage.use_count() <= 2) return own_storage(param, dtype, sizes);
+  const bool stays = param.is_contiguous() && param.scalar_type() == device::scalar_type(dtype) &&
+                     param.sizes() == sizes;
+  old->set_data_ptr_noswap(c10::DataPtr(nullptr, old->device()));
+  if (stays) return old->set_resizable(false);
+  exec::set_guard(
+      *old,
+      "[engine::initialize] this looks at a parameter as it was before initialize(), "
+      "which gave it another dtype, layout or part: take views after that, and clone what is "
+      "to be kept");
+  own_storage(param, dtype, sizes);
+}
+
+}  // namespace
+
+Adoption::~Adoption() {
+  if (committed_) return;
+  for (exec::UnitState& unit : executor_.units()) {
+    for (exec::Flat& flat : unit.flats) flat.let_params_go();
+  }
+  tiers_.close_disk();
+}
+
+void Adoption::claim(const Config& config, const ModelDesc& model, bool external_optimizer) {
+  std::exception_ptr error;
+  std::string mine;
+  try {
+    claim_here(config, model, external_optimizer);
+  } catch (const std::exception& problem) {
+    error = std::current_exception();
+    mine = problem.what();
+  }
+  const std::vector<std::string> texts = share_text(
+      "room for what rests", mine, [this](const std::string& label, const std::string& payload) {
+        return executor_.share(label, payload);
+      });
+  if (error) std::rethrow_exception(error);
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank].empty()) continue;
+    throw RuntimeFault(concat("[engine::initialize] rank ", rank, " failed with: ", texts[rank]));
+  }
+}
+
+// Says where each copy rests, and finds a disk that is too full.
+void Adoption::claim_here(const Config& config, const ModelDesc& model, bool external_optimizer) {
+  const Table& table = executor_.table();
+  mem::DiskOptions options;
+  options.paths = swap_folders(config.offload);
+  options.checksums = config.offload.checksums;
+  options.stall_s = config.offload.timeout_s;
+  options.recorder = tiers_.recorder;
+  if (table.uses_disk()) tiers_.disk.emplace(options);
+  // How large activations are is known when they are there: their file grows.
+  if (table.at(Role::kAct, Phase::kHold).tier == Tier::kDisk) {
+    executor_.activations().open_disk(options);
+  }
+  check_moments(config, external_optimizer);
+  executor_.claim(model, external_optimizer ? 0 : num_moments(config));
+}
+
+void Adoption::check_moments(const Config& config, bool external_optimizer) const {
+  const Placement& rest = executor_.table().at(Role::kOptim, Phase::kRest);
+  if (rest.dtype == Dtype::kFp32) return;
+  const OptimizerKind& kind = kind_of(config.optimizer.value_or(OptimizerConfig{}).type);
+  if (!external_optimizer && kind.takes("moments_dtype")) return;
+  throw ConfigError(concat("[engine::initialize] table.optim.rest is \"", rest.text(),
+                           "\": moments: bf16 moments (optimizer.moments_dtype) are not for ",
+                           external_optimizer
+                               ? "an optimizer of your own, which keeps its state itself"
+                               : concat(kind.name, ", whose state has to be fp32"),
+                           ": leave it at \"fp32\""));
+}
+
+void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>& tiled) {
+  for (size_t unit = 0; unit < executor_.units().size(); ++unit) {
+    for (const exec::Part& part : executor_.units()[unit].parts()) {
+      const std::string label = concat("initial u", unit, ".", part.flat->number);
+      const at::Tensor values = take_values(*part.flat, label, tree);
+      if (part.here) {
+        executor_.values().adopt(*part.flat, values, label);
+      } else {
+        part.flat->detach();
+      }
+      mem::trim_heap(2 * part.flat->numel * 4);
+    }
+  }
+  take_buffers(tree.buffers);
+  for (const tiles::TiledWeight& one : tiled) {
+    if (tree.init && tree.init->holds(one.whole)) tree.init->take(one.whole);
+    take_storage(one.whole, exec::dtype_of(one.tiles.front().scalar_type()), one.whole.sizes());
+  }
+}
+
+// Rank 0's, fp32: to become the resting copy and the master shard. The parameters get windows.
+at::Tensor Adoption::take_values(exec::Flat& flat, const std::string& label,
+                                 const ModelTree& tree) {
+  at::Tensor full = at::zeros({flat.numel}, at::TensorOptions(at::kFloat));
+  for (exec::Slot& slot : flat.slots) {
+    at::Tensor initial = initial_values(slot, tree);
+    if (slot.cut.kind == TensorCut::kCut) {
+      initial = initial.to(at::kFloat).clone(at::MemoryFormat::Contiguous);
+      executor_.broadcast(concat(label, " ", slot.name), initial.data_ptr(),
+                          static_cast<int64_t>(initial.nbytes()));
+      initial = executor_.values().part_of(slot, initial);
+    }
+    full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
+    if (is_tile(slot, tree)) {
+      own_storage(slot.param, flat.dtype,
+                  slot.sizes);  // its memory is the whole's, which may be looked at
+    } else {
+      take_storage(slot.param, flat.dtype, slot.sizes);
+    }
+    slot.window = slot.param.storage();
+  }
+  if (flat.tensor != TensorCut::kCut) {  // else each has come by itself
+    executor_.broadcast(label, full.data_ptr(), flat.numel * 4);
+  }
+  return full;
+}
+
+void Adoption::take_buffers(const std::vector<at::Tensor>& buffers) {
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    at::Tensor buffer = buffers[i].cpu().contiguous();
+    executor_.broadcast(concat("buffer ", i), buffer.data_ptr(),
+                        static_cast<int64_t>(buffer.nbytes()));
+    if (!buffer.is_same(buffers[i])) buffers[i].copy_(buffer);
+  }
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,329 @@
+#include "src/engine/model/blueprint.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/plan/cost/offload_choice.h"
+#include "src/plan/strategy.h"
+
+namespace penstock::engine {
+
+namespace {
+
+// What a rank's flats depend on of its place in the mesh.
+struct Axes {
+  int num_data, tensor, num_tensor, pipeline, num_pipeline;
+};
+
+// The ranks of the pipeline that have it; none where there is one stage.
+std::vector<int> owners_of(const Stages& stages, int param, int num_pipeline) {
+  if (num_pipeline == 1) return {};
+  std::set<int> ranks;
+  for (const int stage : stages.of_param[static_cast<size_t>(param)]) {
+    ranks.insert(stage % num_pipeline);
+  }
+  return {ranks.begin(), ranks.end()};
+}
+
+exec::Slot slot_of(const ParamInfo& info, int named, const Axes& axes) {
+  exec::Slot slot;
+  slot.name = info.name;
+  slot.param = info.param;
+  slot.index = named;
+  slot.group = info.group;
+  slot.cut = info.cut;
+  slot.whole = slot.sizes = info.param.sizes().vec();
+  if (info.cut.kind == TensorCut::kCut) {
+    slot.ranges = info.cut.ranges(axes.tensor, axes.num_tensor);
+    slot.sizes.at(info.cut.dim) = info.cut.size(axes.tensor, axes.num_tensor);
+    slot.room = info.param.numel() / std::max<int64_t>(1, info.param.size(info.cut.dim)) *
+                info.cut.size(0, axes.num_tensor);
+  }
+  return slot;
+}
+
+// One flat per unit, dtype, trainability, what tensor ranks have of it and which stages have it.
+std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<UnitSpec>& specs,
+                                     const Config& config, const Stages& stages, const Axes& axes) {
+  std::vector<exec::UnitState> units;
+  int num_slots = 0;
+  for (const UnitSpec& spec : specs) {
+    exec::UnitState unit;
+    unit.name = spec.module.empty() ? "the root" : spec.module;
+    for (const int index : spec.params) {
+      const ParamInfo& info = tree.params[index];
+      const int named = info.whole >= 0 ? info.whole : index;
+      const Dtype dtype = compute_dtype(config, tree.params[named]);
+      const bool trainable = info.param.requires_grad();
+      const std::vector<int> owners = owners_of(stages, index, axes.num_pipeline);
+      exec::Flat* flat = nullptr;
+      for (exec::Flat& one : unit.flats) {
+        const bool alike = one.dtype == dtype && one.trainable == trainable;
+        if (alike && one.tensor == info.cut.kind && one.owners == owners) flat = &one;
+      }
+      if (flat == nullptr) {
+        flat = &unit.flats.emplace_back(dtype, trainable, info.cut.kind);
+        flat->owners = owners;
+        flat->number = static_cast<int>(unit.flats.size()) - 1;
+      }
+      flat->add(slot_of(info, named, axes), unit.name);
+    }
+    for (exec::Flat& flat : unit.flats) {
+      const int addends = flat.tensor == TensorCut::kPartial ? axes.num_tensor : 1;
+      flat.seal(axes.num_data * addends * std::max<int>(1, static_cast<int>(flat.owners.size())));
+      for (exec::Slot& slot : flat.slots) slot.number = num_slots++;
+    }
+    units.push_back(std::move(unit));
+  }
+  return units;
+}
+
+// What other ranks of the pipeline have is only known here.
+void keep_own(std::vector<exec::UnitState>& units, int pipeline) {
+  for (exec::UnitState& unit : units) {
+    std::vector<exec::Flat> own;
+    for (exec::Flat& flat : unit.flats) {
+      const bool mine = std::count(flat.owners.begin(), flat.owners.end(), pipeline) > 0;
+      (mine ? own : unit.away).push_back(std::move(flat));
+    }
+    unit.flats = std::move(own);
+    for (exec::Flat& flat : unit.away) {
+      for (exec::Slot& slot : flat.slots) {
+        slot.guard =
+            concat("[exec::guard] parameter \"", slot.name, "\" is in stage ", flat.owners.front(),
+                   " of the pipeline, and this "
+                   "rank is in stage ",
+                   pipeline,
+                   ". Read it inside `with engine.gathered():`; in a forward, use it through a "
+                   "module that shares it (head.weight = tokens.weight).");
+      }
+    }
+  }
+}
+
+ModelDesc describe(const std::vector<exec::UnitState>& units, const std::vector<UnitSpec>& specs) {
+  ModelDesc model;
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    UnitDesc desc{.name = units[unit].name, .flats = {}, .block = specs[unit].block};
+    for (const exec::Flat& flat : units[unit].flats) {
+      desc.flats.push_back(
+          {flat.numel, flat.dtype, flat.trainable, flat.tensor, flat.owners.size() > 1});
+    }
+    model.units.push_back(desc);
+  }
+  penstock::assume_order(model, true);
+  return model;
+}
+
+bool leaves_tiers_open(const Config& config) {
+  return config.offload.optimizer == "auto" || config.offload.params == "auto";
+}
+
+void leave_tiers_open(Question& question) {
+  question.asked.config.offload.optimizer = question.asked.config.offload.params = "auto";
+}
+
+Question question_of(const Blueprint& blueprint, const Room& room, bool external_optimizer) {
+  const Config& config = blueprint.config;
+  return {{config, blueprint.mesh.world(), 0, Machine::cpu(), room},
+          {config.strategy},
+          external_optimizer};
+}
+
+// What does not go together with it yet.
+void check_tensor(const ModelTree& tree, const Config& config) {
+  const auto fail = [&](const std::string& what) {
+    throw ConfigError(concat("[engine::draw] \"mesh.tensor\" is ", config.mesh.tensor, ": ", what));
+  };
+  if (config.parallel.rules.empty()) {
+    fail(
+        concat("nothing says how the model's layers are cut: give \"parallel.rules\" a style for "
+               "each of them (docs/parallel.md). Those that could be: ",
+               parallel::names_of_matrices(tree)));
+  }
+  if (config.tiling.any()) fail("tiles of one rank's layers (\"tiling\") are not cut further yet");
+  for (const ParamInfo& info : tree.params) {
+    if (info.param.is_cpu()) continue;
+    fail(concat("tensor ranks exchange host memory as yet, and parameter \"", info.name,
+                "\" is on ", info.param.device().str()));
+  }
+}
+
+// What does not go together with it yet.
+void check_pipeline(const ModelTree& tree, const Config& config) {
+  const auto fail = [&](const std::string& what) {
+    throw ConfigError(
+        concat("[engine::draw] \"mesh.pipeline\" is ", config.mesh.pipeline, ": ", what));
+  };
+  if (config.tiling.any()) fail("layers in tiles (\"tiling\") are not in pipelines yet");
+  if (leaves_tiers_open(config)) {
+    fail(
+        "stages are of different sizes, so say where things are (\"offload.optimizer\" and "
+        "\"offload.params\"): \"auto\" chooses for one model on every rank");
+  }
+  if (config.batch.accumulate < config.mesh.pipeline && config.parallel.schedule != "gpipe") {
+    fail(concat("\"batch.accumulate\" is ", config.batch.accumulate,
+                ": so many micro-batches are under way at once, and fewer than stages leave ",
+                "ranks idle all the time; raise it to a multiple of ", config.mesh.pipeline,
+                " or more, or take the schedule \"gpipe\""));
+  }
+  for (const ParamInfo& info : tree.params) {
+    if (info.param.is_cpu() || info.param.is_meta()) continue;
+    fail(concat("stages exchange host memory as yet, and parameter \"", info.name, "\" is on ",
+                info.param.device().str()));
+  }
+}
+
+}  // namespace
+
+Dtype compute_dtype(const Config& config, const ParamInfo& param) {
+  const at::ScalarType own = param.param.scalar_type();
+  if (own != at::kFloat && own != at::kBFloat16 && own != at::kHalf) {
+    throw ConfigError(concat("[engine::compute_dtype] parameter \"", param.name, "\" has dtype ",
+                             at::toString(own), "; float32, bfloat16 and float16 are supported"));
+  }
+  for (const auto& [pattern, dtype] : config.dtypes) {
+    if (fnmatch(pattern.c_str(), param.name.c_str(), 0) == 0) return parse_dtype(dtype);
+  }
+  if (config.precision) return parse_dtype(*config.precision);
+  if (own == at::kBFloat16) return Dtype::kBf16;
+  return own == at::kHalf ? Dtype::kFp16 : Dtype::kFp32;
+}
+
+Blueprint draw(const ModelTree& given, const Config& config, int rank) {
+  Blueprint drawn;
+  drawn.config = config;
+  drawn.mesh = mesh_of(config);
+  ModelTree tree = given;
+  const int tensor = drawn.mesh.size(Axis::kTensor);
+  if (tensor > 1) check_tensor(tree, config);
+  std::vector<parallel::Ruled> ruled = parallel::apply(config.parallel.rules, tensor, &tree);
+  if (tensor > 1) drawn.ruled = std::move(ruled);
+  drawn.split =
+      tiles::split_large(tensor > 1 ? tree : given, config.tiling,
+                         [&](const ParamInfo& param) { return compute_dtype(config, param); });
+  const int pipeline = drawn.mesh.size(Axis::kPipeline);
+  if (pipeline > 1) check_pipeline(tree, config);
+  const ModelTree& split = drawn.split.tree;
+  drawn.specs = find_units(split, pipeline > 1 ? Stages::units(config.units) : config.units);
+  if (pipeline > 1) {
+    drawn.stages = find_stages(split, drawn.specs, config);
+  }
+  const int at = drawn.mesh.coordinate(rank, Axis::kPipeline);
+  drawn.units = lay_out(
+      split, drawn.specs, config, drawn.stages,
+      {drawn.mesh.data(), drawn.mesh.coordinate(rank, Axis::kTensor), tensor, at, pipeline});
+  drawn.print = fingerprint(drawn.units);
+  if (pipeline > 1) keep_own(drawn.units, at);
+  drawn.model = describe(drawn.units, drawn.specs);
+  return drawn;
+}
+
+void foresee(Blueprint& blueprint) {
+  ModelDesc& model = blueprint.model;
+  assume_order(model, blueprint.split.tree, blueprint.specs);
+  const auto is_away = [&](const Visit& visit) {
+    return visit.unit > 0 && model.units[static_cast<size_t>(visit.unit)].flats.empty();
+  };
+  std::erase_if(model.forward, is_away);
+  std::erase_if(model.backward, is_away);
+  mark_recomputed(blueprint.config, blueprint.model);
+}
+
+std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_optimizer) {
+  const bool open = leaves_tiers_open(blueprint.config);
+  Question question = question_of(blueprint, room, external_optimizer);
+  // A disk that is too full is found when its space is claimed, with its path.
+  if (!open) question.asked.room.disk = Room::kNoLimit;
+  const std::vector<Alternative> tried = alternatives(question, blueprint.model);
+  if (tried.empty()) throw ConfigError(refusal(question, blueprint.model));
+  const Alternative& best = tried.front();
+  if (!best.fits) {
+    leave_tiers_open(question);
+    std::vector<Alternative> others = alternatives(question, blueprint.model);
+    question.strategies = preset_names();
+    for (const Alternative& other : alternatives(question, blueprint.model)) {
+      others.push_back(other);
+    }
+    refuse(best, others, question.asked.room);
+  }
+  if (!open) return "";
+  blueprint.config = with(blueprint.config, best);
+  return concat("offload chosen: optimizer \"", best.optimizer, "\", params \"", best.params,
+                "\"; each rank has ", room.text(), "\n", choice_text(tried));
+}
+
+Budgets budgets_of(const Blueprint& blueprint, const Room& room, bool external_optimizer) {
+  Question question = question_of(blueprint, room, external_optimizer);
+  leave_tiers_open(question);
+  const Config& config = blueprint.config;
+  const auto budget = [&](const char* name, int64_t limit, int64_t Alternative::* bytes) {
+    const auto advice = [question, bytes, model = blueprint.model, now = config.offload] {
+      return penstock::advice(question, model, now, bytes);
+    };
+    return mem::Budget{limit, name, advice};
+  };
+  const char* found = config.memory.host_bytes < 0
+                          ? "memory found free (memory.host_bytes says otherwise)"
+                          : "device and host memory (memory.host_bytes)";
+  return {budget("device memory (memory.device_bytes)", room.device, &Alternative::device),
+          budget("host memory (memory.host_bytes)", room.host, &Alternative::host),
+          budget(found, room.memory, &Alternative::memory)};
+}
+
+Table settle(Blueprint& blueprint) {
+  const Table table = table_of(blueprint.config, blueprint.model);
+  for (const UnitDesc& unit : blueprint.model.units) {
+    const bool tied = std::any_of(unit.flats.begin(), unit.flats.end(),
+                                  [](const FlatDesc& flat) { return flat.stages; });
+    if (!tied || !table.grads_wait_on_disk()) continue;
+    throw ConfigError(concat("[engine::settle] \"", unit.name,
+                             "\" has weights of several stages of the pipeline (tied), and their "
+                             "gradients wait on disk: set \"offload.gradients\": \"host\""));
+  }
+  set_chunks(blueprint.config, table.on(blueprint.mesh), blueprint.model);
+  return table;
+}
+
+void check_stages(const ModelTree& tree, const Config& config, const Room& room,
+                  bool external_optimizer) {
+  const Mesh mesh = mesh_of(config);
+  const int stages = mesh.size(Axis::kPipeline);
+  for (int stage = 0; stage < stages && stages > 1; ++stage) {
+    Blueprint one = draw(tree, config, mesh.world() / stages * stage);
+    foresee(one);
+    choose_tiers(one, room, external_optimizer);
+    settle(one);
+  }
+}
+
+namespace {
+
+std::string text_of(const Cut& cut) {
+  if (cut.kind == TensorCut::kWhole) return "";
+  if (cut.kind == TensorCut::kPartial) return " partial";
+  return concat(" cut along ", cut.dim, " in ", cut.parts.size());
+}
+
+}  // namespace
+
+std::string fingerprint(const std::vector<exec::UnitState>& units) {
+  std::string text;
+  for (const exec::UnitState& unit : units) {
+    for (const exec::Flat& flat : unit.flats) {
+      for (const exec::Slot& slot : flat.slots) {
+        text += concat("parameter \"", slot.name, "\" ", at::IntArrayRef(slot.whole), " ",
+                       dtype_name(flat.dtype), flat.trainable ? "" : " frozen", text_of(slot.cut),
+                       " in unit ", unit.name, "\n");
+      }
+    }
+  }
+  return text;
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,528 @@
+// Checkpoints: when a core may save and load, and what of it is no tensor.
+#include "penstock/checkpoint.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <limits>
+#include <map>
+#include <string_view>
+#include <utility>
+
+#include "penstock/error.h"
+#include "penstock/optimizer_kinds.h"
+#include "src/base/text.h"
+#include "src/ckpt/checksum.h"
+#include "src/ckpt/damaged.h"
+#include "src/ckpt/load.h"
+#include "src/engine/step/core_state.h"
+#include "src/engine/step/unit_order.h"
+#include "src/engine/step/window_agreement.h"
+#include "src/plan/strategy.h"
+
+namespace penstock {
+
+namespace {
+
+using ckpt::Json;
+
+// What a parameter is called outside: a tile is rows of the user's weight.
+ckpt::GlobalOf names_of(const tiles::TiledWeights& tiled) {
+  std::map<int, ckpt::Global> of_tile;
+  for (const tiles::TiledWeight& one : tiled.all()) {
+    const int64_t row = one.whole.size(0) == 0 ? 0 : one.whole.numel() / one.whole.size(0);
+    for (size_t i = 0; i < one.units.size(); ++i) {
+      of_tile[one.units[i]] = {one.name, one.whole.sizes().vec(), one.first[i] * row};
+    }
+  }
+  return [of_tile = std::move(of_tile)](int unit, const exec::Slot& slot) -> ckpt::Global {
+    const auto found = of_tile.find(unit);
+    if (found != of_tile.end()) return found->second;
+    return {slot.name, slot.whole, 0};
+  };
+}
+
+std::vector<std::string> moments_of(const Config& config) {
+  const OptimizerKind& kind = kind_of(config.optimizer.value_or(OptimizerConfig{}).type);
+  return {kind.moments.begin(), kind.moments.end()};
+}
+
+Json parse(const std::string& text, const char* what) {
+  try {
+    return ckpt::parse_json(text, what);
+  } catch (const ckpt::Damaged& error) {
+    throw ConfigError(error.what());
+  }
+}
+
+// Every rank writes a tensor of its own, or rank 0 the one of all.
+std::vector<ckpt::Extra> extras_of(const std::vector<CheckpointTensor>& tensors,
+                                   exec::Executor& executor, int rank) {
+  uint64_t own = 0;
+  for (const CheckpointTensor& one : tensors) {
+    if (one.rank == CheckpointTensor::kIfDifferent) own = own * 31 + ckpt::checksum(one.tensor);
+  }
+  const std::vector<std::string> all =
+      executor.share("save buffers", {reinterpret_cast<const char*>(&own), sizeof(own)});
+  const bool same =
+      std::all_of(all.begin(), all.end(), [&](const auto& one) { return one == all.front(); });
+  std::vector<ckpt::Extra> extras;
+  for (const CheckpointTensor& one : tensors) {
+    int owner = one.rank;
+    if (owner == CheckpointTensor::kIfDifferent) owner = same ? CheckpointTensor::kAll : rank;
+    if (owner == CheckpointTensor::kAll && rank != 0) continue;
+    if (owner == CheckpointTensor::kPieces) {
+      const Placement& place = executor.table().at(Role::kOptim, Phase::kUpdate);
+      if (owners(place, executor.mesh(), rank).index < 0) continue;  // another rank has the same
+      owner = CheckpointTensor::kAll;
+    }
+    extras.push_back({one.role, {one.name, one.shape, one.begin}, owner, one.tensor});
+  }
+  return extras;
+}
+
+// Where ranks had their own, this rank's, or with other ranks rank 0's.
+std::vector<ckpt::Extra> wanted_of(const std::vector<CheckpointTensor>& tensors,
+                                   const ckpt::Manifest& manifest, int rank, int world) {
+  std::vector<ckpt::Extra> extras;
+  for (const CheckpointTensor& one : tensors) {
+    int owner = std::max(one.rank, CheckpointTensor::kAll);
+    if (one.rank == CheckpointTensor::kIfDifferent) {
+      const bool of_all = manifest.find(one.role + "/" + one.name) != nullptr;
+      const bool of_mine = manifest.find(concat(one.role, "/", one.name, "@rank", rank)) != nullptr;
+      const bool of_first = manifest.find(concat(one.role, "/", one.name, "@rank0")) != nullptr;
+      owner = of_all || !of_first                  ? CheckpointTensor::kAll
+              : of_mine && manifest.world == world ? rank
+                                                   : 0;
+    }
+    extras.push_back({one.role, {one.name, one.shape, one.begin}, owner, one.tensor});
+  }
+  return extras;
+}
+
+FoundCheckpoint describe(const std::string& path, const ckpt::Manifest& manifest) {
+  FoundCheckpoint found;
+  found.path = path;
+  found.world = manifest.world;
+  found.front = manifest.front.dump();
+  for (const Json& rank : manifest.ranks) found.of_ranks.push_back(rank.dump());
+  for (const ckpt::Tensor& tensor : manifest.tensors) {
+    found.tensors.push_back({tensor.role,
+                             tensor.name,
+                             tensor.shape,
+                             0,
+                             tensor.rank,
+                             {},
+                             ckpt::scalar_type(tensor.dtype)});
+  }
+  return found;
+}
+
+// A checkpoint whose manifest and files are as they should be, but for what is in them.
+struct Candidate {
+  std::string path, text;
+  ckpt::Manifest manifest{};
+
+  void open() {
+    text = ckpt::read_text(path + "/" + ckpt::kManifest);
+    manifest = ckpt::Manifest::parse(text);
+    for (const ckpt::Tensor& tensor : manifest.tensors) ckpt::scalar_type(tensor.dtype);
+    const ckpt::Reader reader(path, manifest);
+  }
+};
+
+std::vector<std::string> candidates(const std::string& path, const std::string& tag) {
+  if (!tag.empty()) return {path + "/" + tag};
+  if (ckpt::exists(path + "/" + ckpt::kManifest)) return {path};
+  std::vector<std::string> found;
+  for (const std::string& one : ckpt::tags(path)) found.push_back(path + "/" + one);
+  return found;
+}
+
+void say_passed_over(const std::string& path, const std::string& why) {
+  std::fprintf(stderr, "penstock: checkpoint \"%s\" is passed over: %s\n", path.c_str(),
+               why.c_str());
+}
+
+}  // namespace
+
+// What both have in common, for one call.
+struct Core::State::Checkpointing {
+  Core::State& state;
+  const ckpt::GlobalOf names = names_of(*state.tiled);
+
+  std::vector<std::string> share(const std::string& label, const std::string& text) const;
+  std::string agree(const std::string& label, const std::string& problem) const {
+    return engine::first_problem(*state.executor, label, problem);
+  }
+  std::string refusal() const;
+  void rest() const;
+  Json numbers() const;
+  Json about() const;
+  void restore(const ckpt::Manifest& manifest) const;
+  void check_asked(const std::string& path, const std::string& tag,
+                   const SaveOptions& options) const;
+  std::string save(const std::string& path, const SaveOptions& options);
+
+  struct Load;
+};
+
+std::vector<std::string> Core::State::Checkpointing::share(const std::string& label,
+                                                           const std::string& text) const {
+  return engine::share_text(label, text, [&](const std::string& name, const std::string& payload) {
+    return state.executor->share(name, payload);
+  });
+}
+
+// Why nothing can be saved now, or nothing.
+std::string Core::State::Checkpointing::refusal() const {
+  const auto seen = state.window->seen();
+  if (seen > 0 || state.window->armed()) {
+    return concat("[engine::save] in the middle of a window: the gradients of ", seen, " of ",
+                  state.config.batch.accumulate,
+                  " backwards would be lost. Save after step() (force=True closes a window early), "
+                  "or drop them with zero_grad()");
+  }
+  if (std::any_of(state.written.begin(), state.written.end(),
+                  [](int times) { return times > 0; })) {
+    return "[engine::save] inside gathered(write=True): what is written there becomes the weights "
+           "at its end. Save after it";
+  }
+  return "";
+}
+
+// No window, no working copies: what comes now is another state.
+void Core::State::Checkpointing::rest() const {
+  state.driver->abandon();
+  state.drop_gradients();
+}
+
+// The engine's numbers: those of parameters from their stages. [all ranks]
+Json Core::State::Checkpointing::numbers() const {
+  Json updates = Json::object();
+  const std::vector<exec::UnitState>& units = state.executor->units();
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    for (const exec::Flat& flat : units[unit].flats) {
+      if (!flat.trainable) continue;
+      for (const exec::Slot& slot : flat.slots) {
+        updates[names(static_cast<int>(unit), slot).name] = slot.updates;
+      }
+    }
+  }
+  if (state.together.stages) {
+    for (const std::string& theirs : share("save numbers", updates.dump())) {
+      updates.update(Json::parse(theirs));
+    }
+  }
+  return {{"steps", state.steps},
+          {"skipped", state.skipped},
+          {"loss_scale",
+           {{"active", state.loss_scale.active()},
+            {"value", state.loss_scale.value()},
+            {"good_steps", state.loss_scale.good_steps()}}},
+          {"updates", updates}};
+}
+
+Json Core::State::Checkpointing::about() const {
+  std::string plans;
+  for (const Section section : kSections) plans += state.driver->plan(section).text();
+  return {{"penstock", PENSTOCK_VERSION},        {"torch", TORCH_VERSION},
+          {"strategy", state.config.strategy},   {"mesh", state.executor->mesh().text()},
+          {"plan", ckpt::hex(hash_text(plans))}, {"config", Json::parse(state.config.json())}};
+}
+
+void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
+  const ckpt::JsonReader numbers(manifest.state, "the manifest's state");
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  state.steps = numbers.whole("steps", 0, kMost);
+  state.skipped = numbers.whole("skipped", 0, kMost);
+  state.executor->set_step(state.steps + 1);
+  state.together.set_step(state.steps + 1);
+  const ckpt::JsonReader scale(numbers.object("loss_scale"), "the manifest's loss_scale");
+  const Json& value = scale.at("value");
+  if (!value.is_number()) scale.fail("\"value\" is no number");
+  if (scale.at("active") == true) {
+    state.loss_scale.restore(value.get<double>(), scale.whole("good_steps", 0, kMost));
+  }
+  std::map<std::string, int64_t> updates;
+  for (const auto& [name, count] : numbers.object("updates").items()) {
+    updates[name] = numbers.number(count, 0, kMost);
+  }
+  for (exec::UnitState& unit : state.executor->units()) {
+    for (exec::Flat& flat : unit.flats) {
+      for (exec::Slot& slot : flat.slots) {
+        const auto index = static_cast<int>(&unit - state.executor->units().data());
+        const std::string name = names(index, slot).name;
+        const auto found = updates.find(name);
+        slot.updates = found == updates.end() ? 0 : found->second;
+      }
+    }
+  }
+}
+
+// One load(): looks at candidates until one is read without damage.
+struct Core::State::Checkpointing::Load {
+  const Checkpointing& shared;
+  const std::string& path;
+  const LoadOptions& options;
+  Core::State& state = shared.state;
+  std::vector<std::string> passed_over{};
+  std::string last{};  // why the last was passed over
+
+  FoundCheckpoint run() {
+    while (true) {
+      const Candidate chosen = choose();
+      if (chosen.path.empty()) return {};
+      const FoundCheckpoint found = describe(chosen.path, chosen.manifest);
+      const std::string damage = read(chosen, found);
+      if (damage.empty()) return found;
+      if (state.group->rank() == 0) say_passed_over(chosen.path, damage);
+      passed_over.push_back(chosen.path);
+      last = damage;
+    }
+  }
+
+  // On rank 0: the first that looks whole, or why there is none.
+  std::string look(Candidate& chosen) {
+    std::vector<std::string> found;
+    try {
+      found = candidates(path, options.tag);
+    } catch (const RuntimeFault& error) {
+      return error.what();
+    }
+    for (const std::string& one : found) {
+      if (std::count(passed_over.begin(), passed_over.end(), one) > 0) continue;
+      try {
+        chosen.path = one;
+        chosen.open();
+        return "";
+      } catch (const RuntimeFault& error) {
+        last = error.what();
+        chosen.path.clear();
+        if (options.tag.empty()) say_passed_over(one, last);
+      }
+    }
+    if (options.missing_ok && last.empty()) return "";
+    return concat("[engine::load] no checkpoint that can be loaded in \"", path, "\"",
+                  options.tag.empty() ? "" : concat(", tag \"", options.tag, "\""),
+                  last.empty() ? "" : concat(" (", last, ")"));
+  }
+
+  // Rank 0 chooses; the others must see the same. Without a path where there is none.
+  Candidate choose() {
+    const int rank = state.group->rank();
+    Candidate chosen;
+    std::string problem = shared.agree("load where", rank == 0 ? look(chosen) : "");
+    if (!problem.empty()) throw RuntimeFault(problem);
+    const std::string there = shared.share("load path", chosen.path).front();
+    if (there.empty()) return {};
+    try {
+      if (rank != 0) {
+        chosen.path = there;
+        chosen.open();
+      }
+    } catch (const RuntimeFault& error) {
+      problem = error.what();
+    }
+    const std::vector<std::string> hashes =
+        shared.share("load manifest", ckpt::hex(hash_text(chosen.text)));
+    if (problem.empty() && hashes[rank] != hashes.front()) {
+      problem = "it sees another checkpoint than rank 0: every rank needs the same folder";
+    }
+    problem = shared.agree("load sees", problem);
+    if (!problem.empty()) throw RuntimeFault(concat("[engine::load] \"", there, "\": ", problem));
+    return chosen;
+  }
+
+  // The damage, on every rank alike. Where it throws nothing was changed.
+  std::string read(const Candidate& chosen, const FoundCheckpoint& found) {
+    const int rank = state.group->rank();
+    exec::Executor& executor = *state.executor;
+    const std::vector<std::string> moments = moments_of(state.config);
+    const ckpt::LoadOptions wanted{options.optimizer, options.tied};
+    ckpt::Target target{executor, state.tiers, shared.names, {}, {}};
+    std::string problem;
+    try {
+      if (state.driver->holds()) {
+        throw RuntimeFault("[engine::load] inside gathered(): leave the block before");
+      }
+      executor.updates().finish();
+      if (options.tensors) {
+        target.extras =
+            wanted_of(options.tensors(found), chosen.manifest, rank, state.group->size());
+      }
+      target.holdings = ckpt::holdings(executor, rank, moments);
+      for (exec::UnitState& unit : executor.units()) {
+        for (const exec::Flat& flat : unit.away) {
+          for (const exec::Slot& slot : flat.slots) target.elsewhere.insert(slot.name);
+        }
+      }
+      ckpt::check(chosen.manifest, target, moments, wanted);
+      if (rank == 0 && !wanted.tied.empty()) {
+        ckpt::Reader first(chosen.path, chosen.manifest);
+        ckpt::check_tied(first, chosen.manifest, wanted);
+      }
+    } catch (const std::exception& error) {
+      problem = error.what();
+    }
+    problem = shared.agree("load names", problem);
+    if (!problem.empty()) throw ConfigError(problem);
+    shared.rest();
+    state.unloaded = concat("[engine::load] the load of \"", chosen.path,
+                            "\" did not end: the weights are neither the old nor those of the "
+                            "checkpoint. Load another one, or close()");
+    ckpt::Reader reader(chosen.path, chosen.manifest);
+    const at::NoGradGuard no_grad;
+    const std::string damage = ckpt::fill(reader, chosen.manifest, target, wanted);
+    state.bytes_read = reader.bytes_read();
+    const std::string first = shared.agree("load read", damage);
+    if (!first.empty()) return first;
+    if (options.optimizer) shared.restore(chosen.manifest);
+    state.unloaded.clear();
+    return "";
+  }
+};
+
+std::string FoundCheckpoint::client_state() const {
+  return Json::parse(front).value("client_state", Json()).dump();
+}
+
+const CheckpointTensor* FoundCheckpoint::find(const std::string& role,
+                                              const std::string& name) const {
+  for (const CheckpointTensor& one : tensors) {
+    if (one.role == role && one.name == name) return &one;
+  }
+  return nullptr;
+}
+
+// Throws ConfigError on every rank where one cannot save now, or is asked for something else.
+void Core::State::Checkpointing::check_asked(const std::string& path, const std::string& tag,
+                                             const SaveOptions& options) const {
+  std::string problem = options.problem.empty() ? refusal() : options.problem;
+  if (problem.empty() && !ckpt::is_tag(tag)) {
+    problem = concat("[engine::save] the tag \"", tag,
+                     "\" is no name of a folder: it must not be empty, begin with a dot, hold a "
+                     "slash or be \"latest\"");
+  }
+  const std::vector<std::string> asked = share("save", concat(path, "\n", tag, "\n", options.wait));
+  for (size_t other = 0; other < asked.size(); ++other) {
+    if (!problem.empty() || asked[other] == asked.front()) continue;
+    problem = concat("[engine::save] rank 0 and rank ", other,
+                     " save to other places: every rank passes the same path, tag and wait");
+  }
+  problem = agree("save when", problem);
+  if (!problem.empty()) throw ConfigError(problem);
+}
+
+std::string Core::State::Checkpointing::save(const std::string& path, const SaveOptions& options) {
+  state.check_open("save");
+  const int rank = state.group->rank();
+  const std::string before = state.saver.finish();  // one at a time
+  if (!before.empty()) state.save_failure = before;
+  state.border->look_at_params();
+  const std::string tag = options.tag.empty() ? concat("step-", state.steps) : options.tag;
+  check_asked(path, tag, options);
+  state.executor->updates().finish();
+  ckpt::Contents contents;
+  ckpt::Together together;
+  std::unique_ptr<ckpt::Save> save;
+  std::string folder, problem;
+  std::vector<ckpt::Extra> extras = extras_of(options.tensors, *state.executor, rank);
+  const Json now = numbers();
+  try {
+    contents = {about(), now, parse(options.front, "what the front keeps"),
+                parse(options.of_rank, "what the front keeps of a rank"), std::move(extras)};
+    contents.room_bytes = std::min(contents.room_bytes, state.config.offload.window_bytes);
+    save = std::make_unique<ckpt::Save>(
+        *state.executor, state.tiers, rank,
+        ckpt::holdings(*state.executor, rank, moments_of(state.config), !state.lent.empty()), names,
+        std::move(contents));
+    state.bytes_written = save->bytes();
+    if (rank == 0) {
+      together.draft = std::make_unique<ckpt::Draft>(path, tag);
+      folder = together.draft->path();
+    }
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  problem = agree("save begins", problem);
+  if (!problem.empty()) throw RuntimeFault(problem);
+  folder = share("save folder", folder).front();
+  try {
+    if (!ckpt::exists(folder)) {
+      throw RuntimeFault(concat("[engine::save] this rank does not see \"", folder,
+                                "\", which rank 0 made: every rank needs the same folder"));
+    }
+    save->open(folder);
+    save->capture(!options.wait);
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  problem = agree("save captured", problem);
+  if (!problem.empty()) throw RuntimeFault(problem);
+  together.world = state.group->size();
+  together.behind = !options.wait;
+  together.starting = options.starting;
+  together.keep = state.config.checkpoint.keep;
+  together.timeout =
+      std::chrono::milliseconds(static_cast<int64_t>(state.config.comm.timeout_s * 1000));
+  state.saver.start(std::move(save), std::move(together));
+  return path + "/" + tag;
+}
+
+std::string Checkpoints::save(const std::string& path, const SaveOptions& options) {
+  const std::string made = Core::State::Checkpointing{*state_}.save(path, options);
+  if (options.wait) wait();
+  return made;
+}
+
+void Checkpoints::ask(int urgency) { state_->save_wanted = std::max(state_->save_wanted, urgency); }
+
+int Checkpoints::asked() { return std::exchange(state_->save_agreed, 0); }
+
+void Checkpoints::wait() {
+  state_->check_open("save");
+  const std::string problem =
+      engine::first_problem(*state_->executor, "save ends", state_->saver.finish());
+  if (!problem.empty()) throw RuntimeFault(problem);
+}
+
+std::string Checkpoints::failure() {
+  const std::string now = state_->saver.poll();
+  const std::string before = std::exchange(state_->save_failure, "");
+  return before.empty() ? now : before;
+}
+
+FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& options) {
+  if (state_->closed) throw RuntimeFault("[engine::load] the engine is closed");
+  const std::string before = state_->saver.finish();  // it may be what is to be loaded
+  if (!before.empty()) state_->save_failure = before;
+  const Core::State::Checkpointing shared{*state_};
+  return Core::State::Checkpointing::Load{shared, path, options}.run();
+}
+
+void Checkpoints::taken(const std::string& problem) {
+  const std::string first = engine::first_problem(*state_->executor, "load taken", problem);
+  if (first.empty()) return;
+  state_->unloaded = concat("[engine::load] a part of the checkpoint could not be taken over (",
+                            first, "), after the weights were. Load again, or close()");
+  throw RuntimeFault(state_->unloaded);
+}
+
+bool Checkpoints::any(const std::string& path) { return !candidates(path, "").empty(); }
+
+int64_t Checkpoints::bytes_held() const {
+  state_->check_open("save");
+  int64_t bytes = 0;
+  for (const ckpt::Holding& holding :
+       ckpt::holdings(*state_->executor, state_->group->rank(), moments_of(state_->config))) {
+    bytes += holding.buffer->bytes();
+  }
+  return bytes;
+}
+int64_t Checkpoints::bytes_read() const { return state_->bytes_read; }
+int64_t Checkpoints::bytes_written() const { return state_->bytes_written; }
+
+}  // namespace penstock

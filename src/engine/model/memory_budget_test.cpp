@@ -1,0 +1,59 @@
+#include "src/engine/model/memory_budget.h"
+
+#include <gtest/gtest.h>
+
+namespace penstock::engine {
+namespace {
+
+constexpr int64_t kNone = Room::kNoLimit;
+
+struct RoomCase {
+  const char* name;
+  MemoryConfig budgets;
+  std::vector<Found> found;
+  Room room;
+};
+
+const RoomCase kCases[] = {
+    {"device and host share what is found", {}, {{"a", 100, 0, 50}}, {kNone, kNone, 50, 100}},
+    {"ranks of a machine share it; each gives its own parameters back",
+     {},
+     {{"a", 100, 10, 50}, {"a", 100, 10, 50}},
+     {kNone, kNone, 25, 60}},
+    {"the least counts, on its own machine",
+     {},
+     {{"a", 100, 0, 50}, {"a", 90, 0, 50}, {"b", 46, 2, 20}},
+     {kNone, kNone, 20, 45}},
+    {"a device budget alone lies within what is found",
+     {.device_bytes = 30},
+     {{"a", 100, 0, 50}},
+     {30, kNone, 50, 100}},
+    {"a host budget alone is shared", {.host_bytes = 30}, {{"a", 100, 0, 50}}, {kNone, 30, 50, 30}},
+    {"both are what they say",
+     {.device_bytes = 300, .host_bytes = 400},
+     {{"a", 100, 0, 50}},
+     {300, 400, 50, kNone}},
+};
+
+TEST(Room, BudgetsAndWhatIsFound) {
+  for (const RoomCase& c : kCases) {
+    const Room room = room_of(c.budgets, c.found);
+    EXPECT_EQ(room.device, c.room.device) << c.name;
+    EXPECT_EQ(room.host, c.room.host) << c.name;
+    EXPECT_EQ(room.disk, c.room.disk) << c.name;
+    EXPECT_EQ(room.memory, c.room.memory) << c.name;
+  }
+}
+
+TEST(Room, WhatARankFoundTravelsAsText) {
+  const Found found = Found::parse(Found{"host-1", 7, 8, 9, 10, 11}.text());
+  EXPECT_EQ(found.host, "host-1");
+  EXPECT_EQ(found.memory, 7);
+  EXPECT_EQ(found.model, 8);
+  EXPECT_EQ(found.disk, 9);
+  EXPECT_EQ(found.pid, 10);
+  EXPECT_EQ(found.when_ns, 11);
+}
+
+}  // namespace
+}  // namespace penstock::engine

@@ -1,0 +1,313 @@
+// What is kept for one parameter: its fp32 master and the optimizer's moments, whole or this rank's
+// part, read and replaced between steps.
+#include "penstock/values.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock/error.h"
+#include "penstock/optimizer_kinds.h"
+#include "src/base/text.h"
+#include "src/ckpt/inventory.h"
+#include "src/device/kernels.h"
+#include "src/engine/step/core_state.h"
+#include "src/engine/step/window_agreement.h"
+
+namespace penstock {
+
+namespace {
+
+using ckpt::Holding;
+
+constexpr const char* kParam = "param";  // the role of masters
+
+// Elements of the parameter that this rank holds, from `begin` on.
+struct Own {
+  int64_t begin = 0;
+  std::vector<float> values{};
+};
+
+char* bytes_of(std::vector<float>& values) { return reinterpret_cast<char*>(values.data()); }
+
+}  // namespace
+
+// One parameter, one role.
+struct Values::ParamState {
+  Core::State& state;
+  const std::string& name;
+  const std::string& role;
+  std::vector<int64_t> shape{};
+  std::vector<Holding> found{};  // of its flats, in order
+
+  ParamState(Core::State& core, const std::string& param, const std::string& wanted)
+      : state(core), name(param), role(wanted) {
+    state.check_open("state");
+    if (state.driver->holds())
+      throw RuntimeFault("[engine::state] inside gathered(): leave the block before");
+    state.executor->updates().finish();
+    state.border->look_at_params();
+    const OptimizerKind& kind = kind_of(state.config.optimizer.value_or(OptimizerConfig{}).type);
+    const std::vector<std::string> moments = {kind.moments.begin(), kind.moments.end()};
+    const int rank = state.group->rank();
+    for (Holding& one : ckpt::holdings(*state.executor, rank, moments, !state.lent.empty())) {
+      const std::vector<ckpt::Piece> all = ckpt::pieces(one, 0, one.flat->numel, names());
+      const auto mine = std::find_if(all.begin(), all.end(), [&](const ckpt::Piece& piece) {
+        return piece.global.name == name;
+      });
+      if (mine == all.end()) continue;
+      shape = mine->global.shape;
+      if (one.role == role) found.push_back(std::move(one));
+    }
+    for (exec::UnitState& unit : state.executor->units()) {  // of other stages
+      for (const exec::Flat& flat : unit.away) {
+        for (const exec::Slot& slot : flat.slots) {
+          if (slot.name == name) shape = slot.whole;
+        }
+      }
+    }
+  }
+
+  ckpt::GlobalOf names() const {
+    return [this](int unit, const exec::Slot& slot) -> ckpt::Global {
+      const auto [whole, begin] = state.tiled->whole_of(unit, slot.name);
+      const tiles::TiledWeight* tiled = nullptr;
+      for (const tiles::TiledWeight& one : state.tiled->all()) {
+        if (one.name == whole) tiled = &one;
+      }
+      return {whole, tiled == nullptr ? slot.whole : tiled->whole.sizes().vec(), begin};
+    };
+  }
+
+  void check_role() const {
+    const OptimizerKind& kind = kind_of(state.config.optimizer.value_or(OptimizerConfig{}).type);
+    const bool known = std::count(kind.moments.begin(), kind.moments.end(), role) > 0;
+    if (role == kParam || (known && !role.empty())) return;
+    throw ConfigError(concat("[engine::state] the optimizer keeps no \"", role, "\""));
+  }
+
+  // Throws on every rank where no rank has any.
+  void check_known() const {
+    const std::string mine = found.empty() ? "0" : "1";
+    const std::vector<std::string> all = state.executor->share("state of " + role, mine);
+    if (std::count(all.begin(), all.end(), "1") > 0) return;
+    throw ConfigError(concat("[engine::state] the engine keeps no \"", role, "\" of \"", name,
+                             "\": it does not train, or the optimizer keeps none"));
+  }
+
+  // action(holding, piece) for the elements that this rank holds; of those that several ranks hold,
+  // where `once`, for one rank's.
+  template <class Action>
+  void for_each(bool once, const Action& action) {
+    for (Holding& one : found) {
+      const auto [from, to] = once
+                                  ? ckpt::share_of(one, state.executor->mesh(), state.group->rank())
+                                  : std::pair<int64_t, int64_t>{0, one.numel()};
+      for (const ckpt::Piece& piece : ckpt::pieces(one, one.first + from, to - from, names())) {
+        if (piece.global.name == name && piece.numel > 0) action(one, piece);
+      }
+    }
+  }
+
+  // Of buffers that rest elsewhere, too.
+  template <class Action>
+  void with_values(Holding& one, const Action& action) {
+    mem::DiskTraffic& traffic = state.executor->traffic();
+    traffic.fetch(*one.buffer, one.account);
+    traffic.wait_read(*one.buffer);
+    action();
+  }
+
+  mem::Tiers& tiers() { return state.tiers; }
+
+  // What users wrote to low-precision parameters, into fp32 values in host memory.
+  static void take_edits(void* values, const exec::Buffer& edits, int64_t first, int64_t numel) {
+    const at::Tensor seen = device::brought(edits.at(first), edits.dtype, numel, nullptr);
+    device::take_edits(values, Dtype::kFp32, device::address_of(seen, nullptr), edits.dtype, numel);
+  }
+
+  std::vector<Own> read(bool once) {
+    std::vector<Own> all;
+    for_each(once, [&](Holding& one, const ckpt::Piece& piece) {
+      with_values(one, [&] {
+        Own& part = all.emplace_back();
+        part.begin = piece.global.begin;
+        part.values.resize(static_cast<size_t>(piece.numel));
+        device::take(bytes_of(part.values), Dtype::kFp32, one.buffer->at(piece.at - one.first),
+                     one.buffer->dtype, piece.numel, false);
+        if (!tiers().computes.is_host()) tiers().computes.synchronize();
+        if (one.edits != nullptr) {
+          take_edits(bytes_of(part.values), *one.edits, piece.at - one.edits_first, piece.numel);
+        }
+        state.executor->traffic().let_go(*one.buffer);
+      });
+    });
+    return all;
+  }
+
+  at::Tensor whole() {
+    std::string mine;
+    for (const Own& part : read(true)) {
+      const int64_t head[] = {part.begin, static_cast<int64_t>(part.values.size())};
+      mine.append(reinterpret_cast<const char*>(head), sizeof(head));
+      mine.append(reinterpret_cast<const char*>(part.values.data()), part.values.size() * 4);
+    }
+    const int64_t length = static_cast<int64_t>(mine.size());
+    int64_t longest = 0;
+    for (const std::string& other : state.executor->share(
+             "state length", {reinterpret_cast<const char*>(&length), sizeof(length)})) {
+      int64_t one = 0;
+      std::memcpy(&one, other.data(), sizeof(one));
+      longest = std::max(longest, one);
+    }
+    mine.resize(static_cast<size_t>(longest) + sizeof(int64_t) * 2, '\0');  // and an end
+    at::Tensor full = at::zeros(shape, at::TensorOptions(at::kFloat));
+    auto* const to = static_cast<float*>(full.data_ptr());
+    for (const std::string& other : state.executor->share("state of " + name, mine)) {
+      for (size_t at = 0; at + sizeof(int64_t) * 2 <= other.size();) {
+        int64_t head[2];
+        std::memcpy(head, other.data() + at, sizeof(head));
+        if (head[1] == 0) break;
+        at += sizeof(head);
+        std::memcpy(to + head[0], other.data() + at, static_cast<size_t>(head[1]) * 4);
+        at += static_cast<size_t>(head[1]) * 4;
+      }
+    }
+    return full;
+  }
+
+  // This rank's elements of `full` (fp32, whole) replace those that are kept. [all ranks]
+  void write(const float* full) {
+    state.driver->abandon();  // working copies have the old values
+    std::vector<const exec::Flat*> done;
+    for (Holding& one : found) {
+      const bool master = one.account == mem::Account::kOptim && role == kParam;
+      if (!master) {
+        write_buffer(one, full);
+      } else if (std::find(done.begin(), done.end(), one.flat) == done.end()) {
+        done.push_back(one.flat);
+        write_masters(one, full);
+      }
+    }
+    state.executor->traffic().settle();
+  }
+
+ private:
+  void put(Holding& one, const float* full, device::Address to, Dtype dtype, int64_t first) {
+    for (const ckpt::Piece& piece : ckpt::pieces(one, one.first, one.numel(), names())) {
+      if (piece.global.name != name || piece.numel == 0) continue;
+      device::take(to + (piece.at - first) * dtype_bytes(dtype), dtype,
+                   const_cast<float*>(full) + piece.global.begin, Dtype::kFp32, piece.numel, false);
+    }
+  }
+
+  void write_buffer(Holding& one, const float* full) {
+    with_values(one, [&] {
+      state.executor->traffic().changes(*one.buffer);
+      put(one, full, one.buffer->data(), one.buffer->dtype, one.first);
+      state.executor->traffic().put_back(*one.buffer);
+      state.executor->traffic().settle();
+    });
+    if (one.account == mem::Account::kParam) state.executor->values().show(*one.flat);
+  }
+
+  // All masters of the flat that this rank has, for the resting parameters that are made of them.
+  void write_masters(const Holding& first, const float* full) {
+    std::vector<Holding*> parts;
+    int64_t numel = 0;
+    for (Holding& one : found) {
+      if (one.flat != first.flat) continue;
+      parts.push_back(&one);
+      numel += one.numel();
+    }
+    std::vector<float> masters(static_cast<size_t>(numel));
+    for (Holding* one : parts) {
+      float* const to = masters.data() + (one->first - first.first);
+      with_values(*one, [&] {
+        device::copy(to, one->buffer->data(), one->buffer->bytes());
+        if (!tiers().computes.is_host()) tiers().computes.synchronize();
+        if (one->edits != nullptr) {
+          take_edits(to, *one->edits, one->first - one->edits_first, one->numel());
+        }
+        state.executor->traffic().let_go(*one->buffer);
+      });
+      put(*one, full, to, Dtype::kFp32, one->first);
+    }
+    state.executor->values().restore(first.unit, *first.flat, first.place, bytes_of(masters));
+  }
+};
+
+at::Tensor Values::state(const std::string& param, const std::string& role) {
+  ParamState one(*state_, param, role);
+  one.check_known();
+  return one.whole();
+}
+
+void Values::set_state(const std::string& param, const std::string& role,
+                       const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  ParamState one(*state_, param, role);
+  one.check_known();
+  std::string problem;
+  if (values.sizes() != at::IntArrayRef(one.shape)) {
+    problem = concat("[engine::set_state] \"", param, "\" has shape ", at::IntArrayRef(one.shape),
+                     ", the values ", values.sizes());
+  }
+  problem = engine::first_problem(*state_->executor, "set state", problem);
+  if (!problem.empty()) throw ConfigError(problem);
+  const at::Tensor full = values.to(at::kCPU, at::kFloat).contiguous();
+  const uint64_t hash = hash_text({static_cast<const char*>(full.const_data_ptr()), full.nbytes()});
+  const std::vector<std::string> all = state_->executor->share(
+      "set state values", {reinterpret_cast<const char*>(&hash), sizeof(hash)});
+  if (std::count(all.begin(), all.end(), all.front()) != static_cast<int64_t>(all.size())) {
+    throw ConfigError(concat("[engine::set_state] ranks were given other values of \"", param,
+                             "\": every rank passes the same"));
+  }
+  one.write(static_cast<const float*>(full.const_data_ptr()));
+}
+
+std::pair<int64_t, at::Tensor> Values::local_state(const std::string& param,
+                                                   const std::string& role) {
+  ParamState one(*state_, param, role);
+  one.check_role();
+  const std::vector<Own> parts = one.read(false);
+  int64_t numel = 0;
+  for (const Own& part : parts) {
+    if (part.begin != parts.front().begin + numel) {
+      throw ConfigError(
+          concat("[engine::local_state] this rank has several pieces of \"", param,
+                 "\", which is in tiles or cut over tensor ranks: look at the whole of it"));
+    }
+    numel += static_cast<int64_t>(part.values.size());
+  }
+  at::Tensor values = at::empty({numel}, at::TensorOptions(at::kFloat));
+  auto* to = static_cast<float*>(values.data_ptr());
+  for (const Own& part : parts) to = std::copy(part.values.begin(), part.values.end(), to);
+  return {parts.empty() ? 0 : parts.front().begin, values};
+}
+
+void Values::set_local_state(const std::string& param, const std::string& role,
+                             const at::Tensor& values) {
+  const at::NoGradGuard no_grad;
+  const auto [begin, now] = local_state(param, role);
+  ParamState one(*state_, param, role);
+  one.check_known();
+  std::string problem;
+  if (values.numel() != now.numel()) {
+    problem = concat("[engine::set_local_state] this rank has ", now.numel(), " elements of \"",
+                     param, "\" from ", begin, ", and is given ", values.numel());
+  }
+  problem = engine::first_problem(*state_->executor, "set local state", problem);
+  if (!problem.empty()) throw ConfigError(problem);
+  at::Tensor full = at::zeros(one.shape, at::TensorOptions(at::kFloat));
+  full.flatten().narrow(0, begin, now.numel()).copy_(values.flatten());
+  one.write(static_cast<const float*>(full.const_data_ptr()));
+}
+
+}  // namespace penstock

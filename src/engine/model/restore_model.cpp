@@ -1,0 +1,254 @@
+// Core::State: the end. Parameters become ordinary tensors, in the storages that they have had all
+// along, so views that the user keeps stay theirs; what is not there any more raises when it is
+// read.
+#include <cstdio>
+#include <exception>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/engine/model/adoption.h"
+#include "src/engine/model/exposed_tensors.h"
+#include "src/engine/step/core_state.h"
+#include "src/engine/watch/observer.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr const char* kUpdateRaised = ", where its update raised ";  // as failed() says it
+
+}  // namespace
+
+// One close().
+struct Core::State::Closing {
+  State& state;
+  const bool gathers;   // asks the other ranks for what they have of the weights
+  std::string lost{};   // why that, or giving them back, has failed
+  std::string stale{};  // why buffers are not those of their stages
+  std::string torn{};   // the collective, cut off, that brought whole parameters their new values
+
+  std::string drained();
+  void discard();
+  std::string part(const std::string& why);
+  void bring_buffers();
+  void give_back(int unit);
+  void give_back(int unit, exec::Flat& flat, const at::Tensor& values);
+  void give_back_away(exec::Flat& flat, const at::Tensor& values);
+  void give_back_cut(exec::Flat& flat, const at::Tensor& values);
+  at::Tensor values_of(int unit, int flat);
+  at::Tensor sent_across(const exec::Part& part, int unit, int index, const at::Tensor& own);
+};
+
+// What the lanes ended with, or nothing.
+std::string Core::State::Closing::drained() {
+  try {
+    state.executor->drain();
+    if (state.tiers.disk) state.tiers.disk->wait_for_all();  // reads of an update that did not come
+    return "";
+  } catch (const std::exception& error) {  // thrown where it happened, if anybody waited for it
+    return reason(error);
+  }
+}
+
+void Core::State::Closing::discard() {
+  try {
+    state.executor->discard();
+  } catch (const std::exception&) {
+    // Of gradients, which nobody wants any more.
+  }
+}
+
+// Meets the other ranks, whatever became of them. Returns what the first of those that failed said.
+// After it the lanes are idle.
+std::string Core::State::Closing::part(const std::string& why) {
+  std::string fault = state.faulted ? state.trouble : why;
+  if (fault.empty()) fault = state.together.cut_short();
+  if (fault.empty()) fault = drained();
+  if (!state.faulted) {
+    state.group->set_position(Position::of(concat("step ", state.steps + 1, ", closing its engine",
+                                                  why.empty() ? "" : " after ", why)));
+  }
+  std::string first = fault;
+  try {
+    if (gathers) {
+      first = state.group->last_call(fault);
+    } else if (!fault.empty()) {
+      state.group->end_exchanges(fault);
+    }
+    drained();
+    if (state.together.stages) state.together.stages->close();
+    torn = state.group->cut_off_on_device();
+    if (gathers || torn.find("publish") == std::string::npos) torn.clear();
+    if (gathers && !first.empty()) {
+      state.group->renew();
+      state.executor->values().renew();
+    }
+  } catch (const std::exception& error) {
+    lost = reason(error);
+    drained();
+  }
+  return first;
+}
+
+void Core::State::Closing::bring_buffers() {
+  if (!state.together.stages || !gathers || !lost.empty()) return;
+  try {
+    state.together.stages->bring_buffers([this](const auto& label, const auto& payload) {
+      return state.executor->share(label, payload);
+    });
+  } catch (const std::exception& error) {  // thrown by close(), when all is let go of
+    stale = reason(error);
+  }
+}
+
+// Of a whole flat, in fp32; undefined where its parameters have theirs, or there are none.
+at::Tensor Core::State::Closing::values_of(int unit, int flat) {
+  const bool rests_whole = state.executor->table().rests_whole();
+  if (rests_whole && state.executor->units()[unit].attached) return {};
+  if (!rests_whole && !(gathers && lost.empty())) return {};
+  return state.executor->values().resting(unit, flat);
+}
+
+void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tensor& values) {
+  if (!values.defined() && !state.executor->units()[unit].attached) {
+    flat.say_gone();
+    return flat.detach();
+  }
+  if (flat.tensor == TensorCut::kCut) return give_back_cut(flat, values);
+  for (exec::Slot& slot : flat.slots) {
+    if (slot.param.storage().unsafeGetStorageImpl() != slot.window.unsafeGetStorageImpl()) {
+      flat.let_go(slot);  // users have put other memory in its place, which stays
+      continue;
+    }
+    engine::own_values(slot.param, values.defined() ? values.narrow(0, slot.offset, slot.numel)
+                                                    : slot.param.variable_data());
+  }
+  if (!state.tiled->is_tile(unit)) return;
+  state.tiled->return_rows(unit);
+  flat.detach();
+}
+
+// Parameters of which this rank had a part are all there again, where every rank came.
+void Core::State::Closing::give_back_cut(exec::Flat& flat, const at::Tensor& values) {
+  if (!gathers || !lost.empty()) {
+    flat.say_gone();
+    return flat.detach();
+  }
+  for (exec::Slot& slot : flat.slots) {
+    slot.guard =
+        concat("[exec::guard] this looks at the part of \"", slot.name,
+               "\" that a rank had while its engine was open: the parameter is whole again");
+    if (slot.shown) continue;  // closed inside gathered()
+    const at::Tensor part =
+        values.defined() ? values.narrow(0, slot.offset, slot.numel) : slot.param.variable_data();
+    const at::Tensor whole = state.executor->values().whole_of(slot, part).to(slot.param.options());
+    engine::set_window(slot.param, whole.storage(), whole.scalar_type(), slot.whole);
+  }
+  flat.detach();
+}
+
+// Another stage's parameters, where every rank came.
+void Core::State::Closing::give_back_away(exec::Flat& flat, const at::Tensor& values) {
+  if (!gathers || !lost.empty()) {
+    flat.say_gone();
+    return flat.detach();
+  }
+  for (exec::Slot& slot : flat.slots) {
+    const at::Tensor part = values.narrow(0, slot.offset, slot.numel).view(slot.sizes);
+    const at::Tensor whole =
+        state.executor->values().whole_of(slot, part).to(slot.param.scalar_type()).clone();
+    engine::set_window(slot.param, whole.storage(), whole.scalar_type(), slot.whole);
+  }
+}
+
+// Every stage gets what some of them have.
+at::Tensor Core::State::Closing::sent_across(const exec::Part& part, int unit, int index,
+                                             const at::Tensor& own) {
+  if (!gathers || !lost.empty() || part.flat->owners.empty()) return own;
+  exec::Values& values = state.executor->values();
+  at::Tensor sent = own;
+  if (part.here && !own.defined()) sent = values.resting(unit, index);  // it rests whole
+  const at::Tensor got = values.across_stages(
+      *part.flat, sent, concat("last u", unit, ".", part.flat->number, " of its stage"));
+  return part.here ? own : got;
+}
+
+void Core::State::Closing::give_back(int unit) {
+  exec::UnitState& parts = state.executor->units()[unit];
+  int index = -1;  // among this rank's
+  for (const exec::Part& part : parts.parts()) {
+    exec::Flat& flat = *part.flat;
+    index += part.here ? 1 : 0;
+    try {
+      at::Tensor values;
+      if (part.here) values = values_of(unit, index);
+      values = sent_across(part, unit, index, values);
+      if (part.here) {
+        give_back(unit, flat, values);
+      } else {
+        give_back_away(flat, values);
+      }
+    } catch (const std::exception& error) {  // thrown by close(), when all is let go of
+      if (lost.empty()) lost = reason(error);
+      state.tiers.close_disk();
+      flat.say_gone();
+      flat.detach();
+    }
+    flat.free();
+  }
+  parts.leaving.clear();
+  parts.gathering.reset();
+  state.tiers.device.trim();
+  state.tiers.host.trim();
+}
+
+std::string Core::State::close(bool gather, const std::string& why) {
+  if (closed) return "";
+  closed = true;
+  Watching{*this}.end();
+  // What it writes from goes.
+  const bool all_come = gather && why.empty() && !faulted;
+  const std::string unsaved = all_come ? saver.finish() : saver.finish_alone();
+  if (!unsaved.empty()) std::fprintf(stderr, "penstock: not saved: %s\n", unsaved.c_str());
+  const bool apart = !executor->table().rests_whole() || together.tensor.has_value() ||
+                     executor->mesh().size(Axis::kPipeline) > 1;
+  Closing closing{*this, gather && apart};
+  const std::string first = closing.part(why);
+  if (gather && closing.lost.empty()) closing.discard();
+  closing.bring_buffers();
+  outside_reads.reset();
+  hooks.clear();
+  executor->activations().close();
+  engine::take_back(lent);
+  engine::take_back(lent_gradients);
+  border->hide_gradients();
+  tiled->close();
+  // Waits for what is still in flight into the copies below.
+  if (!closing.gathers || !closing.lost.empty()) tiers.close_disk();
+  for (size_t unit = 0; unit < executor->units().size(); ++unit) {
+    closing.give_back(static_cast<int>(unit));
+  }
+  tiers.close_disk();
+  executor->traffic().forget();
+  tiers.device.trim();
+  tiers.host.trim();
+  together.close();
+  group->close();
+  if (gather && !closing.lost.empty()) {
+    throw RuntimeFault(concat("[engine::close] the weights could not be gathered, so what was ",
+                              "sharded of the model has no values any more: ", closing.lost));
+  }
+  if (!closing.stale.empty()) throw RuntimeFault(closing.stale);
+  if (!closing.torn.empty()) {
+    throw RuntimeFault(concat("[engine::close] a rank failed while ", closing.torn,
+                              ", was under way, so some parameters have values of no step: load a "
+                              "checkpoint (",
+                              first, ")"));
+  }
+  if (!gather || first.find(kUpdateRaised) == std::string::npos) return "";
+  return concat("a step was cut short (", first,
+                "): parameters that were updated by then have their new values, the others those "
+                "before that step");
+}
+
+}  // namespace penstock

@@ -1,0 +1,434 @@
+#include "penstock/values.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/isfinite.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/engine/step/core_state.h"
+#include "src/engine/step/unit_order.h"
+#include "src/engine/step/window_agreement.h"
+
+namespace penstock {
+
+std::vector<Shard> Values::shards() {
+  state_->check_open("shards");
+  std::vector<Shard> shards;
+  for (auto& [name, param, master, begin] : state_->executor->updates().shard_views()) {
+    shards.push_back({name, param, master, begin});
+    state_->lent.push_back(master);
+    for (const tiles::TiledWeight& one : state_->tiled->all()) {
+      for (const int unit : one.units) {
+        if (state_->unit_names[unit] != name) continue;
+        shards.back().param = one.whole;
+        shards.back().name = one.name;
+        shards.back().begin += state_->tiled->whole_of(unit, name).second;
+      }
+    }
+  }
+  return shards;
+}
+
+std::vector<at::Tensor> Values::shard_gradients() {
+  state_->check_open("shard_gradients");
+  std::vector<at::Tensor> gradients = state_->executor->updates().shard_gradients();
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.defined()) state_->lent_gradients.push_back(gradient);
+  }
+  return gradients;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> Values::full(const std::string& role) {
+  if (role != "grad" && role != "param") {
+    throw ConfigError(concat("[engine::full] no role \"", role, "\": grad or param"));
+  }
+  return role == "param" ? weights() : gradients("");
+}
+
+at::Tensor Values::gradient(const std::string& param) {
+  for (auto& [name, value] : gradients(param)) {
+    if (name == param) return value;
+  }
+  return {};
+}
+
+// Of one parameter, or of all where `only` is empty.
+std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::string& only) {
+  state_->check_open("full_grads");
+  state_->look_at_gradients(false);
+  engine::agree_on_window(*state_->executor, *state_->window, *state_->driver);
+  state_->window->check(engine::Call::kFullGrads);
+  const double divisor = state_->divisor();
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  std::map<int, at::Tensor> rows_of = state_->tiled->whole_values(
+      true, at::TensorOptions(at::kFloat).device(state_->tiers.computes.where()), &tensors);
+  for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
+    int index = -1;  // among this rank's
+    for (const exec::Part& part : state_->executor->units()[unit].parts()) {
+      const exec::Flat& flat = *part.flat;
+      const std::vector<exec::Slot>& slots = flat.slots;
+      index += part.here ? 1 : 0;
+      const bool wanted =
+          only.empty() || std::any_of(slots.begin(), slots.end(), [&](const exec::Slot& slot) {
+            return state_->tiled->whole_of(static_cast<int>(unit), slot.name).first == only;
+          });
+      if (!flat.trainable || !wanted) continue;
+      at::Tensor full;
+      if (part.here) full = state_->executor->values().gradient(static_cast<int>(unit), index);
+      full = state_->executor->values()
+                 .across_stages(flat, full, concat("gradient u", unit, ".", flat.number))
+                 .to(state_->tiers.computes.where());
+      if (divisor != 1.0) full.div_(divisor);
+      for (const exec::Slot& slot : slots) {
+        const at::Tensor value = state_->executor->values().whole_of(
+            slot, full.narrow(0, slot.offset, slot.numel).view(slot.sizes));
+        if (state_->tiled->is_tile(static_cast<int>(unit))) {
+          rows_of.at(static_cast<int>(unit)).copy_(value);
+        } else {
+          tensors.emplace_back(slot.name, value);
+        }
+      }
+    }
+  }
+  return tensors;
+}
+
+namespace {
+
+// Memory for the largest flat where it arrives, elsewhere for a rank's part of it.
+mem::Lease room_for_a_flat(exec::Executor& executor, mem::Arena& memory, bool arrives) {
+  int64_t numel = 0;
+  for (const exec::UnitState& unit : executor.units()) {
+    for (const exec::Flat& flat : unit.flats) numel = std::max(numel, flat.numel);
+    for (const exec::Flat& flat : unit.away) numel = std::max(numel, flat.numel);
+  }
+  const int parts = arrives ? 1 : num_shards(executor.table().master(), executor.mesh());
+  return memory.take(numel / parts * 4, mem::Account::kBuffers);
+}
+
+// As room_for_a_flat(), or an error on every rank.
+mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrives) {
+  mem::Lease room;
+  std::string problem;
+  try {
+    room = room_for_a_flat(executor, memory, arrives);
+  } catch (const RuntimeFault& error) {
+    problem = error.what();
+  }
+  const Table& table = executor.table();
+  std::vector<std::string> problems = {problem};
+  const bool apart =
+      executor.mesh().size(Axis::kTensor) > 1 || executor.mesh().size(Axis::kPipeline) > 1;
+  if (!table.rests_whole() || num_shards(table.master(), executor.mesh()) > 1 || apart) {
+    problems = engine::share_text("read room", problem,
+                                  [&](const std::string& label, const std::string& payload) {
+                                    return executor.share(label, payload);
+                                  });
+  }
+  for (size_t rank = 0; rank < problems.size(); ++rank) {
+    if (problems[rank].empty()) continue;
+    throw RuntimeFault(concat("[engine::state_dict] rank ", rank, ": ", problems[rank]));
+  }
+  return room;
+}
+
+bool holds_first_part(const Mesh& mesh, int rank) {
+  return mesh.coordinate(rank, Axis::kNode) == 0 && mesh.coordinate(rank, Axis::kLocal) == 0;
+}
+
+}  // namespace
+
+// sink(unit, slot, its whole values), where they arrive. One flat after the other.
+template <class Sink>
+void Values::for_each_weight(bool everywhere, const Sink& sink) {
+  state_->check_open("state_dict");
+  state_->border->look_at_params();
+  for (size_t unit = 0; unit < state_->written.size(); ++unit) {
+    if (state_->written[unit] == 0) continue;
+    state_->wholes->write(static_cast<int>(unit));
+    state_->executor->values().refresh(static_cast<int>(unit));
+  }
+  exec::Executor& executor = *state_->executor;
+  // Of what tensor ranks have cut, the parts arrive at rank 0 and its tensor ranks.
+  const bool arrives = everywhere || holds_first_part(executor.mesh(), state_->group->rank());
+  const bool wanted = everywhere || state_->group->rank() == 0;
+  const mem::Lease room = agreed_room(executor, state_->tiers.on_host(), arrives);
+  for (size_t u = 0; u < executor.units().size(); ++u) {
+    const auto unit = static_cast<int>(u);
+    int index = -1;  // among this rank's
+    for (const exec::Part& one : executor.units()[u].parts()) {
+      const exec::Flat& flat = *one.flat;
+      at::Tensor full;
+      if (one.here) {
+        char* const to = room.data().host();
+        const Dtype dtype = executor.values().parameters(unit, ++index, to, everywhere);
+        if (arrives) full = at::from_blob(to, {flat.numel}, device::scalar_type(dtype));
+      }
+      if (arrives) {
+        full =
+            executor.values().across_stages(flat, full, concat("weights u", u, ".", flat.number));
+      }
+      for (const exec::Slot& slot : flat.slots) {
+        at::Tensor part;
+        if (arrives) part = full.narrow(0, slot.offset, slot.numel).view(slot.sizes);
+        const at::Tensor whole = everywhere ? executor.values().whole_of(slot, part)
+                                            : executor.values().whole_on_first(slot, part);
+        if (wanted) sink(unit, slot, whole);
+      }
+    }
+  }
+}
+
+std::vector<std::pair<std::string, at::Tensor>> Values::weights(const WeightsOptions& wanted) {
+  state_->check_open("state_dict");
+  const bool arrives = wanted.everywhere || state_->group->rank() == 0;
+  const auto options = at::TensorOptions(wanted.dtype).device(wanted.device);
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  std::map<int, at::Tensor> rows_of;
+  if (arrives) rows_of = state_->tiled->whole_values(false, options, &tensors);
+  for_each_weight(
+      wanted.everywhere, [&](int unit, const exec::Slot& slot, const at::Tensor& value) {
+        if (state_->tiled->is_tile(unit)) {
+          rows_of.at(unit).copy_(value);
+        } else {
+          tensors.emplace_back(slot.name, at::empty(value.sizes(), options).copy_(value));
+        }
+      });
+  return tensors;
+}
+
+std::vector<std::pair<std::string, std::vector<int64_t>>> Values::shapes() {
+  state_->check_open("state_dict");
+  std::vector<std::pair<std::string, std::vector<int64_t>>> shapes;
+  std::vector<exec::UnitState>& units = state_->executor->units();
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    if (state_->tiled->is_tile(static_cast<int>(unit))) continue;
+    for (const exec::Part& part : units[unit].parts()) {
+      for (const exec::Slot& slot : part.flat->slots) shapes.emplace_back(slot.name, slot.whole);
+    }
+  }
+  return shapes;
+}
+
+void Values::stream(const Take& take) {
+  std::string problem;
+  const Take keep = [&](const std::string& name, int64_t begin, const at::Tensor& values) {
+    try {
+      if (problem.empty()) take(name, begin, values);
+    } catch (const std::exception& error) {  // the ranks meet for every unit
+      problem = error.what();
+    }
+  };
+  for_each_weight(false, [&](int unit, const exec::Slot& slot, const at::Tensor& value) {
+    const auto [name, begin] = state_->tiled->whole_of(unit, slot.name);
+    keep(name, begin, value.to(at::kFloat).flatten());
+  });
+  if (state_->group->rank() == 0) keep("", 0, at::empty({0}));
+  problem = engine::first_problem(*state_->executor, "stream", problem);
+  if (!problem.empty()) throw RuntimeFault(problem);
+}
+
+namespace {
+
+void refuse_other_values(exec::Executor& executor, const std::map<std::string, at::Tensor>& given) {
+  std::string mine;
+  for (const auto& [name, value] : given) {
+    const at::Tensor bytes = value.to(at::kCPU, at::kFloat).contiguous();
+    const std::string_view text(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+    mine += concat(name, " ", hash_text(text), "\n");
+  }
+  const uint64_t hash = hash_text(mine);
+  const std::vector<std::string> all =
+      executor.share("set_grads", {reinterpret_cast<const char*>(&hash), sizeof(hash)});
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank] == all.front()) continue;
+    throw ConfigError(concat("[engine::set_grads] rank 0 and rank ", rank,
+                             " were given other gradients: every rank passes the same values"));
+  }
+}
+
+}  // namespace
+
+namespace {
+
+// Of all stages.
+void check_gradients(std::vector<exec::UnitState>& units,
+                     const std::map<std::string, at::Tensor>& given) {
+  std::set<std::string> unknown;
+  for (const auto& [name, value] : given) unknown.insert(name);
+  for (exec::UnitState& unit : units) {
+    for (const exec::Part& part : unit.parts()) {
+      for (const exec::Slot& slot : part.flat->slots) {
+        const auto found = given.find(slot.name);
+        if (found == given.end() || !part.flat->trainable) continue;
+        unknown.erase(slot.name);
+        if (found->second.sizes() == at::IntArrayRef(slot.whole)) continue;
+        throw ConfigError(concat("[engine::set_grads] \"", slot.name, "\" has shape ",
+                                 found->second.sizes(), ", its parameter ",
+                                 at::IntArrayRef(slot.whole)));
+      }
+    }
+  }
+  if (unknown.empty()) return;
+  throw ConfigError(
+      concat("[engine::set_grads] \"", *unknown.begin(), "\" is no parameter that trains"));
+}
+
+}  // namespace
+
+void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
+  state_->check_open("set_grads");
+  state_->look_at_gradients(false);
+  engine::agree_on_window(*state_->executor, *state_->window, *state_->driver);
+  state_->window->check(engine::Call::kSetGrads);
+  std::map<std::string, at::Tensor> by_name(gradients.begin(), gradients.end());
+  state_->tiled->split_rows(by_name);
+  std::vector<exec::UnitState>& units = state_->executor->units();
+  const auto for_each = [&](const auto& action) {
+    for (size_t unit = 0; unit < units.size(); ++unit) {
+      for (size_t flat = 0; flat < units[unit].flats.size(); ++flat) {
+        const exec::Flat& one = units[unit].flats[flat];
+        for (size_t slot = 0; slot < one.slots.size() && one.trainable; ++slot) {
+          const auto given = by_name.find(one.slots[slot].name);
+          if (given != by_name.end()) action(unit, flat, slot, given->second);
+        }
+      }
+    }
+  };
+  // Everything is checked before anything is written.
+  check_gradients(units, by_name);
+  refuse_other_values(*state_->executor, by_name);
+  std::string bad;
+  for_each([&](size_t unit, size_t flat, size_t index, const at::Tensor& value) {
+    if (bad.empty() && !at::isfinite(value).all().item<bool>()) {
+      bad = concat("parameter \"", units[unit].flats[flat].slots[index].name,
+                   "\", which was given to set_grads()");
+    }
+    const exec::Slot& slot = units[unit].flats[flat].slots[index];
+    const at::Tensor part = state_->executor->values().part_of(slot, value.to(at::kFloat));
+    state_->executor->gradients().set(static_cast<int>(unit), static_cast<int>(flat),
+                                      static_cast<int>(index), part, state_->divisor());
+  });
+  state_->border->show_gradients();
+  if (!state_->border->any_bad()) state_->window->take_blamed();
+  if (!bad.empty()) state_->window->blame(bad);
+}
+
+void Values::gather(const std::vector<int>& units, bool write) {
+  state_->check_open("gathered");
+  state_->border->look_at_params();
+  exec::Executor& executor = *state_->executor;
+  std::vector<int> brought;
+  try {
+    for (const int unit : units) {
+      if (!executor.params().whole(unit)) brought.push_back(unit);
+      executor.params().require(unit);
+      state_->wholes->show(unit);
+    }
+    state_->tiled->gather(units, state_->tiers.device);
+  } catch (const RuntimeFault&) {  // no memory, say: as if nobody had asked
+    for (const int unit : units) {
+      if (state_->driver->held(unit) == 0) state_->wholes->hide(unit);
+    }
+    for (const int unit : brought) executor.params().drop(unit);
+    throw;
+  }
+  state_->driver->hold(units);
+  for (const int unit : units) state_->written[unit] += write ? 1 : 0;
+}
+
+void Values::release(const std::vector<int>& units, bool write) {
+  if (state_->closed) return;  // inside: the parameters are the model's own again
+  try {
+    state_->border->look_at_params();
+    state_->tiled->release(units, write);
+    for (const int unit : units) {
+      if (!write) continue;
+      state_->wholes->write(unit);
+      state_->executor->values().refresh(unit);
+    }
+    for (const int unit : units) state_->written[unit] -= write ? 1 : 0;
+    if (!write) refuse_edits(units);
+  } catch (...) {
+    let_go_of(units);
+    throw;
+  }
+  let_go_of(units);
+}
+
+// The last to let go of a unit whose parameters were whole: they are this rank's parts again.
+void Values::let_go_of(const std::vector<int>& units) {
+  for (const int unit : units) {
+    if (state_->driver->held(unit) == 1) state_->wholes->hide(unit);
+  }
+  state_->driver->let_go(units);
+}
+
+// On every rank alike: one compares only its own part.
+void Values::refuse_edits(const std::vector<int>& units) {
+  const bool rests_whole = state_->executor->table().rests_whole();
+  if (rests_whole && !state_->wholes->used()) return;
+  std::string mine;
+  for (const int unit : units) {
+    // Inside another gathered() that one sees to it.
+    if (!mine.empty() || state_->driver->held(unit) != 1) continue;
+    mine = state_->wholes->edited(unit);
+    if (mine.empty() && !rests_whole) mine = state_->border->edited(unit, true);
+  }
+  if (mine.empty()) mine = state_->executor->values().resolve_doubts();
+  const auto share = [this](const std::string& label, const std::string& text) {
+    return state_->executor->share(label, text);
+  };
+  for (const std::string& edited : engine::share_text("edits", mine, share)) {
+    engine::Border::refuse_edit(edited, "inside engine.gathered()");
+  }
+}
+
+void Values::let_go(const std::vector<int>& units) {
+  if (state_->closed) return;
+  for (const int unit : units) state_->written[unit] = 0;
+  state_->tiled->release(units, false);
+  let_go_of(units);
+}
+
+void Values::set_to_itself(const std::string& param) {
+  for (exec::UnitState& unit : state_->executor->units()) {
+    for (exec::Flat& flat : unit.flats) {
+      for (exec::Slot& slot : flat.slots) {
+        const bool own = slot.param.storage().is_alias_of(slot.window);
+        if (slot.name == param && own) ++slot.version;
+      }
+    }
+  }
+  // It has another accumulator now; in backward gradients still come to the one of the forward.
+  if (engine::in_backward()) return;
+  for (engine::GradientHook& hook : state_->hooks) hook.follow();
+}
+
+std::vector<int> Values::units_of(const std::vector<std::string>& params) const {
+  std::vector<int> units;
+  for (const tiles::TiledWeight& one : state_->tiled->all()) {
+    if (std::find(params.begin(), params.end(), one.name) != params.end()) {
+      units.insert(units.end(), one.units.begin(), one.units.end());
+    }
+  }
+  for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
+    bool wanted = params.empty();
+    for (const exec::Part& part : state_->executor->units()[unit].parts()) {
+      for (const exec::Slot& slot : part.flat->slots) {
+        wanted |= std::find(params.begin(), params.end(), slot.name) != params.end();
+      }
+    }
+    if (wanted) units.push_back(static_cast<int>(unit));
+  }
+  return units;
+}
+
+}  // namespace penstock

@@ -1,0 +1,190 @@
+#include "penstock/core.h"
+
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/scalar_tensor.h>
+
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "penstock/error.h"
+#include "penstock/tiling.h"
+#include "src/base/board.h"
+#include "src/base/text.h"
+#include "src/engine/model/exposed_tensors.h"
+#include "src/engine/step/core_state.h"
+#include "src/engine/step/window_agreement.h"
+#include "src/engine/watch/observer.h"
+#include "src/plan/strategy.h"
+
+namespace penstock {
+
+Core::Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> group,
+           bool external_optimizer)
+    : state_(std::make_shared<State>(tree, config, std::move(group), external_optimizer)) {
+  state_->install_hooks();
+  State::Watching{*state_}.describe();
+}
+
+Core::~Core() = default;
+
+const Config& Core::config() const { return state_->config; }
+
+std::vector<UnitInfo> Core::units() const {
+  std::vector<UnitInfo> units;
+  for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
+    units.push_back({state_->unit_modules[unit], state_->tiled->is_tile(static_cast<int>(unit)),
+                     state_->model.units[unit].recomputed,
+                     unit > 0 && state_->model.units[unit].flats.empty()});
+  }
+  return units;
+}
+
+bool Core::needs_unit_events() const { return state_->unit_events; }
+
+void Core::unit_begin(int unit, bool grad_enabled) {
+  if (unit == 0) return state_->forward_begin(grad_enabled);
+  state_->unit_begin(unit);
+}
+
+void Core::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
+  if (unit == 0) return state_->forward_end(outputs);
+  state_->unit_end(unit, outputs);
+}
+
+void Core::forward_failed(const std::string& error) { state_->forward_failed(error); }
+
+bool Core::any_forward(bool mine) {
+  state_->check_open("forward");
+  const std::string all = engine::say_each(*state_->executor, "any forward", mine);
+  const bool any = all.find('1') != std::string::npos, ended = all.find('0') != std::string::npos;
+  // Who is done follows the plan of a forward, in which tiles have their places after step one.
+  if (any && ended && state_->moves_params && !state_->order->done() &&
+      !state_->tiled->all().empty()) {
+    throw RuntimeFault(
+        "[engine::forward] ranks ended generate() or uneven() at different lengths, and with "
+        "\"tiling\" they can do so only after a training step: train one first, or generate "
+        "equally often on every rank");
+  }
+  return any;
+}
+
+double Core::mean(double mine, bool counts) const {
+  state_->check_open("mean");
+  const std::array<double, 2> own = {counts ? mine : 0.0, counts ? 1.0 : 0.0};
+  double sum = 0.0, count = 0.0;
+  const std::vector<std::string> all =
+      state_->executor->share("mean", {reinterpret_cast<const char*>(own.data()), sizeof(own)});
+  for (const std::string& one : all) {
+    std::array<double, 2> theirs{};
+    std::memcpy(theirs.data(), one.data(), sizeof(theirs));
+    sum += theirs[0];
+    count += theirs[1];
+  }
+  return count > 0.0 ? sum / count : 0.0;
+}
+
+void Core::relearn() {
+  if (!state_->window->armed()) state_->order->restart(state_->model);
+}
+
+void Core::resume_backward() {
+  state_->check_open("backward");
+  state_->window->on(engine::Call::kBackward);
+  state_->fault = nullptr;
+  state_->together.take_fault();
+  state_->seen_before = state_->window->seen();
+  if (state_->window->armed()) return;
+  state_->look_at_gradients(false);
+  state_->border->hide_gradients();
+}
+
+at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradient) {
+  resume_backward();
+  if (!gradient.defined() && loss.numel() == 1) state_->monitor->saw(loss);
+  const double scale = state_->loss_scale.value();
+  if (scale == 1.0 || (!gradient.defined() && loss.numel() != 1)) return gradient;
+  // Beyond what a loss in fp16 can be it is infinite: the step is skipped and the scale halved.
+  const at::Tensor factor = at::scalar_tensor(scale, at::TensorOptions(at::kFloat));
+  const at::Tensor start = gradient.defined() ? gradient : at::ones_like(loss);
+  return start.mul(factor.to(start.scalar_type()));
+}
+
+void Core::backward_failed(const std::string& error) {
+  state_->failed("backward", error);
+  if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
+  if (const std::exception_ptr lost = state_->together.take_fault()) std::rethrow_exception(lost);
+}
+
+bool Core::window_complete(bool force) {
+  state_->check_open("step");
+  state_->look_at_gradients(false);
+  state_->window->check(engine::Call::kStep);
+  return force || state_->window->complete();
+}
+
+bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
+                const std::string& options) {
+  show(state_->group->board(), "update");
+  // Its gradients are windows into memory that the step lets go of.
+  const std::function<void()> lending = [&] {
+    try {
+      external();
+    } catch (...) {
+      engine::take_back(state_->lent_gradients);
+      throw;
+    }
+    engine::take_back(state_->lent_gradients);
+  };
+  const bool applied = state_->step(groups, external ? lending : external, options);
+  show(state_->group->board(), "the caller's code, after step");
+  return applied;
+}
+
+void Core::zero_grad() {
+  state_->check_open("zero_grad");
+  if (!state_->window->armed()) state_->drop_gradients();
+}
+
+int64_t Core::steps() const { return state_->steps; }
+
+std::string Core::plan_text(const std::string& section) const {
+  return state_->driver->plan(section_named(section)).text();
+}
+
+void Core::set_plan_text(const std::string& section, const std::string& text) {
+  state_->driver->set_plan(section_named(section), parse_plan(text));
+}
+
+void Core::set_groups(const std::vector<int>& group_of_param) {
+  for (exec::UnitState& unit : state_->executor->units()) {
+    for (exec::Flat& flat : unit.flats) {
+      for (exec::Slot& slot : flat.slots) slot.group = group_of_param.at(slot.index);
+    }
+  }
+}
+
+std::string Core::close(bool gather, const std::string& why) { return state_->close(gather, why); }
+
+// ---- views of a core
+
+void Recomputation::begin(int unit) { state_->unit_again(unit); }
+
+bool Recomputation::moves_inputs() const { return state_->executor->table().moves_activations(); }
+
+std::function<at::Tensor()> Recomputation::save(int unit, const at::Tensor& input) {
+  return state_->executor->activations().save(unit, input);
+}
+
+int64_t Recomputation::saved_bytes() const { return state_->executor->activations().live_bytes(); }
+
+Tiles::Tiles(const Core& core, const std::string& param)
+    : Tiles({core.state_, &*core.state_->tiled}, param, core.state_->config.tiling.loss_tokens) {}
+
+std::vector<std::string> Tiles::names(const Core& core) {
+  std::vector<std::string> names;
+  for (const tiles::TiledWeight& one : core.state_->tiled->all()) names.push_back(one.name);
+  return names;
+}
+
+}  // namespace penstock

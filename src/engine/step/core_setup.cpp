@@ -1,0 +1,253 @@
+// Core::State: from a model to flat buffers, hooks and plans.
+#include <algorithm>
+#include <cstdio>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/board.h"
+#include "src/base/text.h"
+#include "src/engine/model/adoption.h"
+#include "src/engine/model/blueprint.h"
+#include "src/engine/model/memory_budget.h"
+#include "src/engine/step/core_state.h"
+#include "src/engine/watch/observer.h"
+#include "src/plan/strategy.h"
+
+namespace penstock {
+
+namespace {
+
+// Where all parameters are.
+c10::Device device_of(const ModelTree& tree) {
+  for (const ParamInfo& info : tree.params) {
+    const c10::Device where = info.param.device(), first = tree.params.front().param.device();
+    if (where.is_meta()) {
+      throw ConfigError(concat("[engine::Core] parameter \"", info.name,
+                               "\" is on the meta device and has no values: build the model under "
+                               "penstock.init(), on a device, or give it values (to_empty())"));
+    }
+    if (where == first) continue;
+    throw ConfigError(concat("[engine::Core] parameter \"", info.name, "\" is on ", where.str(),
+                             " and \"", tree.params.front().name, "\" on ", first.str(),
+                             ": one engine trains on one device of each rank. Move the model there "
+                             "before"));
+  }
+  return tree.params.empty() ? c10::Device(c10::DeviceType::CPU)
+                             : tree.params.front().param.device();
+}
+
+// No element belongs to two parameters.
+void check_memory(const ModelTree& tree) {
+  struct Extent {
+    const void* storage;
+    int64_t begin, end;
+    const std::string* name;
+    bool operator<(const Extent& other) const {
+      return std::tie(storage, begin) < std::tie(other.storage, other.begin);
+    }
+  };
+  std::vector<Extent> extents;
+  for (const ParamInfo& info : tree.params) {
+    if (info.param.numel() == 0 || !info.param.has_storage()) continue;
+    int64_t last = 0;
+    for (int64_t dim = 0; dim < info.param.dim(); ++dim) {
+      last += (info.param.size(dim) - 1) * info.param.stride(dim);
+    }
+    const int64_t begin = info.param.storage_offset();
+    extents.push_back(
+        {info.param.storage().unsafeGetStorageImpl(), begin, begin + last + 1, &info.name});
+  }
+  std::sort(extents.begin(), extents.end());
+  for (size_t i = 1; i < extents.size(); ++i) {
+    const Extent &one = extents[i - 1], &next = extents[i];
+    if (one.storage != next.storage || next.begin >= one.end) continue;
+    throw ConfigError(
+        concat("[engine::Core] parameters \"", *one.name, "\" and \"", *next.name,
+               "\" share memory (one storage): to tie weights, give both modules the same "
+               "Parameter object; else clone one of them"));
+  }
+}
+
+bool trains_in_fp16(const Config& config, const ModelTree& tree) {
+  return std::any_of(tree.params.begin(), tree.params.end(), [&](const ParamInfo& info) {
+    return info.param.requires_grad() && engine::compute_dtype(config, info) == Dtype::kFp16;
+  });
+}
+
+// Writes down who the ranks are, for `penstock status`.
+void meet(Board* board, const std::vector<engine::Found>& by_rank) {
+  if (board == nullptr) return;
+  std::vector<std::string> roster;
+  uint64_t run = hash_text("");
+  for (const engine::Found& found : by_rank) {
+    roster.push_back(concat(found.host, " ", found.pid));
+    run = hash_text(found.text(), run);
+  }
+  board->meet(run, join(roster, "\n"));
+}
+
+// The ranks compare models and configs, and tell each other what memory they found.
+Room agree(const Config& config, Group& group, const ModelTree& tree, const std::string& print) {
+  comm::Channel channel(group, "start");
+  comm::Members all{{}, group.rank()};
+  for (int rank = 0; rank < group.size(); ++rank) all.ranks.push_back(rank);
+  const engine::Found mine = engine::find_room(config, tree, group.size());
+  // Without its index: ranks may see their devices by any.
+  const std::string device =
+      concat("parameters on ", c10::DeviceTypeName(device_of(tree).type()), ", collectives ",
+             group.device_groups() ? "there" : "here", "\n");
+  std::vector<std::string> texts = engine::share_text(
+      "model and config", concat(mine.text(), "\n", device, config.lines(), print),
+      [&](const std::string& label, const std::string& payload) {
+        return channel.share(label, all, payload);
+      });
+  std::vector<engine::Found> by_rank;
+  for (std::string& text : texts) {
+    const size_t line = text.find('\n');
+    by_rank.push_back(engine::Found::parse(text.substr(0, line)));
+    text.erase(0, line + 1);
+  }
+  meet(group.board(), by_rank);
+  const std::string difference = engine::first_difference(texts);
+  if (difference.empty()) return engine::room_of(config.memory, by_rank);
+  throw RuntimeFault(
+      concat("[engine::initialize] the ranks have different models or configs: ", difference));
+}
+
+// It sees shards of a rank's part as if they were of the whole.
+void check_optimizer(const Config& config, bool external) {
+  const MeshConfig& mesh = config.mesh;
+  if ((mesh.tensor == 1 && mesh.pipeline == 1) || !external) return;
+  throw ConfigError(
+      concat("[engine::Core] \"mesh.", mesh.tensor > 1 ? "tensor\" is " : "pipeline\" is ",
+             mesh.tensor > 1 ? mesh.tensor : mesh.pipeline,
+             ": an optimizer of your own does not work on a part of the model yet; set "
+             "\"optimizer\" in the config"));
+}
+
+// Ranks that differ in the innermost part of `local` alone.
+Members sequence_ranks(const Config& config, int rank) {
+  const int tensor = config.mesh.tensor, count = config.mesh.sequence;
+  Members members;
+  members.index = rank / tensor % count;
+  for (int i = 0; i < count; ++i) members.ranks.push_back(rank + (i - members.index) * tensor);
+  return members;
+}
+
+std::set<int> params_of(const std::vector<exec::UnitState>& units) {
+  std::set<int> params;
+  for (const exec::UnitState& unit : units) {
+    for (const exec::Flat& flat : unit.flats) {
+      for (const exec::Slot& slot : flat.slots) params.insert(slot.index);
+    }
+  }
+  return params;
+}
+
+void set_budgets(mem::Tiers& tiers, engine::Budgets budgets) {
+  tiers.device.set_budget(std::move(budgets.device));
+  tiers.host.set_budget(std::move(budgets.host));
+  tiers.memory.set_budget(std::move(budgets.memory));
+}
+
+}  // namespace
+
+Core::State::State(const ModelTree& tree, const Config& settings, std::shared_ptr<Group> ranks,
+                   bool external_optimizer)
+    : config(settings),
+      group(std::move(ranks)),
+      tiers(device_of(tree), settings.monitor.events),
+      loss_scale(settings.loss_scale, trains_in_fp16(settings, tree)) {
+  config.resolve(group->size());
+  check_memory(tree);
+  engine::Blueprint blueprint = engine::draw(tree, config, group->rank());
+  check_optimizer(config, external_optimizer);
+  engine::foresee(blueprint);
+  for (const engine::UnitSpec& spec : blueprint.specs) unit_modules.push_back(spec.module);
+  for (const exec::UnitState& unit : blueprint.units) unit_names.push_back(unit.name);
+  const Room room = agree(config, *group, tree, blueprint.print);
+  engine::check_stages(tree, config, room, external_optimizer);
+  choice = engine::choose_tiers(blueprint, room, external_optimizer);
+  if (group->rank() == 0) std::fputs(choice.c_str(), stderr);
+  set_budgets(tiers, engine::budgets_of(blueprint, room, external_optimizer));
+  const Table table = engine::settle(blueprint);
+  config = std::move(blueprint.config);
+  model = std::move(blueprint.model);
+  resolve_reduce_dtype(model, static_cast<bool>(group->device_groups()), &config);
+  executor.emplace(table, blueprint.mesh, *group, tiers, std::move(blueprint.units));
+  driver.emplace(*executor);
+  wholes.emplace(*executor);
+  if (config.mesh.tensor > 1) {
+    together.tensor.emplace(group, executor->mesh(), blueprint.ruled, blueprint.split.tree,
+                            params_of(executor->units()));
+  }
+  if (config.mesh.sequence > 1) {
+    together.sequence =
+        std::make_shared<parallel::Peers>(group, sequence_ranks(config, group->rank()), "sequence");
+  }
+  if (config.mesh.pipeline > 1) {
+    together.stages.emplace(group, Groups(executor->mesh(), group->rank()).pipeline(),
+                            blueprint.stages, config.parallel);
+  }
+  moves_params = executor->table().moves_params();
+  tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);
+  unit_events = moves_params || table.moves_activations();
+  engine::Adoption adoption(*executor, tiers);
+  adoption.claim(config, model, external_optimizer);
+  adoption.take(blueprint.split.tree, tiled->all());
+  tiled->let_wholes_go();
+  order.emplace(model, engine::OrderLearner::Scope{unit_events, moves_params, [this](int unit) {
+                                                     return tiled->is_tile(unit);
+                                                   }});
+  // Each stage goes backward from each micro-batch.
+  window.emplace(config.batch.accumulate * config.parallel.virtual_stages, loss_scale.active(),
+                 unit_events);
+  waiting.assign(executor->units().size(), 0);
+  expected.assign(waiting.size(), false);
+  began.assign(waiting.size(), 0);
+  written.assign(waiting.size(), 0);
+  make_plans();
+  border.emplace(*executor, *tiled);
+  adoption.commit();
+  Watching{*this}.begin();
+  show(group->board(), "the caller's code, after initialize");
+}
+
+Core::State::~State() {
+  try {
+    close(false, "");
+  } catch (const std::exception&) {
+    // A destructor has nobody to tell; close() is the call that reports.
+  }
+}
+
+void Core::State::install_hooks() {
+  const std::weak_ptr<State> weak = weak_from_this();
+  for (size_t u = 0; u < executor->units().size(); ++u) {
+    const std::vector<exec::Flat>& flats = executor->units()[u].flats;
+    for (size_t f = 0; f < flats.size(); ++f) {
+      if (!flats[f].trainable || tiled->is_tile(static_cast<int>(u)))
+        continue;  // tiles' operators hand theirs over
+      for (size_t s = 0; s < flats[f].slots.size(); ++s) {
+        hooks.emplace_back(flats[f].slots[s].param, [weak, u, f, s] {
+          const auto self = weak.lock();
+          if (!self || self->closed) return;
+          self->in_hook([&] {
+            self->gradient_arrived(static_cast<int>(u), static_cast<int>(f), static_cast<int>(s));
+          });
+        });
+      }
+    }
+  }
+}
+
+void Core::State::make_plans() {
+  for (const Section section : kSections) {
+    const Plan plan = plan_section(executor->table(), model, executor->mesh(), section);
+    driver->set_plan(section, with_passes(plan, model, config));
+  }
+}
+
+}  // namespace penstock

@@ -1,0 +1,465 @@
+#include "src/engine/step/core_state.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "penstock/error.h"
+#include "penstock/optimizer_kinds.h"
+#include "src/base/board.h"
+#include "src/base/text.h"
+#include "src/engine/step/window_agreement.h"
+#include "src/engine/watch/observer.h"
+#include "src/plan/strategy.h"
+
+namespace penstock {
+
+namespace {
+
+// A parameter that was frozen at initialize() has no master, no moments and no gradient hook.
+void check_frozen(const std::vector<exec::UnitState>& units) {
+  for (const exec::UnitState& unit : units) {
+    for (const exec::Flat& flat : unit.flats) {
+      if (flat.trainable) continue;
+      for (const exec::Slot& slot : flat.slots) {
+        if (!slot.param.requires_grad()) continue;
+        throw RuntimeFault(concat(
+            "[engine::forward] parameter \"", slot.name,
+            "\" was frozen at initialize() and trains now: it has no optimizer state. Initialize "
+            "with it trainable and freeze it afterwards, or close() and initialize again"));
+      }
+    }
+  }
+}
+
+// It is what it was in the forward, and its parameters are where they were.
+void check_model(const engine::Driver& driver, const exec::Executor& executor,
+                 const engine::Wholes& wholes, const engine::Together& together) {
+  if (together.tensor) together.tensor->check_called(executor.units());
+  if (!driver.holds() || (executor.table().rests_whole() && !wholes.used())) return;
+  throw RuntimeFault(
+      "[engine::step] step() inside gathered(): the gathered values would stay what they were. "
+      "Leave the block before");
+}
+
+// A scheduler may ask for a moment that set-up made no room for.
+void check_groups(const Config& config, const std::vector<OptimizerConfig>& groups) {
+  const int room = num_moments(config);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (num_moments(groups[i]) <= room) continue;
+    const OptimizerKind& kind = kind_of(groups[i].type);
+    throw ConfigError(
+        concat("[engine::step] parameter group ", i, " is ", kind.name,
+               kind.needs_momentum ? concat(" with \"momentum\" ", groups[i].momentum) : "",
+               ", which keeps ", num_moments(groups[i]),
+               " moments per parameter; initialize() made room for ", room,
+               kind.needs_momentum ? ": build the optimizer with momentum > 0, or leave it at 0 "
+                                     "(OneCycleLR: cycle_momentum=False)"
+                                   : ": initialize with that optimizer"));
+  }
+}
+
+// All that its backwards reached was frozen: what came of the window so far stays.
+class StillOpen : public std::exception {};
+
+// Inside gathered(write=True) that sees to it.
+void refuse_edit(const engine::Driver& driver, engine::Border& border, int unit,
+                 const char* where) {
+  if (driver.held(unit) > 0) return;
+  engine::Border::refuse_edit(border.edited(unit, false), where);
+}
+
+// Not in a torch.autograd.grad() or a backward(inputs=...) that wants other gradients, nor where
+// another model's backward passes through this one while it is frozen.
+bool expects_gradients(const tiles::TiledWeights& tiled,
+                       const std::vector<engine::GradientHook>& hooks) {
+  if (!tiled.all().empty() && !engine::in_side_backward()) return true;
+  return std::any_of(hooks.begin(), hooks.end(),
+                     [](const engine::GradientHook& hook) { return hook.expected(); });
+}
+
+}  // namespace
+
+// ---- forward
+
+void Core::State::forward_begin(bool grad_enabled) {
+  check_open("forward");
+  if (wholes->used() && driver->holds()) {
+    throw RuntimeFault(
+        "[engine::forward] inside gathered(): parameters are whole there, and ranks that compute "
+        "one model together compute with their parts. Leave the block before");
+  }
+  if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
+  if (window->armed()) {  // the backward before threw: nothing of its window can be trusted
+    driver->abandon();
+    drop_gradients();
+  }
+  faulted = false;
+  executor->activations().begin_forward();
+  border->look_at_params();
+  driver->begin(grad_enabled ? Section::kForward : Section::kEval);
+  if (grad_enabled) {
+    tiled->follow_freezing();
+    for (engine::GradientHook& hook : hooks) hook.follow();
+    check_frozen(executor->units());
+    window->on(engine::Call::kForward);
+    monitor->begins();
+  }
+  order->begin_forward(grad_enabled);
+  if (!order->done()) watch_outside_reads();
+  unit_begin(0);
+  for (const int unit : order->spanning()) driver->enter(Op::kForward, unit);
+}
+
+void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
+  if (!engine::in_backward()) {
+    outside_reads.reset();
+    for (const int unit : order->spanning()) {
+      refuse_edit(*driver, *border, unit, "in forward");
+      driver->leave(Op::kForward, unit);
+    }
+  }
+  unit_end(0, outputs);
+  if (engine::in_backward()) return;
+  // Nothing else waits for the device in evaluations, and so nothing else would tell.
+  if (driver->section() == Section::kEval) {
+    engine::Border::refuse_edit(executor->values().resolve_doubts(), "in forward");
+  }
+  driver->finish();
+  order->end_forward();
+  show(group->board(), "the caller's code, after forward");
+}
+
+void Core::State::unit_begin(int unit) {
+  began[unit] = engine::now();
+  if (engine::in_backward()) return backward_enter(unit);
+  // A layer that is used here and there stays, as it would in the root.
+  if (!model.units[unit].block && !order->spans(unit) && order->enters_again(unit)) {
+    order->span(unit);
+    driver->enter(Op::kForward, unit);
+  }
+  order->begin(Op::kForward, unit);
+  driver->enter(Op::kForward, unit);
+}
+
+void Core::State::unit_again(int unit) {
+  if (!closed && engine::in_backward()) backward_enter(unit);
+}
+
+void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
+  const bool reads_none = !model.units[unit].block && engine::only_looked_up(outputs);
+  if (unit == 0 || (unit_events && !reads_none)) {
+    engine::before_backward_of(outputs, began[unit], [weak = weak_from_this(), unit] {
+      const auto self = weak.lock();
+      if (self && !self->closed) self->in_hook([&] { self->backward_enter(unit); });
+    });
+  }
+  if (engine::in_backward()) return;  // what is recomputed stays until its gradients are there
+  refuse_edit(*driver, *border, unit, "in forward");
+  order->end(Op::kForward, unit);
+  driver->leave(Op::kForward, unit);
+}
+
+void Core::State::forward_failed(const std::string& error) {
+  if (closed) return;
+  outside_reads.reset();
+  failed("forward", error);
+  driver->abandon();
+}
+
+// For the other ranks, which will miss this one in their next collective.
+void Core::State::failed(const char* what, const std::string& error) {
+  faulted = true;
+  show(group->board(), concat("the caller's code, after its ", what, " raised"));
+  trouble = concat("step ", steps + 1, ", where its ", what, " raised ", error);
+  group->set_position(Position::of(trouble));
+  Watching{*this}.dump();
+}
+
+void Core::State::watch_outside_reads() {
+  if (!moves_params || outside_reads) return;
+  std::unordered_map<const c10::StorageImpl*, int> unit_of_storage;
+  for (size_t unit = 1; unit < executor->units().size(); ++unit) {
+    for (const exec::Flat& flat : executor->units()[unit].flats) {
+      for (const exec::Slot& slot : flat.slots) {
+        unit_of_storage[slot.param.storage().unsafeGetStorageImpl()] = static_cast<int>(unit);
+      }
+    }
+  }
+  outside_reads.emplace(std::move(unit_of_storage), [this](int unit) {
+    order->span(unit);
+    driver->enter(Op::kForward, unit);
+  });
+}
+
+// ---- backward
+
+void Core::State::look_at_gradients(bool adds) {
+  if (border->look_at_gradients(adds) != engine::Border::Gradients::kAllDropped) return;
+  if (!window->complete()) {
+    TORCH_WARN_ONCE("penstock: gradients of ", window->seen(), " of ", config.batch.accumulate,
+                    " backwards were dropped (zero_grad() or .grad = None in the middle of a "
+                    "window): engine.step() clears gradients itself when it has applied them");
+  }
+  drop_gradients();
+}
+
+void Core::State::drop_gradients() {
+  monitor->drop();
+  border->hide_gradients();
+  executor->discard();
+  window->on(engine::Call::kDrop);
+}
+
+// Autograd may have come by nothing of this rank's: it counts all the same, as on other stages.
+void Core::State::end_backward_of_stage() {
+  if (window->seen() > seen_before || window->armed()) return;
+  start_backward(false);
+  end_backward();
+}
+
+void Core::State::start_backward(bool in_autograd) {
+  if (window->armed()) return;
+  show(group->board(), "backward");
+  look_at_gradients(true);
+  border->hide_gradients();
+  window->on(engine::Call::kBackwardBegin);
+  driver->begin(window->reduces() ? Section::kBackwardLast : Section::kBackward);
+  for (size_t unit = 0; unit < waiting.size(); ++unit) {
+    waiting[unit] = 0;
+    for (exec::Flat& flat : executor->units()[unit].flats) {
+      for (exec::Slot& slot : flat.slots) {
+        slot.arrived = false;
+        slot.version = slot.param._version();
+        waiting[unit] += flat.trainable && slot.param.requires_grad() ? 1 : 0;
+      }
+    }
+    expected[unit] = waiting[unit] > 0;
+  }
+  frozen_open.clear();
+  executor->gradients().begin_backward();
+  order->begin_backward();
+  if (in_autograd) {
+    engine::at_end_of_backward([weak = weak_from_this()] {
+      const auto self = weak.lock();
+      if (self && !self->closed) self->in_hook([&] { self->end_backward(); });
+    });
+  }
+  if (unit_events) {
+    backward_enter(0);
+    for (const int unit : order->spanning()) backward_enter(unit);
+  }
+}
+
+void Core::State::backward_enter(int unit) {
+  if (!window->armed() && !expects_gradients(*tiled, hooks)) {
+    if (moves_params) driver->pin(unit);
+    return;
+  }
+  start_backward();
+  if (!unit_events) return;
+  if (unit != 0) complete_frozen(unit);
+  const bool spans = order->spans(unit);
+  // The plan of step one has it where its module is; going there would skip what is before.
+  if (spans && !order->done()) return driver->pin(unit);
+  order->begin(Op::kBackward, unit);
+  driver->enter(Op::kBackward, unit);
+  if (!expected[unit] && unit != 0 && !spans) frozen_open.push_back(unit);
+}
+
+// A frozen weight has no gradient to tell that it was used for the last time; by the order in which
+// autograd works (later forward nodes first), reaching another unit's output does.
+void Core::State::complete_frozen(int except) {
+  const std::vector<int> open = std::exchange(frozen_open, {});
+  for (const int unit : open) {
+    if (unit == except) {
+      frozen_open.push_back(unit);
+    } else {
+      unit_complete(unit);
+    }
+  }
+}
+
+void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
+  start_backward();
+  exec::Slot& slot = executor->units()[unit].flats[flat_index].slots[slot_index];
+  if (slot.param._version() != slot.version) {
+    throw RuntimeFault(concat("[engine::backward] parameter \"", slot.name,
+                              "\" was changed in place during backward (by an optimizer in a hook, "
+                              "say), with this rank's gradient alone: engine.step() updates "
+                              "parameters"));
+  }
+  at::Tensor& gradient = slot.param.mutable_grad();
+  if (gradient.defined()) {
+    take_gradient(unit, flat_index, slot_index, gradient);
+    gradient.reset();
+  }
+  // Where each use of a module is recomputed in a backward of its own, gradients come once a use.
+  if (std::exchange(slot.arrived, true) || --waiting[unit] != 0) return;
+  const std::vector<exec::Flat>& flats = executor->units()[unit].flats;
+  const bool has_frozen = std::any_of(flats.begin(), flats.end(), [](const exec::Flat& one) {
+    return std::any_of(one.slots.begin(), one.slots.end(),
+                       [](const exec::Slot& slot) { return !slot.param.requires_grad(); });
+  });
+  if (unit == 0 || order->spans(unit)) return;
+  if (has_frozen && moves_params) {
+    frozen_open.push_back(unit);
+  } else {
+    unit_complete(unit);
+  }
+}
+
+void Core::State::take_gradient(int unit, int flat, int slot, const at::Tensor& gradient) {
+  window->contribute();
+  if (executor->gradients().take(unit, flat, slot, gradient) || window->blamed()) return;
+  const std::string& name = executor->units()[unit].flats[flat].slots[slot].name;
+  window->blame(concat("parameter \"", name, "\", rank ", group->rank(), ", step ", steps + 1,
+                       ", micro-step ", window->seen()));
+}
+
+void Core::State::enter_tile(int unit) {
+  if (!moves_params) return;
+  if (!engine::in_backward()) return driver->enter(Op::kForward, unit);
+  if (!window->armed() && engine::in_side_backward()) return driver->pin(unit);
+  start_backward();
+  complete_frozen(unit);
+  driver->enter(Op::kBackward, unit);
+}
+
+void Core::State::leave_tile(int unit, Mark in_backward) {
+  if (!engine::in_backward()) {
+    order->add(Op::kForward, {unit, Mark::kWhole});
+    if (moves_params) driver->leave(Op::kForward, unit);
+    return;
+  }
+  const bool nothing = in_backward == Mark::kUse && !moves_params;
+  if (nothing || !window->armed()) return;  // not armed: pinned, for torch.autograd.grad()
+  order->add(Op::kBackward, {unit, in_backward});
+  if (in_backward == Mark::kUse) {
+    driver->pause(unit);
+  } else {
+    driver->leave(Op::kBackward, unit);
+  }
+}
+
+bool Core::State::begin_tile_backward() {
+  if (!window->armed() && engine::in_side_backward()) return false;
+  start_backward();
+  return true;
+}
+
+void Core::State::take_tile_gradient(int unit, const at::Tensor& gradient) {
+  take_gradient(unit, 0, 0, gradient);
+}
+
+void Core::State::unit_complete(int unit) {
+  refuse_edit(*driver, *border, unit, "in backward");
+  order->end(Op::kBackward, unit);
+  driver->leave(Op::kBackward, unit);
+}
+
+void Core::State::end_backward() {
+  complete_frozen(-1);
+  refuse_edit(*driver, *border, 0, "in backward");
+  order->end(Op::kBackward, 0);
+  driver->finish();
+  if (together.stages) window->contribute();  // others of this batch did, or will
+  window->on(engine::Call::kBackwardEnd);
+  border->show_gradients();
+  show(group->board(), "the caller's code, after backward");
+  if (order->done()) return;
+  // One that only passed through frozen weights tells nothing of the others' order.
+  const bool gave = window->gave().back() == '1';
+  // Other stages are elsewhere in the window.
+  const std::vector<std::string> all = executor->share("gave in step one", gave ? "1" : "0", true);
+  if (std::count(all.begin(), all.end(), "1") == 0) return;
+  // Step one is over: from here on the plan follows the order that was seen, the same everywhere.
+  const auto in_stage = [this](const std::string& name, const std::string& payload) {
+    return executor->share(name, payload, true);
+  };
+  model = order->agree(driver->off_plan_events(),
+                       [&](const std::string& label, const std::string& text) {
+                         return engine::share_text(label, text, in_stage);
+                       });
+  make_plans();
+}
+
+// ---- step
+
+double Core::State::divisor() const {
+  // Each stage of a rank goes backward from a micro-batch.
+  const double averaged =
+      config.batch.reduction == "sum"
+          ? 1.0
+          : static_cast<double>(window->num_averaged()) / config.parallel.virtual_stages;
+  return averaged * loss_scale.value();
+}
+
+bool Core::State::step(const std::vector<OptimizerConfig>& groups,
+                       const std::function<void()>& external, const std::string& options) {
+  if (const char* why = window->refusal(engine::Call::kUpdate)) {
+    driver->abandon();
+    drop_gradients();
+    throw RuntimeFault(why);
+  }
+  check_groups(config, groups);
+  check_model(*driver, *executor, *wholes, together);
+  look_at_gradients(false);
+  border->look_at_params();
+  border->hide_gradients();
+  const std::string bad = window->take_blamed();
+  exec::Update update{groups, config.clip, bad, external, monitor->counted(), {}, {}};
+  update.say = [this, told = engine::options_text(groups, options) + monitor->say()] {
+    return engine::say_window(*window, *driver) + told + static_cast<char>('0' + save_wanted);
+  };
+  update.hear = [this, whole = window->complete()](std::vector<std::string> all) {
+    engine::hear_asked(all, save_wanted, save_agreed);
+    monitor->hear(all);
+    if (!engine::hear_window(all, *window, *driver)) return 0.0;
+    if (window->seen() == 0 || (whole && !window->complete())) throw StillOpen();
+    const double averaged_over = divisor();
+    window->on(engine::Call::kUpdate);
+    return averaged_over;
+  };
+  executor->updates().begin(std::move(update));
+  driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
+  try {
+    driver->finish();
+    // Parameters that rest where they compute are the model's own: the user may read them at once.
+    if (!config.offload.late_update || executor->table().rests_whole()) {
+      executor->updates().finish();
+    }
+  } catch (const StillOpen&) {
+    window->blame(bad);
+    executor->updates().discard();
+    executor->gradients().reopen();
+    driver->abandon();
+    border->show_gradients();
+    return false;
+  } catch (const exec::NonFinite& error) {
+    driver->abandon();
+    monitor->drop();
+    if (!loss_scale.overflow() && (config.nonfinite != "skip" || loss_scale.dynamic())) throw;
+    ++skipped;
+    overflow = error.what();
+    return false;
+  } catch (const std::exception& error) {  // thrown on, after the section is closed
+    failed("update", error.what());
+    drop_gradients();
+    driver->abandon();
+    throw;
+  }
+  loss_scale.good_step();
+  executor->updates().arrive();
+  ++steps;
+  Watching{*this}.end_step(groups);
+  return true;
+}
+
+void Core::State::check_open(const char* call) const {
+  if (closed) throw RuntimeFault(concat("[engine::", call, "] the engine is closed"));
+  if (!unloaded.empty()) throw RuntimeFault(unloaded);
+}
+
+}  // namespace penstock

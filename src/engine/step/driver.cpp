@@ -1,0 +1,317 @@
+#include "src/engine/step/driver.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock::engine {
+
+namespace {
+
+constexpr size_t kNotFound = static_cast<size_t>(-1);
+
+bool is_training_forward(Section section) {
+  return section == Section::kForward || section == Section::kForwardNext;
+}
+
+bool is_forward(Section section) {
+  return is_training_forward(section) || section == Section::kEval;
+}
+
+// After it parameters are in `hold`, for what follows in the window.
+bool is_followed(Section section) {
+  return is_training_forward(section) || section == Section::kBackward;
+}
+
+bool is_backward(Section section) {
+  return section == Section::kBackward || section == Section::kBackwardLast;
+}
+
+bool moves_gradients(const Step& step) { return step.op == Op::kMove && step.role == Role::kGrad; }
+// Takes its turn among the moves.
+bool sums_gradients(const Step& step) { return step.op == Op::kSum; }
+
+}  // namespace
+
+Driver::Driver(exec::Executor& executor)
+    : executor_(executor), recorder_(*executor.traffic().tiers().recorder) {
+  const size_t num_units = executor.units().size();
+  began_ns_.assign(num_units, 0);
+  for (size_t unit = 0; unit < num_units; ++unit) {
+    const std::string name = concat(" u", unit, " (", executor.units()[unit].name, ")");
+    computes_[0].push_back(std::make_shared<const std::string>("forward" + name));
+    computes_[1].push_back(std::make_shared<const std::string>("backward" + name));
+  }
+  active_.assign(num_units, 0);
+  done_.assign(num_units, false);
+  drop_later_.assign(num_units, false);
+  unforeseen_.assign(num_units, false);
+  pinned_.assign(num_units, false);
+  held_.assign(num_units, 0);
+  late_.assign(num_units, false);
+}
+
+void Driver::set_plan(Section section, const Plan& plan) {
+  PENSTOCK_ASSERT(!running_, "[engine::Driver::set_plan] a section is running");
+  plans_[section] = executor_.prepare(plan);
+}
+
+Plan Driver::plan(Section section) const {
+  Plan plan;
+  for (const exec::PlannedStep& planned : plans_.at(section)) plan.steps.push_back(planned.step);
+  return plan;
+}
+
+void Driver::begin(Section section) {
+  if (running_) finish();
+  if (section == Section::kForward && carries_) section = Section::kForwardNext;
+  steps_ = &plans_.at(section);
+  section_ = section;
+  next_ = 0;
+  running_ = true;
+  if (is_backward(section)) backward_ns_ = trace::now_ns();
+  std::fill(done_.begin(), done_.end(), false);
+  const bool goes_on = is_backward(section) || section == Section::kForwardNext;
+  if (goes_on && std::exchange(lost_hold_, false)) bring_back();
+  if (!goes_on) {
+    lost_hold_ = carries_ && section == Section::kEval;
+    carries_ = false;
+    for (size_t unit = 0; unit < active_.size(); ++unit) {
+      if (!pinned_[unit] && held_[unit] == 0) executor_.params().drop(static_cast<int>(unit));
+    }
+  }
+  if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
+}
+
+// An evaluation came between. Where `hold` is whole no line brings the units, and ranks may use
+// different ones: all do it, in this order.
+void Driver::bring_back() {
+  for (size_t unit = 0; unit < active_.size(); ++unit) {
+    if (executor_.units()[unit].flats.empty()) continue;
+    executor_.params().move_to(static_cast<int>(unit), Phase::kHold);
+  }
+}
+
+size_t Driver::find(Op op, int unit, bool end) const {
+  for (size_t i = next_; i < steps_->size(); ++i) {
+    const Step& step = (*steps_)[i].step;
+    if (step.op == op && step.units.front() == unit && (step.mark == Mark::kEnd) == end) return i;
+  }
+  return kNotFound;
+}
+
+int Driver::computing() const {
+  int innermost = 0;
+  for (size_t unit = 0; unit < active_.size(); ++unit) {
+    if (active_[unit] > 0 && began_ns_[unit] > began_ns_[static_cast<size_t>(innermost)]) {
+      innermost = static_cast<int>(unit);
+    }
+  }
+  return innermost;
+}
+
+// Forwards lie within each other as calls do. Backwards come one after the other, each from where
+// the one before has ended: what is entered may wait for what autograd does first.
+void Driver::compute_ends(Op op, int unit) {
+  if (!recorder_.on()) return;
+  const int64_t now = trace::now_ns(), began = std::exchange(began_ns_[unit], 0);
+  const bool backward = op == Op::kBackward;
+  if (!backward && began == 0) return;
+  recorder_.add({backward ? std::max(began, std::exchange(backward_ns_, now)) : began, now, 0, 0, 0,
+                 computes_[backward ? 1 : 0][static_cast<size_t>(unit)], trace::Recorder::kModel,
+                 trace::Kind::kCompute});
+}
+
+void Driver::enter(Op op, int unit) {
+  if (active_[unit] == 0) began_ns_[unit] = trace::now_ns();
+  if (active_[unit]++ > 0) {  // it is whole already: a recomputation, or a call within a call
+    executor_.params().require(unit);
+    return;
+  }
+  const size_t at = running_ ? find(op, unit, false) : kNotFound;
+  if (at == kNotFound) {
+    ++off_plan_;
+    unforeseen_[unit] = true;
+  } else {
+    pass(at);
+    if ((*steps_)[at].step.mark == Mark::kBegin) run_moves();
+    if (!executor_.params().whole(unit)) ++off_plan_;
+  }
+  executor_.params().require(unit);
+}
+
+void Driver::leave(Op op, int unit) {
+  const bool entered = active_[unit] > 0;
+  active_[unit] = op == Op::kBackward ? 0 : std::max(0, active_[unit] - 1);
+  if (active_[unit] > 0) return;
+  compute_ends(op, unit);
+  if (op == Op::kBackward) done_[unit] = true;
+  if (running_) {
+    // Gradients alone reach a unit whose parameters need no moves: its line is passed here.
+    if (!entered) pass(find(op, unit, false));
+    pass(find(op, unit, true));
+    run_moves();
+    pump();
+  }
+  if (op == Op::kForward) {  // where no line of the plan did
+    executor_.activations().put_away(unit, executor_.units()[unit].name);
+  }
+  if (drop_later_[unit] || unforeseen_[unit]) release(unit);
+}
+
+void Driver::pause(int unit) {
+  active_[unit] = 0;
+  if (running_) run_moves();
+  if (drop_later_[unit] || unforeseen_[unit]) release(unit);
+}
+
+void Driver::pin(int unit) {
+  if (!pinned_[unit]) {
+    pinned_[unit] = true;
+    ++off_plan_;
+  }
+  executor_.params().require(unit);
+}
+
+void Driver::hold(const std::vector<int>& units) {
+  for (const int unit : units) ++held_[unit];
+}
+
+void Driver::let_go(const std::vector<int>& units) {
+  for (const int unit : units) {
+    if (--held_[unit] == 0 && active_[unit] == 0) release(unit);
+  }
+}
+
+bool Driver::holds() const {
+  return std::any_of(held_.begin(), held_.end(), [](int times) { return times > 0; });
+}
+
+void Driver::pass(size_t line) {
+  if (line == kNotFound) return;
+  run_to(line);
+  executor_.run((*steps_)[line]);
+  next_ = line + 1;
+}
+
+void Driver::release(int unit) {
+  if (pinned_[unit] || held_[unit] > 0) return;
+  drop_later_[unit] = unforeseen_[unit] = false;
+  if (is_followed(section_) && (running_ || carries_)) {
+    if (executor_.params().whole(unit)) executor_.params().move_to(unit, Phase::kHold);
+  } else {
+    executor_.params().drop(unit);
+  }
+}
+
+void Driver::run_to(size_t end) {
+  while (next_ < end) {
+    const Step& step = (*steps_)[next_].step;
+    // Where every unit is entered before its gradients come, one whose line is passed without that
+    // was skipped on this rank: the others must not wait for its share of the reduction.
+    if (step.op == Op::kBackward && step.mark != Mark::kBegin && step.mark != Mark::kUse &&
+        executor_.table().moves_params() && active_[step.units.front()] == 0) {
+      done_[step.units.front()] = true;
+    }
+    run((*steps_)[next_++]);
+  }
+}
+
+void Driver::run_moves() {
+  while (next_ < steps_->size() && !(*steps_)[next_].step.is_compute()) run((*steps_)[next_++]);
+}
+
+void Driver::run(const exec::PlannedStep& planned) {
+  const Step& step = planned.step;
+  if ((moves_gradients(step) && !is_forward(section_)) || sums_gradients(step)) {
+    owed_.push_back(&planned);
+    pump();
+    return;
+  }
+  const bool frees = step.op == Op::kDrop || (step.op == Op::kMove && step.role == Role::kParam &&
+                                              executor_.params().leaves(step.moves));
+  const auto in_use = [this](int unit) {
+    return pinned_[unit] || held_[unit] > 0 || (!finishing_ && active_[unit] > 0);
+  };
+  if (frees && in_use(step.units.front())) {
+    drop_later_[step.units.front()] = true;
+    return;
+  }
+  executor_.run(planned);
+}
+
+bool Driver::complete(const exec::PlannedStep& planned) const {
+  if (finishing_ || section_ == Section::kUpdateEarly) return true;
+  return std::all_of(planned.step.units.begin(), planned.step.units.end(),
+                     [this](int unit) { return done_[unit]; });
+}
+
+void Driver::pump() {
+  while (!owed_.empty() && complete(*owed_.front())) {
+    executor_.run(*owed_.front());
+    owed_.pop_front();
+  }
+}
+
+void Driver::finish() {
+  if (!running_) return;
+  finishing_ = true;
+  run_to(steps_->size());
+  pump();
+  if (is_backward(section_)) note_late();
+  if (!is_forward(section_)) {
+    std::fill(pinned_.begin(), pinned_.end(), false);
+  }
+  for (size_t unit = 0; unit < active_.size(); ++unit) {
+    if (!is_forward(section_) || drop_later_[unit] || unforeseen_[unit])
+      release(static_cast<int>(unit));
+    active_[unit] = 0;
+  }
+  carries_ = is_followed(section_);
+  finishing_ = running_ = false;
+}
+
+// Later a gradient may be back where backwards leave it: on its way to an update, say.
+void Driver::note_late() {
+  std::fill(late_.begin(), late_.end(), false);
+  for (const exec::PlannedStep& planned : *steps_) {
+    if (!moves_gradients(planned.step)) continue;
+    for (const int unit : planned.step.units) late_[unit] = executor_.gradients().late(unit);
+  }
+}
+
+std::vector<bool> Driver::late() const {
+  std::vector<bool> late;
+  for (size_t unit = 0; unit < late_.size(); ++unit) {  // it may have been dropped since
+    late.push_back(late_[unit] && executor_.gradients().late(static_cast<int>(unit)));
+  }
+  return late;
+}
+
+void Driver::move_late(const std::vector<bool>& late, Section backward) {
+  std::fill(late_.begin(), late_.end(), false);
+  const auto again = [&](const exec::PlannedStep& planned) {
+    const std::vector<int>& units = planned.step.units;
+    if (moves_gradients(planned.step) &&
+        std::any_of(units.begin(), units.end(), [&](int unit) { return late[unit]; })) {
+      executor_.gradients().run(planned, true);
+    }
+  };
+  for (const exec::PlannedStep& planned : plans_.at(backward)) again(planned);
+  if (!running_) return;
+  for (size_t i = 0; i < next_; ++i) again((*steps_)[i]);  // of the update, up to the norm
+}
+
+void Driver::abandon() {
+  owed_.clear();
+  running_ = finishing_ = carries_ = lost_hold_ = false;
+  std::fill(pinned_.begin(), pinned_.end(), false);
+  for (size_t unit = 0; unit < active_.size(); ++unit) {
+    active_[unit] = 0;
+    release(static_cast<int>(unit));
+  }
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,113 @@
+#include "src/engine/step/order_learner.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock::engine {
+
+OrderLearner::OrderLearner(ModelDesc assumed, Scope scope)
+    : assumed_(std::move(assumed)), scope_(std::move(scope)) {}
+
+void OrderLearner::begin_forward(bool trains) {
+  in_forward_ = trains && !done_;
+  if (trains) forward_.clear();
+}
+
+void OrderLearner::begin_backward() {
+  if (!done_) backward_.clear();
+}
+
+void OrderLearner::begin(Op pass, int unit) {
+  if (records(pass)) record_of(pass).begin(unit);
+}
+
+void OrderLearner::end(Op pass, int unit) {
+  if (!records(pass)) return;
+  // Its gradients came and nobody asked for its parameters: it needs none, as a table of rows.
+  if (pass == Op::kBackward && scope_.moves_params && !backward_.has(unit)) {
+    return backward_.add({unit, Mark::kGradient});
+  }
+  record_of(pass).end(unit);
+}
+
+void OrderLearner::add(Op pass, const Visit& visit) {
+  if (records(pass)) record_of(pass).add(visit);
+}
+
+bool OrderLearner::spans(int unit) const {
+  return std::find(spanning_.begin(), spanning_.end(), unit) != spanning_.end();
+}
+
+bool OrderLearner::enters_again(int unit) const {
+  return scope_.moves_params && in_forward_ && forward_.has(unit);
+}
+
+// With what did not run and was assumed to (not what other stages of a pipeline have).
+std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
+                                        const std::vector<Visit>& assumed) const {
+  std::vector<Visit> visits = record.visits(static_cast<int>(assumed_.units.size()));
+  std::erase_if(visits, [&](const Visit& visit) {
+    return !record.has(visit.unit) &&
+           std::none_of(assumed.begin(), assumed.end(),
+                        [&](const Visit& one) { return one.unit == visit.unit; });
+  });
+  return visits;
+}
+
+std::vector<Visit> OrderLearner::seen_forward() const {
+  if (!scope_.units_are_entered || forward_.empty()) return assumed_.forward;
+  std::vector<Visit> visits = all_of(forward_, assumed_.forward);
+  // A tile that is used outside of the forward only is brought there.
+  std::erase_if(visits, [this](const Visit& visit) {
+    return scope_.is_tile(visit.unit) && !forward_.has(visit.unit);
+  });
+  add_spanning(visits);
+  return visits;
+}
+
+std::vector<Visit> OrderLearner::seen_backward() const {
+  if (backward_.empty()) return assumed_.backward;
+  std::vector<Visit> visits = all_of(backward_, assumed_.backward);
+  // What was not reached (frozen, say) needs no more than was assumed.
+  for (const Visit& visit : assumed_.backward) {
+    if (visit.mark != Mark::kGradient || backward_.has(visit.unit)) continue;
+    std::replace(visits.begin(), visits.end(), Visit{visit.unit, Mark::kWhole}, visit);
+  }
+  add_spanning(visits);
+  return visits;
+}
+
+// Next to the root, which encloses all, in the order in which they are entered and left.
+void OrderLearner::add_spanning(std::vector<Visit>& visits) const {
+  std::erase_if(visits, [this](const Visit& visit) { return spans(visit.unit); });
+  auto begin = visits.begin() + 1;
+  for (const int unit : spanning_) begin = visits.insert(begin, {unit, Mark::kBegin}) + 1;
+  for (const int unit : spanning_) visits.insert(visits.end() - 1, {unit, Mark::kEnd});
+}
+
+ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {
+  done_ = true;
+  ModelDesc seen = assumed_;
+  seen.forward = seen_forward();
+  seen.backward = seen_backward();
+  const std::string mine = visits_text(seen.forward) + "\n" + visits_text(seen.backward);
+  const std::string difference = first_difference(share("order of step one", mine));
+  if (difference.empty()) return seen;
+  // The order assumed so far serves ranks that skip different units. Where parameters move it
+  // must have served them all; reductions alone can be made in any common order.
+  bool served = true;
+  for (const std::string& count : share("off plan in step one", std::to_string(off_plan))) {
+    served &= count == "0";
+  }
+  if (scope_.moves_params && !served) {
+    throw RuntimeFault(
+        concat("[engine::replan] in step one the ranks ran their units in different orders: ",
+               difference));
+  }
+  return assumed_;
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,225 @@
+#include "src/engine/step/outside_edits.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/device/kernels.h"
+#include "src/engine/model/adoption.h"
+#include "src/exec/torch_compat.h"
+
+namespace penstock::engine {
+
+namespace {
+
+at::Tensor hollow_gradient(const at::Tensor& param, const std::string& name) {
+  at::Tensor mark = at::empty({0}, param.options().requires_grad(false));
+  mark.unsafeGetTensorImpl()->set_sizes_contiguous(param.sizes());
+  own_storage(mark, exec::dtype_of(param.scalar_type()), param.sizes());
+  exec::set_guard(
+      *mark.storage().unsafeGetStorageImpl(),
+      concat("[engine::gradients] the gradient of \"", name,
+             "\" is in the engine, averaged and sharded, and not in .grad: engine.full_grads() "
+             "reads gradients and engine.set_grads() replaces them; \"clip\" in the config clips "
+             "them and engine.grad_norm is their norm; engine.zero_grad() drops them and "
+             "engine.step() applies them"));
+  return mark;
+}
+
+[[noreturn]] void refuse(const std::string& name, const std::string& what) {
+  throw RuntimeFault(concat("[engine::parameters] parameter \"", name, "\" ", what));
+}
+
+}  // namespace
+
+Border::Border(exec::Executor& executor, const tiles::TiledWeights& tiled)
+    : executor_(executor), looks_(executor.units().size(), 0) {
+  const auto known = [this](const std::string& name, const at::Tensor& tensor, bool trainable,
+                            const c10::Storage& tiled) {
+    params_.push_back(
+        {name, tensor, tensor.sizes().vec(), exec::python_object(tensor), {}, trainable, tiled});
+  };
+  std::map<int, size_t> tiled_at;
+  for (const tiles::TiledWeight& one : tiled.all()) {
+    for (const int unit : one.units) tiled_at[unit] = params_.size();
+    known(one.name, one.whole, one.trainable, one.whole.storage());
+  }
+  for (size_t u = 0; u < executor.units().size(); ++u) {
+    exec::UnitState& unit = executor.units()[u];
+    const auto tile = tiled_at.find(static_cast<int>(u));
+    for (exec::Flat& flat : unit.flats) {
+      for (exec::Slot& slot : flat.slots) {
+        if (tile == tiled_at.end()) known(slot.name, slot.param, flat.trainable, {});
+        const size_t at = tile == tiled_at.end() ? params_.size() - 1 : tile->second;
+        params_[at].places.push_back({&unit, &flat, &slot});
+      }
+    }
+  }
+}
+
+// ---- parameters
+
+void Border::look_at_params() {
+  for (Param& param : params_) look_at(param);
+}
+
+void Border::look_at(Param& param) {
+  const at::Tensor& tensor = param.tensor;
+  const auto [unit, flat, slot] = param.places.front();
+  if (exec::python_object(tensor) != param.object) {
+    refuse(param.name,
+           "was swapped with another tensor after initialize(): the engine trains the one it was "
+           "given. Copy values instead (inside engine.gathered(write=True)), or close() before "
+           "and initialize again");
+  }
+  if (exec::dtype_of(tensor.scalar_type()) != flat->dtype) {
+    refuse(param.name, concat("was ", dtype_name(flat->dtype), " and has dtype ",
+                              at::toString(tensor.scalar_type()),
+                              " now: the engine keeps what it was initialized with. Set "
+                              "\"precision\" in the config, or close() before and initialize "
+                              "again"));
+  }
+  if (tensor.device() != slot->window.device()) {
+    refuse(param.name, concat("is on ", tensor.device().str(),
+                              " now: the engine keeps where it was initialized. close() before and "
+                              "initialize again"));
+  }
+  if (tensor.sizes() !=
+      (slot->shown ? at::IntArrayRef(slot->whole) : at::IntArrayRef(param.sizes))) {
+    refuse(param.name, concat("was ", at::IntArrayRef(param.sizes), " and is ", tensor.sizes(),
+                              " now: close() before and initialize again"));
+  }
+  if (slot->shown) return;  // it is no window now
+  const c10::Storage& window = param.tiled ? param.tiled : slot->window;
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  const bool same = storage == window.unsafeGetStorageImpl() && tensor.storage_offset() == 0 &&
+                    tensor.is_contiguous();
+  if (!same) return take_over(param);
+  if (param.tiled || !unit->attached) return;
+  const Placement& whole = executor_.table().at(Role::kParam, Phase::kForward);
+  if (storage->_mutable_data_ptr_no_checks().get() !=
+      find(flat->params, whole)->one().at(slot->offset).data) {
+    refuse(param.name,
+           "has other memory than the engine gave it (share_memory_(), say), which the engine "
+           "cannot follow: let the processes share copies");
+  }
+}
+
+// A parameter that was given other memory, of the same values on every rank.
+void Border::take_over(Param& param) {
+  if (param.tiled) {
+    refuse(param.name,
+           "is in tiles and was given other memory: write to it inside "
+           "engine.gathered(write=True)");
+  }
+  const auto [unit, flat, slot] = param.places.front();
+  executor_.updates().finish();
+  const at::Tensor values = param.tensor.detach().clone(at::MemoryFormat::Contiguous);
+  // Who else has the memory that the parameter had keeps its values.
+  const bool own =
+      param.tensor.storage().unsafeGetStorageImpl() == slot->window.unsafeGetStorageImpl();
+  if (slot->window.use_count() > (own ? 2 : 1)) {
+    flat->let_go(*slot);
+    own_storage(param.tensor, flat->dtype, param.sizes);
+  } else {
+    set_window(param.tensor, slot->window, param.tensor.scalar_type(), param.sizes);
+  }
+  slot->window = param.tensor.storage();
+  const Placement& whole = executor_.table().at(Role::kParam, Phase::kForward);
+  const device::Address base =
+      unit->attached ? find(flat->params, whole)->one().data() : device::Address();
+  flat->point(*slot, base);
+  const device::Address from = device::address_of(values, &executor_.traffic().tiers().computes);
+  if (base) {
+    device::copy(base + slot->offset * flat->element_bytes(), from,
+                 static_cast<int64_t>(values.nbytes()));
+  }
+  executor_.values().write(*flat, slot->offset, slot->numel, from);
+}
+
+std::string Border::edited(int index, bool always) {
+  const exec::UnitState& unit = executor_.units()[static_cast<size_t>(index)];
+  if (!unit.attached || executor_.table().rests_whole()) return "";
+  for (const exec::Flat& flat : unit.flats) {
+    for (const exec::Slot& slot : flat.slots) {
+      if (slot.param._version() != slot.version) return slot.name;
+    }
+  }
+  // To compare with what rests elsewhere, it has to be brought.
+  const Tier rest = executor_.table().at(Role::kParam, Phase::kRest).tier;
+  const bool on_accelerator = !executor_.traffic().tiers().computes.is_host();
+  if ((rest == Tier::kDisk || (rest == Tier::kHost && on_accelerator)) && !always) {
+    const int looks = ++looks_[static_cast<size_t>(index)];
+    if (looks > 4 && looks % 32 != 0) return "";
+  }
+  return executor_.values().edited(index);
+}
+
+void Border::refuse_edit(const std::string& param, const char* where) {
+  if (param.empty()) return;
+  refuse(param, concat("was changed in place ", where,
+                       ", where it is a gathered copy: the change would be lost. Change it inside "
+                       "`with engine.gathered(write=True):`"));
+}
+
+// ---- gradients
+
+Border::Gradients Border::look_at_gradients(bool adds) {
+  std::vector<Param*> dropped;
+  size_t num_shown = 0;
+  for (Param& param : params_) {
+    const at::Tensor& gradient = param.tensor.grad();
+    if (param.shown) {
+      ++num_shown;
+      if (!gradient.defined()) dropped.push_back(&param);
+    }
+    const bool ours = param.shown && gradient.is_same(param.mark);
+    if (!param.trainable || !gradient.defined() || ours || (adds && !param.shown)) continue;
+    refuse(param.name,
+           "was given a .grad by hand, which the engine would not use: "
+           "engine.set_grads({name: gradient}) replaces gradients after backward(), and "
+           "engine.backward() adds to them");
+  }
+  if (dropped.empty()) return Gradients::kKept;
+  if (dropped.size() == num_shown) return Gradients::kAllDropped;
+  for (Param* param : dropped) forget(*param);
+  return Gradients::kSomeDropped;
+}
+
+void Border::forget(Param& param) {
+  param.shown = false;
+  for (const Place& place : param.places) executor_.gradients().forget(*place.flat, *place.slot);
+}
+
+void Border::show_gradients() {
+  for (Param& param : params_) {
+    if (!param.trainable || param.shown) continue;
+    const bool has = std::any_of(param.places.begin(), param.places.end(),
+                                 [](const Place& place) { return place.slot->touched; });
+    if (!has) continue;
+    if (!param.mark.defined()) param.mark = hollow_gradient(param.tensor, param.name);
+    param.tensor.mutable_grad() = param.mark;
+    param.shown = true;
+  }
+}
+
+void Border::hide_gradients() {
+  for (Param& param : params_) {
+    if (!std::exchange(param.shown, false)) continue;
+    at::Tensor& gradient = param.tensor.mutable_grad();
+    if (gradient.is_same(param.mark)) gradient.reset();
+  }
+}
+
+bool Border::any_bad() const {
+  return std::any_of(params_.begin(), params_.end(), [](const Param& param) {
+    return std::any_of(param.places.begin(), param.places.end(),
+                       [](const Place& place) { return place.slot->bad; });
+  });
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,97 @@
+#include "src/engine/step/window_agreement.h"
+
+#include <algorithm>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/engine/step/unit_order.h"
+
+namespace penstock::engine {
+
+// By backward of a whole window: '1' for a gradient, '0' for none, '.' for one that has not come;
+// then by unit: '1' where one is late.
+std::string say_window(const Window& window, const Driver& driver) {
+  const auto backwards = static_cast<size_t>(window.accumulate());
+  std::string said = window.gave().substr(0, backwards);
+  said.resize(backwards, '.');
+  for (const bool late : driver.late()) said += late ? '1' : '0';
+  return said;
+}
+
+std::string options_text(const std::vector<OptimizerConfig>& groups, const std::string& others) {
+  std::string bytes = others;
+  for (const OptimizerConfig& group : groups) {
+    for (const double option :
+         {group.lr, group.betas[0], group.betas[1], group.eps, group.weight_decay, group.momentum,
+          group.dampening, group.lr_decay, static_cast<double>(group.nesterov),
+          static_cast<double>(group.type)}) {
+      bytes.append(reinterpret_cast<const char*>(&option), sizeof(option));
+    }
+  }
+  const uint64_t hash = hash_text(bytes);
+  return {reinterpret_cast<const char*>(&hash), sizeof(hash)};
+}
+
+bool hear_window(const std::vector<std::string>& all, Window& window, Driver& driver) {
+  const auto backwards = static_cast<size_t>(window.accumulate());
+  const auto ended = [&](const std::string& said) { return std::min(said.find('.'), backwards); };
+  const size_t options = backwards + driver.late().size();  // where they begin
+  std::string anywhere = all.front().substr(0, options);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (ended(all[rank]) != ended(all.front())) {
+      throw RuntimeFault(
+          concat("[engine::step] ranks ended different numbers of backwards since "
+                 "the last step: ",
+                 ended(all.front()), " on rank 0, ", ended(all[rank]), " on rank ", rank));
+    }
+    if (all[rank].substr(options) != all.front().substr(options)) {
+      throw RuntimeFault(
+          concat("[engine::step] the optimizer's options (the learning rate or "
+                 "another of a parameter group) are not the same on rank 0 and rank ",
+                 rank, ": set them to the same on every rank"));
+    }
+    for (size_t i = 0; i < options; ++i) anywhere[i] = std::max(anywhere[i], all[rank][i]);
+  }
+  const bool shorter = window.keep(anywhere.substr(0, backwards));
+  std::vector<bool> late;
+  for (size_t i = backwards; i < options; ++i) late.push_back(anywhere[i] == '1');
+  const bool any_late = std::find(late.begin(), late.end(), true) != late.end();
+  if (any_late) {
+    driver.move_late(late, window.reduces() ? Section::kBackwardLast : Section::kBackward);
+  }
+  return !shorter && !any_late;
+}
+
+void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed) {
+  for (std::string& said : all) {
+    agreed = std::max(agreed, said.back() - '0');
+    said.pop_back();
+  }
+  wanted = 0;
+}
+
+std::string say_each(exec::Executor& executor, const std::string& label, bool mine) {
+  std::string all;
+  for (const std::string& one : executor.share(label, mine ? "1" : "0")) all += one;
+  return all;
+}
+
+std::string first_problem(exec::Executor& executor, const std::string& label,
+                          const std::string& mine) {
+  const std::vector<std::string> all =
+      share_text(label, mine, [&](const std::string& name, const std::string& payload) {
+        return executor.share(name, payload);
+      });
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (!all[rank].empty()) return concat("rank ", rank, ": ", all[rank]);
+  }
+  return "";
+}
+
+void agree_on_window(exec::Executor& executor, Window& window, Driver& driver) {
+  executor.gradients().finish();  // where this rank is then said to be, is here
+  while (!hear_window(executor.share("read window", say_window(window, driver)), window, driver)) {
+  }
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,87 @@
+#include "penstock/report.h"
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/engine/step/core_state.h"
+#include "src/plan/strategy.h"
+
+namespace penstock {
+
+namespace {
+
+// What cannot rest away from the device stays there, for the comparison.
+LedgerEntry entry_of(const Ledger& ledger) {
+  LedgerEntry entry;
+  entry.disk = ledger.tier[static_cast<size_t>(Tier::kDisk)].total;
+  entry.device = ledger.tier[static_cast<size_t>(Tier::kDevice)].total;
+  entry.host = ledger.tier[static_cast<size_t>(Tier::kHost)].total;
+  for (const Tier in_memory : {Tier::kDevice, Tier::kHost}) {
+    const MemoryPeak& tier = ledger.tier[static_cast<size_t>(in_memory)];
+    entry.param += tier.param;
+    entry.grad += tier.grad;
+    entry.optim += tier.optim;
+    entry.buffers += tier.buffers;
+    entry.total += tier.total;
+  }
+  entry.exchanges = ledger.exchanges;
+  return entry;
+}
+
+}  // namespace
+
+double Report::grad_norm() const { return state_->executor->updates().seen().grad_norm; }
+double Report::loss_scale() const { return state_->loss_scale.value(); }
+int64_t Report::skipped_steps() const { return state_->skipped; }
+std::string Report::overflow() const { return state_->overflow; }
+
+LedgerReport Report::ledger() const {
+  LedgerReport report;
+  report.strategy = state_->config.strategy;
+  for (const std::string& name : preset_names()) {
+    const Config config = adapted(state_->config, name, state_->config.offload.optimizer);
+    report.predicted[name] = entry_of(predict(config, state_->model));
+  }
+  const mem::Usage device = state_->tiers.device.usage(), host = state_->tiers.host.usage();
+  const auto peak = [&](mem::Account account) {
+    return device.peak[static_cast<size_t>(account)] + host.peak[static_cast<size_t>(account)];
+  };
+  report.measured = {peak(mem::Account::kParam),
+                     peak(mem::Account::kGrad),
+                     peak(mem::Account::kOptim),
+                     peak(mem::Account::kBuffers),
+                     device.total_peak + host.total_peak,
+                     state_->tiers.disk ? state_->tiers.disk->reserved() : 0,
+                     device.total_peak,
+                     host.total_peak};
+  if (state_->tiers.disk) {
+    report.disk_read = state_->tiers.disk->bytes_read();
+    report.disk_written = state_->tiers.disk->bytes_written();
+  }
+  activations::Activations& activations = state_->executor->activations();
+  report.measured.act = activations.peak_bytes();
+  report.measured.exchanges = state_->executor->exchanges();
+  report.measured.disk += activations.disk_bytes();
+  return report;
+}
+
+std::string Report::explain() const {
+  std::string out = concat("config ", state_->config.json(), "\n", state_->choice, "mesh ",
+                           state_->executor->mesh().text(), "\nranks exchange through ",
+                           state_->group->transport(), "\ntable\n",
+                           state_->executor->table().text(), "\nunits\n");
+  for (size_t unit = 0; unit < state_->model.units.size(); ++unit) {
+    out += concat("u", unit, " ", state_->unit_names[unit]);
+    for (const FlatDesc& flat : state_->model.units[unit].flats) {
+      out += concat(" ", flat.numel, " ", dtype_name(flat.dtype), flat.trainable ? "" : " frozen");
+    }
+    out += "\n";
+  }
+  out += concat("units read outside their module: ", state_->order->spanning().size(),
+                "\nevents off plan so far: ", state_->driver->off_plan_events(), "\n");
+  for (const Section section : kSections) {
+    out += concat("plan ", section_name(section), "\n", state_->driver->plan(section).text());
+  }
+  return out;
+}
+
+}  // namespace penstock

@@ -1,0 +1,393 @@
+#include "src/exec/gathered_values.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "src/base/text.h"
+#include "src/device/host_kernels.h"
+#include "src/device/kernels.h"
+
+namespace penstock::exec {
+
+namespace {
+
+at::Tensor zeros32(int64_t numel) { return at::zeros({numel}, at::TensorOptions(at::kFloat)); }
+char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
+
+}  // namespace
+
+// Its values in host memory: a view of it, or a copy of what a device has.
+at::Tensor Values::on_host(const Buffer& buffer) const {
+  if (rank_.on_accelerator())
+    rank_.tiers.computes.synchronize();  // what was on its way to the host
+  return device::brought(buffer.data(), buffer.dtype, buffer.numel, nullptr);
+}
+
+// `own` is this rank's part, in the placement's dtype; it is not changed.
+at::Tensor Values::whole(Placement place, const void* own, const Flat& flat,
+                         const std::string& label) {
+  at::Tensor full = zeros32(flat.numel);
+  gather(place, static_cast<const char*>(own), flat, label, bytes_of(full));
+  return full;
+}
+
+void Values::gather(const Placement& from, const char* own, const Flat& flat,
+                    const std::string& label, char* full) {
+  Placement place = from, wanted = rank_.whole();
+  place.tier = Tier::kDevice;
+  wanted.dtype = Dtype::kFp32;
+  Walk walk = rank_.walk_on_host(place, hops(place, wanted));
+  walk.add({const_cast<char*>(own), full, place.dtype, Dtype::kFp32, flat.numel});
+  walk.run(rank_.channels.stage(), label);
+}
+
+// This rank's part from memory or disk, whatever its dtype.
+at::Tensor Values::read(Buffer& own, Placement place, mem::Account account, const Flat& flat,
+                        const std::string& label) {
+  rank_.traffic.fetch(own, account);
+  rank_.traffic.wait_read(own);
+  place.dtype = own.dtype;
+  at::Tensor full = whole(place, on_host(own).const_data_ptr(), flat, label);
+  rank_.traffic.let_go(own);
+  return full;
+}
+
+// In fp32, with chunks put together.
+void Values::own_masters(Flat& flat, char* to) {
+  for (ChunkState& chunk : flat.chunks) {
+    device::copy(to + chunk.begin * 4, updates_.fetch_master(flat, chunk),
+                 rank_.numel_updated(flat, chunk) * 4);
+    rank_.traffic.let_go(chunk.optim.back().buffers.front());
+  }
+  if (rank_.on_accelerator()) rank_.tiers.computes.synchronize();
+}
+
+Dtype Values::parameters(int unit, int index, char* room, bool everywhere) {
+  updates_.finish();
+  Flat& flat = rank_.units[unit].flats[index];
+  const std::string label = concat("read u", unit, ".", index, " param");
+  // What is in one chunk may be elsewhere than where it is updated.
+  const bool one = flat.trainable && flat.chunks.size() == 1 && rank_.table.has_master(flat.dtype);
+  Buffer* kept = one ? &flat.chunks.front().optim.back().buffers.front() : nullptr;
+  Placement place = one ? rank_.cell(Role::kOptim, Phase::kRest) : rank_.table.master();
+  if (!flat.trainable) {
+    kept = &flat.rest().one();
+    place = flat.rest().place;
+  }
+  place.dtype = kept == nullptr ? Dtype::kFp32 : kept->dtype;
+  if (kept != nullptr) {
+    rank_.traffic.fetch(*kept, one ? mem::Account::kOptim : mem::Account::kParam);
+    rank_.traffic.wait_read(*kept);
+  }
+  const at::Tensor part = kept == nullptr ? at::Tensor() : on_host(*kept);
+  char* const values = kept == nullptr ? nullptr : bytes_of(part);
+  const int64_t part_bytes = rank_.numel_of(place, flat) * dtype_bytes(place.dtype);
+  const bool arrives = everywhere || rank_.groups.data().index == 0;
+  char* own =
+      arrives ? room + shard_index(place, rank_.mesh, rank_.group.rank()) * part_bytes : room;
+  if (kept == nullptr) own_masters(flat, own);
+  if (everywhere) {
+    gather(place, kept == nullptr ? own : values, flat, label, room);
+  } else {
+    if (kept != nullptr && arrives) std::memcpy(own, values, part_bytes);
+    rank_.channels.stage().collect(label, owners(place, rank_.mesh, rank_.group.rank()),
+                                   kept == nullptr || arrives ? own : values, part_bytes);
+  }
+  if (kept != nullptr) rank_.traffic.let_go(*kept);
+  const Dtype made = everywhere ? Dtype::kFp32 : place.dtype;
+  if (arrives && rank_.users_write(flat)) {
+    const Buffer& rest = flat.rest().one();
+    device::take_edits(room, made, bytes_of(on_host(rest)), rest.dtype, flat.numel);
+  }
+  return made;
+}
+
+at::Tensor Values::resting(int unit, int index) {
+  Flat& flat = rank_.units[unit].flats[index];
+  const std::string label = concat("last u", unit, ".", index, " param");
+  return read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
+}
+
+// Of a sum that backwards may still add to, what was written counts.
+at::Tensor Values::open_sum(const Flat& flat, const Copy* sum, const std::string& label) {
+  const at::Tensor own = zeros32(flat.numel);
+  for (const Slot& slot : flat.slots) {
+    if (sum == nullptr || !slot.written) continue;
+    device::take(bytes_of(own) + slot.offset * 4, Dtype::kFp32, sum->one().at(slot.offset),
+                 sum->one().dtype, slot.numel, false);
+  }
+  if (rank_.on_accelerator()) rank_.tiers.computes.synchronize();
+  Placement place = rank_.table.grad_after_backward();
+  place.dtype = Dtype::kFp32;
+  return whole(place, own.data_ptr(), flat, label);
+}
+
+at::Tensor Values::gradient(int unit, int index) {
+  updates_.finish();
+  gradients_.finish();
+  Flat& flat = rank_.units[unit].flats[index];
+  const std::string label = concat("read u", unit, ".", index, " grad");
+  const Placement& made = rank_.table.grad_after_backward();
+  at::Tensor full = zeros32(flat.numel);
+  for (Copy& copy : flat.grads) {
+    if (!copy.valid || copy.place == made) continue;
+    full.add_(read(copy.one(), copy.place, mem::Account::kGrad, flat, label));
+  }
+  const bool partial = flat.tensor == TensorCut::kPartial;
+  if (partial && !rank_.grads_on_disk) {
+    add_up(rank_.channels.stage(), rank_.groups.tensor(), bytes_of(full), Dtype::kFp32, flat.numel,
+           label);
+  }
+  // Where gradients rest as sums of this rank's, every rank must take part, whoever has some.
+  const Copy* open = find(flat.grads, made);
+  if (rank_.table.holds_grad_in_place() || open != nullptr) {
+    const at::Tensor sum = open_sum(flat, open, label);
+    if (partial)
+      add_up(rank_.channels.stage(), rank_.groups.tensor(), bytes_of(sum), Dtype::kFp32, flat.numel,
+             label);
+    full.add_(sum);
+  }
+  // Of tied weights each stage has an addend.
+  if (flat.owners.size() > 1) {
+    add_up(rank_.channels.across(flat), rank_.owners_across(flat), bytes_of(full), Dtype::kFp32,
+           flat.numel, label);
+  }
+  return full;
+}
+
+// ---- over the tensor axis
+
+namespace {
+
+// Every rank sends as much as the one with the most. This rank's part is at `index`.
+at::Tensor room_for_parts(const Slot& slot, int count, int index, const at::Tensor& part) {
+  const auto options = part.defined() ? part.options() : at::TensorOptions(at::kFloat);
+  at::Tensor parts = at::zeros({count, slot.room}, options);
+  if (part.defined()) parts.select(0, index).narrow(0, 0, slot.numel).copy_(part.reshape({-1}));
+  return parts;
+}
+
+at::Tensor put_together(const Slot& slot, const at::Tensor& parts, const Members& ranks) {
+  at::Tensor whole = at::empty(slot.whole, parts.options());
+  const int64_t dim = slot.cut.dim;
+  for (int other = 0; other < ranks.size(); ++other) {
+    std::vector<int64_t> sizes = slot.whole;
+    sizes.at(dim) = slot.cut.size(other, ranks.size());
+    const at::Tensor theirs =
+        parts.select(0, other).narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
+    int64_t at = 0;
+    for (const auto& [first, end] : slot.cut.ranges(other, ranks.size())) {
+      whole.narrow(dim, first, end - first).copy_(theirs.narrow(dim, at, end - first));
+      at += end - first;
+    }
+  }
+  return whole;
+}
+
+}  // namespace
+
+at::Tensor Values::whole_of(const Slot& slot, const at::Tensor& part) {
+  if (slot.cut.kind != TensorCut::kCut) return part;
+  const Members& ranks = rank_.groups.tensor();
+  const at::Tensor parts = room_for_parts(slot, ranks.size(), ranks.index, part);
+  rank_.channels.stage().all_gather(
+      concat("whole ", slot.name), ranks,
+      {{parts.data_ptr(), slot.room * static_cast<int64_t>(part.element_size())}});
+  return put_together(slot, parts, ranks);
+}
+
+at::Tensor Values::across_stages(const Flat& flat, const at::Tensor& own,
+                                 const std::string& label) {
+  const Members& stages = rank_.groups.pipeline();
+  if (static_cast<int>(flat.owners.size()) == stages.size() || flat.owners.empty()) return own;
+  const bool first = rank_.is_first_owner(flat);
+  const at::Tensor values = first ? own.to(at::kFloat).contiguous() : zeros32(flat.numel);
+  // From the first of these.
+  Members ranks{{stages.ranks.at(static_cast<size_t>(flat.owners.front()))}, 0};
+  for (int stage = 0; stage < stages.size(); ++stage) {
+    if (stage == flat.owners.front()) continue;
+    if (stage == stages.index) ranks.index = ranks.size();
+    ranks.ranks.push_back(stages.ranks[static_cast<size_t>(stage)]);
+  }
+  rank_.channels.pipeline().broadcast(label, ranks, values.data_ptr(), flat.numel * 4);
+  return own.defined() ? own : values;
+}
+
+at::Tensor Values::whole_on_first(const Slot& slot, const at::Tensor& part) {
+  Members ranks = rank_.groups.tensor();
+  const bool first = rank_.groups.data().index == 0 && ranks.index == 0;
+  if (slot.cut.kind != TensorCut::kCut) return first ? part : at::Tensor();
+  if (rank_.groups.data().index > 0) ranks.index = -1;
+  const at::Tensor parts = room_for_parts(slot, first ? ranks.size() : 1, 0, part);
+  rank_.channels.stage().collect(concat("whole ", slot.name), ranks, parts.data_ptr(),
+                                 slot.room * static_cast<int64_t>(parts.element_size()));
+  return first ? put_together(slot, parts, ranks) : at::Tensor();
+}
+
+at::Tensor Values::part_of(const Slot& slot, const at::Tensor& whole) const {
+  if (slot.cut.kind != TensorCut::kCut) return whole;
+  const Members& ranks = rank_.groups.tensor();
+  std::vector<at::Tensor> parts;
+  for (const auto& [first, end] : slot.cut.ranges(ranks.index, ranks.size())) {
+    parts.push_back(whole.narrow(slot.cut.dim, first, end - first));
+  }
+  return at::cat(parts, slot.cut.dim).contiguous();
+}
+
+void Values::show(Flat& flat) {
+  if (flat.rest().place == rank_.whole()) {
+    flat.attach(flat.rest().one().data());
+  } else {
+    flat.detach();
+  }
+}
+
+// From fp32 values under another placement.
+void Values::set_rest(Flat& flat, const Placement& at, char* values, const std::string& label) {
+  Placement from = at;
+  from.dtype = Dtype::kFp32;
+  Buffer& rest = flat.rest().one();
+  rank_.traffic.make_room(rest, mem::Account::kParam);
+  from.tier = rank_.whole().tier;
+  Walk walk = rank_.walk_on_host(from, hops(from, flat.rest().place));
+  const device::Device* owner = rest.data().device;
+  const at::Tensor made =
+      at::empty({owner == nullptr ? 0 : rest.numel}, device::scalar_type(rest.dtype));
+  const device::Address to = owner == nullptr ? rest.data() : device::Address(made.data_ptr());
+  walk.add({values, to, Dtype::kFp32, rest.dtype, flat.numel});
+  walk.run(rank_.channels.stage(), label);
+  if (owner != nullptr) device::copy(rest.data(), to, rest.bytes());
+  show(flat);
+  rank_.traffic.put_back(rest);
+}
+
+void Values::restore(int unit, Flat& flat, const Placement& place, char* masters) {
+  for (ChunkState& chunk : flat.chunks) {
+    Buffer& master = chunk.optim.front().buffers.front();
+    if (!master.exists()) continue;
+    rank_.traffic.settle();  // one of them in memory, beside the masters
+    rank_.traffic.make_room(master, mem::Account::kOptim);
+    device::copy(master.data(), masters + chunk.begin * 4, master.bytes());
+    rank_.traffic.put_back(master);
+  }
+  set_rest(flat, place, masters, concat("restore u", unit));
+}
+
+void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
+  set_rest(flat, rank_.whole(), bytes_of(full), label);
+  for (ChunkState& chunk : flat.chunks) {
+    std::vector<Buffer>& buffers = chunk.optim.front().buffers;
+    const Placement& place = chunk.optim.front().place;
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      if (!buffers[i].exists()) continue;
+      rank_.traffic.settle();  // one of them in memory, beside the full values
+      rank_.traffic.make_room(buffers[i], mem::Account::kOptim);
+      const int64_t first = rank_.begin_of(place, flat) + chunk.begin;
+      if (i == 0) {
+        device::copy(buffers[i].data(), bytes_of(full) + first * 4, buffers[i].bytes());
+      } else {
+        device::zero(buffers[i].data(), buffers[i].bytes());
+      }
+      rank_.traffic.put_back(buffers[i]);
+    }
+  }
+  rank_.traffic.settle();
+}
+
+void Values::refresh(int index) {
+  updates_.finish();
+  for (Flat& flat : rank_.units[index].flats) {
+    Buffer& whole = find(flat.params, rank_.whole())->one();
+    const at::Tensor values = on_host(whole);
+    rank_.channels.stage().broadcast(concat("refresh u", index), rank_.owners_of(flat),
+                                     bytes_of(values), whole.bytes());
+    if (whole.data().device != nullptr) device::copy(whole.data(), bytes_of(values), whole.bytes());
+    write(flat, 0, flat.numel, whole.data());
+    for (Slot& slot : flat.slots) slot.version = slot.param._version();
+  }
+}
+
+void Values::write(Flat& flat, int64_t first, int64_t numel, device::Address values) {
+  const int64_t size = flat.element_bytes();
+  const auto into = [&](Buffer& buffer, int64_t begin, mem::Account account) {
+    const int64_t from = std::max(first, begin);
+    const int64_t to = std::min(first + numel, begin + buffer.numel);
+    if (from >= to) return;
+    rank_.traffic.fetch(buffer, account);
+    rank_.traffic.wait_read(buffer);
+    rank_.traffic.changes(buffer);
+    const device::Device* owner = buffer.data().device;
+    const at::Tensor seen =
+        device::brought(values + (from - first) * size, flat.dtype, to - from, owner);
+    device::take_edits(buffer.at(from - begin), buffer.dtype, device::address_of(seen, owner),
+                       flat.dtype, to - from);
+    rank_.traffic.put_back(buffer);
+    rank_.traffic.settle();
+  };
+  const Placement& rest = flat.rest().place;
+  if (rank_.whole() != rest) {
+    into(flat.rest().one(), rank_.begin_of(rest, flat), mem::Account::kParam);
+  }
+  for (ChunkState& chunk : flat.chunks) {
+    Buffer& master = chunk.optim.front().buffers.front();
+    const int64_t begin = rank_.begin_of(chunk.optim.front().place, flat) + chunk.begin;
+    if (master.exists()) into(master, begin, mem::Account::kOptim);
+  }
+}
+
+void Values::doubt(const Flat& flat, Buffer& own, device::Address seen) {
+  const device::Device* owner = seen.device;
+  const at::Tensor kept = device::brought(own.data(), own.dtype, own.numel, owner);
+  rank_.traffic.let_go(own);
+  const at::Tensor edits = device::edits_on_device(device::address_of(kept, owner), own.dtype, seen,
+                                                   flat.dtype, own.numel);
+  for (Doubt& known : rank_.doubts) {
+    if (known.flat != &flat) continue;
+    known.edits = known.edits.add(edits);
+    return;
+  }
+  rank_.doubts.push_back({&flat, edits});
+}
+
+std::string Values::resolve_doubts() {
+  std::vector<at::Tensor> counts;
+  for (const Doubt& one : rank_.doubts) counts.push_back(one.edits);
+  const std::vector<Doubt> doubts = std::exchange(rank_.doubts, {});
+  const std::vector<double> edits = device::read(counts);
+  for (size_t i = 0; i < edits.size(); ++i) {
+    if (edits[i] != 0.0) return doubts[i].flat->slots.front().name;
+  }
+  return "";
+}
+
+std::string Values::edited(int index) {
+  for (Flat& flat : rank_.units[index].flats) {
+    const Placement& rest = flat.rest().place;
+    if (rank_.whole() == rest) continue;
+    const Buffer& whole = find(flat.params, rank_.whole())->one();
+    const int64_t begin = rank_.begin_of(rest, flat);
+    Buffer& own = flat.rest().one();
+    rank_.traffic.fetch(own, mem::Account::kParam);
+    rank_.traffic.wait_read(own);
+    if (whole.data().device != nullptr) {
+      doubt(flat, own, whole.at(begin));
+      continue;
+    }
+    const int64_t at = device::host::first_edit(own.data().host(), own.dtype,
+                                                whole.at(begin).host(), whole.dtype, own.numel);
+    rank_.traffic.let_go(own);
+    for (const Slot& slot : flat.slots) {
+      if (at >= 0 && begin + at < slot.offset + slot.numel) return slot.name;
+    }
+  }
+  return "";
+}
+
+}  // namespace penstock::exec

@@ -1,0 +1,328 @@
+#include "src/parallel/tensor_operators.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/WrapDimMinimal.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "penstock/cut.h"
+#include "penstock/error.h"
+
+namespace penstock::parallel {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// In a forward: what peers give is memory of its own, mostly in another shape. Made below autograd
+// it is no view, which a model could not change in place (`output += residual`).
+using NoViews = at::AutoDispatchBelowADInplaceOrView;
+
+enum class Way : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut, kAllToAll, kScale };
+
+// `size`: of what is gathered. `other_dim`: of an all-to-all, along which it is joined.
+at::Tensor go(Way way, const at::Tensor& values, int64_t dim, int64_t size, int64_t other_dim,
+              const Ranks& peers) {
+  switch (way) {
+    case Way::kNothing:
+      break;
+    case Way::kSum:
+      return peers->sum(values, peers.label);
+    case Way::kSumAndCut:
+      return peers->sum_and_cut(values, dim, peers.label);
+    case Way::kGather:
+      return peers->gather(values, dim, size, peers.label);
+    case Way::kCut:
+      return peers->cut(values, dim);
+    case Way::kAllToAll:
+      return peers->all_to_all(values, dim, other_dim, peers.label);
+    case Way::kScale:
+      return values.mul(peers->size());
+  }
+  throw Bug("[parallel::go] there is nothing to do");
+}
+
+// What an operator needs in backward.
+struct Kept : torch::CustomClassHolder {
+  Ranks peers;
+  Way back = Way::kNothing;
+  int64_t dim = 0, size = -1, other_dim = 0;
+  // Of embedding and cross_entropy.
+  int64_t first = 0, padding_idx = -1, vocabulary = 0;
+  double smoothing = 0;
+
+  void save_in(AutogradContext* context) {
+    context->saved_data["kept"] =
+        c10::IValue::make_capsule(c10::intrusive_ptr<Kept>::reclaim_copy(this));
+  }
+  static Kept& of(AutogradContext* context) {
+    if (at::GradMode::is_enabled()) {
+      throw RuntimeFault(
+          "[parallel::backward] create_graph goes through an operator of several tensor ranks, "
+          "which has no second derivative");
+    }
+    return static_cast<Kept&>(*context->saved_data["kept"].toCapsule());
+  }
+};
+
+c10::intrusive_ptr<Kept> kept_of(const Ranks& peers) {
+  auto kept = c10::make_intrusive<Kept>();
+  kept->peers = peers;
+  return kept;
+}
+
+struct WayFunction : torch::autograd::Function<WayFunction> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& values, Way way,
+                            const c10::intrusive_ptr<Kept>& kept) {
+    kept->save_in(context);
+    // Without an exchange the value itself goes on; a view, so that it can have another gradient.
+    if (way == Way::kNothing) return values.view_as(values);
+    const NoViews guard;
+    return go(way, values, kept->dim, kept->size, kept->other_dim, kept->peers);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const Kept& kept = Kept::of(context);
+    if (kept.back == Way::kNothing) return {gradients[0], at::Tensor(), at::Tensor()};
+    return {go(kept.back, gradients[0], kept.back == Way::kAllToAll ? kept.other_dim : kept.dim,
+               kept.size, kept.dim, kept.peers),
+            at::Tensor(), at::Tensor()};
+  }
+};
+
+// `size`: along `dim` of what is gathered; < 0: as many parts as ranks.
+at::Tensor way(const at::Tensor& values, Way there, Way back, int64_t dim, const Ranks& peers,
+               int64_t size = -1) {
+  const auto kept = kept_of(peers);
+  kept->back = back;
+  kept->size = size;
+  kept->dim = values.dim() == 0 ? 0 : c10::maybe_wrap_dim(dim, values.dim());
+  return WayFunction::apply(values, there, kept);
+}
+
+// ---- embedding
+
+struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& ids,
+                            const at::Tensor& weight, const c10::intrusive_ptr<Kept>& kept) {
+    TORCH_CHECK_INDEX(ids.numel() == 0 || (ids.min().item<int64_t>() >= 0 &&
+                                           ids.max().item<int64_t>() < kept->vocabulary),
+                      "index out of range in self");
+    const at::Tensor own = ids.sub(kept->first);
+    const at::Tensor elsewhere = own.lt(0).logical_or(own.ge(weight.size(0)));
+    context->save_for_backward({own, elsewhere, weight});
+    kept->save_in(context);
+    const NoViews guard;
+    if (weight.size(0) == 0) {
+      std::vector<int64_t> sizes = ids.sizes().vec();
+      sizes.push_back(weight.size(1));
+      return kept->peers->sum(weight.new_zeros(sizes), kept->peers.label);
+    }
+    const at::Tensor found = at::embedding(weight, own.masked_fill(elsewhere, 0));
+    return kept->peers->sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), kept->peers.label);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const Kept& kept = Kept::of(context);
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &own = saved[0], &elsewhere = saved[1], &weight = saved[2];
+    if (weight.size(0) == 0) return {at::Tensor(), at::zeros_like(weight), at::Tensor()};
+    const at::Tensor gradient = gradients[0].masked_fill(elsewhere.unsqueeze(-1), 0);
+    const int64_t padding = kept.padding_idx - kept.first;
+    const bool pads = kept.padding_idx >= 0 && padding >= 0 && padding < weight.size(0);
+    return {at::Tensor(),
+            at::embedding_dense_backward(gradient, own.masked_fill(elsewhere, 0), weight.size(0),
+                                         pads ? padding : -1, false),
+            at::Tensor()};
+  }
+};
+
+// ---- cross entropy
+
+// Of each token: the largest of a rank's logits, the sum of their exponentials (of the difference
+// to that), the target's logit and the sum of logits.
+struct Local {
+  at::Tensor most, exponentials, target, sum;
+};
+
+struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
+                            const at::Tensor& target, const LossOptions& options,
+                            const c10::intrusive_ptr<Kept>& kept) {
+    const at::Tensor z = logits.to(at::kFloat);
+    const at::Tensor counts = target.ne(options.ignore_index);
+    TORCH_CHECK_INDEX(target.numel() == 0 || target.ge(0)
+                                                 .logical_and(target.lt(kept->vocabulary))
+                                                 .logical_or(counts.logical_not())
+                                                 .all()
+                                                 .item<bool>(),
+                      "Target is out of bounds.");
+    const at::Tensor own = target.sub(kept->first);
+    const at::Tensor here = counts.logical_and(own.ge(0)).logical_and(own.lt(z.size(1)));
+    // All ranks' in one exchange, put together in the order of the ranks: the same bits everywhere.
+    const Local local = look(z, own, here);
+    const at::Tensor all = kept->peers->gather(
+        at::stack({local.most, local.exponentials, local.target, local.sum}).unsqueeze(0), 0, -1,
+        kept->peers.label);
+    const at::Tensor most = std::get<0>(all.select(1, 0).max(0));
+    const at::Tensor scales = all.select(1, 0).sub(most).exp();
+    const at::Tensor log_sum = all.select(1, 1).mul(scales).sum(0).log().add(most);
+    const double smoothing = options.label_smoothing;
+    at::Tensor losses = log_sum.sub(all.select(1, 2).sum(0), 1.0 - smoothing);
+    if (smoothing > 0) {
+      losses =
+          losses.sub(all.select(1, 3).sum(0), smoothing / static_cast<double>(kept->vocabulary));
+    }
+    losses = losses.masked_fill(counts.logical_not(), 0);
+    const at::Tensor divisor =
+        options.mean ? counts.sum().to(at::kFloat) : at::ones({}, losses.options());
+    kept->smoothing = smoothing;
+    kept->save_in(context);
+    context->save_for_backward({z, log_sum, own, here, counts, divisor});
+    context->saved_data["dtype"] = static_cast<int64_t>(logits.scalar_type());
+    return losses.sum().div(divisor);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const Kept& kept = Kept::of(context);
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &z = saved[0], &log_sum = saved[1], &own = saved[2], &here = saved[3];
+    const at::Tensor &counts = saved[4], &divisor = saved[5];
+    at::Tensor gradient = z.sub(log_sum.unsqueeze(1)).exp_();
+    if (kept.smoothing > 0) {
+      gradient.sub_(kept.smoothing / static_cast<double>(kept.vocabulary));
+    }
+    if (z.size(1) > 0) {
+      const at::Tensor index = own.masked_fill(here.logical_not(), 0).unsqueeze(1);
+      gradient.scatter_add_(1, index, here.to(at::kFloat).mul(kept.smoothing - 1).unsqueeze(1));
+    }
+    gradient.mul_(gradients[0].to(at::kFloat).div(divisor));
+    gradient.masked_fill_(counts.logical_not().unsqueeze(1), 0);
+    const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
+    return {gradient.to(dtype), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+
+  static Local look(const at::Tensor& z, const at::Tensor& own, const at::Tensor& here) {
+    constexpr float kLeast = -std::numeric_limits<float>::infinity();
+    const at::Tensor none = z.new_zeros({z.size(0)});
+    if (z.size(1) == 0) return {none.add(kLeast), none, none, none};
+    const at::Tensor most = std::get<0>(z.max(1));
+    // Where all of them are masked, nothing is added.
+    const at::Tensor from = most.masked_fill(most.eq(kLeast), 0).unsqueeze(1);
+    const at::Tensor index = own.masked_fill(here.logical_not(), 0).unsqueeze(1);
+    const at::Tensor found = z.gather(1, index).squeeze(1);
+    return {most, z.sub(from).exp_().sum(1), at::where(here, found, none), z.sum(1)};
+  }
+};
+
+}  // namespace
+
+at::Tensor replicate(const at::Tensor& whole, const Ranks& peers) {
+  return way(whole, Way::kNothing, Way::kSum, 0, peers);
+}
+at::Tensor Replicated::of(const at::Tensor& whole, const Ranks& peers) {
+  if (!at::GradMode::is_enabled() || !whole.requires_grad()) return whole;
+  const bool known =
+      input_.lock().get() == whole.unsafeGetTensorImpl() && version_ == whole._version();
+  if (known) {
+    if (auto output = output_.lock()) return at::Tensor(std::move(output));
+  }
+  at::Tensor made = replicate(whole, peers);
+  input_ = Weak(whole.getIntrusivePtr());
+  output_ = Weak(made.getIntrusivePtr());
+  version_ = whole._version();
+  return made;
+}
+
+at::Tensor sum(const at::Tensor& partial, const Ranks& peers) {
+  return way(partial, Way::kSum, Way::kNothing, 0, peers);
+}
+at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim, const Ranks& peers) {
+  return way(partial, Way::kSumAndCut, Way::kGather, dim, peers);
+}
+at::Tensor gather(const at::Tensor& part, int64_t dim, const Ranks& peers) {
+  return way(part, Way::kGather, Way::kSumAndCut, dim, peers);
+}
+at::Tensor gather_whole(const at::Tensor& part, int64_t dim, int64_t size, const Ranks& peers) {
+  return way(part, Way::kGather, Way::kCut, dim, peers, size);
+}
+at::Tensor cut(const at::Tensor& whole, int64_t dim, const Ranks& peers) {
+  return way(whole, Way::kCut, Way::kGather, dim, peers);
+}
+
+at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim,
+                      const Ranks& peers) {
+  const auto kept = kept_of(peers);
+  kept->back = Way::kAllToAll;
+  kept->dim = c10::maybe_wrap_dim(cut_dim, part.dim());
+  kept->other_dim = c10::maybe_wrap_dim(join_dim, part.dim());
+  return WayFunction::apply(part, Way::kAllToAll, kept);
+}
+
+at::Tensor sum_losses(const at::Tensor& addend, const Ranks& peers) {
+  return way(addend, Way::kSum, Way::kScale, 0, peers);
+}
+
+at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& bias, const Ranks& peers) {
+  return at::linear(replicate(input, peers), weight, bias);
+}
+
+namespace {
+
+at::Tensor with_bias(const at::Tensor& output, const std::optional<at::Tensor>& bias) {
+  return bias ? output.add(bias->to(output.scalar_type())) : output;
+}
+
+}  // namespace
+
+at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
+                      const std::optional<at::Tensor>& bias, const Ranks& peers) {
+  return with_bias(sum(at::linear(input, weight), peers), bias);
+}
+
+at::Tensor row_linear_tokens(const at::Tensor& input, const at::Tensor& weight,
+                             const std::optional<at::Tensor>& bias, const Ranks& peers) {
+  return with_bias(sum_and_cut(at::linear(input, weight), kTokens, peers), bias);
+}
+
+at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocabulary,
+                     int64_t padding_idx, const Ranks& peers) {
+  const auto [first, end] = share(vocabulary, peers->rank(), peers->size());
+  TORCH_CHECK(weight.dim() == 2 && weight.size(0) == end - first, "[parallel::embedding] rank ",
+              peers->rank(), " of ", peers->size(), " has ", end - first, " of ", vocabulary,
+              " rows, the weight ", weight.size(0));
+  const auto kept = kept_of(peers);
+  kept->first = first;
+  kept->padding_idx = padding_idx;
+  kept->vocabulary = vocabulary;
+  return EmbeddingFunction::apply(ids, weight, kept);
+}
+
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, int64_t vocabulary,
+                         const LossOptions& options, const Ranks& peers) {
+  const auto [first, end] = share(vocabulary, peers->rank(), peers->size());
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) == end - first && target.dim() == 1 &&
+                  target.size(0) == logits.size(0),
+              "[parallel::cross_entropy] expected logits [tokens, ", end - first,
+              "] and target [tokens], got ", logits.sizes(), " and ", target.sizes());
+  TORCH_CHECK(options.label_smoothing >= 0 && options.label_smoothing <= 1,
+              "[parallel::cross_entropy] label_smoothing is ", options.label_smoothing,
+              ", which is not between 0 and 1");
+  const auto kept = kept_of(peers);
+  kept->first = first;
+  kept->vocabulary = vocabulary;
+  return CrossEntropyFunction::apply(logits, target, options, kept);
+}
+
+}  // namespace penstock::parallel

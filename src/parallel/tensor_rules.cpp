@@ -1,0 +1,309 @@
+#include "src/parallel/tensor_rules.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <charconv>
+#include <map>
+#include <numeric>
+#include <optional>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock::parallel {
+
+namespace {
+
+struct StyleRow {
+  const char* name;
+  Style style;
+  bool takes_sizes;
+};
+constexpr StyleRow kStyles[] = {
+    {"column", Style::kColumn, true},
+    {"column_gather", Style::kColumnGather, true},
+    {"row", Style::kRow, true},
+    {"row_cut", Style::kRowCut, true},
+    {"row_tokens", Style::kRowTokens, true},
+    {"vocab", Style::kVocab, false},
+    {"shared", Style::kShared, true},
+    {"partial", Style::kPartial, false},
+    {"whole", Style::kWhole, false},
+};
+constexpr const char* kOfFront[] = {"divide", "tokens", "gather_tokens"};
+
+bool is_of_front(const std::string& name) {
+  return std::find(std::begin(kOfFront), std::end(kOfFront), name) != std::end(kOfFront);
+}
+
+bool is_row(Style style) {
+  return style == Style::kRow || style == Style::kRowCut || style == Style::kRowTokens;
+}
+
+struct Rule {
+  std::string pattern, text;
+  const StyleRow* row = nullptr;
+  std::vector<int64_t> sizes;  // after the colon
+  bool used = false;
+
+  [[noreturn]] void fail(const std::string& what) const {
+    throw ConfigError(
+        concat("[parallel::apply] \"parallel.rules.", pattern, "\" is \"", text, "\": ", what));
+  }
+};
+
+Rule parse(const std::string& pattern, const std::string& text) {
+  Rule rule{pattern, text, nullptr, {}, false};
+  const size_t colon = text.find(':');
+  const std::string name = text.substr(0, colon);
+  std::vector<std::string> names(std::begin(kOfFront), std::end(kOfFront));
+  for (const StyleRow& row : kStyles) {
+    names.emplace_back(row.name);
+    if (name == row.name) rule.row = &row;
+  }
+  if (rule.row == nullptr) {
+    const std::string near = nearest(name, names);
+    rule.fail(concat("no such style; allowed: ", join(names, ", "),
+                     near.empty() ? "" : concat("; did you mean \"", near, "\"?")));
+  }
+  if (colon == std::string::npos) return rule;
+  const char* at = text.data() + colon + 1;
+  const char* const end = text.data() + text.size();
+  while (rule.row->takes_sizes) {
+    int64_t size = 0;
+    const auto [next, error] = std::from_chars(at, end, size);
+    if (error != std::errc() || size < 1) break;
+    rule.sizes.push_back(size);
+    if (next == end) return rule;
+    if (*next != ',') break;
+    at = next + 1;
+  }
+  rule.fail(rule.row->takes_sizes ? "after the colon: whole numbers, with commas between"
+                                  : concat("\"", name, "\" takes no numbers"));
+}
+
+// A module's weight as a matrix.
+struct Matrix {
+  int weight = -1, bias = -1;  // in the tree; -1: none
+  bool embedding = false, transposed = false;
+  int64_t out_dim() const { return transposed ? 1 : 0; }
+};
+
+std::string last_name(const std::string& name) { return name.substr(name.rfind('.') + 1); }
+
+std::optional<Matrix> matrix_of(const ModelTree& tree, const ModuleInfo& module) {
+  Matrix matrix;
+  for (const int index : module.params) {
+    const ParamInfo& param = tree.params[index];
+    // One that is shared has the name that it was found by first.
+    if (param.param.dim() == 2) matrix.weight = index;
+    if (param.param.dim() == 1 && last_name(param.name) == "bias") matrix.bias = index;
+  }
+  if (matrix.weight < 0) return std::nullopt;
+  matrix.embedding = module.type.find("Embedding") != std::string::npos;
+  matrix.transposed = module.type == "Conv1D";
+  const auto num_found = static_cast<size_t>(matrix.bias >= 0 ? 2 : 1);
+  if (module.params.size() != num_found) return std::nullopt;
+  return matrix;
+}
+
+class Cutter {
+ public:
+  Cutter(int count, ModelTree* tree) : count_(count), tree_(*tree) {}
+
+  // Of one module. Its first rule is `rule`.
+  Ruled cut(int index, const Rule& rule) {
+    const ModuleInfo& module = tree_.modules[index];
+    const Style style = rule.row->style;
+    Ruled ruled{index, style, false, 0, 0};
+    if (style == Style::kWhole || style == Style::kPartial) {
+      const bool partial = style == Style::kPartial;
+      for (const int param : module.params) {
+        give(param, {partial ? TensorCut::kPartial : TensorCut::kWhole, 0, {}}, rule);
+      }
+      return ruled;
+    }
+    const std::optional<Matrix> matrix = matrix_of(tree_, module);
+    if (!matrix) {
+      rule.fail(concat("module \"", module.name, "\" is a ", module.type,
+                       ", which has no weight of two dimensions alone, or with a bias; linears "
+                       "and embeddings have. Their names: ",
+                       names_of_matrices(tree_)));
+    }
+    const at::Tensor& weight = tree_.params[matrix->weight].param;
+    ruled.transposed = matrix->transposed;
+    const bool takes_out = !is_row(style);
+    const int64_t out_dim = matrix->embedding ? 1 : matrix->out_dim();
+    ruled.size = weight.size(out_dim);
+    if (matrix->embedding) return cut_embedding(*matrix, rule, ruled);
+    if (style == Style::kShared) {
+      if (rule.sizes.size() != 1 || rule.sizes.front() % count_ != 0) {
+        return share_heads(*matrix, rule, ruled);
+      }
+      ruled.style = Style::kColumn;  // as many heads as ranks, or more
+    }
+    const int64_t dim = takes_out ? out_dim : 1 - out_dim;
+    const Cut cut{TensorCut::kCut, dim, parts(weight.size(dim), module, rule)};
+    give(matrix->weight, cut, rule);
+    if (matrix->bias < 0) return ruled;
+    if (takes_out) {
+      give(matrix->bias, {TensorCut::kCut, 0, cut.parts}, rule);
+    } else {
+      const bool addends = style == Style::kRowTokens;
+      give(matrix->bias, {addends ? TensorCut::kPartial : TensorCut::kWhole, 0, {}}, rule);
+    }
+    return ruled;
+  }
+
+  // A module that no rule cuts would compute with a part as if it were all.
+  void check_shared(const std::vector<Ruled>& ruled) const {
+    for (size_t index = 0; index < tree_.modules.size(); ++index) {
+      const bool known = std::any_of(ruled.begin(), ruled.end(), [&](const Ruled& one) {
+        return one.module == static_cast<int>(index) && one.style != Style::kWhole;
+      });
+      if (known) continue;
+      for (const int param : tree_.modules[index].params) {
+        if (tree_.params[param].cut.kind != TensorCut::kCut) continue;
+        given_.at(param)->fail(concat("it cuts parameter \"", tree_.params[param].name,
+                                      "\", which module \"", tree_.modules[index].name,
+                                      "\" has, too: give that module a rule"));
+      }
+    }
+  }
+
+  bool knows(int param) const { return given_.count(param) > 0; }
+
+  void give(int index, const Cut& cut, const Rule& rule) {
+    const ParamInfo& param = tree_.params[index];
+    const auto [at, added] = given_.emplace(index, &rule);
+    if (!added && tree_.params[index].cut != cut) {
+      rule.fail(concat("parameter \"", param.name, "\" is shared, and \"parallel.rules.",
+                       at->second->pattern, "\" (\"", at->second->text,
+                       "\") cuts it in another way"));
+    }
+    tree_.params[index].cut = cut;
+  }
+
+ private:
+  // A table of heads' numbers (T5's position bias) gives each rank its heads' columns.
+  Ruled cut_embedding(const Matrix& matrix, const Rule& rule, Ruled ruled) {
+    const ModuleInfo& module = tree_.modules[ruled.module];
+    const at::Tensor& weight = tree_.params[matrix.weight].param;
+    if (ruled.style == Style::kVocab) {
+      ruled.size = weight.size(0);
+      give(matrix.weight, {TensorCut::kCut, 0, {weight.size(0)}}, rule);
+    } else if (ruled.style == Style::kColumn || ruled.style == Style::kColumnGather) {
+      give(matrix.weight, {TensorCut::kCut, 1, parts(weight.size(1), module, rule)}, rule);
+    } else {
+      rule.fail(concat("\"", module.name,
+                       "\" is an embedding: \"vocab\", \"column\" or "
+                       "\"column_gather\""));
+    }
+    return ruled;
+  }
+
+  Ruled share_heads(const Matrix& matrix, const Rule& rule, Ruled ruled) {
+    if (rule.sizes.size() != 1 || count_ % rule.sizes.front() != 0 ||
+        ruled.size % rule.sizes.front() != 0) {
+      rule.fail(concat("\"shared:heads\" needs a number of heads that divides the ", count_,
+                       " tensor ranks and the ", ruled.size, " rows of \"",
+                       tree_.modules[ruled.module].name, "\""));
+    }
+    ruled.heads = rule.sizes.front();
+    for (const int param : {matrix.weight, matrix.bias}) {
+      if (param >= 0) give(param, {TensorCut::kPartial, 0, {}}, rule);
+    }
+    return ruled;
+  }
+
+  std::vector<int64_t> parts(int64_t size, const ModuleInfo& module, const Rule& rule) const {
+    std::vector<int64_t> parts = rule.sizes;
+    if (parts.empty() || rule.row->style == Style::kShared) parts = {size};
+    if (rule.sizes.size() == 1 && rule.row->style != Style::kShared) {
+      const int64_t number = rule.sizes.front();
+      if (size % number != 0) {
+        rule.fail(
+            concat("\"", module.name, "\" has ", size, ", which is not ", number, " equal parts"));
+      }
+      parts.assign(static_cast<size_t>(number), size / number);
+    }
+    if (std::accumulate(parts.begin(), parts.end(), int64_t{0}) != size) {
+      rule.fail(concat("\"", module.name, "\" has ", size, ", not the sum of its parts"));
+    }
+    for (const int64_t part : parts) {
+      if (part % count_ == 0 || rule.row->style == Style::kVocab) continue;
+      rule.fail(concat("\"", module.name, "\" has ", part, parts.size() > 1 ? " in a part" : "",
+                       ", which does not divide by ", count_, " tensor ranks (mesh.tensor)"));
+    }
+    return parts;
+  }
+
+  const int count_;
+  ModelTree& tree_;
+  std::map<int, const Rule*> given_;
+};
+
+bool matches(const Rule& rule, const std::string& name) {
+  return fnmatch(rule.pattern.c_str(), name.c_str(), 0) == 0;
+}
+
+}  // namespace
+
+const char* style_name(Style style) {
+  return std::find_if(std::begin(kStyles), std::end(kStyles),
+                      [&](const StyleRow& row) { return row.style == style; })
+      ->name;
+}
+
+std::string names_of_matrices(const ModelTree& tree) {
+  std::vector<std::string> names;
+  for (const ModuleInfo& module : tree.modules) {
+    if (matrix_of(tree, module)) names.push_back(module.name);
+  }
+  constexpr size_t kMany = 20;
+  const bool more = names.size() > kMany;
+  if (more) names.resize(kMany);
+  return concat(names.empty() ? "none" : join(names, ", "), more ? ", ..." : "");
+}
+
+std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
+                         ModelTree* tree) {
+  std::vector<Rule> parsed;
+  for (const auto& [pattern, text] : rules) {
+    if (!is_of_front(text.substr(0, text.find(':')))) parsed.push_back(parse(pattern, text));
+  }
+  Cutter cutter(count, tree);
+  std::vector<Ruled> ruled;
+  for (size_t index = 0; index < tree->modules.size(); ++index) {
+    for (Rule& rule : parsed) {
+      if (!matches(rule, tree->modules[index].name)) continue;
+      rule.used = true;
+      ruled.push_back(cutter.cut(static_cast<int>(index), rule));
+      break;
+    }
+  }
+  for (size_t index = 0; index < tree->params.size(); ++index) {
+    for (Rule& rule : parsed) {
+      if (!matches(rule, tree->params[index].name)) continue;
+      const Style style = rule.row->style;
+      rule.used = true;
+      if (cutter.knows(static_cast<int>(index))) break;  // its module's rule counts
+      if (style != Style::kPartial && style != Style::kWhole) {
+        rule.fail(concat("\"", tree->params[index].name,
+                         "\" is a parameter, which is \"partial\" or \"whole\": name its module"));
+      }
+      const bool partial = style == Style::kPartial;
+      cutter.give(static_cast<int>(index),
+                  {partial ? TensorCut::kPartial : TensorCut::kWhole, 0, {}}, rule);
+      break;
+    }
+  }
+  cutter.check_shared(ruled);
+  for (const Rule& rule : parsed) {
+    if (!rule.used) rule.fail("no module and no parameter has such a name");
+  }
+  return ruled;
+}
+
+}  // namespace penstock::parallel

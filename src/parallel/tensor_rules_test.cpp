@@ -1,0 +1,118 @@
+#include "src/parallel/tensor_rules.h"
+
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include "penstock/error.h"
+
+namespace penstock::parallel {
+namespace {
+
+using Rules = std::vector<std::pair<std::string, std::string>>;
+
+// A root with an embedding that is tied to the head, a fused projection, a row, a norm.
+ModelTree tree() {
+  ModelTree tree;
+  const auto param = [&](const char* name, at::IntArrayRef sizes) {
+    tree.params.push_back({name, at::zeros(sizes)});
+    return static_cast<int>(tree.params.size()) - 1;
+  };
+  const auto module = [&](const char* name, const char* type, std::vector<int> params) {
+    tree.modules.push_back({name, type, name[0] == '\0' ? -1 : 0, std::move(params)});
+  };
+  const int table = param("wte.weight", {11, 8});
+  module("", "Model", {});
+  module("wte", "Embedding", {table});
+  module("attn.qkv", "Linear", {param("attn.qkv.weight", {24, 8}), param("attn.qkv.bias", {24})});
+  module("attn.proj", "Linear", {param("attn.proj.weight", {8, 8}), param("attn.proj.bias", {8})});
+  module("mlp", "Conv1D", {param("mlp.weight", {8, 32}), param("mlp.bias", {32})});
+  module("norm", "LayerNorm", {param("norm.weight", {8}), param("norm.bias", {8})});
+  module("head", "Linear", {table});
+  return tree;
+}
+
+std::string told(const Rules& rules, int count = 2) {
+  ModelTree model = tree();
+  try {
+    apply(rules, count, &model);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Rules, GiveParametersTheirCuts) {
+  ModelTree model = tree();
+  const std::vector<Ruled> ruled = apply({{"*.qkv", "column:3"},
+                                          {"*.proj", "row"},
+                                          {"mlp", "column"},
+                                          {"norm", "partial"},
+                                          {"wte", "vocab"},
+                                          {"head", "vocab"},
+                                          {"attn.heads", "divide"}},
+                                         2, &model);
+  ASSERT_EQ(ruled.size(), 6);
+  const auto cut = [&](size_t index) { return model.params[index].cut; };
+  EXPECT_EQ(cut(0), (Cut{TensorCut::kCut, 0, {11}}));
+  EXPECT_EQ(cut(1), (Cut{TensorCut::kCut, 0, {8, 8, 8}}));
+  EXPECT_EQ(cut(2), (Cut{TensorCut::kCut, 0, {8, 8, 8}}));
+  EXPECT_EQ(cut(3), (Cut{TensorCut::kCut, 1, {8}}));
+  EXPECT_EQ(cut(4), Cut{});
+  EXPECT_EQ(cut(5), (Cut{TensorCut::kCut, 1, {32}}));
+  EXPECT_EQ(cut(6), (Cut{TensorCut::kCut, 0, {32}}));
+  EXPECT_EQ(cut(7).kind, TensorCut::kPartial);
+  using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+  EXPECT_EQ(cut(1).ranges(1, 2), (Ranges{{4, 8}, {12, 16}, {20, 24}}));
+  EXPECT_EQ(cut(0).ranges(0, 2), (Ranges{{0, 6}}));
+  EXPECT_EQ(cut(0).size(1, 2), 5);
+  EXPECT_TRUE(ruled[3].transposed);
+  EXPECT_EQ(ruled[0].size, 11);
+  EXPECT_STREQ(style_name(ruled[2].style), "row");
+}
+
+TEST(Rules, TheFirstThatMatchesCounts) {
+  ModelTree model = tree();
+  apply({{"attn.proj", "whole"}, {"attn.*", "column"}}, 2, &model);
+  EXPECT_EQ(model.params[3].cut, Cut{});
+  EXPECT_EQ(model.params[1].cut.kind, TensorCut::kCut);
+}
+
+TEST(Rules, SharedHeadsStayWhole) {
+  ModelTree model = tree();
+  const std::vector<Ruled> ruled = apply({{"attn.qkv", "shared:2"}}, 4, &model);
+  EXPECT_EQ(ruled.front().heads, 2);
+  EXPECT_EQ(model.params[1].cut.kind, TensorCut::kPartial);
+  EXPECT_EQ(model.params[2].cut.kind, TensorCut::kPartial);
+  for (const int count : {1, 2}) {  // where there are enough of them
+    ModelTree other = tree();
+    EXPECT_EQ(apply({{"attn.qkv", "shared:2"}}, count, &other).front().style, Style::kColumn);
+    EXPECT_EQ(other.params[1].cut, (Cut{TensorCut::kCut, 0, {24}}));
+  }
+}
+
+TEST(Rules, WhatCannotBeIsNamed) {
+  const std::pair<Rules, const char*> cases[] = {
+      {{{"attn.qkv", "columns"}}, "did you mean \"column\""},
+      {{{"attn.qkv", "column:x"}}, "whole numbers, with commas"},
+      {{{"attn.qkv", "column:0"}}, "whole numbers, with commas"},
+      {{{"attn.qkv", "vocab:2"}}, "takes no numbers"},
+      {{{"attn.q", "column"}}, "no module and no parameter has such a name"},
+      {{{"norm", "column"}}, "Their names: wte, attn.qkv, attn.proj, mlp, head"},
+      {{{"attn.qkv", "column:5"}}, "has 24, which is not 5 equal parts"},
+      {{{"attn.qkv", "column:16,4"}}, "not the sum of its parts"},
+      {{{"attn.qkv", "column:21,3"}}, "has 21 in a part, which does not divide by 2"},
+      {{{"wte", "vocab"}}, "which module \"head\" has, too"},
+      {{{"wte", "vocab"}, {"head", "row"}}, "cuts it in another way"},
+      {{{"wte", "row"}}, "is an embedding"},
+      {{{"attn.qkv", "shared:3"}}, "divides the 2 tensor ranks"},
+      {{{"norm.weight", "column"}}, "is a parameter"},
+  };
+  for (const auto& [rules, part] : cases) {
+    EXPECT_NE(told(rules).find(part), std::string::npos) << told(rules);
+  }
+  EXPECT_NE(told({{"attn.proj", "column"}}, 3).find("does not divide by 3 tensor ranks"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace penstock::parallel

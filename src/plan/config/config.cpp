@@ -1,0 +1,523 @@
+#include "penstock/config.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+#include <nlohmann/json.hpp>
+
+#include "penstock/error.h"
+#include "penstock/optimizer_kinds.h"
+#include "penstock/plan.h"
+#include "src/base/text.h"
+#include "src/place/placement.h"
+#include "src/plan/config/section.h"
+#include "src/plan/pipeline_schedule.h"
+#include "src/plan/table.h"
+
+namespace penstock {
+
+namespace {
+
+using namespace config_text;
+
+// Duplicates would silently win over each other otherwise.
+Json parse_json(const std::string& text) {
+  std::vector<std::set<std::string>> open;
+  const auto watch = [&](int, Json::parse_event_t event, Json& value) {
+    if (event == Json::parse_event_t::object_start) open.emplace_back();
+    if (event == Json::parse_event_t::object_end) open.pop_back();
+    if (event == Json::parse_event_t::key && !open.back().insert(value.get<std::string>()).second)
+      fail(concat("key ", value.dump(), " is given twice"));
+    return true;
+  };
+  try {
+    return Json::parse(text, watch);
+  } catch (const nlohmann::json::exception& error) {
+    fail(concat("the config is not valid JSON: ", error.what()));
+  }
+}
+
+std::string parse_placement(const std::string& path, const std::string& text) {
+  Placement place;
+  try {
+    place = Placement::parse(text);
+  } catch (const ConfigError& error) {
+    fail(concat("\"", path, "\" is \"", text, "\": ", error.what()));
+  }
+  return place.text();
+}
+
+void parse_table(const Json& value, Config* config) {
+  static const std::map<std::string, std::vector<std::string>> kCells = {
+      {"param", {"rest", "forward", "hold", "backward"}},
+      {"grad", {"backward", "hold", "update"}},
+      {"optim", {"rest", "update"}}};
+  if (value.is_object() && value.contains("act"))
+    fail_unsupported("table.act", value["act"],
+                     "activations are placed by the key \"offload.activations\"");
+  const ConfigSection roles(value, "table", {"param", "grad", "optim"});
+  for (const auto& [role, phases] : kCells) {
+    const Json* row = roles.find(role);
+    if (row == nullptr) continue;
+    const ConfigSection cells(*row, "table." + role, phases);
+    for (const std::string& phase : phases) {
+      std::string text;
+      cells.read_text(phase, &text);
+      if (!cells.has(phase)) continue;
+      config->table[role][phase] = parse_placement(cells.path(phase), text);
+    }
+  }
+}
+
+void parse_mesh(const Json& value, MeshConfig* mesh) {
+  const ConfigSection section(value, "mesh",
+                              {"data", "tensor", "pipeline", "sequence", "expert", "node"});
+  const std::string whole = "a whole number >= 1";
+  section.read_int("data", &mesh->data, 1, whole);
+  section.read_int("node", &mesh->node, 1, whole);
+  section.read_int("tensor", &mesh->tensor, 1, whole);
+  section.read_int("sequence", &mesh->sequence, 1, whole);
+  section.read_int("pipeline", &mesh->pipeline, 1, whole);
+  section.read_int("expert", &mesh->expert, 1, whole);
+  if (mesh->expert > 1)
+    fail_unsupported(section.path("expert"), mesh->expert,
+                     "this version does not support expert parallelism yet, only 1");
+}
+
+void parse_names(const ConfigSection& section, const std::string& key, const std::string& allowed,
+                 std::vector<std::string>* out) {
+  const Json* names = section.find(key);
+  if (names == nullptr) return;
+  if (!names->is_array()) fail_value(section.path(key), *names, allowed);
+  for (const Json& name : *names) {
+    if (!name.is_string() || name.get<std::string>().empty())
+      fail_value(section.path(key), *names, allowed);
+    out->push_back(name.get<std::string>());
+  }
+}
+
+// What a style may be is known where modules are (src/parallel/tensor_rules.h).
+void parse_parallel(const Json& value, Config* config) {
+  const ConfigSection section(
+      value, "parallel", {"rules", "stages", "schedule", "virtual_stages", "cut_logits", "norms"});
+  ParallelConfig& parallel = config->parallel;
+  parse_names(section, "stages", "a list of module names, such as [\"transformer.h.6\"]",
+              &parallel.stages);
+  parallel.schedule = section.choice("schedule", parallel.schedule, schedule_names());
+  section.read_int("virtual_stages", &parallel.virtual_stages, 1, "a whole number >= 1");
+  section.read("cut_logits", &parallel.cut_logits);
+  parallel.norms = section.choice("norms", parallel.norms, {"whole", "tokens"});
+  if (parallel.virtual_stages > 1 && parallel.schedule == "1f1b")
+    fail(
+        "\"parallel.virtual_stages\" above 1 needs \"parallel.schedule\": \"interleaved\" or "
+        "\"gpipe\"; \"1f1b\" has one stage on each rank");
+  const Json* rules = section.find("rules");
+  if (rules == nullptr) return;
+  if (!rules->is_object()) fail_value("parallel.rules", *rules, "an object {name pattern: style}");
+  for (const auto& [pattern, style] : rules->items()) {
+    if (pattern.empty()) fail("\"parallel.rules\" has an empty name pattern");
+    if (!style.is_string()) fail_value("parallel.rules." + pattern, style, "a style, as text");
+    parallel.rules.emplace_back(pattern, style.get<std::string>());
+  }
+}
+
+std::string parse_compute_dtype(const std::string& path, const Json& value) {
+  return ConfigSection::choice_of(path, value, {"fp32", "bf16", "fp16"});
+}
+
+void parse_dtypes(const Json& value, Config* config) {
+  if (!value.is_object())
+    fail_value("dtypes", value, "an object {name pattern: \"fp32\", \"bf16\" or \"fp16\"}");
+  for (const auto& [pattern, dtype] : value.items()) {
+    if (pattern.empty()) fail("\"dtypes\" has an empty name pattern; \"*\" matches every name");
+    config->dtypes.emplace_back(pattern, parse_compute_dtype("dtypes." + pattern, dtype));
+  }
+}
+
+// Whether a cell that was written by hand is on the tier; of any role and phase where those are "".
+bool has_cell(const Config& config, const char* role, const char* phase, Tier tier) {
+  for (const auto& [name, phases] : config.table) {
+    for (const auto& [at, place] : phases) {
+      if ((*role == '\0' || name == role) && (*phase == '\0' || at == phase) &&
+          Placement::parse(place).tier == tier) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void parse_offload(const Json& value, Config* config) {
+  OffloadConfig* const offload = &config->offload;
+  if (value == "auto") {
+    offload->optimizer = offload->params = "auto";
+    return;
+  }
+  if (value.is_string()) fail_value("offload", value, "\"auto\" or an object {key: value}");
+  const ConfigSection section(value, "offload",
+                              {"optimizer", "params", "activations", "gradients", "path",
+                               "window_bytes", "late_update", "checksums", "timeout_s"});
+  const std::array<std::pair<const char*, std::string*>, 3> roles = {
+      {{"optimizer", &offload->optimizer},
+       {"params", &offload->params},
+       {"activations", &offload->activations}}};
+  for (const auto& [role, tier] : roles) {
+    std::vector<std::string> tiers = {"none", "host", "disk"};
+    if (tier != &offload->activations) tiers.emplace_back("auto");
+    *tier = section.choice(role, *tier, tiers);
+  }
+  section.read_text("path", &offload->path);
+  section.read_bytes("window_bytes", &offload->window_bytes);
+  if (offload->optimizer != "disk" && offload->optimizer != "auto" &&
+      !has_cell(*config, "optim", "rest", Tier::kDisk) &&
+      offload->window_bytes != OffloadConfig{}.window_bytes) {
+    section.refuse_without_effect({"window_bytes"}, "unless offload.optimizer is \"disk\"");
+  }
+  section.read("late_update", &offload->late_update);
+  offload->gradients = section.choice("gradients", offload->gradients, {"none", "host", "disk"});
+  if (offload->optimizer == "none") {
+    if (!has_cell(*config, "optim", "update", Tier::kHost))
+      section.refuse_without_effect({"late_update"}, "while offload.optimizer is \"none\"");
+    if (offload->gradients == "disk")
+      fail("\"offload.gradients\" is \"disk\", which needs offload.optimizer \"host\" or \"disk\"");
+  }
+  section.read("checksums", &offload->checksums);
+  section.read("timeout_s", &offload->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
+  for (const std::string& tier :
+       {offload->optimizer, offload->params, offload->gradients, offload->activations}) {
+    if (tier == "disk" || tier == "auto") return;
+  }
+  if (has_cell(*config, "", "", Tier::kDisk)) return;
+  const std::string nothing = "while nothing is offloaded to disk";
+  section.refuse_without_effect({"path", "checksums"}, nothing);
+  if (offload->timeout_s != OffloadConfig{}.timeout_s)
+    section.refuse_without_effect({"timeout_s"}, nothing);
+}
+
+void parse_activations(const ConfigSection& top, Config* config) {
+  const Json* value = top.find("activations");
+  int64_t& checkpoint = config->activations.checkpoint;
+  if (value != nullptr) {
+    const ConfigSection section(*value, "activations", {"checkpoint"});
+    const Json* chosen = section.find("checkpoint");
+    if (chosen != nullptr && chosen->is_number()) {
+      section.read_int("checkpoint", &checkpoint, 2,
+                       "\"none\", \"unit\" or a whole number k >= 2 (every k-th unit)");
+    } else if (chosen != nullptr) {
+      checkpoint = section.choice("checkpoint", "none", {"none", "unit"}) == "unit" ? 1 : 0;
+    }
+  }
+  if (config->offload.activations != "none" && checkpoint == 0)
+    fail(concat("\"offload.activations\" is \"", config->offload.activations,
+                "\"; it moves the inputs of units that are computed again in backward, so it needs "
+                "\"activations.checkpoint\" \"unit\" or a whole number"));
+}
+
+const OptimizerKind& parse_optimizer_kind(const ConfigSection& section) {
+  const Json* value = section.find("type");
+  if (value == nullptr) return kind_of(OptimizerConfig{}.type);
+  const auto* name = value->get_ptr<const std::string*>();
+  if (const OptimizerKind* kind = find_optimizer(name == nullptr ? "" : *name)) return *kind;
+  std::vector<std::string> names;
+  for (const OptimizerKind& kind : optimizer_kinds()) names.push_back(kind.name);
+  fail_value(section.path("type"), *value,
+             quoted(names) + suggestion("", name == nullptr ? "" : *name, names));
+}
+
+void read_key(const ConfigSection& section, const OptimizerKey& key, double* out) {
+  section.read(key.name, out, key.least, HUGE_VAL, key.least == 0.0 ? "a number >= 0" : "a number");
+}
+
+void read_key(const ConfigSection& section, const OptimizerKey& key, bool* out) {
+  section.read(key.name, out);
+}
+
+// moments_dtype
+void read_key(const ConfigSection& section, const OptimizerKey& key, std::string* out) {
+  *out = section.choice(key.name, *out, {"fp32", "bf16"});
+}
+
+// betas
+void read_key(const ConfigSection& section, const OptimizerKey& key, std::array<double, 2>* out) {
+  const Json* value = section.find(key.name);
+  if (value == nullptr) return;
+  const auto is_beta = [](const Json& beta) {
+    return beta.is_number() && beta.get<double>() >= 0.0 && beta.get<double>() < 1.0;
+  };
+  if (!value->is_array() || value->size() != 2 || !is_beta((*value)[0]) || !is_beta((*value)[1]))
+    fail_value(section.path(key.name), *value, "[beta1, beta2], two numbers in [0, 1)");
+  *out = value->get<std::array<double, 2>>();
+}
+
+OptimizerConfig parse_optimizer(const Json& value) {
+  std::vector<std::string> names = {"type"};
+  for (const OptimizerKey& key : optimizer_keys()) names.push_back(key.name);
+  const ConfigSection section(value, "optimizer", names);
+  const OptimizerKind& kind = parse_optimizer_kind(section);
+  OptimizerConfig optimizer = kind.defaults;
+  for (const OptimizerKey& key : optimizer_keys()) {
+    if (!kind.takes(key.name)) {
+      section.refuse_without_effect({key.name.c_str()},
+                                    concat("with optimizer.type \"", kind.name, "\""));
+    }
+    std::visit([&](auto field) { read_key(section, key, &(optimizer.*field)); }, key.field);
+  }
+  if (num_moments(optimizer) == 0 && optimizer.moments_dtype != "fp32")
+    section.refuse_without_effect({"moments_dtype"}, "while optimizer.momentum is 0");
+  if (optimizer.momentum == 0.0 && optimizer.dampening != 0.0)
+    section.refuse_without_effect({"dampening"}, "while optimizer.momentum is 0");
+  if (optimizer.nesterov && (optimizer.momentum == 0.0 || optimizer.dampening != 0.0))
+    fail(
+        "\"optimizer.nesterov\" is true; it needs optimizer.momentum > 0 and "
+        "optimizer.dampening 0");
+  return optimizer;
+}
+
+void parse_schedule(const Json& value, ScheduleConfig* schedule) {
+  const ConfigSection section(value, "schedule",
+                              {"type", "warmup_steps", "total_steps", "min_ratio"});
+  schedule->type = section.choice("type", schedule->type, {"none", "constant", "linear", "cosine"});
+  const std::string with = concat("with schedule.type \"", schedule->type, "\"");
+  const bool decays = schedule->type == "linear" || schedule->type == "cosine";
+  if (schedule->type == "none") section.refuse_without_effect({"warmup_steps"}, with);
+  if (!decays) section.refuse_without_effect({"total_steps", "min_ratio"}, with);
+  section.read_int("warmup_steps", &schedule->warmup_steps, 0, "a whole number >= 0");
+  section.read_int("total_steps", &schedule->total_steps, 0, "a whole number >= 0");
+  section.read("min_ratio", &schedule->min_ratio, 0.0, 1.0, "a number from 0 to 1");
+  if (!decays) return;
+  if (schedule->total_steps == 0)
+    fail(concat("\"schedule.total_steps\" is missing; schedule.type \"", schedule->type,
+                "\" needs the step at which the decay ends, a whole number >= 1"));
+  if (schedule->warmup_steps > schedule->total_steps)
+    fail(concat("\"schedule.warmup_steps\" is ", schedule->warmup_steps,
+                "; allowed: at most schedule.total_steps, which is ", schedule->total_steps));
+}
+
+void parse_loss_scale(const ConfigSection& top, Config* config) {
+  const Json* value = top.find("loss_scale");
+  if (value == nullptr) return;
+  const ConfigSection section(*value, "loss_scale", {"initial", "window", "min"});
+  LossScaleConfig& scale = config->loss_scale;
+  section.read("initial", &scale.initial, 1.0, 0x1p40, "a number from 1 to 2^40");
+  section.read_int("window", &scale.window, 0, "a whole number >= 0 (0 = a fixed scale)");
+  section.read("min", &scale.min, 1.0, scale.initial, "a number from 1 to loss_scale.initial");
+  const auto is_fp16 = [](const auto& rule) { return rule.second == "fp16"; };
+  const bool fp16 = config->precision.value_or("fp16") == "fp16" ||
+                    std::any_of(config->dtypes.begin(), config->dtypes.end(), is_fp16);
+  const LossScaleConfig none;
+  const bool set =
+      scale.initial != none.initial || scale.window != none.window || scale.min != none.min;
+  if (!fp16 && set)
+    fail(concat("\"loss_scale\" has no effect with \"precision\" \"", *config->precision,
+                "\", whose range needs no scaling; leave it out"));
+}
+
+void parse_batch(const Json& value, BatchConfig* batch) {
+  const ConfigSection section(value, "batch", {"micro", "accumulate", "global", "reduction"});
+  const std::string whole = "a whole number >= 1";
+  section.read_int("micro", &batch->micro, 1, whole);
+  section.read_int("accumulate", &batch->accumulate, 1, whole);
+  section.read_int("global", &batch->global, 1, whole);
+  batch->reduction = section.choice("reduction", batch->reduction, {"mean", "sum"});
+  // 0 = follows from the other two; resolve() fills it in.
+  if (batch->micro > 0 && batch->global > 0 && !section.has("accumulate")) batch->accumulate = 0;
+}
+
+void parse_units(const Json& value, UnitsConfig* units) {
+  const ConfigSection section(value, "units", {"modules", "max_bytes", "layer_bytes"});
+  section.read_bytes("max_bytes", &units->max_bytes);
+  section.read_bytes("layer_bytes", &units->layer_bytes);
+  parse_names(section, "modules", "a list of class names, such as [\"LlamaDecoderLayer\"]",
+              &units->modules);
+}
+
+void parse_tiling(const Json& value, TilingConfig* tiling) {
+  const ConfigSection section(value, "tiling", {"max_bytes", "modules", "loss_tokens", "head"});
+  section.read_bytes("max_bytes", &tiling->max_bytes, 0, " (0 = off)");
+  parse_names(section, "modules", "a list of module names, such as [\"lm_head\", \"*.mlp.up\"]",
+              &tiling->modules);
+  section.read_int("loss_tokens", &tiling->loss_tokens, 0,
+                   "a whole number of tokens >= 0 (0 = off)");
+  section.read_text("head", &tiling->head);
+  if (tiling->max_bytes == 0 && !tiling->modules.empty())
+    section.refuse_without_effect({"modules"}, "while tiling.max_bytes is 0");
+  if (tiling->loss_tokens == 0)
+    section.refuse_without_effect({"head"}, "while tiling.loss_tokens is 0");
+}
+
+void parse_comm(const Json& value, CommConfig* comm) {
+  const ConfigSection section(
+      value, "comm",
+      {"backend", "codec", "reduce_dtype", "bucket_bytes", "timeout_s", "warn_s", "report_dir"});
+  section.read_text("backend", &comm->backend);
+  if (comm->backend != "auto" && comm->backend != "shm" && comm->backend != "gloo")
+    fail_unsupported("comm.backend", comm->backend, "\"auto\", \"shm\" or \"gloo\"");
+  section.read_text("codec", &comm->codec);
+  if (comm->codec != "none")
+    fail_unsupported("comm.codec", comm->codec,
+                     "this version does not support codecs yet, only \"none\"");
+  section.read_text("reduce_dtype", &comm->reduce_dtype);
+  if (comm->reduce_dtype != "auto" && comm->reduce_dtype != "gradient" &&
+      comm->reduce_dtype != "fp32")
+    fail_unsupported("comm.reduce_dtype", comm->reduce_dtype, "\"auto\", \"gradient\" or \"fp32\"");
+  section.read_bytes("bucket_bytes", &comm->bucket_bytes, 0);
+  section.read("timeout_s", &comm->timeout_s, 1e-3, 1e9, "seconds, a number from 0.001 to 1e9");
+  section.read("warn_s", &comm->warn_s, 0.0, 1e9, "seconds, a number from 0 (never) to 1e9");
+  section.read_text("report_dir", &comm->report_dir);
+}
+
+void parse_monitor(const Json& value, MonitorConfig* monitor) {
+  const ConfigSection section(
+      value, "monitor",
+      {"path", "formats", "every", "console", "events", "trace_first", "trace_steps", "machine"});
+  const std::vector<std::string> formats = {"jsonl", "csv", "tensorboard", "wandb"};
+  section.read_text("path", &monitor->path);
+  if (section.has("formats")) monitor->formats.clear();
+  parse_names(section, "formats", "a list of " + quoted(formats), &monitor->formats);
+  for (const std::string& format : monitor->formats)
+    ConfigSection::choice_of(section.path("formats"), format, formats);
+  section.read_int("every", &monitor->every, 1, "a whole number of steps >= 1");
+  monitor->console = section.choice("console", monitor->console, {"none", "lines", "bar", "auto"});
+  section.read_int("events", &monitor->events, 0, "a whole number >= 0 (0 = nothing is recorded)");
+  section.read_int("trace_first", &monitor->trace_first, 0, "a whole number >= 0 (0 = no trace)");
+  section.read_int("trace_steps", &monitor->trace_steps, 1, "a whole number >= 1");
+  section.read_text("machine", &monitor->machine);
+  const MonitorConfig none;
+  if (monitor->path.empty()) {
+    section.refuse_without_effect({"trace_first"}, "without \"monitor.path\"");
+    if (monitor->formats != none.formats)
+      section.refuse_without_effect({"formats"}, "without \"monitor.path\"");
+  }
+  if (monitor->trace_first == 0 && monitor->trace_steps != none.trace_steps)
+    section.refuse_without_effect({"trace_steps"}, "while monitor.trace_first is 0");
+  if (monitor->trace_first > 0 && monitor->events == 0)
+    fail(
+        "\"monitor.trace_first\" asks for a trace, and with \"monitor.events\" 0 nothing is "
+        "recorded");
+}
+
+void parse_signals(const ConfigSection& section, CheckpointConfig* checkpoint) {
+  const std::vector<std::string> names = {"SIGTERM", "SIGUSR1", "SIGUSR2"};
+  parse_names(section, "signals", "a list of " + quoted(names), &checkpoint->signals);
+  for (const std::string& name : checkpoint->signals)
+    ConfigSection::choice_of(section.path("signals"), name, names);
+  if (!checkpoint->signals.empty() && checkpoint->path.empty())
+    fail("\"checkpoint.signals\" asks for saves on signals; they need \"checkpoint.path\"");
+}
+
+void parse_nested(const ConfigSection& top, Config* config) {
+  if (const Json* value = top.find("table")) parse_table(*value, config);
+  if (const Json* value = top.find("mesh")) parse_mesh(*value, &config->mesh);
+  if (const Json* value = top.find("parallel")) parse_parallel(*value, config);
+  if (const Json* value = top.find("dtypes")) parse_dtypes(*value, config);
+  if (const Json* value = top.find("offload")) parse_offload(*value, config);
+  if (const Json* value = top.find("memory")) {
+    const ConfigSection memory(*value, "memory", {"device_bytes", "host_bytes"});
+    memory.read_bytes("device_bytes", &config->memory.device_bytes);
+    memory.read_bytes("host_bytes", &config->memory.host_bytes);
+  }
+  if (const Json* value = top.find("optimizer")) config->optimizer = parse_optimizer(*value);
+  if (const Json* value = top.find("schedule")) parse_schedule(*value, &config->schedule);
+  if (const Json* value = top.find("batch")) parse_batch(*value, &config->batch);
+  if (const Json* value = top.find("units")) parse_units(*value, &config->units);
+  if (const Json* value = top.find("tiling")) parse_tiling(*value, &config->tiling);
+  if (const Json* value = top.find("comm")) parse_comm(*value, &config->comm);
+  parse_activations(top, config);
+  parse_loss_scale(top, config);
+  if (const Json* value = top.find("checkpoint")) {
+    const ConfigSection section(*value, "checkpoint", {"path", "keep", "signals"});
+    section.read_text("path", &config->checkpoint.path);
+    parse_signals(section, &config->checkpoint);
+    section.read_int("keep", &config->checkpoint.keep, 0, "a whole number >= 0 (0 = all)");
+  }
+  if (const Json* value = top.find("monitor")) parse_monitor(*value, &config->monitor);
+}
+
+void resolve_mesh(int world_size, MeshConfig* mesh) {
+  const std::string where = "[plan::Config::resolve] ";
+  const int model = mesh->tensor * mesh->pipeline * mesh->sequence;
+  if (world_size < 1 || world_size % model != 0)
+    throw ConfigError(concat(where, "mesh.tensor ", mesh->tensor, " x mesh.pipeline ",
+                             mesh->pipeline, " x mesh.sequence ", mesh->sequence, " = ", model,
+                             " ranks hold one copy of the model, which does not divide ",
+                             world_size, " ranks; start a multiple of ", model, " ranks"));
+  const int data = world_size / model;
+  if (mesh->data != 0 && mesh->data != data)
+    throw ConfigError(concat(where, "\"mesh.data\" is ", mesh->data, ", but ", world_size,
+                             " ranks in models of ", model, " leave ", data, "; set it to ", data,
+                             ", leave it out, or start ", mesh->data * model, " ranks"));
+  mesh->data = data;
+  if (mesh->node < 1 || data % mesh->node != 0)
+    throw ConfigError(concat(where, "\"mesh.node\" is ", mesh->node, ", which does not divide the ",
+                             data,
+                             " data-parallel ranks evenly; set it to the number of nodes, a "
+                             "divisor of ",
+                             data));
+}
+
+void resolve_batch(int64_t data, BatchConfig* batch) {
+  const std::string where = "[plan::Config::resolve] ";
+  if (batch->global > 0 && (batch->micro == 0 || batch->accumulate == 0)) {
+    const bool needs_micro = batch->micro == 0;
+    const int64_t known = needs_micro ? batch->accumulate : batch->micro;
+    const char* name = needs_micro ? "batch.accumulate " : "batch.micro ";
+    if (known < 1 || batch->global % (known * data) != 0)
+      throw ConfigError(concat(where, "\"batch.global\" is ", batch->global, ", which ", name,
+                               known, " x ", data, " data-parallel ranks = ", known * data,
+                               " does not divide; set it to a multiple of ", known * data));
+    (needs_micro ? batch->micro : batch->accumulate) = batch->global / (known * data);
+  }
+  if (batch->micro == 0) return;  // nobody told a batch size
+  const int64_t samples = batch->micro * batch->accumulate * data;
+  if (batch->global > 0 && batch->global != samples)
+    throw ConfigError(concat(where, "\"batch.global\" is ", batch->global, ", but batch.micro ",
+                             batch->micro, " x batch.accumulate ", batch->accumulate, " x ", data,
+                             " data-parallel ranks = ", samples, "; leave one of the three out"));
+  batch->global = samples;
+}
+
+}  // namespace
+
+Config Config::parse(const std::string& json_text) {
+  const Json json = parse_json(json_text);
+  const ConfigSection top(
+      json, "", {"strategy", "table",       "mesh",      "precision",      "dtypes", "offload",
+                 "memory",   "activations", "optimizer", "schedule",       "batch",  "loss_scale",
+                 "clip",     "units",       "tiling",    "prefetch_bytes", "comm",   "checkpoint",
+                 "monitor",  "seed",        "nonfinite", "parallel"});
+  Config config;
+  config.strategy = top.choice("strategy", config.strategy, preset_names());
+  if (const Json* value = top.find("precision"))
+    config.precision = parse_compute_dtype("precision", *value);
+  top.read("clip", &config.clip, 0.0, HUGE_VAL, "a number >= 0 (0 = off)");
+  config.nonfinite = top.choice("nonfinite", config.nonfinite, {"error", "skip"});
+  top.read_bytes("prefetch_bytes", &config.prefetch_bytes, 0);
+  top.read_int("seed", &config.seed, 0, "a whole number >= 0");
+  parse_nested(top, &config);
+  return config;
+}
+
+void Config::resolve(int world_size) {
+  if (mesh.pipeline == 1 && (parallel.virtual_stages > 1 || !parallel.stages.empty())) {
+    throw ConfigError(concat("[plan::Config::resolve] \"parallel.",
+                             parallel.stages.empty() ? "virtual_stages" : "stages",
+                             "\" is set and \"mesh.pipeline\" is 1: there is one stage"));
+  }
+  if (mesh.tensor == 1 && (parallel.cut_logits || parallel.norms != "whole")) {
+    throw ConfigError(concat("[plan::Config::resolve] \"parallel.",
+                             parallel.cut_logits ? "cut_logits" : "norms",
+                             "\" is set and \"mesh.tensor\" is 1: nothing is cut"));
+  }
+  if (!monitor.machine.empty()) read_machine(monitor.machine, Machine());
+  resolve_mesh(world_size, &mesh);
+  resolve_batch(mesh.data, &batch);
+}
+
+}  // namespace penstock

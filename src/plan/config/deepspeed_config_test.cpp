@@ -1,0 +1,183 @@
+#include "penstock/deepspeed_config.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "penstock/config.h"
+#include "penstock/error.h"
+
+namespace penstock::deepspeed_config_test {
+namespace {
+
+struct Taken {
+  const char* deepspeed;
+  const char* line;  // of the native config
+  int world = 2;
+};
+
+void expect_taken(const Taken& one) {
+  std::string text = one.deepspeed;
+  const size_t infinite = text.find("1e999");
+  if (infinite != std::string::npos) text.replace(infinite, 5, "2000000000");
+  Config config = Config::parse(translate_deepspeed_config(text, one.world).native);
+  config.resolve(one.world);
+  EXPECT_NE(config.lines().find(std::string("config ") + one.line + "\n"), std::string::npos)
+      << text << "\n"
+      << config.lines();
+}
+
+// What each key becomes.
+TEST(DeepSpeedConfig, KeysAreTakenOver) {
+  const Taken cases[] = {
+      {"{}", "/strategy = \"ddp\""},
+      {"{}", "/clip = 1.0"},
+      {"{}", "/precision = null"},
+      {R"({"zero_optimization": true})", "/strategy = \"zero1\""},
+      {R"({"zero_optimization": {"stage": 2}})", "/strategy = \"zero2\""},
+      {R"({"zero_optimization": {"stage": 3}})", "/strategy = \"zero3\""},
+      {R"({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})",
+       "/strategy = \"hpz\"", 4},
+      {R"({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})", "/mesh/node = 2", 4},
+      {R"({"zero_optimization": {"stage": 3, "mics_shard_size": 1}})", "/mesh/node = 4", 4},
+      {R"({"gradient_clipping": 0})", "/clip = 0.0"},
+      {R"({"bf16": {"enabled": true}})", "/precision = \"bf16\""},
+      {R"({"bfloat16": {"enabled": true}})", "/precision = \"bf16\""},
+      {R"({"fp16": {"enabled": true}})", "/loss_scale/initial = 65536.0"},
+      {R"({"fp16": {"enabled": true}})", "/loss_scale/window = 1000"},
+      {R"({"fp16": {"enabled": true, "initial_scale_power": 8}})", "/loss_scale/initial = 256.0"},
+      {R"({"fp16": {"enabled": true, "loss_scale": 128}})", "/loss_scale/window = 0"},
+      {R"({"train_batch_size": 16})", "/batch/micro = 8"},
+      {R"({"train_batch_size": 16, "gradient_accumulation_steps": 4})", "/batch/micro = 2"},
+      {R"({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2})", "/batch/accumulate = 4"},
+      {R"({"train_micro_batch_size_per_gpu": 2})", "/batch/global = 4"},
+      {R"({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}})", "/optimizer/type = \"AdamW\""},
+      {R"({"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}})",
+       "/optimizer/type = \"Adam\""},
+      {R"({"optimizer": {"type": "AdamW", "params": {}}})", "/optimizer/weight_decay = 0.0"},
+      {R"({"optimizer": {"type": "AdamW", "params": {"torch_adam": true}}})",
+       "/optimizer/weight_decay = 0.01"},
+      {R"({"optimizer": {"type": "Adagrad"}})", "/optimizer/lr = 0.01"},
+      {R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})",
+       "/offload/optimizer = \"host\""},
+      {R"({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme",
+          "nvme_path": "/x"}, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}})",
+       "/offload/params = \"disk\""},
+      {R"({"zero_optimization": {"stage": 2, "cpu_offload": true}})",
+       "/offload/optimizer = \"host\""},
+      {R"({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1e6}})",
+       "/prefetch_bytes = 4000000"},
+      {R"({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 2}}})", "/mesh/tensor = 2"},
+      {R"({"tensor_parallel": {"autotp_size": 1}})", "/mesh/tensor = 1"},
+      {R"({"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 16})", "/batch/micro = 8", 4},
+      // What frameworks leave in.
+      {R"({"train_batch_size": "auto", "zero_optimization": {"stage": 1,
+          "reduce_bucket_size": "auto", "offload_optimizer": {"device": "none", "nvme_path": null}},
+          "zero_optimization.reduce_bucket_size": 5e8, "steps_per_print": 1e999 })",
+       "/strategy = \"zero1\""},
+  };
+  for (const Taken& one : cases) expect_taken(one);
+}
+
+TEST(DeepSpeedConfig, SequenceRanksShareSamples) {
+  const Taken cases[] = {
+      {R"({"sequence_parallel_size": 2, "train_batch_size": 16})", "/mesh/sequence = 2", 4},
+      {R"({"sequence_parallel_size": 2, "train_batch_size": 16})", "/batch/micro = 8", 4},
+      {R"({"sequence_parallel_size": 0})", "/mesh/sequence = 1"},
+      {R"({"sequence_parallel_size": 2, "zero_optimization": {"stage": 3,
+          "zero_hpz_partition_size": 4}})",
+       "/mesh/node = 2", 8},
+  };
+  for (const Taken& one : cases) expect_taken(one);
+}
+
+struct Refused {
+  const char* deepspeed;
+  const char* says;
+};
+
+TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
+  const Refused cases[] = {
+      {"[]", "no JSON object"},
+      {"{", "not valid JSON"},
+      {R"({"strategy": "zero2", "bf16": {"enabled": true}})", "one dialect"},
+      {R"({"zero_optimization": {"stage": 4}})", "0, 1, 2 or 3"},
+      {R"({"zero_optimization": {"stag": 2}})", "did you mean \"zero_optimization.stage\""},
+      {R"({"fp16": {"enabled": true, "loss_scal": 2}})", "did you mean \"fp16.loss_scale\""},
+      {R"({"bf16": {"enabled": true}, "fp16": {"enabled": true}})", "both true"},
+      {R"({"zero_optimization": {"stage": 3, "mics_shard_size": 3}})", "a divisor"},
+      {R"({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}})", "no nvme_path"},
+      {R"({"zero_optimization": {"zero_quantized_weights": true}})", "not supported"},
+      {R"({"optimizer": {"type": "OneBitAdam"}})", "torch optimizer"},
+      {R"({"optimizer": {"type": "AdamW", "params": {"bias_correction": false}}})", "corrected"},
+      {R"({"train_batch_size": 15})", "a multiple"},
+      {R"({"train_batch_size": "many"})", "a number"},
+      {R"({"gradient_allreduce_op": "sum"})", "averaged"},
+      {R"({"sequence_parallel_size": 3})", "a divisor of the number of data ranks, 2"},
+      {R"({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}})", "data ranks, 1"},
+      {R"({"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3,
+          "zero_hpz_partition_size": 2}})",
+       "a divisor of the number of data ranks, 1"},
+      {R"({"tensor_parallel": {"autotp_size": 3}})", "a divisor of the number of ranks, 2"},
+      {R"({"tensor_parallel": {"autotp_size": -1}})", "0, or a divisor"},
+      {R"({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}})", "1, or autotp_size, 2"},
+      {R"({"tensor_parallel": {"injection_policy_tuple": ["x"]}})", "parallel.rules"},
+      {R"({"tensor_parallel": {"tp": {"tp_group": 1}}})", "neighbours"},
+      {R"({"tensor_parallel": {"autotp_sise": 2}})", "did you mean"},
+      {R"({"curriculum_learning": {"enabled": true}})", "not supported"},
+      {R"({"csv_monitor": {"output_pth": "x"}})", "did you mean \"csv_monitor.output_path\""},
+  };
+  for (const Refused& one : cases) {
+    try {
+      translate_deepspeed_config(one.deepspeed, 2);
+      ADD_FAILURE() << one.deepspeed;
+    } catch (const ConfigError& error) {
+      EXPECT_NE(std::string(error.what()).find(one.says), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST(DeepSpeedConfig, WhatIsOffIsNoError) {
+  const TranslatedConfig translated = translate_deepspeed_config(
+      R"({"curriculum_learning": {"enabled": false, "curriculum_type": "seqlen"},
+          "sparse_gradients": false, "gradient_allreduce_op": "mean",
+          "optimizer": {"type": "AdamW", "params": {"bias_correction": true}}})",
+      1);
+  EXPECT_EQ(translated.given.size(), 4U);
+}
+
+TEST(DeepSpeedConfig, OneWarningListsWhatHasNoEffect) {
+  const TranslatedConfig translated = translate_deepspeed_config(
+      R"({"zero_optimization": {"stage": 2, "overlap_comm": true, "reduce_bucket_size": 5e8},
+          "my_own_key": 3, "wall_clock_breakdown": false})",
+      1);
+  const std::string warning = translated.warning();
+  for (const char* key : {"overlap_comm", "reduce_bucket_size", "my_own_key", "not a key"}) {
+    EXPECT_NE(warning.find(key), std::string::npos) << warning;
+  }
+  EXPECT_EQ(warning.find("stage"), std::string::npos);
+  const TranslatedConfig alone = translate_deepspeed_config(
+      R"({"tensor_parallel": {"autotp_size": 0, "preset_model": "llama"}})", 2);
+  EXPECT_NE(alone.warning().find("no tensor ranks"), std::string::npos) << alone.warning();
+  const std::string preset = R"({"tensor_parallel": {"autotp_size": 2, "preset_model": "llama")";
+  const std::string own = translate_deepspeed_config(preset + "}}", 2).warning();
+  EXPECT_NE(own.find("preset_model: without layer_specs"), std::string::npos) << own;
+  const std::string specs = R"(, "partition_config": {"layer_specs": [{"patterns": ["a"]}]}}})";
+  EXPECT_EQ(translate_deepspeed_config(preset + specs, 2).warning(), "");
+  EXPECT_EQ(translate_deepspeed_config(R"({"zero_optimization": {"stage": 2}})", 1).warning(), "");
+  const std::string monitor = R"({"wandb": {"enabled": true, "team": "a"}})";
+  EXPECT_EQ(translate_deepspeed_config(monitor, 1).warning(), "");
+}
+
+TEST(DeepSpeedConfig, DialectsAreToldApart) {
+  EXPECT_TRUE(is_deepspeed_config(R"({"zero_optimization": {"stage": 2}})"));
+  EXPECT_TRUE(is_deepspeed_config(R"({"train_batch_size": 4})"));
+  EXPECT_TRUE(is_deepspeed_config(R"({"optimizer": {"type": "Adam", "params": {}}})"));
+  EXPECT_FALSE(is_deepspeed_config(R"({"strategy": "zero2", "optimizer": {"lr": 1}})"));
+  EXPECT_FALSE(is_deepspeed_config(R"({"checkpoint": {"path": "x"}})"));
+  EXPECT_FALSE(is_deepspeed_config("{}"));
+  EXPECT_FALSE(is_deepspeed_config("not JSON"));
+}
+
+}  // namespace
+}  // namespace penstock::deepspeed_config_test

@@ -1,0 +1,69 @@
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "penstock/error.h"
+#include "penstock/plan.h"
+#include "src/base/text.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr std::array<std::pair<const char*, double Machine::*>, 8> kFields = {
+    {{"flops", &Machine::flops},
+     {"local", &Machine::local},
+     {"node", &Machine::node},
+     {"device_host", &Machine::device_host},
+     {"host_disk", &Machine::host_disk},
+     {"host_memory", &Machine::host_memory},
+     {"device_memory", &Machine::device_memory},
+     {"overlap", &Machine::overlap}}};
+
+constexpr const char* kMake = "; `penstock bench` makes one";
+
+[[noreturn]] void fail_machine(const std::string& path, const std::string& what) {
+  throw ConfigError(concat("[plan::read_machine] ", path, what));
+}
+
+}  // namespace
+
+Machine read_machine(const std::string& path, const Machine& otherwise) {
+  std::ifstream file(path);
+  if (!file) fail_machine(path, concat(" cannot be read: ", std::strerror(errno), kMake));
+  if (std::filesystem::is_directory(path)) fail_machine(path, " is a folder");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+  if (json.is_discarded()) fail_machine(path, concat(" is not JSON", kMake));
+  if (!json.is_object()) fail_machine(path, concat(" is not an object of JSON", kMake));
+  Machine machine = otherwise;
+  for (const auto& [key, value] : json.items()) {
+    if (key == "about" || value.is_null()) continue;
+    const auto* field = std::find_if(kFields.begin(), kFields.end(),
+                                     [&](const auto& one) { return key == one.first; });
+    if (field == kFields.end()) {
+      std::vector<std::string> names;
+      for (const auto& one : kFields) names.emplace_back(one.first);
+      fail_machine(path,
+                   concat(": unknown \"", key, "\"; allowed: ", join(names, ", "), ", about"));
+    }
+    const bool share = key == "overlap";
+    const double number = value.is_number() ? value.get<double>() : -1.0;
+    if (share ? number < 0.0 || number > 1.0 : !(number > 0.0)) {
+      fail_machine(path,
+                   concat(": \"", key, "\" is ", value.dump(), "; allowed: ",
+                          share ? "a number from 0 to 1, or null" : "a number above 0, or null"));
+    }
+    machine.*(field->second) = number;
+  }
+  return machine;
+}
+
+}  // namespace penstock

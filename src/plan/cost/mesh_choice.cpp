@@ -1,0 +1,338 @@
+#include "src/plan/cost/mesh_choice.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <set>
+#include <tuple>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/plan/check.h"
+#include "src/plan/cost/offload_choice.h"
+#include "src/plan/pipeline_plan.h"
+#include "src/plan/pipeline_schedule.h"
+#include "src/plan/strategy.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr size_t kShown = 10;
+
+std::string fixed(double value, int digits) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.*f", digits, value);
+  return text;
+}
+
+std::string mesh_of(const MeshAlternative& one) {
+  return concat(one.tensor, " x ", one.pipeline, " x ", one.data);
+}
+
+int64_t numel(const ModelDesc& model, bool blocks_only) {
+  int64_t sum = 0;
+  for (size_t unit = blocks_only ? 1 : 0; unit < model.units.size(); ++unit) {
+    if (blocks_only && !model.units[unit].block) continue;
+    for (const FlatDesc& flat : model.units[unit].flats) sum += flat.numel;
+  }
+  return sum;
+}
+
+int num_blocks(const ModelDesc& model) {
+  return static_cast<int>(std::count_if(model.units.begin() + 1, model.units.end(),
+                                        [](const UnitDesc& unit) { return unit.block; }));
+}
+
+Replay replayed(const MeshAlternative& mesh, double forward, double backward, double transfer) {
+  const char* const name = mesh.virtual_stages > 1 ? "interleaved" : "1f1b";
+  const PipelineShape shape{mesh.pipeline, mesh.virtual_stages, static_cast<int>(mesh.accumulate)};
+  return replay(make_schedule(name, shape), forward, backward, transfer);
+}
+
+class Chooser {
+ public:
+  Chooser(const MeshQuestion& question, const ModelDesc& model)
+      : question_(question),
+        model_(model),
+        width_(static_cast<double>(dtype_bytes(precision_of(model)))) {}
+
+  std::vector<MeshAlternative> all() && {
+    const int world = question_.nodes * question_.per_node, blocks = num_blocks(model_);
+    for (int tensor = 1; tensor <= question_.per_node; ++tensor) {
+      if (question_.per_node % tensor != 0 || question_.shape.heads % tensor != 0) continue;
+      for (int pipeline = 1; pipeline <= std::max(1, blocks); ++pipeline) {
+        if (world / tensor % pipeline != 0) continue;
+        MeshAlternative mesh;
+        mesh.precision = question_.asked.config.precision.value_or("");
+        mesh.tensor = tensor;
+        mesh.pipeline = pipeline;
+        mesh.data = world / tensor / pipeline;
+        mesh.node = nodes_of(mesh);
+        for (const int64_t micro : question_.micro) try_micro(mesh, micro);
+      }
+    }
+    const auto rank = [](const MeshAlternative& one) {
+      return std::tuple(one.excess, one.seconds, one.state.device + one.activations);
+    };
+    std::stable_sort(found_.begin(), found_.end(),
+                     [&](const auto& a, const auto& b) { return rank(a) < rank(b); });
+    return std::move(found_);
+  }
+
+ private:
+  // A stage's ranks are neighbours. Where they do not fill whole nodes, all of them count as apart.
+  int nodes_of(const MeshAlternative& mesh) const {
+    const int ranks = mesh.tensor * mesh.data, node = question_.per_node;
+    if (node % ranks == 0) return 1;
+    return ranks % node == 0 ? ranks / node : mesh.data;
+  }
+
+  void try_micro(MeshAlternative mesh, int64_t micro) {
+    const int64_t samples = micro * mesh.data;
+    if (question_.batch % samples != 0) return;
+    mesh.micro = micro;
+    mesh.accumulate = question_.batch / samples;
+    if (mesh.accumulate < mesh.pipeline) return;  // as the engine refuses
+    const std::vector<Stage> stages = stages_of(mesh);
+    const std::vector<Alternative> states = states_of(mesh, stages);
+    for (const bool recompute : {false, true}) {
+      if (recompute && num_blocks(model_) == 0) continue;
+      for (const int virtual_stages : {1, 2, 4}) {
+        if (!interleaves(mesh, virtual_stages)) continue;
+        mesh.recompute = recompute;
+        mesh.virtual_stages = virtual_stages;
+        set_times(mesh, stages.front());
+        for (const Alternative& state : states) add(mesh, state);
+      }
+    }
+  }
+
+  bool interleaves(const MeshAlternative& mesh, int virtual_stages) const {
+    if (virtual_stages == 1) return true;
+    return mesh.pipeline > 1 && mesh.accumulate % mesh.pipeline == 0 &&
+           num_blocks(model_) % (mesh.pipeline * virtual_stages) == 0;
+  }
+
+  struct Stage {
+    ModelDesc model;
+    int64_t params, block_params;
+  };
+
+  // The first, the last, and the largest between them; the largest of all is the first of these.
+  std::vector<Stage> stages_of(const MeshAlternative& mesh) const {
+    std::vector<Stage> stages;
+    std::set<int64_t> sizes;
+    for (int rank = 0; rank < mesh.pipeline; ++rank) {
+      const bool between = rank > 1 && rank + 1 < mesh.pipeline;
+      if (between && num_blocks(model_) % mesh.pipeline == 0) continue;  // as the one before
+      ModelDesc own = stage_of(model_, mesh.tensor, mesh.pipeline, rank, mesh.data);
+      const int64_t params = numel(own, false), blocks = numel(own, true);
+      if (sizes.insert(params).second) stages.push_back({std::move(own), params, blocks});
+    }
+    std::stable_sort(stages.begin(), stages.end(),
+                     [](const Stage& a, const Stage& b) { return a.params > b.params; });
+    return stages;
+  }
+
+  double tokens(const MeshAlternative& mesh) const {
+    return static_cast<double>(mesh.micro * question_.shape.sequence);
+  }
+
+  // A stage is a model of its own, whose state its data ranks share. The largest has most of
+  // everything, or is as large as the others.
+  std::vector<Alternative> states_of(const MeshAlternative& mesh,
+                                     const std::vector<Stage>& stages) const {
+    Question question{question_.asked, {"ddp", "zero1", "zero2", "zero3"}, false};
+    if (mesh.data == 1) question.strategies = {"ddp"};
+    Config& config = question.asked.config;
+    config.mesh = {};
+    config.mesh.data = mesh.data;
+    config.mesh.node = mesh.node;
+    config.batch = {};
+    config.batch.accumulate = mesh.accumulate;
+    question.asked.world_size = mesh.data;
+    question.asked.tokens = tokens(mesh) * static_cast<double>(mesh.accumulate);
+    question.asked.room = {};
+    question.many = true;
+    return alternatives(question, stages.front().model);
+  }
+
+  // All but what depends on the strategy.
+  void set_times(MeshAlternative& mesh, const Stage& most) const {
+    const Machine& machine = question_.asked.machine;
+    const TransformerShape& shape = question_.shape;
+    const double micros = static_cast<double>(mesh.accumulate), size = mesh.tensor;
+    const double values = width_ * static_cast<double>(shape.hidden) * tokens(mesh);  // bytes
+    const double pass = 2 * tokens(mesh) * micros / machine.flops;
+    mesh.params = most.params;
+    mesh.compute = 3 * pass * static_cast<double>(mesh.params);
+    mesh.again = mesh.recompute ? pass * static_cast<double>(most.block_params) : 0;
+    const double layers = std::ceil(static_cast<double>(shape.layers) / mesh.pipeline);
+    const double sums = layers * micros * 2 * 2 * (size - 1) / size * values / machine.local;
+    mesh.sums = sums * (mesh.recompute ? 3 : 2);  // a forward has two a layer, a backward too
+    const double busy = mesh.compute + mesh.again + mesh.sums;
+    const double times = micros * mesh.virtual_stages;
+    mesh.bubble = busy * (mesh.pipeline - 1) / times;
+    mesh.messages = 0;
+    std::vector<int> held(1, 1);  // of the first rank and the last
+    if (mesh.pipeline > 1) {
+      const bool far = mesh.tensor * mesh.data >= question_.per_node;
+      const double message = values / size / (far ? machine.node : machine.local);
+      const double forward = (mesh.compute / 3 + sums) / times;
+      const Replay made = replayed(mesh, forward, busy / times - forward, message);
+      mesh.messages = std::max(0.0, made.makespan - busy - mesh.bubble);
+      held = made.most_held;
+    }
+    mesh.activations = activations(mesh, held);
+  }
+
+  void add(MeshAlternative mesh, const Alternative& state) {
+    mesh.state = state;
+    mesh.data_waits = state.seconds - mesh.compute;
+    mesh.seconds = state.seconds + mesh.again + mesh.sums + mesh.messages + mesh.bubble;
+    check_room(mesh);
+    found_.push_back(std::move(mesh));
+  }
+
+  // arXiv:2205.05198, equation 2 without scores of attention, which kernels of today do not keep.
+  // `held`: stages times micro-batches that each rank of the pipeline holds at its peak.
+  int64_t activations(const MeshAlternative& mesh, const std::vector<int>& held) const {
+    const TransformerShape& shape = question_.shape;
+    const double values = width_ * static_cast<double>(shape.hidden) * tokens(mesh);
+    const double whole = values * (5 + 12.0 / mesh.tensor);  // of a layer
+    const double layers = std::ceil(static_cast<double>(shape.layers) / mesh.pipeline);
+    const double each = (mesh.recompute ? values : whole) * layers / mesh.virtual_stages;
+    const double logits = tokens(mesh) * static_cast<double>(shape.vocabulary) * (2 * width_ + 4);
+    const double most = std::max(held.front() * each, held.back() * each + logits);
+    return static_cast<int64_t>(most + (mesh.recompute ? whole : 0));
+  }
+
+  void check_room(MeshAlternative& mesh) const {
+    const Room& room = question_.asked.room;
+    const std::tuple<const char*, int64_t, int64_t> limits[] = {
+        {"device", mesh.state.device + mesh.activations, room.device},
+        {"host", mesh.state.host, room.host},
+        {"disk", mesh.state.disk, room.disk},
+        {"device and host together", mesh.state.memory + mesh.activations, room.memory}};
+    std::vector<std::string> parts;
+    for (const auto& [name, needed, allowed] : limits) {
+      if (needed <= allowed) continue;
+      mesh.excess += needed - allowed;
+      parts.push_back(
+          concat(name, " ", format_bytes(static_cast<double>(needed - allowed)), " over"));
+    }
+    mesh.fits = parts.empty();
+    mesh.over = join(parts, ", ");
+  }
+
+  const MeshQuestion& question_;
+  const ModelDesc& model_;
+  const double width_;
+  std::vector<MeshAlternative> found_;
+};
+
+std::string row_of(const MeshAlternative& one) {
+  char text[200];
+  const std::string schedule = one.pipeline == 1 ? "-" : concat("v=", one.virtual_stages);
+  const std::string tiers = concat(one.state.optimizer, "/", one.state.params);
+  std::snprintf(text, sizeof(text), "%-14s %-4s %-6s %-10s %-6s %-9s %-11s %-11s %9.4g  %s\n",
+                mesh_of(one).c_str(), schedule.c_str(), one.state.strategy.c_str(), tiers.c_str(),
+                one.recompute ? "again" : "kept", concat(one.accumulate, " of ", one.micro).c_str(),
+                format_bytes(static_cast<double>(one.state.device)).c_str(),
+                format_bytes(static_cast<double>(one.activations)).c_str(), one.seconds,
+                one.fits ? "yes" : one.over.c_str());
+  return text;
+}
+
+}  // namespace
+
+std::string MeshAlternative::why() const {
+  std::vector<std::string> parts;
+  const auto share = [&](const std::string& what, double part) {
+    parts.push_back(concat(what, " ", fixed(1e3 * part, 1), " ms"));
+  };
+  share("computes", compute + again);
+  if (tensor > 1) share(concat("tensor ", tensor, ": its sums cost"), sums);
+  if (pipeline > 1) {
+    const double idle = (pipeline - 1.0) / static_cast<double>(virtual_stages * accumulate);
+    parts.push_back(concat("pipeline ", pipeline, ": bubble ", fixed(100 * idle, 1), " %"));
+    share("messages", messages);
+  }
+  share(concat("data ", data, ": waits and update"), data_waits);
+  return concat(mesh_of(*this), ": ", join(parts, "; "), ", of ", fixed(1e3 * seconds, 1), " ms",
+                fits ? "" : concat("; does not fit: ", over));
+}
+
+std::string MeshAlternative::config() const {
+  std::string text =
+      concat("{\"mesh\": {\"tensor\": ", tensor, ", \"pipeline\": ", pipeline, ", \"data\": ", data,
+             ", \"node\": ", node, "}, \"strategy\": \"", state.strategy,
+             "\", \"batch\": {\"micro\": ", micro, ", \"accumulate\": ", accumulate, "}");
+  if (!precision.empty()) text += concat(", \"precision\": \"", precision, "\"");
+  if (state.optimizer != "none" || state.params != "none") {
+    text += concat(", \"offload\": {\"optimizer\": \"", state.optimizer, "\", \"params\": \"",
+                   state.params, "\"}");
+  }
+  if (recompute) text += ", \"activations\": {\"checkpoint\": \"unit\"}";
+  if (virtual_stages > 1) {
+    text += concat(", \"parallel\": {\"schedule\": \"interleaved\", \"virtual_stages\": ",
+                   virtual_stages, "}");
+  }
+  return text + "}";
+}
+
+ModelDesc stage_of(const ModelDesc& model, int tensor, int pipeline, int rank, int data) {
+  ModelDesc staged = model;
+  const int blocks = num_blocks(model);
+  std::vector<int> stages;
+  int block = 0;
+  for (size_t unit = 0; unit < model.units.size(); ++unit) {
+    const int now = static_cast<int>(int64_t{block} * pipeline / std::max(1, blocks));
+    stages.push_back(std::min(now, pipeline - 1));
+    if (unit > 0 && model.units[unit].block) ++block;
+    for (FlatDesc& flat : staged.units[unit].flats) {
+      if (unit == 0 || tensor == 1) continue;
+      const int64_t part = (flat.numel + tensor - 1) / tensor;
+      flat.numel = (part + data - 1) / data * data;
+    }
+  }
+  for (auto* order : {&staged.forward, &staged.backward}) {
+    for (Visit& visit : *order) visit.stage = stages[static_cast<size_t>(visit.unit)];
+  }
+  for (Visit& visit : staged.forward) {
+    if (visit.unit == 0 && visit.mark == Mark::kEnd) visit.stage = pipeline - 1;
+  }
+  return part(staged, pipeline, rank);
+}
+
+std::vector<MeshAlternative> mesh_alternatives(const MeshQuestion& question,
+                                               const ModelDesc& model) {
+  std::vector<MeshAlternative> all = Chooser(question, model).all();
+  if (!all.empty()) return all;
+  throw ConfigError(concat("[plan::mesh_alternatives] no mesh of ",
+                           question.nodes * question.per_node, " ranks shares out a batch of ",
+                           question.batch, " samples: take a multiple of the ranks (--batch), or ",
+                           "smaller micro-batches (--micro)"));
+}
+
+std::string mesh_text(const MeshQuestion& question, const std::vector<MeshAlternative>& all) {
+  std::string text = concat(
+      question.nodes, " nodes of ", question.per_node, " ranks; ", question.batch,
+      " samples a step of ", question.shape.sequence, " tokens, ", question.shape.heads,
+      " heads; each rank has ", question.asked.room.text(), "\n",
+      "mesh: tensor x pipeline x data; state as the engine counts, activations are an estimate\n",
+      "not tried: hpz, mics, sequence ranks, and offload but that of --config\n",
+      "mesh           v    state  opt/params acts   micro     state       activations    s/step  "
+      "fits\n");
+  std::string why;
+  std::set<std::string> seen;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (i < kShown) text += row_of(all[i]);
+    if (seen.size() < kShown && seen.insert(mesh_of(all[i])).second) why += all[i].why() + "\n";
+  }
+  const char* best = all.front().fits ? "best: " : "nothing fits; the nearest: ";
+  return concat(text, "the best of each mesh:\n", why, best, all.front().config(), "\n");
+}
+
+}  // namespace penstock

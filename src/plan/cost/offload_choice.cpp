@@ -1,0 +1,240 @@
+#include "src/plan/cost/offload_choice.h"
+
+#include <algorithm>
+#include <array>
+#include <iomanip>
+#include <sstream>
+#include <tuple>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/plan/check.h"
+#include "src/plan/cost/step_time.h"
+#include "src/plan/strategy.h"
+
+namespace penstock {
+
+std::string Alternative::text() const {
+  return concat("strategy \"", strategy, "\", offload.optimizer \"", optimizer,
+                "\", offload.params \"", params, "\"");
+}
+
+std::string Room::text() const {
+  std::vector<std::string> parts;
+  const std::pair<const char*, int64_t> limits[] = {
+      {"device", device}, {"host", host}, {"device and host together", memory}, {"disk", disk}};
+  for (const auto& [name, bytes] : limits) {
+    if (bytes == kNoLimit) continue;
+    parts.push_back(concat(name, " ", format_bytes(static_cast<double>(bytes))));
+  }
+  return parts.empty() ? "no limits" : join(parts, ", ");
+}
+
+namespace {
+
+using Limits = std::array<std::pair<std::string, std::pair<int64_t, int64_t>>, 4>;
+
+// Name -> (needed, allowed).
+Limits limits(const Alternative& one, const Room& room) {
+  return {{{"device", {one.device, room.device}},
+           {"host", {one.host, room.host}},
+           {"memory", {one.memory, room.memory}},
+           {"disk", {one.disk, room.disk}}}};
+}
+
+int64_t excess_bytes(const Alternative& one, const Room& room) {
+  int64_t sum = 0;
+  for (const auto& [name, sizes] : limits(one, room)) {
+    sum += std::max<int64_t>(0, sizes.first - sizes.second);
+  }
+  return sum;
+}
+
+// What is not foreseen (reads outside modules, an order other than the one assumed) needs some
+// room.
+bool is_tight(const Alternative& one, const Room& room) {
+  const Limits all = limits(one, room);
+  return std::any_of(all.begin(), all.end(), [](const auto& limit) {
+    const auto& [needed, allowed] = limit.second;
+    return needed > allowed - allowed / 10;
+  });
+}
+
+std::string excess(const Alternative& one, const Room& room) {
+  std::vector<std::string> parts;
+  for (const auto& [name, sizes] : limits(one, room)) {
+    const auto& [needed, allowed] = sizes;
+    if (needed <= allowed) continue;
+    parts.push_back(
+        concat(name, " ", format_bytes(static_cast<double>(needed - allowed)), " over"));
+  }
+  return join(parts, ", ");
+}
+
+Work work_of(const PlanQuestion& asked, const ModelDesc& model, const Table& table,
+             const Mesh& mesh) {
+  Work work;
+  work.tokens = asked.tokens;
+  const Placement& update = table.at(Role::kOptim, Phase::kUpdate);
+  work.updates_on_host = update.tier != Tier::kDevice;
+  for (const UnitDesc& unit : model.units) {
+    for (const FlatDesc& flat : unit.flats) {
+      work.params += flat.numel;
+      if (!flat.trainable) continue;
+      work.trained_params += flat.numel;
+      work.updated_params += flat.numel / num_shards(update, mesh);
+    }
+  }
+  return work;
+}
+
+Alternative simulated(const Question& question, const Config& config, const ModelDesc& model) {
+  const PlanQuestion& asked = question.asked;
+  const Mesh mesh = mesh_of(config);
+  const Ledger ledger = question.many ? predict_window(config, model) : predict(config, model);
+  const Work work = work_of(asked, model, table_of(config, model).on(mesh), mesh);
+  const StepTime time = step_time(work, ledger, asked.machine);
+  Alternative one{config.strategy, config.offload.optimizer, config.offload.params};
+  one.device = ledger.tier[static_cast<size_t>(Tier::kDevice)].total;
+  one.host = ledger.tier[static_cast<size_t>(Tier::kHost)].total;
+  one.disk = ledger.tier[static_cast<size_t>(Tier::kDisk)].total;
+  one.memory = ledger.in_memory;
+  one.seconds = time.total();
+  one.longest = time.longest;
+  one.over = excess(one, asked.room);
+  one.fits = one.over.empty();
+  one.tight = one.fits && is_tight(one, asked.room);
+  return one;
+}
+
+std::vector<std::string> tiers(const std::string& configured) {
+  if (configured != "auto") return {configured};
+  return {"none", "host", "disk"};
+}
+
+// Why it cannot be run; empty when it can.
+std::string refusal_of(const Config& config, const ModelDesc& model, bool external_optimizer) {
+  if (external_optimizer && config.offload.optimizer == "disk") {
+    return "[plan::choice] offload.optimizer \"disk\" needs one of the engine's optimizers: an "
+           "optimizer of your own steps on state in memory, so set it to \"host\"";
+  }
+  try {
+    check(table_of(config, model), model, mesh_of(config),
+          {external_optimizer, config.offload.late_update});
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+Config with(const Config& config, const Alternative& chosen) {
+  Config one = adapted(config, chosen.strategy, chosen.optimizer);
+  one.offload.params = chosen.params;
+  return one;
+}
+
+std::vector<Alternative> alternatives(const Question& question, const ModelDesc& model) {
+  const Config& config = question.asked.config;
+  std::vector<Alternative> all;
+  for (const std::string& strategy : question.strategies) {
+    for (const std::string& optimizer : tiers(config.offload.optimizer)) {
+      for (const std::string& params : tiers(config.offload.params)) {
+        const bool tried = config.offload.params == "auto";
+        if (tried && params != "none" && !can_rest_away(strategy)) continue;
+        const Config one = with(config, {strategy, optimizer, params});
+        if (!refusal_of(one, model, question.external_optimizer).empty()) continue;
+        all.push_back(simulated(question, one, model));
+      }
+    }
+  }
+  const auto rank = [&](const Alternative& one) {
+    return std::tuple(excess_bytes(one, question.asked.room), one.tight, one.seconds, one.disk,
+                      one.host, one.device);
+  };
+  std::stable_sort(all.begin(), all.end(),
+                   [&](const auto& a, const auto& b) { return rank(a) < rank(b); });
+  return all;
+}
+
+std::string choice_text(const std::vector<Alternative>& alternatives) {
+  std::vector<std::vector<std::string>> rows = {
+      {"strategy", "optimizer", "params", "device", "host", "disk", "s/step", "fits", "why"}};
+  for (const Alternative& one : alternatives) {
+    const bool first = &one == &alternatives.front();
+    const auto bytes = [](int64_t count) {
+      return count == 0 ? "-" : format_bytes(static_cast<double>(count));
+    };
+    std::ostringstream seconds;
+    seconds << std::setprecision(3) << one.seconds;
+    const std::string waits = one.longest.empty() ? "" : "longest: " + one.longest;
+    std::vector<std::string> why;
+    if (!one.fits) why.push_back(one.over);
+    if (one.fits && first) why.emplace_back("fastest that fits");
+    if (one.tight) why.emplace_back("less than a tenth to spare");
+    if (one.fits && !waits.empty()) why.push_back(waits);
+    rows.push_back({one.strategy, one.optimizer, one.params, bytes(one.device), bytes(one.host),
+                    bytes(one.disk), seconds.str(),
+                    !one.fits ? "no" : (one.tight ? "tight" : "yes"), join(why, "; ")});
+  }
+  std::vector<size_t> widths(rows.front().size(), 0);
+  for (const auto& row : rows) {
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size() + 2);
+  }
+  std::string text;
+  for (const auto& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i)
+      line += row[i] + std::string(widths[i] - row[i].size(), ' ');
+    text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
+  }
+  return text;
+}
+
+std::string refusal(const Question& question, const ModelDesc& model) {
+  Config config = question.asked.config;
+  for (std::string* tier : {&config.offload.optimizer, &config.offload.params}) {
+    if (*tier == "auto") *tier = "none";
+  }
+  return refusal_of(config, model, question.external_optimizer);
+}
+
+void refuse(const Alternative& chosen, const std::vector<Alternative>& others, const Room& room) {
+  std::vector<std::string> needs;
+  for (const auto& [name, sizes] : limits(chosen, room)) {
+    const auto& [needed, allowed] = sizes;
+    if (needed <= allowed) continue;
+    needs.push_back(concat(format_bytes(static_cast<double>(needed)), " of ", name, " where ",
+                           format_bytes(static_cast<double>(allowed)), " is allowed"));
+  }
+  const auto fits = std::find_if(others.begin(), others.end(),
+                                 [](const Alternative& other) { return other.fits; });
+  const std::string instead =
+      fits != others.end()
+          ? "what fits: " + fits->text()
+          : "no strategy and no offload fits: use more ranks, allow more (memory.device_bytes, "
+            "memory.host_bytes; where they are not set, what was found free counts), or set what "
+            "is not chosen by itself (offload.gradients \"disk\", a smaller offload.window_bytes, "
+            "tiling, units)";
+  throw ConfigError(concat("[plan::refuse] ", chosen.text(), " needs ", join(needs, " and "),
+                           " on each rank; ", instead));
+}
+
+std::string advice(const Question& question, const ModelDesc& model, const OffloadConfig& now,
+                   int64_t Alternative::* bytes) {
+  const std::vector<Alternative> all = alternatives(question, model);
+  const auto current = std::find_if(all.begin(), all.end(), [&](const Alternative& one) {
+    return one.optimizer == now.optimizer && one.params == now.params;
+  });
+  const auto less = std::find_if(all.begin(), all.end(), [&](const Alternative& one) {
+    return one.fits && current != all.end() && one.*bytes < (*current).*bytes;
+  });
+  if (less == all.end()) return "no offload takes less: use more ranks or allow more";
+  return concat(less->text(),
+                " takes less of it: ", format_bytes(static_cast<double>((*less).*bytes)),
+                " foreseen, not ", format_bytes(static_cast<double>((*current).*bytes)));
+}
+
+}  // namespace penstock

@@ -1,0 +1,323 @@
+#include "src/plan/cost/pipeline_timeline.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+#include "src/plan/cost/simulator.h"
+#include "src/plan/cost/step_time.h"
+#include "src/plan/pipeline_plan.h"
+#include "src/plan/strategy.h"
+
+namespace penstock {
+
+namespace {
+
+// What a rank has received: its unit, the micro-batch, forward or backward.
+using Arrival = std::tuple<int, int, Role>;
+
+int64_t numel(const UnitDesc& unit, bool trained_only = false) {
+  int64_t sum = 0;
+  for (const FlatDesc& flat : unit.flats) sum += flat.trainable || !trained_only ? flat.numel : 0;
+  return sum;
+}
+
+class RankReplay {
+ public:
+  RankReplay(const Plan& plan, const Table& table, const ModelDesc& part, const Mesh& mesh,
+             const Machine& machine, const std::vector<UnitWork>& work)
+      : plan_(plan),
+        table_(table.on(mesh)),
+        part_(part),
+        mesh_(mesh),
+        machine_(machine),
+        work_(work),
+        bytes_(bytes_by_line(plan, table, part, mesh)),
+        params_there_(part.units.size(), 0) {
+    for (const UnitDesc& unit : part.units) total_ += numel(unit);
+    rank_.lines.assign(plan.steps.size(), 0.0);
+  }
+
+  enum class Stop : uint8_t { kReceive, kNorm, kEnd };
+
+  // As far as it gets. At kReceive expected() has to come first, at kNorm the others.
+  Stop run() {
+    for (; next_ < plan_.steps.size(); ++next_) {
+      const Step& step = plan_.steps[next_];
+      if (step.op == Op::kReceive && !arrived_.contains(key_of(step))) return Stop::kReceive;
+      if (step.op == Op::kNorm && !met_) return Stop::kNorm;
+      perform(step);
+    }
+    return Stop::kEnd;
+  }
+
+  // What was sent since the last call: the hop, the micro-batch, the role, when it is there.
+  struct Message {
+    int hop, micro;
+    Role role;
+    double there;
+  };
+  std::vector<Message> sent() { return std::exchange(sent_, {}); }
+  // The next receive of that kind in the plan takes it.
+  void take(const Message& message) {
+    for (size_t i = next_; i < plan_.steps.size(); ++i) {
+      const Step& step = plan_.steps[i];
+      if (step.op != Op::kReceive || step.hop != -message.hop || step.micro != message.micro ||
+          step.role != message.role || arrived_.contains(key_of(step))) {
+        continue;
+      }
+      arrived_[key_of(step)] = message.there;
+      return;
+    }
+  }
+
+  double ready_for_norm() const { return std::max({compute_, gather_, reduce_}); }
+  void meet(double when) {
+    met_ = true;
+    compute_ = gather_ = reduce_ = update_ = when;
+  }
+
+  Timeline::Rank finish(double passes) {
+    rank_.idle = passes - rank_.busy;
+    return rank_;
+  }
+  double passes() const { return passes_; }
+  double end() const { return std::max({compute_, gather_, reduce_, update_}); }
+  std::string where() const { return plan_.steps[next_].text(); }
+
+ private:
+  static Arrival key_of(const Step& step) { return {step.units[0], step.micro, step.role}; }
+
+  double on_links() {
+    double seconds = 0;
+    for (const auto& [link, bytes] : bytes_[next_]) {
+      rank_.sent[link] += bytes;
+      const double rate = link == "local"         ? machine_.local
+                          : link == "device-host" ? machine_.device_host
+                          : link == "host-disk"   ? machine_.host_disk
+                                                  : machine_.node;
+      seconds += static_cast<double>(bytes) / rate;
+    }
+    return seconds;
+  }
+
+  void perform(const Step& step) {
+    switch (step.op) {
+      case Op::kForward:
+      case Op::kBackward:
+        return compute(step);
+      case Op::kMove:
+        return move(step);
+      case Op::kSum:
+        reduce_ = std::max(reduce_, compute_) + on_lane(on_links());
+        return;
+      case Op::kSend: {
+        double& lane = send_[step.hop > 0];
+        lane = std::max(lane, compute_) + on_lane(on_links());
+        sent_.push_back({step.hop, step.micro, step.role, lane});
+        return;
+      }
+      case Op::kUpdate: {
+        const UnitDesc& unit = part_.units[step.units[0]];
+        const Placement& place = table_.at(Role::kOptim, Phase::kUpdate);
+        const double rate =
+            place.tier == Tier::kDevice ? machine_.device_memory : machine_.host_memory;
+        const auto owned =
+            static_cast<double>(numel(unit, true) / num_shards(place, mesh_) / unit.num_chunks);
+        update_ += on_lane(owned * kUpdateBytes / rate);
+        return;
+      }
+      case Op::kPublish:
+        gather_ = std::max(gather_, update_) + on_lane(on_links());
+        return;
+      case Op::kMicro:
+      case Op::kReceive:
+      case Op::kDrop:
+      case Op::kNorm:
+        return;
+    }
+  }
+
+  // What a lane works at takes some of the cores from what computes.
+  double on_lane(double takes) {
+    rank_.lines[next_] = takes;
+    compute_ += (1.0 - machine_.overlap) * takes;
+    return takes;
+  }
+
+  void compute(const Step& step) {
+    // What is entered here computes until its end; what is used leaves no gradient yet.
+    const int unit = step.units[0];
+    if (step.mark == Mark::kBegin || step.mark == Mark::kUse) {
+      issued_ = compute_ = std::max(compute_, params_there_[unit]);
+      return;
+    }
+    const bool forward = step.op == Op::kForward;
+    double begin = std::max(compute_, params_there_[unit]);
+    const auto came = arrived_.find({unit, step.micro, forward ? Role::kAct : Role::kGrad});
+    if (came != arrived_.end()) begin = std::max(begin, came->second);
+    const UnitDesc& desc = part_.units[unit];
+    const UnitWork& work = work_[unit];
+    double takes = seconds(forward ? work.forward : work.backward);
+    if (!forward && desc.recomputed) {
+      takes += seconds(work.forward);
+      if (desc.split == TensorSplit::kRow) takes += sum_seconds(unit);
+    }
+    issued_ = begin;
+    compute_ = begin;
+    rank_.lines[next_] = takes;
+    occupy(takes);
+    const auto share = static_cast<double>(numel(desc)) / static_cast<double>(total_);
+    held_ += forward ? share : -share;
+    rank_.most_held = std::max(rank_.most_held, held_);
+  }
+
+  void occupy(double takes) {
+    compute_ += takes;
+    passes_ = compute_;
+    rank_.busy += takes;
+  }
+
+  double seconds(const UnitWork::Pass& pass) const {
+    return pass.flops / machine_.flops + pass.memory_bytes / machine_.device_memory;
+  }
+
+  // As a ring does it.
+  double sum_seconds(int unit) {
+    const double size = mesh_.size(Axis::kTensor);
+    const double bytes = 2 * (size - 1) / size * work_[unit].summed_bytes;
+    rank_.sent["local"] += static_cast<int64_t>(bytes);
+    return bytes / machine_.local;
+  }
+
+  void move(const Step& step) {
+    const bool sums = step.moves.front().kind == MoveKind::kAllReduce;
+    if (step.role == Role::kAct && sums) return occupy(sum_seconds(step.units[0]));
+    const double takes = on_lane(on_links());
+    if (step.role == Role::kParam) {
+      gather_ = std::max(gather_, issued_) + takes;
+      for (const int unit : step.units) params_there_[unit] = gather_;
+    } else if (step.role == Role::kGrad && !met_) {
+      reduce_ = std::max(reduce_, compute_) + takes;
+    } else {
+      update_ += takes;
+    }
+  }
+
+  const Plan& plan_;
+  const Table table_;
+  const ModelDesc& part_;
+  const Mesh mesh_;
+  const Machine machine_;
+  const std::vector<UnitWork>& work_;
+  const LineBytes bytes_;
+  int64_t total_ = 0;
+  size_t next_ = 0;
+  std::map<Arrival, double> arrived_;
+  std::vector<Message> sent_;
+  std::vector<double> params_there_;
+  // Until when each lane works, and when the computation that is under way began.
+  double compute_ = 0, gather_ = 0, reduce_ = 0, update_ = 0, issued_ = 0;
+  double send_[2] = {0, 0};
+  double passes_ = 0, held_ = 0;
+  bool met_ = false;
+  Timeline::Rank rank_;
+};
+
+}  // namespace
+
+double Timeline::bubble() const {
+  double idle = 0, busy = 0;
+  for (const Rank& rank : ranks) {
+    idle += rank.idle;
+    busy += rank.busy;
+  }
+  return busy > 0 ? idle / busy : 0;
+}
+
+std::vector<UnitWork> work_of(const ModelDesc& model, double tokens) {
+  std::vector<UnitWork> work;
+  for (const UnitDesc& unit : model.units) {
+    const auto params = static_cast<double>(numel(unit));
+    const auto trained = static_cast<double>(numel(unit, true));
+    work.push_back({{2 * params * tokens}, {2 * (params + trained) * tokens}});
+  }
+  return work;
+}
+
+Timeline replay(const std::vector<Plan>& plans, const Table& table, const ModelDesc& model,
+                const Mesh& mesh, const Machine& machine, const std::vector<UnitWork>& work) {
+  const auto num_ranks = static_cast<int>(plans.size());
+  std::vector<ModelDesc> parts;
+  for (int rank = 0; rank < num_ranks; ++rank) parts.push_back(part(model, num_ranks, rank));
+  std::vector<RankReplay> ranks;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    ranks.emplace_back(plans[rank], table, parts[rank], mesh, machine, work);
+  }
+  using Stop = RankReplay::Stop;
+  std::vector<Stop> stops(plans.size(), Stop::kReceive);
+  const auto all_at = [&](Stop stop) {
+    return std::all_of(stops.begin(), stops.end(), [&](Stop one) { return one == stop; });
+  };
+  while (!all_at(Stop::kEnd)) {
+    bool any = false;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      stops[rank] = ranks[rank].run();
+      for (const RankReplay::Message& message : ranks[rank].sent()) {
+        any = true;
+        ranks[(rank + message.hop + num_ranks) % num_ranks].take(message);
+      }
+    }
+    if (all_at(Stop::kNorm)) {
+      double when = 0;
+      for (const RankReplay& rank : ranks) when = std::max(when, rank.ready_for_norm());
+      for (RankReplay& rank : ranks) rank.meet(when);
+    } else if (!any && !all_at(Stop::kEnd)) {
+      std::vector<std::string> stuck;
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        if (stops[rank] != Stop::kEnd)
+          stuck.push_back(concat(rank, " at '", ranks[rank].where(), "'"));
+      }
+      throw ConfigError(concat("[plan::replay] ranks of the pipeline wait for what never comes: ",
+                               join(stuck, ", ")));
+    }
+  }
+  Timeline timeline;
+  for (const RankReplay& rank : ranks) timeline.passes = std::max(timeline.passes, rank.passes());
+  for (RankReplay& rank : ranks) {
+    timeline.ranks.push_back(rank.finish(timeline.passes));
+    timeline.step = std::max(timeline.step, rank.end());
+  }
+  return timeline;
+}
+
+double simulated_bubble(const std::string& schedule, int num_ranks, int num_micro,
+                        const std::vector<StageSeconds>& stages) {
+  const auto num_stages = static_cast<int>(stages.size());
+  if (num_ranks < 1 || num_stages % num_ranks != 0) {
+    throw ConfigError(concat("[plan::simulated_bubble] ", num_stages, " stages on ", num_ranks,
+                             " ranks: every rank has as many of them"));
+  }
+  Machine machine;
+  machine.flops = 1;  // so that what is computed is in seconds
+  ModelDesc model;
+  std::vector<UnitWork> work;
+  for (const StageSeconds& stage : stages) {
+    const auto number = static_cast<int>(model.units.size());
+    model.units.push_back({.name = concat("stage ", number), .flats = {{1, Dtype::kFp32}}});
+    work.push_back({{stage.forward}, {stage.backward}});
+  }
+  assume_order(model, false);
+  for (auto* order : {&model.forward, &model.backward}) {
+    for (Visit& visit : *order) visit.stage = visit.unit;
+  }
+  const Mesh mesh = Mesh::of({{Axis::kPipeline, num_ranks}});
+  const Table table = preset("ddp", {.precision = Dtype::kFp32});
+  const Schedule order = make_schedule(schedule, {num_ranks, num_stages / num_ranks, num_micro});
+  return replay(plan_pipeline(table, model, mesh, order), table, model, mesh, machine, work)
+      .bubble();
+}
+
+}  // namespace penstock

@@ -1,0 +1,72 @@
+#include "src/plan/cost/strategy_comparison.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "src/base/text.h"
+#include "src/plan/cost/offload_choice.h"
+#include "src/plan/strategy.h"
+
+namespace penstock {
+
+namespace {
+
+// The layouts that matter on this mesh: an axis of one rank has none.
+std::vector<Placement> cells_on(const Mesh& mesh, const std::string& strategy) {
+  std::vector<Placement> cells;
+  const Table table = preset(strategy, {});
+  for (int role = 0; role < kNumRoles; ++role) {
+    for (int phase = 0; phase < kNumPhases; ++phase) {
+      Placement cell = table.at(static_cast<Role>(role), static_cast<Phase>(phase));
+      for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
+        if (mesh.size(axis) == 1) cell.layout[static_cast<size_t>(axis)] = Layout::kReplicated;
+      }
+      cells.push_back(cell);
+    }
+  }
+  return cells;
+}
+
+// Also in which tiers they may use.
+bool equal_on(const Mesh& mesh, const std::string& a, const std::string& b) {
+  return cells_on(mesh, a) == cells_on(mesh, b) && can_rest_away(a) == can_rest_away(b);
+}
+
+std::string text_of(const PlanReport& report, const PlanQuestion& asked, size_t num_units,
+                    int64_t num_params) {
+  std::string text = concat(num_params, " parameters in ", num_units, " units, ", asked.world_size,
+                            " ranks, ", asked.tokens,
+                            " tokens per rank and step; bytes per rank at the peak, without "
+                            "activations; each rank has ",
+                            asked.room.text(), "\n", choice_text(report.alternatives));
+  for (const auto& [name, twin] : report.same) {
+    text += concat(name, " is ", twin, " on this mesh\n");
+  }
+  return text;
+}
+
+}  // namespace
+
+const std::vector<std::string>& strategy_names() { return preset_names(); }
+
+PlanReport compare(const PlanQuestion& asked, const ModelDesc& model, int64_t num_params) {
+  Question question{asked, {}, false};
+  question.asked.config.offload.optimizer = question.asked.config.offload.params = "auto";
+  const Mesh mesh = mesh_of(asked.config);
+  PlanReport report;
+  for (const std::string& name : preset_names()) {
+    const auto twin = std::find_if(question.strategies.begin(), question.strategies.end(),
+                                   [&](const auto& other) { return equal_on(mesh, name, other); });
+    if (twin == question.strategies.end()) {
+      question.strategies.push_back(name);
+    } else {
+      report.same[name] = *twin;
+    }
+  }
+  report.alternatives = alternatives(question, model);
+  report.text = text_of(report, asked, model.units.size(), num_params);
+  return report;
+}
+
+}  // namespace penstock

@@ -1,0 +1,54 @@
+#include "src/plan/cost/strategy_comparison.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "src/base/text.h"
+
+namespace penstock::strategy_comparison_test {
+namespace {
+
+PlanReport report_on(int num_nodes, int world_size) {
+  PlanQuestion asked{.config = Config::parse(concat(R"({"mesh": {"node": )", num_nodes, "}}")),
+                     .world_size = world_size,
+                     .tokens = 64,
+                     .machine = Machine::cpu(),
+                     .room = {.host = 1 << 20}};
+  asked.config.resolve(world_size);
+  ModelDesc model;
+  model.units = {{.name = "root", .flats = {}}, {.name = "block", .flats = {{1024, Dtype::kBf16}}}};
+  assume_order(model, true);
+  return compare(asked, model, 1000);
+}
+
+TEST(Comparison, StrategiesThatAreAlikeOnTheMeshAreTriedOnce) {
+  using Twins = std::map<std::string, std::string>;
+  EXPECT_EQ(report_on(2, 4).same, Twins());
+  // On one node nothing is kept inside it; mics shards all of it.
+  EXPECT_EQ(report_on(1, 4).same, (Twins{{"hpz", "zero3"}, {"mics", "zero3"}}));
+  EXPECT_EQ(report_on(1, 1).same.at("zero2"), "ddp");
+}
+
+TEST(Comparison, EveryTierIsTriedWhateverTheConfigAsks) {
+  std::set<std::string> tried;
+  for (const Alternative& one : report_on(1, 4).alternatives) {
+    if (one.strategy == "zero3") tried.insert(one.optimizer + " " + one.params);
+  }
+  EXPECT_EQ(tried,
+            (std::set<std::string>{"none none", "none host", "none disk", "host none", "host host",
+                                   "host disk", "disk none", "disk host", "disk disk"}));
+}
+
+TEST(Comparison, TheTextNamesTheModelTheRoomAndTheTwins) {
+  const std::string text = report_on(1, 4).text;
+  EXPECT_EQ(text.find("1000 parameters in 2 units, 4 ranks, 64 tokens per rank and step"), 0u)
+      << text;
+  EXPECT_NE(text.find("each rank has host 1.00 MiB\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("\nhpz is zero3 on this mesh\nmics is zero3 on this mesh\n"),
+            std::string::npos)
+      << text;
+}
+
+}  // namespace
+}  // namespace penstock::strategy_comparison_test

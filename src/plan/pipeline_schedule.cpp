@@ -1,0 +1,250 @@
+#include "src/plan/pipeline_schedule.h"
+
+#include <algorithm>
+#include <charconv>
+#include <map>
+#include <set>
+
+#include "penstock/error.h"
+#include "src/base/text.h"
+
+namespace penstock {
+
+namespace {
+
+[[noreturn]] void refuse_schedule(const std::string& why) {
+  throw ConfigError("[plan::Schedule] " + why);
+}
+
+Schedule gpipe(const PipelineShape& shape) {
+  Schedule schedule;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    std::vector<Action>& actions = schedule.ranks.emplace_back();
+    for (int chunk = 0; chunk < shape.virtual_stages; ++chunk) {
+      const int stage = chunk * shape.ranks + rank;
+      for (int micro = 0; micro < shape.micro; ++micro) actions.push_back({stage, true, micro});
+    }
+    for (int chunk = shape.virtual_stages - 1; chunk >= 0; --chunk) {
+      const int stage = chunk * shape.ranks + rank;
+      for (int micro = 0; micro < shape.micro; ++micro) actions.push_back({stage, false, micro});
+    }
+  }
+  return schedule;
+}
+
+// The micro-batches of each stage in order, as its turns come.
+class Turns {
+ public:
+  Turns(int rank, const PipelineShape& shape, int round)
+      : rank_(rank), shape_(shape), round_(round) {}
+
+  Action next(bool forward) {
+    int& turn = forward ? forwards_ : backwards_;
+    int chunk = turn++ / round_ % shape_.virtual_stages;
+    if (!forward) chunk = shape_.virtual_stages - 1 - chunk;
+    const int stage = chunk * shape_.ranks + rank_;
+    return {stage, forward, micro_[{stage, forward}]++};
+  }
+
+ private:
+  const int rank_;
+  const PipelineShape& shape_;
+  const int round_;  // micro-batches of a stage before the next one's turn
+  int forwards_ = 0, backwards_ = 0;
+  std::map<std::pair<int, bool>, int> micro_;
+};
+
+Schedule one_forward_one_backward(const PipelineShape& shape) {
+  const int num_rounds = std::max(1, shape.micro / shape.ranks);
+  if (shape.virtual_stages > 1 && shape.micro % num_rounds != 0) {
+    refuse_schedule(concat("\"interleaved\" takes micro-batches in ", num_rounds, " rounds over ",
+                           shape.ranks, " ranks, which do not divide ", shape.micro,
+                           " evenly: change \"batch.accumulate\""));
+  }
+  const int round = shape.virtual_stages > 1 ? shape.micro / num_rounds : shape.micro;
+  const int total = shape.micro * shape.virtual_stages;
+  Schedule schedule;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    const int behind = shape.ranks - 1 - rank;
+    const int ahead =
+        shape.virtual_stages > 1 ? (shape.virtual_stages - 1) * round + 2 * behind : behind;
+    const int warm_up = std::min(total, ahead);
+    std::vector<Action>& actions = schedule.ranks.emplace_back();
+    Turns turns(rank, shape, round);
+    for (int i = 0; i < warm_up; ++i) actions.push_back(turns.next(true));
+    for (int i = warm_up; i < total; ++i) {
+      actions.push_back(turns.next(true));
+      actions.push_back(turns.next(false));
+    }
+    for (int i = 0; i < warm_up; ++i) actions.push_back(turns.next(false));
+  }
+  return schedule;
+}
+
+int number(std::string_view text, std::string_view cell) {
+  int value = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || value < 0)
+    refuse_schedule(concat("cell '", cell, "' is no action such as 0F0 or 3B7"));
+  return value;
+}
+
+Action parse_action(std::string_view cell) {
+  const size_t letter = cell.find_first_of("FBIW");
+  if (letter == std::string_view::npos) number("", cell);
+  if (cell[letter] == 'I' || cell[letter] == 'W') {
+    refuse_schedule(concat("cell '", cell,
+                           "': a backward is one action here; input and weight gradients ",
+                           "apart (zero bubble) are not supported"));
+  }
+  return {number(cell.substr(0, letter), cell), cell[letter] == 'F',
+          number(cell.substr(letter + 1), cell)};
+}
+
+}  // namespace
+
+std::string Action::text() const { return concat(stage, forward ? "F" : "B", micro); }
+
+int Schedule::num_stages() const {
+  int most = -1;
+  for (const auto& actions : ranks)
+    for (const Action& action : actions) most = std::max(most, action.stage);
+  return most + 1;
+}
+
+int Schedule::num_micro() const {
+  int most = -1;
+  for (const auto& actions : ranks)
+    for (const Action& action : actions) most = std::max(most, action.micro);
+  return most + 1;
+}
+
+std::string Schedule::text() const {
+  std::string out;
+  for (const auto& actions : ranks) {
+    std::vector<std::string> cells;
+    for (const Action& action : actions) cells.push_back(action.text());
+    out += join(cells, ",") + "\n";
+  }
+  return out;
+}
+
+Action before(const Action& action, int num_stages) {
+  if (action.forward) return {action.stage - 1, true, action.micro};
+  if (action.stage + 1 == num_stages) return {action.stage, true, action.micro};
+  return {action.stage + 1, false, action.micro};
+}
+
+const std::vector<std::string>& schedule_names() {
+  static const std::vector<std::string> kNames = {"gpipe", "1f1b", "interleaved"};
+  return kNames;
+}
+
+Schedule make_schedule(const std::string& name, const PipelineShape& shape) {
+  const std::vector<std::string>& names = schedule_names();
+  if (std::find(names.begin(), names.end(), name) == names.end()) {
+    const std::string nearest_name = nearest(name, names);
+    refuse_schedule(
+        concat("there is no schedule \"", name, "\"",
+               nearest_name.empty() ? "" : concat("; did you mean \"", nearest_name, "\"?"),
+               " (valid: ", join(names, ", "), ")"));
+  }
+  if (shape.ranks < 1 || shape.virtual_stages < 1 || shape.micro < 1) {
+    refuse_schedule(concat("a pipeline of ", shape.ranks, " ranks with ", shape.virtual_stages,
+                           " stages each and ", shape.micro, " micro-batches"));
+  }
+  if (name == "1f1b" && shape.virtual_stages > 1) {
+    refuse_schedule(concat("\"1f1b\" has one stage a rank, not ", shape.virtual_stages,
+                           ": \"interleaved\" has several"));
+  }
+  return name == "gpipe" ? gpipe(shape) : one_forward_one_backward(shape);
+}
+
+Schedule parse_schedule(std::string_view csv) {
+  Schedule schedule;
+  for (const std::string& line : split(csv, '\n')) {
+    if (trim(line).empty()) continue;
+    std::vector<Action>& actions = schedule.ranks.emplace_back();
+    for (const std::string& cell : split(line, ',')) {
+      if (!trim(cell).empty()) actions.push_back(parse_action(trim(cell)));
+    }
+  }
+  check_schedule(schedule);
+  return schedule;
+}
+
+void check_schedule(const Schedule& schedule) {
+  const int num_stages = schedule.num_stages(), num_micro = schedule.num_micro();
+  if (num_stages == 0) refuse_schedule("it has no actions");
+  std::set<Action> seen;
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    for (const Action& action : schedule.ranks[rank]) {
+      if (action.stage % schedule.num_ranks() != rank) {
+        refuse_schedule(concat(action.text(), " is on rank ", rank, ", where stage ", action.stage,
+                               " is on rank ", action.stage % schedule.num_ranks()));
+      }
+      if (!seen.insert(action).second) refuse_schedule(concat(action.text(), " is there twice"));
+    }
+  }
+  for (int stage = 0; stage < num_stages; ++stage) {
+    for (int micro = 0; micro < num_micro; ++micro) {
+      for (const bool forward : {true, false}) {
+        const Action action{stage, forward, micro};
+        if (!seen.contains(action)) refuse_schedule(concat(action.text(), " is missing"));
+      }
+    }
+  }
+  replay(schedule, 1, 2);  // throws where the order does not end
+}
+
+Replay replay(const Schedule& schedule, double forward, double backward, double transfer) {
+  const int num_stages = schedule.num_stages();
+  const auto num_ranks = static_cast<size_t>(schedule.num_ranks());
+  const auto num_micro = static_cast<size_t>(schedule.num_micro());
+  const auto at = [&](const Action& action) {
+    return static_cast<size_t>(2 * action.stage + action.forward) * num_micro +
+           static_cast<size_t>(action.micro);
+  };
+  std::vector<double> ends(2 * static_cast<size_t>(num_stages) * num_micro, -1);  // not yet
+  std::vector<size_t> next(num_ranks, 0);
+  std::vector<double> time(num_ranks, 0), work(num_ranks, 0);
+  std::vector<int> held(num_ranks, 0);
+  Replay made;
+  made.most_held.assign(num_ranks, 0);
+  for (bool any = true; any;) {
+    any = false;
+    for (size_t rank = 0; rank < num_ranks; ++rank) {
+      if (next[rank] == schedule.ranks[rank].size()) continue;
+      const Action& action = schedule.ranks[rank][next[rank]];
+      const Action needed = before(action, num_stages);
+      const double arrived = needed.stage < 0 ? 0 : ends[at(needed)];
+      const bool own = action.forward || ends[at({action.stage, true, action.micro})] >= 0;
+      if (arrived < 0 || !own) continue;
+      any = true;
+      ++next[rank];
+      const bool travels =
+          needed.stage >= 0 && needed.stage % schedule.num_ranks() != static_cast<int>(rank);
+      const double ready = arrived + (travels ? transfer : 0);
+      const double takes = action.forward ? forward : backward;
+      time[rank] = std::max(time[rank], ready) + takes;
+      work[rank] += takes;
+      ends[at(action)] = time[rank];
+      held[rank] += action.forward ? 1 : -1;
+      made.most_held[rank] = std::max(made.most_held[rank], held[rank]);
+    }
+  }
+  std::vector<std::string> stuck;
+  for (size_t rank = 0; rank < num_ranks; ++rank) {
+    if (next[rank] == schedule.ranks[rank].size()) continue;
+    const Action& action = schedule.ranks[rank][next[rank]];
+    stuck.push_back(
+        concat("rank ", rank, " at ", action.text(), " for ", before(action, num_stages).text()));
+  }
+  if (!stuck.empty())
+    refuse_schedule(concat("the order does not end; it waits: ", join(stuck, ", ")));
+  made.makespan = *std::max_element(time.begin(), time.end());
+  for (const double own : work) made.idle.push_back(made.makespan - own);
+  return made;
+}
+
+}  // namespace penstock
