@@ -1,6 +1,7 @@
 """Writes docs/idioms.md from the table in tests/parity/idioms.
 
-`tools/idioms.py` writes the page; `tools/idioms.py --check` fails where it is not up to date.
+`tools/idioms.py` writes the page. `tools/idioms.py --check` writes nothing and fails if the page is
+out of date.
 """
 
 from __future__ import annotations
@@ -8,76 +9,96 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "idioms.md"
 HEAD = """# Idioms
 
-Made from the table in `tests/parity/idioms` by `tools/idioms.py`; do not edit. {count} things that
-people do to a model, an optimizer, a parameter, a gradient, a hook or a module around a training
-loop, and what comes of each with an engine. Every row is a test (`tests/parity/test_idioms.py`).
+Generated from the table in `tests/parity/idioms` by `tools/idioms.py`; do not edit. The page lists
+{count} things that people do around a training loop, and what the engine does with each. Every row
+is a test (`tests/parity/test_idioms.py`).
 
-- *as torch*: losses and weights are those of plain torch in one process on the whole batch.
-- *refused*: every rank gets an error, there or at the engine's next call, that says what to do.
-- *as torch or refused*: one of the two, never a third result. Which of them depends on the model's
-  sizes and on the config (strategy, precision, tiers, accumulation, ranks): run it once with yours.
-  No error means that the result is torch's.
-- *an error, as in torch*: torch raises, and so does the engine.
+- *As torch*: losses and weights equal those of plain torch in one process on the whole batch.
+- *Refused*: every rank gets an error, in that call or in the engine's next one, that says what to
+  do instead.
+- *As torch or refused*: one of the two, depending on the model's sizes and on the config (strategy,
+  precision, tiers, accumulation, ranks). Run it once with yours: if there is no error, the result
+  is torch's.
+- *An error, as in torch*: torch raises, and so does the engine.
 
-A strategy that shards parameters has them whole on one rank: rows that only it refuses are then as
-torch or refused.
+On one rank, `zero3` and `hpz` keep parameters whole. A row that only these two refuse is then *as
+torch or refused*.
 
 ## What to call instead
 
 | refused | instead |
 |---|---|
-| `clip_grad_norm_` | the config's `clip`; the norm is `engine.grad_norm` after the step |
-| `p.grad` read: a norm, a log, `isfinite` | `engine.full_grads()`, `engine.grad_norm` |
-| `p.grad` written: `clip_grad_value_`, noise, surgery, `p.grad = x`, `dist.all_reduce` | \
-`engine.set_grads(edited)` of what `engine.full_grads()` gave; ranks are averaged already |
-| `GradScaler` | `"precision": "fp16"`: the engine scales the loss and skips steps that overflow |
+| `clip_grad_norm_` | the config's `clip`; `engine.grad_norm` has the norm after the step |
+| reads of `p.grad`: a norm, a log, `isfinite` | `engine.full_grads()`, `engine.grad_norm` |
+| writes of `p.grad`: `clip_grad_value_`, noise, surgery, `p.grad = x`, `dist.all_reduce` | \
+edit the result of `engine.full_grads()`, which is averaged over ranks, and pass it to \
+`engine.set_grads()` |
+| `GradScaler` | `"precision": "fp16"`: the engine scales the loss and skips overflowed steps |
 | `loss.backward()` with fp16 | `engine.backward(loss)` |
 | `backward(create_graph=True)` | `torch.autograd.grad(..., create_graph=True)` before it |
-| `optimizer.step()`, also with a closure | `engine.step()`; hooks of the optimizer's step run |
-| `optimizer.state`, `optimizer.state_dict()` | \
-nothing yet: the state is sharded and cannot be saved |
-| moments reset | `engine.close()` and `initialize()` again |
-| LBFGS, Adafactor and others that are not elementwise | AdamW, Adam, SGD, Adagrad, Lion or an \
-elementwise class |
+| `optimizer.step()`, with or without a closure | `engine.step()`, which runs the step hooks |
+| reads of `optimizer.state` | `engine.param_state(p, name)`, `engine.local_state(p, name)` |
+| `optimizer.state_dict()`, `optimizer.load_state_dict()` | `engine.save()`, `engine.load()` |
+| a reset of moments | `engine.set_param_state(p, name, zeros)`, which keeps the step count; or \
+`engine.close()` and `initialize()` again |
+| LBFGS, Adafactor and others that are not elementwise | \
+AdamW, Adam, SGD, Adagrad, Lion or another elementwise class |
 | two optimizers for one model | one optimizer with parameter groups |
-| a parameter beside the model in the optimizer | \
-a `Parameter` of the model, or an optimizer of its own |
-| frozen at `initialize()`, trained later | initialize with it trainable, freeze it afterwards |
-| a sharded `p` read: `p.norm()`, `p.tolist()`, averages | `with engine.gathered():` around it |
-| an L2 penalty of sharded parameters in the loss | `weight_decay` of Adam or SGD, which is that |
-| a sharded `p` edited: `clamp_`, `load_state_dict`, pruning | `with engine.gathered(write=True):` |
+| an optimizer with a parameter outside the model | \
+make it a `Parameter` of the model, or give it a separate optimizer |
+| training a parameter that was frozen at `initialize()` | freeze it after `initialize()` instead |
+| reads of a sharded `p`: `p.norm()`, `p.tolist()`, averages | \
+`with engine.gathered():` around them |
+| an L2 penalty on sharded parameters in the loss | `weight_decay` of Adam or SGD, which equals it |
+| edits of a sharded `p`: `clamp_`, `load_state_dict`, pruning | \
+`with engine.gathered(write=True):` |
 | `model.state_dict()`, `torch.save`, `deepcopy` of a sharded model | \
-`engine.state_dict()`, or any of them inside `with engine.gathered():` |
+`engine.state_dict()`, or the same call inside `with engine.gathered():` |
 | `model.half()`, `.to("meta")`, a new layer or `Parameter`, `assign=True` | \
-before `initialize()`, or after `engine.close()` |
-| an evaluation or `state_dict()` on rank 0 alone | on all ranks; around uneven loops \
-`with engine.uneven():` |
-| `copy.deepcopy(engine)`, a pickle of it | of the model, inside `with engine.gathered():` |
+do it before `initialize()` or after `engine.close()` |
+| an evaluation or `state_dict()` on rank 0 alone | call it on all ranks; put `with \
+engine.uneven():` around a loop whose length differs per rank |
+| `copy.deepcopy(engine)`, a pickle of it | copy the model inside `with engine.gathered():` |
 """
+
+
+def group_lines(rows: list[Any]) -> Iterator[str]:
+    """A list for each outcome that all strategies share, then a table of the other rows."""
+    alike: dict[str, list[str]] = {}
+    differ = []
+    for row in rows:
+        whole, sharded = row.whole.told, row.sharded.told
+        if whole == sharded:
+            alike.setdefault(whole, []).append(row.name)
+        else:
+            differ.append(f"| {row.name.replace('|', chr(92) + '|')} | {whole} | {sharded} |")
+    for outcome, names in alike.items():
+        yield f"\n{outcome[0].upper()}{outcome[1:]}:\n"
+        yield from (f"- {name}" for name in names)
+    if differ:
+        yield "\n| differs by strategy | `ddp` `zero1` `zero2` | `zero3` `hpz` |"
+        yield "|---|---|---|"
+        yield from differ
 
 
 def page() -> str:
     sys.path.insert(0, str(ROOT / "tests" / "parity"))
-    import idioms  # noqa: PLC0415 - its place is known only now
+    import idioms  # noqa: PLC0415 - the line above makes it importable
 
     rows = idioms.every()
-    lines = [HEAD.format(count=len(rows))]
-    group = ""
+    groups: dict[str, list[Any]] = {}
     for row in rows.values():
-        if row.group != group:
-            group = row.group
-            lines += [
-                f"\n## {group}\n",
-                "| | `ddp` `zero1` `zero2` | `zero3` `hpz` |",
-                "|---|---|---|",
-            ]
-        name = row.name.replace("|", "\\|")
-        lines.append(f"| {name} | {row.whole.told} | {row.sharded.told} |")
+        groups.setdefault(row.group, []).append(row)
+    lines = [HEAD.format(count=len(rows)).rstrip()]
+    for group, members in groups.items():
+        lines += [f"\n## {group}", *group_lines(members)]
     return "\n".join(lines) + "\n"
 
 
@@ -89,7 +110,7 @@ def main() -> int:
     if not options.check:
         PAGE.write_text(text)
     elif not PAGE.is_file() or PAGE.read_text() != text:
-        print(f"idioms: {PAGE.relative_to(ROOT)} is not what the table says: run tools/idioms.py")
+        print(f"idioms: {PAGE.relative_to(ROOT)} differs from the table: run tools/idioms.py")
         return 1
     return 0
 
