@@ -1,9 +1,10 @@
 """Writes docs/compatibility.md, the compatibility matrix, from test results.
 
-A row is a model, loop, optimizer or feature, a column a strategy; a cell is "works", "refused: "
-and the error, or empty where nothing was tested. After a failed test nothing is written.
+A row is a model, loop, optimizer or feature; a column is a strategy. A cell is "works", "refused"
+with the number of the error below the table, or empty if nothing was tested. If a test failed, the
+tool writes nothing.
 
-A test counts when its id names a strategy. It is a refusal when it recorded one:
+A test counts if its id names one strategy. It is a refusal if it recorded one:
 `record_property("refused", "ConfigError: text of the error")`.
 """
 
@@ -29,25 +30,27 @@ SECTIONS = {
     "test_compile": "torch.compile",
     "test_known_bugs": "Bugs known from elsewhere",
 }
-# Parts of an id that every row has in several values: a cell is of all of them together.
+# Parts of a test's id that are not in the row's name: one cell covers all their values.
 SETTING = re.compile(r"fp32|bf16|fp16|own|off|clip|world\d+|accumulate\d+")
 HEAD = """# Compatibility
 
-Made from test results by `tools/compatibility.py`; do not edit. A cell says what the tests of that
-row and strategy saw at all precisions, world sizes and accumulations they ran: results agreed with
-plain torch or with the run in memory (works), or every rank ended with this error (refused).
-Nothing: it was not tested.
+Generated from test results by `tools/compatibility.py`; do not edit. A cell covers all precisions,
+world sizes and accumulations that were tested for its row and strategy.
+
+- *works*: the results agreed with plain torch, or with the run in memory.
+- *refused (n)*: every rank ended with error n of the list below the table.
+- An empty cell was not tested.
 """
 
 Matrix = dict[str, dict[str, dict[str, str]]]  # section, row, column -> cell
 
 
 class Problem(Exception):
-    """Results that no matrix can be made of."""
+    """Raised for results from which no matrix can be made."""
 
 
 def place_of(classname: str, name: str) -> tuple[str, str, str] | None:
-    """Section, row and column of a test; None when its id names no strategy, or several."""
+    """Section, row and column of a test; None unless its id names exactly one strategy."""
     module = classname.rpartition(".")[2]
     function, _, parts = name.rstrip("]").partition("[")
     tokens = parts.split("-")
@@ -65,7 +68,7 @@ def cell_of(case: ElementTree.Element) -> str:
     if not recorded:
         return "works"
     kind, _, text = recorded[0].partition(": ")
-    sentence = re.split(r"\.\s|\.$|\n", re.sub(r"^\[[\w:]+\] ", "", text))[0].replace("|", "\\|")
+    sentence = re.split(r"\.\s|\.$|\n", re.sub(r"^\[[\w:]+\] ", "", text))[0]
     return f"refused: {kind.rpartition('.')[2]}: {sentence}"
 
 
@@ -91,11 +94,23 @@ def matrix_of(cases: Iterable[ElementTree.Element]) -> Matrix:
 def lines_of(matrix: Matrix) -> Iterator[str]:
     yield HEAD.rstrip()
     for title, rows in matrix.items():
-        if rows:
-            yield f"\n## {title}\n\n| | {' | '.join(COLUMNS)} |"
-            yield "|---" * (len(COLUMNS) + 1) + "|"
+        if not rows:
+            continue
+        errors: dict[str, int] = {}  # text -> its number below the table
+        yield f"\n## {title}\n\n| | {' | '.join(COLUMNS)} |"
+        yield "|---" * (len(COLUMNS) + 1) + "|"
         for row, cells in rows.items():
-            yield f"| {' | '.join([row, *(cells.get(column, '') for column in COLUMNS)])} |"
+            shown = [numbered(cells.get(column, ""), errors) for column in COLUMNS]
+            yield f"| {' | '.join([row, *shown])} |"
+        if errors:
+            yield ""
+        yield from (f"{number}. {text}" for text, number in errors.items())
+
+
+def numbered(cell: str, errors: dict[str, int]) -> str:
+    """The cell, with a refusal's error replaced by its number; adds new errors to `errors`."""
+    kind, _, text = cell.partition(": ")
+    return f"{kind} ({errors.setdefault(text, len(errors) + 1)})" if text else cell
 
 
 def main() -> int:

@@ -28,7 +28,8 @@ def test_cells(tmp_path):
     done, lines = tabulate(tmp_path, WORKS, REFUSED, SKIPPED)
     assert done.returncode == 0, done.stderr
     assert "| moe |  |  |  | works |  |  |" in lines
-    assert "| penalty: by hand | refused: ConfigError: It cannot be |  |  |  |  |  |" in lines
+    assert "| penalty: by hand | refused (1) |  |  |  |  |  |" in lines
+    assert "1. ConfigError: It cannot be" in lines
 
 
 def test_failed_test_is_an_error(tmp_path):
