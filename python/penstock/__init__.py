@@ -4,16 +4,25 @@ engine = penstock.initialize(model, {"strategy": "zero3", "optimizer": {"lr": 1e
 loss = engine(batch)
 engine.backward(loss)
 engine.step()
+
+A name is imported when it is first used, so that a command starts without torch.
 """
 
-from penstock import one_host as one_host  # registers the back end "penstock"
-from penstock._native import Bug, ConfigError, RuntimeFault
-from penstock.data import ResumableLoader
-from penstock.engine import Engine, initialize
-from penstock.ledger import format_ledger
-from penstock.monitor import trace
-from penstock.optimizer import Lion
-from penstock.sharded_init import init
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from penstock import registration
+
+if TYPE_CHECKING:
+    from penstock._native import Bug, ConfigError, RuntimeFault
+    from penstock.data import ResumableLoader
+    from penstock.engine import Engine, initialize
+    from penstock.ledger import format_ledger
+    from penstock.monitor.timelines import trace
+    from penstock.optimizer import Lion
+    from penstock.sharded_init import init
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,3 +37,35 @@ __all__ = [
     "initialize",
     "trace",
 ]
+
+# Public name -> the module that defines it.
+_HOMES = {
+    "Bug": "penstock._native",
+    "ConfigError": "penstock._native",
+    "Engine": "penstock.engine",
+    "Lion": "penstock.optimizer",
+    "ResumableLoader": "penstock.data",
+    "RuntimeFault": "penstock._native",
+    "format_ledger": "penstock.ledger",
+    "init": "penstock.sharded_init",
+    "initialize": "penstock.engine",
+    "trace": "penstock.monitor.timelines",
+}
+# Public modules that `import penstock` alone makes reachable as attributes.
+_MODULES = ("data", "deepspeed", "environment", "launch", "monitor", "pipeline_layers", "schedules")
+
+registration.arrange()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"penstock.{name}")
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -1,19 +1,47 @@
-"""The C++ module, with a check that it was built for the torch that is installed."""
+"""Loads the C++ module, and checks that it was built for the torch that is installed.
+
+Needs torch's libraries but not its Python package, whose import takes longer than most commands.
+"""
 
 import importlib
+import importlib.util
+import pathlib
+import re
+import sys
 from typing import Any
 
-import torch
+
+def _torch_version() -> str:
+    """Of the torch that `import torch` imports, or has imported; "" if there is none."""
+    if "torch" in sys.modules:
+        return str(sys.modules["torch"].__version__)
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    text = pathlib.Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    found = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _import() -> Any:
+    try:
+        return importlib.import_module("penstock._penstock")
+    except ImportError:
+        if "torch" in sys.modules:
+            raise
+        importlib.import_module("torch")  # it finds libraries that the loader does not
+        return importlib.import_module("penstock._penstock")
 
 
 def _load() -> Any:
-    found = ".".join(torch.__version__.split(".")[:2])
+    version = _torch_version()
+    found = ".".join(version.split(".")[:2])
     try:
-        module = importlib.import_module("penstock._penstock")
+        module = _import()
     except ImportError as error:
         raise ImportError(
-            f"penstock's C++ module does not load with torch {torch.__version__}; it is built for "
-            f"one torch minor version: reinstall penstock beside this torch "
+            f"penstock's C++ module does not load with torch {version or '(not installed)'}; it is "
+            f"built for one torch minor version: reinstall penstock beside this torch "
             f"(pip install --no-build-isolation penstock). Cause: {error}"
         ) from error
     if module.TORCH_MINOR != found:
@@ -24,14 +52,7 @@ def _load() -> Any:
     return module
 
 
-def _is_shared(storage: torch.UntypedStorage) -> bool:
-    """torch's `is_shared()` ends the process where a storage may not be read: it raises here."""
-    storage.data_ptr()
-    return torch._C.StorageBase.is_shared(storage)  # type: ignore[attr-defined,no-any-return]
-
-
 _penstock: Any = _load()
-torch.UntypedStorage.is_shared = _is_shared  # type: ignore[method-assign,assignment]
 Bug = _penstock.Bug
 ConfigError = _penstock.ConfigError
 RuntimeFault = _penstock.RuntimeFault

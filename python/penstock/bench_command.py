@@ -7,8 +7,6 @@ import argparse
 from penstock.bench import arguments
 from penstock.launch import LaunchOptions, RankOptions, launch
 
-_HELP = "measure this machine: a calibration file for penstock plan and predictions"
-
 
 def _bench(args: argparse.Namespace) -> int:
     arguments.check(args)
@@ -16,11 +14,11 @@ def _bench(args: argparse.Namespace) -> int:
     return launch(LaunchOptions(command, nproc=args.nproc, rank=RankOptions(module=True)))
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Adds the command to the command line."""
     bench = commands.add_parser(
         "bench",
-        help=_HELP,
+        help=summary,
         description="Measures compute, links, memory and disk as ranks reach them, all at the same "
         "time, and writes the medians as JSON. On an accelerator where there is one, else on the "
         "CPU. Takes about half a minute; what else runs on the machine shows in the figures.",

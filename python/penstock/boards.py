@@ -18,6 +18,7 @@ from typing import Any
 from penstock._native import _penstock
 
 _PROC = pathlib.Path("/proc")
+_LONG_S = 5.0  # waits longer than those of a healthy run are noteworthy
 _LINK = f"/memfd:{_penstock.STATUS_FILE}"
 
 Found = list[tuple[int, Any]]  # process, board
@@ -176,6 +177,15 @@ def late(boards: Mapping[int, Any]) -> list[int]:
     return sorted(first or found)
 
 
+def _all_wait(boards: Iterable[Any]) -> str:
+    """One look cannot tell ranks that exchange from ranks that block each other; how long the last
+    of them has waited can."""
+    seconds = min(max(float(lane.line.age_s) for lane in _waits(board)) for board in boards)
+    if seconds < _LONG_S:
+        return "every rank waits for another at this moment"
+    return f"every rank has waited for another for {seconds:.1f} s: they may have diverged"
+
+
 def verdict(found: Found) -> str:
     """Of one run: who is late; "" for a run of one rank."""
     boards = {board.rank: board for _, board in found}
@@ -184,9 +194,8 @@ def verdict(found: Found) -> str:
         return ""
     ranks = late(boards)
     if not ranks:
-        waiting = sum(1 for board in boards.values() if _waits(board))
-        if waiting == len(boards) > 1:
-            return "every rank waits for another: if this stays so, they have diverged"
+        if len(boards) > 1 and all(_waits(board) for board in boards.values()):
+            return _all_wait(boards.values())
         return "no rank waits for one that is behind"
     names = []
     for rank in ranks:

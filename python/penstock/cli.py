@@ -1,109 +1,75 @@
-"""The command line: run, status, top, inspect, report, convert, plan, bench, explain, doctor."""
+"""The command line. It imports the module of the command that is given, and no other."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
-import os
-import platform
+import difflib
+import importlib
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
-import torch.distributed
-from torch._C._distributed_c10d import HashStore
-
-from penstock import (
-    bench_command,
-    config_file,
-    convert_command,
-    inspect_command,
-    plan_command,
-    report_command,
-    status_command,
-    top_command,
-)
-from penstock._native import _penstock
-from penstock.launch import command as launch_command
-
-_WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from penstock import __version__
 
 
-def _explain(args: argparse.Namespace) -> int:
-    text = config_file.text_of(args.config)
-    if _penstock.is_deepspeed_config(text):
-        native, translated = config_file.translate(text, args.world)
-        for one in translated.given:
-            print(f"{one.key} = {one.value}: {one.fate} ({one.note})", file=sys.stderr)
-        text = json.dumps(native)
-    print(_penstock.Config(text).resolved(args.world).json(indent=2))
-    return 0
+class _Command(NamedTuple):
+    module: str  # has add_to(commands, summary)
+    summary: str  # in `penstock --help`
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+_COMMANDS = {
+    "run": _Command("launch.command", "start the ranks of a script, here or on several nodes"),
+    "plan": _Command(
+        "plan_command", "will it fit, how fast: every strategy and offload choice for a model"
+    ),
+    "bench": _Command(
+        "bench_command",
+        "measure this machine: a calibration file for penstock plan and predictions",
+    ),
+    "status": _Command(
+        "status_command", "where every rank of a run is, and which one the others wait for"
+    ),
+    "top": _Command(
+        "top_command", "every rank of a run, live: step, speed, memory, and which one is late"
+    ),
+    "inspect": _Command("inspect_command", "what is in a checkpoint, and whether it is whole"),
+    "report": _Command("report_command", "one HTML file about a run, or comparing two"),
+    "convert": _Command(
+        "convert_command", "checkpoints of DeepSpeed, torch and Hugging Face, in and out"
+    ),
+    "explain": _Command("explain_command", "print every effective value of a config"),
+    "doctor": _Command("doctor_command", "versions and machine, for a bug report"),
+}
 
 
-def _accelerators() -> str:
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return f"{torch.accelerator.device_count()} x {device}" if device else "none"
-
-
-def _shared_memory() -> str:
-    """What `comm.backend` "auto" is for ranks of this host."""
-    made, why_not = _penstock.one_host_back_end(HashStore(), 0, 1, 10.0)
-    return "between ranks of this host" if made is not None else f"none, so gloo: {why_not}"
-
-
-def _doctor(_args: argparse.Namespace) -> int:
-    page = os.sysconf("SC_PAGE_SIZE")
-    facts = {
-        "penstock": importlib.metadata.version("penstock"),
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "torch": f"{torch.__version__} (Penstock is built for {_penstock.TORCH_MINOR})",
-        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
-        "memory": f"{_gib(page * os.sysconf('SC_AVPHYS_PAGES'))} free of "
-        f"{_gib(page * os.sysconf('SC_PHYS_PAGES'))}",
-        "SIMD": torch.backends.cpu.get_cpu_capability(),
-        "accelerators": _accelerators(),
-        "gloo": "available" if torch.distributed.is_gloo_available() else "missing in this torch",
-        "shared memory": _shared_memory(),
-        "environment": " ".join(f"{k}={os.environ[k]}" for k in _WORLD_VARIABLES if k in os.environ)
-        or "no launcher",
-    }
-    for name, value in facts.items():
-        print(f"{name:<15}{value}")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """With the options of the chosen command; of the others only their names and summaries."""
     parser = argparse.ArgumentParser(prog="penstock", description="Sharded training on torch.")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    launch_command.add_to(commands)
-    plan_command.add_to(commands)
-    bench_command.add_to(commands)
-    status_command.add_to(commands)
-    top_command.add_to(commands)
-    inspect_command.add_to(commands)
-    report_command.add_to(commands)
-    convert_command.add_to(commands)
-
-    explain = commands.add_parser("explain", help="print every effective value of a config")
-    explain.add_argument(
-        "--config", required=True, metavar="FILE", help="JSON, ours or DeepSpeed's"
-    )
-    explain.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks")
-    explain.set_defaults(command=_explain)
-
-    doctor = commands.add_parser("doctor", help="versions and machine, for a bug report")
-    doctor.set_defaults(command=_doctor)
+    for name, command in _COMMANDS.items():
+        if name == chosen:
+            module = importlib.import_module(f"penstock.{command.module}")
+            module.add_to(commands, command.summary)
+        else:
+            commands.add_parser(name, help=command.summary)
     return parser
+
+
+def _unknown(word: str) -> str:
+    near = difflib.get_close_matches(word, _COMMANDS, n=1, cutoff=0.4)
+    advice = f'did you mean "{near[0]}"?' if near else f"known are {', '.join(_COMMANDS)}"
+    return f'there is no command "{word}": {advice}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. A wrong value is one line and code 2."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    chosen = next((word for word in words if not word.startswith("-")), "")
+    if chosen and chosen not in _COMMANDS:
+        print(f"penstock: {_unknown(chosen)}", file=sys.stderr)
+        return 2
+    args = _parser(chosen).parse_args(words)
     try:
         return int(args.command(args))
     except (ValueError, OSError, RuntimeError) as error:

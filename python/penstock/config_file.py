@@ -13,9 +13,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
-from penstock import ranks
+from penstock import process_group
 from penstock._native import ConfigError, _penstock
 
 ConfigLike = Mapping[str, Any] | str | os.PathLike[str] | None
@@ -49,7 +47,7 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str, dict[str, Any]]:
                 'deepspeed.initialize(): say it with "parallel.rules" in the section '
                 '"penstock"'
             )
-        if translated.warning and ranks.rank() == 0 and os.environ.get("RANK", "0") == "0":
+        if translated.warning and process_group.rank() == 0 and os.environ.get("RANK", "0") == "0":
             warnings.warn(f"[front::initialize] {translated.warning}", UserWarning, stacklevel=3)
         return native, str(translated.scheduler), json.loads(_penstock.plain_json(text))
     if isinstance(config, Mapping):
@@ -82,7 +80,9 @@ def translate(text: str, num_ranks: int = 0) -> tuple[dict[str, Any], Any]:
 
 def world() -> int:
     """Number of ranks, also where only the launcher's environment says it."""
-    return ranks.world() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if process_group.is_initialized():
+        return process_group.world()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def text_of(config: ConfigLike) -> str:

@@ -40,10 +40,10 @@ def _rules(path: str) -> dict[str, Any]:
     return held
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     convert = commands.add_parser(
         "convert",
-        help="checkpoints of DeepSpeed, torch and Hugging Face, in and out",
+        help=summary,
         description="What SOURCE is, is found out: a checkpoint of Penstock, of DeepSpeed (ZeRO "
         "1, 2, 3, universal), of torch.distributed.checkpoint, a folder of Hugging Face, or a "
         "file of torch.save() or safetensors. No code from it is run.",

@@ -32,7 +32,7 @@ from penstock.batches import Batches
 from penstock.config_file import ConfigLike
 from penstock.device_back_ends import warn_of_idle
 from penstock.forwards import Forwards, Pace, Uneven, remove
-from penstock.monitor import Monitored
+from penstock.monitor.monitored import Monitored
 from penstock.param_state import ParamState
 from penstock.structure import Structure
 

@@ -111,10 +111,8 @@ def _inspect(args: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    inspect = commands.add_parser(
-        "inspect", help="what is in a checkpoint, and whether it is whole"
-    )
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    inspect = commands.add_parser("inspect", help=summary)
     inspect.add_argument("checkpoint", help="its folder, or a folder of several")
     inspect.add_argument("--tensors", action="store_true", help="a line for each tensor")
     inspect.add_argument("--quick", action="store_true", help="do not read the values")

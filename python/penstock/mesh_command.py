@@ -7,22 +7,11 @@ import json
 import re
 from typing import Any
 
-from torch import nn
-
-from penstock import model_spec, tree
+from penstock import model_spec
 from penstock._native import _penstock
+from penstock.model_spec import PlannedModel
 
 _MICRO = "1,2,4,8"
-_HEAD = 128  # hidden values of a head, where nothing says
-_ASSUMED = {"sequence": 2048, "vocabulary": 0}  # of parameters alone
-# What transformers' configs call it.
-_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "sequence": ("max_position_embeddings", "n_positions", "seq_length"),
-    "vocabulary": ("vocab_size",),
-}
 
 
 def rate(text: str) -> float:
@@ -40,46 +29,6 @@ def rate(text: str) -> float:
     return number * float(base ** " KMGT".index((read.group(2) or " ").upper()))
 
 
-def _heads(hidden: int) -> int:
-    return max(1, round(hidden / _HEAD))
-
-
-def _of_config(config: Any) -> tuple[dict[str, int], str]:
-    shape: dict[str, int] = {}
-    for key, names in _NAMES.items():
-        values = [getattr(config, name, None) for name in names]
-        found = [value for value in values if isinstance(value, int)]
-        if not found:
-            raise ValueError(
-                f"[plan] the model's config has none of {', '.join(names)}, which meshes need"
-            )
-        shape[key] = found[0]
-    keys = getattr(config, "num_key_value_heads", None) or shape["heads"]
-    return {**shape, "heads": min(shape["heads"], keys)}, "of the model's config"
-
-
-def shape_of(model: nn.Module) -> tuple[dict[str, int], str]:
-    """The transformer that the model is, or is taken for, and how that is known."""
-    if isinstance(model, model_spec.PlainGpt):
-        vocabulary, hidden = model.tokens.weight.shape
-        shape = {"layers": len(model.blocks), "hidden": hidden, "heads": _heads(hidden)}
-        shape |= {"sequence": model.seq, "vocabulary": vocabulary}
-        return shape, f"heads are assumed, of {_HEAD} values each"
-    config = getattr(model, "config", None)
-    if config is not None:
-        return _of_config(config.get_text_config())
-    if not isinstance(model, model_spec.Blocks):
-        raise ValueError(
-            "[plan] the width and heads of this model are not known: meshes are proposed for a "
-            "gpt:..., a Hugging Face config.json, parameters per block and --params"
-        )
-    layers = len(model.blocks)
-    numel = sum(param.numel() for param in model.parameters())
-    hidden = max(1, round((numel / layers / 12) ** 0.5))
-    shape = {"layers": layers, "hidden": hidden, "heads": _heads(hidden), **_ASSUMED}
-    return shape, "all of it assumed: a transformer of 12 x hidden^2 parameters a layer"
-
-
 def _check(args: argparse.Namespace) -> None:
     if args.node is None or args.gpus is None:
         raise ValueError("[plan] meshes need both --nodes and --gpus")
@@ -94,12 +43,22 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
+def _native_shape(shape: dict[str, int]) -> Any:
+    """The heads that tensor ranks share out are those of keys and values, if these are fewer."""
+    heads = min(shape["heads"], shape.get("key_value_heads", shape["heads"]))
+    native = _penstock.TransformerShape()
+    for key, value in {**shape, "heads": heads}.items():
+        if key != "key_value_heads":
+            setattr(native, key, value)
+    return native
+
+
 def report(
-    args: argparse.Namespace, model: nn.Module, config: dict[str, Any], machine: Any
+    args: argparse.Namespace, model: PlannedModel, config: dict[str, Any], machine: Any
 ) -> None:
     """Prints the meshes. Raises ValueError for options that do not go together."""
     _check(args)
-    shape, known = shape_of(model)
+    shape, known = model.shape()
     config.pop("mesh", None)  # what --nodes made of it
     offload = config.setdefault("offload", {})
     if isinstance(offload, dict):
@@ -111,18 +70,16 @@ def report(
     batch = model_spec.whole(args.batch, "--batch") if args.batch else 8 * world
     question.batch = batch
     question.micro = [model_spec.whole(size, "--micro") for size in args.micro.split(",")]
-    native = _penstock.TransformerShape()
-    for key, value in shape.items():
-        setattr(native, key, value)
-    question.shape = native
-    found = _penstock.mesh_report(tree.model_tree(model, {}), question)
+    question.shape = _native_shape(shape)
+    found = _penstock.mesh_report(model.tree(), question)
     if args.json:
         for one in found["alternatives"]:
             one["config"] = json.loads(one["config"])
         shown = {"shape": shape, "shape_is": known, "batch": batch}
         print(json.dumps({**shown, "alternatives": found["alternatives"]}, indent=2))
         return
-    print(f"{', '.join(f'{key} {value}' for key, value in shape.items())} ({known})")
+    words = (f"{key.replace('_', ' ')} {value}" for key, value in shape.items())
+    print(f"{', '.join(words)} ({known})")
     print(found["text"].rstrip())
 
 

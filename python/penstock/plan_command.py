@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from typing import Any
 
-from torch import nn
-
-from penstock import machine_file, mesh_command, model_spec, tree
+from penstock import machine_file, mesh_command, model_spec
 from penstock._native import _penstock
 from penstock.config_file import config_dict
+from penstock.model_spec import PlannedModel
 
-_HELP = "will it fit, how fast: every strategy and offload choice for a model"
 _TOKENS = 4096
 # Field of the machine -> its options.
 _MACHINE = {
@@ -26,19 +25,24 @@ _MACHINE = {
 }
 
 
-def _model_of(args: argparse.Namespace) -> nn.Module:
+def _model_of(args: argparse.Namespace) -> PlannedModel:
     if args.model is not None:
-        return model_spec.build(args.model)
+        blocks = model_spec.blocks_of(args.model)
+        if blocks is not None:
+            return blocks
+        # Imports torch, which the sizes of blocks do not need.
+        built: PlannedModel = importlib.import_module("penstock.model_build").build(args.model)
+        return built
     total = model_spec.whole(str(args.params), "--params")
     count = model_spec.num_blocks(total)
     if args.units is not None:
         count = model_spec.whole(args.units, "--units")
     share, rest = divmod(total, count)
-    sizes = [str(share + (1 if unit < rest else 0)) for unit in range(count)]
-    return model_spec.build(",".join(sizes))
+    sizes = [share + (1 if unit < rest else 0) for unit in range(count)]
+    return model_spec.Blocks(sizes)
 
 
-def _config_of(args: argparse.Namespace, model: nn.Module) -> dict[str, Any]:
+def _config_of(args: argparse.Namespace, model: PlannedModel) -> dict[str, Any]:
     config = config_dict(args.config)
     if args.precision is not None or args.config is None:
         config["precision"] = args.precision or "bf16"
@@ -71,11 +75,8 @@ def _plan(args: argparse.Namespace) -> int:
         mesh_command.report(args, model, _config_of(args, model), machine)
         return 0
     config = _penstock.Config(_config_of(args, model))
-    tokens = args.tokens
-    if tokens is None:
-        tokens = model.seq if isinstance(model, model_spec.PlainGpt) else _TOKENS
-    described = tree.model_tree(model, {})
-    report = _penstock.plan_report(described, config, args.world, tokens, machine)
+    tokens = args.tokens or model.sequence or _TOKENS
+    report = _penstock.plan_report(model.tree(), config, args.world, tokens, machine)
     if args.json:
         print(json.dumps({key: report[key] for key in ("alternatives", "same")}, indent=2))
     else:
@@ -90,12 +91,12 @@ def _positive(text: str) -> float:
     return number
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Adds the command to the command line."""
     plan = commands.add_parser(
         "plan",
-        help=_HELP,
-        description=_HELP + ". Bytes are peaks on one rank as the engine counts them, without "
+        help=summary,
+        description=summary + ". Bytes are peaks on one rank as the engine counts them, without "
         "activations; seconds are those of a step whose links and compute overlap in each phase.",
         epilog="example: penstock plan --model gpt:layers=48,hidden=1600 --world 8 "
         "--budget device=80GiB,host=200GiB",

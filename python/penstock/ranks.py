@@ -14,6 +14,8 @@ from torch.distributed import distributed_c10d
 
 from penstock import device_back_ends, environment
 from penstock._native import ConfigError, _penstock
+from penstock.process_group import rank as rank
+from penstock.process_group import world as world
 
 # Of the groups of this process: all ranks make the same ones, so they meet in the store.
 _numbers = itertools.count()
@@ -109,13 +111,3 @@ def _on_one_host(wanted: str, timeout_s: float, warn_s: float, report_dir: str) 
             '"auto" and "gloo" connect them'
         )
     return group
-
-
-def rank() -> int:
-    """This process's rank; 0 when there is no process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world() -> int:
-    """Number of ranks; 1 when there is no process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1

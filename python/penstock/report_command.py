@@ -15,11 +15,11 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Adds the command to the command line."""
     made = commands.add_parser(
         "report",
-        help="one HTML file about a run, or comparing two",
+        help=summary,
         description="Reads the folder that monitor.path names, also while the run goes on or after "
         "it was killed, and writes one HTML file, which needs no network.",
     )

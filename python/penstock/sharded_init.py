@@ -12,6 +12,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import ranks
+from penstock import storage_guard as storage_guard  # is_shared() of parameters without values
 from penstock._native import ConfigError, RuntimeFault, _penstock
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

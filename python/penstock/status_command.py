@@ -7,8 +7,6 @@ import argparse
 from penstock import boards
 from penstock.boards import Found, Place
 
-_HELP = "where every rank of a run is, and which one the others wait for"
-
 
 def _row(place: Place) -> list[str]:
     """Rank, process, step, how long, and what."""
@@ -58,12 +56,12 @@ def _status(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Adds the command to the command line."""
     status = commands.add_parser(
         "status",
-        help=_HELP,
-        description=f"{_HELP}. Reads what the ranks keep in memory, and asks none of them.",
+        help=summary,
+        description=f"{summary}. Reads what the ranks keep in memory, and asks none of them.",
     )
     status.add_argument(
         "pid", type=int, nargs="?", metavar="PID", help="of any rank or the launcher; default: all"

@@ -15,7 +15,6 @@ from penstock.boards import Found
 from penstock.monitor import run
 from penstock.top_text import View
 
-_HELP = "every rank of a run, live: step, speed, memory, and who is late"
 _EVERY_S = 1.0
 _ALL_EACH = 10  # looks, of which one is at every process
 _SLACK_S = 60.0  # of clocks that were set meanwhile
@@ -201,12 +200,12 @@ def _seconds(text: str) -> float:
     return value
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Adds the command to the command line."""
     top = commands.add_parser(
         "top",
-        help=_HELP,
-        description=f"{_HELP}. Reads what the ranks keep in memory, and asks none of them. Ends "
+        help=summary,
+        description=f"{summary}. Reads what the ranks keep in memory, and asks none of them. Ends "
         f"with the run, with q and with Ctrl-C.",
     )
     top.add_argument(

@@ -33,7 +33,7 @@ def shared_memory() -> set[str]:
 def train_for_ever(path: str, rank: int, size: int) -> None:
     """What a rank does until a peer is lost."""
     store = dist.FileStore(path, size)
-    backend = one_host._make(store, rank, size, LIMIT)
+    backend = one_host.make(store, rank, size, LIMIT)
     small, large = torch.ones(10), torch.ones(300_000, dtype=torch.bfloat16)
     parts = torch.empty(size * 1000)
     while True:

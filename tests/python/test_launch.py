@@ -97,6 +97,26 @@ def test_environment_output_and_arguments(launcher):
     assert {"[rank 0] noted", "[rank 1] noted"} <= set(lines)
 
 
+def test_lines_on_one_terminal_are_whole(launcher):
+    """Each rank writes a line in two parts, as print() does without a buffer."""
+    script = """
+        import os, sys
+        word = os.environ["RANK"] * 20
+        for _ in range(300):
+            os.write(1, word.encode())
+            os.write(1, b"\\n")
+    """
+    path = launcher.folder / "script.py"
+    path.write_text(textwrap.dedent(script), encoding="utf-8")
+    command = [sys.executable, "-m", "penstock", "run", *TWO, str(path)]
+    made = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=True
+    )
+    lines = made.stdout.splitlines()
+    assert {line for line in lines if line} == {"0" * 20, f"[rank 1] {'1' * 20}"}
+    assert len(lines) == 600
+
+
 def test_one_rank_is_not_prefixed(launcher):
     done = launcher.run("import sys; print('noted', file=sys.stderr)")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "noted\n")

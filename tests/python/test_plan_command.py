@@ -201,7 +201,8 @@ def test_a_hugging_face_config(capsys, tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=1, vocab_size=16, n_positions=4)
     config.save_pretrained(tmp_path)
-    code, out, err = plan(capsys, "--model", str(tmp_path / "config.json"), "--world", "2")
+    (tmp_path / "config.json").rename(tmp_path / "small gpt.json")
+    code, out, err = plan(capsys, "--model", str(tmp_path / "small gpt.json"), "--world", "2")
     assert code == 0, err
     assert out.startswith(f"{2 * (12 * 64 + 13 * 8) + 16 * 8 + 4 * 8 + 2 * 8} parameters")
 
@@ -211,6 +212,8 @@ WRONG = {
     "gpt value": (["--model", "gpt:layers=x"], 'layers of the gpt is "x", not a whole number'),
     "kind": (["--model", "gtp:layers=3"], 'did you mean "gpt:layers=3"?'),
     "no such file": (["--model", "no/such.py:f"], 'there is no file "no/such.py"'),
+    "no config": (["--model", "plain.json"], 'plain.json has no "model_type", so it is no config'),
+    "no JSON": (["--model", "broken.json"], "cannot read broken.json as JSON: "),
     "no such callable": (["--model", "nets.py:bild"], 'has no "bild": did you mean "build"?'),
     "no module": (["--model", "nets.py:seven"], "nets.py:seven gave a int, no nn.Module"),
     "nothing known": (["--model", "bert"], '--model "bert" is none of: module:callable'),
@@ -230,6 +233,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_words_are_one_sentence(name, capsys, tmp_path, monkeypatch):
     (tmp_path / "nets.py").write_text(FILE)
+    (tmp_path / "plain.json").write_text('{"layers": 3}')
+    (tmp_path / "broken.json").write_text("{")
     monkeypatch.chdir(tmp_path)
     args, says = WRONG[name]
     code, out, err = plan(capsys, *args, "--world", "4")
@@ -316,8 +321,11 @@ def test_shapes_come_from_a_config(capsys, tmp_path):
     transformers.LlamaConfig(**LLAMA).save_pretrained(tmp_path)
     _, out, err = plan(capsys, "--model", str(tmp_path / "config.json"), *CLUSTER, "--json")
     report = json.loads(out)
-    assert err == "" and report["shape"]["heads"] == 2 and report["shape"]["hidden"] == 64
+    assert err == "" and report["shape"]["heads"] == 4 and report["shape"]["hidden"] == 64
+    assert report["shape"]["key_value_heads"] == 2
     assert max(one["tensor"] for one in report["alternatives"]) == 2
+    _, out, _ = plan(capsys, "--model", str(tmp_path / "config.json"), *CLUSTER)
+    assert "heads 4, " in out and "key value heads 2" in out
 
 
 # Tensor, pipeline, stages a rank.

@@ -16,7 +16,7 @@ from trace_format import read_trace
 import penstock
 from penstock import cli
 from penstock.monitor import timelines
-from penstock.monitor.timelines import PROFILER, STEPS, TRACE
+from penstock.monitor.trace_request import PROFILER, STEPS, TRACE
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock import device_back_ends, one_host
+from penstock import device_back_ends, registration
 from penstock.bench.setting import Setting
 
 _BYTES = 8 << 20
@@ -49,7 +49,7 @@ def links(setting: Setting, seconds: float) -> dict[str, list[float]]:
         nodes.setdefault(place[0], []).append(rank)
         columns.setdefault(place[1], []).append(rank)
     back_end = device_back_ends.name_for(setting.device, "auto") or (
-        one_host.NAME if len(nodes) == 1 else "gloo"
+        registration.NAME if len(nodes) == 1 else "gloo"
     )
     found: dict[str, list[float]] = {}
     for field, members, own in (

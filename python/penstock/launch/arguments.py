@@ -12,7 +12,7 @@ from typing import Any
 from penstock.launch.backends import BACKENDS
 from penstock.launch.hostfile import DEFAULT
 from penstock.launch.messages import LEVELS
-from penstock.monitor.timelines import DEFAULT_STEPS
+from penstock.monitor.trace_request import DEFAULT_STEPS
 
 
 class Formatter(argparse.HelpFormatter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import os
 import pathlib
 import shlex
@@ -12,12 +13,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
-
 from penstock.environment import DEFAULT_PORT, NodePlace, node_place
 from penstock.launch.arguments import add_options, node_range
 from penstock.launch.backends import BACKENDS, Job, choose, ssh_args
-from penstock.launch.elastic import launch_elastic
 from penstock.launch.exports import carried, default_env_files, read_env_file
 from penstock.launch.hostfile import DEFAULT, Host, first, read_hostfile, select
 from penstock.launch.layout import Node, parse_layout
@@ -26,7 +24,7 @@ from penstock.launch.messages import LOG, speak
 from penstock.launch.options import LaunchOptions, RankOptions
 from penstock.launch.remote import check_ssh, master_address, run_job
 from penstock.launch.supervision import Patience, stop_on_end_of_stdin
-from penstock.monitor import timelines
+from penstock.monitor import trace_request
 
 _ELASTIC_RESTARTS = 100  # DeepSpeed's
 _OF_HOSTS = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "force_multi")
@@ -63,12 +61,12 @@ def _without_effect(args: argparse.Namespace, names: Sequence[str], why: str) ->
 def _trace_variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, str]:
     """Of --trace and what goes with it. Raises ConfigError for a wrong value, whoever gave it."""
     told = {
-        timelines.TRACE: os.path.abspath(args.trace) if args.trace else "",
-        timelines.STEPS: args.trace_steps,
-        timelines.PROFILER: "1" if args.trace_profiler else "",
+        trace_request.TRACE: os.path.abspath(args.trace) if args.trace else "",
+        trace_request.STEPS: args.trace_steps,
+        trace_request.PROFILER: "1" if args.trace_profiler else "",
     }
     told = {name: value for name, value in told.items() if value}
-    timelines.of_environment({**os.environ, **env, **told})
+    trace_request.of_environment({**os.environ, **env, **told})
     return told
 
 
@@ -130,12 +128,17 @@ def _nodes_of_pod(environ: Mapping[str, str]) -> tuple[int, int]:
     return node_range(environ.get("PET_NNODES") or "1")
 
 
+def _num_devices() -> int:
+    """Accelerators of this machine, or 1. Imports torch, which other options do not need."""
+    return int(importlib.import_module("torch").accelerator.device_count()) or 1
+
+
 def _nproc(args: argparse.Namespace) -> int:
     """Ranks on this node: as told, as Kubeflow says, or one."""
     if args.nproc is not None:
         return int(args.nproc)
     each = os.environ.get("PET_NPROC_PER_NODE", "1")
-    return int(each) if each.isdecimal() else torch.accelerator.device_count() or 1
+    return int(each) if each.isdecimal() else _num_devices()
 
 
 def _this_node(args: argparse.Namespace) -> LaunchOptions:
@@ -197,7 +200,7 @@ def _this_machine(args: argparse.Namespace) -> LaunchOptions:
             "[launch::command] --elastic-training needs a --hostfile, or --nnodes MIN:MAX"
         )
     chosen = _given(args, ("include", "exclude", "num_gpus"))
-    devices = torch.accelerator.device_count() or 1
+    devices = _num_devices()
     if args.num_gpus > 0:
         devices = args.num_gpus
     elif not chosen and not args.as_deepspeed:
@@ -306,10 +309,13 @@ def _run_here(args: argparse.Namespace, options: LaunchOptions) -> int:
     if args.dry_run:
         return _print(dry_run(options))
     if args.trace and options.node_rank == 0:
-        timelines.check_folder(args.trace)
+        trace_request.check_folder(args.trace)
     several = options.nnodes > 1
     restarted = options.max_restarts > 0 or options.min_nodes < options.nnodes
-    return launch_elastic(options) if several and restarted else launch(options)
+    if several and restarted:
+        elastic = importlib.import_module("penstock.launch.elastic")
+        return int(elastic.launch_elastic(options))
+    return launch(options)
 
 
 def _hostfile(args: argparse.Namespace) -> str:
@@ -385,11 +391,9 @@ def run(args: argparse.Namespace) -> int:
         return _start(args)
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Adds the command to the command line."""
-    parser = commands.add_parser(
-        "run", help="start the ranks of a script, here or on several nodes"
-    )
+    parser = commands.add_parser("run", help=summary)
     add_options(parser, "penstock run")
     parser.set_defaults(command=run)
 

@@ -17,7 +17,7 @@ from penstock.deepspeed import FOLDER
 from penstock.launch.layout import Slots
 from penstock.launch.messages import LOG, speak
 from penstock.launch.options import AS_DEEPSPEED, RESUME, LaunchOptions
-from penstock.launch.processes import Child, Events, Task
+from penstock.launch.processes import Child, Events, Task, first_stdout
 from penstock.launch.rendezvous import rendezvous
 from penstock.launch.supervision import Patience, report, signals_to, supervise
 
@@ -77,8 +77,8 @@ def _task(options: LaunchOptions, env: dict[str, str], cores: list[Slots], stamp
         argv=options.rank.argv(options.command),
         env=env,
         prefix=prefix,
-        pipe_stdout=local_rank > 0,
-        prefix_stdout=prefix,
+        stdout="stderr" if local_rank > 0 else first_stdout(options.nproc),
+        prefix_stdout=prefix if local_rank > 0 else b"",
         log=str(pathlib.Path(folder) / f"{stamp}_rank{rank}.log") if folder else "",
         local_rank_at=options.rank.local_rank_at(options.command),
         cores=cores,

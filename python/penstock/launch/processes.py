@@ -54,7 +54,8 @@ class Task:
     argv: Sequence[str]
     env: Mapping[str, str]
     prefix: bytes = b""  # of each line of stderr that is copied
-    pipe_stdout: bool = False  # copied to our stderr; else it is our stdout
+    # "inherit": its stdout is our stdout; "stdout", "stderr": its stdout is copied to that of ours.
+    stdout: str = "inherit"
     pipe_stderr: bool = True  # copied; else it is our stderr
     prefix_stdout: bytes = b""  # of each line of stdout that is copied
     log: str = ""  # both streams go to this file instead
@@ -63,6 +64,20 @@ class Task:
     death_signal: signal.Signals = signal.SIGKILL
     local_rank_at: int = 0
     cores: Sequence[Slots] = ()  # of each local rank
+
+
+def first_stdout(num_tasks: int) -> str:
+    """Task.stdout of the first task; that of the others is "stderr". It has our stdout. If our
+    stdout and stderr are one terminal or file, it is copied by whole lines, so that no line of
+    another task begins inside one of its own."""
+    return "stdout" if num_tasks > 1 and _is_one_file(1, 2) else "inherit"
+
+
+def _is_one_file(first: int, second: int) -> bool:
+    try:
+        return os.path.sameopenfile(first, second)
+    except OSError:  # one of them is closed
+        return False
 
 
 def bootstrap(death_signal: int, local_rank_at: int, cores: Sequence[Slots]) -> list[str]:
@@ -87,7 +102,7 @@ class Child:
             [sys.executable, *first, *task.argv],
             env=task.env,
             stdin=subprocess.PIPE if task.ends_with_stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if task.pipe_stdout or task.log else None,
+            stdout=subprocess.PIPE if task.stdout != "inherit" or task.log else None,
             stderr=subprocess.PIPE if task.pipe_stderr or task.log else None,
             start_new_session=True,
         )
@@ -101,13 +116,13 @@ class Child:
             events.put(self)
 
         log = _open_log(self._task.log) if self._task.log else None
-        stderr = (self._process.stderr, self._task.prefix, self.tail)
-        for source, prefix, tail in (
-            (self._process.stdout, self._task.prefix_stdout, None),
-            stderr,
+        on_stdout = self._task.stdout == "stdout"
+        for source, copy, tail in (
+            (self._process.stdout, _Copy(self._task.prefix_stdout, on_stdout), None),
+            (self._process.stderr, _Copy(self._task.prefix, False), self.tail),
         ):
             if source is not None:
-                out = log or _Stderr(prefix)
+                out = log or copy
                 pump = threading.Thread(target=_pump, args=(source, out, tail), daemon=True)
                 pump.start()
                 self._pumps.append(pump)
@@ -157,17 +172,18 @@ class Child:
 Events = queue.SimpleQueue[Child | int | str]
 
 
-class _Stderr:
-    """Our stderr, with a prefix before each line."""
+class _Copy:
+    """Our stderr or stdout, with a prefix before each line."""
 
-    def __init__(self, prefix: bytes):
-        self._prefix = prefix
+    def __init__(self, prefix: bytes, on_stdout: bool):
+        self._prefix, self._on_stdout = prefix, on_stdout
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        # A closed stderr must not stop the draining: the rank would block on a full pipe.
+        out = sys.stdout.buffer if self._on_stdout else sys.stderr.buffer
+        # A closed stream must not stop the draining: the rank would block on a full pipe.
         with contextlib.suppress(OSError):
-            sys.stderr.buffer.write(b"".join(self._prefix + piece for piece in pieces))
-            sys.stderr.buffer.flush()
+            out.write(b"".join(self._prefix + piece for piece in pieces))
+            out.flush()
 
 
 class _File:
@@ -186,7 +202,7 @@ def _open_log(path: str) -> _File:
     return _File(path)
 
 
-def _pump(source: IO[bytes], out: _Stderr | _File, tail: collections.deque[bytes] | None) -> None:
+def _pump(source: IO[bytes], out: _Copy | _File, tail: collections.deque[bytes] | None) -> None:
     """Copies output line by line; a carriage return ends a piece like a newline does."""
     pending = b""
     with source:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from penstock.launch.backends import BACKENDS, FAN_OUT, Job, ssh_words
 from penstock.launch.messages import LOG
-from penstock.launch.processes import Child, Events, Task
+from penstock.launch.processes import Child, Events, Task, first_stdout
 from penstock.launch.supervision import Patience, report, signals_to, supervise
 
 _PROBE_S = 30.0  # for ssh to answer
@@ -138,8 +138,8 @@ def _tasks(job: Job, launcher: str, vectors: Sequence[Sequence[str]]) -> list[Ta
             name=f"node {index} ({node.name})",
             argv=vector,
             env=os.environ,
-            pipe_stdout=index > 0,
-            prefix_stdout=f"[rank {first_rank}] ".encode(),
+            stdout="stderr" if index > 0 else first_stdout(len(job.nodes)),
+            prefix_stdout=f"[rank {first_rank}] ".encode() if index > 0 else b"",
             ends_with_stdin=True,
         )
         first_rank += len(node.slots)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import threading
 from collections.abc import Iterator
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING
 
 from penstock.launch.messages import LOG
 from penstock.launch.options import LaunchOptions
 from penstock.launch.processes import Events
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _CONNECT_S = 300.0  # for the other nodes' launchers to appear
 _KEYS = "penstock/launch"
@@ -36,7 +39,9 @@ class Meeting:
 
     def _connect(self, port: int, *, hosting: bool) -> TCPStore:
         timeout = datetime.timedelta(seconds=_CONNECT_S)
-        return TCPStore(self.host, port, is_master=hosting, wait_for_workers=False, timeout=timeout)
+        # Imported here, so that `penstock run --help` starts without torch.
+        make: type[TCPStore] = importlib.import_module("torch.distributed").TCPStore
+        return make(self.host, port, is_master=hosting, wait_for_workers=False, timeout=timeout)
 
     def _wait(self, events: Events) -> None:
         """Until a node fails, or this one is over."""

@@ -1,0 +1,15 @@
+"""Makes torch's `is_shared()` raise for a storage that may not be read.
+
+Parameters outside of their unit's forward have such storages, and torch's own function would end
+the process. Importing this module replaces it.
+"""
+
+import torch
+
+
+def _is_shared(storage: torch.UntypedStorage) -> bool:
+    storage.data_ptr()  # raises for a storage that may not be read
+    return torch._C.StorageBase.is_shared(storage)  # type: ignore[attr-defined,no-any-return]
+
+
+torch.UntypedStorage.is_shared = _is_shared  # type: ignore[method-assign,assignment]
