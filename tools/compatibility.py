@@ -1,8 +1,8 @@
 """Writes docs/compatibility.md, the compatibility matrix, from test results.
 
 A row is a model, loop, optimizer or feature; a column is a strategy. A cell is "works", "refused"
-with the number of the error below the table, or empty if nothing was tested. If a test failed, the
-tool writes nothing.
+with the number of the error below the table, or empty if nothing was tested. Rows that work under
+the same strategies are a list. If a test failed, the tool writes nothing.
 
 A test counts if its id names one strategy. It is a refusal if it recorded one:
 `record_property("refused", "ConfigError: text of the error")`.
@@ -20,6 +20,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
+LEAST_LISTED = 5  # fewer rows with the same cells stay in the table
 COLUMNS = ["ddp", "zero1", "zero2", "zero3", "hpz", "mics"]
 SECTIONS = {
     "test_zoo": "Models",
@@ -39,7 +40,7 @@ world sizes and accumulations that were tested for its row and strategy.
 
 - *works*: the results agreed with plain torch, or with the run in memory.
 - *refused (n)*: every rank ended with error n of the list below the table.
-- An empty cell was not tested.
+- An empty cell, or a strategy that a list does not name, was not tested.
 """
 
 Matrix = dict[str, dict[str, dict[str, str]]]  # section, row, column -> cell
@@ -94,17 +95,34 @@ def matrix_of(cases: Iterable[ElementTree.Element]) -> Matrix:
 def lines_of(matrix: Matrix) -> Iterator[str]:
     yield HEAD.rstrip()
     for title, rows in matrix.items():
-        if not rows:
-            continue
-        errors: dict[str, int] = {}  # text -> its number below the table
-        yield f"\n## {title}\n\n| | {' | '.join(COLUMNS)} |"
+        if rows:
+            yield f"\n## {title}"
+            yield from section_lines(rows)
+
+
+def section_lines(rows: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Lists of rows that all work under the same strategies, a table of the others, the errors."""
+    listed: dict[str, list[str]] = {}
+    for row, cells in rows.items():
+        if set(cells.values()) == {"works"}:
+            columns = " ".join(f"`{column}`" for column in COLUMNS if column in cells)
+            listed.setdefault(columns, []).append(row)
+    listed = {columns: names for columns, names in listed.items() if len(names) >= LEAST_LISTED}
+    for columns, names in listed.items():
+        yield f"\nWorks under {columns}:\n"
+        yield from (f"- {name}" for name in names)
+    known = {name for names in listed.values() for name in names}
+    others = {row: cells for row, cells in rows.items() if row not in known}
+    if others:
+        yield f"\n| | {' | '.join(COLUMNS)} |"
         yield "|---" * (len(COLUMNS) + 1) + "|"
-        for row, cells in rows.items():
-            shown = [numbered(cells.get(column, ""), errors) for column in COLUMNS]
-            yield f"| {' | '.join([row, *shown])} |"
-        if errors:
-            yield ""
-        yield from (f"{number}. {text}" for text, number in errors.items())
+    errors: dict[str, int] = {}  # text -> its number below the table
+    for row, cells in others.items():
+        shown = [numbered(cells.get(column, ""), errors) for column in COLUMNS]
+        yield f"| {' | '.join([row, *shown])} |"
+    if errors:
+        yield ""
+    yield from (f"{number}. {text}" for text, number in errors.items())
 
 
 def numbered(cell: str, errors: dict[str, int]) -> str:

@@ -32,6 +32,14 @@ def test_cells(tmp_path):
     assert "1. ConfigError: It cannot be" in lines
 
 
+def test_rows_that_work_under_the_same_strategies_are_a_list(tmp_path):
+    alike = [WORKS.replace("moe", model) for model in ("moe", "gpt", "tied", "lstm", "nested")]
+    done, lines = tabulate(tmp_path, *alike, REFUSED)
+    assert done.returncode == 0, done.stderr
+    first = lines.index("Works under `zero3`:")
+    assert lines[first + 2 : first + 7] == ["- moe", "- gpt", "- tied", "- lstm", "- nested"]
+
+
 def test_failed_test_is_an_error(tmp_path):
     done, lines = tabulate(tmp_path, WORKS, FAILED)
     assert (done.returncode, lines) == (1, None)
