@@ -45,8 +45,8 @@ class PENSTOCK_API CheckpointWriter {
   std::string commit();
 
  private:
-  struct Files;
-  std::unique_ptr<Files> files_;
+  struct Impl;
+  std::unique_ptr<Impl> files_;
 };
 
 // Reads a complete one. Throws RuntimeFault for what is missing or damaged.
@@ -67,11 +67,11 @@ class PENSTOCK_API CheckpointReader {
   void verify();
 
  private:
-  struct Files;
+  struct Impl;
   std::string path_;
   std::vector<StoredTensor> tensors_;
   StoredState state_;
-  std::unique_ptr<Files> files_;
+  std::unique_ptr<Impl> files_;
 };
 
 // A tensor of a safetensors file: where in it its values are.

@@ -83,8 +83,8 @@ class PENSTOCK_API Engine {
   void close(bool gather = true);
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  struct Impl;
+  std::unique_ptr<Impl> state_;
 };
 
 // Runs `forward` as the unit that `module` is in the engine whose run() is on this thread's stack;

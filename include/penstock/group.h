@@ -25,7 +25,7 @@ namespace penstock {
 class Board;
 
 namespace comm {
-class BackEnds;
+class DeviceBackends;
 class DeviceCollectives;
 }  // namespace comm
 
@@ -151,11 +151,11 @@ class PENSTOCK_API Group {
  protected:
   // Where a peer's end ends this rank's exchanges, though none may be under way on the host.
   virtual void watch_peers() {}
-  comm::BackEnds& back_ends() { return *back_ends_; }
+  comm::DeviceBackends& back_ends() { return *back_ends_; }
 
  private:
   DeviceGroups device_groups_;
-  std::unique_ptr<comm::BackEnds> back_ends_;
+  std::unique_ptr<comm::DeviceBackends> back_ends_;
 };
 
 }  // namespace penstock

@@ -39,8 +39,8 @@ class PENSTOCK_API ShardedInit {
   bool empty() const;  // nothing that is still in use is hollow
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  struct Impl;
+  std::unique_ptr<Impl> state_;
 };
 
 }  // namespace penstock

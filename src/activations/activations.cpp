@@ -80,7 +80,7 @@ struct Activations::Store {
   explicit Store(const device::Device& computes)
       : device(computes),
         stream(computes.is_host() ? std::nullopt : std::optional(computes.side_stream())),
-        pool(computes.is_host() ? mem::Kind::kHost : mem::Kind::kPinned, device) {}
+        pool(computes.is_host() ? mem::MemoryKind::kHost : mem::MemoryKind::kPinned, device) {}
 
   // On the stream of activations, after what this thread has queued; returns when it is done.
   c10::Event copy(const at::Tensor& to, const at::Tensor& from) const {
@@ -101,8 +101,8 @@ struct Activations::Store {
   std::shared_ptr<mem::Extents> extents;  // with the entries there, any thread's last one closes it
 };
 
-struct Activations::Entry {
-  Entry(std::shared_ptr<Store> kept, const at::Tensor& tensor, View lies)
+struct Activations::SavedTensor {
+  SavedTensor(std::shared_ptr<Store> kept, const at::Tensor& tensor, View lies)
       : store(std::move(kept)),
         source(tensor.tensor_data()),  // shares the version, not the graph
         version(tensor._version()),
@@ -112,9 +112,9 @@ struct Activations::Entry {
         numel(view.dense ? view.span : tensor.numel()),
         bytes(numel * tensor.element_size()),
         origin(tensor.storage().getWeakStorageImpl()) {}
-  ~Entry() { let_go(); }
-  Entry(const Entry&) = delete;
-  Entry& operator=(const Entry&) = delete;
+  ~SavedTensor() { let_go(); }
+  SavedTensor(const SavedTensor&) = delete;
+  SavedTensor& operator=(const SavedTensor&) = delete;
 
   // Whether `tensor`, which lies in the same storage, is part of this.
   bool holds(const at::Tensor& tensor, const View& other) const {
@@ -281,14 +281,15 @@ std::function<at::Tensor()> Activations::save(int unit, const at::Tensor& input)
     return [kept, view = std::move(view)] { return rebuild(kept, view); };
   }
   Call& seen = seen_[input.storage().unsafeGetStorageImpl()];
-  for (const std::weak_ptr<Entry>& known : seen) {
-    if (const std::shared_ptr<Entry> entry = known.lock(); entry && entry->holds(input, view)) {
+  for (const std::weak_ptr<SavedTensor>& known : seen) {
+    if (const std::shared_ptr<SavedTensor> entry = known.lock();
+        entry && entry->holds(input, view)) {
       return [entry, view = std::move(view), after = entry->shift(input)] {
         return entry->fetch(view, after);
       };
     }
   }
-  auto entry = std::make_shared<Entry>(store_, input, view);
+  auto entry = std::make_shared<SavedTensor>(store_, input, view);
   seen.push_back(entry);
   pending_[unit].push_back(entry);
   return [entry = std::move(entry), view = std::move(view)] { return entry->fetch(view, 0); };
@@ -300,13 +301,13 @@ void Activations::put_away(int unit, const std::string& name) {
   const Call saved = std::move(pending->second);
   pending_.erase(pending);
   settle();
-  const auto gone = [](const std::weak_ptr<Entry>& entry) { return entry.expired(); };
+  const auto gone = [](const std::weak_ptr<SavedTensor>& entry) { return entry.expired(); };
   std::vector<Call>& calls = calls_[unit];
   std::erase_if(calls,
                 [&](const Call& call) { return std::all_of(call.begin(), call.end(), gone); });
   calls.push_back(saved);
-  for (const std::weak_ptr<Entry>& one : saved) {
-    const std::shared_ptr<Entry> entry = one.lock();
+  for (const std::weak_ptr<SavedTensor>& one : saved) {
+    const std::shared_ptr<SavedTensor> entry = one.lock();
     if (!entry) continue;  // the graph did not need it
     check_unchanged(entry->source, entry->version, concat("an input of ", name));
     entry->put_away(hold_);
@@ -319,8 +320,8 @@ void Activations::bring(int unit) {
   if (found == calls_.end()) return;
   for (auto call = found->second.rbegin(); call != found->second.rend(); ++call) {
     bool alive = false;
-    for (const std::weak_ptr<Entry>& one : *call) {
-      const std::shared_ptr<Entry> entry = one.lock();
+    for (const std::weak_ptr<SavedTensor>& one : *call) {
+      const std::shared_ptr<SavedTensor> entry = one.lock();
       if (!entry || entry->source.defined() || entry->closed) continue;
       entry->bring();
       alive = true;
@@ -331,8 +332,8 @@ void Activations::bring(int unit) {
 
 // Writes have ended, and their memory is let go.
 void Activations::settle() {
-  for (const std::weak_ptr<Entry>& one : std::exchange(writing_, {})) {
-    const std::shared_ptr<Entry> entry = one.lock();
+  for (const std::weak_ptr<SavedTensor>& one : std::exchange(writing_, {})) {
+    const std::shared_ptr<SavedTensor> entry = one.lock();
     if (!entry || entry->wanted) continue;
     if (entry->copied) {
       entry->leave();
@@ -346,8 +347,8 @@ void Activations::settle() {
 
 void Activations::close() {
   const auto close_all = [](const Call& call) {
-    for (const std::weak_ptr<Entry>& one : call) {
-      const std::shared_ptr<Entry> entry = one.lock();
+    for (const std::weak_ptr<SavedTensor>& one : call) {
+      const std::shared_ptr<SavedTensor> entry = one.lock();
       if (!entry) continue;
       entry->let_go();
       entry->closed = true;

@@ -57,8 +57,8 @@ class Activations {
 
  private:
   struct Store;
-  struct Entry;
-  using Call = std::vector<std::weak_ptr<Entry>>;  // what one forward of a unit saved
+  struct SavedTensor;
+  using Call = std::vector<std::weak_ptr<SavedTensor>>;  // what one forward of a unit saved
   void settle();
 
   const Tier hold_;

@@ -37,7 +37,7 @@ Json parse(const std::string& text, const char* what) {
 
 // ---- writing
 
-struct CheckpointWriter::Files {
+struct CheckpointWriter::Impl {
   std::vector<StoredTensor> wanted;
   std::vector<bool> written;
   ckpt::Manifest manifest;
@@ -47,11 +47,11 @@ struct CheckpointWriter::Files {
   std::optional<ckpt::ShardWriter> shard;
   int half = 0;
 
-  ckpt::Layout describe(const StoredState& state);
+  ckpt::ShardLayout describe(const StoredState& state);
   void put(int64_t offset, const char* data, int64_t bytes);
 };
 
-ckpt::Layout CheckpointWriter::Files::describe(const StoredState& state) {
+ckpt::ShardLayout CheckpointWriter::Impl::describe(const StoredState& state) {
   manifest.world = 1;
   manifest.about = parse(state.about, "about");
   manifest.state = parse(state.state, "state");
@@ -74,7 +74,7 @@ ckpt::Layout CheckpointWriter::Files::describe(const StoredState& state) {
     }
     regions.push_back(std::move(region));
   }
-  ckpt::Layout layout = ckpt::lay_out(regions, manifest.tensors);
+  ckpt::ShardLayout layout = ckpt::lay_out(regions, manifest.tensors);
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i].same_as < 0) continue;
     const auto other = static_cast<size_t>(wanted[i].same_as);
@@ -91,7 +91,7 @@ ckpt::Layout CheckpointWriter::Files::describe(const StoredState& state) {
 }
 
 // Through the halves: whole blocks at block-aligned addresses.
-void CheckpointWriter::Files::put(int64_t offset, const char* data, int64_t bytes) {
+void CheckpointWriter::Impl::put(int64_t offset, const char* data, int64_t bytes) {
   for (int64_t done = 0; done < bytes; done += kHalfBytes) {
     const int64_t part = std::min(kHalfBytes, bytes - done);
     const int64_t whole = mem::block_padded(part);
@@ -106,13 +106,13 @@ void CheckpointWriter::Files::put(int64_t offset, const char* data, int64_t byte
 
 CheckpointWriter::CheckpointWriter(const std::string& root, const std::string& tag,
                                    std::vector<StoredTensor> tensors, const StoredState& state)
-    : files_(std::make_unique<Files>()) {
+    : files_(std::make_unique<Impl>()) {
   if (!ckpt::is_tag(tag)) {
     throw ConfigError(concat("[ckpt::files] the tag \"", tag, "\" is no name of a folder"));
   }
   files_->wanted = std::move(tensors);
   files_->written.assign(files_->wanted.size(), false);
-  const ckpt::Layout layout = files_->describe(state);
+  const ckpt::ShardLayout layout = files_->describe(state);
   try {
     ckpt::Manifest::parse(files_->manifest.text());  // as a reader will
   } catch (const ckpt::Damaged& error) {
@@ -154,13 +154,13 @@ std::string CheckpointWriter::commit() {
 
 // ---- reading
 
-struct CheckpointReader::Files {
+struct CheckpointReader::Impl {
   ckpt::Manifest manifest;
-  std::unique_ptr<ckpt::Reader> reader;
+  std::unique_ptr<ckpt::TensorReader> reader;
 };
 
 CheckpointReader::CheckpointReader(const std::string& path, const std::string& tag)
-    : path_(path), files_(std::make_unique<Files>()) {
+    : path_(path), files_(std::make_unique<Impl>()) {
   if (!tag.empty()) {
     path_ += "/" + tag;
   } else if (!ckpt::exists(path + "/" + ckpt::kManifest)) {
@@ -170,7 +170,7 @@ CheckpointReader::CheckpointReader(const std::string& path, const std::string& t
   }
   ckpt::Manifest& manifest = files_->manifest;
   manifest = ckpt::Manifest::parse(ckpt::read_text(path_ + "/" + ckpt::kManifest));
-  files_->reader = std::make_unique<ckpt::Reader>(path_, manifest);
+  files_->reader = std::make_unique<ckpt::TensorReader>(path_, manifest);
   for (const ckpt::Tensor& one : manifest.tensors) {
     tensors_.push_back({one.role, one.name, one.rank, one.shape, ckpt::scalar_type(one.dtype), -1});
   }

@@ -97,7 +97,7 @@ namespace {
 // Of a parameter that tensor ranks have cut: what is in one piece of the whole of it, row by row.
 // `part`: elements of the flat.
 void add_cut(const exec::Slot& slot, const Global& global, std::pair<int64_t, int64_t> part,
-             std::vector<Piece>* found) {
+             std::vector<StatePiece>* found) {
   if (slot.numel == 0) return found->push_back({global, 0, slot.offset});  // its name counts
   const auto dim = static_cast<size_t>(slot.cut.dim);
   int64_t inner = 1, outer = 1;
@@ -109,7 +109,7 @@ void add_cut(const exec::Slot& slot, const Global& global, std::pair<int64_t, in
       const int64_t numel = (end - first) * inner;
       const int64_t from = std::max(part.first, at), to = std::min(part.second, at + numel);
       if (from < to) {
-        Piece piece{global, to - from, from};
+        StatePiece piece{global, to - from, from};
         piece.global.begin += (row * slot.whole[dim] + first) * inner + (from - at);
         found->push_back(std::move(piece));
       }
@@ -120,9 +120,9 @@ void add_cut(const exec::Slot& slot, const Global& global, std::pair<int64_t, in
 
 }  // namespace
 
-std::vector<Piece> pieces(const Holding& holding, int64_t first, int64_t numel,
-                          const GlobalOf& global_of) {
-  std::vector<Piece> found;
+std::vector<StatePiece> pieces(const Holding& holding, int64_t first, int64_t numel,
+                               const GlobalOf& global_of) {
+  std::vector<StatePiece> found;
   for (const exec::Slot& slot : holding.flat->slots) {
     const int64_t from = std::max(first, slot.offset);
     const int64_t to = std::min(first + numel, slot.offset + slot.numel);
@@ -131,7 +131,7 @@ std::vector<Piece> pieces(const Holding& holding, int64_t first, int64_t numel,
       add_cut(slot, global_of(holding.unit, slot), {from, to}, &found);
       continue;
     }
-    Piece piece{global_of(holding.unit, slot), std::max<int64_t>(0, to - from), from};
+    StatePiece piece{global_of(holding.unit, slot), std::max<int64_t>(0, to - from), from};
     piece.global.begin += slot.numel > 0 ? from - slot.offset : 0;
     found.push_back(std::move(piece));
   }

@@ -51,14 +51,14 @@ std::vector<Holding> holdings(exec::Executor& executor, int rank,
 std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank);
 
 // Elements [begin, begin + numel) of one parameter's tensor, at an element of the flat.
-struct Piece {
+struct StatePiece {
   Global global;
   int64_t numel = 0;
   int64_t at = 0;
 };
 // Of the flat's elements [first, first + numel). Parameters without elements are there, too.
-std::vector<Piece> pieces(const Holding& holding, int64_t first, int64_t numel,
-                          const GlobalOf& global_of);
+std::vector<StatePiece> pieces(const Holding& holding, int64_t first, int64_t numel,
+                               const GlobalOf& global_of);
 
 // As safetensors names it. Throws ConfigError for a type that it has not.
 const char* file_dtype(Dtype dtype);

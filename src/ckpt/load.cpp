@@ -116,13 +116,14 @@ struct Comparison {
 
 // ---- reading
 
-Reader::Reader(const std::string& folder, const Manifest& manifest) : manifest_(manifest) {
+TensorReader::TensorReader(const std::string& folder, const Manifest& manifest)
+    : manifest_(manifest) {
   for (const File& file : manifest.files) {
     files_.push_back(std::make_unique<ShardReader>(folder, file));
   }
 }
 
-void Reader::read(const Tensor& tensor, int64_t begin, int64_t numel, char* to) {
+void TensorReader::read(const Tensor& tensor, int64_t begin, int64_t numel, char* to) {
   const int64_t size = value_bytes(tensor.dtype), end = begin + numel;
   auto slice = std::upper_bound(tensor.slices.begin(), tensor.slices.end(), begin,
                                 [](int64_t at, const Slice& one) { return at < one.end; });
@@ -134,11 +135,11 @@ void Reader::read(const Tensor& tensor, int64_t begin, int64_t numel, char* to) 
   }
 }
 
-void Reader::verify() {
+void TensorReader::verify() {
   for (size_t i = 0; i < files_.size(); ++i) files_[i]->verify(manifest_, static_cast<int>(i));
 }
 
-int64_t Reader::bytes_read() const {
+int64_t TensorReader::bytes_read() const {
   int64_t bytes = 0;
   for (const auto& file : files_) bytes += file->bytes_read();
   return bytes;
@@ -154,7 +155,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
     if (holding.role != kParam && !options.optimizer) continue;
     roles.insert(holding.role);
     // Of the whole flat: other ranks' parts must be there as well.
-    for (const Piece& piece : pieces(holding, 0, holding.flat->numel, target.global_of)) {
+    for (const StatePiece& piece : pieces(holding, 0, holding.flat->numel, target.global_of)) {
       comparison.look({holding.role,
                        piece.global.name,
                        -1,
@@ -187,7 +188,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   comparison.finish();
 }
 
-void check_tied(Reader& reader, const Manifest& manifest, const LoadOptions& options) {
+void check_tied(TensorReader& reader, const Manifest& manifest, const LoadOptions& options) {
   for (const auto& [own, other] : options.tied) {
     const Tensor* one = manifest.find(Tensor{kWeight, own, -1, {}, {}, {}}.key());
     const Tensor* two = manifest.find(Tensor{kWeight, other, -1, {}, {}, {}}.key());
@@ -212,7 +213,7 @@ void check_tied(Reader& reader, const Manifest& manifest, const LoadOptions& opt
 namespace {
 
 struct Filling {
-  Reader& reader;
+  TensorReader& reader;
   const Manifest& manifest;
   const Target& target;
   const LoadOptions& options;
@@ -246,7 +247,8 @@ struct Filling {
     const int64_t size = dtype_bytes(dtype);
     std::memset(to, 0, static_cast<size_t>(holding.numel() * size));
     attempt([&] {
-      for (const Piece& piece : pieces(holding, holding.first, holding.numel(), target.global_of)) {
+      for (const StatePiece& piece :
+           pieces(holding, holding.first, holding.numel(), target.global_of)) {
         const Tensor& tensor = *find(manifest, options, holding.role, piece.global.name);
         read(tensor, piece.global.begin, piece.numel, to + (piece.at - holding.first) * size,
              dtype);
@@ -292,7 +294,7 @@ struct Filling {
 
 }  // namespace
 
-std::string fill(Reader& reader, const Manifest& manifest, const Target& target,
+std::string fill(TensorReader& reader, const Manifest& manifest, const Target& target,
                  const LoadOptions& options) {
   Filling filling{reader, manifest, target, options};
   std::vector<Holding> masters;

@@ -16,11 +16,11 @@
 namespace penstock::ckpt {
 
 // Reads elements of a checkpoint's tensors. One thread.
-class Reader {
+class TensorReader {
  public:
   // Opens every file that the manifest names: throws Damaged where one is missing or of another
   // size.
-  Reader(const std::string& folder, const Manifest& manifest);
+  TensorReader(const std::string& folder, const Manifest& manifest);
 
   // In the tensor's own dtype. Throws Damaged.
   void read(const Tensor& tensor, int64_t begin, int64_t numel, char* to);
@@ -56,11 +56,11 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
 
 // What a state dict has by several names of one parameter must be the same. Reads it. Throws
 // ConfigError, Damaged.
-void check_tied(Reader& reader, const Manifest& manifest, const LoadOptions& options);
+void check_tied(TensorReader& reader, const Manifest& manifest, const LoadOptions& options);
 
 // Fills every copy. [all ranks] It takes part in all that the ranks do together also after an
 // error, which it returns: then the state is neither the old nor the new.
-std::string fill(Reader& reader, const Manifest& manifest, const Target& target,
+std::string fill(TensorReader& reader, const Manifest& manifest, const Target& target,
                  const LoadOptions& options);
 
 }  // namespace penstock::ckpt

@@ -28,7 +28,7 @@ void overlapping(const std::map<int64_t, size_t>& by_begin, const std::vector<So
 
 }  // namespace
 
-void Pending::add(Source source, bool stays) {
+void PendingWrites::add(Source source, bool stays) {
   const size_t index = sources_.size();
   if (source.bytes > 0 && source.data == nullptr) on_disk_[source.offset] = index;
   if (source.bytes > 0 && source.data != nullptr && !stays) {
@@ -39,7 +39,7 @@ void Pending::add(Source source, bool stays) {
   ++left_;
 }
 
-std::optional<size_t> Pending::next() {
+std::optional<size_t> PendingWrites::next() {
   std::unique_lock lock(mutex_);
   while (true) {
     while (!urgent_.empty()) {
@@ -63,7 +63,7 @@ std::optional<size_t> Pending::next() {
   }
 }
 
-void Pending::done(const std::vector<size_t>& written) {
+void PendingWrites::done(const std::vector<size_t>& written) {
   const std::lock_guard lock(mutex_);
   for (const size_t index : written) {
     stages_[index] = Stage::kDone;
@@ -73,7 +73,7 @@ void Pending::done(const std::vector<size_t>& written) {
   changed_.notify_all();
 }
 
-void Pending::abandon() {
+void PendingWrites::abandon() {
   const std::lock_guard lock(mutex_);
   std::fill(stages_.begin(), stages_.end(), Stage::kDone);
   left_ = 0;
@@ -81,7 +81,7 @@ void Pending::abandon() {
 }
 
 // First of all, and until it is written.
-void Pending::wait_for(std::unique_lock<std::mutex>& lock, size_t index) {
+void PendingWrites::wait_for(std::unique_lock<std::mutex>& lock, size_t index) {
   urgent_.push_back(index);
   ++hurries_;
   changed_.wait(lock, [&] { return stages_[index] == Stage::kDone; });
@@ -89,7 +89,7 @@ void Pending::wait_for(std::unique_lock<std::mutex>& lock, size_t index) {
 }
 
 // Where there is no memory for it, as wait_for().
-void Pending::copy(std::unique_lock<std::mutex>& lock, size_t index) {
+void PendingWrites::copy(std::unique_lock<std::mutex>& lock, size_t index) {
   Source& source = sources_[index];
   stages_[index] = Stage::kCopying;
   lock.unlock();
@@ -111,7 +111,7 @@ void Pending::copy(std::unique_lock<std::mutex>& lock, size_t index) {
   if (!source.copy) wait_for(lock, index);
 }
 
-void Pending::memory_changes(const char* data, int64_t bytes) {
+void PendingWrites::memory_changes(const char* data, int64_t bytes) {
   if (left_ == 0) return;
   std::unique_lock lock(mutex_);
   overlapping(in_memory_, sources_, address_of(data), address_of(data) + bytes, [&](size_t index) {
@@ -124,7 +124,7 @@ void Pending::memory_changes(const char* data, int64_t bytes) {
   });
 }
 
-void Pending::disk_changes(int64_t offset, int64_t bytes) {
+void PendingWrites::disk_changes(int64_t offset, int64_t bytes) {
   if (left_ == 0) return;
   std::unique_lock lock(mutex_);
   overlapping(on_disk_, sources_, offset, offset + bytes, [&](size_t index) {

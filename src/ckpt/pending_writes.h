@@ -1,5 +1,5 @@
 #pragma once
-// Pending: what of a save is still to be written, and where its bytes are.
+// PendingWrites: what of a save is still to be written, and where its bytes are.
 //
 // [Note: Behind training's back] State that only the engine changes is not copied when a save
 // begins. The save's thread writes it from where it rests; who is about to change it (the
@@ -33,9 +33,9 @@ struct Source {
   int64_t offset = 0;                      // on disk
 };
 
-class Pending final : public mem::ChangeWatch {
+class PendingWrites final : public mem::ChangeWatch {
  public:
-  explicit Pending(mem::Tiers& tiers) : tiers_(tiers) {}
+  explicit PendingWrites(mem::Tiers& tiers) : tiers_(tiers) {}
 
   // Before anybody else knows it. `stays`: nobody will change it.
   void add(Source source, bool stays);

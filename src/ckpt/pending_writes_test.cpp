@@ -46,7 +46,7 @@ class PendingTest : public testing::Test {
 
   mem::Tiers tiers_;
   std::string values_;
-  Pending pending_{tiers_};
+  PendingWrites pending_{tiers_};
   std::thread waiter_;
   std::atomic<bool> returned_ = false;
 };

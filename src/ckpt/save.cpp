@@ -83,7 +83,7 @@ Save::Save(exec::Executor& executor, mem::Tiers& tiers, int rank, std::vector<Ho
       tiers_(tiers),
       rank_(rank),
       contents_(std::move(contents)),
-      pending_(std::make_shared<Pending>(tiers)) {
+      pending_(std::make_shared<PendingWrites>(tiers)) {
   for (const Holding& holding : holdings) add(holding, global_of, executor.mesh());
   for (const Extra& extra : contents_.extras) add(extra);
   layout_ = lay_out(regions_, tensors_);
@@ -112,7 +112,7 @@ void Save::add(const Holding& holding, const GlobalOf& global_of, const Mesh& me
   const int64_t size = dtype_bytes(holding.buffer->dtype);
   Region region;
   region.bytes = (to - from) * size;
-  for (const Piece& piece : pieces(holding, holding.first + from, to - from, global_of)) {
+  for (const StatePiece& piece : pieces(holding, holding.first + from, to - from, global_of)) {
     const int tensor = tensor_of(holding.role, piece.global, -1, file_dtype(holding.buffer->dtype));
     region.runs.push_back(
         {tensor, piece.global.begin, piece.numel, (piece.at - holding.first - from) * size});

@@ -85,8 +85,8 @@ class Save {
   std::map<std::string, int> by_key_;
   std::vector<Region> regions_;
   std::vector<Source> sources_;  // of the regions, until capture()
-  std::shared_ptr<Pending> pending_;
-  Layout layout_;
+  std::shared_ptr<PendingWrites> pending_;
+  ShardLayout layout_;
   std::string folder_;
   std::unique_ptr<ShardWriter> writer_;
   std::unique_ptr<Bounce> bounce_;

@@ -16,33 +16,33 @@ constexpr std::chrono::seconds kPatience{5};
 
 }  // namespace
 
-void Saver::start(std::unique_ptr<Save> save, Together together) {
+void Saver::start(std::unique_ptr<Save> save, MergeStep merge) {
   finish();
   save_ = std::move(save);
-  together_ = std::move(together);
+  merge_ = std::move(merge);
   ended_ = false;
-  end_ = std::chrono::steady_clock::now() + together_.timeout;
-  thread_ = std::thread([this, behind = together_.behind] {
+  end_ = std::chrono::steady_clock::now() + merge_.timeout;
+  thread_ = std::thread([this, behind = merge_.behind] {
     // Where all cores compute, training goes first.
     if (behind) setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNice);
-    run(*save_, together_);
+    run(*save_, merge_);
     ended_ = true;
   });
 }
 
-void Saver::run(Save& save, Together& together) {
-  if (together.starting) together.starting();
+void Saver::run(Save& save, MergeStep& merge) {
+  if (merge.starting) merge.starting();
   error_ = save.write();
-  if (together.draft == nullptr) return;
+  if (merge.draft == nullptr) return;
   try {
     if (error_.empty()) {
-      path_ = commit(*together.draft, together.world, together.keep,
+      path_ = commit(*merge.draft, merge.world, merge.keep,
                      [this] { return std::chrono::steady_clock::now() > end_.load(); });
     }
   } catch (const std::exception& failure) {
     error_ = failure.what();
   }
-  together.draft.reset();  // what is left of it goes
+  merge.draft.reset();  // what is left of it goes
 }
 
 std::string Saver::finish_alone() {

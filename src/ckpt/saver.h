@@ -12,7 +12,7 @@
 namespace penstock::ckpt {
 
 // How all ranks' shards become a checkpoint; rank 0's has a draft.
-struct Together {
+struct MergeStep {
   std::unique_ptr<Draft> draft;
   int world = 1;
   int keep = 0;
@@ -27,7 +27,7 @@ class Saver {
   ~Saver() { finish_alone(); }
 
   // Begins to write what was captured. The one before has finished.
-  void start(std::unique_ptr<Save> save, Together together);
+  void start(std::unique_ptr<Save> save, MergeStep merge);
   bool busy() const { return thread_.joinable() && !ended_; }
   // Waits for it. The error of this rank's part, and on rank 0 of the whole; once.
   std::string finish();
@@ -38,10 +38,10 @@ class Saver {
   const std::string& path() const { return path_; }  // of the last that finished well, on rank 0
 
  private:
-  void run(Save& save, Together& together);
+  void run(Save& save, MergeStep& merge);
 
   std::unique_ptr<Save> save_;
-  Together together_;
+  MergeStep merge_;
   std::thread thread_;
   std::atomic<bool> ended_ = false;
   std::atomic<std::chrono::steady_clock::time_point> end_;  // of the wait for other ranks

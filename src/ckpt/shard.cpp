@@ -53,7 +53,7 @@ Block aligned_block(int64_t bytes) {
   return Block(static_cast<char*>(data));
 }
 
-Layout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors) {
+ShardLayout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors) {
   std::vector<TensorHead> heads;
   int pads = 0;
   int64_t end = 0;
@@ -76,7 +76,7 @@ Layout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors) {
     end = region.offset + block_padded(region.bytes);
     add_pad(heads, at, end, &pads);
   }
-  Layout layout;
+  ShardLayout layout;
   File& file = layout.file;
   file.granule = granule_of(end);
   const int64_t table_bytes = (end + file.granule - 1) / file.granule * 8;
@@ -100,7 +100,7 @@ Layout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors) {
 
 // ---- writing
 
-ShardWriter::ShardWriter(std::string path, const Layout& layout)
+ShardWriter::ShardWriter(std::string path, const ShardLayout& layout)
     : path_(std::move(path)), file_(layout.file), head_(layout.head), table_(pieces_of(file_), 0) {
   fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd_ < 0)

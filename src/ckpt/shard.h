@@ -40,12 +40,12 @@ struct Region {
 };
 
 // Where everything of a file is, known before a byte is written.
-struct Layout {
+struct ShardLayout {
   std::string head;
   File file;  // but for the name and the table's checksum
 };
 // Places the regions and notes in each tensor where its runs are.
-Layout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors);
+ShardLayout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors);
 
 // Makes the file and claims its space. Any thread, but one at a time.
 class ShardWriter {
@@ -53,7 +53,7 @@ class ShardWriter {
   static constexpr int kBatches = 6;
 
   // Throws RuntimeFault with path and bytes where there is no room.
-  ShardWriter(std::string path, const Layout& layout);
+  ShardWriter(std::string path, const ShardLayout& layout);
   ~ShardWriter();
   ShardWriter(const ShardWriter&) = delete;
   ShardWriter& operator=(const ShardWriter&) = delete;

@@ -74,7 +74,7 @@ class ShardTest : public testing::Test {
   std::string root_;
   std::vector<Region> regions_;
   std::vector<Tensor> tensors_;
-  Layout layout_;
+  ShardLayout layout_;
   Manifest manifest_;
 };
 

@@ -13,8 +13,8 @@
 
 namespace penstock::comm {
 
-Lifeline::Lifeline(c10::intrusive_ptr<c10d::Backend> backend, int peer,
-                   std::function<void(const std::string&)> cut)
+ConnectionWatch::ConnectionWatch(c10::intrusive_ptr<c10d::Backend> backend, int peer,
+                                 std::function<void(const std::string&)> cut)
     : backend_(std::move(backend)), nothing_(at::empty({1}, at::TensorOptions(at::kByte))) {
   std::vector<at::Tensor> tensors{nothing_};
   receive_ = backend_->recv(tensors, peer, kLifelineTag);
@@ -28,7 +28,7 @@ Lifeline::Lifeline(c10::intrusive_ptr<c10d::Backend> backend, int peer,
   });
 }
 
-Lifeline::~Lifeline() {
+ConnectionWatch::~ConnectionWatch() {
   receive_->abort();
   thread_.join();
 }

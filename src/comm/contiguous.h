@@ -1,5 +1,5 @@
 #pragma once
-// Flat: a tensor as a back end of torch's takes it, as bytes in one piece of memory.
+// Contiguous: a tensor as a back end of torch's takes it, as bytes in one piece of memory.
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
@@ -11,15 +11,15 @@
 namespace penstock::comm {
 
 // A tensor's values in one piece of memory: its own, or a copy where they lie apart.
-class Flat {
+class Contiguous {
  public:
-  explicit Flat(const at::Tensor& tensor) : tensor_(tensor.detach()) {
+  explicit Contiguous(const at::Tensor& tensor) : tensor_(tensor.detach()) {
     TORCH_CHECK(tensor.device().is_cpu() && tensor.layout() == at::kStrided,
                 "[comm::ShmBackend] the back end \"penstock\" takes dense tensors of the CPU, not ",
                 tensor.toString(), " on ", tensor.device());
     values_ = tensor_.resolve_conj().resolve_neg().contiguous();
   }
-  Range range() const {
+  ByteRange range() const {
     return {static_cast<char*>(values_.data_ptr()), static_cast<int64_t>(values_.nbytes())};
   }
   int64_t value_bytes() const { return static_cast<int64_t>(values_.element_size()); }

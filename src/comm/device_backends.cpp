@@ -18,7 +18,7 @@ constexpr std::chrono::milliseconds kPoll{5};
 
 }  // namespace
 
-std::shared_ptr<DeviceCollectives> BackEnds::add(c10::intrusive_ptr<c10d::Backend> back_end) {
+std::shared_ptr<DeviceCollectives> DeviceBackends::add(c10::intrusive_ptr<c10d::Backend> back_end) {
   auto made = std::make_shared<DeviceCollectives>(std::move(back_end));
   const std::lock_guard lock(mutex_);
   all_.push_back(made);
@@ -26,18 +26,18 @@ std::shared_ptr<DeviceCollectives> BackEnds::add(c10::intrusive_ptr<c10d::Backen
   return made;
 }
 
-std::vector<std::shared_ptr<DeviceCollectives>> BackEnds::all() {
+std::vector<std::shared_ptr<DeviceCollectives>> DeviceBackends::all() {
   const std::lock_guard lock(mutex_);
   return all_;
 }
 
-bool BackEnds::idle() {
+bool DeviceBackends::idle() {
   const auto back_ends = all();
   return std::none_of(back_ends.begin(), back_ends.end(),
                       [](const auto& one) { return one->oldest().has_value(); });
 }
 
-void BackEnds::abort(const std::string& why) {
+void DeviceBackends::abort(const std::string& why) {
   {
     const std::lock_guard lock(mutex_);
     if (refused_.empty()) refused_ = why;
@@ -54,23 +54,23 @@ void BackEnds::abort(const std::string& why) {
   }
 }
 
-std::string BackEnds::cut_off() {
+std::string DeviceBackends::cut_off() {
   const std::lock_guard lock(mutex_);
   return cut_off_;
 }
 
-void BackEnds::close() {
+void DeviceBackends::close() {
   for (const auto& one : all()) one->shut_down();
   const std::lock_guard lock(mutex_);
   all_.clear();
 }
 
-void BackEnds::show_on(Board& board) {
+void DeviceBackends::show_on(Board& board) {
   board_ = &board;
   lane_ = board.lane("device");
 }
 
-void BackEnds::show(const DeviceCollectives::Pending* oldest) {
+void DeviceBackends::show(const DeviceCollectives::Pending* oldest) {
   const std::string text = oldest == nullptr ? "" : oldest->position.text();
   if (text == shown_) return;
   shown_ = text;
@@ -80,8 +80,8 @@ void BackEnds::show(const DeviceCollectives::Pending* oldest) {
   board_->wait_begins(lane_, {at.step, at.sequence, 0}, *at.what);
 }
 
-std::chrono::milliseconds BackEnds::look(std::chrono::milliseconds limit,
-                                         const std::function<void(const std::string&)>& end) {
+std::chrono::milliseconds DeviceBackends::look(std::chrono::milliseconds limit,
+                                               const std::function<void(const std::string&)>& end) {
   std::optional<DeviceCollectives::Pending> oldest;
   for (const auto& one : all()) {
     const auto pending = one->oldest();

@@ -1,5 +1,6 @@
 #pragma once
-// BackEnds: the collectives that a rank has on its device's memory, watched and ended together.
+// DeviceBackends: the collectives that a rank has on its device's memory, watched and ended
+// together.
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -13,7 +14,7 @@
 namespace penstock::comm {
 
 // Owned by a group; from any thread, unless it says otherwise.
-class BackEnds {
+class DeviceBackends {
  public:
   std::shared_ptr<DeviceCollectives> add(c10::intrusive_ptr<c10d::Backend> back_end);
   // No more collectives begin. Those that are queued have a second to end, as their peers may be
@@ -27,7 +28,7 @@ class BackEnds {
   // Before look(): where it shows.
   void show_on(Board& board);
   // Shows what the device waits for, and calls `end` with what has taken longer than `limit`.
-  // Returns when to be called again. Watch's thread only.
+  // Returns when to be called again. Watchdog's thread only.
   std::chrono::milliseconds look(std::chrono::milliseconds limit,
                                  const std::function<void(const std::string& why)>& end);
 

@@ -19,7 +19,7 @@ std::string Position::text() const {
   return concat("step ", step, ", collective ", sequence, " of lane ", *lane, ", `", name, "`");
 }
 
-Group::Group() : back_ends_(std::make_unique<comm::BackEnds>()) {}
+Group::Group() : back_ends_(std::make_unique<comm::DeviceBackends>()) {}
 
 // Without close() peers may still be waited for.
 Group::~Group() { back_ends_->abort("nobody has the engine any more"); }

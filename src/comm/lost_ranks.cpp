@@ -37,9 +37,9 @@ bool comes(c10d::Store& store, const std::string& key, std::chrono::milliseconds
 
 }  // namespace
 
-RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix,
-                   int rank, int size, std::chrono::milliseconds grace,
-                   std::function<void(const std::string&)> end_exchanges)
+LostRanks::LostRanks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix,
+                     int rank, int size, std::chrono::milliseconds grace,
+                     std::function<void(const std::string&)> end_exchanges)
     : store_(store->clone()),
       watch_store_(store->clone()),
       prefix_(prefix),
@@ -50,7 +50,7 @@ RollCall::RollCall(const c10::intrusive_ptr<c10d::Store>& store, const std::stri
   watcher_ = std::thread([this] { watch(); });
 }
 
-RollCall::~RollCall() {
+LostRanks::~LostRanks() {
   try {
     // Those that miss this rank later still read how it ended.
     store_->set(key("here", rank_), bytes_of(here() + ", and has closed its engine"));
@@ -64,26 +64,26 @@ RollCall::~RollCall() {
   watcher_.join();
 }
 
-std::string RollCall::key(const char* what, int rank) const {
+std::string LostRanks::key(const char* what, int rank) const {
   return concat("penstock/", prefix_, "/", what, "/", rank);
 }
 
-void RollCall::set_position(Position position) {
+void LostRanks::set_position(Position position) {
   const std::lock_guard lock(mutex_);
   std::swap(position_, position);  // the old one is let go of after the lock
 }
 
-std::string RollCall::here() {
+std::string LostRanks::here() {
   const std::lock_guard lock(mutex_);
   return position_.text();
 }
 
-void RollCall::wake(int rank, const std::string& why) {
+void LostRanks::wake(int rank, const std::string& why) {
   const int64_t number = store_->add(key("wakes", rank), 1);
   store_->set(concat(key("wake", rank), "/", number), bytes_of(why));
 }
 
-void RollCall::watch() {
+void LostRanks::watch() {
   try {
     for (int64_t number = 1;; ++number) {
       const std::string next = concat(key("wake", rank_), "/", number);
@@ -99,7 +99,7 @@ void RollCall::watch() {
   }
 }
 
-std::string RollCall::answer_of(int rank, std::chrono::milliseconds grace) {
+std::string LostRanks::answer_of(int rank, std::chrono::milliseconds grace) {
   try {
     store_->wait({key("here", rank)}, grace);
     return get_text(*store_, key("here", rank));
@@ -108,7 +108,7 @@ std::string RollCall::answer_of(int rank, std::chrono::milliseconds grace) {
   }
 }
 
-std::string RollCall::collect(const std::string& error) {
+std::string LostRanks::collect(const std::string& error) {
   std::vector<std::string> failed, alive;
   const auto deadline = std::chrono::steady_clock::now() + grace_;
   for (int rank = 0; rank < size_; ++rank) {
@@ -132,7 +132,7 @@ std::string RollCall::collect(const std::string& error) {
   return verdict;
 }
 
-std::string RollCall::call(const std::string& error) {
+std::string LostRanks::call(const std::string& error) {
   try {
     // The first rank to raise its hand holds the roll call; the others repeat its verdict.
     const bool first = store_->add(key("hand", 0), 1) == 1;
@@ -156,7 +156,7 @@ std::string RollCall::call(const std::string& error) {
   }
 }
 
-void RollCall::tell(const std::string& why) {
+void LostRanks::tell(const std::string& why) {
   try {
     for (int rank = 0; rank < size_; ++rank) {
       if (rank != rank_) wake(rank, why);
@@ -166,7 +166,7 @@ void RollCall::tell(const std::string& why) {
   }
 }
 
-RollCall::Ending RollCall::ending(std::string* why) {
+LostRanks::Ending LostRanks::ending(std::string* why) {
   try {
     if (!store_->check({key("last call", 0)})) return Ending::kOpen;
     *why = get_text(*store_, key("last call", 0));
@@ -178,11 +178,11 @@ RollCall::Ending RollCall::ending(std::string* why) {
 
 // ---- the last call
 
-void RollCall::decide(const std::string& answer) {
+void LostRanks::decide(const std::string& answer) {
   store_->compareSet(key("last call", 0), std::string(), answer);
 }
 
-bool RollCall::decided(std::chrono::milliseconds within) {
+bool LostRanks::decided(std::chrono::milliseconds within) {
   try {
     store_->wait({key("last call", 0)}, within);
     return true;
@@ -191,7 +191,7 @@ bool RollCall::decided(std::chrono::milliseconds within) {
   }
 }
 
-std::string RollCall::last_call(const std::string& fault, std::chrono::milliseconds limit) {
+std::string LostRanks::last_call(const std::string& fault, std::chrono::milliseconds limit) {
   called_last_ = true;
   if (!fault.empty()) {
     store_->compareSet(key("fault", 0), std::string(), concat("rank ", rank_, ": ", fault));

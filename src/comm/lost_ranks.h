@@ -22,15 +22,15 @@
 namespace penstock::comm {
 
 // Owned by a group; set_position from any thread, call() from a lane that failed.
-class RollCall {
+class LostRanks {
  public:
   // `end_exchanges` is called by the watch when another rank asks for it, with that one's reason.
-  RollCall(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix, int rank,
-           int size, std::chrono::milliseconds grace,
-           std::function<void(const std::string&)> end_exchanges = {});
-  ~RollCall();
-  RollCall(const RollCall&) = delete;
-  RollCall& operator=(const RollCall&) = delete;
+  LostRanks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix, int rank,
+            int size, std::chrono::milliseconds grace,
+            std::function<void(const std::string&)> end_exchanges = {});
+  ~LostRanks();
+  LostRanks(const LostRanks&) = delete;
+  LostRanks& operator=(const LostRanks&) = delete;
 
   void set_position(Position position);
   // One sentence for each rank that is dead or failed, then where the rest are.

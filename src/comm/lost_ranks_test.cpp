@@ -11,16 +11,16 @@
 namespace penstock::comm {
 namespace {
 
-TEST(RollCall, NamesTheRankThatDoesNotAnswerAndKeepsTheFirstVerdict) {
+TEST(LostRanks, NamesTheRankThatDoesNotAnswerAndKeepsTheFirstVerdict) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto grace = std::chrono::milliseconds(400);
-  std::vector<std::unique_ptr<RollCall>> ranks;
+  std::vector<std::unique_ptr<LostRanks>> ranks;
   for (int rank = 0; rank < 3; ++rank) {
     if (rank == 1) {
       ranks.push_back(nullptr);  // never there
       continue;
     }
-    ranks.push_back(std::make_unique<RollCall>(store, "g", rank, 3, grace));
+    ranks.push_back(std::make_unique<LostRanks>(store, "g", rank, 3, grace));
     ranks.back()->set_position(Position::of("step 5"));
   }
   const std::string verdict = ranks[0]->call("connection closed");
@@ -34,9 +34,9 @@ TEST(RollCall, NamesTheRankThatDoesNotAnswerAndKeepsTheFirstVerdict) {
 std::vector<std::string> last_calls(const std::vector<std::string>& faults, int world,
                                     std::vector<std::string>* ended) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::unique_ptr<RollCall>> ranks;
+  std::vector<std::unique_ptr<LostRanks>> ranks;
   for (size_t rank = 0; rank < faults.size(); ++rank) {
-    ranks.push_back(std::make_unique<RollCall>(
+    ranks.push_back(std::make_unique<LostRanks>(
         store, "l", static_cast<int>(rank), world, std::chrono::milliseconds(200),
         [ended, rank](const std::string& why) { ended->at(rank) = why; }));
   }
@@ -56,7 +56,7 @@ std::vector<std::string> last_calls(const std::vector<std::string>& faults, int 
   return answers;
 }
 
-TEST(RollCall, TheLastCallTellsEveryRankOfTheFirstFault) {
+TEST(LostRanks, TheLastCallTellsEveryRankOfTheFirstFault) {
   std::vector<std::string> ended(3);
   EXPECT_EQ(last_calls({"", "", ""}, 3, &ended), (std::vector<std::string>{"", "", ""}));
   const std::vector<std::string> all(3, "rank 1: no data");
@@ -64,7 +64,7 @@ TEST(RollCall, TheLastCallTellsEveryRankOfTheFirstFault) {
   EXPECT_EQ(ended, std::vector<std::string>(3));  // all came at once
 }
 
-TEST(RollCall, ARankThatFailedEndsTheWaitsOfThoseThatDoNotCome) {
+TEST(LostRanks, ARankThatFailedEndsTheWaitsOfThoseThatDoNotCome) {
   std::vector<std::string> ended(3);
   for (const std::string& answer : last_calls({"", "no data", ""}, 4, &ended)) {
     EXPECT_EQ(answer.front(), '!') << answer;
@@ -72,9 +72,9 @@ TEST(RollCall, ARankThatFailedEndsTheWaitsOfThoseThatDoNotCome) {
   }
 }
 
-TEST(RollCall, EndsWithoutAFault) {
+TEST(LostRanks, EndsWithoutAFault) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  const RollCall alone(store, "h", 0, 1, std::chrono::milliseconds(100));
+  const LostRanks alone(store, "h", 0, 1, std::chrono::milliseconds(100));
 }
 
 }  // namespace

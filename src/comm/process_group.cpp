@@ -134,7 +134,7 @@ class ProcessGroupGroup final : public comm::StoreGroup {
   c10::intrusive_ptr<c10d::Backend> up_, down_;  // for what goes to higher and to lower ranks
   const std::function<ProcessGroups()> connect_;
   std::vector<const Works*> waiting_;  // guarded by mutex_
-  std::optional<comm::Lifeline> lifeline_;
+  std::optional<comm::ConnectionWatch> lifeline_;
 };
 
 }  // namespace

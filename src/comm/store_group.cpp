@@ -19,7 +19,7 @@ constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
 }  // namespace
 
 StoreGroup::StoreGroup(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
-                       Ranks ranks, std::chrono::milliseconds timeout, const WatchOptions& watch)
+                       RankOf ranks, std::chrono::milliseconds timeout, const WatchOptions& watch)
     : rank_(ranks.rank), size_(ranks.size), limit_(timeout) {
   // A failed exchange, the roll call and its repetition elsewhere together stay within `timeout`.
   const auto grace = std::clamp<std::chrono::milliseconds>(timeout / 8, std::chrono::seconds(1),
@@ -108,9 +108,9 @@ void StoreGroup::look_at_device() {
 // On the thread that sees a neighbour's end.
 void StoreGroup::neighbour_left(const std::string& error) {
   std::string why;
-  const RollCall::Ending ending = roll_call_->ending(&why);
-  if (ending == RollCall::Ending::kTogether) return;
-  if (ending == RollCall::Ending::kOneByOne) {  // what it has taken part in ends by itself
+  const LostRanks::Ending ending = roll_call_->ending(&why);
+  if (ending == LostRanks::Ending::kTogether) return;
+  if (ending == LostRanks::Ending::kOneByOne) {  // what it has taken part in ends by itself
     const std::lock_guard lock(mutex_);
     left_ = why;
     return;
@@ -120,7 +120,7 @@ void StoreGroup::neighbour_left(const std::string& error) {
   end_exchanges(why);
 }
 
-// Watch's thread.
+// Watchdog's thread.
 std::chrono::milliseconds StoreGroup::look() {
   std::string left;
   {

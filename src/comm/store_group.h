@@ -19,7 +19,7 @@ namespace penstock::comm {
 
 class StoreGroup : public Group {
  public:
-  struct Ranks {
+  struct RankOf {
     int rank = 0, size = 1;
   };
   int rank() const final { return rank_; }
@@ -36,7 +36,7 @@ class StoreGroup : public Group {
 
  protected:
   // `name` is the group's own in that store. The watch's thread may call abort() from here on.
-  StoreGroup(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, Ranks ranks,
+  StoreGroup(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, RankOf ranks,
              std::chrono::milliseconds timeout, const WatchOptions& watch);
 
   // ---- of the subclass; run() and run_tiles() throw when a peer is lost
@@ -73,8 +73,8 @@ class StoreGroup : public Group {
   std::atomic<bool> met_ = false;
   std::string lost_;  // guarded by mutex_: what the first failed exchange said
   std::string left_;  // guarded by mutex_: why a neighbour's connection is closed
-  std::optional<RollCall> roll_call_;
-  std::optional<Watch> watch_;
+  std::optional<LostRanks> roll_call_;
+  std::optional<Watchdog> watch_;
 };
 
 }  // namespace penstock::comm

@@ -173,7 +173,7 @@ class ThreadGroup final : public Group {
   std::shared_ptr<Mailbox> mailbox_;
   const int rank_, size_;
   const std::chrono::milliseconds timeout_;
-  std::optional<comm::Watch> watch_;
+  std::optional<comm::Watchdog> watch_;
 };
 
 }  // namespace

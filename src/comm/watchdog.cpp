@@ -10,19 +10,19 @@
 
 namespace penstock::comm {
 
-Watch::Watch(int rank, int size, const WatchOptions& options, Say say)
+Watchdog::Watchdog(int rank, int size, const WatchOptions& options, Say say)
     : board_(rank, size, options.report_dir), warn_(options.warn), say_(std::move(say)) {
   if (size > 1 && warn_.count() > 0) start();
 }
 
-void Watch::start() {
+void Watchdog::start() {
   thread_ = std::thread([this] {
     c10::setThreadName("penstock-watch");
     run();
   });
 }
 
-void Watch::look_at(Look also) {
+void Watchdog::look_at(Look also) {
   {
     const std::lock_guard lock(mutex_);
     also_ = std::move(also);
@@ -32,7 +32,7 @@ void Watch::look_at(Look also) {
   if (!thread_.joinable()) start();
 }
 
-Watch::~Watch() {
+Watchdog::~Watchdog() {
   {
     const std::lock_guard lock(mutex_);
     closing_ = true;
@@ -41,9 +41,9 @@ Watch::~Watch() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Watch::to_stderr(const std::string& line) { std::fputs(line.c_str(), stderr); }
+void Watchdog::to_stderr(const std::string& line) { std::fputs(line.c_str(), stderr); }
 
-void Watch::run() {
+void Watchdog::run() {
   std::unique_lock lock(mutex_);
   while (!closing_) {
     const Look also = also_;
@@ -57,7 +57,7 @@ void Watch::run() {
   }
 }
 
-std::chrono::milliseconds Watch::look() {
+std::chrono::milliseconds Watchdog::look() {
   const RankStatus status = board_.status();
   const double warn_s = std::chrono::duration<double>(warn_).count();
   double quiet_s = warn_s;

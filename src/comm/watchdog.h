@@ -1,5 +1,5 @@
 #pragma once
-// Watch: a rank's board, and a line on stderr for each wait that is longer than it should be.
+// Watchdog: a rank's board, and a line on stderr for each wait that is longer than it should be.
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -16,17 +16,17 @@ namespace penstock::comm {
 // Owned by a group. A transport's own waits cannot be woken half-way (gloo gives a connection up
 // whose wait has timed out), so a thread looks at the board: once per `warn`, and when a wait that
 // it saw then is due.
-class Watch {
+class Watchdog {
  public:
   // Both from the watch's thread.
   using Say = std::function<void(const std::string& line)>;
   using Look = std::function<std::chrono::milliseconds()>;  // says when to look again
 
   // No thread without peers, nor where `warn` is 0 until there is something to look_at().
-  Watch(int rank, int size, const WatchOptions& options, Say say = to_stderr);
-  ~Watch();
-  Watch(const Watch&) = delete;
-  Watch& operator=(const Watch&) = delete;
+  Watchdog(int rank, int size, const WatchOptions& options, Say say = to_stderr);
+  ~Watchdog();
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
 
   Board& board() { return board_; }
   // Besides the board; once.

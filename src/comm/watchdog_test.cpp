@@ -16,13 +16,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-TEST(Watch, SaysOnceWhichWaitIsLong) {
+TEST(Watchdog, SaysOnceWhichWaitIsLong) {
   std::promise<std::string> said;
   std::atomic<int> lines = 0;
   {
     WatchOptions options;
     options.warn = milliseconds(20);
-    Watch watch(1, 2, options, [&](const std::string& line) {
+    Watchdog watch(1, 2, options, [&](const std::string& line) {
       if (++lines == 1) said.set_value(line);
     });
     const int gather = watch.board().lane("gather"), reduce = watch.board().lane("reduce");
@@ -45,7 +45,7 @@ TEST(Watch, SaysOnceWhichWaitIsLong) {
 
 Members pair(const Group& group) { return {{0, 1}, group.rank()}; }
 
-TEST(Watch, ChannelsWaitOnTheBoardAndErrorsShowThePlansLastLines) {
+TEST(Watchdog, ChannelsWaitOnTheBoardAndErrorsShowThePlansLastLines) {
   WatchOptions quiet;
   quiet.warn = milliseconds(0);
   const auto groups = Group::threads(2, milliseconds(300), quiet);

@@ -31,7 +31,7 @@ class Fence {
 
  private:
   friend class Lane;
-  struct State {
+  struct FenceState {
     std::mutex mutex;
     std::condition_variable changed;
     bool done = false;
@@ -45,7 +45,7 @@ class Fence {
   };
   void wait_for_host_half() const;
   void set(const std::exception_ptr& error) const;
-  std::shared_ptr<State> state_;
+  std::shared_ptr<FenceState> state_;
 };
 
 }  // namespace penstock::device

@@ -19,7 +19,7 @@ using namespace samples;  // NOLINT(google-build-using-namespace)
 TEST(SumSquares, MatchesDoubleAndIgnoresThreads) {
   for (const Dtype dtype : kDtypes) {
     for (const int64_t numel : {0L, 1L, 7L, 33L, 1000L, 100003L, 500000L}) {
-      Values values(dtype, numel, 3);
+      SampleValues values(dtype, numel, 3);
       values.randomize(5, -3, 3);
       double expected = 0;
       for (int64_t i = 0; i < numel; ++i) expected += double(values[i]) * double(values[i]);
@@ -41,7 +41,7 @@ TEST(SumSquares, LargeFp32DoesNotOverflow) {
 TEST(SumSquares, InfAndNanShow) {
   for (const float bad : {INFINITY, -INFINITY, NAN}) {
     for (const Dtype dtype : kDtypes) {
-      Values values(dtype, 50000);
+      SampleValues values(dtype, 50000);
       values.randomize(1, -1, 1).set(49999, bad);
       EXPECT_FALSE(std::isfinite(sum_squares(values.data(), dtype, 50000)));
     }
@@ -51,7 +51,7 @@ TEST(SumSquares, InfAndNanShow) {
 TEST(FirstNonfinite, FindsTheFirst) {
   for (const Dtype dtype : kDtypes) {
     for (const int64_t numel : {1L, 7L, 1000L, 100003L}) {
-      Values values(dtype, numel, 1);
+      SampleValues values(dtype, numel, 1);
       values.randomize(1, -60000, 60000);
       EXPECT_EQ(first_nonfinite(values.data(), dtype, numel), -1);
       for (const int64_t index : {numel - 1, numel / 2, int64_t{0}}) {
@@ -67,7 +67,7 @@ void check_take_pairs() {
   for (const Dtype from : kDtypes) {
     for (const Dtype to : kDtypes) {
       for (const int64_t numel : kSizes) {
-        Values src(from, numel, 1), dst(to, numel, 3), expected(to, numel);
+        SampleValues src(from, numel, 1), dst(to, numel, 3), expected(to, numel);
         src.randomize(1, -4, 4);
         dst.randomize(2, -4, 4);
         for (int64_t i = 0; i < numel; ++i) expected.set(i, dst[i] + src[i]);
@@ -100,7 +100,7 @@ void check_rounding() {
                           2.9802322e-8F, 2.9802326e-8F})
       source.push_back(x);
     const auto numel = static_cast<int64_t>(source.size());
-    Values actual(dtype, numel), expected(dtype, numel);
+    SampleValues actual(dtype, numel), expected(dtype, numel);
     take(actual.data(), dtype, source.data(), Dtype::kFp32, numel, false);
     for (int64_t i = 0; i < numel; ++i) {
       if (std::isnan(source[i])) continue;
@@ -136,7 +136,7 @@ void check_nan() {
   std::vector<uint32_t> bits = {0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF, 0xFF800001};
   bits.resize(35, 0x7F800001);
   for (const Dtype dtype : kDtypes) {
-    Values out(dtype, 35);
+    SampleValues out(dtype, 35);
     take(out.data(), dtype, bits.data(), Dtype::kFp32, 35, false);
     for (int64_t i = 0; i < 35; ++i) EXPECT_TRUE(std::isnan(out[i])) << dtype_name(dtype) << i;
   }

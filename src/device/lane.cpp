@@ -36,7 +36,7 @@ void Lane::record(std::shared_ptr<trace::Recorder> recorder, const std::string& 
 
 Fence Lane::submit(std::function<void()> work) {
   Task task{std::move(work), {}, {}};
-  task.fence.state_ = std::make_shared<Fence::State>();
+  task.fence.state_ = std::make_shared<Fence::FenceState>();
   task.fence.state_->device = &device_;
   if (recorder_ && recorder_->on()) {
     task.fence.state_->recorder = recorder_;

@@ -39,13 +39,13 @@ inline void write(void* at, Dtype dtype, int64_t i, float value) {
 }
 
 // Values of `dtype`, starting `offset` values into an allocation, with a guard behind them.
-class Values {
+class SampleValues {
  public:
-  Values(Dtype dtype, int64_t numel, int64_t offset = 0)
+  SampleValues(Dtype dtype, int64_t numel, int64_t offset = 0)
       : dtype_(dtype), numel_(numel), offset_(offset) {
     bytes_.assign(static_cast<size_t>((numel + offset) * dtype_bytes(dtype)) + kGuard, 0x5A);
   }
-  Values& randomize(uint32_t seed, float low, float high) {
+  SampleValues& randomize(uint32_t seed, float low, float high) {
     std::mt19937 engine(seed);
     std::uniform_real_distribution<float> value(low, high);
     for (int64_t i = 0; i < numel_; ++i) set(i, value(engine));
@@ -62,7 +62,7 @@ class Values {
       if (bytes_[i] != 0x5A) return false;
     return true;
   }
-  bool same_bits(const Values& other) const {
+  bool same_bits(const SampleValues& other) const {
     return std::memcmp(data(), other.data(), static_cast<size_t>(numel_ * dtype_bytes(dtype_))) ==
            0;
   }

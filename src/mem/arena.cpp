@@ -120,7 +120,7 @@ void Lease::reset() {
   bytes_ = 0;
 }
 
-Pool::Pool(Kind kind, const device::Device& device) : kind_(kind), device_(device) {}
+Pool::Pool(MemoryKind kind, const device::Device& device) : kind_(kind), device_(device) {}
 
 void Pool::set_budget(Budget budget) {
   const std::lock_guard lock(mutex_);
@@ -129,11 +129,11 @@ void Pool::set_budget(Budget budget) {
 
 c10::DataPtr Pool::allocate(int64_t bytes) {
   switch (kind_) {
-    case Kind::kHost:
+    case MemoryKind::kHost:
       return allocate_host(bytes);
-    case Kind::kPinned:
+    case MemoryKind::kPinned:
       return allocate_pinned(device_, bytes);
-    case Kind::kDevice:
+    case MemoryKind::kDevice:
       return device_.allocate(bytes);
   }
   throw Bug("[mem::Pool::allocate] unknown kind");
@@ -142,7 +142,7 @@ c10::DataPtr Pool::allocate(int64_t bytes) {
 // Large buffers of nearly one size can stand in for each other: the sizes of mappings are rounded
 // up to a sixteenth or less above (what is not touched takes no memory).
 int64_t Pool::slot_bytes(int64_t bytes) const {
-  if (kind_ == Kind::kDevice || bytes < 2 * kHugePage) return bytes;
+  if (kind_ == MemoryKind::kDevice || bytes < 2 * kHugePage) return bytes;
   const auto step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes))) / 16;
   return (bytes + step - 1) / step * step;
 }
@@ -150,7 +150,7 @@ int64_t Pool::slot_bytes(int64_t bytes) const {
 // Whether the host may use it at once, or the stream of the device as soon as it comes to it.
 bool Pool::stands_by(Unused& unused) const {
   if (!unused.after) return true;
-  if (kind_ == Kind::kDevice) return unused.stream == device_.current();
+  if (kind_ == MemoryKind::kDevice) return unused.stream == device_.current();
   return unused.after->query();
 }
 
@@ -174,8 +174,8 @@ c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
   const auto unused = unused_.find(slot);
   if (unused != unused_.end()) {
     const auto chosen = choose(unused->second, wanted);
-    if (chosen->after && kind_ == Kind::kDevice) chosen->after->block(device_.current());
-    if (chosen->after && kind_ == Kind::kPinned) chosen->after->synchronize();
+    if (chosen->after && kind_ == MemoryKind::kDevice) chosen->after->block(device_.current());
+    if (chosen->after && kind_ == MemoryKind::kPinned) chosen->after->synchronize();
     data = std::move(chosen->data);
     unused->second.erase(chosen);
     unused_bytes_ -= slot;
@@ -200,7 +200,7 @@ void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   in_use_ -= bytes;
   const int64_t slot = slot_bytes(bytes);
   Unused unused{std::move(data), {}, kNoStream};
-  if (kind_ != Kind::kHost) {
+  if (kind_ != MemoryKind::kHost) {
     try {
       unused.stream = device_.current();
       unused.after.emplace(device_.where().type());
@@ -219,7 +219,7 @@ void Pool::give_back(c10::DataPtr data, int64_t bytes) {
 // To the system, or to torch's allocator.
 void Pool::free(Unused unused) const {
   if (!unused.after) return;
-  if (kind_ == Kind::kDevice) return device_.used_on(unused.data, unused.stream);
+  if (kind_ == MemoryKind::kDevice) return device_.used_on(unused.data, unused.stream);
   try {
     unused.after->synchronize();
   } catch (const c10::Error&) {  // of a device that failed: nothing is under way there

@@ -43,7 +43,7 @@ struct Budget {
 };
 
 // kPinned: of the host, for asynchronous copies to and from a device.
-enum class Kind : uint8_t { kHost, kPinned, kDevice };
+enum class MemoryKind : uint8_t { kHost, kPinned, kDevice };
 
 // Buffers of one kind of memory. Any thread; arenas call it. Beside a device, memory is given back
 // in the order of the stream of who does ([Note: Order on a device]), and handed out in that of who
@@ -51,7 +51,8 @@ enum class Kind : uint8_t { kHost, kPinned, kDevice };
 class Pool {
  public:
   // The device outlives it. Where pinned memory cannot be had, it is the host's, with one warning.
-  explicit Pool(Kind kind = Kind::kHost, const device::Device& device = device::Device::host());
+  explicit Pool(MemoryKind kind = MemoryKind::kHost,
+                const device::Device& device = device::Device::host());
 
   void set_budget(Budget budget);
   // Contents are undefined; where `wanted` is unused and fits, it is that. Throws RuntimeFault with
@@ -63,7 +64,7 @@ class Pool {
   void reset_peak();
   void trim();  // returns unused buffers to the system
   device::Address address(const c10::DataPtr& data) const {
-    return {data.get(), kind_ == Kind::kDevice ? &device_ : nullptr};
+    return {data.get(), kind_ == MemoryKind::kDevice ? &device_ : nullptr};
   }
 
  private:
@@ -81,7 +82,7 @@ class Pool {
   Buffers::iterator choose(Buffers& buffers, const void* wanted) const;
   bool stands_by(Unused& unused) const;
 
-  const Kind kind_;
+  const MemoryKind kind_;
   const device::Device& device_;
   mutable std::mutex mutex_;
   Budget budget_;

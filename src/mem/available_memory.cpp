@@ -32,15 +32,16 @@ std::optional<int64_t> number_in(const fs::path& path, const std::string& name =
   return std::nullopt;
 }
 
-struct Files {
+struct CgroupFiles {
   const char *limit, *used, *cache;  // `cache`: the line of memory.stat
 };
-constexpr Files kV2 = {"memory.max", "memory.current", "inactive_file"};
-constexpr Files kV1 = {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
+constexpr CgroupFiles kV2 = {"memory.max", "memory.current", "inactive_file"};
+constexpr CgroupFiles kV1 = {"memory.limit_in_bytes", "memory.usage_in_bytes",
+                             "total_inactive_file"};
 
 // The least that a group and those around it leave; inside a container the path is that of the
 // host, whose files are not there: then what is mounted counts.
-int64_t group_leaves(const fs::path& mount, const std::string& path, const Files& files) {
+int64_t group_leaves(const fs::path& mount, const std::string& path, const CgroupFiles& files) {
   int64_t least = std::numeric_limits<int64_t>::max();
   fs::path group = mount / fs::path(path).relative_path();
   for (bool last = false; !last; group = group.parent_path()) {

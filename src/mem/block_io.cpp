@@ -18,7 +18,7 @@ namespace {
 
 // Requests that wait for their turn. While both kinds wait as many reads as writes are with the
 // system: a disk can do both at once, and should.
-class Waiting {
+class WaitingRequest {
  public:
   void push(BlockRequest request) {
     queues_[static_cast<size_t>(request.write)].push_back(std::move(request));
@@ -90,8 +90,8 @@ class ThreadIo final : public BlockIo {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  Waiting waiting_;       // guarded by mutex_
-  bool closing_ = false;  // guarded by mutex_
+  WaitingRequest waiting_;  // guarded by mutex_
+  bool closing_ = false;    // guarded by mutex_
   std::vector<std::thread> threads_;
 };
 
@@ -181,8 +181,8 @@ class UringIo final : public BlockIo {
   const int depth_;
   io_uring ring_{};
   std::mutex mutex_;
-  Waiting waiting_;       // guarded by mutex_
-  bool closing_ = false;  // guarded by mutex_
+  WaitingRequest waiting_;  // guarded by mutex_
+  bool closing_ = false;    // guarded by mutex_
   std::thread thread_;
 };
 

@@ -45,7 +45,7 @@ bool matches(std::string_view content, const std::vector<uint64_t>& known) {
 
 }  // namespace
 
-struct DiskTicket::State {     // guarded by the disk's mutex
+struct DiskTicket::Impl {      // guarded by the disk's mutex
   int left = 0;                // requests
   std::string error;           // the first
   std::string_view check;      // what is read, where a checksum of it is known
@@ -54,7 +54,7 @@ struct DiskTicket::State {     // guarded by the disk's mutex
 
 struct Disk::Impl {
   struct Request {  // at most one stripe
-    std::shared_ptr<DiskTicket::State> ticket;
+    std::shared_ptr<DiskTicket::Impl> ticket;
     const SwapFile* file = nullptr;
     BlockRequest whole;
     int64_t moved = 0;
@@ -76,7 +76,7 @@ struct Disk::Impl {
   void record(const Request& request) const;
   std::string problem(Request& request, int64_t result) const;
   bool wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done);
-  std::string stall_text(const DiskTicket::State* ticket) const;
+  std::string stall_text(const DiskTicket::Impl* ticket) const;
 
   const DiskOptions options;
   std::vector<SwapFile> files;
@@ -108,7 +108,7 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
                       reinterpret_cast<uintptr_t>(data) % kBlockBytes == 0,
                   "[mem::Disk] a request outside its extent or off its alignment");
   DiskTicket ticket;
-  ticket.state_ = std::make_shared<DiskTicket::State>();
+  ticket.state_ = std::make_shared<DiskTicket::Impl>();
   const auto num_files = static_cast<int64_t>(files.size());
   const int64_t stripe = options.stripe_bytes;
   const std::string_view content(data, static_cast<size_t>(bytes));
@@ -176,7 +176,7 @@ void Disk::Impl::ended(Request& request, int64_t result) {
     lock.unlock();
     return submit(request);
   }
-  DiskTicket::State& ticket = *request.ticket;
+  DiskTicket::Impl& ticket = *request.ticket;
   if (ticket.check.data() != nullptr && ticket.left == 1 && ticket.error.empty()) {
     lock.unlock();  // the last one, so that nobody else looks at it
     const bool same = matches(ticket.check, ticket.sums);
@@ -229,7 +229,7 @@ bool Disk::Impl::wait(std::unique_lock<std::mutex>& lock, const std::function<bo
 }
 
 // Of the oldest request of this ticket, or of all.
-std::string Disk::Impl::stall_text(const DiskTicket::State* ticket) const {
+std::string Disk::Impl::stall_text(const DiskTicket::Impl* ticket) const {
   const auto oldest = std::find_if(in_flight.begin(), in_flight.end(), [&](const Request& request) {
     return ticket == nullptr || request.ticket.get() == ticket;
   });
@@ -278,7 +278,7 @@ DiskTicket Disk::write(int64_t offset, const char* data, int64_t bytes) {
 
 void Disk::wait(const DiskTicket& ticket) const {
   if (!ticket.state_) return;
-  const DiskTicket::State& state = *ticket.state_;
+  const DiskTicket::Impl& state = *ticket.state_;
   std::unique_lock lock(impl_->mutex);
   static const auto kWaits = std::make_shared<const std::string>("disk");
   const trace::Span waits(state.left == 0 ? nullptr : impl_->options.recorder.get(),

@@ -29,8 +29,8 @@ class DiskTicket {
 
  private:
   friend class Disk;
-  struct State;
-  std::shared_ptr<State> state_;
+  struct Impl;
+  std::shared_ptr<Impl> state_;
 };
 
 // Any thread. A request that the system cuts short or interrupts goes on with its rest. Errors are

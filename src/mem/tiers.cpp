@@ -4,8 +4,8 @@ namespace penstock::mem {
 
 Tiers::Tiers(c10::Device where, int64_t events)
     : computes(where),
-      memory(computes.is_host() ? Kind::kHost : Kind::kPinned, computes),
-      accelerator(Kind::kDevice, computes),
+      memory(computes.is_host() ? MemoryKind::kHost : MemoryKind::kPinned, computes),
+      accelerator(MemoryKind::kDevice, computes),
       device(computes.is_host() ? memory : accelerator),
       host(memory),
       recorder(std::make_shared<trace::Recorder>(events)) {}

@@ -15,7 +15,7 @@ namespace penstock::optim {
 namespace {
 
 // The tensors of one step.
-struct Work {
+struct DeviceUpdate {
   const OptimizerConfig& group;
   const int64_t step;
   at::Tensor master;
@@ -37,7 +37,7 @@ class Wide {
   at::Tensor values_;
 };
 
-void decay(Work& work, bool decoupled) {
+void decay(DeviceUpdate& work, bool decoupled) {
   const double weight_decay = work.group.weight_decay;
   if (weight_decay == 0.0) return;
   if (decoupled) {
@@ -47,7 +47,7 @@ void decay(Work& work, bool decoupled) {
   }
 }
 
-void fused_adam(const Work& work, bool decoupled) {
+void fused_adam(const DeviceUpdate& work, bool decoupled) {
   const OptimizerConfig& group = work.group;
   const at::Tensor step =
       at::full({}, static_cast<double>(work.step), work.master.options().dtype(at::kFloat));
@@ -68,7 +68,7 @@ void fused_adam(const Work& work, bool decoupled) {
   }
 }
 
-void adam(Work& work) {
+void adam(DeviceUpdate& work) {
   const OptimizerConfig& group = work.group;
   const bool decoupled = kind_of(group.type).decoupled_decay;
   if (work.moment1.scalar_type() == at::kFloat) return fused_adam(work, decoupled);
@@ -85,7 +85,7 @@ void adam(Work& work) {
   second.store();
 }
 
-void sgd(Work& work) {
+void sgd(DeviceUpdate& work) {
   const OptimizerConfig& group = work.group;
   decay(work, false);
   if (group.momentum == 0.0) {
@@ -104,7 +104,7 @@ void sgd(Work& work) {
   momentum.store();
 }
 
-void adagrad(Work& work) {
+void adagrad(DeviceUpdate& work) {
   const OptimizerConfig& group = work.group;
   decay(work, false);
   const double lr = group.lr / (1.0 + static_cast<double>(work.step - 1) * group.lr_decay);
@@ -112,7 +112,7 @@ void adagrad(Work& work) {
   work.master.addcdiv_(work.grad, work.moment1.sqrt().add_(group.eps), -lr);
 }
 
-void lion(Work& work) {
+void lion(DeviceUpdate& work) {
   const OptimizerConfig& group = work.group;
   decay(work, true);
   Wide average(work.moment1);
@@ -122,7 +122,7 @@ void lion(Work& work) {
 }
 
 // By OptimizerType.
-constexpr void (*kSteps[])(Work&) = {adam, adam, sgd, adagrad, lion};
+constexpr void (*kSteps[])(DeviceUpdate&) = {adam, adam, sgd, adagrad, lion};
 static_assert(std::size(kSteps) == kNumOptimizerTypes, "one step for each OptimizerType");
 
 }  // namespace
@@ -134,12 +134,12 @@ void run_on_device(const OptimizerConfig& group, const DeviceStep& step) {
     return at == nullptr ? at::Tensor()
                          : device::view({const_cast<void*>(at), range.device}, dtype, range.numel);
   };
-  Work work{group,
-            step.step,
-            tensor(range.master, Dtype::kFp32),
-            tensor(range.grad, range.grad_dtype).to(at::kFloat, false, /*copy=*/true),
-            tensor(step.moment1, range.moment_dtype),
-            tensor(step.moment2, range.moment_dtype)};
+  DeviceUpdate work{group,
+                    step.step,
+                    tensor(range.master, Dtype::kFp32),
+                    tensor(range.grad, range.grad_dtype).to(at::kFloat, false, /*copy=*/true),
+                    tensor(step.moment1, range.moment_dtype),
+                    tensor(step.moment2, range.moment_dtype)};
   if (step.grad_scale != 1.0F) work.grad.mul_(step.grad_scale);
   kSteps[static_cast<size_t>(group.type)](work);
   if (range.param_out != nullptr) tensor(range.param_out, range.param_dtype).copy_(work.master);

@@ -58,8 +58,8 @@ TEST_P(AdamTest, MatchesDoubleForEveryGradientDtypeAndSize) {
   for (const Dtype grad_dtype : kDtypes) {
     for (const int64_t numel : kSizes) {
       AdamOptions options = GetParam().options;
-      Values master(Dtype::kFp32, numel), m(Dtype::kFp32, numel), v(Dtype::kFp32, numel);
-      Values grad(grad_dtype, numel), out(Dtype::kBf16, numel);
+      SampleValues master(Dtype::kFp32, numel), m(Dtype::kFp32, numel), v(Dtype::kFp32, numel);
+      SampleValues grad(grad_dtype, numel), out(Dtype::kBf16, numel);
       master.randomize(1, -1, 1);
       m.randomize(0, 0, 0);
       v.randomize(0, 0, 0);
@@ -99,17 +99,18 @@ AdamOptions adam_options(float weight_decay, bool decoupled, float beta1 = 0.9F,
 
 INSTANTIATE_TEST_SUITE_P(Options, AdamTest,
                          testing::Values(AdamCase{"Plain", adam_options(0, true)},
-                                         AdamCase{"AdamW", adam_options(0.1F, true)},
-                                         AdamCase{"Adam", adam_options(0.1F, false)},
-                                         AdamCase{"NoMomentum", adam_options(0, true, 0.0F)},
-                                         AdamCase{"SmallBeta1", adam_options(0, true, 0.25F)}),
+                                               AdamCase{"AdamW", adam_options(0.1F, true)},
+                                               AdamCase{"Adam", adam_options(0.1F, false)},
+                                               AdamCase{"NoMomentum", adam_options(0, true, 0.0F)},
+                                               AdamCase{"SmallBeta1",
+                                                        adam_options(0, true, 0.25F)}),
                          [](const auto& info) { return info.param.name; });
 
 TEST(Adam, WritesEveryOutputDtype) {
   const int64_t numel = 1003;
   for (const Dtype dtype : kDtypes) {
-    Values master(Dtype::kFp32, numel), m(Dtype::kFp32, numel), v(Dtype::kFp32, numel);
-    Values grad(Dtype::kFp32, numel), out(dtype, numel), expected(dtype, numel);
+    SampleValues master(Dtype::kFp32, numel), m(Dtype::kFp32, numel), v(Dtype::kFp32, numel);
+    SampleValues grad(Dtype::kFp32, numel), out(dtype, numel), expected(dtype, numel);
     master.randomize(1, -1, 1);
     m.randomize(0, 0, 0);
     v.randomize(0, 0, 0);
@@ -130,13 +131,13 @@ void check_cuts(Dtype moments) {
     int64_t offset, piece;
   };
   const int64_t numel = 600011;
-  std::vector<Values> masters, outs;
+  std::vector<SampleValues> masters, outs;
   for (const Run run : {Run{1, 0, numel}, Run{2, 0, numel}, Run{3, 1, numel}, Run{2, 16, 100003},
                         Run{1, 5, 40961}, Run{1, 0, 7777}}) {
     const Threads threads(run.threads);
-    Values master(Dtype::kFp32, numel, run.offset), m(moments, numel, run.offset);
-    Values v(moments, numel, run.offset), grad(Dtype::kBf16, numel, run.offset);
-    Values out(Dtype::kBf16, numel, run.offset);
+    SampleValues master(Dtype::kFp32, numel, run.offset), m(moments, numel, run.offset);
+    SampleValues v(moments, numel, run.offset), grad(Dtype::kBf16, numel, run.offset);
+    SampleValues out(Dtype::kBf16, numel, run.offset);
     master.randomize(1, -1, 1);
     m.randomize(2, -1, 1);
     v.randomize(3, 0, 1);
@@ -201,8 +202,9 @@ TEST_P(SgdTest, MatchesDouble) {
     for (const int64_t numel : kSizes) {
       SgdOptions options = GetParam().options;
       options.grad_scale = 0.5F;
-      Values master(Dtype::kFp32, numel), buffer(Dtype::kFp32, numel), out(Dtype::kBf16, numel);
-      Values grad(grad_dtype, numel);
+      SampleValues master(Dtype::kFp32, numel), buffer(Dtype::kFp32, numel),
+          out(Dtype::kBf16, numel);
+      SampleValues grad(grad_dtype, numel);
       master.randomize(1, -1, 1);
       buffer.randomize(9, NAN, NAN);  // what `first` must not read
       std::vector<SgdReference> reference;
@@ -235,13 +237,14 @@ SgdOptions sgd_options(float momentum, float dampening, float weight_decay, bool
   return options;
 }
 
-INSTANTIATE_TEST_SUITE_P(Options, SgdTest,
-                         testing::Values(SgdCase{"Plain", sgd_options(0, 0, 0, false)},
-                                         SgdCase{"Decay", sgd_options(0, 0, 0.1F, false)},
-                                         SgdCase{"Momentum", sgd_options(0.9F, 0, 0, false)},
-                                         SgdCase{"Dampened", sgd_options(0.9F, 0.2F, 0.1F, false)},
-                                         SgdCase{"Nesterov", sgd_options(0.9F, 0, 0.1F, true)}),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Options, SgdTest,
+    testing::Values(SgdCase{"Plain", sgd_options(0, 0, 0, false)},
+                          SgdCase{"Decay", sgd_options(0, 0, 0.1F, false)},
+                          SgdCase{"Momentum", sgd_options(0.9F, 0, 0, false)},
+                          SgdCase{"Dampened", sgd_options(0.9F, 0.2F, 0.1F, false)},
+                          SgdCase{"Nesterov", sgd_options(0.9F, 0, 0.1F, true)}),
+    [](const auto& info) { return info.param.name; });
 
 struct LionReference {
   double p, m;
@@ -269,8 +272,9 @@ void check_one_moment(Options options, const Kernel& kernel) {
   options.grad_scale = 0.5F;
   for (const Dtype grad_dtype : kDtypes) {
     for (const int64_t numel : kSizes) {
-      Values master(Dtype::kFp32, numel), moment(Dtype::kFp32, numel), out(Dtype::kBf16, numel);
-      Values grad(grad_dtype, numel);
+      SampleValues master(Dtype::kFp32, numel), moment(Dtype::kFp32, numel),
+          out(Dtype::kBf16, numel);
+      SampleValues grad(grad_dtype, numel);
       master.randomize(1, -1, 1);
       moment.randomize(2, 0, 0);
       std::vector<Reference> reference;
@@ -313,7 +317,7 @@ struct Written {
     m.randomize(0, 0, 0);
     v.randomize(0, 0, 0);
   }
-  void step(int kernel, const Values& grad, Dtype dtype, int64_t numel, int step) {
+  void step(int kernel, const SampleValues& grad, Dtype dtype, int64_t numel, int step) {
     const Range range{master.floats(), grad.data(), dtype, nullptr, dtype, numel, moments};
     AdamOptions options = adam_options(0.1F, true);
     options.step = step;
@@ -322,7 +326,7 @@ struct Written {
     if (kernel == 2) lion(range, m.data(), {});
   }
   Dtype moments;
-  Values master, m, v;
+  SampleValues master, m, v;
 };
 
 // bf16 moments against the same kernel on fp32 moments, which c10's cast rounds after each step.
@@ -331,7 +335,8 @@ void check_bf16_moments(int64_t numel) {
     for (const Dtype dtype : kDtypes) {
       Written ours(numel, Dtype::kBf16), wide(numel, Dtype::kFp32);
       for (int step = 1; step <= 3; ++step) {
-        const Values grad = Values(dtype, numel).randomize(static_cast<uint32_t>(step), -2, 2);
+        const SampleValues grad =
+            SampleValues(dtype, numel).randomize(static_cast<uint32_t>(step), -2, 2);
         ours.step(kernel, grad, dtype, numel, step);
         wide.step(kernel, grad, dtype, numel, step);
         for (int64_t i = 0; i < numel; ++i) {
@@ -363,8 +368,8 @@ TEST_P(TargetTest, NorWithBf16Moments) { check_cuts(Dtype::kBf16); }
 TEST_P(TargetTest, Bf16MomentsAreRoundedFp32Moments) { check_bf16_moments(1003); }
 
 TEST_P(TargetTest, AdamAndSumSquaresAgreeWithDouble) {
-  Values master(Dtype::kFp32, 1003), m(Dtype::kFp32, 1003), v(Dtype::kFp32, 1003);
-  Values grad(Dtype::kFp16, 1003);
+  SampleValues master(Dtype::kFp32, 1003), m(Dtype::kFp32, 1003), v(Dtype::kFp32, 1003);
+  SampleValues grad(Dtype::kFp16, 1003);
   master.randomize(1, -1, 1);
   m.randomize(2, -1, 1);
   v.randomize(3, 0, 1);

@@ -25,7 +25,7 @@
 namespace penstock::optim {
 
 // What the vector code needs of one call, whatever the instruction set.
-struct State {
+struct StateVectors {
   Range range;
   void* moment1;  // exp_avg, momentum buffer
   void* moment2;  // exp_avg_sq
@@ -258,7 +258,7 @@ void update_part(const Kernel& kernel, const At& at, bool stream, int64_t begin,
 }
 
 template <class Moment, class Kernel>
-void update(const Kernel& kernel, const State& state, int64_t begin, int64_t end) {
+void update(const Kernel& kernel, const StateVectors& state, int64_t begin, int64_t end) {
   const Range& range = state.range;
   simd::visit_dtype(range.grad_dtype, [&](auto grad_type) {
     using Grad = typename decltype(grad_type)::type;
@@ -278,7 +278,7 @@ void update(const Kernel& kernel, const State& state, int64_t begin, int64_t end
 }
 
 template <class Kernel>
-void update_moments(const Kernel& kernel, const State& state, int64_t begin, int64_t end) {
+void update_moments(const Kernel& kernel, const StateVectors& state, int64_t begin, int64_t end) {
   if (state.range.moment_dtype == Dtype::kBf16) {
     update<simd::Bf16>(kernel, state, begin, end);
   } else {
@@ -286,19 +286,20 @@ void update_moments(const Kernel& kernel, const State& state, int64_t begin, int
   }
 }
 
-void adam_part(const AdamScalars& scalars, const State& state, int64_t begin, int64_t end) {
+void adam_part(const AdamScalars& scalars, const StateVectors& state, int64_t begin, int64_t end) {
   update_moments(AdamKernel{scalars}, state, begin, end);
 }
 
-void lion_part(const LionScalars& scalars, const State& state, int64_t begin, int64_t end) {
+void lion_part(const LionScalars& scalars, const StateVectors& state, int64_t begin, int64_t end) {
   update_moments(LionKernel{scalars}, state, begin, end);
 }
 
-void adagrad_part(const AdagradScalars& scalars, const State& state, int64_t begin, int64_t end) {
+void adagrad_part(const AdagradScalars& scalars, const StateVectors& state, int64_t begin,
+                  int64_t end) {
   update<float>(AdagradKernel{scalars}, state, begin, end);
 }
 
-void sgd_part(const SgdScalars& scalars, const State& state, int64_t begin, int64_t end) {
+void sgd_part(const SgdScalars& scalars, const StateVectors& state, int64_t begin, int64_t end) {
   if (state.moment1 == nullptr) {
     update<float>(SgdKernel<false>{scalars}, state, begin, end);
   } else {
@@ -361,7 +362,7 @@ void adam(const Range& range, void* exp_avg, void* exp_avg_sq, const AdamOptions
   check_moments(range);
   PENSTOCK_ASSERT(options.step >= 1, concat("step ", options.step, " of adam(); the first is 1"));
   const AdamScalars scalars = adam_scalars(options);
-  const State state{range, exp_avg, exp_avg_sq, should_stream(range, 2)};
+  const StateVectors state{range, exp_avg, exp_avg_sq, should_stream(range, 2)};
   device::host::for_each_part(range.numel, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(adam_part)(scalars, state, begin, end);
   });
@@ -379,8 +380,8 @@ void sgd(const Range& range, void* momentum_buffer, const SgdOptions& options) {
                            options.first,
                            options.nesterov};
   const bool momentum = options.momentum != 0;
-  const State state{range, momentum ? momentum_buffer : nullptr, nullptr,
-                    should_stream(range, momentum ? 1 : 0)};
+  const StateVectors state{range, momentum ? momentum_buffer : nullptr, nullptr,
+                           should_stream(range, momentum ? 1 : 0)};
   device::host::for_each_part(range.numel, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(sgd_part)(scalars, state, begin, end);
   });
@@ -395,7 +396,7 @@ void lion(const Range& range, void* exp_avg, const LionOptions& options) {
                             static_cast<float>(1.0 - options.beta1),
                             static_cast<float>(options.beta2),
                             static_cast<float>(1.0 - options.beta2)};
-  const State state{range, exp_avg, nullptr, should_stream(range, 1)};
+  const StateVectors state{range, exp_avg, nullptr, should_stream(range, 1)};
   device::host::for_each_part(range.numel, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(lion_part)(scalars, state, begin, end);
   });
@@ -407,7 +408,7 @@ void adagrad(const Range& range, float* sum, const AdagradOptions& options) {
   const double lr = options.lr / (1.0 + static_cast<double>(options.step - 1) * options.lr_decay);
   const AdagradScalars scalars{options.grad_scale, static_cast<float>(options.weight_decay),
                                static_cast<float>(lr), static_cast<float>(options.eps)};
-  const State state{range, sum, nullptr, should_stream(range, 1)};
+  const StateVectors state{range, sum, nullptr, should_stream(range, 1)};
   device::host::for_each_part(range.numel, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(adagrad_part)(scalars, state, begin, end);
   });

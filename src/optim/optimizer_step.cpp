@@ -11,7 +11,7 @@ namespace penstock::optim {
 
 namespace {
 
-struct Call {
+struct KernelCall {
   const OptimizerConfig& group;
   const Range& range;
   void *moment1, *moment2;
@@ -19,7 +19,7 @@ struct Call {
   int64_t step;
 };
 
-void adam(const Call& call) {
+void adam(const KernelCall& call) {
   const OptimizerConfig& group = call.group;
   const bool decoupled = kind_of(group.type).decoupled_decay;
   optim::adam(call.range, call.moment1, call.moment2,
@@ -27,21 +27,21 @@ void adam(const Call& call) {
                call.grad_scale, call.step});
 }
 
-void sgd(const Call& call) {
+void sgd(const KernelCall& call) {
   const OptimizerConfig& group = call.group;
   optim::sgd(call.range, call.moment1,
              {group.lr, group.momentum, group.dampening, group.weight_decay, group.nesterov,
               call.grad_scale, call.step == 1});
 }
 
-void adagrad(const Call& call) {
+void adagrad(const KernelCall& call) {
   const OptimizerConfig& group = call.group;
   optim::adagrad(
       call.range, static_cast<float*>(call.moment1),
       {group.lr, group.lr_decay, group.eps, group.weight_decay, call.grad_scale, call.step});
 }
 
-void lion(const Call& call) {
+void lion(const KernelCall& call) {
   const OptimizerConfig& group = call.group;
   optim::lion(call.range, call.moment1,
               {group.lr, group.betas[0], group.betas[1], group.weight_decay, call.grad_scale});
@@ -49,7 +49,7 @@ void lion(const Call& call) {
 
 struct Kernel {
   OptimizerType type;
-  void (*run)(const Call&);
+  void (*run)(const KernelCall&);
 };
 
 // By OptimizerType.

@@ -12,7 +12,7 @@ namespace penstock::parallel {
 namespace {
 
 // Numbers and texts, one after the other.
-class Writer {
+class MessageWriter {
  public:
   void put(int64_t number) { text_.append(reinterpret_cast<const char*>(&number), sizeof(number)); }
   void put(const std::string& text) {
@@ -25,9 +25,9 @@ class Writer {
   std::string text_;
 };
 
-class Reader {
+class MessageReader {
  public:
-  explicit Reader(const std::string& text) : text_(text) {}
+  explicit MessageReader(const std::string& text) : text_(text) {}
   int64_t number() {
     int64_t number = 0;
     std::memcpy(&number, text_.data() + at_, sizeof(number));
@@ -48,8 +48,8 @@ class Reader {
 
 constexpr int64_t kUndefined = -1;
 
-std::string head_of(const Message& message) {
-  Writer writer;
+std::string head_of(const TensorMessage& message) {
+  MessageWriter writer;
   writer.put(message.text);
   writer.put(static_cast<int64_t>(message.tensors.size()));
   for (const at::Tensor& tensor : message.tensors) {
@@ -62,9 +62,9 @@ std::string head_of(const Message& message) {
 }
 
 // With memory, without values.
-Message message_of(const std::string& head) {
-  Reader reader(head);
-  Message message;
+TensorMessage message_of(const std::string& head) {
+  MessageReader reader(head);
+  TensorMessage message;
   message.text = reader.text();
   message.tensors.resize(static_cast<size_t>(reader.number()));
   for (at::Tensor& tensor : message.tensors) {
@@ -96,7 +96,7 @@ Messages::Messages(std::shared_ptr<Group> group, int from, const std::vector<int
 
 // A fixed small exchange says how long the head is, 0: as before. Then the head, and the tensors
 // together.
-void Messages::send(const comm::Label& label, const Message& message) {
+void Messages::send(const comm::Label& label, const TensorMessage& message) {
   const std::string head = head_of(message);
   const bool again = head == head_;
   auto length = static_cast<int64_t>(again ? 0 : head.size());
@@ -115,14 +115,14 @@ void Messages::send(const comm::Label& label, const Message& message) {
   }
 }
 
-Message Messages::receive(const comm::Label& label) {
+TensorMessage Messages::receive(const comm::Label& label) {
   int64_t length = 0;
   channel_.broadcast(label, ends_, &length, sizeof(length));
   if (length > 0) {
     head_.assign(static_cast<size_t>(length), '\0');
     channel_.broadcast(label, ends_, head_.data(), length);
   }
-  Message message = message_of(head_);
+  TensorMessage message = message_of(head_);
   for (const at::Tensor& tensor : message.tensors) {
     if (!tensor.defined() || tensor.numel() == 0) continue;
     channel_.broadcast(label, ends_, tensor.data_ptr(), static_cast<int64_t>(tensor.nbytes()));

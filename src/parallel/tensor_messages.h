@@ -14,7 +14,7 @@
 
 namespace penstock::parallel {
 
-struct Message {
+struct TensorMessage {
   std::string text;
   std::vector<at::Tensor> tensors;  // CPU; an undefined one arrives as such
 };
@@ -32,8 +32,8 @@ class Messages {
     channel_.recorder = std::move(recorder);
   }
   // Throws RuntimeFault: a lost peer.
-  void send(const comm::Label& label, const Message& message);
-  Message receive(const comm::Label& label);
+  void send(const comm::Label& label, const TensorMessage& message);
+  TensorMessage receive(const comm::Label& label);
 
  private:
   const std::shared_ptr<Group> group_;

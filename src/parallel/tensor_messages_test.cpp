@@ -13,7 +13,7 @@
 namespace penstock::parallel {
 namespace {
 
-std::vector<Message> examples() {
+std::vector<TensorMessage> examples() {
   const at::Tensor values = at::arange(24, at::kFloat).view({2, 3, 4});
   return {{"first", {values, at::ones({3}, at::kLong)}},
           {"first", {values * 2, at::zeros({3}, at::kLong)}},  // as the one before
@@ -24,14 +24,14 @@ std::vector<Message> examples() {
 }
 
 // What rank 1 is told, where the ranks call the lane so.
-std::vector<Message> told(const std::string& name) {
+std::vector<TensorMessage> told(const std::string& name) {
   auto groups = Group::threads(2, std::chrono::seconds(2));
-  std::vector<Message> received;
+  std::vector<TensorMessage> received;
   std::exception_ptr error;
   std::thread sender([&] {
     Messages messages(groups[0], 0, {1}, "lane");
     try {
-      for (const Message& one : examples()) messages.send("message", one);
+      for (const TensorMessage& one : examples()) messages.send("message", one);
     } catch (const RuntimeFault&) {  // of whom nobody listens to
     }
   });
@@ -48,7 +48,7 @@ std::vector<Message> told(const std::string& name) {
 }
 
 TEST(Messages, ArriveAsTheyWereSent) {
-  const std::vector<Message> sent = examples(), received = told("lane");
+  const std::vector<TensorMessage> sent = examples(), received = told("lane");
   for (size_t i = 0; i < sent.size(); ++i) {
     EXPECT_EQ(received[i].text, sent[i].text);
     ASSERT_EQ(received[i].tensors.size(), sent[i].tensors.size());

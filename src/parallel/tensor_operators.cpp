@@ -30,25 +30,25 @@ using torch::autograd::variable_list;
 // it is no view, which a model could not change in place (`output += residual`).
 using NoViews = at::AutoDispatchBelowADInplaceOrView;
 
-enum class Way : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut, kAllToAll, kScale };
+enum class Transfer : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut, kAllToAll, kScale };
 
 // `size`: of what is gathered. `other_dim`: of an all-to-all, along which it is joined.
-at::Tensor go(Way way, const at::Tensor& values, int64_t dim, int64_t size, int64_t other_dim,
-              const Ranks& peers) {
+at::Tensor go(Transfer way, const at::Tensor& values, int64_t dim, int64_t size, int64_t other_dim,
+              const OperatorPeers& peers) {
   switch (way) {
-    case Way::kNothing:
+    case Transfer::kNothing:
       break;
-    case Way::kSum:
+    case Transfer::kSum:
       return peers->sum(values, peers.label);
-    case Way::kSumAndCut:
+    case Transfer::kSumAndCut:
       return peers->sum_and_cut(values, dim, peers.label);
-    case Way::kGather:
+    case Transfer::kGather:
       return peers->gather(values, dim, size, peers.label);
-    case Way::kCut:
+    case Transfer::kCut:
       return peers->cut(values, dim);
-    case Way::kAllToAll:
+    case Transfer::kAllToAll:
       return peers->all_to_all(values, dim, other_dim, peers.label);
-    case Way::kScale:
+    case Transfer::kScale:
       return values.mul(peers->size());
   }
   throw Bug("[parallel::go] there is nothing to do");
@@ -56,8 +56,8 @@ at::Tensor go(Way way, const at::Tensor& values, int64_t dim, int64_t size, int6
 
 // What an operator needs in backward.
 struct Kept : torch::CustomClassHolder {
-  Ranks peers;
-  Way back = Way::kNothing;
+  OperatorPeers peers;
+  Transfer back = Transfer::kNothing;
   int64_t dim = 0, size = -1, other_dim = 0;
   // Of embedding and cross_entropy.
   int64_t first = 0, padding_idx = -1, vocabulary = 0;
@@ -77,33 +77,34 @@ struct Kept : torch::CustomClassHolder {
   }
 };
 
-c10::intrusive_ptr<Kept> kept_of(const Ranks& peers) {
+c10::intrusive_ptr<Kept> kept_of(const OperatorPeers& peers) {
   auto kept = c10::make_intrusive<Kept>();
   kept->peers = peers;
   return kept;
 }
 
 struct WayFunction : torch::autograd::Function<WayFunction> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& values, Way way,
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& values, Transfer way,
                             const c10::intrusive_ptr<Kept>& kept) {
     kept->save_in(context);
     // Without an exchange the value itself goes on; a view, so that it can have another gradient.
-    if (way == Way::kNothing) return values.view_as(values);
+    if (way == Transfer::kNothing) return values.view_as(values);
     const NoViews guard;
     return go(way, values, kept->dim, kept->size, kept->other_dim, kept->peers);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const Kept& kept = Kept::of(context);
-    if (kept.back == Way::kNothing) return {gradients[0], at::Tensor(), at::Tensor()};
-    return {go(kept.back, gradients[0], kept.back == Way::kAllToAll ? kept.other_dim : kept.dim,
-               kept.size, kept.dim, kept.peers),
-            at::Tensor(), at::Tensor()};
+    if (kept.back == Transfer::kNothing) return {gradients[0], at::Tensor(), at::Tensor()};
+    return {
+        go(kept.back, gradients[0], kept.back == Transfer::kAllToAll ? kept.other_dim : kept.dim,
+           kept.size, kept.dim, kept.peers),
+        at::Tensor(), at::Tensor()};
   }
 };
 
 // `size`: along `dim` of what is gathered; < 0: as many parts as ranks.
-at::Tensor way(const at::Tensor& values, Way there, Way back, int64_t dim, const Ranks& peers,
-               int64_t size = -1) {
+at::Tensor way(const at::Tensor& values, Transfer there, Transfer back, int64_t dim,
+               const OperatorPeers& peers, int64_t size = -1) {
   const auto kept = kept_of(peers);
   kept->back = back;
   kept->size = size;
@@ -113,7 +114,7 @@ at::Tensor way(const at::Tensor& values, Way there, Way back, int64_t dim, const
 
 // ---- embedding
 
-struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
+struct VocabEmbeddingFunction : torch::autograd::Function<VocabEmbeddingFunction> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& ids,
                             const at::Tensor& weight, const c10::intrusive_ptr<Kept>& kept) {
     TORCH_CHECK_INDEX(ids.numel() == 0 || (ids.min().item<int64_t>() >= 0 &&
@@ -155,7 +156,7 @@ struct Local {
   at::Tensor most, exponentials, target, sum;
 };
 
-struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
+struct VocabCrossEntropyFunction : torch::autograd::Function<VocabCrossEntropyFunction> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& logits,
                             const at::Tensor& target, const LossOptions& options,
                             const c10::intrusive_ptr<Kept>& kept) {
@@ -227,10 +228,10 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
 
 }  // namespace
 
-at::Tensor replicate(const at::Tensor& whole, const Ranks& peers) {
-  return way(whole, Way::kNothing, Way::kSum, 0, peers);
+at::Tensor replicate(const at::Tensor& whole, const OperatorPeers& peers) {
+  return way(whole, Transfer::kNothing, Transfer::kSum, 0, peers);
 }
-at::Tensor Replicated::of(const at::Tensor& whole, const Ranks& peers) {
+at::Tensor Replicated::of(const at::Tensor& whole, const OperatorPeers& peers) {
   if (!at::GradMode::is_enabled() || !whole.requires_grad()) return whole;
   const bool known =
       input_.lock().get() == whole.unsafeGetTensorImpl() && version_ == whole._version();
@@ -244,37 +245,38 @@ at::Tensor Replicated::of(const at::Tensor& whole, const Ranks& peers) {
   return made;
 }
 
-at::Tensor sum(const at::Tensor& partial, const Ranks& peers) {
-  return way(partial, Way::kSum, Way::kNothing, 0, peers);
+at::Tensor sum(const at::Tensor& partial, const OperatorPeers& peers) {
+  return way(partial, Transfer::kSum, Transfer::kNothing, 0, peers);
 }
-at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim, const Ranks& peers) {
-  return way(partial, Way::kSumAndCut, Way::kGather, dim, peers);
+at::Tensor sum_and_cut(const at::Tensor& partial, int64_t dim, const OperatorPeers& peers) {
+  return way(partial, Transfer::kSumAndCut, Transfer::kGather, dim, peers);
 }
-at::Tensor gather(const at::Tensor& part, int64_t dim, const Ranks& peers) {
-  return way(part, Way::kGather, Way::kSumAndCut, dim, peers);
+at::Tensor gather(const at::Tensor& part, int64_t dim, const OperatorPeers& peers) {
+  return way(part, Transfer::kGather, Transfer::kSumAndCut, dim, peers);
 }
-at::Tensor gather_whole(const at::Tensor& part, int64_t dim, int64_t size, const Ranks& peers) {
-  return way(part, Way::kGather, Way::kCut, dim, peers, size);
+at::Tensor gather_whole(const at::Tensor& part, int64_t dim, int64_t size,
+                        const OperatorPeers& peers) {
+  return way(part, Transfer::kGather, Transfer::kCut, dim, peers, size);
 }
-at::Tensor cut(const at::Tensor& whole, int64_t dim, const Ranks& peers) {
-  return way(whole, Way::kCut, Way::kGather, dim, peers);
+at::Tensor cut(const at::Tensor& whole, int64_t dim, const OperatorPeers& peers) {
+  return way(whole, Transfer::kCut, Transfer::kGather, dim, peers);
 }
 
 at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim,
-                      const Ranks& peers) {
+                      const OperatorPeers& peers) {
   const auto kept = kept_of(peers);
-  kept->back = Way::kAllToAll;
+  kept->back = Transfer::kAllToAll;
   kept->dim = c10::maybe_wrap_dim(cut_dim, part.dim());
   kept->other_dim = c10::maybe_wrap_dim(join_dim, part.dim());
-  return WayFunction::apply(part, Way::kAllToAll, kept);
+  return WayFunction::apply(part, Transfer::kAllToAll, kept);
 }
 
-at::Tensor sum_losses(const at::Tensor& addend, const Ranks& peers) {
-  return way(addend, Way::kSum, Way::kScale, 0, peers);
+at::Tensor sum_losses(const at::Tensor& addend, const OperatorPeers& peers) {
+  return way(addend, Transfer::kSum, Transfer::kScale, 0, peers);
 }
 
 at::Tensor column_linear(const at::Tensor& input, const at::Tensor& weight,
-                         const std::optional<at::Tensor>& bias, const Ranks& peers) {
+                         const std::optional<at::Tensor>& bias, const OperatorPeers& peers) {
   return at::linear(replicate(input, peers), weight, bias);
 }
 
@@ -287,17 +289,17 @@ at::Tensor with_bias(const at::Tensor& output, const std::optional<at::Tensor>& 
 }  // namespace
 
 at::Tensor row_linear(const at::Tensor& input, const at::Tensor& weight,
-                      const std::optional<at::Tensor>& bias, const Ranks& peers) {
+                      const std::optional<at::Tensor>& bias, const OperatorPeers& peers) {
   return with_bias(sum(at::linear(input, weight), peers), bias);
 }
 
 at::Tensor row_linear_tokens(const at::Tensor& input, const at::Tensor& weight,
-                             const std::optional<at::Tensor>& bias, const Ranks& peers) {
+                             const std::optional<at::Tensor>& bias, const OperatorPeers& peers) {
   return with_bias(sum_and_cut(at::linear(input, weight), kTokens, peers), bias);
 }
 
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocabulary,
-                     int64_t padding_idx, const Ranks& peers) {
+                     int64_t padding_idx, const OperatorPeers& peers) {
   const auto [first, end] = share(vocabulary, peers->rank(), peers->size());
   TORCH_CHECK(weight.dim() == 2 && weight.size(0) == end - first, "[parallel::embedding] rank ",
               peers->rank(), " of ", peers->size(), " has ", end - first, " of ", vocabulary,
@@ -306,11 +308,11 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vo
   kept->first = first;
   kept->padding_idx = padding_idx;
   kept->vocabulary = vocabulary;
-  return EmbeddingFunction::apply(ids, weight, kept);
+  return VocabEmbeddingFunction::apply(ids, weight, kept);
 }
 
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, int64_t vocabulary,
-                         const LossOptions& options, const Ranks& peers) {
+                         const LossOptions& options, const OperatorPeers& peers) {
   const auto [first, end] = share(vocabulary, peers->rank(), peers->size());
   TORCH_CHECK(logits.dim() == 2 && logits.size(1) == end - first && target.dim() == 1 &&
                   target.size(0) == logits.size(0),
@@ -322,7 +324,7 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, int
   const auto kept = kept_of(peers);
   kept->first = first;
   kept->vocabulary = vocabulary;
-  return CrossEntropyFunction::apply(logits, target, options, kept);
+  return VocabCrossEntropyFunction::apply(logits, target, options, kept);
 }
 
 }  // namespace penstock::parallel

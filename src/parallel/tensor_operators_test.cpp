@@ -25,7 +25,7 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 // What body(peers) returns on each of `size` ranks, which are threads. Throws what the first threw.
-std::vector<Tensors> on_ranks(int size, const std::function<Tensors(const Ranks&)>& body) {
+std::vector<Tensors> on_ranks(int size, const std::function<Tensors(const OperatorPeers&)>& body) {
   auto groups = Group::threads(size, std::chrono::seconds(20));
   std::vector<Tensors> results(size);
   std::vector<std::exception_ptr> errors(size);
@@ -84,7 +84,7 @@ TEST_P(Operators, WaysOverTheAxis) {
   const double total = size_ * (size_ + 1) / 2.0;
   for (const at::Tensor& input : strided(base)) {
     for (const at::Tensor& outer : strided(grad_base)) {
-      const auto results = on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+      const auto results = on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
         const int rank = peers->rank();
         const at::Tensor one = leaf(addend(input, rank));
         at::Tensor made = sum(one, peers);
@@ -128,7 +128,7 @@ TEST_P(Operators, WaysOverTheAxis) {
 }
 
 TEST_P(Operators, SumsOfLowPrecisionAreMadeInFp32) {
-  const auto results = on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+  const auto results = on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
     // 256 + 1 rounds to 256 in bf16, so a running sum would stay there.
     const at::Tensor one = at::tensor({peers->rank() == 0 ? 256.0F : 1.0F}).to(at::kBFloat16);
     return {sum(one, peers)};
@@ -145,7 +145,7 @@ TEST_P(Operators, ColumnThenRow) {
   const at::Tensor wanted =
       at::linear(at::gelu(at::linear(plain[0], plain[1], plain[2])), plain[3], plain[4]);
   wanted.backward(outer);
-  on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+  on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
     const int rank = peers->rank();
     Tensors own = {leaf(x), leaf(part(w1, 0, rank, size_)), leaf(part(b1, 0, rank, size_)),
                    leaf(part(w2, 1, rank, size_)), leaf(b2)};
@@ -165,7 +165,7 @@ TEST_P(Operators, ColumnThenRow) {
 // As `output += residual` in a model. What the change is of keeps its gradient.
 TEST_P(Operators, OutputsAreChangedInPlace) {
   const at::Tensor x = at::randn({4, 8}), ids = at::arange(8).remainder(4);
-  on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+  on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
     const auto changed = [&](const at::Tensor& input, const at::Tensor& output, double gradient) {
       at::Tensor twice = output;
       twice.mul_(2).add_(1);
@@ -192,7 +192,7 @@ TEST_P(Operators, EmbeddingOfAnyVocabulary) {
       const at::Tensor plain = leaf(weight);
       const at::Tensor wanted = at::embedding(plain, ids, padding);
       wanted.backward(outer);
-      on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+      on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
         const auto [first, end] = share(vocabulary, peers->rank(), peers->size());
         const at::Tensor own = leaf(weight.narrow(0, first, end - first));
         const at::Tensor made = embedding(ids, own, vocabulary, padding, peers);
@@ -206,7 +206,7 @@ TEST_P(Operators, EmbeddingOfAnyVocabulary) {
     }
   }
   EXPECT_THROW(on_ranks(size_,
-                        [&](const Ranks& peers) -> Tensors {
+                        [&](const OperatorPeers& peers) -> Tensors {
                           const auto [first, end] = share(10, peers->rank(), peers->size());
                           return {embedding(at::tensor({3, 10}), at::randn({end - first, 4}), 10,
                                             -1, peers)};
@@ -235,7 +235,7 @@ TEST_P(Operators, CrossEntropyOverACutVocabulary) {
         one.smoothing);
     wanted.mul(3).backward();
     const double within = one.dtype == at::kFloat ? 1e-5 : 2e-2;
-    const auto results = on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+    const auto results = on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
       const auto [first, end] = share(one.vocabulary, peers->rank(), peers->size());
       const at::Tensor own = leaf(logits.narrow(1, first, end - first));
       LossOptions options;
@@ -255,7 +255,7 @@ TEST_P(Operators, CrossEntropyOverACutVocabulary) {
 }
 
 TEST_P(Operators, ReplicatedOnceForAllThatReadIt) {
-  on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+  on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
     Replicated last;
     const at::Tensor leaf_value = leaf(at::ones({3}));
     const at::Tensor value = leaf_value.mul(1);
@@ -278,7 +278,7 @@ TEST_P(Operators, ReplicatedOnceForAllThatReadIt) {
 TEST_P(Operators, UnevenSharesAreGathered) {
   for (const int64_t size : {1, 3, 7, 9}) {
     const at::Tensor whole = at::randn({size, 2, 5}), outer = at::randn({size, 2, 5});
-    on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+    on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
       const auto [first, end] = share(size, peers->rank(), peers->size());
       const at::Tensor own = leaf(whole.narrow(0, first, end - first));
       const at::Tensor made = gather_whole(own, 0, size, peers);
@@ -294,9 +294,9 @@ TEST_P(Operators, UnevenSharesAreGathered) {
 }
 
 TEST_P(Operators, WhatIsWrongIsNamed) {
-  const auto told = [&](const std::function<void(const Ranks&)>& body) -> std::string {
+  const auto told = [&](const std::function<void(const OperatorPeers&)>& body) -> std::string {
     try {
-      on_ranks(size_, [&](const Ranks& peers) -> Tensors {
+      on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
         body(peers);
         return {};
       });
@@ -306,32 +306,32 @@ TEST_P(Operators, WhatIsWrongIsNamed) {
     return "";
   };
   if (size_ > 1) {
-    EXPECT_NE(told([](const Ranks& peers) {
+    EXPECT_NE(told([](const OperatorPeers& peers) {
                 sum_and_cut(at::randn({7, 2}), 0, peers);
               }).find("7 along dimension 0 do not divide evenly by"),
               std::string::npos);
-    EXPECT_NE(told([](const Ranks& peers) {
+    EXPECT_NE(told([](const OperatorPeers& peers) {
                 sum(at::randn({4}).to(at::kDouble), peers);
               }).find("values of Double"),
               std::string::npos);
   }
-  EXPECT_NE(told([](const Ranks& peers) {
+  EXPECT_NE(told([](const OperatorPeers& peers) {
               embedding(at::tensor({1}), at::randn({99, 2}), 10, -1, peers);
             }).find("of 10 rows, the weight 99"),
             std::string::npos);
-  EXPECT_NE(told([](const Ranks& peers) {
+  EXPECT_NE(told([](const OperatorPeers& peers) {
               const auto [first, end] = share(10, peers->rank(), peers->size());
               cross_entropy(at::randn({1, end - first}), at::tensor({10}), 10, {}, peers);
             }).find("Target is out of bounds"),
             std::string::npos);
-  EXPECT_NE(told([](const Ranks& peers) {
+  EXPECT_NE(told([](const OperatorPeers& peers) {
               const at::Tensor x = leaf(at::randn({4}));
               sum(x, peers).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
             }).find("no second derivative"),
             std::string::npos);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, Operators, testing::Values(1, 2, 4));
+INSTANTIATE_TEST_SUITE_P(OperatorPeers, Operators, testing::Values(1, 2, 4));
 
 }  // namespace
 }  // namespace penstock::parallel

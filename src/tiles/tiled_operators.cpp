@@ -178,7 +178,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 
 // ---- embedding
 
-struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
+struct TiledEmbeddingFunction : torch::autograd::Function<TiledEmbeddingFunction> {
   static at::Tensor forward(AutogradContext* context, const c10::intrusive_ptr<TileOp>& op,
                             const at::Tensor& ids, const at::Tensor& whole) {
     const at::Tensor flat = ids.reshape({-1});
@@ -224,21 +224,21 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
 
 // ---- cross-entropy
 
-struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
+struct TiledCrossEntropyFunction : torch::autograd::Function<TiledCrossEntropyFunction> {
   // Some tokens' logits of a tile, in fp32, and where their targets are in it.
   struct Operands {
     at::Tensor input, weight, target;
   };
-  struct Chunk {
+  struct RowChunk {
     int64_t begin, count;
     at::Tensor hidden, logits, columns, hit;
 
     at::Tensor of(const at::Tensor& tokens) const { return tokens.narrow(0, begin, count); }
   };
 
-  static Chunk chunk(TileOp& op, const TiledWeight& one, size_t tile, int64_t begin,
-                     const Operands& of) {
-    Chunk chunk{begin, std::min(op.tokens, of.input.size(0) - begin), {}, {}, {}, {}};
+  static RowChunk chunk(TileOp& op, const TiledWeight& one, size_t tile, int64_t begin,
+                        const Operands& of) {
+    RowChunk chunk{begin, std::min(op.tokens, of.input.size(0) - begin), {}, {}, {}, {}};
     chunk.hidden = chunk.of(of.input);
     const at::Tensor logits = at::linear(chunk.hidden, of.weight, op.bias_of(one, tile));
     op.compute = logits.scalar_type();
@@ -268,7 +268,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     const at::Tensor picked = zeros32({num_tokens}, input), total = zeros32({num_tokens}, input);
     op->forward([&](const TiledWeight& one, size_t tile, const at::Tensor& weight) {
       for (int64_t begin = 0; begin < num_tokens; begin += op->tokens) {
-        const Chunk part = chunk(*op, one, tile, begin, {input, weight, target});
+        const RowChunk part = chunk(*op, one, tile, begin, {input, weight, target});
         const at::Tensor sum = part.of(log_sum);
         sum.copy_(at::logaddexp(sum, at::logsumexp(part.logits, {1})));
         const at::Tensor hits = part.logits.gather(1, part.columns).mul_(part.hit);
@@ -305,7 +305,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
       const at::Tensor weight = held.to(op.compute);
       const at::Tensor to_weight = trains ? zeros32(weight.sizes(), input) : at::Tensor();
       for (int64_t begin = 0; begin < input.size(0); begin += op.tokens) {
-        const Chunk part = chunk(op, one, tile, begin, {rows, weight, target});
+        const RowChunk part = chunk(op, one, tile, begin, {rows, weight, target});
         const at::Tensor outer =
             to_logits(op, part, part.of(log_sum), num_classes).mul_(part.of(scale)).to(op.compute);
         if (wants_input) add_product(part.of(to_input), outer, weight);
@@ -321,7 +321,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
   }
 
   // The derivative of each token's loss: softmax - (1 - smoothing) onehot - smoothing / classes.
-  static at::Tensor to_logits(const TileOp& op, const Chunk& part, const at::Tensor& log_sum,
+  static at::Tensor to_logits(const TileOp& op, const RowChunk& part, const at::Tensor& log_sum,
                               int64_t num_classes) {
     const double smoothing = op.loss.label_smoothing;
     at::Tensor outer = part.logits.sub(log_sum.unsqueeze(1)).exp_();
@@ -365,7 +365,7 @@ at::Tensor Tiles::embedding(const at::Tensor& ids, int64_t padding_idx,
   const auto op = tiles::make_op(weights_, index_, {});
   op->padding_idx = padding_idx;
   op->scale_grad_by_freq = scale_grad_by_freq;
-  return tiles::EmbeddingFunction::apply(op, ids, weights_->at(index_).whole);
+  return tiles::TiledEmbeddingFunction::apply(op, ids, weights_->at(index_).whole);
 }
 
 at::Tensor Tiles::cross_entropy(const at::Tensor& input, const Bias& bias, const at::Tensor& target,
@@ -374,8 +374,8 @@ at::Tensor Tiles::cross_entropy(const at::Tensor& input, const Bias& bias, const
   op->loss = options;
   op->out = out;
   op->tokens = loss_tokens_;
-  return tiles::CrossEntropyFunction::apply(op, input, weights_->at(index_).whole, target,
-                                            tiles::edge(bias));
+  return tiles::TiledCrossEntropyFunction::apply(op, input, weights_->at(index_).whole, target,
+                                                 tiles::edge(bias));
 }
 
 }  // namespace penstock

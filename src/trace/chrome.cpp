@@ -32,9 +32,9 @@ std::string micros(int64_t ns) {
   return text.data();
 }
 
-class Writer {
+class JsonWriter {
  public:
-  Writer(const About& of, const Predicted& predicted) : of_(of), predicted_(predicted) {}
+  JsonWriter(const About& of, const Predicted& predicted) : of_(of), predicted_(predicted) {}
 
   void name(const char* what, int row, const std::string& text) {
     object("M", what, row);
@@ -111,7 +111,7 @@ bool overlaps(const Event& event) {
 std::string chrome_events(const Recorder& of, const std::vector<Event>& events,
                           const Predicted& predicted) {
   const About& about = of.about;
-  Writer writer(about, predicted);
+  JsonWriter writer(about, predicted);
   const std::string host = about.host.empty() ? "" : " on " + about.host;
   writer.name("process_name", 0, concat("rank ", about.rank, host));
   writer.order("process_sort_index", 0, about.rank);

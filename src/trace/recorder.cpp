@@ -76,21 +76,21 @@ void Recorder::add(Event event) {
   next_ = (next_ + 1) % static_cast<size_t>(kept_);
 }
 
-Sum Recorder::sum(int16_t row, Kind kind) const {
+EventSum Recorder::sum(int16_t row, Kind kind) const {
   const std::lock_guard lock(mutex_);
   return sums_.at(static_cast<size_t>(row))[static_cast<size_t>(kind)];
 }
 
-Sum Recorder::waited_for(int16_t row) const {
+EventSum Recorder::waited_for(int16_t row) const {
   const std::lock_guard lock(mutex_);
   return waited_.at(static_cast<size_t>(row));
 }
 
-Sum Recorder::sum(Kind kind) const {
+EventSum Recorder::sum(Kind kind) const {
   const std::lock_guard lock(mutex_);
-  Sum total;
+  EventSum total;
   for (const auto& row : sums_) {
-    const Sum& one = row[static_cast<size_t>(kind)];
+    const EventSum& one = row[static_cast<size_t>(kind)];
     total.count += one.count;
     total.bytes += one.bytes;
     total.ns += one.ns;

@@ -37,7 +37,7 @@ struct Event {
   int16_t of = 0;  // kWait: the row that is waited for
 };
 
-struct Sum {
+struct EventSum {
   int64_t count = 0, bytes = 0, ns = 0;
   double seconds() const { return static_cast<double>(ns) * 1e-9; }
   void add(const Event& event) {
@@ -82,11 +82,11 @@ class Recorder {
   uint64_t next_flow() { return flows_.fetch_add(1, std::memory_order_relaxed) + 1; }
 
   void add(Event event);
-  Sum sum(int16_t row, Kind kind) const;
+  EventSum sum(int16_t row, Kind kind) const;
   // By the model's row for that one.
-  Sum waited_for(int16_t row) const;
+  EventSum waited_for(int16_t row) const;
   // Of that kind in all rows.
-  Sum sum(Kind kind) const;
+  EventSum sum(Kind kind) const;
 
   // From now on all events are kept, or no longer. Returns those kept since it was begun.
   void record();
@@ -102,9 +102,9 @@ class Recorder {
   std::atomic<int64_t> step_ = 0;
   std::atomic<uint64_t> flows_ = 0;
   mutable std::mutex mutex_;
-  std::vector<std::string> rows_;                 // all below guarded by mutex_
-  std::vector<std::array<Sum, kNumKinds>> sums_;  // by row
-  std::vector<Sum> waited_;                       // by row
+  std::vector<std::string> rows_;                      // all below guarded by mutex_
+  std::vector<std::array<EventSum, kNumKinds>> sums_;  // by row
+  std::vector<EventSum> waited_;                       // by row
   std::vector<Event> ring_;
   size_t next_ = 0;
   bool records_ = false;

@@ -40,7 +40,7 @@ class MemoryTest : public testing::Test {
 
 TEST_F(MemoryTest, DeviceMemoryIsUsedAgainAfterItsLastUser) {
   const device::Unseen unseen;
-  Pool pool(Kind::kDevice, device_);
+  Pool pool(MemoryKind::kDevice, device_);
   const c10::Stream streams[] = {device_.side_stream(), device_.side_stream()};
   for (int turn = 0; turn < kTurns; ++turn) {
     const void* first = nullptr;
@@ -64,7 +64,7 @@ TEST_F(MemoryTest, DeviceMemoryIsUsedAgainAfterItsLastUser) {
 
 TEST_F(MemoryTest, PinnedMemoryIsUsedAgainAfterItsCopies) {
   const device::Unseen unseen;
-  Pool pool(Kind::kPinned, device_), on_device(Kind::kDevice, device_);
+  Pool pool(MemoryKind::kPinned, device_), on_device(MemoryKind::kDevice, device_);
   c10::DataPtr memory = on_device.take(kBytes);
   const device::Address there = on_device.address(memory);
   for (int turn = 0; turn < kTurns; ++turn) {
@@ -83,7 +83,7 @@ TEST_F(MemoryTest, PinnedMemoryIsUsedAgainAfterItsCopies) {
 TEST_F(MemoryTest, TheHostSeesWhatALaneSentIt) {
   const device::Unseen unseen;
   device::Lane lane("down", device_, device::LaneKind::kQueued);
-  Pool pool(Kind::kPinned, device_), on_device(Kind::kDevice, device_);
+  Pool pool(MemoryKind::kPinned, device_), on_device(MemoryKind::kDevice, device_);
   c10::DataPtr pinned = pool.take(kBytes), memory = on_device.take(kBytes);
   const device::Address there = on_device.address(memory), here = pool.address(pinned);
   for (int turn = 1; turn <= kTurns; ++turn) {
@@ -99,7 +99,7 @@ TEST_F(MemoryTest, TheHostSeesWhatALaneSentIt) {
 TEST_F(MemoryTest, WorkAfterAFenceComesAfterTheLane) {
   const device::Unseen unseen;
   device::Lane lane("up", device_, device::LaneKind::kQueued);
-  Pool on_device(Kind::kDevice, device_);
+  Pool on_device(MemoryKind::kDevice, device_);
   c10::DataPtr memory = on_device.take(kBytes);
   const device::Address there = on_device.address(memory);
   for (int turn = 1; turn <= kTurns; ++turn) {

@@ -13,23 +13,24 @@ namespace {
 using c10d::OpType;
 using Tensors = std::vector<at::Tensor>;
 
-std::vector<Flat> flats_of(const Tensors& tensors) {
-  std::vector<Flat> flats;
+std::vector<Contiguous> flats_of(const Tensors& tensors) {
+  std::vector<Contiguous> flats;
   for (const at::Tensor& tensor : tensors) flats.emplace_back(tensor);
   return flats;
 }
 
-std::vector<Range> ranges_of(const std::vector<Flat>& flats) {
-  std::vector<Range> ranges;
-  for (const Flat& flat : flats) ranges.push_back(flat.range());
+std::vector<ByteRange> ranges_of(const std::vector<Contiguous>& flats) {
+  std::vector<ByteRange> ranges;
+  for (const Contiguous& flat : flats) ranges.push_back(flat.range());
   return ranges;
 }
 
 // In `count` parts of these rows, or equal ones.
-std::vector<Range> parts_of(const Flat& flat, int count, const std::vector<int64_t>& rows) {
-  const Range all = flat.range();
+std::vector<ByteRange> parts_of(const Contiguous& flat, int count,
+                                const std::vector<int64_t>& rows) {
+  const ByteRange all = flat.range();
   const at::Tensor& values = flat.values();
-  std::vector<Range> parts;
+  std::vector<ByteRange> parts;
   int64_t at = 0;
   if (rows.empty()) {
     TORCH_CHECK(values.numel() % count == 0, "[comm::ShmBackend] ", values.numel(),
@@ -49,10 +50,10 @@ std::vector<Range> parts_of(const Flat& flat, int count, const std::vector<int64
   return parts;
 }
 
-void check_equal(const std::vector<Range>& to, int64_t bytes, int count) {
+void check_equal(const std::vector<ByteRange>& to, int64_t bytes, int count) {
   TORCH_CHECK(static_cast<int>(to.size()) == count, "[comm::ShmBackend] ", to.size(),
               " tensors for ", count, " ranks");
-  for (const Range& one : to) {
+  for (const ByteRange& one : to) {
     TORCH_CHECK(one.bytes == bytes, "[comm::ShmBackend] ", one.bytes, " bytes where ", bytes,
                 " are exchanged");
   }
@@ -61,7 +62,7 @@ void check_equal(const std::vector<Range>& to, int64_t bytes, int count) {
 }  // namespace
 
 ShmBackend::Work ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  const Flat flat(only(tensors, "broadcast"));
+  const Contiguous flat(only(tensors, "broadcast"));
   return queue({OpType::BROADCAST, options.timeout, options.asyncOp}, tensors,
                [this, flat, root = static_cast<int>(options.rootRank)] {
                  collectives().broadcast(flat.range(), root);
@@ -70,7 +71,7 @@ ShmBackend::Work ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOp
 }
 
 ShmBackend::Work ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const Flat flat(only(tensors, "all_reduce"));
+  const Contiguous flat(only(tensors, "all_reduce"));
   const Reduction op = reduction(options.reduceOp, flat.values());
   return queue({OpType::ALLREDUCE, options.timeout, options.asyncOp}, tensors, [this, flat, op] {
     collectives().all_reduce(flat.range(), op, flat.value_bytes());
@@ -82,7 +83,7 @@ ShmBackend::Work ShmBackend::allreduce_coalesced(Tensors& tensors,
                                                  const c10d::AllreduceCoalescedOptions& options) {
   const auto flats = flats_of(tensors);
   std::vector<Reduction> ops;
-  for (const Flat& flat : flats) ops.push_back(reduction(options.reduceOp, flat.values()));
+  for (const Contiguous& flat : flats) ops.push_back(reduction(options.reduceOp, flat.values()));
   return queue({OpType::ALLREDUCE_COALESCED, options.timeout, options.asyncOp}, tensors,
                [this, flats, ops] {
                  for (size_t i = 0; i < flats.size(); ++i) {
@@ -93,7 +94,7 @@ ShmBackend::Work ShmBackend::allreduce_coalesced(Tensors& tensors,
 }
 
 ShmBackend::Work ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  const Flat flat(only(tensors, "reduce"));
+  const Contiguous flat(only(tensors, "reduce"));
   const Reduction op = reduction(options.reduceOp, flat.values());
   const auto root = static_cast<int>(options.rootRank);
   return queue({OpType::REDUCE, options.timeout, options.asyncOp}, tensors, [this, flat, op, root] {
@@ -105,13 +106,13 @@ ShmBackend::Work ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions&
 ShmBackend::Work ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                        const c10d::AllgatherOptions& options) {
   TORCH_CHECK(outputs.size() == 1, "[comm::ShmBackend] all_gather takes one list of tensors");
-  const Flat own(only(inputs, "all_gather"));
+  const Contiguous own(only(inputs, "all_gather"));
   const auto to = flats_of(outputs.front());
   check_equal(ranges_of(to), own.range().bytes, size_);
   return queue({OpType::ALLGATHER, options.timeout, options.asyncOp}, outputs.front(),
                [this, own, to] {
                  collectives().all_gather(own.range(), ranges_of(to));
-                 for (const Flat& one : to) one.put_back();
+                 for (const Contiguous& one : to) one.put_back();
                });
 }
 
@@ -125,7 +126,7 @@ ShmBackend::Work ShmBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
   const auto to = flats_of(outputs), from = flats_of(inputs);
   TORCH_CHECK(to.size() == from.size(), "[comm::ShmBackend] as many outputs as inputs");
-  std::vector<std::vector<Range>> parts;
+  std::vector<std::vector<ByteRange>> parts;
   for (size_t i = 0; i < to.size(); ++i) {
     parts.push_back(parts_of(to[i], size_, {}));
     check_equal(parts.back(), from[i].range().bytes, size_);
@@ -143,7 +144,7 @@ ShmBackend::Work ShmBackend::allgather_into_tensor_coalesced(
 ShmBackend::Work ShmBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& options) {
   const auto from = flats_of(inputs);
-  std::vector<std::vector<Flat>> to(inputs.size());
+  std::vector<std::vector<Contiguous>> to(inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) {
     for (const Tensors& of_rank : outputs) to[i].emplace_back(of_rank.at(i));
     check_equal(ranges_of(to[i]), from[i].range().bytes, size_);
@@ -156,27 +157,27 @@ ShmBackend::Work ShmBackend::allgather_coalesced(std::vector<Tensors>& outputs, 
                [this, from, to] {
                  for (size_t i = 0; i < from.size(); ++i) {
                    collectives().all_gather(from[i].range(), ranges_of(to[i]));
-                   for (const Flat& one : to[i]) one.put_back();
+                   for (const Contiguous& one : to[i]) one.put_back();
                  }
                });
 }
 
 ShmBackend::Work ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                     const c10d::GatherOptions& options) {
-  const Flat own(only(inputs, "gather"));
+  const Contiguous own(only(inputs, "gather"));
   const auto root = static_cast<int>(options.rootRank);
   const Tensors results = root == rank_ ? outputs.at(0) : Tensors{};
   const auto to = flats_of(results);
   if (root == rank_) check_equal(ranges_of(to), own.range().bytes, size_);
   return queue({OpType::GATHER, options.timeout, options.asyncOp}, results, [this, own, to, root] {
     collectives().gather(own.range(), ranges_of(to), root);
-    for (const Flat& one : to) one.put_back();
+    for (const Contiguous& one : to) one.put_back();
   });
 }
 
 ShmBackend::Work ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                      const c10d::ScatterOptions& options) {
-  const Flat to(only(outputs, "scatter"));
+  const Contiguous to(only(outputs, "scatter"));
   const auto root = static_cast<int>(options.rootRank);
   const auto from = flats_of(root == rank_ ? inputs.at(0) : Tensors{});
   if (root == rank_) check_equal(ranges_of(from), to.range().bytes, size_);
@@ -190,7 +191,7 @@ ShmBackend::Work ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inp
 ShmBackend::Work ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                             const c10d::ReduceScatterOptions& options) {
   TORCH_CHECK(inputs.size() == 1, "[comm::ShmBackend] reduce_scatter takes one list of tensors");
-  const Flat to(only(outputs, "reduce_scatter"));
+  const Contiguous to(only(outputs, "reduce_scatter"));
   const auto from = flats_of(inputs.front());
   check_equal(ranges_of(from), to.range().bytes, size_);
   const Reduction op = reduction(options.reduceOp, to.values());
@@ -211,7 +212,7 @@ ShmBackend::Work ShmBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
   const auto to = flats_of(outputs), from = flats_of(inputs);
   TORCH_CHECK(to.size() == from.size(), "[comm::ShmBackend] as many outputs as inputs");
-  std::vector<std::vector<Range>> parts;
+  std::vector<std::vector<ByteRange>> parts;
   std::vector<Reduction> ops;
   for (size_t i = 0; i < to.size(); ++i) {
     parts.push_back(parts_of(from[i], size_, {}));
@@ -232,7 +233,7 @@ ShmBackend::Work ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input
                                            std::vector<int64_t>& output_sizes,
                                            std::vector<int64_t>& input_sizes,
                                            const c10d::AllToAllOptions& options) {
-  const Flat to(output), from(input);
+  const Contiguous to(output), from(input);
   const auto out = parts_of(from, size_, input_sizes), in = parts_of(to, size_, output_sizes);
   return queue({OpType::ALLTOALL_BASE, options.timeout, options.asyncOp}, {output},
                [this, to, from, out, in] {
@@ -248,7 +249,7 @@ ShmBackend::Work ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
               "[comm::ShmBackend] all_to_all takes a tensor for each of ", size_, " ranks");
   return queue({OpType::ALLTOALL, options.timeout, options.asyncOp}, outputs, [this, to, from] {
     collectives().all_to_all(ranges_of(from), ranges_of(to));
-    for (const Flat& one : to) one.put_back();
+    for (const Contiguous& one : to) one.put_back();
   });
 }
 

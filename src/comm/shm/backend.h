@@ -19,7 +19,7 @@
 namespace penstock::comm {
 
 // What a collective moves, in this rank's memory.
-struct Range {
+struct ByteRange {
   char* data = nullptr;
   int64_t bytes = 0;
 };
@@ -30,18 +30,18 @@ class ShmCollectives {
   explicit ShmCollectives(ShmFabric& fabric) : fabric_(fabric) {}
 
   // Each rank's `own` goes to `to[rank]` everywhere.
-  void all_gather(const Range& own, const std::vector<Range>& to);
+  void all_gather(const ByteRange& own, const std::vector<ByteRange>& to);
   // parts[rank] of everyone, reduced, goes to that rank's `to`.
-  void reduce_scatter(const std::vector<Range>& parts, void* to, const Reduction& reduction,
+  void reduce_scatter(const std::vector<ByteRange>& parts, void* to, const Reduction& reduction,
                       int64_t value_bytes);
-  void all_reduce(const Range& values, const Reduction& reduction, int64_t value_bytes);
+  void all_reduce(const ByteRange& values, const Reduction& reduction, int64_t value_bytes);
   // `to` is only the root's.
-  void reduce(const Range& values, const Reduction& reduction, int64_t value_bytes, int root);
-  void broadcast(const Range& values, int root);
+  void reduce(const ByteRange& values, const Reduction& reduction, int64_t value_bytes, int root);
+  void broadcast(const ByteRange& values, int root);
   // from[rank] goes there, to[rank] comes from there; this rank's own is copied.
-  void all_to_all(const std::vector<Range>& from, const std::vector<Range>& to);
-  void gather(const Range& own, const std::vector<Range>& to, int root);
-  void scatter(const std::vector<Range>& from, const Range& to, int root);
+  void all_to_all(const std::vector<ByteRange>& from, const std::vector<ByteRange>& to);
+  void gather(const ByteRange& own, const std::vector<ByteRange>& to, int root);
+  void scatter(const std::vector<ByteRange>& from, const ByteRange& to, int root);
   void barrier();
 
   void set_limit(std::chrono::milliseconds limit) { limit_ = limit; }
@@ -52,9 +52,9 @@ class ShmCollectives {
   uint32_t next_tag();
   void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives);
   // What `sources` hands over part by part, with this rank's `own` among it, goes to `to`.
-  void reduce_tiles(const std::vector<Piece>& sends, const Range& own, void* to,
+  void reduce_tiles(const std::vector<Piece>& sends, const ByteRange& own, void* to,
                     const Reduction& reduction, int64_t value_bytes);
-  void all_reduce_small(const Range& values, const Reduction& reduction, int64_t value_bytes);
+  void all_reduce_small(const ByteRange& values, const Reduction& reduction, int64_t value_bytes);
 
   ShmFabric& fabric_;
   ShmTiles tiles_;

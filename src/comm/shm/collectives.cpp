@@ -13,7 +13,7 @@ constexpr int64_t kOneRound = 16 << 10;
 constexpr int64_t kPart = 64;  // bytes; parts of an all-reduce begin at multiples
 constexpr uint32_t kOfCollectives = 0x80000000U;  // all others are of messages
 
-void copy(const Range& from, const Range& to) {
+void copy(const ByteRange& from, const ByteRange& to) {
   if (from.bytes > 0 && from.data != to.data) {
     std::memcpy(to.data, from.data, static_cast<size_t>(from.bytes));
   }
@@ -27,7 +27,7 @@ void ShmCollectives::exchange(const std::vector<Piece>& sends, const std::vector
   ShmExchange(fabric_, sends, receives, next_tag()).finish({limit_, {}});
 }
 
-void ShmCollectives::reduce_tiles(const std::vector<Piece>& sends, const Range& own, void* to,
+void ShmCollectives::reduce_tiles(const std::vector<Piece>& sends, const ByteRange& own, void* to,
                                   const Reduction& reduction, int64_t value_bytes) {
   TileSource from;
   from.bytes = {own.bytes};
@@ -43,10 +43,10 @@ void ShmCollectives::reduce_tiles(const std::vector<Piece>& sends, const Range& 
   });
 }
 
-void ShmCollectives::all_gather(const Range& own, const std::vector<Range>& to) {
+void ShmCollectives::all_gather(const ByteRange& own, const std::vector<ByteRange>& to) {
   std::vector<Piece> sends, receives;
   for (int peer = 0; peer < size(); ++peer) {
-    const Range& part = to[static_cast<size_t>(peer)];
+    const ByteRange& part = to[static_cast<size_t>(peer)];
     if (peer == rank()) continue;
     sends.push_back({peer, own.data, own.bytes});
     receives.push_back({peer, part.data, part.bytes});
@@ -57,17 +57,17 @@ void ShmCollectives::all_gather(const Range& own, const std::vector<Range>& to) 
   exchange.finish({limit_, {}});
 }
 
-void ShmCollectives::reduce_scatter(const std::vector<Range>& parts, void* to,
+void ShmCollectives::reduce_scatter(const std::vector<ByteRange>& parts, void* to,
                                     const Reduction& reduction, int64_t value_bytes) {
   std::vector<Piece> sends;
   for (int peer = 0; peer < size(); ++peer) {
-    const Range& part = parts[static_cast<size_t>(peer)];
+    const ByteRange& part = parts[static_cast<size_t>(peer)];
     if (peer != rank()) sends.push_back({peer, part.data, part.bytes});
   }
   reduce_tiles(sends, parts[static_cast<size_t>(rank())], to, reduction, value_bytes);
 }
 
-void ShmCollectives::all_reduce_small(const Range& values, const Reduction& reduction,
+void ShmCollectives::all_reduce_small(const ByteRange& values, const Reduction& reduction,
                                       int64_t value_bytes) {
   small_.resize(static_cast<size_t>(values.bytes * size()));
   std::vector<Piece> sends, receives;
@@ -84,7 +84,7 @@ void ShmCollectives::all_reduce_small(const Range& values, const Reduction& redu
 }
 
 // Large ones: each rank reduces its part, in place, and the parts are gathered.
-void ShmCollectives::all_reduce(const Range& values, const Reduction& reduction,
+void ShmCollectives::all_reduce(const ByteRange& values, const Reduction& reduction,
                                 int64_t value_bytes) {
   if (size() == 1) {
     const void* const own = values.data;
@@ -93,23 +93,23 @@ void ShmCollectives::all_reduce(const Range& values, const Reduction& reduction,
   if (values.bytes <= kOneRound) return all_reduce_small(values, reduction, value_bytes);
   const int64_t unit = std::lcm(kPart, value_bytes);
   const int64_t part = ((values.bytes + size() - 1) / size() + unit - 1) / unit * unit;
-  std::vector<Range> parts;
+  std::vector<ByteRange> parts;
   for (int peer = 0; peer < size(); ++peer) {
     const int64_t begin = std::min(peer * part, values.bytes);
     parts.push_back({values.data + begin, std::min(part, values.bytes - begin)});
   }
-  const Range own = parts[static_cast<size_t>(rank())];
+  const ByteRange own = parts[static_cast<size_t>(rank())];
   reduce_scatter(parts, own.data, reduction, value_bytes);
   all_gather(own, parts);
 }
 
-void ShmCollectives::reduce(const Range& values, const Reduction& reduction, int64_t value_bytes,
-                            int root) {
+void ShmCollectives::reduce(const ByteRange& values, const Reduction& reduction,
+                            int64_t value_bytes, int root) {
   if (rank() == root) return reduce_tiles({}, values, values.data, reduction, value_bytes);
   exchange({{root, values.data, values.bytes}}, {});
 }
 
-void ShmCollectives::broadcast(const Range& values, int root) {
+void ShmCollectives::broadcast(const ByteRange& values, int root) {
   if (rank() != root) return exchange({}, {{root, values.data, values.bytes}});
   std::vector<Piece> sends;
   for (int peer = 0; peer < size(); ++peer) {
@@ -118,10 +118,11 @@ void ShmCollectives::broadcast(const Range& values, int root) {
   exchange(sends, {});
 }
 
-void ShmCollectives::all_to_all(const std::vector<Range>& from, const std::vector<Range>& to) {
+void ShmCollectives::all_to_all(const std::vector<ByteRange>& from,
+                                const std::vector<ByteRange>& to) {
   std::vector<Piece> sends, receives;
   for (int peer = 0; peer < size(); ++peer) {
-    const Range &out = from[static_cast<size_t>(peer)], &in = to[static_cast<size_t>(peer)];
+    const ByteRange &out = from[static_cast<size_t>(peer)], &in = to[static_cast<size_t>(peer)];
     if (peer == rank()) {
       copy(out, in);
       continue;
@@ -132,11 +133,11 @@ void ShmCollectives::all_to_all(const std::vector<Range>& from, const std::vecto
   exchange(sends, receives);
 }
 
-void ShmCollectives::gather(const Range& own, const std::vector<Range>& to, int root) {
+void ShmCollectives::gather(const ByteRange& own, const std::vector<ByteRange>& to, int root) {
   if (rank() != root) return exchange({{root, own.data, own.bytes}}, {});
   std::vector<Piece> receives;
   for (int peer = 0; peer < size(); ++peer) {
-    const Range& part = to[static_cast<size_t>(peer)];
+    const ByteRange& part = to[static_cast<size_t>(peer)];
     if (peer == root) {
       copy(own, part);
     } else {
@@ -146,11 +147,11 @@ void ShmCollectives::gather(const Range& own, const std::vector<Range>& to, int 
   exchange({}, receives);
 }
 
-void ShmCollectives::scatter(const std::vector<Range>& from, const Range& to, int root) {
+void ShmCollectives::scatter(const std::vector<ByteRange>& from, const ByteRange& to, int root) {
   if (rank() != root) return exchange({}, {{root, to.data, to.bytes}});
   std::vector<Piece> sends;
   for (int peer = 0; peer < size(); ++peer) {
-    const Range& part = from[static_cast<size_t>(peer)];
+    const ByteRange& part = from[static_cast<size_t>(peer)];
     if (peer == root) {
       copy(part, to);
     } else {

@@ -61,7 +61,7 @@ ShmEndpoint::Work ShmEndpoint::queue(const How& how, Tensors results, std::funct
 ShmEndpoint::Work ShmEndpoint::message(const at::Tensor& tensor, bool out, int peer, int tag) {
   TORCH_CHECK(peer != rank_ && peer < size_ && tag >= 0, "[comm::ShmBackend] rank ", rank_,
               " exchanges no message ", tag, " with rank ", peer);
-  const Flat flat(tensor);
+  const Contiguous flat(tensor);
   TORCH_CHECK(out || tensor.is_contiguous(), "[comm::ShmBackend] recv takes a contiguous tensor");
   auto work =
       c10::make_intrusive<ShmWork>(rank_, out ? OpType::SEND : OpType::RECV, Tensors{tensor});

@@ -18,7 +18,7 @@ namespace {
 
 class ShmGroup final : public comm::StoreGroup {
  public:
-  ShmGroup(const c10::intrusive_ptr<c10d::Store>& store, Ranks ranks,
+  ShmGroup(const c10::intrusive_ptr<c10d::Store>& store, RankOf ranks,
            std::chrono::milliseconds timeout, const WatchOptions& watch,
            std::unique_ptr<comm::ShmFabric> fabric)
       : StoreGroup(store, "ranks", ranks, timeout, watch),
@@ -32,7 +32,7 @@ class ShmGroup final : public comm::StoreGroup {
   }
 
   static comm::ShmMeeting meet(const c10::intrusive_ptr<c10d::Store>& store, int generation,
-                               Ranks ranks, std::chrono::milliseconds timeout) {
+                               RankOf ranks, std::chrono::milliseconds timeout) {
     c10d::PrefixStore own(concat("meeting ", generation), store);
     return comm::meet_in_memory(own, ranks.rank, ranks.size, std::max(timeout, comm::kArrival));
   }
@@ -120,7 +120,7 @@ std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c10d::Store>& 
     *why_not = met.one_host ? met.why_not : "";
     return nullptr;
   }
-  return std::make_shared<ShmGroup>(store, ShmGroup::Ranks{rank, size}, timeout, watch,
+  return std::make_shared<ShmGroup>(store, ShmGroup::RankOf{rank, size}, timeout, watch,
                                     std::move(met.fabric));
 }
 

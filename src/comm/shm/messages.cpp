@@ -36,7 +36,7 @@ void ShmMessages::add(const c10::intrusive_ptr<ShmWork>& work, const Message& me
 }
 
 void ShmMessages::run() {
-  std::deque<Entry> entries;
+  std::deque<PendingMessage> entries;
   while (true) {
     const uint32_t seen = fabric_.bell();
     if (!wait_for_work(entries)) return;
@@ -45,7 +45,7 @@ void ShmMessages::run() {
 }
 
 // False when there is none and will be none.
-bool ShmMessages::wait_for_work(std::deque<Entry>& entries) {
+bool ShmMessages::wait_for_work(std::deque<PendingMessage>& entries) {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return closing_ || !added_.empty() || !entries.empty(); });
   std::move(added_.begin(), added_.end(), std::back_inserter(entries));
@@ -53,10 +53,10 @@ bool ShmMessages::wait_for_work(std::deque<Entry>& entries) {
   return !entries.empty();
 }
 
-void ShmMessages::sleep(uint32_t seen, const std::deque<Entry>& entries) {
+void ShmMessages::sleep(uint32_t seen, const std::deque<PendingMessage>& entries) {
   uint32_t threads = 0;
   auto deadline = ShmFabric::Clock::time_point::max();
-  for (const Entry& entry : entries) {
+  for (const PendingMessage& entry : entries) {
     threads |= ShmFabric::waits_for(entry.message.tag);
     deadline = std::min(deadline, entry.deadline);
   }
@@ -64,10 +64,10 @@ void ShmMessages::sleep(uint32_t seen, const std::deque<Entry>& entries) {
 }
 
 // Whether something moved, or failed.
-bool ShmMessages::advance(std::deque<Entry>& entries) {
+bool ShmMessages::advance(std::deque<PendingMessage>& entries) {
   bool moved = false;
-  std::vector<Entry*> waiting;  // those that later ones must not pass
-  for (Entry& entry : entries) {
+  std::vector<PendingMessage*> waiting;  // those that later ones must not pass
+  for (PendingMessage& entry : entries) {
     try {
       fabric_.throw_if_ended();
       const bool this_one = advance(entry, waiting);
@@ -90,19 +90,20 @@ bool ShmMessages::advance(std::deque<Entry>& entries) {
       moved = true;
     }
   }
-  std::erase_if(entries, [](const Entry& entry) { return !entry.work; });
+  std::erase_if(entries, [](const PendingMessage& entry) { return !entry.work; });
   return moved;
 }
 
-bool ShmMessages::advance(Entry& entry, std::vector<Entry*>& waiting) {
+bool ShmMessages::advance(PendingMessage& entry, std::vector<PendingMessage*>& waiting) {
   const bool begun = entry.exchange && entry.exchange->posted();
   if (!begun) {
     const Message& message = entry.message;
-    const bool must_wait = std::any_of(waiting.begin(), waiting.end(), [&](const Entry* before) {
-      const Message& other = before->message;
-      const bool same_peer = other.peer == message.peer || other.peer < 0 || message.peer < 0;
-      return other.out == message.out && same_peer && (message.out || other.tag == message.tag);
-    });
+    const bool must_wait =
+        std::any_of(waiting.begin(), waiting.end(), [&](const PendingMessage* before) {
+          const Message& other = before->message;
+          const bool same_peer = other.peer == message.peer || other.peer < 0 || message.peer < 0;
+          return other.out == message.out && same_peer && (message.out || other.tag == message.tag);
+        });
     if (must_wait || !connect(entry)) {
       waiting.push_back(&entry);
       return false;
@@ -114,7 +115,7 @@ bool ShmMessages::advance(Entry& entry, std::vector<Entry*>& waiting) {
 }
 
 // False while nobody has sent what anybody may send.
-bool ShmMessages::connect(Entry& entry) {
+bool ShmMessages::connect(PendingMessage& entry) {
   if (entry.exchange) return true;
   Message& message = entry.message;
   if (message.peer < 0) {

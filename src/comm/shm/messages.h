@@ -33,23 +33,23 @@ class ShmMessages {
   void add(const c10::intrusive_ptr<ShmWork>& work, const Message& message);
 
  private:
-  struct Entry {
+  struct PendingMessage {
     c10::intrusive_ptr<ShmWork> work;
     Message message;
     ShmFabric::Clock::time_point deadline;
     std::unique_ptr<ShmExchange> exchange;  // null until its peer is known
   };
   void run();
-  bool wait_for_work(std::deque<Entry>& entries);
-  bool advance(std::deque<Entry>& entries);
-  bool advance(Entry& entry, std::vector<Entry*>& waiting);
-  bool connect(Entry& entry);
-  void sleep(uint32_t seen, const std::deque<Entry>& entries);
+  bool wait_for_work(std::deque<PendingMessage>& entries);
+  bool advance(std::deque<PendingMessage>& entries);
+  bool advance(PendingMessage& entry, std::vector<PendingMessage*>& waiting);
+  bool connect(PendingMessage& entry);
+  void sleep(uint32_t seen, const std::deque<PendingMessage>& entries);
 
   ShmFabric& fabric_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<Entry> added_;  // guarded by mutex_, as below
+  std::vector<PendingMessage> added_;  // guarded by mutex_, as below
   bool closing_ = false;
   std::thread thread_;
 };

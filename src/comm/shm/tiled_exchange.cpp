@@ -5,9 +5,9 @@
 
 namespace penstock::comm {
 
-class ShmTiles::Lease {
+class ShmTiles::TileBuffer {
  public:
-  Lease(ShmTiles& owner, size_t count) : owner_(owner) {
+  TileBuffer(ShmTiles& owner, size_t count) : owner_(owner) {
     const std::lock_guard lock(owner.mutex_);
     while (tiles_.size() < count) {
       if (owner.free_.empty()) {
@@ -19,12 +19,12 @@ class ShmTiles::Lease {
     }
     for (const auto& tile : tiles_) data_.push_back(tile.get());
   }
-  ~Lease() {
+  ~TileBuffer() {
     const std::lock_guard lock(owner_.mutex_);
     for (auto& tile : tiles_) owner_.free_.push_back(std::move(tile));
   }
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
+  TileBuffer(const TileBuffer&) = delete;
+  TileBuffer& operator=(const TileBuffer&) = delete;
   std::span<const void* const> data() const { return data_; }
 
  private:
@@ -43,7 +43,7 @@ std::vector<Piece> ShmTiles::receives(const TileSource& from) {
 
 void ShmTiles::exchange(ShmExchange& exchange, const TileSource& from, const ShmWait& wait,
                         const TakeTile& take) {
-  const Lease tiles(*this, from.peers.size());
+  const TileBuffer tiles(*this, from.peers.size());
   for (size_t piece = 0; piece < from.bytes.size(); ++piece) {
     for (int64_t offset = 0; offset < from.bytes[piece]; offset += kTileBytes) {
       const int64_t bytes = std::min(kTileBytes, from.bytes[piece] - offset);

@@ -20,7 +20,7 @@ class ShmTiles {
   static std::vector<Piece> receives(const TileSource& from);
 
  private:
-  class Lease;
+  class TileBuffer;
 
   std::mutex mutex_;
   std::vector<std::unique_ptr<char[]>> free_;  // guarded by mutex_

@@ -76,7 +76,7 @@ void ShmQueue::run() {
   while (true) {
     changed_.wait(lock, [this] { return (!entries_.empty() && !busy_) || closing_; });
     if (entries_.empty()) return;
-    Entry entry = std::move(entries_.front());
+    QueuedCollective entry = std::move(entries_.front());
     entries_.pop_front();
     busy_ = true;
     lock.unlock();

@@ -44,7 +44,7 @@ class ShmQueue {
   void add(const c10::intrusive_ptr<ShmWork>& work, std::function<void()> body, bool at_once);
 
  private:
-  struct Entry {
+  struct QueuedCollective {
     c10::intrusive_ptr<ShmWork> work;
     std::function<void()> body;
   };
@@ -52,7 +52,7 @@ class ShmQueue {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Entry> entries_;  // guarded by mutex_, as below
+  std::deque<QueuedCollective> entries_;  // guarded by mutex_, as below
   bool busy_ = false, closing_ = false;
   std::thread thread_;
 };

@@ -16,19 +16,19 @@
 #include "penstock/report.h"
 #include "penstock/values.h"
 #include "src/base/text.h"
-#include "src/engine/front/engine_state.h"
+#include "src/engine/front/engine_impl.h"
 
 namespace penstock {
 
-OptimizerConfig Engine::State::settings() const {
+OptimizerConfig Engine::Impl::settings() const {
   const Config& config = core->config();
   OptimizerConfig group = config.optimizer.value_or(OptimizerConfig{});
   group.lr *= lr_factor(config.schedule, core->steps() + 1);
   return group;
 }
 
-std::vector<CheckpointTensor> Engine::State::tensors(const at::Tensor& generator,
-                                                     int of_rank) const {
+std::vector<CheckpointTensor> Engine::Impl::tensors(const at::Tensor& generator,
+                                                    int of_rank) const {
   std::vector<CheckpointTensor> all;
   for (const auto& buffer : model->named_buffers()) {
     all.push_back({"buffer", buffer.key(), buffer.value().sizes().vec(), 0,
@@ -102,7 +102,7 @@ ModelTree tree_of(const torch::nn::Module& model) {
 
 Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& config,
                std::shared_ptr<Group> group)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_unique<Impl>()) {
   if (config.activations.checkpoint != 0) {  // before the model is taken
     throw ConfigError(
         "[engine::Engine] \"activations.checkpoint\": the C++ front computes no unit again; set it "
@@ -130,7 +130,7 @@ Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& co
 
 Engine::~Engine() = default;
 
-at::Tensor Engine::State::run(const std::function<at::Tensor()>& forward) {
+at::Tensor Engine::Impl::run(const std::function<at::Tensor()>& forward) {
   core->unit_begin(0, at::GradMode::is_enabled());
   const engine::Running outer =
       std::exchange(running, {&*core, &unit_of, &cut, stages ? &*stages : nullptr});
@@ -155,7 +155,7 @@ at::Tensor Engine::run(const std::function<at::Tensor()>& forward) {
 }
 
 double Engine::train_batch(const std::function<at::Tensor(int)>& loss_of) {
-  State& state = *state_;
+  Impl& state = *state_;
   const auto count = static_cast<int>(state.core->config().batch.accumulate);
   std::vector<at::Tensor> losses;
   if (state.stages) {
@@ -179,7 +179,7 @@ double Engine::train_batch(const std::function<at::Tensor(int)>& loss_of) {
 
 double Engine::eval_batch(const std::function<at::Tensor(int)>& loss_of) {
   const at::NoGradGuard no_gradients;
-  State& state = *state_;
+  Impl& state = *state_;
   const InEval in_eval(*state.model);
   const auto count = static_cast<int>(state.core->config().batch.accumulate);
   std::vector<at::Tensor> losses;
@@ -194,7 +194,7 @@ double Engine::eval_batch(const std::function<at::Tensor(int)>& loss_of) {
   return state.mean(losses);
 }
 
-double Engine::State::mean(const std::vector<at::Tensor>& losses) const {
+double Engine::Impl::mean(const std::vector<at::Tensor>& losses) const {
   double sum = 0.0;
   for (const at::Tensor& one : losses) sum += one.item<double>();
   const auto count = static_cast<double>(std::max<size_t>(1, losses.size()));

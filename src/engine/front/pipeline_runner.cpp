@@ -33,26 +33,26 @@ at::Tensor stand_in() { return at::empty({0}, at::TensorOptions(at::kMeta)); }
 }  // namespace
 
 // A tensor that came from the stage before, where it needs a gradient.
-struct FrontStages::Arrival final : torch::CustomClassHolder {
+struct PipelineRunner::StageInput final : torch::CustomClassHolder {
   at::Tensor value, gradient;
 };
 
 // Where the graph of a stage begins: no leaf and no view, so that it may be changed in place.
-struct FrontStages::Arrive final : torch::autograd::Function<Arrive> {
+struct PipelineRunner::Arrive final : torch::autograd::Function<Arrive> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& /*anchor*/,
-                            const c10::intrusive_ptr<Arrival>& arrival) {
+                            const c10::intrusive_ptr<StageInput>& arrival) {
     context->saved_data["arrival"] = c10::IValue::make_capsule(arrival);
     return std::exchange(arrival->value, {});
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
     const auto capsule = context->saved_data["arrival"].toCapsule();
-    static_cast<Arrival*>(capsule.get())->gradient = gradients.front();
+    static_cast<StageInput*>(capsule.get())->gradient = gradients.front();
     return {at::Tensor(), at::Tensor()};
   }
 };
 
-FrontStages::FrontStages(Core& core, const torch::nn::Module& model)
+PipelineRunner::PipelineRunner(Core& core, const torch::nn::Module& model)
     : core_(core), model_(model), ranks_(core) {
   std::map<std::string, StagePiece> pieces;
   for (const StagePiece& piece : ranks_.pieces()) pieces[piece.module] = piece;
@@ -62,9 +62,9 @@ FrontStages::FrontStages(Core& core, const torch::nn::Module& model)
   }
 }
 
-std::vector<at::Tensor> FrontStages::train(int num_micro,
-                                           const std::function<at::Tensor(int)>& loss_of,
-                                           const Run& run) {
+std::vector<at::Tensor> PipelineRunner::train(int num_micro,
+                                              const std::function<at::Tensor(int)>& loss_of,
+                                              const Run& run) {
   std::map<std::pair<int, int>, std::unique_ptr<Pass>> under_way;
   std::vector<at::Tensor> losses;
   for (const StageAction& action : ranks_.begin(num_micro, true)) {
@@ -81,9 +81,9 @@ std::vector<at::Tensor> FrontStages::train(int num_micro,
   return losses;
 }
 
-std::vector<at::Tensor> FrontStages::evaluate(int num_micro,
-                                              const std::function<at::Tensor(int)>& loss_of,
-                                              const Run& run) {
+std::vector<at::Tensor> PipelineRunner::evaluate(int num_micro,
+                                                 const std::function<at::Tensor(int)>& loss_of,
+                                                 const Run& run) {
   std::vector<at::Tensor> losses;
   for (const StageAction& action : ranks_.begin(num_micro, false)) {
     const std::unique_ptr<Pass> pass = forward(action, loss_of, run);
@@ -93,7 +93,7 @@ std::vector<at::Tensor> FrontStages::evaluate(int num_micro,
   return losses;
 }
 
-std::unique_ptr<FrontStages::Pass> FrontStages::forward(
+std::unique_ptr<PipelineRunner::Pass> PipelineRunner::forward(
     const StageAction& action, const std::function<at::Tensor(int)>& loss_of, const Run& run) {
   auto pass = std::make_unique<Pass>(Pass{.action = action, .begun = action.stage == 0});
   if (action.stage > 0) pass->given = ranks_.receive(action);
@@ -135,7 +135,7 @@ std::unique_ptr<FrontStages::Pass> FrontStages::forward(
   return pass;
 }
 
-void FrontStages::backward(const StageAction& action, Pass& pass) {
+void PipelineRunner::backward(const StageAction& action, Pass& pass) {
   std::vector<at::Tensor> roots, gradients;
   if (pass.loss.defined()) {
     roots = {pass.loss};
@@ -163,8 +163,8 @@ void FrontStages::backward(const StageAction& action, Pass& pass) {
   ranks_.send(action, back);
 }
 
-at::Tensor FrontStages::call(const torch::nn::Module& module, const Tensors& inputs,
-                             const std::function<at::Tensor(const Tensors&)>& forward) {
+at::Tensor PipelineRunner::call(const torch::nn::Module& module, const Tensors& inputs,
+                                const std::function<at::Tensor(const Tensors&)>& forward) {
   const StagePiece& piece = stage_of_.at(&module);
   if (pass_ == nullptr) {
     throw RuntimeFault(concat("[front::unit] this rank has a part of the model (mesh.pipeline), ",
@@ -186,7 +186,7 @@ at::Tensor FrontStages::call(const torch::nn::Module& module, const Tensors& inp
 }
 
 // The stage before has come to this unit: its inputs get their values.
-void FrontStages::take(const std::string& module, const Tensors& inputs) {
+void PipelineRunner::take(const std::string& module, const Tensors& inputs) {
   const std::string& text = pass_->given.text;
   const std::string told = text.substr(0, text.find('\n'));
   const std::string trains = text.substr(told.size() + 1);
@@ -201,7 +201,7 @@ void FrontStages::take(const std::string& module, const Tensors& inputs) {
     if (!inputs[i].is_meta()) continue;  // made of the batch, here too
     at::Tensor value = pass_->given.tensors.at(i);
     if (trains[i] == '1' && at::GradMode::is_enabled()) {
-      const auto arrival = c10::make_intrusive<Arrival>();
+      const auto arrival = c10::make_intrusive<StageInput>();
       arrival->value = value;
       value = Arrive::apply(at::empty({0}).requires_grad_(), arrival);
       pass_->arrivals.back() = arrival;
@@ -210,8 +210,8 @@ void FrontStages::take(const std::string& module, const Tensors& inputs) {
   }
 }
 
-FrontStages::Tensors FrontStages::with_values(const std::string& module,
-                                              const Tensors& inputs) const {
+PipelineRunner::Tensors PipelineRunner::with_values(const std::string& module,
+                                                    const Tensors& inputs) const {
   Tensors all;
   for (const at::Tensor& input : inputs) {
     all.push_back(input);
@@ -226,7 +226,7 @@ FrontStages::Tensors FrontStages::with_values(const std::string& module,
   return all;
 }
 
-void FrontStages::set_buffers() {
+void PipelineRunner::set_buffers() {
   std::vector<StageBuffer> buffers;
   std::set<const at::TensorImpl*> seen;
   for (const StagePiece& piece : ranks_.pieces()) {
@@ -242,7 +242,7 @@ void FrontStages::set_buffers() {
   ranks_.set_buffers(std::move(buffers));
 }
 
-void FrontStages::bring_buffers() {
+void PipelineRunner::bring_buffers() {
   set_buffers();
   ranks_.bring_buffers();
 }

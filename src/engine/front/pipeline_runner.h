@@ -1,7 +1,8 @@
 #pragma once
-// FrontStages: a pipeline's stages in the C++ front. Each rank runs the model's own forward: units
-// of earlier stages are stood in for by tensors of the meta device, which have no values; the first
-// unit of the stage is given what has travelled; the first of the next stage ends the forward.
+// PipelineRunner: a pipeline's stages in the C++ front. Each rank runs the model's own forward:
+// units of earlier stages are stood in for by tensors of the meta device, which have no values; the
+// first unit of the stage is given what has travelled; the first of the next stage ends the
+// forward.
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -14,13 +15,13 @@
 
 namespace penstock::engine {
 
-class FrontStages {
+class PipelineRunner {
  public:
   using Tensors = std::vector<at::Tensor>;
   // A forward of the model, from the engine's begin to its end.
   using Run = std::function<at::Tensor(const std::function<at::Tensor()>&)>;
 
-  FrontStages(Core& core, const torch::nn::Module& model);
+  PipelineRunner(Core& core, const torch::nn::Module& model);
 
   // One window: this rank's losses of its last stage, detached; none elsewhere.
   std::vector<at::Tensor> train(int num_micro, const std::function<at::Tensor(int)>& loss_of,
@@ -38,7 +39,7 @@ class FrontStages {
   void bring_buffers();
 
  private:
-  struct Arrival;
+  struct StageInput;
   struct Arrive;
   // A forward of one stage and one micro-batch, until its backward.
   struct Pass {
@@ -46,7 +47,7 @@ class FrontStages {
     StageMessage given{};
     bool begun = false;
     std::vector<std::pair<at::Tensor, at::Tensor>> values{};  // of stand-ins that have come
-    std::vector<c10::intrusive_ptr<Arrival>> arrivals{};
+    std::vector<c10::intrusive_ptr<StageInput>> arrivals{};
     StageMessage made{};
     at::Tensor loss{};
   };

@@ -22,7 +22,7 @@ constexpr const char* kGuard =
     "[engine::init] this parameter was built under penstock.init(): until penstock.initialize() "
     "it is in pieces over the ranks. Read or load it inside `with penstock.init():`.";
 
-struct Part {
+struct ShardPart {
   // Of the hollow tensor: its key stays unique. Weak, as Python's storage objects hold references
   // that end with the last but theirs.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
@@ -37,15 +37,15 @@ c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-struct ShardedInit::State {
+struct ShardedInit::Impl {
   std::shared_ptr<Group> group;
   comm::Channel channel;
   comm::Members members;
   mem::Tiers tiers;
   mem::DiskTraffic traffic;
-  std::unordered_map<const c10::StorageImpl*, Part> parts;
+  std::unordered_map<const c10::StorageImpl*, ShardPart> parts;
 
-  State(std::shared_ptr<Group> ranks, const std::string& path)
+  Impl(std::shared_ptr<Group> ranks, const std::string& path)
       : group(std::move(ranks)),
         channel(*group, "init"),
         members{{}, group->rank()},
@@ -57,13 +57,13 @@ struct ShardedInit::State {
     tiers.disk.emplace(options);
   }
 
-  int64_t part_bytes(const Part& part) const {
+  int64_t part_bytes(const ShardPart& part) const {
     const auto bytes = part.numel * static_cast<int64_t>(c10::elementSize(part.dtype));
     return (bytes + 4 * members.size() - 1) / (4 * members.size()) * 4;
   }
 
   // One dimension of values on top of the bytes of every rank's part.
-  at::Tensor scratch(const Part& part) const {
+  at::Tensor scratch(const ShardPart& part) const {
     const auto size = static_cast<int64_t>(c10::elementSize(part.dtype));
     const int64_t padded = (part_bytes(part) * members.size() + size - 1) / size;
     return at::empty({padded}, at::TensorOptions(part.dtype)).narrow(0, 0, part.numel);
@@ -75,7 +75,7 @@ struct ShardedInit::State {
     std::erase_if(parts, [](const auto& one) { return one.second.storage.expired(); });
   }
 
-  Part& of(const at::Tensor& tensor) {
+  ShardPart& of(const at::Tensor& tensor) {
     const auto found = parts.find(storage_of(tensor));
     PENSTOCK_ASSERT(found != parts.end(), "[engine::ShardedInit] the tensor is not hollow");
     return found->second;
@@ -83,13 +83,13 @@ struct ShardedInit::State {
 };
 
 ShardedInit::ShardedInit(std::shared_ptr<Group> group, const std::string& path)
-    : state_(std::make_unique<State>(std::move(group), path)) {}
+    : state_(std::make_unique<Impl>(std::move(group), path)) {}
 
 ShardedInit::~ShardedInit() = default;
 
 void ShardedInit::hollow(const at::Tensor& tensor) {
   state_->forget_dropped();
-  Part part;
+  ShardPart part;
   part.dtype = tensor.scalar_type();
   part.numel = tensor.numel();
   part.own.numel = state_->part_bytes(part) / 4;
@@ -114,7 +114,7 @@ at::Tensor ShardedInit::scratch(const at::Tensor& tensor) const {
 }
 
 at::Tensor ShardedInit::whole(const at::Tensor& tensor) const {
-  Part& part = state_->of(tensor);
+  ShardPart& part = state_->of(tensor);
   const at::Tensor values = state_->scratch(part);
   const int64_t bytes = part.own.bytes();
   auto* full = static_cast<char*>(values.data_ptr());
@@ -127,7 +127,7 @@ at::Tensor ShardedInit::whole(const at::Tensor& tensor) const {
 }
 
 void ShardedInit::keep(const at::Tensor& tensor, const at::Tensor& values) {
-  Part& part = state_->of(tensor);
+  ShardPart& part = state_->of(tensor);
   const auto bytes = part.numel * static_cast<int64_t>(c10::elementSize(part.dtype));
   mem::trim_heap(bytes);
   const int64_t begin = std::min(bytes, state_->members.index * part.own.bytes());

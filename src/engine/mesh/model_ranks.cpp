@@ -27,7 +27,7 @@ TensorAxis::TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
   }
 }
 
-parallel::Ranks TensorAxis::ranks_of(const TensorModule& how) {
+parallel::OperatorPeers TensorAxis::ranks_of(const TensorModule& how) {
   const auto index = static_cast<size_t>(how.index);
   if (!uncalled_.empty()) {
     for (const int param : params_.at(index)) uncalled_.erase(param);
@@ -51,29 +51,29 @@ void TensorAxis::check_called(const std::vector<exec::UnitState>& units) const {
   }
 }
 
-void Together::set_step(int64_t step) {
+void ModelRanks::set_step(int64_t step) {
   if (tensor) tensor->peers().set_step(step);
   if (sequence) sequence->set_step(step);
   if (stages) stages->set_step(step);
 }
 
-void Together::record(const std::shared_ptr<trace::Recorder>& recorder) {
+void ModelRanks::record(const std::shared_ptr<trace::Recorder>& recorder) {
   if (tensor) tensor->peers().record(recorder);
   if (sequence) sequence->record(recorder);
   if (stages) stages->record(recorder);
 }
 
-std::string Together::cut_short() const {
+std::string ModelRanks::cut_short() const {
   return stages && stages->open() ? "a batch of the pipeline was cut short" : "";
 }
 
-void Together::close() {
+void ModelRanks::close() {
   if (tensor) tensor->peers().close();
   if (sequence) sequence->close();
   if (stages) stages->close();
 }
 
-std::exception_ptr Together::take_fault() {
+std::exception_ptr ModelRanks::take_fault() {
   std::exception_ptr fault;
   if (tensor) fault = tensor->peers().take_fault();
   if (sequence) {

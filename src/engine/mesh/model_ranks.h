@@ -1,5 +1,5 @@
 #pragma once
-// Together: the ranks that compute one model with this one: those of the tensor axis, with the
+// ModelRanks: the ranks that compute one model with this one: those of the tensor axis, with the
 // modules that they have cut, those with parts of the same sequences, and the stages of a pipeline.
 // Compute thread only.
 #include <exception>
@@ -29,9 +29,9 @@ class TensorAxis {
   const std::vector<TensorModule>& modules() const { return modules_; }
   parallel::Peers& peers() { return *peers_; }
   // Who computes that module, which is being called.
-  parallel::Ranks ranks_of(const TensorModule& how);
+  parallel::OperatorPeers ranks_of(const TensorModule& how);
   // For an exchange of that name.
-  parallel::Ranks all(const std::string& name) const { return {peers_, name}; }
+  parallel::OperatorPeers all(const std::string& name) const { return {peers_, name}; }
   // Before an update of `units`. Throws RuntimeFault where nobody has called a module that is cut
   // before the first: who reads its weight in another way computes with a part as if it were all.
   // Of what several stages have, each may leave it to others: there a gradient tells who reads it.
@@ -49,7 +49,7 @@ class TensorAxis {
 };
 
 // Who computes one model with this rank.
-struct Together {
+struct ModelRanks {
   std::optional<TensorAxis> tensor;           // where mesh.tensor > 1
   std::shared_ptr<parallel::Peers> sequence;  // where mesh.sequence > 1
   std::optional<StageLanes> stages;           // where mesh.pipeline > 1

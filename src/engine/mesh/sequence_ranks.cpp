@@ -8,30 +8,30 @@
 namespace penstock {
 
 SequenceRanks::SequenceRanks(const Core& core) : state_(core.state_) {
-  if (state_->together.sequence != nullptr) return;
+  if (state_->model_ranks.sequence != nullptr) return;
   throw ConfigError("[engine::SequenceRanks] \"mesh.sequence\" is 1: sequences are not cut");
 }
 
-int SequenceRanks::index() const { return state_->together.sequence->rank(); }
-int SequenceRanks::count() const { return state_->together.sequence->size(); }
+int SequenceRanks::index() const { return state_->model_ranks.sequence->rank(); }
+int SequenceRanks::count() const { return state_->model_ranks.sequence->size(); }
 
 at::Tensor SequenceRanks::all_to_all(const at::Tensor& part, int64_t cut_dim,
                                      int64_t join_dim) const {
   state_->check_open("forward");
   static const comm::Label kLabel("tokens for heads");
-  return parallel::all_to_all(part, cut_dim, join_dim, {state_->together.sequence, kLabel});
+  return parallel::all_to_all(part, cut_dim, join_dim, {state_->model_ranks.sequence, kLabel});
 }
 
 at::Tensor SequenceRanks::sum_losses(const at::Tensor& addend) const {
   state_->check_open("forward");
   static const comm::Label kLabel("loss");
-  return parallel::sum_losses(addend, {state_->together.sequence, kLabel});
+  return parallel::sum_losses(addend, {state_->model_ranks.sequence, kLabel});
 }
 
 void SequenceRanks::compare(const std::vector<at::Tensor>& inputs,
                             const std::string& others) const {
   state_->check_open("forward");
-  const auto [different, alike] = state_->together.sequence->compare(inputs, others, "");
+  const auto [different, alike] = state_->model_ranks.sequence->compare(inputs, others, "");
   if (different < 0) return;
   throw RuntimeFault(
       concat("[engine::forward] ", count(),

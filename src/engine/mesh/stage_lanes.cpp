@@ -36,13 +36,13 @@ StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& membe
       num_stages_(stages.count),
       virtual_stages_(config.virtual_stages),
       schedule_(config.schedule) {
-  for (const Piece& piece : stages.pieces) pieces_.push_back({piece.module, piece.stage});
+  for (const StageModule& piece : stages.pieces) pieces_.push_back({piece.module, piece.stage});
   const int size = members.size();
   const int self = group->rank();
   const int after = members.ranks[static_cast<size_t>((members.index + 1) % size)];
   const int before = members.ranks[static_cast<size_t>((members.index + size - 1) % size)];
   const auto way = [&](int from, int to, const char* name) {
-    return std::make_unique<Way>(group, from, to, name);
+    return std::make_unique<NeighbourLane>(group, from, to, name);
   };
   sends_forward_ = way(self, after, "stage forward");
   receives_forward_ = way(before, self, "stage forward");
@@ -51,7 +51,7 @@ StageLanes::StageLanes(const std::shared_ptr<Group>& group, const Members& membe
 }
 
 void StageLanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
-  const auto watch = [&](Way& way, const char* row) {
+  const auto watch = [&](NeighbourLane& way, const char* row) {
     way.lane.record(recorder, row);
     way.messages.record(recorder);
   };
@@ -71,7 +71,7 @@ Schedule StageLanes::schedule_of(int num_micro, bool trains) const {
   return schedule;
 }
 
-void StageLanes::post(Way& way, size_t count) {
+void StageLanes::post(NeighbourLane& way, size_t count) {
   for (; count > 0 && !way.expected.empty(); --count) {
     const Action action = way.expected.front();
     way.expected.pop_front();
@@ -113,8 +113,8 @@ std::vector<Action> StageLanes::begin(int num_micro, bool trains) {
   return schedule.ranks[static_cast<size_t>(index)];
 }
 
-parallel::Message StageLanes::receive(const Action& action) {
-  Way& way = action.forward ? *receives_forward_ : *receives_backward_;
+parallel::TensorMessage StageLanes::receive(const Action& action) {
+  NeighbourLane& way = action.forward ? *receives_forward_ : *receives_backward_;
   while (!arriving_.contains(action) && !way.expected.empty()) post(way, 1);
   const auto found = arriving_.find(action);
   PENSTOCK_ASSERT(found != arriving_.end(), concat("nothing comes for ", action.text()));
@@ -125,8 +125,8 @@ parallel::Message StageLanes::receive(const Action& action) {
   return std::move(arriving->message);
 }
 
-void StageLanes::send(const Action& action, parallel::Message made) {
-  Way& way = action.forward ? *sends_forward_ : *sends_backward_;
+void StageLanes::send(const Action& action, parallel::TensorMessage made) {
+  NeighbourLane& way = action.forward ? *sends_forward_ : *sends_backward_;
   const Action needs{action.stage + (action.forward ? 1 : -1), action.forward, action.micro};
   const comm::Label label = label_of(needs);
   const trace::AtLine at(label.text);
@@ -153,7 +153,7 @@ void StageLanes::bring_buffers(const Share& share) {
                different, ")"));
   }
   for (int owner = 0; owner < members_.size(); ++owner) {
-    parallel::Message own;
+    parallel::TensorMessage own;
     std::vector<StageBuffer> theirs;
     for (const StageBuffer& buffer : buffers_) {
       if (buffer.stage % members_.size() != owner) continue;
@@ -169,14 +169,14 @@ void StageLanes::bring_buffers(const Share& share) {
       messages.send(label, own);
       continue;
     }
-    const parallel::Message got = messages.receive(label);
+    const parallel::TensorMessage got = messages.receive(label);
     for (size_t i = 0; i < theirs.size(); ++i) put_in(theirs[i].values, got.tensors[i]);
   }
 }
 
 void StageLanes::close() {
   arriving_.clear();
-  for (std::unique_ptr<Way>* way :
+  for (std::unique_ptr<NeighbourLane>* way :
        {&sends_forward_, &receives_forward_, &sends_backward_, &receives_backward_}) {
     way->reset();
   }

@@ -38,8 +38,8 @@ class StageLanes {
   void set_step(int64_t step) { step_ = step; }
   void record(const std::shared_ptr<trace::Recorder>& recorder);
   std::vector<Action> begin(int num_micro, bool trains);
-  parallel::Message receive(const Action& action);
-  void send(const Action& action, parallel::Message made);
+  parallel::TensorMessage receive(const Action& action);
+  void send(const Action& action, parallel::TensorMessage made);
   void end();
   // A window began and did not end.
   bool open() const { return open_; }
@@ -51,18 +51,18 @@ class StageLanes {
 
  private:
   // One direction to or from a neighbour.
-  struct Way {
-    Way(const std::shared_ptr<Group>& group, int from, int to, const std::string& name)
+  struct NeighbourLane {
+    NeighbourLane(const std::shared_ptr<Group>& group, int from, int to, const std::string& name)
         : messages(group, from, {to}, name), lane("penstock-stage") {}
     parallel::Messages messages;
     device::Lane lane;
     std::deque<Action> expected{};  // for which no receive is posted yet, in order
   };
   struct Arriving {
-    parallel::Message message;
+    parallel::TensorMessage message;
     device::Fence fence;
   };
-  void post(Way& way, size_t count);
+  void post(NeighbourLane& way, size_t count);
   Schedule schedule_of(int num_micro, bool trains) const;
 
   const std::shared_ptr<Group> group_;
@@ -75,7 +75,8 @@ class StageLanes {
   bool open_ = false;
   std::map<Action, std::shared_ptr<Arriving>> arriving_;
   std::vector<device::Fence> sent_;
-  std::unique_ptr<Way> receives_forward_, sends_forward_, receives_backward_, sends_backward_;
+  std::unique_ptr<NeighbourLane> receives_forward_, sends_forward_, receives_backward_,
+      sends_backward_;
 };
 
 }  // namespace penstock::engine

@@ -18,9 +18,9 @@ namespace {
 }
 
 // What pieces are made of.
-class Walker {
+class StageFinder {
  public:
-  Walker(const ModelTree& tree, const std::vector<UnitSpec>& specs, int64_t layer_bytes)
+  StageFinder(const ModelTree& tree, const std::vector<UnitSpec>& specs, int64_t layer_bytes)
       : tree_(tree), layer_bytes_(layer_bytes) {
     for (size_t unit = 1; unit < specs.size(); ++unit) units_.insert(specs[unit].module);
     children_.resize(tree.modules.size());
@@ -146,7 +146,7 @@ Stages find_stages(const ModelTree& tree, const std::vector<UnitSpec>& specs,
                    const Config& config) {
   const std::vector<std::string>& begins = config.parallel.stages;
   const int count = config.mesh.pipeline * config.parallel.virtual_stages;
-  const Walker walker(tree, specs, config.units.layer_bytes);
+  const StageFinder walker(tree, specs, config.units.layer_bytes);
   std::vector<std::string> names;
   std::vector<int64_t> work;
   std::vector<bool> may_begin;

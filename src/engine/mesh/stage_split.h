@@ -11,15 +11,15 @@ namespace penstock::engine {
 // A module that one stage computes: a block, or a layer outside of blocks that is large (as a unit
 // has to be, but also of tied weights) or keeps buffers. What is smaller is on every stage, as what
 // a module that encloses pieces has of its own is: it is computed wherever the model comes by it.
-struct Piece {
+struct StageModule {
   std::string module;
   int stage = 0;
-  bool operator==(const Piece&) const = default;
+  bool operator==(const StageModule&) const = default;
 };
 
 struct Stages {
   int count = 1;
-  std::vector<Piece> pieces;  // in model order, and so by stage
+  std::vector<StageModule> pieces;  // in model order, and so by stage
   // By parameter of the tree: the stages that may compute with it, ascending.
   std::vector<std::vector<int>> of_param;
 

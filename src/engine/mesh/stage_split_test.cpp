@@ -39,7 +39,7 @@ Stages found(const ModelTree& tree, int ranks, const std::vector<std::string>& b
 
 std::vector<int> stages_of(const Stages& stages) {
   std::vector<int> all;
-  for (const Piece& piece : stages.pieces) all.push_back(piece.stage);
+  for (const StageModule& piece : stages.pieces) all.push_back(piece.stage);
   return all;
 }
 
@@ -55,7 +55,7 @@ std::string refusal(const std::vector<std::string>& begins, int ranks = 3) {
 TEST(Stages, HaveEqualWorkWhereAnEmbeddingHasNone) {
   const Stages stages = found(chain(false), 2);
   ASSERT_EQ(stages.pieces.size(), 6U);  // the norm is small
-  EXPECT_EQ(stages.pieces.front(), (Piece{"tokens", 0}));
+  EXPECT_EQ(stages.pieces.front(), (StageModule{"tokens", 0}));
   EXPECT_EQ(stages_of(stages), (std::vector<int>{0, 0, 0, 1, 1, 1}));
   EXPECT_EQ(stages_of(found(chain(false), 5)), (std::vector<int>{0, 0, 1, 2, 3, 4}));
 }
@@ -72,7 +72,7 @@ TEST(Stages, WhatIsSmallOrOfWhatEnclosesOthersIsOnAllOfThem) {
 
 TEST(Stages, TiedWeightsAreOnTheFirstAndTheLast) {
   const Stages stages = found(chain(true), 3);
-  EXPECT_EQ(stages.pieces.back(), (Piece{"head", 2}));
+  EXPECT_EQ(stages.pieces.back(), (StageModule{"head", 2}));
   EXPECT_EQ(stages.of_param[1], (std::vector<int>{0, 2}));
 }
 

@@ -11,14 +11,14 @@
 namespace penstock {
 
 TensorRanks::TensorRanks(const Core& core) : state_(core.state_) {
-  if (state_->together.tensor) return;
+  if (state_->model_ranks.tensor) return;
   throw ConfigError("[engine::TensorRanks] \"mesh.tensor\" is 1: nothing is cut");
 }
 
-int TensorRanks::index() const { return state_->together.tensor->peers().rank(); }
-int TensorRanks::count() const { return state_->together.tensor->peers().size(); }
+int TensorRanks::index() const { return state_->model_ranks.tensor->peers().rank(); }
+int TensorRanks::count() const { return state_->model_ranks.tensor->peers().size(); }
 const std::vector<TensorModule>& TensorRanks::modules() const {
-  return state_->together.tensor->modules();
+  return state_->model_ranks.tensor->modules();
 }
 
 namespace {
@@ -35,7 +35,7 @@ at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
                                const at::Tensor& weight,
                                const std::optional<at::Tensor>& bias) const {
   state_->check_open("forward");
-  const parallel::Ranks peers = state_->together.tensor->ranks_of(how);
+  const parallel::OperatorPeers peers = state_->model_ranks.tensor->ranks_of(how);
   const at::Tensor rows = how.transposed ? weight.t() : weight;
   if (how.style == "row") return parallel::row_linear(input, rows, bias, peers);
   if (how.style == "row_tokens") return parallel::row_linear_tokens(input, rows, bias, peers);
@@ -43,7 +43,7 @@ at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
     return parallel::row_linear(parallel::cut(input, -1, peers), rows, bias, peers);
   }
   const at::Tensor replicated =
-      how.gathered ? input : state_->together.tensor->replicated.of(input, peers);
+      how.gathered ? input : state_->model_ranks.tensor->replicated.of(input, peers);
   if (how.style == "shared") {
     std::optional<at::Tensor> own;
     if (bias) own = head_of(*bias, how.heads, *peers);
@@ -64,7 +64,7 @@ at::Tensor TensorRanks::cut_logits(const TensorModule& how, const at::Tensor& in
 
 at::Tensor TensorRanks::whole_logits(const TensorModule& how, const at::Tensor& logits) const {
   state_->check_open("forward");
-  return parallel::gather_whole(logits, -1, how.size, state_->together.tensor->ranks_of(how));
+  return parallel::gather_whole(logits, -1, how.size, state_->model_ranks.tensor->ranks_of(how));
 }
 
 at::Tensor TensorRanks::cross_entropy(const TensorModule& how, const at::Tensor& logits,
@@ -77,30 +77,30 @@ at::Tensor TensorRanks::cross_entropy(const TensorModule& how, const at::Tensor&
   return parallel::cross_entropy(
       logits, target, how.size,
       {options.ignore_index, options.label_smoothing, options.reduction == "mean"},
-      state_->together.tensor->ranks_of(how));
+      state_->model_ranks.tensor->ranks_of(how));
 }
 
 at::Tensor TensorRanks::cut_tokens(const at::Tensor& whole) const {
   state_->check_open("forward");
-  return parallel::cut(whole, parallel::kTokens, state_->together.tensor->all("cut tokens"));
+  return parallel::cut(whole, parallel::kTokens, state_->model_ranks.tensor->all("cut tokens"));
 }
 
 at::Tensor TensorRanks::whole_tokens(const at::Tensor& part) const {
   state_->check_open("forward");
   return parallel::gather_whole(part, parallel::kTokens, part.size(parallel::kTokens) * count(),
-                                state_->together.tensor->all("whole tokens"));
+                                state_->model_ranks.tensor->all("whole tokens"));
 }
 
 at::Tensor TensorRanks::gather_tokens(const std::string& name, const at::Tensor& part) const {
   state_->check_open("forward");
   return parallel::gather(part, parallel::kTokens,
-                          state_->together.tensor->all(concat("gather_tokens (", name, ")")));
+                          state_->model_ranks.tensor->all(concat("gather_tokens (", name, ")")));
 }
 
 at::Tensor TensorRanks::embedding(const TensorModule& how, const at::Tensor& ids,
                                   const at::Tensor& weight, int64_t padding_idx) const {
   state_->check_open("forward");
-  const parallel::Ranks peers = state_->together.tensor->ranks_of(how);
+  const parallel::OperatorPeers peers = state_->model_ranks.tensor->ranks_of(how);
   if (how.style == "vocab") {
     return parallel::embedding(ids, weight, how.size, padding_idx, peers);
   }
@@ -112,7 +112,8 @@ at::Tensor TensorRanks::embedding(const TensorModule& how, const at::Tensor& ids
 bool TensorRanks::compare(const std::vector<at::Tensor>& inputs, const std::string& others,
                           const std::string& draws) const {
   state_->check_open("forward");
-  const auto [different, alike] = state_->together.tensor->peers().compare(inputs, others, draws);
+  const auto [different, alike] =
+      state_->model_ranks.tensor->peers().compare(inputs, others, draws);
   if (different < 0) return alike;
   const int first = state_->group->rank() - index();
   throw RuntimeFault(concat(

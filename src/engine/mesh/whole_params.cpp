@@ -24,7 +24,7 @@ void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayR
 
 // action(part, slot): of what is not all here by itself.
 template <class Action>
-void Wholes::for_each(int unit, const Action& action) {
+void WholeParams::for_each(int unit, const Action& action) {
   for (const exec::Part& part : executor_.units()[static_cast<size_t>(unit)].parts()) {
     if (part.here && part.flat->tensor != TensorCut::kCut) continue;
     for (exec::Slot& slot : part.flat->slots) action(part, slot);
@@ -32,31 +32,32 @@ void Wholes::for_each(int unit, const Action& action) {
 }
 
 // Where it computes.
-const exec::Buffer& Wholes::computing(const exec::Flat& flat) const {
+const exec::Buffer& WholeParams::computing(const exec::Flat& flat) const {
   const Placement& computes = executor_.table().at(Role::kParam, Phase::kForward);
   for (const exec::Copy& copy : flat.params) {
     if (copy.valid && copy.place == computes) return copy.buffers.front();
   }
-  throw Bug(concat("[engine::Wholes] \"", flat.slots.front().name, "\" is not where it computes"));
+  throw Bug(
+      concat("[engine::WholeParams] \"", flat.slots.front().name, "\" is not where it computes"));
 }
 
 // A view of it.
-at::Tensor Wholes::part(const exec::Flat& flat, const exec::Slot& slot) const {
+at::Tensor WholeParams::part(const exec::Flat& flat, const exec::Slot& slot) const {
   return device::view(computing(flat).at(slot.offset), flat.dtype, slot.numel).view(slot.sizes);
 }
 
-void Wholes::show(exec::Slot& slot, const at::Tensor& whole) {
+void WholeParams::show(exec::Slot& slot, const at::Tensor& whole) {
   look_at(slot.param, whole.storage(), slot.whole);
   slot.shown = true;
   shown_[&slot] = {whole, ckpt::checksum(whole)};
 }
 
-bool Wholes::used() const {
+bool WholeParams::used() const {
   const Mesh& mesh = executor_.mesh();
   return mesh.size(Axis::kTensor) > 1 || mesh.size(Axis::kPipeline) > 1;
 }
 
-void Wholes::show(int unit) {
+void WholeParams::show(int unit) {
   exec::Values& values = executor_.values();
   for (const exec::Part& one : executor_.units()[static_cast<size_t>(unit)].parts()) {
     exec::Flat& flat = *one.flat;
@@ -78,7 +79,7 @@ void Wholes::show(int unit) {
   }
 }
 
-void Wholes::write(int unit) {
+void WholeParams::write(int unit) {
   const bool stages = executor_.mesh().size(Axis::kPipeline) > 1;
   for (const exec::Part& one : executor_.units()[static_cast<size_t>(unit)].parts()) {
     if (!stages && one.flat->tensor != TensorCut::kCut) continue;
@@ -93,7 +94,7 @@ void Wholes::write(int unit) {
   }
 }
 
-std::string Wholes::edited(int unit) {
+std::string WholeParams::edited(int unit) {
   std::string name;
   for_each(unit, [&](const exec::Part& one, exec::Slot& slot) {
     if (!slot.shown || !name.empty()) return;
@@ -111,7 +112,7 @@ std::string Wholes::edited(int unit) {
   return name;
 }
 
-void Wholes::hide(int unit) {
+void WholeParams::hide(int unit) {
   for_each(unit, [&](const exec::Part&, exec::Slot& slot) {
     if (!slot.shown) return;
     slot.shown = false;

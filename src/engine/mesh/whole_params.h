@@ -1,7 +1,7 @@
 #pragma once
-// Wholes: inside gathered(), parameters that tensor ranks have cut and those of other stages are
-// all there, in tensors of their own. Compute thread only; every rank makes the same calls, but for
-// hide().
+// WholeParams: inside gathered(), parameters that tensor ranks have cut and those of other stages
+// are all there, in tensors of their own. Compute thread only; every rank makes the same calls, but
+// for hide().
 #include <cstdint>
 #include <map>
 #include <string>
@@ -10,9 +10,9 @@
 
 namespace penstock::engine {
 
-class Wholes {
+class WholeParams {
  public:
-  explicit Wholes(exec::Executor& executor) : executor_(executor) {}
+  explicit WholeParams(exec::Executor& executor) : executor_(executor) {}
 
   // The unit's parameters, of those that are here, are where they compute.
   void show(int unit);

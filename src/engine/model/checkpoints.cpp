@@ -129,7 +129,7 @@ struct Candidate {
     text = ckpt::read_text(path + "/" + ckpt::kManifest);
     manifest = ckpt::Manifest::parse(text);
     for (const ckpt::Tensor& tensor : manifest.tensors) ckpt::scalar_type(tensor.dtype);
-    const ckpt::Reader reader(path, manifest);
+    const ckpt::TensorReader reader(path, manifest);
   }
 };
 
@@ -211,7 +211,7 @@ Json Core::State::Checkpointing::numbers() const {
       }
     }
   }
-  if (state.together.stages) {
+  if (state.model_ranks.stages) {
     for (const std::string& theirs : share("save numbers", updates.dump())) {
       updates.update(Json::parse(theirs));
     }
@@ -239,7 +239,7 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
   state.steps = numbers.whole("steps", 0, kMost);
   state.skipped = numbers.whole("skipped", 0, kMost);
   state.executor->set_step(state.steps + 1);
-  state.together.set_step(state.steps + 1);
+  state.model_ranks.set_step(state.steps + 1);
   const ckpt::JsonReader scale(numbers.object("loss_scale"), "the manifest's loss_scale");
   const Json& value = scale.at("value");
   if (!value.is_number()) scale.fail("\"value\" is no number");
@@ -361,7 +361,7 @@ struct Core::State::Checkpointing::Load {
       }
       ckpt::check(chosen.manifest, target, moments, wanted);
       if (rank == 0 && !wanted.tied.empty()) {
-        ckpt::Reader first(chosen.path, chosen.manifest);
+        ckpt::TensorReader first(chosen.path, chosen.manifest);
         ckpt::check_tied(first, chosen.manifest, wanted);
       }
     } catch (const std::exception& error) {
@@ -373,7 +373,7 @@ struct Core::State::Checkpointing::Load {
     state.unloaded = concat("[engine::load] the load of \"", chosen.path,
                             "\" did not end: the weights are neither the old nor those of the "
                             "checkpoint. Load another one, or close()");
-    ckpt::Reader reader(chosen.path, chosen.manifest);
+    ckpt::TensorReader reader(chosen.path, chosen.manifest);
     const at::NoGradGuard no_grad;
     const std::string damage = ckpt::fill(reader, chosen.manifest, target, wanted);
     state.bytes_read = reader.bytes_read();
@@ -426,7 +426,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   check_asked(path, tag, options);
   state.executor->updates().finish();
   ckpt::Contents contents;
-  ckpt::Together together;
+  ckpt::MergeStep merge;
   std::unique_ptr<ckpt::Save> save;
   std::string folder, problem;
   std::vector<ckpt::Extra> extras = extras_of(options.tensors, *state.executor, rank);
@@ -441,8 +441,8 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
         std::move(contents));
     state.bytes_written = save->bytes();
     if (rank == 0) {
-      together.draft = std::make_unique<ckpt::Draft>(path, tag);
-      folder = together.draft->path();
+      merge.draft = std::make_unique<ckpt::Draft>(path, tag);
+      folder = merge.draft->path();
     }
   } catch (const std::exception& error) {
     problem = error.what();
@@ -462,13 +462,13 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   }
   problem = agree("save captured", problem);
   if (!problem.empty()) throw RuntimeFault(problem);
-  together.world = state.group->size();
-  together.behind = !options.wait;
-  together.starting = options.starting;
-  together.keep = state.config.checkpoint.keep;
-  together.timeout =
+  merge.world = state.group->size();
+  merge.behind = !options.wait;
+  merge.starting = options.starting;
+  merge.keep = state.config.checkpoint.keep;
+  merge.timeout =
       std::chrono::milliseconds(static_cast<int64_t>(state.config.comm.timeout_s * 1000));
-  state.saver.start(std::move(save), std::move(together));
+  state.saver.start(std::move(save), std::move(merge));
   return path + "/" + tag;
 }
 

@@ -14,12 +14,12 @@
 
 namespace penstock::engine {
 
-std::string Found::text() const {
+std::string AvailableMemory::text() const {
   return concat(memory, " ", model, " ", disk, " ", pid, " ", when_ns, " ", host);
 }
 
-Found Found::parse(const std::string& text) {
-  Found found;
+AvailableMemory AvailableMemory::parse(const std::string& text) {
+  AvailableMemory found;
   std::istringstream words(text);
   words >> found.memory >> found.model >> found.disk >> found.pid >> found.when_ns >> found.host;
   PENSTOCK_ASSERT(!words.fail(), concat("not what a rank found: ", text));
@@ -31,8 +31,8 @@ std::vector<std::string> swap_folders(const OffloadConfig& offload) {
   return split(offload.path, ':');
 }
 
-Found find_room(const Config& config, const ModelTree& tree, int world_size) {
-  Found found;
+AvailableMemory find_room(const Config& config, const ModelTree& tree, int world_size) {
+  AvailableMemory found;
   std::array<char, 256> name{};
   found.host = gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "?";
   found.pid = getpid();
@@ -46,13 +46,13 @@ Found find_room(const Config& config, const ModelTree& tree, int world_size) {
   return found;
 }
 
-Room room_of(const MemoryConfig& budgets, const std::vector<Found>& by_rank) {
+Room room_of(const MemoryConfig& budgets, const std::vector<AvailableMemory>& by_rank) {
   Room room = room_of(budgets);
   int64_t memory = Room::kNoLimit;
-  for (const Found& found : by_rank) {
-    const auto on_host = std::count_if(by_rank.begin(), by_rank.end(), [&](const Found& other) {
-      return other.host == found.host;
-    });
+  for (const AvailableMemory& found : by_rank) {
+    const auto on_host =
+        std::count_if(by_rank.begin(), by_rank.end(),
+                      [&](const AvailableMemory& other) { return other.host == found.host; });
     memory = std::min(memory, found.memory / on_host + found.model);
     room.disk = std::min(room.disk, found.disk / on_host);
   }

@@ -10,7 +10,7 @@
 namespace penstock::engine {
 
 // What one rank found.
-struct Found {
+struct AvailableMemory {
   std::string host;    // name of its machine
   int64_t memory = 0;  // free in host memory
   int64_t model = 0;   // of this process's memory: parameters, which the engine takes over
@@ -19,13 +19,13 @@ struct Found {
   int64_t when_ns = 0;  // by its machine's clock: tells a process's engines apart
 
   std::string text() const;  // one line, for the other ranks
-  static Found parse(const std::string& text);
+  static AvailableMemory parse(const std::string& text);
 };
 
-Found find_room(const Config& config, const ModelTree& tree, int world_size);
+AvailableMemory find_room(const Config& config, const ModelTree& tree, int world_size);
 
 // The same on every rank: ranks of a machine share what is free there, and the least counts.
-Room room_of(const MemoryConfig& budgets, const std::vector<Found>& by_rank);
+Room room_of(const MemoryConfig& budgets, const std::vector<AvailableMemory>& by_rank);
 // For machines that are not here: budgets alone, device and host each on its own.
 Room room_of(const MemoryConfig& budgets);
 

@@ -10,7 +10,7 @@ constexpr int64_t kNone = Room::kNoLimit;
 struct RoomCase {
   const char* name;
   MemoryConfig budgets;
-  std::vector<Found> found;
+  std::vector<AvailableMemory> found;
   Room room;
 };
 
@@ -46,7 +46,8 @@ TEST(Room, BudgetsAndWhatIsFound) {
 }
 
 TEST(Room, WhatARankFoundTravelsAsText) {
-  const Found found = Found::parse(Found{"host-1", 7, 8, 9, 10, 11}.text());
+  const AvailableMemory found =
+      AvailableMemory::parse(AvailableMemory{"host-1", 7, 8, 9, 10, 11}.text());
   EXPECT_EQ(found.host, "host-1");
   EXPECT_EQ(found.memory, 7);
   EXPECT_EQ(found.model, 8);

@@ -29,7 +29,7 @@ using ckpt::Holding;
 constexpr const char* kParam = "param";  // the role of masters
 
 // Elements of the parameter that this rank holds, from `begin` on.
-struct Own {
+struct OwnedRange {
   int64_t begin = 0;
   std::vector<float> values{};
 };
@@ -57,8 +57,8 @@ struct Values::ParamState {
     const std::vector<std::string> moments = {kind.moments.begin(), kind.moments.end()};
     const int rank = state.group->rank();
     for (Holding& one : ckpt::holdings(*state.executor, rank, moments, !state.lent.empty())) {
-      const std::vector<ckpt::Piece> all = ckpt::pieces(one, 0, one.flat->numel, names());
-      const auto mine = std::find_if(all.begin(), all.end(), [&](const ckpt::Piece& piece) {
+      const std::vector<ckpt::StatePiece> all = ckpt::pieces(one, 0, one.flat->numel, names());
+      const auto mine = std::find_if(all.begin(), all.end(), [&](const ckpt::StatePiece& piece) {
         return piece.global.name == name;
       });
       if (mine == all.end()) continue;
@@ -109,7 +109,8 @@ struct Values::ParamState {
       const auto [from, to] = once
                                   ? ckpt::share_of(one, state.executor->mesh(), state.group->rank())
                                   : std::pair<int64_t, int64_t>{0, one.numel()};
-      for (const ckpt::Piece& piece : ckpt::pieces(one, one.first + from, to - from, names())) {
+      for (const ckpt::StatePiece& piece :
+           ckpt::pieces(one, one.first + from, to - from, names())) {
         if (piece.global.name == name && piece.numel > 0) action(one, piece);
       }
     }
@@ -132,11 +133,11 @@ struct Values::ParamState {
     device::take_edits(values, Dtype::kFp32, device::address_of(seen, nullptr), edits.dtype, numel);
   }
 
-  std::vector<Own> read(bool once) {
-    std::vector<Own> all;
-    for_each(once, [&](Holding& one, const ckpt::Piece& piece) {
+  std::vector<OwnedRange> read(bool once) {
+    std::vector<OwnedRange> all;
+    for_each(once, [&](Holding& one, const ckpt::StatePiece& piece) {
       with_values(one, [&] {
-        Own& part = all.emplace_back();
+        OwnedRange& part = all.emplace_back();
         part.begin = piece.global.begin;
         part.values.resize(static_cast<size_t>(piece.numel));
         device::take(bytes_of(part.values), Dtype::kFp32, one.buffer->at(piece.at - one.first),
@@ -153,7 +154,7 @@ struct Values::ParamState {
 
   at::Tensor whole() {
     std::string mine;
-    for (const Own& part : read(true)) {
+    for (const OwnedRange& part : read(true)) {
       const int64_t head[] = {part.begin, static_cast<int64_t>(part.values.size())};
       mine.append(reinterpret_cast<const char*>(head), sizeof(head));
       mine.append(reinterpret_cast<const char*>(part.values.data()), part.values.size() * 4);
@@ -200,7 +201,7 @@ struct Values::ParamState {
 
  private:
   void put(Holding& one, const float* full, device::Address to, Dtype dtype, int64_t first) {
-    for (const ckpt::Piece& piece : ckpt::pieces(one, one.first, one.numel(), names())) {
+    for (const ckpt::StatePiece& piece : ckpt::pieces(one, one.first, one.numel(), names())) {
       if (piece.global.name != name || piece.numel == 0) continue;
       device::take(to + (piece.at - first) * dtype_bytes(dtype), dtype,
                    const_cast<float*>(full) + piece.global.begin, Dtype::kFp32, piece.numel, false);
@@ -276,9 +277,9 @@ std::pair<int64_t, at::Tensor> Values::local_state(const std::string& param,
                                                    const std::string& role) {
   ParamState one(*state_, param, role);
   one.check_role();
-  const std::vector<Own> parts = one.read(false);
+  const std::vector<OwnedRange> parts = one.read(false);
   int64_t numel = 0;
-  for (const Own& part : parts) {
+  for (const OwnedRange& part : parts) {
     if (part.begin != parts.front().begin + numel) {
       throw ConfigError(
           concat("[engine::local_state] this rank has several pieces of \"", param,
@@ -288,7 +289,7 @@ std::pair<int64_t, at::Tensor> Values::local_state(const std::string& param,
   }
   at::Tensor values = at::empty({numel}, at::TensorOptions(at::kFloat));
   auto* to = static_cast<float*>(values.data_ptr());
-  for (const Own& part : parts) to = std::copy(part.values.begin(), part.values.end(), to);
+  for (const OwnedRange& part : parts) to = std::copy(part.values.begin(), part.values.end(), to);
   return {parts.empty() ? 0 : parts.front().begin, values};
 }
 

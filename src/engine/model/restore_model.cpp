@@ -62,7 +62,7 @@ void Core::State::Closing::discard() {
 // After it the lanes are idle.
 std::string Core::State::Closing::part(const std::string& why) {
   std::string fault = state.faulted ? state.trouble : why;
-  if (fault.empty()) fault = state.together.cut_short();
+  if (fault.empty()) fault = state.model_ranks.cut_short();
   if (fault.empty()) fault = drained();
   if (!state.faulted) {
     state.group->set_position(Position::of(concat("step ", state.steps + 1, ", closing its engine",
@@ -76,7 +76,7 @@ std::string Core::State::Closing::part(const std::string& why) {
       state.group->end_exchanges(fault);
     }
     drained();
-    if (state.together.stages) state.together.stages->close();
+    if (state.model_ranks.stages) state.model_ranks.stages->close();
     torn = state.group->cut_off_on_device();
     if (gathers || torn.find("publish") == std::string::npos) torn.clear();
     if (gathers && !first.empty()) {
@@ -91,9 +91,9 @@ std::string Core::State::Closing::part(const std::string& why) {
 }
 
 void Core::State::Closing::bring_buffers() {
-  if (!state.together.stages || !gathers || !lost.empty()) return;
+  if (!state.model_ranks.stages || !gathers || !lost.empty()) return;
   try {
-    state.together.stages->bring_buffers([this](const auto& label, const auto& payload) {
+    state.model_ranks.stages->bring_buffers([this](const auto& label, const auto& payload) {
       return state.executor->share(label, payload);
     });
   } catch (const std::exception& error) {  // thrown by close(), when all is let go of
@@ -205,12 +205,12 @@ void Core::State::Closing::give_back(int unit) {
 std::string Core::State::close(bool gather, const std::string& why) {
   if (closed) return "";
   closed = true;
-  Watching{*this}.end();
+  Observer{*this}.end();
   // What it writes from goes.
   const bool all_come = gather && why.empty() && !faulted;
   const std::string unsaved = all_come ? saver.finish() : saver.finish_alone();
   if (!unsaved.empty()) std::fprintf(stderr, "penstock: not saved: %s\n", unsaved.c_str());
-  const bool apart = !executor->table().rests_whole() || together.tensor.has_value() ||
+  const bool apart = !executor->table().rests_whole() || model_ranks.tensor.has_value() ||
                      executor->mesh().size(Axis::kPipeline) > 1;
   Closing closing{*this, gather && apart};
   const std::string first = closing.part(why);
@@ -232,7 +232,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   executor->traffic().forget();
   tiers.device.trim();
   tiers.host.trim();
-  together.close();
+  model_ranks.close();
   group->close();
   if (gather && !closing.lost.empty()) {
     throw RuntimeFault(concat("[engine::close] the weights could not be gathered, so what was ",

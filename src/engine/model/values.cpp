@@ -387,7 +387,7 @@ void Values::refuse_edits(const std::vector<int>& units) {
     return state_->executor->share(label, text);
   };
   for (const std::string& edited : engine::share_text("edits", mine, share)) {
-    engine::Border::refuse_edit(edited, "inside engine.gathered()");
+    engine::OutsideEdits::refuse_edit(edited, "inside engine.gathered()");
   }
 }
 

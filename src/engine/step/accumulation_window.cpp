@@ -16,7 +16,7 @@ constexpr uint8_t kNone = 0;
 
 enum class Count : uint8_t { kKeep, kAdd, kClear };
 
-struct Rule {
+struct CallRule {
   Call call;
   uint8_t needs;     // one of these, if any
   uint8_t excludes;  // all of these
@@ -28,7 +28,7 @@ struct Rule {
 
 // By call. An update leaves kScaled: the loss of the next backward may have been scaled already.
 // What is dropped keeps kForwarded: the loss is still there to go backward from.
-constexpr std::array<Rule, 9> kRules = {{
+constexpr std::array<CallRule, 9> kRules = {{
     {Call::kForward, kNone, kNone, kForwarded, kNone, Count::kKeep, ""},
     {Call::kBackward, kForwarded, kNone, kScaled, kNone, Count::kKeep,
      "[engine::backward] backward() without a forward since the last step: call the engine on a "
@@ -58,34 +58,34 @@ constexpr bool in_order() {
 }
 static_assert(in_order());
 
-const Rule& rule_of(Call call) { return kRules[static_cast<size_t>(call)]; }
+const CallRule& rule_of(Call call) { return kRules[static_cast<size_t>(call)]; }
 
 }  // namespace
 
-Window::Window(int64_t accumulate, bool scales_loss, bool sees_forwards)
+AccumulationWindow::AccumulationWindow(int64_t accumulate, bool scales_loss, bool sees_forwards)
     : accumulate_(accumulate),
       standing_(static_cast<uint8_t>((scales_loss ? kNone : kScaled) |
                                      (sees_forwards ? kNone : kForwarded))),
       facts_(standing_) {}
 
-uint8_t Window::facts() const {
+uint8_t AccumulationWindow::facts() const {
   return facts_ | (seen() > 0 ? kSeen : kNone) | (complete() ? kComplete : kNone);
 }
 
-const char* Window::refusal(Call call) const {
-  const Rule& rule = rule_of(call);
+const char* AccumulationWindow::refusal(Call call) const {
+  const CallRule& rule = rule_of(call);
   const bool has = rule.needs == kNone || (facts() & rule.needs) != 0;
   const bool legal = has && (facts() & rule.excludes) == 0;
   return legal ? nullptr : rule.refusal;
 }
 
-void Window::check(Call call) const {
+void AccumulationWindow::check(Call call) const {
   if (const char* why = refusal(call)) throw RuntimeFault(why);
 }
 
-void Window::on(Call call) {
+void AccumulationWindow::on(Call call) {
   check(call);
-  const Rule& rule = rule_of(call);
+  const CallRule& rule = rule_of(call);
   facts_ = static_cast<uint8_t>((facts_ & ~rule.removes) | rule.adds | standing_);
   if (call == Call::kBackwardBegin) reduces_ = seen() + 1 >= accumulate_;
   if (call == Call::kDrop) blamed_.clear();
@@ -95,15 +95,15 @@ void Window::on(Call call) {
   contributed_ = false;
 }
 
-bool Window::armed() const { return (facts_ & kArmed) != 0; }
+bool AccumulationWindow::armed() const { return (facts_ & kArmed) != 0; }
 
-bool Window::complete() const { return seen() >= accumulate_; }
+bool AccumulationWindow::complete() const { return seen() >= accumulate_; }
 
-int64_t Window::seen() const { return static_cast<int64_t>(gave_.size()); }
+int64_t AccumulationWindow::seen() const { return static_cast<int64_t>(gave_.size()); }
 
-int64_t Window::num_averaged() const { return std::min(seen(), accumulate_); }
+int64_t AccumulationWindow::num_averaged() const { return std::min(seen(), accumulate_); }
 
-bool Window::keep(const std::string& gave_anywhere) {
+bool AccumulationWindow::keep(const std::string& gave_anywhere) {
   const size_t before = gave_.size();
   for (size_t i = std::min(before, gave_anywhere.size()); i-- > 0;) {
     if (gave_anywhere[i] == '1') continue;
@@ -112,10 +112,10 @@ bool Window::keep(const std::string& gave_anywhere) {
   return gave_.size() != before;
 }
 
-void Window::blame(const std::string& contribution) {
+void AccumulationWindow::blame(const std::string& contribution) {
   if (blamed_.empty()) blamed_ = contribution;
 }
 
-std::string Window::take_blamed() { return std::exchange(blamed_, ""); }
+std::string AccumulationWindow::take_blamed() { return std::exchange(blamed_, ""); }
 
 }  // namespace penstock::engine

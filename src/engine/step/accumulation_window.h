@@ -1,6 +1,7 @@
 #pragma once
-// Window: how far one optimizer step has come, from its first forward to its update. Pure. (No
-// relative of a parameter's window into memory, [Note: Windows].) With `accumulate` = k it goes
+// AccumulationWindow: how far one optimizer step has come, from its first forward to its update.
+// Pure. (No relative of a parameter's window into memory, [Note: Windows].) With `accumulate` = k
+// it goes
 //
 //   idle -> forward seen -> backward armed -> 1 of k seen -> ... -> complete -> (update) idle
 //                                 |
@@ -27,11 +28,11 @@ enum class Call : uint8_t {
   kDrop,    // nothing of the window can be trusted
 };
 
-class Window {
+class AccumulationWindow {
  public:
   // `scales_loss`: a backward has to come through engine.backward(loss). `sees_forwards`: every
   // forward is told, so that a backward without one is an error.
-  Window(int64_t accumulate, bool scales_loss, bool sees_forwards);
+  AccumulationWindow(int64_t accumulate, bool scales_loss, bool sees_forwards);
 
   const char* refusal(Call call) const;  // null when the call is legal now
   void check(Call call) const;           // throws RuntimeFault with the refusal

@@ -12,13 +12,13 @@
 namespace penstock::engine {
 namespace {
 
-Window after(Window window, const std::initializer_list<Call>& calls) {
+AccumulationWindow after(AccumulationWindow window, const std::initializer_list<Call>& calls) {
   for (const Call call : calls) window.on(call);
   return window;
 }
 
 // One letter per call: which are refused.
-std::string refused(const Window& window) {
+std::string refused(const AccumulationWindow& window) {
   const std::vector<std::pair<Call, char>> letters = {
       {Call::kForward, 'f'},     {Call::kBackward, 'b'},  {Call::kBackwardBegin, 'a'},
       {Call::kBackwardEnd, 'e'}, {Call::kFullGrads, 'g'}, {Call::kSetGrads, 's'},
@@ -30,7 +30,7 @@ std::string refused(const Window& window) {
   return text;
 }
 
-TEST(Window, EachStateRefusesWhatItCannotServe) {
+TEST(AccumulationWindow, EachStateRefusesWhatItCannotServe) {
   const Call f = Call::kForward, b = Call::kBackward, a = Call::kBackwardBegin,
              e = Call::kBackwardEnd, u = Call::kUpdate, d = Call::kDrop;
   const struct {
@@ -56,8 +56,8 @@ TEST(Window, EachStateRefusesWhatItCannotServe) {
   }
 }
 
-TEST(Window, ARefusedCallThrowsWhatTheUserReadsAndChangesNothing) {
-  Window window(1, true, true);
+TEST(AccumulationWindow, ARefusedCallThrowsWhatTheUserReadsAndChangesNothing) {
+  AccumulationWindow window(1, true, true);
   try {
     window.on(Call::kBackward);
     FAIL();
@@ -70,8 +70,8 @@ TEST(Window, ARefusedCallThrowsWhatTheUserReadsAndChangesNothing) {
   EXPECT_FALSE(window.armed());
 }
 
-TEST(Window, TheLastBackwardReducesAndTheAverageIsOverWhatWasSeen) {
-  Window window(2, false, true);
+TEST(AccumulationWindow, TheLastBackwardReducesAndTheAverageIsOverWhatWasSeen) {
+  AccumulationWindow window(2, false, true);
   const std::vector<std::pair<bool, int64_t>> expected = {{false, 1}, {true, 2}, {true, 2}};
   for (const auto& [reduces, num_averaged] : expected) {
     window.on(Call::kBackwardBegin);
@@ -82,8 +82,8 @@ TEST(Window, TheLastBackwardReducesAndTheAverageIsOverWhatWasSeen) {
   EXPECT_EQ(window.seen(), 3);
 }
 
-TEST(Window, BackwardsThatGaveNothingAnywhereAreNoneOfIt) {
-  Window window(2, false, true);
+TEST(AccumulationWindow, BackwardsThatGaveNothingAnywhereAreNoneOfIt) {
+  AccumulationWindow window(2, false, true);
   for (const bool gives : {false, true, false, true}) {
     window.on(Call::kBackwardBegin);
     if (gives) window.contribute();
@@ -102,8 +102,8 @@ TEST(Window, BackwardsThatGaveNothingAnywhereAreNoneOfIt) {
   EXPECT_EQ(window.gave(), "");
 }
 
-TEST(Window, TheFirstBadContributionIsKeptUntilItIsTakenOrDropped) {
-  Window window(1, false, true);
+TEST(AccumulationWindow, TheFirstBadContributionIsKeptUntilItIsTakenOrDropped) {
+  AccumulationWindow window(1, false, true);
   window.blame("a");
   window.blame("b");
   EXPECT_EQ(window.take_blamed(), "a");

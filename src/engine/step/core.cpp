@@ -23,7 +23,7 @@ Core::Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> g
            bool external_optimizer)
     : state_(std::make_shared<State>(tree, config, std::move(group), external_optimizer)) {
   state_->install_hooks();
-  State::Watching{*state_}.describe();
+  State::Observer{*state_}.describe();
 }
 
 Core::~Core() = default;
@@ -92,7 +92,7 @@ void Core::resume_backward() {
   state_->check_open("backward");
   state_->window->on(engine::Call::kBackward);
   state_->fault = nullptr;
-  state_->together.take_fault();
+  state_->model_ranks.take_fault();
   state_->seen_before = state_->window->seen();
   if (state_->window->armed()) return;
   state_->look_at_gradients(false);
@@ -113,7 +113,8 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
 void Core::backward_failed(const std::string& error) {
   state_->failed("backward", error);
   if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
-  if (const std::exception_ptr lost = state_->together.take_fault()) std::rethrow_exception(lost);
+  if (const std::exception_ptr lost = state_->model_ranks.take_fault())
+    std::rethrow_exception(lost);
 }
 
 bool Core::window_complete(bool force) {

@@ -77,11 +77,11 @@ bool trains_in_fp16(const Config& config, const ModelTree& tree) {
 }
 
 // Writes down who the ranks are, for `penstock status`.
-void meet(Board* board, const std::vector<engine::Found>& by_rank) {
+void meet(Board* board, const std::vector<engine::AvailableMemory>& by_rank) {
   if (board == nullptr) return;
   std::vector<std::string> roster;
   uint64_t run = hash_text("");
-  for (const engine::Found& found : by_rank) {
+  for (const engine::AvailableMemory& found : by_rank) {
     roster.push_back(concat(found.host, " ", found.pid));
     run = hash_text(found.text(), run);
   }
@@ -93,7 +93,7 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
   comm::Channel channel(group, "start");
   comm::Members all{{}, group.rank()};
   for (int rank = 0; rank < group.size(); ++rank) all.ranks.push_back(rank);
-  const engine::Found mine = engine::find_room(config, tree, group.size());
+  const engine::AvailableMemory mine = engine::find_room(config, tree, group.size());
   // Without its index: ranks may see their devices by any.
   const std::string device =
       concat("parameters on ", c10::DeviceTypeName(device_of(tree).type()), ", collectives ",
@@ -103,10 +103,10 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
       [&](const std::string& label, const std::string& payload) {
         return channel.share(label, all, payload);
       });
-  std::vector<engine::Found> by_rank;
+  std::vector<engine::AvailableMemory> by_rank;
   for (std::string& text : texts) {
     const size_t line = text.find('\n');
-    by_rank.push_back(engine::Found::parse(text.substr(0, line)));
+    by_rank.push_back(engine::AvailableMemory::parse(text.substr(0, line)));
     text.erase(0, line + 1);
   }
   meet(group.board(), by_rank);
@@ -180,16 +180,16 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   driver.emplace(*executor);
   wholes.emplace(*executor);
   if (config.mesh.tensor > 1) {
-    together.tensor.emplace(group, executor->mesh(), blueprint.ruled, blueprint.split.tree,
-                            params_of(executor->units()));
+    model_ranks.tensor.emplace(group, executor->mesh(), blueprint.ruled, blueprint.split.tree,
+                               params_of(executor->units()));
   }
   if (config.mesh.sequence > 1) {
-    together.sequence =
+    model_ranks.sequence =
         std::make_shared<parallel::Peers>(group, sequence_ranks(config, group->rank()), "sequence");
   }
   if (config.mesh.pipeline > 1) {
-    together.stages.emplace(group, Groups(executor->mesh(), group->rank()).pipeline(),
-                            blueprint.stages, config.parallel);
+    model_ranks.stages.emplace(group, Groups(executor->mesh(), group->rank()).pipeline(),
+                               blueprint.stages, config.parallel);
   }
   moves_params = executor->table().moves_params();
   tiled.emplace(*this, std::move(blueprint.split.tiled), unit_names);
@@ -211,7 +211,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   make_plans();
   border.emplace(*executor, *tiled);
   adoption.commit();
-  Watching{*this}.begin();
+  Observer{*this}.begin();
   show(group->board(), "the caller's code, after initialize");
 }
 

@@ -35,8 +35,8 @@ void check_frozen(const std::vector<exec::UnitState>& units) {
 
 // It is what it was in the forward, and its parameters are where they were.
 void check_model(const engine::Driver& driver, const exec::Executor& executor,
-                 const engine::Wholes& wholes, const engine::Together& together) {
-  if (together.tensor) together.tensor->check_called(executor.units());
+                 const engine::WholeParams& wholes, const engine::ModelRanks& model_ranks) {
+  if (model_ranks.tensor) model_ranks.tensor->check_called(executor.units());
   if (!driver.holds() || (executor.table().rests_whole() && !wholes.used())) return;
   throw RuntimeFault(
       "[engine::step] step() inside gathered(): the gathered values would stay what they were. "
@@ -64,10 +64,10 @@ void check_groups(const Config& config, const std::vector<OptimizerConfig>& grou
 class StillOpen : public std::exception {};
 
 // Inside gathered(write=True) that sees to it.
-void refuse_edit(const engine::Driver& driver, engine::Border& border, int unit,
+void refuse_edit(const engine::Driver& driver, engine::OutsideEdits& border, int unit,
                  const char* where) {
   if (driver.held(unit) > 0) return;
-  engine::Border::refuse_edit(border.edited(unit, false), where);
+  engine::OutsideEdits::refuse_edit(border.edited(unit, false), where);
 }
 
 // Not in a torch.autograd.grad() or a backward(inputs=...) that wants other gradients, nor where
@@ -124,7 +124,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   if (engine::in_backward()) return;
   // Nothing else waits for the device in evaluations, and so nothing else would tell.
   if (driver->section() == Section::kEval) {
-    engine::Border::refuse_edit(executor->values().resolve_doubts(), "in forward");
+    engine::OutsideEdits::refuse_edit(executor->values().resolve_doubts(), "in forward");
   }
   driver->finish();
   order->end_forward();
@@ -174,7 +174,7 @@ void Core::State::failed(const char* what, const std::string& error) {
   show(group->board(), concat("the caller's code, after its ", what, " raised"));
   trouble = concat("step ", steps + 1, ", where its ", what, " raised ", error);
   group->set_position(Position::of(trouble));
-  Watching{*this}.dump();
+  Observer{*this}.dump();
 }
 
 void Core::State::watch_outside_reads() {
@@ -196,7 +196,7 @@ void Core::State::watch_outside_reads() {
 // ---- backward
 
 void Core::State::look_at_gradients(bool adds) {
-  if (border->look_at_gradients(adds) != engine::Border::Gradients::kAllDropped) return;
+  if (border->look_at_gradients(adds) != engine::OutsideEdits::SeenGradients::kAllDropped) return;
   if (!window->complete()) {
     TORCH_WARN_ONCE("penstock: gradients of ", window->seen(), " of ", config.batch.accumulate,
                     " backwards were dropped (zero_grad() or .grad = None in the middle of a "
@@ -364,7 +364,7 @@ void Core::State::end_backward() {
   refuse_edit(*driver, *border, 0, "in backward");
   order->end(Op::kBackward, 0);
   driver->finish();
-  if (together.stages) window->contribute();  // others of this batch did, or will
+  if (model_ranks.stages) window->contribute();  // others of this batch did, or will
   window->on(engine::Call::kBackwardEnd);
   border->show_gradients();
   show(group->board(), "the caller's code, after backward");
@@ -404,7 +404,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     throw RuntimeFault(why);
   }
   check_groups(config, groups);
-  check_model(*driver, *executor, *wholes, together);
+  check_model(*driver, *executor, *wholes, model_ranks);
   look_at_gradients(false);
   border->look_at_params();
   border->hide_gradients();
@@ -453,7 +453,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   loss_scale.good_step();
   executor->updates().arrive();
   ++steps;
-  Watching{*this}.end_step(groups);
+  Observer{*this}.end_step(groups);
   return true;
 }
 

@@ -79,15 +79,15 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::string choice;  // what `offload: "auto"` chose from, and why; else empty
   std::optional<exec::Executor> executor;
   std::optional<engine::Driver> driver;
-  std::optional<engine::Border> border;
+  std::optional<engine::OutsideEdits> border;
   std::vector<engine::GradientHook> hooks;
-  engine::Together together;
-  std::optional<engine::Wholes> wholes;
+  engine::ModelRanks model_ranks;
+  std::optional<engine::WholeParams> wholes;
   bool moves_params = false;  // parameters do not rest where they compute
   bool unit_events = false;   // a unit's begin and end move something of it
 
   int64_t steps = 0;
-  std::optional<engine::Window> window;
+  std::optional<engine::AccumulationWindow> window;
   std::optional<engine::OrderLearner> order;
   std::vector<uint64_t> began;   // by unit: when its last forward did
   std::vector<int> waiting;      // by unit: gradients still to come in this backward
@@ -114,7 +114,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   ckpt::Saver saver;  // last: it ends first
 
   struct Checkpointing;  // checkpoints.cpp
-  struct Watching;       // observer.h
+  struct Observer;       // observer.h
 
  private:
   struct Closing;  // restore_model.cpp

@@ -36,7 +36,7 @@ at::Tensor hollow_gradient(const at::Tensor& param, const std::string& name) {
 
 }  // namespace
 
-Border::Border(exec::Executor& executor, const tiles::TiledWeights& tiled)
+OutsideEdits::OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& tiled)
     : executor_(executor), looks_(executor.units().size(), 0) {
   const auto known = [this](const std::string& name, const at::Tensor& tensor, bool trainable,
                             const c10::Storage& tiled) {
@@ -63,11 +63,11 @@ Border::Border(exec::Executor& executor, const tiles::TiledWeights& tiled)
 
 // ---- parameters
 
-void Border::look_at_params() {
+void OutsideEdits::look_at_params() {
   for (Param& param : params_) look_at(param);
 }
 
-void Border::look_at(Param& param) {
+void OutsideEdits::look_at(Param& param) {
   const at::Tensor& tensor = param.tensor;
   const auto [unit, flat, slot] = param.places.front();
   if (exec::python_object(tensor) != param.object) {
@@ -110,7 +110,7 @@ void Border::look_at(Param& param) {
 }
 
 // A parameter that was given other memory, of the same values on every rank.
-void Border::take_over(Param& param) {
+void OutsideEdits::take_over(Param& param) {
   if (param.tiled) {
     refuse(param.name,
            "is in tiles and was given other memory: write to it inside "
@@ -141,7 +141,7 @@ void Border::take_over(Param& param) {
   executor_.values().write(*flat, slot->offset, slot->numel, from);
 }
 
-std::string Border::edited(int index, bool always) {
+std::string OutsideEdits::edited(int index, bool always) {
   const exec::UnitState& unit = executor_.units()[static_cast<size_t>(index)];
   if (!unit.attached || executor_.table().rests_whole()) return "";
   for (const exec::Flat& flat : unit.flats) {
@@ -159,7 +159,7 @@ std::string Border::edited(int index, bool always) {
   return executor_.values().edited(index);
 }
 
-void Border::refuse_edit(const std::string& param, const char* where) {
+void OutsideEdits::refuse_edit(const std::string& param, const char* where) {
   if (param.empty()) return;
   refuse(param, concat("was changed in place ", where,
                        ", where it is a gathered copy: the change would be lost. Change it inside "
@@ -168,7 +168,7 @@ void Border::refuse_edit(const std::string& param, const char* where) {
 
 // ---- gradients
 
-Border::Gradients Border::look_at_gradients(bool adds) {
+OutsideEdits::SeenGradients OutsideEdits::look_at_gradients(bool adds) {
   std::vector<Param*> dropped;
   size_t num_shown = 0;
   for (Param& param : params_) {
@@ -184,18 +184,18 @@ Border::Gradients Border::look_at_gradients(bool adds) {
            "engine.set_grads({name: gradient}) replaces gradients after backward(), and "
            "engine.backward() adds to them");
   }
-  if (dropped.empty()) return Gradients::kKept;
-  if (dropped.size() == num_shown) return Gradients::kAllDropped;
+  if (dropped.empty()) return SeenGradients::kKept;
+  if (dropped.size() == num_shown) return SeenGradients::kAllDropped;
   for (Param* param : dropped) forget(*param);
-  return Gradients::kSomeDropped;
+  return SeenGradients::kSomeDropped;
 }
 
-void Border::forget(Param& param) {
+void OutsideEdits::forget(Param& param) {
   param.shown = false;
   for (const Place& place : param.places) executor_.gradients().forget(*place.flat, *place.slot);
 }
 
-void Border::show_gradients() {
+void OutsideEdits::show_gradients() {
   for (Param& param : params_) {
     if (!param.trainable || param.shown) continue;
     const bool has = std::any_of(param.places.begin(), param.places.end(),
@@ -207,7 +207,7 @@ void Border::show_gradients() {
   }
 }
 
-void Border::hide_gradients() {
+void OutsideEdits::hide_gradients() {
   for (Param& param : params_) {
     if (!std::exchange(param.shown, false)) continue;
     at::Tensor& gradient = param.tensor.mutable_grad();
@@ -215,7 +215,7 @@ void Border::hide_gradients() {
   }
 }
 
-bool Border::any_bad() const {
+bool OutsideEdits::any_bad() const {
   return std::any_of(params_.begin(), params_.end(), [](const Param& param) {
     return std::any_of(param.places.begin(), param.places.end(),
                        [](const Place& place) { return place.slot->bad; });

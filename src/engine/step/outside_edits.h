@@ -1,5 +1,5 @@
 #pragma once
-// Border: what users did to parameters and gradients since the engine last looked.
+// OutsideEdits: what users did to parameters and gradients since the engine last looked.
 //
 // [Note: At the border] Parameters are the user's own objects, and torch does not tell when one is
 // edited, given other memory or another identity. So at each of its calls the engine compares what
@@ -28,10 +28,10 @@
 namespace penstock::engine {
 
 // Compute thread (autograd's while a backward runs). The executor and the weights outlive it.
-class Border {
+class OutsideEdits {
  public:
   // The parameters have their windows.
-  Border(exec::Executor& executor, const tiles::TiledWeights& tiled);
+  OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& tiled);
 
   // What stands in a parameter's place becomes its value. Throws RuntimeFault for what cannot.
   void look_at_params();
@@ -43,10 +43,10 @@ class Border {
   // Throws RuntimeFault that such an edit would be lost; nothing for an empty name.
   static void refuse_edit(const std::string& param, const char* where);
 
-  enum class Gradients { kKept, kSomeDropped, kAllDropped };
+  enum class SeenGradients { kKept, kSomeDropped, kAllDropped };
   // What users did to `.grad`; what they set to None is forgotten unless that was all. Throws
   // RuntimeFault for one that was assigned; before a backward (`adds`) only where it hides another.
-  Gradients look_at_gradients(bool adds);
+  SeenGradients look_at_gradients(bool adds);
   void show_gradients();
   void hide_gradients();
   // A contribution of this rank was not finite, and nobody replaced it.

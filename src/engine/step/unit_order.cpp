@@ -9,7 +9,7 @@ namespace penstock::engine {
 
 bool OrderRecord::has(int unit) const {
   return std::any_of(events_.begin(), events_.end(),
-                     [unit](const Event& event) { return event.unit == unit; });
+                     [unit](const UnitEvent& event) { return event.unit == unit; });
 }
 
 void OrderRecord::begin(int unit) {
@@ -19,7 +19,7 @@ void OrderRecord::begin(int unit) {
 void OrderRecord::end(int unit) {
   begin(unit);
   events_.erase(std::remove_if(events_.begin(), events_.end(),
-                               [unit](const Event& e) { return e.unit == unit && !e.begins; }),
+                               [unit](const UnitEvent& e) { return e.unit == unit && !e.begins; }),
                 events_.end());
   events_.push_back({unit, false, {}});
 }
@@ -37,7 +37,7 @@ std::vector<Visit> OrderRecord::visits(int num_units) const {
     const bool ends_next = i + 1 < events_.size() && events_[i + 1].unit == unit;
     const bool never_ends =
         std::none_of(events_.begin(), events_.end(),
-                     [unit = unit](const Event& e) { return e.unit == unit && !e.begins; });
+                     [unit = unit](const UnitEvent& e) { return e.unit == unit && !e.begins; });
     if (begins && (ends_next || never_ends)) {
       visits.push_back({unit, Mark::kWhole});
       if (ends_next) ++i;

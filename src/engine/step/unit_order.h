@@ -24,12 +24,12 @@ class OrderRecord {
   std::vector<Visit> visits(int num_units) const;
 
  private:
-  struct Event {
+  struct UnitEvent {
     int unit = 0;
     bool begins = true;
     std::optional<Mark> visit;  // of a tile
   };
-  std::vector<Event> events_;
+  std::vector<UnitEvent> events_;
 };
 
 std::string visits_text(const std::vector<Visit>& visits);  // "u0 begin u1 u2 u0 end"

@@ -10,7 +10,7 @@ namespace penstock::engine {
 
 // By backward of a whole window: '1' for a gradient, '0' for none, '.' for one that has not come;
 // then by unit: '1' where one is late.
-std::string say_window(const Window& window, const Driver& driver) {
+std::string say_window(const AccumulationWindow& window, const Driver& driver) {
   const auto backwards = static_cast<size_t>(window.accumulate());
   std::string said = window.gave().substr(0, backwards);
   said.resize(backwards, '.');
@@ -32,7 +32,7 @@ std::string options_text(const std::vector<OptimizerConfig>& groups, const std::
   return {reinterpret_cast<const char*>(&hash), sizeof(hash)};
 }
 
-bool hear_window(const std::vector<std::string>& all, Window& window, Driver& driver) {
+bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window, Driver& driver) {
   const auto backwards = static_cast<size_t>(window.accumulate());
   const auto ended = [&](const std::string& said) { return std::min(said.find('.'), backwards); };
   const size_t options = backwards + driver.late().size();  // where they begin
@@ -88,7 +88,7 @@ std::string first_problem(exec::Executor& executor, const std::string& label,
   return "";
 }
 
-void agree_on_window(exec::Executor& executor, Window& window, Driver& driver) {
+void agree_on_window(exec::Executor& executor, AccumulationWindow& window, Driver& driver) {
   executor.gradients().finish();  // where this rank is then said to be, is here
   while (!hear_window(executor.share("read window", say_window(window, driver)), window, driver)) {
   }

@@ -14,14 +14,14 @@
 namespace penstock::engine {
 
 // What this rank has to say; as long on every rank.
-std::string say_window(const Window& window, const Driver& driver);
+std::string say_window(const AccumulationWindow& window, const Driver& driver);
 // Of what the optimizer was set to: as long on every rank, and the same if that is.
 std::string options_text(const std::vector<OptimizerConfig>& groups, const std::string& others);
 // What all ranks said, by rank; options_text() may be at its end: backwards that gave nothing
 // anywhere leave the window, and late gradients are moved. False when there were any, so that there
 // is something else to say. Throws RuntimeFault where ranks ended different numbers of backwards,
 // or have other options.
-bool hear_window(const std::vector<std::string>& all, Window& window, Driver& driver);
+bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window, Driver& driver);
 // Takes the digit at the end of what each rank said, which tells `wanted` of its own; `agreed`
 // becomes the highest.
 void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed);
@@ -31,6 +31,6 @@ std::string say_each(exec::Executor& executor, const std::string& label, bool mi
 std::string first_problem(exec::Executor& executor, const std::string& label,
                           const std::string& mine);
 // Says and hears until it is the same everywhere.
-void agree_on_window(exec::Executor& executor, Window& window, Driver& driver);
+void agree_on_window(exec::Executor& executor, AccumulationWindow& window, Driver& driver);
 
 }  // namespace penstock::engine

@@ -76,12 +76,12 @@ std::vector<std::pair<std::string, double>> StepMetrics::values() const {
           {"disk_bytes", of(disk_bytes)}};
 }
 
-void Core::State::Watching::say(const std::string& what) const {
+void Core::State::Observer::say(const std::string& what) const {
   std::fprintf(stderr, "penstock: rank %d, %s\n", state.group->rank(), what.c_str());
 }
 
-void Core::State::Watching::begin() {
-  state.together.record(state.tiers.recorder);
+void Core::State::Observer::begin() {
+  state.model_ranks.record(state.tiers.recorder);
   trace::About& about = state.tiers.recorder->about;
   about.rank = state.group->rank();
   about.host = host_name();
@@ -106,7 +106,7 @@ void Core::State::Watching::begin() {
       });
 }
 
-void Core::State::Watching::describe() {
+void Core::State::Observer::describe() {
   engine::RunFiles* const files = state.monitor->files();
   if (files == nullptr) return;
   const Report report(state.shared_from_this());
@@ -139,7 +139,7 @@ void Core::State::Watching::describe() {
   files->replace("run.json", out.dump(1) + "\n");
 }
 
-void Core::State::Watching::end_step(const std::vector<OptimizerConfig>& groups) {
+void Core::State::Observer::end_step(const std::vector<OptimizerConfig>& groups) {
   StepMetrics made;
   made.step = state.steps;
   made.grad_norm = state.executor->updates().seen().grad_norm;
@@ -183,10 +183,10 @@ void Core::State::Watching::end_step(const std::vector<OptimizerConfig>& groups)
                " has this rank alone: all ranks call trace() alike"));
   }
   state.executor->set_step(state.steps + 1);
-  state.together.set_step(state.steps + 1);
+  state.model_ranks.set_step(state.steps + 1);
 }
 
-void Core::State::Watching::write_trace(const engine::TraceWish& wish) {
+void Core::State::Observer::write_trace(const engine::TraceWish& wish) {
   std::string own = events_of(state.monitor->recorder().end_record());
   if (wish.more) {
     try {
@@ -209,7 +209,7 @@ void Core::State::Watching::write_trace(const engine::TraceWish& wish) {
   }
 }
 
-void Core::State::Watching::write_own(const std::string& path,
+void Core::State::Observer::write_own(const std::string& path,
                                       const std::vector<trace::Event>& events) {
   try {
     write_file(path, trace::chrome_trace({events_of(events)}, "{}"));
@@ -218,19 +218,19 @@ void Core::State::Watching::write_own(const std::string& path,
   }
 }
 
-std::string Core::State::Watching::events_of(const std::vector<trace::Event>& events) {
+std::string Core::State::Observer::events_of(const std::vector<trace::Event>& events) {
   const auto predicted = predict();
   return trace::chrome_events(state.monitor->recorder(), events,
                               predicted ? predicted->lines : trace::Predicted());
 }
 
-void Core::State::Watching::dump() {
+void Core::State::Observer::dump() {
   const std::string where = trace::dump(*state.tiers.recorder);
   if (where.empty() || state.trouble.find(where) != std::string::npos) return;
   if (!std::exchange(state.monitor->said_dump, true)) say(state.trouble + where);
 }
 
-void Core::State::Watching::end() {
+void Core::State::Observer::end() {
   if (!state.monitor) return;
   const auto wish = state.monitor->end();
   if (!wish || !wish->by_config || state.group->rank() != 0 || state.monitor->applied() == 0)
@@ -261,7 +261,7 @@ const StepMetrics& Metrics::last() const { return state_->monitor->last(); }
 void Metrics::write_last(const std::string& path) const {
   check_on(state_->monitor->recorder());
   const std::vector<trace::Event> events = state_->monitor->recorder().last();
-  write_file(path, trace::chrome_trace({Core::State::Watching{*state_}.events_of(events)}, "{}"));
+  write_file(path, trace::chrome_trace({Core::State::Observer{*state_}.events_of(events)}, "{}"));
 }
 
 void Metrics::flush() {
@@ -274,7 +274,7 @@ std::vector<RowSum> Metrics::sums() const {
   std::vector<RowSum> sums;
   for (size_t row = 0; row < rows.size(); ++row) {
     for (int kind = 0; kind < trace::kNumKinds; ++kind) {
-      const trace::Sum sum =
+      const trace::EventSum sum =
           recorder.sum(static_cast<int16_t>(row), static_cast<trace::Kind>(kind));
       if (sum.count == 0) continue;
       sums.push_back({rows[row], trace::name_of(static_cast<trace::Kind>(kind)), sum.count,

@@ -89,8 +89,8 @@ void Monitor::begins() {
 SoFar Monitor::recorded() const {
   SoFar sums;
   sums.at_ns = trace::now_ns();
-  const trace::Sum waits = recorder_->sum(trace::Recorder::kModel, trace::Kind::kWait);
-  const trace::Sum meets = recorder_->sum(trace::Recorder::kModel, trace::Kind::kExchange);
+  const trace::EventSum waits = recorder_->sum(trace::Recorder::kModel, trace::Kind::kWait);
+  const trace::EventSum meets = recorder_->sum(trace::Recorder::kModel, trace::Kind::kExchange);
   sums.waits_ns = waits.ns + meets.ns;
   sums.comm_ns = waits.ns + meets.ns - recorder_->waited_for(update_row_).ns -
                  recorder_->waited_for(trace::Recorder::kDisk).ns;

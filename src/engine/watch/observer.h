@@ -1,5 +1,5 @@
 #pragma once
-// Watching: what a core tells its monitor, and what is written of that (metrics.cpp,
+// Observer: what a core tells its monitor, and what is written of that (metrics.cpp,
 // prediction.cpp).
 #include <optional>
 #include <string>
@@ -11,7 +11,7 @@
 
 namespace penstock {
 
-struct Core::State::Watching {
+struct Core::State::Observer {
   struct Prediction {
     double step_s = 0.0;
     trace::Predicted lines;  // of each line and of what computes, by the texts that events have

@@ -44,7 +44,7 @@ std::vector<UnitWork> work_of_units(const ModelDesc& model, std::vector<double> 
 
 }  // namespace
 
-std::optional<Core::State::Watching::Prediction> Core::State::Watching::predict() const {
+std::optional<Core::State::Observer::Prediction> Core::State::Observer::predict() const {
   const Config& config = state.config;
   const int64_t micro_batches = std::max<int64_t>(1, config.batch.accumulate);
   const std::vector<double>& flops = state.monitor->forward_flops;

@@ -107,7 +107,7 @@ void RunFiles::run() {
   while (true) {
     changed_.wait(lock, [this] { return closing_ || !waiting_.empty(); });
     if (waiting_.empty()) return;
-    const Task task = std::move(waiting_.front());
+    const FileTask task = std::move(waiting_.front());
     waiting_.pop_front();
     writing_ = true;
     lock.unlock();
@@ -118,7 +118,7 @@ void RunFiles::run() {
   }
 }
 
-void RunFiles::write(const Task& task) {
+void RunFiles::write(const FileTask& task) {
   if (!task.name.empty()) {
     const std::string path = concat(folder_, "/", task.name), made = path + ".new";
     std::ofstream file(made);

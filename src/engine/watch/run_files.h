@@ -35,13 +35,13 @@ class RunFiles {
   void flush();  // everything is written, or was said to fail
 
  private:
-  struct Task {
+  struct FileTask {
     std::string name;  // empty: a row
     std::string text;
     StepMetrics row;
   };
   void run();
-  void write(const Task& task);
+  void write(const FileTask& task);
   void append(const std::string& name, const std::string& heading, const std::string& line);
   void say(const std::string& what);
 
@@ -52,11 +52,11 @@ class RunFiles {
   bool jsonl_ = false, csv_ = false;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Task> waiting_;  // guarded by mutex_
-  bool closing_ = false;      // guarded by mutex_
-  bool writing_ = false;      // guarded by mutex_
-  int64_t dropped_ = 0;       // guarded by mutex_
-  bool said_ = false;         // the thread's
+  std::deque<FileTask> waiting_;  // guarded by mutex_
+  bool closing_ = false;          // guarded by mutex_
+  bool writing_ = false;          // guarded by mutex_
+  int64_t dropped_ = 0;           // guarded by mutex_
+  bool said_ = false;             // the thread's
   std::thread thread_;
 };
 

@@ -424,14 +424,14 @@ void take_precision(const Leaves& given, Json& native) {
 }
 
 // DeepSpeed's own names; what they are there, with the defaults that they have there.
-struct Kind {
+struct KeyKind {
   const char* name;
   const char* native;
   Json defaults;
 };
 
 void take_optimizer(const Leaves& given, Json& native) {
-  static const Kind kKinds[] = {
+  static const KeyKind kKinds[] = {
       {"adam", "AdamW", {{"lr", 1e-3}, {"weight_decay", 0.0}}},
       {"adamw", "AdamW", {{"lr", 1e-3}, {"weight_decay", 0.0}}},
       {"lion", "Lion", {{"lr", 1e-3}, {"betas", {0.9, 0.999}}, {"weight_decay", 0.0}}},
@@ -448,7 +448,7 @@ void take_optimizer(const Leaves& given, Json& native) {
   std::transform(type.begin(), type.end(), type.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   const auto* const kind = std::find_if(std::begin(kKinds), std::end(kKinds),
-                                        [&](const Kind& one) { return type == one.name; });
+                                        [&](const KeyKind& one) { return type == one.name; });
   if (kind == std::end(kKinds))
     refuse(given, "optimizer.type",
            "\"Adam\", \"AdamW\", \"Lion\", \"Adagrad\", \"SGD\"; or pass a torch optimizer");

@@ -94,7 +94,7 @@ class Chooser {
     mesh.micro = micro;
     mesh.accumulate = question_.batch / samples;
     if (mesh.accumulate < mesh.pipeline) return;  // as the engine refuses
-    const std::vector<Stage> stages = stages_of(mesh);
+    const std::vector<StageCost> stages = stages_of(mesh);
     const std::vector<Alternative> states = states_of(mesh, stages);
     for (const bool recompute : {false, true}) {
       if (recompute && num_blocks(model_) == 0) continue;
@@ -114,14 +114,14 @@ class Chooser {
            num_blocks(model_) % (mesh.pipeline * virtual_stages) == 0;
   }
 
-  struct Stage {
+  struct StageCost {
     ModelDesc model;
     int64_t params, block_params;
   };
 
   // The first, the last, and the largest between them; the largest of all is the first of these.
-  std::vector<Stage> stages_of(const MeshAlternative& mesh) const {
-    std::vector<Stage> stages;
+  std::vector<StageCost> stages_of(const MeshAlternative& mesh) const {
+    std::vector<StageCost> stages;
     std::set<int64_t> sizes;
     for (int rank = 0; rank < mesh.pipeline; ++rank) {
       const bool between = rank > 1 && rank + 1 < mesh.pipeline;
@@ -131,7 +131,7 @@ class Chooser {
       if (sizes.insert(params).second) stages.push_back({std::move(own), params, blocks});
     }
     std::stable_sort(stages.begin(), stages.end(),
-                     [](const Stage& a, const Stage& b) { return a.params > b.params; });
+                     [](const StageCost& a, const StageCost& b) { return a.params > b.params; });
     return stages;
   }
 
@@ -142,7 +142,7 @@ class Chooser {
   // A stage is a model of its own, whose state its data ranks share. The largest has most of
   // everything, or is as large as the others.
   std::vector<Alternative> states_of(const MeshAlternative& mesh,
-                                     const std::vector<Stage>& stages) const {
+                                     const std::vector<StageCost>& stages) const {
     Question question{question_.asked, {"ddp", "zero1", "zero2", "zero3"}, false};
     if (mesh.data == 1) question.strategies = {"ddp"};
     Config& config = question.asked.config;
@@ -159,7 +159,7 @@ class Chooser {
   }
 
   // All but what depends on the strategy.
-  void set_times(MeshAlternative& mesh, const Stage& most) const {
+  void set_times(MeshAlternative& mesh, const StageCost& most) const {
     const Machine& machine = question_.asked.machine;
     const TransformerShape& shape = question_.shape;
     const double micros = static_cast<double>(mesh.accumulate), size = mesh.tensor;

@@ -54,14 +54,14 @@ class RankReplay {
   }
 
   // What was sent since the last call: the hop, the micro-batch, the role, when it is there.
-  struct Message {
+  struct TimedMessage {
     int hop, micro;
     Role role;
     double there;
   };
-  std::vector<Message> sent() { return std::exchange(sent_, {}); }
+  std::vector<TimedMessage> sent() { return std::exchange(sent_, {}); }
   // The next receive of that kind in the plan takes it.
-  void take(const Message& message) {
+  void take(const TimedMessage& message) {
     for (size_t i = next_; i < plan_.steps.size(); ++i) {
       const Step& step = plan_.steps[i];
       if (step.op != Op::kReceive || step.hop != -message.hop || step.micro != message.micro ||
@@ -79,7 +79,7 @@ class RankReplay {
     compute_ = gather_ = reduce_ = update_ = when;
   }
 
-  Timeline::Rank finish(double passes) {
+  Timeline::RankTime finish(double passes) {
     rank_.idle = passes - rank_.busy;
     return rank_;
   }
@@ -180,7 +180,7 @@ class RankReplay {
     rank_.busy += takes;
   }
 
-  double seconds(const UnitWork::Pass& pass) const {
+  double seconds(const UnitWork::ComputePass& pass) const {
     return pass.flops / machine_.flops + pass.memory_bytes / machine_.device_memory;
   }
 
@@ -216,21 +216,21 @@ class RankReplay {
   int64_t total_ = 0;
   size_t next_ = 0;
   std::map<Arrival, double> arrived_;
-  std::vector<Message> sent_;
+  std::vector<TimedMessage> sent_;
   std::vector<double> params_there_;
   // Until when each lane works, and when the computation that is under way began.
   double compute_ = 0, gather_ = 0, reduce_ = 0, update_ = 0, issued_ = 0;
   double send_[2] = {0, 0};
   double passes_ = 0, held_ = 0;
   bool met_ = false;
-  Timeline::Rank rank_;
+  Timeline::RankTime rank_;
 };
 
 }  // namespace
 
 double Timeline::bubble() const {
   double idle = 0, busy = 0;
-  for (const Rank& rank : ranks) {
+  for (const RankTime& rank : ranks) {
     idle += rank.idle;
     busy += rank.busy;
   }
@@ -265,7 +265,7 @@ Timeline replay(const std::vector<Plan>& plans, const Table& table, const ModelD
     bool any = false;
     for (int rank = 0; rank < num_ranks; ++rank) {
       stops[rank] = ranks[rank].run();
-      for (const RankReplay::Message& message : ranks[rank].sent()) {
+      for (const RankReplay::TimedMessage& message : ranks[rank].sent()) {
         any = true;
         ranks[(rank + message.hop + num_ranks) % num_ranks].take(message);
       }

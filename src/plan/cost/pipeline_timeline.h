@@ -19,28 +19,28 @@ namespace penstock {
 // long as its FLOPs and then its bytes of device memory. The planner does without: these are of
 // a model's operators, which its description does not have.
 struct UnitWork {
-  struct Pass {
+  struct ComputePass {
     double flops = 0, memory_bytes = 0;
   };
-  Pass forward{}, backward{};  // the latter without what is computed again
-  double summed_bytes = 0;     // of activations, in a sum over tensor ranks
+  ComputePass forward{}, backward{};  // the latter without what is computed again
+  double summed_bytes = 0;            // of activations, in a sum over tensor ranks
 };
 // By unit, of `tokens` a micro-batch and data rank: a forward is 2 FLOPs a parameter and token, a
 // backward 4 where it trains, and nothing else takes time.
 std::vector<UnitWork> work_of(const ModelDesc& model, double tokens);
 
 struct Timeline {
-  struct Rank {
+  struct RankTime {
     double busy = 0;                      // seconds of computing, sums over tensor ranks included
     double idle = 0;                      // from the begin to the end of all passes
     double most_held = 0;                 // micro-batches of all its units, between F and B
     std::map<std::string, int64_t> sent;  // link -> bytes in a step
     std::vector<double> lines;            // by line of its plan: seconds of its own
   };
-  std::vector<Rank> ranks;  // of the pipeline
-  double passes = 0;        // when the last forward or backward has ended
-  double step = 0;          // when the last update has
-  double bubble() const;    // idle time of all ranks over their busy time
+  std::vector<RankTime> ranks;  // of the pipeline
+  double passes = 0;            // when the last forward or backward has ended
+  double step = 0;              // when the last update has
+  double bubble() const;        // idle time of all ranks over their busy time
 };
 
 // `plans` as of plan_pipeline(), `work` by unit. Throws ConfigError where one waits for what never

@@ -86,10 +86,10 @@ struct Layer {
 
   // Multiplies of `squares` weights each of h * h, and reads and writes of all operands; a backward
   // has twice of both.
-  UnitWork::Pass matmul(double squares, double values) const {
+  UnitWork::ComputePass matmul(double squares, double values) const {
     return {2 * squares * weights * tokens, kHalf * (squares * weights + values * tokens)};
   }
-  static void add(UnitWork& work, const UnitWork::Pass& pass) {
+  static void add(UnitWork& work, const UnitWork::ComputePass& pass) {
     work.forward.flops += pass.flops;
     work.forward.memory_bytes += pass.memory_bytes;
     work.backward.flops += 2 * pass.flops;
@@ -122,7 +122,7 @@ struct Layer {
 };
 
 UnitWork times(UnitWork work, int layers) {
-  for (UnitWork::Pass* const pass : {&work.forward, &work.backward}) {
+  for (UnitWork::ComputePass* const pass : {&work.forward, &work.backward}) {
     pass->flops *= layers;
     pass->memory_bytes *= layers;
   }

@@ -54,9 +54,9 @@ class Meter {
 };
 
 // One rank's walk along the plan.
-class Walk {
+class Simulation {
  public:
-  Walk(const Table& table, const ModelDesc& model, const Mesh& mesh, double num_moments)
+  Simulation(const Table& table, const ModelDesc& model, const Mesh& mesh, double num_moments)
       : table_(table.on(mesh)), model_(model), mesh_(mesh), num_moments_(num_moments) {
     params_.assign(model.units.size(), Copies::resting(cell(Role::kParam, Phase::kRest)));
     grads_.assign(model.units.size(), Copies::moving());
@@ -474,13 +474,13 @@ std::string Ledger::text() const {
 
 Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
                 double moments_per_param) {
-  return Walk(table, model, mesh, moments_per_param).run(step);
+  return Simulation(table, model, mesh, moments_per_param).run(step);
 }
 
 LineBytes bytes_by_line(const Plan& step, const Table& table, const ModelDesc& model,
                         const Mesh& mesh) {
   LineBytes bytes;
-  Walk(table, model, mesh, 2.0).run(step, &bytes);
+  Simulation(table, model, mesh, 2.0).run(step, &bytes);
   return bytes;
 }
 

@@ -8,13 +8,13 @@ namespace penstock {
 
 namespace {
 
-struct Lane {
+struct LaneTime {
   std::string name;
   double seconds = 0;
 };
 
-Lane longest_of(const std::map<std::string, double>& lanes) {
-  Lane longest{"compute", 0};
+LaneTime longest_of(const std::map<std::string, double>& lanes) {
+  LaneTime longest{"compute", 0};
   for (const auto& [name, seconds] : lanes) {
     if (seconds > longest.seconds) longest = {name, seconds};
   }
@@ -42,9 +42,9 @@ StepTime step_time(const Work& work, const Ledger& ledger, const Machine& machin
   lanes["backward"]["compute"] = (flops + trained) / machine.flops;
   lanes["update"]["optimizer"] = static_cast<double>(work.updated_params) * kUpdateBytes / memory;
   StepTime time;
-  Lane most;
+  LaneTime most;
   const auto take = [&](const char* phase) {
-    const Lane lane = longest_of(lanes[phase]);
+    const LaneTime lane = longest_of(lanes[phase]);
     if (lane.seconds > most.seconds) most = {concat(phase, ", ", lane.name), lane.seconds};
     return lane.seconds;
   };

@@ -17,13 +17,13 @@
 
 namespace penstock {
 
-struct Engine::State {
+struct Engine::Impl {
   std::shared_ptr<torch::nn::Module> model;
   int rank = 0, world = 1;
   std::optional<Core> core;
   std::unordered_map<const torch::nn::Module*, int> unit_of;
   std::unordered_map<const torch::nn::Module*, TensorModule> cut;  // over tensor ranks
-  std::optional<engine::FrontStages> stages;                       // where mesh.pipeline > 1
+  std::optional<engine::PipelineRunner> stages;                    // where mesh.pipeline > 1
 
   OptimizerConfig settings() const;
   // Buffers; and with them this rank's generator, or that of `of_rank`.
@@ -40,7 +40,7 @@ struct Running {
   Core* core = nullptr;
   const std::unordered_map<const torch::nn::Module*, int>* unit_of = nullptr;
   const std::unordered_map<const torch::nn::Module*, TensorModule>* cut = nullptr;
-  FrontStages* stages = nullptr;
+  PipelineRunner* stages = nullptr;
 };
 
 }  // namespace engine
