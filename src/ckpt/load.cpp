@@ -48,8 +48,8 @@ std::string list(const char* what, const std::vector<std::string>& names) {
 }
 
 // What the checkpoint has for a tensor of the model, or null.
-const Tensor* find(const Manifest& manifest, const LoadOptions& options, const std::string& role,
-                   const std::string& name, int rank = -1) {
+const Tensor* find(const Manifest& manifest, const TensorLoadOptions& options,
+                   const std::string& role, const std::string& name, int rank = -1) {
   const auto in_role = [&](const std::string& of, const std::string& named) {
     return manifest.find(Tensor{of, named, rank, {}, {}, {}}.key());
   };
@@ -75,7 +75,7 @@ bool is_optimizers(const std::string& key) {
 // What is there and what is wanted, compared.
 struct Comparison {
   const Manifest& manifest;
-  const LoadOptions& options;
+  const TensorLoadOptions& options;
   std::set<std::string> wanted{};
   std::vector<std::string> missing{}, unexpected{}, different{};
   std::set<const Tensor*> taken{};
@@ -148,7 +148,7 @@ int64_t TensorReader::bytes_read() const {
 // ---- names
 
 void check(const Manifest& manifest, const Target& target, const std::vector<std::string>& moments,
-           const LoadOptions& options) {
+           const TensorLoadOptions& options) {
   Comparison comparison{manifest, options};
   std::set<std::string> roles = {kParam, kBuffer, kWeight};
   for (const Holding& holding : target.holdings) {
@@ -188,7 +188,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   comparison.finish();
 }
 
-void check_tied(TensorReader& reader, const Manifest& manifest, const LoadOptions& options) {
+void check_tied(TensorReader& reader, const Manifest& manifest, const TensorLoadOptions& options) {
   for (const auto& [own, other] : options.tied) {
     const Tensor* one = manifest.find(Tensor{kWeight, own, -1, {}, {}, {}}.key());
     const Tensor* two = manifest.find(Tensor{kWeight, other, -1, {}, {}, {}}.key());
@@ -216,7 +216,7 @@ struct Filling {
   TensorReader& reader;
   const Manifest& manifest;
   const Target& target;
-  const LoadOptions& options;
+  const TensorLoadOptions& options;
   std::string error{};
   std::vector<char> block{};
 
@@ -295,7 +295,7 @@ struct Filling {
 }  // namespace
 
 std::string fill(TensorReader& reader, const Manifest& manifest, const Target& target,
-                 const LoadOptions& options) {
+                 const TensorLoadOptions& options) {
   Filling filling{reader, manifest, target, options};
   std::vector<Holding> masters;
   const auto flush = [&] {

@@ -33,7 +33,7 @@ class TensorReader {
   std::vector<std::unique_ptr<ShardReader>> files_;
 };
 
-struct LoadOptions {
+struct TensorLoadOptions {
   bool optimizer = true;  // else the weights and buffers alone
   // Of tied weights: the parameter's name, and others that a state dict may have it by.
   std::multimap<std::string, std::string> tied{};
@@ -52,15 +52,15 @@ struct Target {
 // Throws ConfigError with every name that is missing or too many, and every shape or dtype that
 // does not fit, at once.
 void check(const Manifest& manifest, const Target& target, const std::vector<std::string>& moments,
-           const LoadOptions& options);
+           const TensorLoadOptions& options);
 
 // What a state dict has by several names of one parameter must be the same. Reads it. Throws
 // ConfigError, Damaged.
-void check_tied(TensorReader& reader, const Manifest& manifest, const LoadOptions& options);
+void check_tied(TensorReader& reader, const Manifest& manifest, const TensorLoadOptions& options);
 
 // Fills every copy. [all ranks] It takes part in all that the ranks do together also after an
 // error, which it returns: then the state is neither the old nor the new.
 std::string fill(TensorReader& reader, const Manifest& manifest, const Target& target,
-                 const LoadOptions& options);
+                 const TensorLoadOptions& options);
 
 }  // namespace penstock::ckpt

@@ -160,7 +160,7 @@ void Channel::meet(const Label& label, const Run& run) {
   Board* const board = group_.board();
   const Waiting waiting(board, lane_, {step_, position.sequence, tag}, *label.text);
   trace::Span span(recorder.get(), trace::Kind::kExchange, label.text);
-  for (const Part& part : sends_) span.add_bytes(part.bytes);
+  for (const PeerBytes& part : sends_) span.add_bytes(part.bytes);
   try {
     run(tag);
   } catch (const std::exception& error) {
@@ -194,8 +194,8 @@ void Channel::queue(const Label& label, const device::Device& device, DeviceColl
 void Channel::exchange(uint32_t tag) {
   const device::Device* device = nullptr;
   int64_t bytes = 0;
-  for (const std::vector<Part>* parts : {&sends_, &receives_}) {
-    for (const Part& part : *parts) {
+  for (const std::vector<PeerBytes>* parts : {&sends_, &receives_}) {
+    for (const PeerBytes& part : *parts) {
       bytes += part.bytes;
       if (part.data.device != nullptr) device = part.data.device;
     }
@@ -203,20 +203,20 @@ void Channel::exchange(uint32_t tag) {
   sent_.clear();
   received_.clear();
   if (device == nullptr) {
-    for (const Part& part : sends_) sent_.push_back({part.peer, part.data.host(), part.bytes});
-    for (const Part& part : receives_) {
+    for (const PeerBytes& part : sends_) sent_.push_back({part.peer, part.data.host(), part.bytes});
+    for (const PeerBytes& part : receives_) {
       received_.push_back({part.peer, part.data.host(), part.bytes});
     }
     return group_.exchange(sent_, received_, tag);
   }
   c10::DataPtr pinned = device->allocate_pinned(std::max<int64_t>(1, bytes));
   Address at(pinned.get());
-  for (const Part& part : sends_) {
+  for (const PeerBytes& part : sends_) {
     device::copy(at, part.data, part.bytes);
     sent_.push_back({part.peer, at.data, part.bytes});
     at = at + part.bytes;
   }
-  for (const Part& part : receives_) {
+  for (const PeerBytes& part : receives_) {
     received_.push_back({part.peer, at.data, part.bytes});
     at = at + part.bytes;
   }
@@ -402,7 +402,7 @@ bool Channel::reduce_in_tiles(const Members& members, const std::vector<ReduceBu
   for (int i = 0; i < members.size(); ++i) {
     if (i != members.index) tiles_.peers.push_back(members.ranks[i]);
   }
-  for (const Part& part : sends_) sent_.push_back({part.peer, part.data.host(), part.bytes});
+  for (const PeerBytes& part : sends_) sent_.push_back({part.peer, part.data.host(), part.bytes});
   const auto take = [&](const Tile& tile) {
     if (tile.piece < tiled_.size()) return add_tile(members, *tiled_[tile.piece], tile, sources_);
     Address to = received.data + tile.offset;

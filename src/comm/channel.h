@@ -159,12 +159,12 @@ class Channel {
   std::atomic<int64_t> sequence_ = 0;  // of the next exchange
   int64_t step_ = 0;
   // Of the collective under way; members, so that their memory is reused.
-  struct Part {
+  struct PeerBytes {
     int peer = 0;
     device::Address data;
     int64_t bytes = 0;
   };
-  std::vector<Part> sends_, receives_;
+  std::vector<PeerBytes> sends_, receives_;
   std::vector<Piece> sent_, received_;  // as the group takes them
   uint64_t history_ = 0;
   std::vector<std::pair<const Members*, std::shared_ptr<DeviceCollectives>>> on_device_;

@@ -69,19 +69,19 @@ class ProcessGroupGroup final : public comm::StoreGroup {
   }
 
   // Where end_exchanges() finds the works that a thread waits for.
-  class Waiting {
+  class WaitNotice {
    public:
-    Waiting(ProcessGroupGroup& group, const Works& works) : group_(group), works_(&works) {
+    WaitNotice(ProcessGroupGroup& group, const Works& works) : group_(group), works_(&works) {
       const std::lock_guard lock(group_.mutex_);
       group_.waiting_.push_back(works_);
       if (!group_.ended_.empty()) abort(*works_);
     }
-    ~Waiting() {
+    ~WaitNotice() {
       const std::lock_guard lock(group_.mutex_);
       std::erase(group_.waiting_, works_);
     }
-    Waiting(const Waiting&) = delete;
-    Waiting& operator=(const Waiting&) = delete;
+    WaitNotice(const WaitNotice&) = delete;
+    WaitNotice& operator=(const WaitNotice&) = delete;
 
    private:
     ProcessGroupGroup& group_;
@@ -111,7 +111,7 @@ class ProcessGroupGroup final : public comm::StoreGroup {
       works.push_back(backend.send(tensors, piece.peer, static_cast<int>(tag)));
     }
     const auto within = limit();
-    const Waiting waiting(*this, works);
+    const WaitNotice waiting(*this, works);
     for (size_t i = 0; i < works.size(); ++i) {
       const size_t num_received = receives.size();
       const Piece& piece = i < num_received ? receives[i] : sends[i - num_received];

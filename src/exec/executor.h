@@ -20,7 +20,7 @@ namespace penstock::exec {
 
 class Executor {
  public:
-  // `units` have their resting copies (Values::adopt() fills them).
+  // `units` have their resting copies (GatheredValues::adopt() fills them).
   Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tiers& tiers,
            std::vector<UnitState> units);
 
@@ -34,7 +34,7 @@ class Executor {
   Params& params() { return params_; }
   Gradients& gradients() { return gradients_; }
   Updates& updates() { return updates_; }
-  Values& values() { return values_; }
+  GatheredValues& values() { return values_; }
   activations::Activations& activations() { return activations_; }
 
   // Throws away the window: gradients, and what was read for an update that does not come.
@@ -64,7 +64,7 @@ class Executor {
   Params params_;
   Gradients gradients_;
   Updates updates_;
-  Values values_;
+  GatheredValues values_;
   activations::Activations activations_;
   // Last, so that the lanes end first.
   Lanes lanes_;

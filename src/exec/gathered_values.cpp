@@ -24,22 +24,22 @@ char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data
 }  // namespace
 
 // Its values in host memory: a view of it, or a copy of what a device has.
-at::Tensor Values::on_host(const Buffer& buffer) const {
+at::Tensor GatheredValues::on_host(const Buffer& buffer) const {
   if (rank_.on_accelerator())
     rank_.tiers.computes.synchronize();  // what was on its way to the host
   return device::brought(buffer.data(), buffer.dtype, buffer.numel, nullptr);
 }
 
 // `own` is this rank's part, in the placement's dtype; it is not changed.
-at::Tensor Values::whole(Placement place, const void* own, const Flat& flat,
-                         const std::string& label) {
+at::Tensor GatheredValues::whole(Placement place, const void* own, const Flat& flat,
+                                 const std::string& label) {
   at::Tensor full = zeros32(flat.numel);
   gather(place, static_cast<const char*>(own), flat, label, bytes_of(full));
   return full;
 }
 
-void Values::gather(const Placement& from, const char* own, const Flat& flat,
-                    const std::string& label, char* full) {
+void GatheredValues::gather(const Placement& from, const char* own, const Flat& flat,
+                            const std::string& label, char* full) {
   Placement place = from, wanted = rank_.whole();
   place.tier = Tier::kDevice;
   wanted.dtype = Dtype::kFp32;
@@ -49,8 +49,8 @@ void Values::gather(const Placement& from, const char* own, const Flat& flat,
 }
 
 // This rank's part from memory or disk, whatever its dtype.
-at::Tensor Values::read(Buffer& own, Placement place, mem::Account account, const Flat& flat,
-                        const std::string& label) {
+at::Tensor GatheredValues::read(Buffer& own, Placement place, mem::Account account,
+                                const Flat& flat, const std::string& label) {
   rank_.traffic.fetch(own, account);
   rank_.traffic.wait_read(own);
   place.dtype = own.dtype;
@@ -60,7 +60,7 @@ at::Tensor Values::read(Buffer& own, Placement place, mem::Account account, cons
 }
 
 // In fp32, with chunks put together.
-void Values::own_masters(Flat& flat, char* to) {
+void GatheredValues::own_masters(Flat& flat, char* to) {
   for (ChunkState& chunk : flat.chunks) {
     device::copy(to + chunk.begin * 4, updates_.fetch_master(flat, chunk),
                  rank_.numel_updated(flat, chunk) * 4);
@@ -69,7 +69,7 @@ void Values::own_masters(Flat& flat, char* to) {
   if (rank_.on_accelerator()) rank_.tiers.computes.synchronize();
 }
 
-Dtype Values::parameters(int unit, int index, char* room, bool everywhere) {
+Dtype GatheredValues::parameters(int unit, int index, char* room, bool everywhere) {
   updates_.finish();
   Flat& flat = rank_.units[unit].flats[index];
   const std::string label = concat("read u", unit, ".", index, " param");
@@ -109,14 +109,14 @@ Dtype Values::parameters(int unit, int index, char* room, bool everywhere) {
   return made;
 }
 
-at::Tensor Values::resting(int unit, int index) {
+at::Tensor GatheredValues::resting(int unit, int index) {
   Flat& flat = rank_.units[unit].flats[index];
   const std::string label = concat("last u", unit, ".", index, " param");
   return read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
 }
 
 // Of a sum that backwards may still add to, what was written counts.
-at::Tensor Values::open_sum(const Flat& flat, const Copy* sum, const std::string& label) {
+at::Tensor GatheredValues::open_sum(const Flat& flat, const Copy* sum, const std::string& label) {
   const at::Tensor own = zeros32(flat.numel);
   for (const Slot& slot : flat.slots) {
     if (sum == nullptr || !slot.written) continue;
@@ -129,7 +129,7 @@ at::Tensor Values::open_sum(const Flat& flat, const Copy* sum, const std::string
   return whole(place, own.data_ptr(), flat, label);
 }
 
-at::Tensor Values::gradient(int unit, int index) {
+at::Tensor GatheredValues::gradient(int unit, int index) {
   updates_.finish();
   gradients_.finish();
   Flat& flat = rank_.units[unit].flats[index];
@@ -193,7 +193,7 @@ at::Tensor put_together(const Slot& slot, const at::Tensor& parts, const Members
 
 }  // namespace
 
-at::Tensor Values::whole_of(const Slot& slot, const at::Tensor& part) {
+at::Tensor GatheredValues::whole_of(const Slot& slot, const at::Tensor& part) {
   if (slot.cut.kind != TensorCut::kCut) return part;
   const Members& ranks = rank_.groups.tensor();
   const at::Tensor parts = room_for_parts(slot, ranks.size(), ranks.index, part);
@@ -203,8 +203,8 @@ at::Tensor Values::whole_of(const Slot& slot, const at::Tensor& part) {
   return put_together(slot, parts, ranks);
 }
 
-at::Tensor Values::across_stages(const Flat& flat, const at::Tensor& own,
-                                 const std::string& label) {
+at::Tensor GatheredValues::across_stages(const Flat& flat, const at::Tensor& own,
+                                         const std::string& label) {
   const Members& stages = rank_.groups.pipeline();
   if (static_cast<int>(flat.owners.size()) == stages.size() || flat.owners.empty()) return own;
   const bool first = rank_.is_first_owner(flat);
@@ -220,7 +220,7 @@ at::Tensor Values::across_stages(const Flat& flat, const at::Tensor& own,
   return own.defined() ? own : values;
 }
 
-at::Tensor Values::whole_on_first(const Slot& slot, const at::Tensor& part) {
+at::Tensor GatheredValues::whole_on_first(const Slot& slot, const at::Tensor& part) {
   Members ranks = rank_.groups.tensor();
   const bool first = rank_.groups.data().index == 0 && ranks.index == 0;
   if (slot.cut.kind != TensorCut::kCut) return first ? part : at::Tensor();
@@ -231,7 +231,7 @@ at::Tensor Values::whole_on_first(const Slot& slot, const at::Tensor& part) {
   return first ? put_together(slot, parts, ranks) : at::Tensor();
 }
 
-at::Tensor Values::part_of(const Slot& slot, const at::Tensor& whole) const {
+at::Tensor GatheredValues::part_of(const Slot& slot, const at::Tensor& whole) const {
   if (slot.cut.kind != TensorCut::kCut) return whole;
   const Members& ranks = rank_.groups.tensor();
   std::vector<at::Tensor> parts;
@@ -241,7 +241,7 @@ at::Tensor Values::part_of(const Slot& slot, const at::Tensor& whole) const {
   return at::cat(parts, slot.cut.dim).contiguous();
 }
 
-void Values::show(Flat& flat) {
+void GatheredValues::show(Flat& flat) {
   if (flat.rest().place == rank_.whole()) {
     flat.attach(flat.rest().one().data());
   } else {
@@ -250,7 +250,8 @@ void Values::show(Flat& flat) {
 }
 
 // From fp32 values under another placement.
-void Values::set_rest(Flat& flat, const Placement& at, char* values, const std::string& label) {
+void GatheredValues::set_rest(Flat& flat, const Placement& at, char* values,
+                              const std::string& label) {
   Placement from = at;
   from.dtype = Dtype::kFp32;
   Buffer& rest = flat.rest().one();
@@ -268,7 +269,7 @@ void Values::set_rest(Flat& flat, const Placement& at, char* values, const std::
   rank_.traffic.put_back(rest);
 }
 
-void Values::restore(int unit, Flat& flat, const Placement& place, char* masters) {
+void GatheredValues::restore(int unit, Flat& flat, const Placement& place, char* masters) {
   for (ChunkState& chunk : flat.chunks) {
     Buffer& master = chunk.optim.front().buffers.front();
     if (!master.exists()) continue;
@@ -280,7 +281,7 @@ void Values::restore(int unit, Flat& flat, const Placement& place, char* masters
   set_rest(flat, place, masters, concat("restore u", unit));
 }
 
-void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
+void GatheredValues::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
   set_rest(flat, rank_.whole(), bytes_of(full), label);
   for (ChunkState& chunk : flat.chunks) {
     std::vector<Buffer>& buffers = chunk.optim.front().buffers;
@@ -301,7 +302,7 @@ void Values::adopt(Flat& flat, const at::Tensor& full, const std::string& label)
   rank_.traffic.settle();
 }
 
-void Values::refresh(int index) {
+void GatheredValues::refresh(int index) {
   updates_.finish();
   for (Flat& flat : rank_.units[index].flats) {
     Buffer& whole = find(flat.params, rank_.whole())->one();
@@ -314,7 +315,7 @@ void Values::refresh(int index) {
   }
 }
 
-void Values::write(Flat& flat, int64_t first, int64_t numel, device::Address values) {
+void GatheredValues::write(Flat& flat, int64_t first, int64_t numel, device::Address values) {
   const int64_t size = flat.element_bytes();
   const auto into = [&](Buffer& buffer, int64_t begin, mem::Account account) {
     const int64_t from = std::max(first, begin);
@@ -342,7 +343,7 @@ void Values::write(Flat& flat, int64_t first, int64_t numel, device::Address val
   }
 }
 
-void Values::doubt(const Flat& flat, Buffer& own, device::Address seen) {
+void GatheredValues::doubt(const Flat& flat, Buffer& own, device::Address seen) {
   const device::Device* owner = seen.device;
   const at::Tensor kept = device::brought(own.data(), own.dtype, own.numel, owner);
   rank_.traffic.let_go(own);
@@ -356,7 +357,7 @@ void Values::doubt(const Flat& flat, Buffer& own, device::Address seen) {
   rank_.doubts.push_back({&flat, edits});
 }
 
-std::string Values::resolve_doubts() {
+std::string GatheredValues::resolve_doubts() {
   std::vector<at::Tensor> counts;
   for (const Doubt& one : rank_.doubts) counts.push_back(one.edits);
   const std::vector<Doubt> doubts = std::exchange(rank_.doubts, {});
@@ -367,7 +368,7 @@ std::string Values::resolve_doubts() {
   return "";
 }
 
-std::string Values::edited(int index) {
+std::string GatheredValues::edited(int index) {
   for (Flat& flat : rank_.units[index].flats) {
     const Placement& rest = flat.rest().place;
     if (rank_.whole() == rest) continue;

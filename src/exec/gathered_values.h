@@ -1,6 +1,6 @@
 #pragma once
-// Values: whole values of parameters and gradients, in and out of wherever their copies are.
-// Collective, outside the plan; every rank calls them in the same order. Compute thread only.
+// GatheredValues: whole values of parameters and gradients, in and out of wherever their copies
+// are. Collective, outside the plan; every rank calls them in the same order. Compute thread only.
 #include <ATen/core/Tensor.h>
 
 #include <string>
@@ -9,9 +9,9 @@
 
 namespace penstock::exec {
 
-class Values {
+class GatheredValues {
  public:
-  Values(Rank& rank, Gradients& gradients, Updates& updates)
+  GatheredValues(Rank& rank, Gradients& gradients, Updates& updates)
       : rank_(rank), gradients_(gradients), updates_(updates) {}
 
   // The masters where it trains. They arrive on every rank, or on rank 0, in `room`, which takes

@@ -65,10 +65,10 @@ PipelineRunner::PipelineRunner(Core& core, const torch::nn::Module& model)
 std::vector<at::Tensor> PipelineRunner::train(int num_micro,
                                               const std::function<at::Tensor(int)>& loss_of,
                                               const Run& run) {
-  std::map<std::pair<int, int>, std::unique_ptr<Pass>> under_way;
+  std::map<std::pair<int, int>, std::unique_ptr<StagePass>> under_way;
   std::vector<at::Tensor> losses;
   for (const StageAction& action : ranks_.begin(num_micro, true)) {
-    std::unique_ptr<Pass>& pass = under_way[{action.stage, action.micro}];
+    std::unique_ptr<StagePass>& pass = under_way[{action.stage, action.micro}];
     if (action.forward) {
       pass = forward(action, loss_of, run);
       continue;
@@ -86,16 +86,16 @@ std::vector<at::Tensor> PipelineRunner::evaluate(int num_micro,
                                                  const Run& run) {
   std::vector<at::Tensor> losses;
   for (const StageAction& action : ranks_.begin(num_micro, false)) {
-    const std::unique_ptr<Pass> pass = forward(action, loss_of, run);
+    const std::unique_ptr<StagePass> pass = forward(action, loss_of, run);
     if (pass->loss.defined()) losses.push_back(pass->loss);
   }
   ranks_.end();
   return losses;
 }
 
-std::unique_ptr<PipelineRunner::Pass> PipelineRunner::forward(
+std::unique_ptr<PipelineRunner::StagePass> PipelineRunner::forward(
     const StageAction& action, const std::function<at::Tensor(int)>& loss_of, const Run& run) {
-  auto pass = std::make_unique<Pass>(Pass{.action = action, .begun = action.stage == 0});
+  auto pass = std::make_unique<StagePass>(StagePass{.action = action, .begun = action.stage == 0});
   if (action.stage > 0) pass->given = ranks_.receive(action);
   pass_ = pass.get();
   bool ended = false;
@@ -135,7 +135,7 @@ std::unique_ptr<PipelineRunner::Pass> PipelineRunner::forward(
   return pass;
 }
 
-void PipelineRunner::backward(const StageAction& action, Pass& pass) {
+void PipelineRunner::backward(const StageAction& action, StagePass& pass) {
   std::vector<at::Tensor> roots, gradients;
   if (pass.loss.defined()) {
     roots = {pass.loss};

@@ -42,7 +42,7 @@ class PipelineRunner {
   struct StageInput;
   struct Arrive;
   // A forward of one stage and one micro-batch, until its backward.
-  struct Pass {
+  struct StagePass {
     StageAction action;
     StageMessage given{};
     bool begun = false;
@@ -51,9 +51,9 @@ class PipelineRunner {
     StageMessage made{};
     at::Tensor loss{};
   };
-  std::unique_ptr<Pass> forward(const StageAction& action,
-                                const std::function<at::Tensor(int)>& loss_of, const Run& run);
-  void backward(const StageAction& action, Pass& pass);
+  std::unique_ptr<StagePass> forward(const StageAction& action,
+                                     const std::function<at::Tensor(int)>& loss_of, const Run& run);
+  void backward(const StageAction& action, StagePass& pass);
   void take(const std::string& module, const Tensors& inputs);
   Tensors with_values(const std::string& module, const Tensors& inputs) const;
 
@@ -61,7 +61,7 @@ class PipelineRunner {
   const torch::nn::Module& model_;
   PipelineRanks ranks_;
   std::unordered_map<const torch::nn::Module*, StagePiece> stage_of_;
-  Pass* pass_ = nullptr;  // the one that runs
+  StagePass* pass_ = nullptr;  // the one that runs
 };
 
 }  // namespace penstock::engine

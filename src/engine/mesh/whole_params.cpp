@@ -58,7 +58,7 @@ bool WholeParams::used() const {
 }
 
 void WholeParams::show(int unit) {
-  exec::Values& values = executor_.values();
+  exec::GatheredValues& values = executor_.values();
   for (const exec::Part& one : executor_.units()[static_cast<size_t>(unit)].parts()) {
     exec::Flat& flat = *one.flat;
     const bool cut = flat.tensor == TensorCut::kCut;

@@ -341,7 +341,7 @@ struct Core::State::Checkpointing::Load {
     const int rank = state.group->rank();
     exec::Executor& executor = *state.executor;
     const std::vector<std::string> moments = moments_of(state.config);
-    const ckpt::LoadOptions wanted{options.optimizer, options.tied};
+    const ckpt::TensorLoadOptions wanted{options.optimizer, options.tied};
     ckpt::Target target{executor, state.tiers, shared.names, {}, {}};
     std::string problem;
     try {

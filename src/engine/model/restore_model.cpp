@@ -165,7 +165,7 @@ void Core::State::Closing::give_back_away(exec::Flat& flat, const at::Tensor& va
 at::Tensor Core::State::Closing::sent_across(const exec::Part& part, int unit, int index,
                                              const at::Tensor& own) {
   if (!gathers || !lost.empty() || part.flat->owners.empty()) return own;
-  exec::Values& values = state.executor->values();
+  exec::GatheredValues& values = state.executor->values();
   at::Tensor sent = own;
   if (part.here && !own.defined()) sent = values.resting(unit, index);  // it rests whole
   const at::Tensor got = values.across_stages(
