@@ -18,7 +18,7 @@ PY := python tests tools examples benchmarks
 export ASAN_OPTIONS ?= detect_container_overflow=0
 export UBSAN_OPTIONS ?= print_stacktrace=1:halt_on_error=1
 
-.PHONY: help setup build test demo demo-3d picture lint format wheel asan clean
+.PHONY: help setup build build-tests package test demo demo-3d picture lint format wheel asan clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## */\1\t/p' Makefile | expand -t 10
@@ -30,11 +30,8 @@ $(SETUP): requirements-dev.txt tools/setup
 setup: $(SETUP)  ## system packages and .venv with pinned tools
 
 # The editable install takes what cmake has just built in the same tree; it compiles nothing itself.
-build: $(SETUP)  ## C++ in build/release and the Python package, editable, in .venv
-	@echo "[build] cmake --preset release"
-	@mkdir -p build
-	@cmake --preset release >$(TREE).log 2>&1 || { cat $(TREE).log; exit 1; }
-	@cmake --build --preset release -j $(JOBS)
+build: $(SETUP)  ## the library and the Python package, editable, in .venv
+	@$(MAKE) targets TARGETS="--target penstock _penstock"
 	@newest=$$(ls -t pyproject.toml $(TREE)/libpenstock.so $(TREE)/python/src/_penstock*.so | head -1); \
 	if [ ! $(INSTALLED) -nt $$newest ]; then \
 	  echo "[build] pip install --editable ."; \
@@ -42,13 +39,32 @@ build: $(SETUP)  ## C++ in build/release and the Python package, editable, in .v
 	  touch $(INSTALLED); \
 	fi
 
-test: build  ## C++ tests, then Python tests
+build-tests: build  ## also the C++ tests, benchmarks and examples
+	@$(MAKE) targets
+
+.PHONY: targets
+targets:
+	@echo "[build] cmake --preset release"
+	@mkdir -p build
+	@cmake --preset release >$(TREE).log 2>&1 || { cat $(TREE).log; exit 1; }
+	@cmake --build --preset release -j $(JOBS) $(TARGETS)
+
+# A wheel that `make wheel` left in dist/ saves the build, if it is of these sources, this Python and
+# this torch.
+package: $(SETUP)  ## the Python package in .venv: a wheel of dist/ that fits, else make build
+	@wheel=$$(PYTHONPATH=tools/wheel $(BIN)/python tools/wheel/fitting.py); \
+	if [ -z "$$wheel" ] || [ -e $(INSTALLED) ]; then $(MAKE) build; else \
+	  echo "[package] pip install $$wheel"; \
+	  pip install --quiet --disable-pip-version-check --no-deps --force-reinstall "$$wheel"; \
+	fi
+
+test: build-tests  ## C++ tests, then Python tests
 	@echo "[test] ctest"
 	@ctest --preset release -j $(JOBS)
 	@echo "[test] pytest"
 	@$(BIN)/python -m pytest -q tests/python tests/parity tests/drop_in tests/device
 
-demo: build  ## train a small GPT on two ranks of this machine; kill and resume another
+demo: package  ## train a small GPT on two ranks of this machine; kill and resume another
 	@echo "[demo] penstock bench --nproc 2 --precision auto --width 448 -o build/machine.json"
 	@$(BIN)/python -m penstock bench --nproc 2 --precision auto --width 448 -o build/machine.json
 	@echo "[demo] penstock run --nproc 2 examples/train_gpt.py --demo --machine build/machine.json"
@@ -56,17 +72,17 @@ demo: build  ## train a small GPT on two ranks of this machine; kill and resume 
 	@echo "[demo] examples/resume.py"
 	@$(BIN)/python examples/resume.py
 
-demo-3d: build  ## train a GPT and a Llama on 8 ranks: data x tensor x pipeline
+demo-3d: package  ## train a GPT and a Llama on 8 ranks: data x tensor x pipeline
 	@echo "[demo-3d] penstock run --nproc 8 examples/train_3d.py --demo"
 	@$(BIN)/python -m penstock run --nproc 8 examples/train_3d.py --demo
 
 # Of the page: make picture PART="--top 540 --height 900".
 PART ?= --height 1180
-picture: build  ## docs/report.png, a part of the report of make demo; needs chromium
+picture: package  ## docs/report.png, a part of the report of make demo; needs chromium
 	@echo "[picture] tools/report_picture.py build/demo docs/report.png"
 	@$(BIN)/python tools/report_picture.py build/demo docs/report.png $(PART)
 
-lint: $(SETUP)  ## format, types, spelling, layers, sizes
+lint: $(SETUP)  ## format, types, spelling, layers, sizes, names
 	@echo "[lint] clang-format"
 	@$(BIN)/clang-format --dry-run -Werror $(CPP)
 	@echo "[lint] ruff"
@@ -76,8 +92,8 @@ lint: $(SETUP)  ## format, types, spelling, layers, sizes
 	@$(BIN)/mypy --strict --no-error-summary python/penstock
 	@echo "[lint] codespell"
 	@$(BIN)/codespell
-	@echo "[lint] layers and sizes"
-	@for tool in check_layers check_size; do \
+	@echo "[lint] layers, sizes, names"
+	@for tool in check_layers check_size check_names; do \
 	  $(BIN)/python tools/$$tool.py --self-test; $(BIN)/python tools/$$tool.py; \
 	done
 

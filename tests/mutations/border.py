@@ -48,14 +48,14 @@ AT_THE_BORDER = [
     ),
     Mutation(
         "an optimizer of one's own loses the attributes of parameters",
-        "python/penstock/optimizer.py",
+        "python/penstock/front/optimizer.py",
         "            vars(master).update(vars(param))",
         "            vars(master).update({})",
         Pytest((RANKS, "-k", "reads_attributes and zero2")),
     ),
     Mutation(
         "a cache that grew is there twice when a unit runs again",
-        "python/penstock/recompute.py",
+        "python/penstock/front/recompute.py",
         "with buffers.as_before(), objects.as_before():\n                return inner(",
         "with buffers.as_before():\n                return inner(",
         Pytest(("tests/parity/test_objects.py", "-k", "an_object_that_blocks_change")),

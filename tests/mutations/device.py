@@ -46,14 +46,14 @@ BESIDE_A_DEVICE = [
     Mutation(
         "pinned memory is used again before its copy has ended",
         ARENA,
-        "    if (chosen->after && kind_ == Kind::kPinned) chosen->after->synchronize();\n",
+        "    if (chosen->after && kind_ == MemoryKind::kPinned) chosen->after->synchronize();\n",
         "",
         TABLES,
     ),
     Mutation(
         "device memory is used again by a stream that its last user is not before",
         ARENA,
-        "    if (chosen->after && kind_ == Kind::kDevice) "
+        "    if (chosen->after && kind_ == MemoryKind::kDevice) "
         "chosen->after->block(device_.current());\n",
         "",
         MEMORY,

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from planted import Mutation, Pytest, gtest, ranks
 
-MONITOR, CHANNEL, DRIVER = "src/engine/watch/monitor.cpp", "src/comm/channel.cpp", "src/engine/step/driver.cpp"
+MONITOR, CHANNEL, DRIVER = (
+    "src/engine/watch/monitor.cpp",
+    "src/comm/channel.cpp",
+    "src/engine/step/driver.cpp",
+)
 NORM, RECORDER = "src/exec/norm.cpp", "src/trace/recorder.cpp"
 METRICS = Pytest(("tests/python/test_monitor.py", "-k", "rows or evaluations"))
 TRACES = Pytest(("tests/python/test_trace.py",))
@@ -27,7 +31,7 @@ OF_A_RUN = [
     Mutation(
         "exchanges have no bytes",
         CHANNEL,
-        "  for (const Part& part : sends_) span.add_bytes(part.bytes);\n",
+        "  for (const PeerBytes& part : sends_) span.add_bytes(part.bytes);\n",
         "",
         METRICS,
     ),

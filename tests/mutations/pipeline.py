@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from planted import Mutation, Pytest, gtest
 
-GRADIENTS, VALUES, WHOLES = "src/exec/gradients.cpp", "src/exec/gathered_values.cpp", "src/engine/mesh/whole_params.cpp"
+GRADIENTS, VALUES, WHOLES = (
+    "src/exec/gradients.cpp",
+    "src/exec/gathered_values.cpp",
+    "src/engine/mesh/whole_params.cpp",
+)
 STAGES, LANES = "src/engine/mesh/stage_split.cpp", "src/engine/mesh/stage_lanes.cpp"
-FRONT, WINDOW = "python/penstock/pipeline_parallel.py", "python/penstock/pipeline_window.py"
+FRONT, WINDOW = (
+    "python/penstock/parallel/pipeline_parallel.py",
+    "python/penstock/parallel/pipeline_window.py",
+)
 
 TRAINS = Pytest(("tests/parity/test_pipeline.py", "-k", "two_stages and zero2"))
 MESHES = Pytest(("tests/parity/test_pipeline.py", "-k", "test_trains and zero1"))
@@ -52,7 +59,7 @@ OVER_STAGES = [
     Mutation(
         "edits of another stage's parameters are lost in silence",
         WHOLES,
-        "      if (hash_of(slot.param.detach()) != shown_[&slot].hash) name = slot.name;\n",
+        "      if (ckpt::checksum(slot.param.detach()) != shown_[&slot].hash) name = slot.name;\n",
         "",
         life("edits_of_another_stage"),
     ),
@@ -86,7 +93,7 @@ OVER_STAGES = [
     ),
     Mutation(
         "the loss counts on every stage",
-        "python/penstock/batches.py",
+        "python/penstock/front/batches.py",
         "self._core.mean(own, bool(losses))",
         "self._core.mean(own)",
         TRAINS,
@@ -122,7 +129,7 @@ OVER_STAGES = [
     Mutation(
         "backwards of frozen stages are none of the window",
         "src/engine/step/core_state.cpp",
-        "  if (together.stages) window->contribute();  // others of this batch did, or will\n",
+        "  if (model_ranks.stages) window->contribute();  // others of this batch did, or will\n",
         "",
         state("frozen and zero1"),
     ),

@@ -554,14 +554,14 @@ MUTATIONS = [
     # ---- python
     Mutation(
         "the schedule is a step late",
-        "python/penstock/engine.py",
+        "python/penstock/front/engine.py",
         "self._core.steps + 1)",
         "max(1, self._core.steps))",
         SCHEDULE,
     ),
     Mutation(
         "running again changes buffers again",
-        "python/penstock/recompute.py",
+        "python/penstock/front/recompute.py",
         "            with buffers.as_before(), objects.as_before():\n                return inner(",
         "            with objects.as_before():\n                return inner(",
         BATCH_NORM,

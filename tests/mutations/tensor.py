@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from planted import Mutation, Pytest, gtest
 
-GRADIENTS, VALUES, WHOLES = "src/exec/gradients.cpp", "src/exec/gathered_values.cpp", "src/engine/mesh/whole_params.cpp"
+GRADIENTS, VALUES, WHOLES = (
+    "src/exec/gradients.cpp",
+    "src/exec/gathered_values.cpp",
+    "src/engine/mesh/whole_params.cpp",
+)
 OPERATORS, RULES = "src/parallel/tensor_operators.cpp", "src/parallel/tensor_rules.cpp"
 
 
@@ -91,27 +95,27 @@ OVER_TENSOR_RANKS = [
     Mutation(
         "the gradient of a sum is added up again",
         OPERATORS,
-        "return way(partial, Way::kSum, Way::kNothing, 0, peers);",
-        "return way(partial, Way::kSum, Way::kSum, 0, peers);",
+        "return way(partial, Transfer::kSum, Transfer::kNothing, 0, peers);",
+        "return way(partial, Transfer::kSum, Transfer::kSum, 0, peers);",
         MESH,
     ),
     Mutation(
         "what no rule is about is whole where tokens are cut",
-        "python/penstock/token_parts.py",
+        "python/penstock/parallel/token_parts.py",
         '            made[name] = "partial"\n',
         "            pass\n",
         TOKENS,
     ),
     Mutation(
         "tokens that stay cut are not seen",
-        "python/penstock/token_parts.py",
+        "python/penstock/parallel/token_parts.py",
         "        if self._parts and not self._pipeline:\n",
         "        if self._parts and self._pipeline:\n",
         TOKENS,
     ),
     Mutation(
         "changes of logits that are not there are lost",
-        "python/penstock/lazy_logits.py",
+        "python/penstock/parallel/lazy_logits.py",
         "        _refuse_writes(func, args, kwargs)\n",
         "",
         Pytest(("tests/parity/test_tensor_hf.py", "-k", "change_in_no_place")),
@@ -172,14 +176,14 @@ OVER_TENSOR_RANKS = [
     ),
     Mutation(
         "ranks that compute together are seeded apart",
-        "python/penstock/engine.py",
+        "python/penstock/front/engine.py",
         "torch.manual_seed(self.config.seed + self._of_stage() // self.config.mesh.tensor)",
         "torch.manual_seed(self.config.seed + self._of_stage())",
         life("dropout"),
     ),
     Mutation(
         "a copy of the model keeps divided numbers",
-        "python/penstock/tensor_parallel.py",
+        "python/penstock/parallel/tensor_parallel.py",
         "                one.make_whole()\n",
         "                pass\n",
         life("reads_gathered"),
@@ -193,7 +197,7 @@ OVER_TENSOR_RANKS = [
     ),
     Mutation(
         "a token that sees nothing sees everything",
-        "python/penstock/sequence_parallel.py",
+        "python/penstock/parallel/sequence_parallel.py",
         "        return mask & torch.ones(padded, padded, dtype=torch.bool, device=first.device)"
         ".tril()\n",
         "        mask = mask & torch.ones(padded, padded, dtype=torch.bool).tril()\n"
@@ -202,7 +206,7 @@ OVER_TENSOR_RANKS = [
     ),
     Mutation(
         "torch's fast path computes with a part of a layer",
-        "python/penstock/tensor_parallel.py",
+        "python/penstock/parallel/tensor_parallel.py",
         "        module.activation_relu_or_gelu = 0\n",
         "",
         around("fast_path"),

@@ -1,13 +1,16 @@
 """scikit-build-core's build back end; what it makes is for the torch that it is built against.
 
-A wheel is tagged with torch's minor version (`penstock-0.1.0-0torch2.13-...`) and requires it: C++
-libraries of torch are compatible within one. An sdist, and an editable install, take any torch that
-Penstock supports.
+A wheel is tagged with torch's minor version and a hash of the sources
+(`penstock-0.1.0-0torch2.13.1f3a90c2-...`) and requires that version: C++ libraries of torch are
+compatible within a minor version. An sdist, and an editable install, take any torch that Penstock
+supports.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import pathlib
+import sys
 from typing import Any
 
 from scikit_build_core import build
@@ -19,6 +22,10 @@ from scikit_build_core.build import (
     get_requires_for_build_wheel,
     prepare_metadata_for_build_editable,
 )
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools" / "gpu"))
+import source_tree  # noqa: E402 - from the folder above
 
 __all__ = [
     "build_editable",
@@ -32,12 +39,19 @@ __all__ = [
 
 SUPPORTED = "torch>=2.11,<2.16"
 OTHERS = ["numpy"]
+PACKAGED = ("CMakeLists.txt", "cmake", "include", "src", "python", "pyproject.toml", "tools/wheel")
 
 
 def torch_minor() -> tuple[int, int]:
-    """Of the torch beside this back end."""
+    """The version of the torch beside this back end."""
     major, minor = importlib.metadata.version("torch").split(".")[:2]
     return int(major), int(minor)
+
+
+def build_tag() -> str:
+    """Of a wheel of these sources for the installed torch."""
+    major, minor = torch_minor()
+    return f"0torch{major}.{minor}.{source_tree.digest(ROOT, PACKAGED)[:8]}"
 
 
 def build_wheel(
@@ -46,8 +60,7 @@ def build_wheel(
     metadata_directory: str | None = None,
 ) -> str:
     """As scikit-build-core's, for one minor version of torch."""
-    major, minor = torch_minor()
-    tag = {"wheel.build-tag": f"0torch{major}.{minor}"}
+    tag = {"wheel.build-tag": build_tag()}
     return build.build_wheel(wheel_directory, tag | (config_settings or {}), metadata_directory)
 
 
