@@ -1,6 +1,6 @@
 #pragma once
-// Checkpoints: a core's training state in a folder of safetensors files, and back, into any number
-// of ranks, strategy and tiers (docs/checkpoints.md; the format: docs/formats.md).
+// Checkpoints: saves a core's training state in a folder of safetensors files, and loads it into
+// any number of ranks, any strategy and any tiers (docs/checkpoints.md; format: docs/formats.md).
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -15,50 +15,50 @@
 
 namespace penstock {
 
-// A tensor that the front keeps and the core does not know: a buffer of the model ("buffer"), the
-// state of a generator of random numbers ("rng"), what an optimizer of the user's own keeps
-// ("optim.exp_avg").
+// A tensor that the front keeps and the core does not know: a model buffer ("buffer"), the state of
+// a random number generator ("rng"), state of a user's optimizer ("optim.exp_avg").
 struct CheckpointTensor {
   static constexpr int kAll = -1;          // the same on every rank; rank 0 writes it
-  static constexpr int kIfDifferent = -2;  // rank 0's, or where ranks differ, everyone's
-  static constexpr int kPieces = -3;       // what each rank updates of it, as Values::shards()
+  static constexpr int kIfDifferent = -2;  // rank 0's, or every rank's if they differ
+  static constexpr int kPieces = -3;  // the slice that each rank updates, as in Values::shards()
 
   std::string role, name;
   std::vector<int64_t> shape;         // of the whole tensor
-  int64_t begin = 0;                  // element of it that `tensor` begins with, row by row
-  int rank = kAll;                    // or of whom it is
+  int64_t begin = 0;                  // index in it of the first element of `tensor`, row by row
+  int rank = kAll;                    // one of the constants above, or the rank it belongs to
   at::Tensor tensor;                  // on the CPU
-  at::ScalarType dtype = at::kFloat;  // of one that was found
+  at::ScalarType dtype = at::kFloat;  // set by load()
 };
 
 struct SaveOptions {
   std::string tag;             // the checkpoint's folder; empty: "step-N"
-  bool wait = true;            // else training goes on while it is written
-  std::string front = "{}";    // JSON of what the front keeps, the same on every rank
-  std::string of_rank = "{}";  // and of this rank
+  bool wait = true;            // false: training continues while the files are written
+  std::string front = "{}";    // JSON of the front's state that is the same on every rank
+  std::string of_rank = "{}";  // JSON of this rank's part of the front's state
   std::vector<CheckpointTensor> tensors;
-  std::function<void()> starting;  // called by the thread that writes, before it does; for tests
-  std::string problem;             // what keeps this rank from it: an error on all of them
+  std::function<void()> starting;  // for tests: called by the writing thread before it writes
+  std::string problem;             // why this rank cannot save: becomes an error on all ranks
 };
 
 // A checkpoint that is about to be loaded.
 struct FoundCheckpoint {
   std::string path;
-  int world = 0;                          // ranks that wrote it
+  int world = 0;                          // number of ranks that wrote it
   std::string front;                      // as in SaveOptions
-  std::vector<std::string> of_ranks;      // by rank that wrote it
-  std::vector<CheckpointTensor> tensors;  // all, without values
-  std::string client_state() const;       // JSON: the key of that name of `front`
+  std::vector<std::string> of_ranks;      // by rank that wrote the checkpoint
+  std::vector<CheckpointTensor> tensors;  // all tensors, without values
+  std::string client_state() const;       // JSON: the key "client_state" of `front`
   const CheckpointTensor* find(const std::string& role, const std::string& name) const;
 };
 
 struct LoadOptions {
-  std::string tag;        // empty: the newest that is whole
-  bool optimizer = true;  // else the weights alone
-  // Of tied weights: the parameter's name, and others that foreign state dicts have it by.
+  std::string tag;        // empty: the newest complete checkpoint
+  bool optimizer = true;  // false: only the weights
+  // For tied weights: the parameter's name -> other names of it in foreign state dicts.
   std::multimap<std::string, std::string> tied{};
-  bool missing_ok = false;  // where there is no checkpoint at all, the answer has no path
-  // What the front wants of a checkpoint: tensors that are filled. Called again for another one.
+  bool missing_ok = false;  // true: if there is no checkpoint at all, the result has an empty path
+  // Returns the tensors that the front wants filled from a checkpoint. Called again if another
+  // checkpoint is tried.
   std::function<std::vector<CheckpointTensor>(const FoundCheckpoint&)> tensors;
 };
 
@@ -68,33 +68,34 @@ class PENSTOCK_API Checkpoints {
   explicit Checkpoints(Core& core) : state_(core.state_) {}
 
   // [all ranks] Saves below `path`, between step() and the next backward. Returns the checkpoint's
-  // path. Without `wait`, what goes wrong later is told by failure(). Throws ConfigError for a tag
-  // that is no name or for arguments that are not the same on every rank; RuntimeFault on every
-  // rank, with the path and the bytes, where one could not save: then nothing is left of it.
+  // path. Without `wait`, failure() reports later errors. Throws ConfigError for an invalid tag or
+  // for arguments that differ between ranks. Throws RuntimeFault on every rank, with path and
+  // bytes, if one rank could not save; no files of the checkpoint remain then.
   std::string save(const std::string& path, const SaveOptions& options = {});
-  // Asks for a save: step() tells all ranks of it, with the norm, and asked() says there what the
-  // highest `urgency` was (1 to 9; 0: nobody asked), once. From the thread that runs the model,
-  // also in a handler of a signal there.
+  // Requests a save. step() shares the request with all ranks together with the norm. asked() then
+  // returns the highest `urgency` (1 to 9; 0: no request), once. From the thread that runs the
+  // model, also in a signal handler on it.
   void ask(int urgency);
   int asked();
-  // [all ranks] The save that is under way has ended. Throws RuntimeFault where it failed.
+  // [all ranks] Waits until the save in progress has ended. Throws RuntimeFault if it failed.
   void wait();
-  // Why a save that nobody waited for has failed on this rank (rank 0 knows of all); once.
+  // Returns, once, why a save that was not waited for failed on this rank. Rank 0 reports failures
+  // of all ranks.
   std::string failure();
 
-  // [all ranks] Loads from a folder of checkpoints, or from one itself. A newest one that is
-  // damaged is passed over, with a line on stderr, unless a tag asks for it. Throws ConfigError
-  // with every name, shape and dtype that does not fit, before anything is changed; RuntimeFault
-  // where there is no whole one, after which the engine can only load or be closed.
+  // [all ranks] Loads from a folder of checkpoints or from one checkpoint. A damaged newest
+  // checkpoint is skipped, with a line on stderr, unless a tag asks for it. Throws ConfigError with
+  // every name, shape and dtype that does not fit, before anything is changed. Throws RuntimeFault
+  // if no complete checkpoint is left; afterwards the engine can only load or be closed.
   FoundCheckpoint load(const std::string& path, const LoadOptions& options = {});
-  // [all ranks] To be called when the front has taken over its part of what load() gave, or with
-  // its `problem`: then the engine is of use for another load() alone, and this throws
-  // RuntimeFault.
+  // [all ranks] Must be called when the front has applied its part of load()'s result, or with the
+  // `problem` that kept it from that. With a problem on any rank this throws RuntimeFault, and the
+  // engine can only load again or be closed.
   void taken(const std::string& problem);
-  // Whether there is a complete one. Not collective.
+  // Returns whether there is a complete checkpoint. Not collective.
   static bool any(const std::string& path);
-  int64_t bytes_held() const;     // of tensors that are saved, by this rank
-  int64_t bytes_read() const;     // of tensors, in the last load, by this rank
+  int64_t bytes_held() const;     // size of this rank's tensors that a save writes
+  int64_t bytes_read() const;     // tensor bytes that this rank read in the last load
   int64_t bytes_written() const;  // of this rank's shard, in the last save
 
  private:

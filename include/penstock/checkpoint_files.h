@@ -1,6 +1,6 @@
 #pragma once
-// A checkpoint's files without an engine: to make one of tensors that come from elsewhere, and to
-// read one (docs/formats.md, "Checkpoint"). One thread at a time; not collective.
+// Checkpoint files without an engine: writes a checkpoint of tensors from any source, and reads one
+// (docs/formats.md, "Checkpoint"). One thread at a time; not collective.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -13,35 +13,36 @@
 namespace penstock {
 
 struct StoredTensor {
-  std::string role;  // "param", "buffer", "exp_avg", ...; "weight": a parameter or a buffer
-  std::string name;  // as the model has it
-  int rank = -1;     // of whom it is, where ranks have their own
+  std::string role;  // "param", "buffer", "exp_avg", ...; "weight": either a parameter or a buffer
+  std::string name;  // the model's name for it
+  int rank = -1;     // the rank it belongs to if each rank has its own; else -1
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
-  int same_as = -1;  // index of another one of its shape and dtype, whose values it shares
+  int same_as =
+      -1;  // index of another tensor of the same shape and dtype that has the same values; else -1
 };
 
-// JSON objects, as the manifest has them.
+// JSON objects of the manifest.
 struct StoredState {
   std::string about = "{}", state = "{}", front = "{}", of_rank = "{}";
 };
 
-// Makes a checkpoint, as of one rank. What was not committed is taken away.
+// Writes a checkpoint as a run with one rank would. Without commit() its files are removed.
 class PENSTOCK_API CheckpointWriter {
  public:
-  // Claims the space. Throws ConfigError for a tag that is no name, tensors that are there twice,
-  // and dtypes that the format has not; RuntimeFault where there is no room.
+  // Reserves the disk space. Throws ConfigError for an invalid tag, duplicate tensors, and dtypes
+  // that the format does not have. Throws RuntimeFault if there is not enough space.
   CheckpointWriter(const std::string& root, const std::string& tag,
                    std::vector<StoredTensor> tensors, const StoredState& state);
   ~CheckpointWriter();
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
-  // All values of one, in any order of tensors, each once; on the CPU, in its shape and dtype.
-  // Throws ConfigError for others; RuntimeFault with path and bytes.
+  // Writes all values of one tensor: on the CPU, in its shape and dtype. The tensors may come in
+  // any order, each once. Throws ConfigError for other values; RuntimeFault with path and bytes.
   void write(int index, const at::Tensor& values);
-  // It is durable and `latest` names it. Returns its path. Throws ConfigError where a tensor has no
-  // values.
+  // Makes the checkpoint durable, with `latest` naming it. Returns its path. Throws ConfigError if
+  // a tensor has no values.
   std::string commit();
 
  private:
@@ -49,10 +50,11 @@ class PENSTOCK_API CheckpointWriter {
   std::unique_ptr<Impl> files_;
 };
 
-// Reads a complete one. Throws RuntimeFault for what is missing or damaged.
+// Reads a complete checkpoint. Throws RuntimeFault for missing or damaged files.
 class PENSTOCK_API CheckpointReader {
  public:
-  // A checkpoint, or a folder of them: then the one of that tag, or the newest.
+  // Opens a checkpoint. If `path` is a folder of checkpoints, opens the one with the tag, or the
+  // newest.
   explicit CheckpointReader(const std::string& path, const std::string& tag = "");
   ~CheckpointReader();
   CheckpointReader(const CheckpointReader&) = delete;
@@ -61,9 +63,9 @@ class PENSTOCK_API CheckpointReader {
   const std::string& path() const { return path_; }
   const std::vector<StoredTensor>& tensors() const { return tensors_; }
   const StoredState& state() const { return state_; }
-  // All values of one; their checksums were compared.
+  // Reads all values of one tensor and compares their checksums.
   at::Tensor read(int index);
-  // Every byte is as it was written.
+  // Compares the checksums of every byte.
   void verify();
 
  private:
@@ -74,14 +76,15 @@ class PENSTOCK_API CheckpointReader {
   std::unique_ptr<Impl> files_;
 };
 
-// A tensor of a safetensors file: where in it its values are.
+// A tensor of a safetensors file and the position of its values.
 struct SafetensorsEntry {
   std::string name;
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
-  int64_t offset = 0;  // byte of the file
+  int64_t offset = 0;  // first byte in the file
 };
-// What the file's head says, checked against its size. Throws RuntimeFault.
+// Reads the header of a safetensors file and checks it against the file's size. Throws
+// RuntimeFault.
 PENSTOCK_API std::vector<SafetensorsEntry> read_safetensors_head(const std::string& path);
 
 }  // namespace penstock

@@ -1,6 +1,6 @@
 #pragma once
-// Core: the engine proper, driven by events. Both fronts (Python, C++) tell it when a unit begins
-// and ends; it needs no Python and no particular module class.
+// Core: the engine, driven by events. Both fronts (Python, C++) report when a unit begins and ends.
+// The core needs neither Python nor a particular module class.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -17,100 +17,105 @@
 
 namespace penstock {
 
-// A model as both fronts describe it. Modules in pre-order, the root first.
+// A model as both fronts describe it. Modules are in pre-order, the root first.
 struct ModuleInfo {
   std::string name;  // "" for the root
   std::string type;
   int parent = -1;
-  std::vector<int> params;  // indices of those it owns directly; shared ones appear in several
-  int rows = -1;            // of them, the one used row by row (Linear, Embedding): it may be tiled
-  bool keeps = false;       // it has buffers of its own that are saved: forwards may change them
+  std::vector<int>
+      params;     // indices of the parameters it owns directly; a shared one appears in several
+  int rows = -1;  // the parameter that is used row by row (Linear, Embedding) and may be tiled
+  bool keeps = false;  // it has own buffers that are saved, which forwards may change
 };
 struct ParamInfo {
   std::string name;
   at::Tensor param;
   int group = 0;   // optimizer parameter group
-  int whole = -1;  // of a tile: the parameter it is rows of
-  Cut cut{};       // over the tensor axis; the config's rules say
+  int whole = -1;  // for a tile: index of the parameter whose rows it has
+  Cut cut{};       // over the tensor axis, from the config's rules
 };
 struct ModelTree {
   std::vector<ModuleInfo> modules;
   std::vector<ParamInfo> params;
-  std::vector<at::Tensor> buffers;    // made equal to rank 0's; never cast
-  std::shared_ptr<ShardedInit> init;  // where values of hollow parameters are; may be null
+  std::vector<at::Tensor> buffers;    // set to rank 0's values; never cast
+  std::shared_ptr<ShardedInit> init;  // holds the values of hollow parameters; may be null
 };
 
-// What the engine made of the model: parameters that move together.
+// A unit that the engine made of the model: parameters that move together.
 struct UnitInfo {
-  std::string module;    // its name; "" for the root, which is unit 0
-  bool is_tile = false;  // rows of a weight (penstock/tiling.h), which no module of the user's is
-  bool recomputed = false;  // its forward is computed again in backward, by the front
+  std::string module;       // the module's name; "" for the root, which is unit 0
+  bool is_tile = false;     // rows of a weight (penstock/tiling.h); not a module of the model
+  bool recomputed = false;  // the front computes its forward again in backward
   bool away = false;        // another rank of the pipeline computes it
 };
 
-// Life and step of the engine. Owned by one front. All calls from the thread that runs the model,
-// except that autograd's thread calls the hooks. Methods marked [all ranks] are collective. The
-// rest is in views of a core, for the same thread: Recomputation (below), Values (values.h), Report
-// (report.h) and Tiles (tiling.h). A view keeps what it looks at alive, as autograd's hooks do.
+// Lifetime and step of the engine. Owned by one front. All calls come from the thread that runs the
+// model, except that autograd's thread calls the hooks. Methods marked [all ranks] are collective.
+// Views of a core have the other methods, for the same thread: Recomputation (below), Values
+// (values.h), Report (report.h), Tiles (tiling.h). A view keeps the core's state alive, and so do
+// autograd's hooks.
 class PENSTOCK_API Core {
  public:
-  // [all ranks] Shards the model in place, rank 0's values everywhere. `external_optimizer` leaves
-  // the update to the front (step()'s callback). Throws ConfigError; RuntimeFault when ranks
-  // disagree on the model or the config (with the first difference).
+  // [all ranks] Shards the model in place; all ranks take rank 0's values. `external_optimizer`
+  // leaves the update to the front (step()'s callback). Throws ConfigError; throws RuntimeFault
+  // with the first difference if ranks disagree on the model or the config.
   Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> group,
        bool external_optimizer = false);
   ~Core();
 
-  // As it is in effect: resolved for the ranks, with the tiers that "auto" became.
+  // Returns the config in effect: resolved for the number of ranks, "auto" replaced by the chosen
+  // tiers.
   const Config& config() const;
   std::vector<UnitInfo> units() const;
-  // Whether units need begin/end events (something of theirs moves); the root always does.
+  // Returns whether units need begin/end events (some of their state moves). The root always does.
   bool needs_unit_events() const;
-  // By parameter (as in ModelTree), when the optimizer's groups changed.
+  // Sets each parameter's optimizer group (order of ModelTree) after the groups changed.
   void set_groups(const std::vector<int>& group_of_param);
 
   void unit_begin(int unit, bool grad_enabled);
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
-  // [all ranks] Whether any rank is about to run a forward (`mine`: this one is). Throws
-  // RuntimeFault where some are and some are not, and the ranks do not know the order of tiles yet.
+  // [all ranks] Returns whether any rank is about to run a forward; `mine`: this rank is. Throws
+  // RuntimeFault if only some are and the ranks do not know the order of tiles yet.
   bool any_forward(bool mine);
-  // [all ranks] The mean of the values of the ranks that count; 0 where none does.
+  // [all ranks] Returns the mean of the values of the ranks with `counts`; 0 if there is none.
   double mean(double mine, bool counts = true) const;
-  // Modules were put in or moved: the order of the units is learned again.
+  // Learns the order of the units again, after modules were added or moved.
   void relearn();
 
-  // To be called before backward(loss, gradient): the gradient to start from, `gradient` (default:
-  // ones) times the loss scale; undefined when torch's own default will do. Throws RuntimeFault
-  // when there was no forward.
+  // Must be called before backward(loss, gradient). Returns the gradient to start from: `gradient`
+  // (default: ones) times the loss scale; undefined if torch's own default is right. Throws
+  // RuntimeFault if no forward ran before.
   at::Tensor start_backward(const at::Tensor& loss, const at::Tensor& gradient = {});
-  // To be called before a backward from gradients that another stage of the pipeline sent.
+  // Must be called before a backward that starts from gradients of another pipeline stage.
   void resume_backward();
-  // After a backward that threw `error`: throws what a hook of the engine threw, if one did.
+  // After a backward that threw `error`: throws the exception of an engine hook, if a hook threw.
   void backward_failed(const std::string& error);
-  // Whether a step would apply now: enough backwards were seen, or one and `force`.
+  // Returns whether a step would apply now: the window is complete, or it has one backward and
+  // `force` is set.
   bool window_complete(bool force);
-  // [all ranks] Updates; `groups` by parameter group, `external` the user's optimizer, `options` a
-  // text of what it was set to. False when fp16 gradients overflowed (the weights are unchanged and
-  // the loss scale is smaller), or when no backward of the window gave a gradient. Throws
-  // RuntimeFault naming the first parameter whose gradient is not finite when no scale helps, and
-  // where groups or options are not the same on every rank.
+  // [all ranks] Updates the weights. `groups` are the optimizer settings by parameter group.
+  // `external` runs the user's optimizer; `options` describes its settings. Returns false if fp16
+  // gradients overflowed (the weights are unchanged and the loss scale is smaller), or if no
+  // backward of the window produced a gradient. Throws RuntimeFault with the name of the first
+  // parameter whose gradient is not finite if no scale helps. Throws RuntimeFault if groups or
+  // options differ between ranks.
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {},
             const std::string& options = "");
-  // Drops what backwards accumulated since the last step.
+  // Drops the gradients accumulated since the last step.
   void zero_grad();
   int64_t steps() const;
 
-  // The plan of a section ("forward", ...), and another in its place, which must do the same.
+  // The plan of a section ("forward", ...). A plan set in its place must do the same.
   std::string plan_text(const std::string& section) const;
   void set_plan_text(const std::string& section, const std::string& text);
 
-  // [all ranks] Parameters become ordinary full tensors again, and so do views of them; without
-  // `gather` those that are sharded have no values any more, and reading them raises. All memory is
-  // returned. It gathers after failures too, on connections of its own, when every rank comes:
-  // ranks that wait for this one are told. `why`: the error that it is closed for, if any. Returns
-  // what is to be said of the weights (a step was cut short), or nothing. Throws RuntimeFault, with
-  // everything let go of, when the weights could not be gathered.
+  // [all ranks] Turns parameters, and views of them, back into ordinary full tensors and returns
+  // all memory. Without `gather`, sharded parameters have no values any more, and reading them
+  // raises. It also gathers after a failure, on new connections, if every rank calls it; ranks that
+  // wait for this one are notified. `why`: the error that the core is closed for, if any. Returns a
+  // remark on the weights if a step was cut short, else "". Throws RuntimeFault, after releasing
+  // everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why = {});
 
  private:
@@ -128,19 +133,20 @@ class PENSTOCK_API Core {
       state_;  // shared with views and autograd hooks, which may outlive the core
 };
 
-// Units whose forward the front computes again in backward (UnitInfo::recomputed), and what waits
-// for that.
+// Units whose forward the front computes again in backward (UnitInfo::recomputed), and their saved
+// inputs.
 class PENSTOCK_API Recomputation {
  public:
   explicit Recomputation(Core& core) : state_(core.state_) {}
 
-  // To be called before a unit's forward is computed again.
+  // Must be called before a unit's forward is computed again.
   void begin(int unit);
-  // Whether the units' inputs wait elsewhere meanwhile. Then the front keeps, for each input, what
-  // save() returns: called, it gives the values back; destroyed, it lets them go.
+  // Returns whether the units' inputs are moved to another tier until then. If so, the front calls
+  // save() for each input and keeps the result: calling it returns the values, destroying it frees
+  // them.
   bool moves_inputs() const;
   std::function<at::Tensor()> save(int unit, const at::Tensor& input);
-  int64_t saved_bytes() const;  // of inputs that wait now, in memory and on disk
+  int64_t saved_bytes() const;  // of inputs that are saved now, in memory and on disk
 
  private:
   std::shared_ptr<Core::State> state_;

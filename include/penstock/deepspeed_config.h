@@ -1,6 +1,7 @@
 #pragma once
-// DeepSpeed's config as ours: every key that DeepSpeed documents is taken over, has no effect
-// (which a warning says), or is refused. Pure values; any thread. docs/deepspeed.md has the table.
+// Translation of DeepSpeed's config. Every key that DeepSpeed documents is translated, has no
+// effect (a warning lists these), or is refused. Pure values; any thread. docs/deepspeed.md has the
+// table.
 #include <cstdint>
 #include <map>
 #include <span>
@@ -12,20 +13,20 @@
 namespace penstock {
 
 enum class KeyFate : uint8_t {
-  kTaken,     // it is in the native config
-  kNoEffect,  // what it tunes is not there; the result is the same
-  kRefused,   // it would change what is trained, and is not supported: an error unless it is off
+  kTaken,     // translated to a native key
+  kNoEffect,  // the mechanism that it tunes does not exist here; results are the same
+  kRefused,   // it would change training and is not supported: an error unless it is off
 };
 
-// A row of the table.
+// One row of the table of keys.
 struct DeepSpeedKey {
-  const char* key;  // "zero_optimization.stage"; "aio.*" for all of a section
+  const char* key;  // "zero_optimization.stage"; "aio.*" for a whole section
   KeyFate fate;
-  const char* note;  // the native key, or why
+  const char* note;  // the native key, or the reason
 };
 PENSTOCK_API std::span<const DeepSpeedKey> deepspeed_keys();
 
-// A key that was given.
+// A key of the given config.
 struct GivenKey {
   std::string key, value;  // JSON
   KeyFate fate = KeyFate::kTaken;
@@ -33,38 +34,39 @@ struct GivenKey {
 };
 
 struct PENSTOCK_API TranslatedConfig {
-  std::string native;           // JSON, for Config::parse
-  std::string scheduler;        // JSON of that section, which the front builds; empty where none
-  std::vector<GivenKey> given;  // in their order
+  std::string native;  // JSON, for Config::parse
+  std::string
+      scheduler;  // JSON of the "scheduler" section, which the front builds; empty if absent
+  std::vector<GivenKey> given;  // in the order of the text
 
-  // One text that lists what has no effect, and why; empty where everything is taken over.
+  // Returns one text that lists the keys without effect, with reasons; empty if there are none.
   std::string warning() const;
 };
 
-// JSON that may have comments, without them. Throws ConfigError where it is none.
+// Removes comments from JSON text. Throws ConfigError if the text is not JSON.
 PENSTOCK_API std::string plain_json(const std::string& json_text);
-// Whether it is DeepSpeed's dialect and not ours.
+// Returns whether the text is in DeepSpeed's dialect and not in the native one.
 PENSTOCK_API bool is_deepspeed_config(const std::string& json_text);
-// Throws ConfigError for values that DeepSpeed refuses, keys that its sections do not have, and
-// what is not supported. `world`: number of ranks, for sizes that follow from it.
+// Throws ConfigError for values that DeepSpeed refuses, for keys that its sections do not have, and
+// for unsupported settings. `world`: number of ranks, from which batch sizes follow.
 PENSTOCK_API TranslatedConfig translate_deepspeed_config(const std::string& json_text, int world);
 
-// One of DeepSpeed's schedules of one parameter group. Iteration -1 is before the first step(),
-// 0 after it, and so on.
+// One of DeepSpeed's schedules for one parameter group. Iteration -1 is before the first step(),
+// iteration 0 after it, and so on.
 struct PENSTOCK_API DeepSpeedSchedule {
   std::string type;  // "WarmupLR" "WarmupDecayLR" "WarmupCosineLR" "OneCycle" "LRRangeTest"
   std::map<std::string, double> params;  // flags are 0 and 1, warmup_type "log" 0 and "linear" 1
 
-  // Every schedule's parameters with their defaults; NaN where there is none. WarmupCosineLR takes
-  // the group's lr as "base_lr", and so does WarmupLR without a "warmup_max_lr".
+  // The parameters of every schedule with their defaults; NaN = no default. WarmupCosineLR takes
+  // the group's lr as "base_lr", and so does WarmupLR without "warmup_max_lr".
   static const std::map<std::string, std::map<std::string, double>>& all();
-  // Throws ConfigError for a type or a parameter that there is not, one that is missing, and
-  // values that cannot work.
+  // Throws ConfigError for an unknown type or parameter, for a missing parameter, and for values
+  // that cannot work.
   static DeepSpeedSchedule make(const std::string& type,
                                 const std::map<std::string, double>& params);
 
   double lr(int64_t iteration) const;
-  double momentum(int64_t iteration) const;  // of OneCycle with cycle_momentum
+  double momentum(int64_t iteration) const;  // only OneCycle with cycle_momentum
 };
 
 }  // namespace penstock

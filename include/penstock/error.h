@@ -1,6 +1,6 @@
 #pragma once
-// The three kinds of error (docs/errors.md). Text begins "[layer::function] ", that of
-// PENSTOCK_ASSERT "[file:line] ".
+// The three kinds of error (docs/errors.md). A text begins with "[layer::function] "; the text of
+// PENSTOCK_ASSERT begins with "[file:line] ".
 #include <stdexcept>
 #include <string>
 
@@ -8,19 +8,19 @@
 
 namespace penstock {
 
-// A setting that cannot work: names key, value, allowed values and the fix.
+// A setting that cannot work. The text names the key, its value, the allowed values and the fix.
 class PENSTOCK_API ConfigError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
 };
 
-// The world failed us: I/O, a peer, memory. Says which rank, path, step, bytes.
+// A failure outside the program: I/O, a peer, memory. The text names rank, path, step and bytes.
 class PENSTOCK_API RuntimeFault : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A broken invariant of our own.
+// A broken invariant of the engine.
 class PENSTOCK_API Bug : public std::logic_error {
  public:
   using std::logic_error::logic_error;

@@ -1,3 +1,3 @@
 #pragma once
-// Symbols are hidden by default; what users link against carries this mark.
+// Symbols are hidden by default; this macro exports the ones that programs link against.
 #define PENSTOCK_API __attribute__((visibility("default")))

@@ -1,5 +1,5 @@
 #pragma once
-// ShardedInit: parameters that are in pieces over the ranks before there is an engine.
+// ShardedInit: parameters that are sharded over the ranks before an engine exists.
 #include <ATen/core/Tensor.h>
 
 #include <memory>
@@ -11,32 +11,32 @@
 namespace penstock {
 
 // A *hollow* tensor has a shape, a dtype and a storage without memory; every rank keeps an equal
-// part of its values here. Reading it elsewhere raises an error that says so. All ranks make the
-// same calls in the same order, from one thread. Peak memory: the parts, unless on disk, and one
-// whole tensor with its part.
+// part of its values here. Any other access to its values raises an error that explains this. All
+// ranks make the same calls in the same order, from one thread. Peak memory: the parts, unless on
+// disk, plus one whole tensor and its part.
 class PENSTOCK_API ShardedInit {
  public:
-  // The parts are in memory or, with `path` (folders, ':' between them), in an unlinked file of
-  // this rank. Throws ConfigError for a folder that takes no files.
+  // The parts are in memory or, with `path` (folders, separated by ':'), in an unlinked file per
+  // rank. Throws ConfigError for a folder in which no file can be made.
   explicit ShardedInit(std::shared_ptr<Group> group, const std::string& path = "");
   ~ShardedInit();
 
-  // `tensor`, dense on the CPU, becomes hollow; this rank keeps its part of the values it had.
+  // Makes `tensor`, which is dense and on the CPU, hollow; this rank keeps its part of the values.
   void hollow(const at::Tensor& tensor);
-  // Whether the tensor (or what it is a view of) is hollow.
+  // Returns whether the tensor (or the base of the view) is hollow.
   bool holds(const at::Tensor& tensor) const;
-  // [all ranks] The values of the whole storage behind a hollow tensor: one dimension.
+  // [all ranks] Returns the values of the whole storage behind a hollow tensor, one-dimensional.
   at::Tensor whole(const at::Tensor& tensor) const;
-  // Memory for such values that are all about to be overwritten.
+  // Returns uninitialized memory for such values, for a caller that overwrites all of them.
   at::Tensor scratch(const at::Tensor& tensor) const;
-  // This rank keeps its part of `values`, as whole() gives them.
+  // Stores this rank's part of `values`, which have the form that whole() returns.
   void keep(const at::Tensor& tensor, const at::Tensor& values);
-  // [all ranks] The tensor's values in its own shape; the part is let go.
+  // [all ranks] Returns the tensor's values in its own shape and frees the part.
   at::Tensor take(const at::Tensor& tensor);
-  // [all ranks] Rank 0's bytes everywhere.
+  // [all ranks] Copies rank 0's bytes to all ranks.
   void broadcast(const at::Tensor& bytes) const;
 
-  bool empty() const;  // nothing that is still in use is hollow
+  bool empty() const;  // no tensor that is still in use is hollow
 
  private:
   struct Impl;

@@ -1,6 +1,6 @@
 #pragma once
-// Which mesh: tensor x pipeline x data ranks of a cluster, compared for a transformer before there
-// is one. Values; any thread.
+// Comparison of meshes: tensor x pipeline x data ranks of a cluster, for a transformer that need
+// not exist yet. Values; any thread.
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -9,46 +9,47 @@
 
 namespace penstock {
 
-// Of a transformer, what its parameters do not tell.
+// Properties of a transformer that its parameters do not show.
 struct TransformerShape {
   int64_t layers = 1, hidden = 1, heads = 1, sequence = 1, vocabulary = 0;
 };
 
 struct MeshQuestion {
-  PlanQuestion asked;  // its config's mesh, batch and tokens are not looked at
+  PlanQuestion asked;  // mesh, batch and tokens of its config are ignored
   TransformerShape shape;
   int nodes = 1, per_node = 1;
-  int64_t batch = 1;              // samples of a step, of all ranks
-  std::vector<int64_t> micro{1};  // samples of a micro-batch and data rank, to be tried
+  int64_t batch = 1;              // samples per step over all ranks
+  std::vector<int64_t> micro{1};  // sizes to try, in samples per micro-batch and data rank
 };
 
 struct PENSTOCK_API MeshAlternative {
-  std::string precision{};  // empty: as the model was built
+  std::string precision{};  // empty: the model's own dtypes
   int tensor = 1, pipeline = 1, data = 1;
-  int node = 1;  // nodes that the data ranks of a stage are in
+  int node = 1;  // nodes over which the data ranks of a stage are spread
   int virtual_stages = 1;
   int64_t micro = 1, accumulate = 1;
   bool recompute = false;
-  // Of the stage that takes most. Its bytes are those of state, its seconds those of the stage
-  // alone with one tensor rank's part: computing, collectives over data ranks and the update.
+  // Cost of the largest stage for one tensor rank. Bytes are only those of state. Seconds are for
+  // the stage alone: computing, collectives over data ranks and the update.
   Alternative state;
-  int64_t params = 0;       // of that stage and tensor rank
-  int64_t activations = 0;  // bytes at the peak, an estimate
-  // Of a step. `seconds` is the sum: alone, what is computed again, sums, messages, bubble.
+  int64_t params = 0;       // parameters of this stage and tensor rank
+  int64_t activations = 0;  // peak bytes, an estimate
+  // Seconds of one step. `seconds` = state.seconds + again (recomputation) + sums (over tensor
+  // ranks) + messages (between stages) + bubble.
   double seconds = 0, compute = 0, again = 0, sums = 0, messages = 0, data_waits = 0, bubble = 0;
   bool fits = true;
   std::string over{};          // "device 1.50 GiB over"
-  int64_t excess = 0;          // bytes of it
+  int64_t excess = 0;          // bytes over the limits
   std::string why() const;     // one sentence
   std::string config() const;  // JSON, for penstock.initialize
 };
 
 struct MeshReport {
-  std::vector<MeshAlternative> alternatives;  // best first: what fits, of these the fastest
-  std::string text;                           // the first ten, and the best of each other mesh
+  std::vector<MeshAlternative> alternatives;  // best first: the ones that fit, fastest first
+  std::string text;                           // the first ten, and the best of each further mesh
 };
 
-// Throws ConfigError: a batch that no mesh can share out.
+// Throws ConfigError if no mesh can divide the batch.
 PENSTOCK_API MeshReport mesh_report(const ModelTree& tree, const MeshQuestion& question);
 
 }  // namespace penstock

@@ -1,5 +1,5 @@
 #pragma once
-// Metrics: what a run says of each step, from values that the step already has; and its timeline.
+// Metrics: numbers of each step, from values that the step already has, and the run's timeline.
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -15,23 +15,24 @@ namespace penstock {
 
 inline constexpr double kNotKnown = NAN;
 
-// Of one applied step. Seconds and bytes are this rank's; loss, samples and tokens all ranks'.
+// Numbers of one applied step. Seconds and bytes are of this rank; loss, samples and tokens are
+// over all ranks.
 struct PENSTOCK_API StepMetrics {
   int64_t step = 0;
-  double time = 0.0;        // when it ended, seconds since 1970
-  double step_s = 0.0;      // since the end of the step before
+  double time = 0.0;        // end of the step, seconds since 1970
+  double step_s = 0.0;      // since the end of the previous step
   double loss = kNotKnown;  // mean over the window's backwards and the data ranks
   double grad_norm = 0.0, lr = 0.0, loss_scale = 1.0;
   int64_t skipped_steps = 0;
-  int64_t samples = 0, tokens = 0;  // 0: nobody counted them
-  double flops = 0.0;               // of the model, all ranks'; 0: nobody counted them
-  double peak_flops = 0.0;          // of all ranks, a second; 0: not known
-  double exposed_s = 0.0;           // the model's thread waited: for peers, updates, the disk
-  double exposed_comm_s = 0.0;      // of this, for gathers, reductions and the norm
-  int64_t comm_bytes = 0;           // sent to peers
+  int64_t samples = 0, tokens = 0;  // 0: not counted
+  double flops = 0.0;               // of the model, over all ranks; 0: not counted
+  double peak_flops = 0.0;          // per second, over all ranks; 0: not known
+  double exposed_s = 0.0;       // time that the model's thread waited: for peers, updates, the disk
+  double exposed_comm_s = 0.0;  // the part of it for gathers, reductions and the norm
+  int64_t comm_bytes = 0;       // sent to peers
   int64_t disk_read_bytes = 0, disk_written_bytes = 0;
-  double disk_busy_s = 0.0;  // the disk had requests
-  // Now, by role, in memory; the most so far, by tier.
+  double disk_busy_s = 0.0;  // time during which the disk had requests
+  // Current bytes in memory by role; then the largest so far by tier.
   int64_t param_bytes = 0, grad_bytes = 0, optim_bytes = 0, buffer_bytes = 0;
   int64_t device_peak_bytes = 0, host_peak_bytes = 0, disk_bytes = 0;
 
@@ -43,7 +44,7 @@ struct PENSTOCK_API StepMetrics {
     return disk_busy_s > 0.0 ? bytes / disk_busy_s * 1e-9 : kNotKnown;
   }
 
-  // By the names that files have (docs/monitoring.md), in their order; not a number where it is not
+  // The values with their names in files (docs/monitoring.md), in file order; NaN if a value is not
   // known. Whole numbers are exact up to 2^53.
   std::vector<std::pair<std::string, double>> values() const;
 
@@ -53,9 +54,9 @@ struct PENSTOCK_API StepMetrics {
   }
 };
 
-// Of the events of a row of the timeline.
+// Sum over the events of one timeline row.
 struct RowSum {
-  std::string row, kind;  // as a trace names them
+  std::string row, kind;  // named as in a trace
   int64_t count = 0, bytes = 0;
   double seconds = 0.0;
 };
@@ -65,31 +66,32 @@ class PENSTOCK_API Metrics {
  public:
   explicit Metrics(const Core& core) : state_(core.state_) {}
 
-  // Of what the window's forwards compute on this rank.
+  // Counts samples and tokens that the window's forwards compute on this rank.
   void count(int64_t samples, int64_t tokens);
-  // Model FLOPs of a sample (forward and backward), and the peak of one rank a second; 0: unknown.
+  // Sets the model's FLOPs per sample (forward and backward) and the peak FLOPs per second of one
+  // rank; 0: unknown.
   void set_flops(double per_sample, double rank_peak);
-  // Of the step that comes, where the optimizer is the user's.
+  // Sets the lr of the next step if the user's optimizer updates.
   void set_lr(double lr);
-  // FLOPs of one micro-batch's forward on this rank, by unit; while it runs, unit() is the
-  // innermost that computes. From them seconds are predicted where `monitor.machine` says how.
+  // Sets the FLOPs of one micro-batch's forward on this rank, by unit. While it runs, unit()
+  // returns the innermost unit that computes. Seconds are predicted from these if `monitor.machine`
+  // names a machine file.
   void set_work(std::vector<double> forward_flops);
   int unit() const;
-  // Of the last applied step; step 0 before the first.
+  // Numbers of the last applied step; step 0 before the first.
   const StepMetrics& last() const;
-  // Everything so far is in the files.
+  // Writes everything so far to the files.
   void flush();
-  // Of all that was recorded so far on this rank, whether it is kept or not.
+  // Sums of all events so far on this rank, including events that were not kept.
   std::vector<RowSum> sums() const;
 
-  // The events of the last steps of this rank (see src/trace/recorder.h) into a Chrome trace, which
-  // Perfetto opens.
-  // Throws RuntimeFault where the file cannot be written.
+  // Writes the events of this rank's last steps (src/trace/recorder.h) as a Chrome trace, which
+  // Perfetto opens. Throws RuntimeFault if the file cannot be written.
   void write_last(const std::string& path) const;
-  // [all ranks] The next `steps` whole steps of all ranks; rank 0 writes the file when the last of
-  // them ends. `more`, if any, is called then on each rank that gave it, with what is added to its
-  // steady clock (ns) to have rank 0's; what it returns, events of a Chrome trace separated by
-  // commas, is put beside this rank's.
+  // [all ranks] Records the next `steps` whole steps of all ranks. Rank 0 writes the file when the
+  // last of them ends. `more`, if given, is then called on each rank that gave it, with the offset
+  // from its steady clock to rank 0's (ns). It returns further events of a Chrome trace, separated
+  // by commas, which are added to this rank's.
   void trace(const std::string& path, int64_t steps, std::function<std::string(int64_t)> more = {});
 
  private:

@@ -1,6 +1,6 @@
 #pragma once
-// Ranks of one host that exchange through memory they share: a group for engines, and a c10d back
-// end for torch's own DDP, FSDP2 and torch.distributed. In Python that is the back end "penstock"
+// Ranks of one host that exchange through shared memory: a group for engines, and a c10d back end
+// for torch's DDP, FSDP2 and torch.distributed. Python registers it as the back end "penstock"
 // (python/penstock/one_host.py).
 #include <c10/util/intrusive_ptr.h>
 
@@ -19,26 +19,28 @@ class Store;
 
 namespace penstock {
 
-// [all ranks] Processes of one host, which meet at `store` (this group's alone) and exchange
-// through memory that they share. Null where they cannot, on every rank alike, and then
-// `why_not` says why: "" for ranks of several hosts, which never can.
+// [all ranks] Connects processes of one host, which meet at `store` (used by this group alone) and
+// exchange through shared memory. Returns null on every rank if they cannot share memory; `why_not`
+// then gives the reason, "" for ranks on several hosts, which never can.
 PENSTOCK_API std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,
                                                       std::chrono::milliseconds timeout,
                                                       const WatchOptions& watch,
                                                       std::string* why_not);
 
-// [all ranks] They meet at `store`, which is this back end's alone. Null where they cannot share
-// memory, on every rank alike, and then `why_not` says why. Throws std::exception when a rank does
-// not come.
+// [all ranks] The ranks meet at `store`, which this back end uses alone. Returns null on every rank
+// if they cannot share memory; `why_not` then gives the reason. Throws std::exception if a rank
+// does not arrive.
 //
-// Collectives of CPU tensors of any dtype, point-to-point messages by tag, and what torch makes of
-// them. fp32, bf16 and fp16 are added up in fp32 and in the order of ranks, and rounded once: the
-// result has the same bits on every rank. `timeout` bounds every wait for a peer; one whose process
-// ends is seen at once. After an error of one of them the back end is of no more use.
+// Supports collectives of CPU tensors of any dtype, point-to-point messages by tag, and what torch
+// builds from them. fp32, bf16 and fp16 are summed in fp32 in rank order and rounded once, so the
+// result has the same bits on every rank. `timeout` bounds every wait for a peer; the end of a
+// peer's process is noticed at once. After an error on any rank the back end cannot be used any
+// more.
 //
-// `unlocked`, where not empty, calls what it is given while this thread holds no lock that it takes
-// to let go of a tensor (Python's): the back end's last owner waits for threads that do.
+// `unlocked`, if set, calls its argument while this thread does not hold the lock that releasing a
+// tensor needs (Python's GIL): the last owner of the back end waits for threads that take this
+// lock.
 PENSTOCK_API c10::intrusive_ptr<c10d::Backend> one_host_back_end(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout, std::string* why_not,

@@ -1,6 +1,6 @@
 #pragma once
-// PipelineRanks: ranks that compute one model one after the other, each some stages of it (config
-// keys "mesh.pipeline" and "parallel"). Docs: docs/parallel.md.
+// PipelineRanks: ranks that compute one model one after another; each rank computes one or more
+// stages (config keys "mesh.pipeline" and "parallel"). Docs: docs/parallel.md.
 #include <ATen/core/Tensor.h>
 
 #include <memory>
@@ -12,7 +12,7 @@
 
 namespace penstock {
 
-// A module that one stage computes, with all that is in it.
+// A module that one stage computes, including its submodules.
 struct StagePiece {
   std::string module;
   int stage = 0;
@@ -25,25 +25,26 @@ struct StageAction {
   int micro = 0;
 };
 
-// A buffer of a module, which forwards of its stage may change.
+// A module's buffer. Forwards of its stage may change it.
 struct StageBuffer {
   std::string name;
   int stage = 0;
   at::Tensor values;
 };
 
-// What a stage hands to its neighbour: CPU tensors of any shapes (an undefined one arrives as such)
-// and a text.
+// A message from a stage to its neighbour: CPU tensors of any shapes and a text. An undefined
+// tensor arrives undefined.
 struct StageMessage {
   std::string text;
   std::vector<at::Tensor> tensors;
 };
 
 // A view of a core with mesh.pipeline > 1, for the thread that runs the model. All ranks call
-// begin() and end() together, and in between each makes its actions in the order that begin() gave.
+// begin() and end() together. Between these calls each rank runs its actions in the order that
+// begin() returned.
 class PENSTOCK_API PipelineRanks {
  public:
-  // Throws ConfigError where there is one stage.
+  // Throws ConfigError if there is only one stage.
   explicit PipelineRanks(const Core& core);
 
   int index() const;
@@ -51,25 +52,26 @@ class PENSTOCK_API PipelineRanks {
   int num_stages() const;
   const std::vector<StagePiece>& pieces() const;  // in model order
 
-  // A window of so many micro-batches: what this rank computes, in order. Without `trains` forwards
-  // alone. Throws ConfigError where the schedule is not for so many; RuntimeFault where the window
-  // before was cut short.
+  // Begins a window of `num_micro` micro-batches and returns this rank's actions in order. Without
+  // `trains` there are only forwards. Throws ConfigError if the schedule does not allow this
+  // number. Throws RuntimeFault if the previous window was cut short.
   std::vector<StageAction> begin(int num_micro, bool trains);
-  // What `action` needs of the stage before it (after it, where it goes backward); waits for it.
-  // Throws RuntimeFault: a peer that is gone.
+  // Waits for the message that `action` needs: from the previous stage, or from the next stage for
+  // a backward. Throws RuntimeFault if the peer is gone.
   StageMessage receive(const StageAction& action);
-  // What `action` made, for the stage after it (before it). Returns at once: the tensors are not to
-  // be changed until end().
+  // Sends the result of `action` to the next stage, or to the previous stage for a backward.
+  // Returns at once; the tensors must not change until end().
   void send(const StageAction& action, const StageMessage& made);
-  // After every backward, whatever parameters of this rank it came by.
+  // Must be called after every backward, even if the backward reached no parameter of this rank.
   void end_backward();
-  // All that was sent has arrived.
+  // Waits until all messages have arrived.
   void end();
 
-  // Before close(), and bring_buffers(): on every rank the same ones.
+  // Sets the buffers; must be called before close() and bring_buffers(), with the same buffers on
+  // every rank.
   void set_buffers(std::vector<StageBuffer> buffers);
-  // [all ranks] Those that were set become their stage's, in place. Throws RuntimeFault where ranks
-  // have others.
+  // [all ranks] Overwrites the set buffers in place with the values of their stage. Throws
+  // RuntimeFault if the ranks set different buffers.
   void bring_buffers();
 
  private:

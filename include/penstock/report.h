@@ -1,5 +1,5 @@
 #pragma once
-// Report: what a core says about its run.
+// Report: numbers and texts about a core's run.
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -11,19 +11,19 @@
 
 namespace penstock {
 
-// Bytes on this rank: predicted per strategy, and what the running one took at most. In memory
-// (device and host) by role, and in swap files.
+// Peak bytes on this rank, predicted per strategy and measured for the running one: by role in
+// memory (device and host), and in swap files.
 struct LedgerEntry {
   int64_t param = 0, grad = 0, optim = 0, buffers = 0, total = 0;
   int64_t disk = 0;
   int64_t device = 0, host = 0;  // the peaks of `total`, by tier
-  int64_t act = 0;  // measured only: inputs of recomputed units in host memory, beside the total
-  int64_t exchanges = 0;  // with peers in a step; measured: in the last one
+  int64_t act = 0;  // only measured: inputs of recomputed units in host memory, not in `total`
+  int64_t exchanges = 0;  // exchanges with peers in one step; measured: in the last step
 };
 struct LedgerReport {
   std::map<std::string, LedgerEntry> predicted;
   LedgerEntry measured;
-  int64_t disk_read = 0, disk_written = 0;  // so far
+  int64_t disk_read = 0, disk_written = 0;  // bytes since the start
   std::string strategy;
 };
 
@@ -35,8 +35,8 @@ class PENSTOCK_API Report {
 
   double grad_norm() const;       // of the last applied step, averaged gradient, before clipping
   double loss_scale() const;      // of the next backward; 1 without fp16
-  int64_t skipped_steps() const;  // for overflow
-  std::string overflow() const;   // what the last skipped step says, or empty
+  int64_t skipped_steps() const;  // skipped for overflow
+  std::string overflow() const;   // text about the last skipped step, or empty
 
   LedgerReport ledger() const;
   std::string explain() const;  // every effective setting, the table, the units, the plans

@@ -1,6 +1,6 @@
 #pragma once
-// SequenceRanks: ranks with parts of the same sequences (config key "mesh.sequence"). Between them
-// attention exchanges tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509). Docs:
+// SequenceRanks: ranks that each have a part of the same sequences (config key "mesh.sequence").
+// For attention they exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509). Docs:
 // docs/parallel.md.
 #include <ATen/core/Tensor.h>
 
@@ -15,23 +15,24 @@
 namespace penstock {
 
 // A view of a core with mesh.sequence > 1, for the thread that runs the model. All ranks of a
-// sequence make the same calls in the same order; backwards exchange by themselves. No second
+// sequence make the same calls in the same order. Backwards make their own exchanges. No second
 // derivatives (RuntimeFault).
 class PENSTOCK_API SequenceRanks {
  public:
-  // Throws ConfigError where sequences are not cut.
+  // Throws ConfigError if sequences are not cut.
   explicit SequenceRanks(const Core& core);
 
   int index() const;
   int count() const;
 
-  // This rank's part along `join_dim` of all of `cut_dim` -> all of it, of a part along `cut_dim`.
-  // Throws c10::Error where that does not divide by count().
+  // Exchanges the layout: from this rank's part along `join_dim` with all of `cut_dim` to this
+  // rank's part along `cut_dim` with all of `join_dim`. Throws c10::Error if the size along
+  // `cut_dim` is not divisible by count().
   at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim) const;
-  // Of each rank's addend [] (its tokens' losses, divided by the number of all): the loss, whose
-  // gradients the engine then averages over these ranks as over others.
+  // Returns the loss: the sum of each rank's addend [] (the losses of its tokens divided by the
+  // number of all tokens). The engine then averages gradients over these ranks as over data ranks.
   at::Tensor sum_losses(const at::Tensor& addend) const;
-  // Throws RuntimeFault on all of them where they were not given the same sequences.
+  // Throws RuntimeFault on all of them if the ranks were given different sequences.
   void compare(const std::vector<at::Tensor>& inputs, const std::string& others) const;
 
  private:

@@ -1,6 +1,6 @@
 #pragma once
-// TensorRanks: what modules compute with when the ranks of the tensor axis have cut their weights
-// (config keys "mesh.tensor" and "parallel"). Docs: docs/parallel.md.
+// TensorRanks: operators for modules whose weights are cut over the tensor axis (config keys
+// "mesh.tensor" and "parallel"). Docs: docs/parallel.md.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -21,39 +21,41 @@ struct TensorModule {
   std::string name;
   std::string style;        // "column", "row", ... (docs/parallel.md)
   bool transposed = false;  // its weight is [in, out]
-  int64_t heads = 0;        // of style "shared": key and value heads, fewer than ranks
-  int64_t size = 0;         // of its output over all ranks
-  bool gathered = false;    // its input is made of gather_tokens()
+  int64_t heads = 0;        // style "shared": number of key and value heads, fewer than ranks
+  int64_t size = 0;         // size of its output over all ranks
+  bool gathered = false;    // its input is computed from gather_tokens()
 };
 
 // A view of a core with mesh.tensor > 1, for the thread that runs the model. All tensor ranks make
-// the same calls in the same order, inside the model's forward; backwards exchange by themselves.
+// the same calls in the same order, inside the model's forward. Backwards make their own exchanges.
 // No second derivatives (RuntimeFault).
 class PENSTOCK_API TensorRanks {
  public:
-  // Throws ConfigError where nothing is cut.
+  // Throws ConfigError if nothing is cut.
   explicit TensorRanks(const Core& core);
 
   int index() const;
   int count() const;
   const std::vector<TensorModule>& modules() const;
 
-  // As torch.nn.functional.linear by the module's style. input [..., in], or [..., in / ranks] for
-  // "row"; weight and bias are this rank's -> [..., out], or [..., out / ranks] for "column" and
-  // "shared".
+  // Computes torch.nn.functional.linear in the module's style. input [..., in], or [..., in /
+  // ranks] for "row"; weight and bias are this rank's parts -> [..., out], or [..., out / ranks]
+  // for "column" and "shared".
   at::Tensor linear(const TensorModule& how, const at::Tensor& input, const at::Tensor& weight,
                     const std::optional<at::Tensor>& bias) const;
-  // Of a head of style "vocab", whose output is cut: input [..., in] -> [..., own columns]; all of
-  // it, [..., out]; and its cross-entropy with target [tokens] -> [], computed in fp32 from logits
-  // [tokens, own columns], which are not gathered ("none" is no reduction of it).
+  // For a head of style "vocab" whose logits stay cut. cut_logits: input [..., in] -> [..., own
+  // columns]. whole_logits: -> [..., out]. cross_entropy: logits [tokens, own columns], target
+  // [tokens] -> [], computed in fp32 without gathering the logits. Throws ConfigError for the
+  // reduction "none".
   at::Tensor cut_logits(const TensorModule& how, const at::Tensor& input, const at::Tensor& weight,
                         const std::optional<at::Tensor>& bias) const;
   at::Tensor whole_logits(const TensorModule& how, const at::Tensor& logits) const;
   at::Tensor cross_entropy(const TensorModule& how, const at::Tensor& logits,
                            const at::Tensor& target, const CrossEntropyOptions& options) const;
-  // Hidden states [batch, tokens, size] whose tokens are cut between the layers ("row_tokens"):
-  // from the same on all ranks to a rank's [batch, tokens / ranks, size], and back; and what the
-  // module `name` makes of parts, all of them, of whose gradient each rank has an addend.
+  // Hidden states [batch, tokens, size] whose tokens are cut between layers ("row_tokens").
+  // cut_tokens: from equal tensors on all ranks to each rank's [batch, tokens / ranks, size].
+  // whole_tokens: the reverse. gather_tokens: the whole input of module `name` from the parts; each
+  // rank has one addend of the gradient.
   at::Tensor cut_tokens(const at::Tensor& whole) const;
   at::Tensor whole_tokens(const at::Tensor& part) const;
   at::Tensor gather_tokens(const std::string& name, const at::Tensor& part) const;
@@ -61,8 +63,8 @@ class PENSTOCK_API TensorRanks {
   // 0: none. Throws c10::IndexError, as torch does.
   at::Tensor embedding(const TensorModule& how, const at::Tensor& ids, const at::Tensor& weight,
                        int64_t padding_idx) const;
-  // Throws RuntimeFault on all tensor ranks where they have not the same inputs of a forward
-  // (values and a text of what else counts). Returns whether they have the same `draws`.
+  // Throws RuntimeFault on all tensor ranks if a forward's inputs differ between them (tensor
+  // values, or the text `others`). Returns whether all have the same `draws`.
   bool compare(const std::vector<at::Tensor>& inputs, const std::string& others,
                const std::string& draws) const;
 

@@ -1,5 +1,5 @@
 #pragma once
-// Values: parameters and gradients of a core's model, whole or as this rank's shards.
+// Values: parameters and gradients of a core's model, as full tensors or as this rank's shards.
 #include <ATen/core/Tensor.h>
 
 #include <functional>
@@ -13,78 +13,82 @@
 
 namespace penstock {
 
-// A piece of a parameter for an optimizer of the user's own: fp32, one dimension, maybe empty.
+// This rank's slice of one parameter, for a user's optimizer: fp32, one dimension, possibly empty.
 struct Shard {
-  std::string name;  // of the parameter
+  std::string name;  // name of the parameter
   at::Tensor param;
   at::Tensor master;
-  int64_t begin = 0;  // element of the parameter that `master` begins with
+  int64_t begin = 0;  // index in the parameter of the first element of `master`
 };
 
-// What Values::weights() makes.
+// Options of Values::weights().
 struct WeightsOptions {
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
-  bool everywhere = true;  // else on rank 0
+  bool everywhere = true;  // false: the values arrive only on rank 0
 };
 
 // A view of a core, for the thread that runs the model. Methods marked [all ranks] are collective.
-// All but units_of() and release() throw RuntimeFault after close().
+// All methods except units_of() and release() throw RuntimeFault after close().
 class PENSTOCK_API Values {
  public:
   explicit Values(Core& core) : state_(core.state_) {}
 
-  // [all ranks] Full fp32 values by parameter name; `role` is "grad" or "param".
+  // [all ranks] Returns full fp32 values by parameter name; `role` is "grad" or "param".
   std::vector<std::pair<std::string, at::Tensor>> full(const std::string& role);
-  // [all ranks] full("grad") of one parameter; undefined where no gradient is kept for it.
+  // [all ranks] Returns full("grad") of one parameter; undefined if no gradient is kept for it.
   at::Tensor gradient(const std::string& param);
-  // [all ranks] Full values by parameter name, each in memory of its own, where they are wanted;
-  // elsewhere nothing. They go one unit's flat after the other through memory that is counted with
-  // the buffers: a rank that does not want them sends its shards, and holds no more. Throws
-  // RuntimeFault on every rank where one has no room for that.
+  // [all ranks] Returns full values by parameter name, each tensor in its own memory. The result is
+  // empty on ranks that do not want the values. Units are gathered one flat after another through
+  // memory that is counted with the buffers; a rank that does not want the values only sends its
+  // shards. Throws RuntimeFault on every rank if one rank has no room for a flat.
   std::vector<std::pair<std::string, at::Tensor>> weights(const WeightsOptions& options = {});
-  // [all ranks] The same values in the order in which they come, on rank 0, without the memory for
-  // all of them: `take(name, begin, values)` gets fp32 elements of a parameter from `begin` on, row
-  // by row, in memory that is gone after the call, and in the end "". What it throws is thrown on
-  // every rank.
+  // [all ranks] Streams the same values to rank 0 without memory for all of them. `take(name,
+  // begin, values)` receives fp32 elements of a parameter from element `begin` on, row by row. The
+  // memory of `values` is invalid after the call. The last call has the name "". An exception from
+  // `take` is thrown on every rank.
   using Take = std::function<void(const std::string& name, int64_t begin, const at::Tensor&)>;
   void stream(const Take& take);
-  // Of each parameter, whole; without those that are computed in tiles.
+  // Returns the full shape of each parameter, except those that are computed in tiles.
   std::vector<std::pair<std::string, std::vector<int64_t>>> shapes();
-  // Replaces gradients of a complete window, by full fp32 values that are equal on every rank.
-  // Throws RuntimeFault in the middle of a window, ConfigError for a name or shape that is wrong.
+  // [all ranks] Replaces gradients of a complete accumulation window with full fp32 values, which
+  // must be equal on every rank. Throws RuntimeFault inside a window, ConfigError for a wrong name
+  // or shape.
   void set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients);
 
-  // What is kept for one parameter between steps, in fp32 and its shape: "param" (its master) or a
-  // moment by torch's name ("exp_avg"). Throws ConfigError where none is kept. [all ranks]
+  // [all ranks] Returns the state that is kept for one parameter between steps, in fp32 and in the
+  // parameter's shape: "param" (its master) or a moment by torch's name ("exp_avg"). Throws
+  // ConfigError if no such state is kept.
   at::Tensor state(const std::string& param, const std::string& role);
-  // [all ranks] Replaces it, by values that are equal on every rank.
+  // [all ranks] Replaces this state with values that are equal on every rank.
   void set_state(const std::string& param, const std::string& role, const at::Tensor& values);
-  // This rank's part of it, a copy: the element it begins with, and the elements, maybe none.
+  // Returns a copy of this rank's part of the state: the index of its first element, and the
+  // elements, possibly none.
   std::pair<int64_t, at::Tensor> local_state(const std::string& param, const std::string& role);
-  // [all ranks] Replaces it on this rank.
+  // [all ranks] Replaces this rank's part of the state.
   void set_local_state(const std::string& param, const std::string& role, const at::Tensor& values);
 
-  // The units that these parameters are in; every unit when empty.
+  // Returns the units that contain these parameters; every unit if the list is empty.
   std::vector<int> units_of(const std::vector<std::string>& params) const;
-  // [all ranks] Parameters of these units are whole until release().
+  // [all ranks] Gathers the units; their parameters have full values until release().
   void gather(const std::vector<int>& units, bool write);
-  // `write`: rank 0's values become the weights. Else throws RuntimeFault where they were changed.
+  // [all ranks] With `write`, rank 0's values become the weights. Otherwise throws RuntimeFault if
+  // the values were changed.
   void release(const std::vector<int>& units, bool write);
-  // release() after an exception on this rank, and not collective: what was written is lost where
-  // parameters do not rest whole.
+  // Replaces release() after an exception on this rank; not collective. Values that were written
+  // are lost if the parameters do not rest whole.
   void let_go(const std::vector<int>& units);
 
-  // A parameter was `set_()` to itself (torch.nn.utils.parametrize does that), a write that changes
-  // nothing: it is not counted as an edit.
+  // Reports that a parameter was `set_()` to itself, as torch.nn.utils.parametrize does. This write
+  // changes nothing, so it is not counted as an edit.
   void set_to_itself(const std::string& param);
 
-  // For an optimizer of the user's own.
+  // This rank's slices and their gradients, for a user's optimizer.
   std::vector<Shard> shards();
   std::vector<at::Tensor> shard_gradients();
 
  private:
-  struct ParamState;  // param_state.cpp
+  struct ParamState;  // src/engine/model/param_state.cpp
 
   std::vector<std::pair<std::string, at::Tensor>> gradients(const std::string& only);
   void refuse_edits(const std::vector<int>& units);
