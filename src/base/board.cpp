@@ -23,23 +23,24 @@ namespace penstock {
 
 namespace {
 
-constexpr uint64_t kMagic = 0x32306b636f74736eULL;  // of this layout
+constexpr uint64_t kMagic = 0x32306b636f74736eULL;  // marks this layout of the page
 constexpr int kWords = kBoardText / 8;
-constexpr int kTries = 10000;     // of reading a cell; its writer may have been stopped half-way
-constexpr size_t kLastLines = 5;  // in an error's text
+constexpr int kTries =
+    10000;  // reads of a cell before giving up: its writer may be stopped half-way
+constexpr size_t kLastLines = 5;  // plan lines in an error's text
 
 template <class T>
 using Shared = std::atomic<T>;
 static_assert(Shared<uint64_t>::is_always_lock_free && Shared<int32_t>::is_always_lock_free);
 
 int64_t now_ns() {
-  // The same clock for all processes of a machine.
+  // steady_clock is the same for all processes of a machine.
   return std::chrono::steady_clock::now().time_since_epoch().count();
 }
 
 }  // namespace
 
-// Written by one thread at a time, between two odd steps of `version`.
+// Seqlock with one writer at a time: `version` is odd while the cell is being written.
 struct Board::Cell {
   Shared<uint32_t> version = 0;
   Shared<uint32_t> length = 0;
@@ -68,6 +69,7 @@ struct Board::Cell {
   static constexpr std::memory_order relaxed = std::memory_order_relaxed;
 };
 
+// A lane's name and current collective. The name is at most 16 bytes, stored as two words.
 struct Board::LaneCell {
   std::array<Shared<uint64_t>, 2> name{};
   Shared<int64_t> sequence = 0;
@@ -77,20 +79,22 @@ struct Board::LaneCell {
   Cell cell;
 };
 
+// Layout of the file; readers map it read-only. The roster follows the page.
 struct Board::Page {
   uint64_t magic = kMagic;
   int32_t rank = 0, size = 1;
   int64_t pid = 0;
   Shared<uint64_t> run = 0;
-  Shared<uint32_t> roster_bytes = 0;  // behind the page
-  Shared<uint32_t> num_lines = 0;     // so far; of them the last ones are there
+  Shared<uint32_t> roster_bytes = 0;  // the roster is stored behind the page
+  Shared<uint32_t> num_lines = 0;     // lines logged so far; the page has the last kBoardLines
   Cell at;
-  Shared<int64_t> applied_ns = 0;  // when; 0: no step was
+  Shared<int64_t> applied_ns = 0;  // time of the last applied step; 0: none
   std::array<Shared<double>, kStepNumbers.size()> numbers{};
   std::array<LaneCell, kBoardLanes> lanes;
   std::array<Cell, kBoardLines> lines;
 };
 
+// Without a memfd the page is private memory: the rank runs, but `penstock status` cannot see it.
 Board::Board(int rank, int size, std::string report_dir) : report_dir_(std::move(report_dir)) {
   file_ = memfd_create(kStatusFile, MFD_CLOEXEC);
   if (file_ >= 0 && ftruncate(file_, sizeof(Page)) != 0) close(std::exchange(file_, -1));
@@ -129,7 +133,7 @@ int Board::lane(std::string_view name) {
 void Board::meet(uint64_t run, const std::string& roster) {
   if (file_ < 0) return;
   const auto written = pwrite(file_, roster.data(), roster.size(), sizeof(Page));
-  if (written != static_cast<ssize_t>(roster.size())) return;  // shown as not met yet
+  if (written != static_cast<ssize_t>(roster.size())) return;  // readers then show "not met yet"
   page_->roster_bytes.store(static_cast<uint32_t>(roster.size()), std::memory_order_release);
   page_->run.store(run, std::memory_order_release);
 }
@@ -158,6 +162,7 @@ void Board::applied(const StepNumbers& numbers) {
   page_->applied_ns.store(now_ns(), std::memory_order_release);
 }
 
+// Written and read as a ring: line i is in cell i % kBoardLines.
 void Board::log(std::string_view line, bool computes) {
   const uint32_t count = page_->num_lines.load(std::memory_order_relaxed);
   write(page_->lines[count % kBoardLines], step_, line);
@@ -239,7 +244,7 @@ std::string Board::report(const std::string& error) const {
 std::string Board::write_report(const RankStatus& status, const std::string& error) const {
   const std::string path =
       concat(report_dir_, "/penstock-rank", status.rank, "-pid", status.pid, ".txt");
-  std::ofstream file(path, std::ios::app);  // of several lanes' errors
+  std::ofstream file(path, std::ios::app);  // append: several lanes may report an error
   file << error << "\n";
   for (const RankStatus::Line& line : status.log) {
     file << concat("step ", line.step, ", ", line.age_s, " s before: ", line.text, "\n");

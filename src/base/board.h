@@ -1,11 +1,11 @@
 #pragma once
-// Board: where one rank is and what it waits for, written as it goes.
+// Board: where one rank is and what it waits for, updated as the rank runs.
 //
-// [Note: Board] A board is an anonymous file (memfd) in memory, which `penstock status` maps
-// through /proc/PID/fd. So a rank can be asked while each of its threads is stuck, with the GIL
-// held or not, without a signal, a thread or a lock of its own; and nothing is left of it after a
-// kill. Every cell is a seqlock of plain stores: no system call, no allocation. Texts are copied,
-// since pointers mean nothing to the reader; of those above kBoardText bytes the beginning.
+// [Note: Board] A board is an anonymous file (memfd) in memory. `penstock status` maps it through
+// /proc/PID/fd. A rank can therefore be inspected while all its threads are stuck, with or without
+// the GIL, and without a signal, a thread or a lock. A killed process leaves nothing behind. Every
+// cell is a seqlock of plain stores: no system call, no allocation. Texts are copied, since
+// pointers mean nothing to the reader; a text longer than kBoardText bytes is cut off.
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -17,31 +17,34 @@
 namespace penstock {
 
 inline constexpr int kBoardLanes = 16;
-inline constexpr int kBoardLines = 200;  // of the plan, the last ones
+inline constexpr int kBoardLines = 200;  // the last lines of the plan
 inline constexpr int kBoardText = 120;
 
-// Owned by a group. Each lane's wait_*() from one thread at a time; at() and log() from the thread
-// that runs the model; status() from any.
+// Owned by a group. One thread at a time calls wait_*() of a lane. The thread that runs the model
+// calls at() and log(). Any thread calls status().
 class Board {
  public:
-  // `report_dir`: where faults leave a report ("" = nowhere).
+  // `report_dir`: folder for reports of faults ("" = none).
   Board(int rank, int size, std::string report_dir = "");
   ~Board();
   Board(const Board&) = delete;
   Board& operator=(const Board&) = delete;
 
-  // Index of the lane of that name; -1 when there are too many, which then do not show.
+  // Returns the index of the lane with this name; -1 if the table is full. Such lanes are not
+  // shown.
   int lane(std::string_view name);
-  // All ranks have met: `roster` has a line "host pid" for each, `run` is theirs alone.
+  // Records that all ranks have met: `roster` has a line "host pid" per rank, `run` is unique to
+  // the run.
   void meet(uint64_t run, const std::string& roster);
 
   void set_step(int64_t step) { step_ = step; }
   void applied(const StepNumbers& numbers);
   void at(std::string_view what);
-  // A line of the plan; `computes`: it is also where the model is.
+  // Records a plan line. `computes`: the line is also the model's position.
   void log(std::string_view line, bool computes);
 
-  // A collective, which holds on until wait_ends(). Between them waits_for() says for whom.
+  // A collective, which lasts until wait_ends(). In between, waits_for() names the peer it waits
+  // for.
   struct Collective {
     int64_t step = 0, sequence = 0;
     uint32_t tag = 0;
@@ -51,8 +54,8 @@ class Board {
   void wait_ends(int lane);
 
   RankStatus status() const;
-  // For an error of a lost peer: the last lines of the plan, and where the report with all of them
-  // is. "" before the first line.
+  // Text for the error of a lost peer: the last plan lines, and the path of the report with all of
+  // them. "" before the first line.
   std::string report(const std::string& error) const;
 
  private:
@@ -64,18 +67,18 @@ class Board {
   static RankStatus read(const Page& page);
   std::string write_report(const RankStatus& status, const std::string& error) const;
 
-  int file_ = -1;  // -1: the system gave none, so nobody can ask
+  int file_ = -1;  // -1: the system gave no file, so other processes cannot read the board
   Page* page_ = nullptr;
-  int64_t step_ = 0;  // of the model's thread
+  int64_t step_ = 0;  // written by the model's thread
   const std::string report_dir_;
 };
 
-// Where the model's thread is; the board may be null.
+// Records the position of the model's thread; the board may be null.
 inline void show(Board* board, std::string_view what) {
   if (board != nullptr) board->at(what);
 }
 
-// In scope: the lane waits. The board may be null.
+// RAII: the lane waits for this collective. The board may be null.
 class Waiting {
  public:
   Waiting(Board* board, int lane, const Board::Collective& collective, std::string_view text)

@@ -21,11 +21,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// As another process finds them.
+// Boards as another process finds them.
 std::vector<std::string> boards_of_this_process() {
   std::vector<std::string> paths;
   for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
-    std::error_code gone;  // the iterator's own
+    std::error_code gone;  // only for the iterator
     const std::string target = fs::read_symlink(entry.path(), gone).string();
     if (target.starts_with(concat("/memfd:", kStatusFile))) paths.push_back(entry.path().string());
   }
@@ -68,7 +68,7 @@ TEST(Board, AnotherProcessReadsWhatWasWritten) {
     EXPECT_EQ(status->lanes[0].line.text, "move u2 param");
     EXPECT_FALSE(status->lanes[1].waits);
   }
-  EXPECT_TRUE(boards_of_this_process().empty());  // nothing is left
+  EXPECT_TRUE(boards_of_this_process().empty());  // the file is gone with the board
 }
 
 TEST(Board, KeepsTheLastLinesAndTheBeginningOfLongOnes) {
@@ -118,7 +118,7 @@ TEST(Board, OtherFilesHaveNoStatus) {
 TEST(Board, ReportsTheLastLinesAndAllOfThemInAFile) {
   const std::string folder = testing::TempDir();
   Board board(3, 4, folder);
-  EXPECT_EQ(board.report("an error"), "");  // before the first line there is none to tell
+  EXPECT_EQ(board.report("an error"), "");  // no lines before the first one
   for (int i = 0; i < 300; ++i) board.log(concat("line ", i), false);
   const std::string says = board.report("an error");
   EXPECT_NE(says.find("on rank 3: `line 295`, `line 296`"), std::string::npos) << says;

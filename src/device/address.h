@@ -1,5 +1,6 @@
 #pragma once
-// Address: of a byte of host memory, or of a device's, which only what is queued there may read.
+// Address: a byte of host memory, or of a device's memory, which only work queued on the device may
+// read.
 #include <cstdint>
 
 #include "penstock/error.h"
@@ -21,7 +22,7 @@ struct Address {
   bool operator==(const Address& other) const { return data == other.data; }
   bool operator!=(const Address& other) const { return data != other.data; }
 
-  // For who computes there itself.
+  // Returns host memory; the caller computes there itself.
   char* host() const {
     PENSTOCK_ASSERT(device == nullptr, "[device::Address] the host reads a device's memory");
     return data;

@@ -18,6 +18,7 @@ c10::Device with_index(c10::Device where) {
   return c10::impl::VirtualGuardImpl(where.type()).getDevice();
 }
 
+// Dispatch keys under which the user's modes would see the engine's operations.
 c10::DispatchKeySet modes() {
   return c10::autocast_dispatch_keyset |
          c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
@@ -78,6 +79,7 @@ at::Tensor view(Address at, at::ScalarType type, int64_t numel) {
   const c10::Device where =
       at.device == nullptr ? c10::Device(c10::DeviceType::CPU) : at.device->where();
   const auto options = at::TensorOptions(type).device(where);
+  // An empty range may have a null address.
   if (numel == 0) return at::empty({0}, options);
   return at::for_blob(at.data, {numel}).options(options).target_device(where).make_tensor();
 }

@@ -1,10 +1,10 @@
 #pragma once
-// Device: where parameters compute, the host's processors or an accelerator, through torch's
-// generic interfaces alone: nothing here knows which accelerator it is.
+// Device: where parameters compute, the host's processors or an accelerator. Only torch's generic
+// interfaces are used, so nothing here depends on the accelerator's kind.
 //
-// [Note: Order on a device] What a thread queues goes to its current stream. Memory of the device,
-// and pinned memory that it copies from and to, is given back in the order of the stream that is
-// current there: who gives it back has made that stream wait for whoever else uses it
+// [Note: Order on a device] Work that a thread queues goes to its current stream. Device memory,
+// and pinned memory that is copied from or to, is freed in the order of the stream that is current
+// at that time. The thread that frees it must first make that stream wait for all other users
 // (Fence::wait).
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,8 @@
 
 namespace penstock::device {
 
-// Any thread. What is not about the host as a device says so by `is_host()`; the rest is for
-// accelerators alone.
+// Any thread. Functions that also work for the host test is_host(); the others are only for
+// accelerators.
 class Device {
  public:
   explicit Device(c10::Device where);
@@ -29,19 +29,19 @@ class Device {
 
   bool is_host() const { return where_.is_cpu(); }
   c10::Device where() const { return where_; }
-  // Its memory at `at`.
+  // Address of this device's memory at `at`.
   Address at(void* at) const { return {at, is_host() ? nullptr : this}; }
 
   c10::Stream current() const;      // of the calling thread
-  c10::Stream side_stream() const;  // another; torch has a few and hands them out in turn
-  // Of the caching allocator, for the calling thread's stream.
+  c10::Stream side_stream() const;  // another stream; torch cycles through a few
+  // Allocated by the caching allocator, for the calling thread's stream.
   c10::DataPtr allocate(int64_t bytes) const;
   c10::DataPtr allocate_pinned(int64_t bytes) const;
-  // Gives pinned memory back when all is done that its copies on this thread's stream come after.
+  // Frees pinned memory once the copies that this thread's stream has queued so far are done.
   void give_back_pinned(c10::DataPtr memory) const;
-  // Before memory that another stream used is freed.
+  // Must be called before memory that another stream used is freed.
   void used_on(const c10::DataPtr& memory, const c10::Stream& stream) const;
-  // Waits on the host for what this thread's stream has been given.
+  // Blocks the host until all work of this thread's stream is done.
   void synchronize() const;
 
  private:
@@ -49,11 +49,12 @@ class Device {
 };
 
 at::ScalarType scalar_type(Dtype dtype);
-// Values there as a tensor of one dimension, which owns nothing.
+// The values at `at` as a one-dimensional tensor that does not own them.
 at::Tensor view(Address at, Dtype dtype, int64_t numel);
 at::Tensor view(Address at, at::ScalarType type, int64_t numel);
 
-// The engine's own operations: no autograd, no autocast, and no mode of the user's sees them.
+// RAII for the engine's own operations: autograd, autocast and the user's dispatch modes do not see
+// them.
 class Unseen {
  public:
   Unseen();

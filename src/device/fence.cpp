@@ -13,7 +13,7 @@ void Fence::wait_for_host_half() const {
 void Fence::wait() const {
   if (!state_) return;
   wait_for_host_half();
-  try {  // also after an error: what was queued before it may still use memory that is let go now
+  try {  // also after an error: work queued before it may still use memory that is freed next
     if (state_->queued) state_->queued->block(state_->device->current());
   } catch (const std::exception&) {
     if (!state_->error) throw;

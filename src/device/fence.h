@@ -1,6 +1,6 @@
 #pragma once
-// Fence: when work that a lane was given is done. The only order between lanes, and between them
-// and the threads that gave it.
+// Fence: a point at which work of a lane is done. Fences are the only order between lanes, and
+// between a lane and the threads that submit work to it.
 #include <c10/core/Event.h>
 
 #include <condition_variable>
@@ -14,19 +14,19 @@
 
 namespace penstock::device {
 
-// Set once, by a lane; copies share it (a lane and the waiting threads outlive each other in any
-// order, hence the shared state). A default fence is done already.
+// Set once, by a lane. Copies share one state, since lanes and waiting threads end in any order. A
+// default fence is already done.
 //
-// Where a device computes, a lane's work may be queued there and not done: then a fence has two
-// halves, the host's (the lane has queued it) and the device's.
+// On a device, a lane's work may be queued and not yet done. The fence then has two halves: the
+// host's (the lane has queued the work) and the device's.
 class Fence {
  public:
-  // What this thread queues or does from now on comes after it: the host waits for the host's half,
-  // and this thread's stream for the device's. Throws the error the work ended with.
+  // Makes this thread's later work come after the fence: the host waits for the host's half, and
+  // this thread's stream waits for the device's half. Throws the error of the lane's work.
   void wait() const;
-  // As wait(), and what it wrote to host memory is there.
+  // Like wait(), and also waits until data written to host memory has arrived.
   void wait_on_host() const;
-  // As wait_on_host(), whatever the work ended with.
+  // Like wait_on_host(), but ignores errors of the work.
   void settle() const;
 
  private:
@@ -37,11 +37,11 @@ class Fence {
     bool done = false;
     std::exception_ptr error;
     const Device* device = nullptr;
-    std::shared_ptr<trace::Recorder> recorder;  // of who waits; may be null
-    trace::Text line;                           // what is waited for
+    std::shared_ptr<trace::Recorder> recorder;  // of the waiting thread; may be null
+    trace::Text line;                           // the plan line of the work
     uint64_t flow = 0;
-    int16_t row = 0;                   // whose work it is
-    std::optional<c10::Event> queued;  // not changed any more once `done`
+    int16_t row = 0;                   // the lane's row
+    std::optional<c10::Event> queued;  // constant once `done`
   };
   void wait_for_host_half() const;
   void set(const std::exception_ptr& error) const;

@@ -1,4 +1,5 @@
-// take_edits() and first_edit(): values in low precision, compared with wider ones behind them.
+// take_edits() and first_edit(): compare low-precision values with the wider values that they were
+// rounded from.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -10,9 +11,10 @@ namespace penstock::device::host {
 
 namespace {
 
-constexpr int64_t kTile = 2048;  // elements; what they round to stays in the first cache
+constexpr int64_t kTile = 2048;  // elements; their rounded values fit the first-level cache
 
-// Calls `edited(begin, rounded, count)` for each tile that is not what `kept` rounds to.
+// Calls `edited(begin, rounded, count)` for each tile that differs from the rounded values of
+// `kept`.
 template <class Edited>
 void compare(const void* kept, Dtype kept_dtype, const void* values, Dtype dtype, int64_t numel,
              const Edited& edited) {

@@ -10,12 +10,12 @@ class Edits : public testing::TestWithParam<std::pair<Dtype, at::ScalarType>> {}
 
 TEST_P(Edits, ReplaceWhatWasChangedAndNothingElse) {
   const auto [dtype, type] = GetParam();
-  const int64_t numel = 3 * 16 * 1024 + 77;  // several threads, and a rest
+  const int64_t numel = 3 * 16 * 1024 + 77;  // several threads, and a remainder
   const at::Tensor kept = at::randn({numel}), before = kept.clone();
   const at::Tensor values = kept.to(type);
   EXPECT_EQ(first_edit(kept.data_ptr(), Dtype::kFp32, values.data_ptr(), dtype, numel), -1);
   take_edits(kept.data_ptr(), Dtype::kFp32, values.data_ptr(), dtype, numel);
-  EXPECT_TRUE(kept.equal(before));  // with the bits that rounding drops
+  EXPECT_TRUE(kept.equal(before));  // including the bits that rounding drops
   at::Tensor expected = before.clone();
   for (const int64_t place : {int64_t{5}, int64_t{2047}, int64_t{2048}, numel - 1}) {
     values[place] = 0.5;

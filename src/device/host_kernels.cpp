@@ -1,12 +1,12 @@
-// sum_squares(), first_nonfinite() and take(). This file is compiled once per instruction set
-// (foreach_target.h).
+// sum_squares(), first_nonfinite() and take(). foreach_target.h compiles this file once per
+// instruction set.
 #include "src/device/host_kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/device/host_kernels.cpp"
 #include <hwy/foreach_target.h>
 
-// After foreach_target.h.
+// Must come after foreach_target.h.
 #include <hwy/highway.h>
 
 #include <algorithm>
@@ -42,7 +42,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::ScalableTag<float>;
 static_assert(kBlock == simd::kSquaresBlock);
 
-// Of one block.
+// Sums one block of [Note: Squares].
 template <class T>
 HWY_NOINLINE double sum_squares_of(const T* values, int64_t numel) {
   simd::BlockSquares squares;
@@ -92,6 +92,8 @@ HWY_INLINE void take_vector(Dst* dst, const Src* src) {
   simd::store_fp32<false>(d, value, dst);
 }
 
+// The last vector is padded in two local arrays, so that the same code computes it with the same
+// bits.
 template <bool kAccumulate, class Dst, class Src>
 HWY_NOINLINE void take_values(Dst* dst, const Src* src, int64_t numel) {
   constexpr size_t kLanes = hn::MaxLanes(F32());
@@ -129,7 +131,7 @@ void take_part(const Taking& taking, int64_t begin, int64_t end) {
   });
 }
 
-// In tiles that stay in the first cache, so that memory is read once for both.
+// Works in tiles that fit the first-level cache, so that both passes read memory only once.
 bool take_checked_part(const Taking& taking, int64_t begin, int64_t end) {
   constexpr int64_t kTile = 2048;
   bool finite = true;
@@ -168,6 +170,7 @@ double sum_squares(const void* values, Dtype dtype, int64_t numel) {
     return sum;
   }
   std::vector<double> sums(static_cast<size_t>(num_blocks));
+  // Blocks are summed by any thread, then added in order by one.
   for_each_part(numel, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin / kBlock; b * kBlock < end; ++b) {
       sums[static_cast<size_t>(b)] = sum_of_block(values, dtype, numel, b);

@@ -1,7 +1,7 @@
 #pragma once
-// Passes over values in host memory: conversion, sums of squares, looks for what is not finite or
-// was edited. SIMD (Highway) chosen at run time, split over at::parallel_for. Stateless free
-// functions; any thread.
+// Passes over values in host memory: conversion, sums of squares, and searches for values that are
+// not finite or were edited. SIMD (Highway) is chosen at run time; work is split with
+// at::parallel_for. Stateless free functions; any thread.
 #include <cstdint>
 
 #include "src/place/placement.h"
@@ -12,21 +12,22 @@ namespace penstock::device::host {
 // Inf or NaN anywhere makes the result not finite.
 double sum_squares(const void* values, Dtype dtype, int64_t numel);
 
-// First index of an Inf or NaN, or -1.
+// Returns the first index of an Inf or NaN, or -1.
 int64_t first_nonfinite(const void* values, Dtype dtype, int64_t numel);
 
-// dst = src (accumulate false) or dst + src, converted; sums in fp32, one rounding.
+// dst = src (accumulate false) or dst + src, converted; sums in fp32, rounded once.
 void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t numel,
           bool accumulate);
 
-// take(), and whether every value of `src` is finite (dst is written all the same), in one pass.
+// take() that also returns whether every value of `src` is finite, in one pass. dst is written in
+// either case.
 [[nodiscard]] bool take_checked(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype,
                                 int64_t numel, bool accumulate);
 
-// Where `values` are not what `kept` rounds to, they were changed since, and `kept` becomes them.
-// Elsewhere it keeps its lower bits.
+// A value that differs from the rounded value of `kept` was edited: `kept` takes it. Other elements
+// of `kept` keep their lower bits.
 void take_edits(void* kept, Dtype kept_dtype, const void* values, Dtype dtype, int64_t numel);
-// The first such place, or -1.
+// Returns the first edited index, or -1.
 [[nodiscard]] int64_t first_edit(const void* kept, Dtype kept_dtype, const void* values,
                                  Dtype dtype, int64_t numel);
 

@@ -144,7 +144,8 @@ void check_nan() {
 
 TEST(Take, NanStaysNan) { check_nan(); }
 
-// The other tests run on the best instruction set of this machine; these on each that it has.
+// The other tests run on the best instruction set of this machine; these run on each one that it
+// has.
 class TargetTest : public OnTarget<testing::TestWithParam<int64_t>> {};
 
 TEST_P(TargetTest, CastsAreThoseOfTorch) {

@@ -21,7 +21,7 @@ bool on_host(Address one, Address other) {
   return one.device == nullptr && other.device == nullptr;
 }
 
-// The same values as integers of their size: NaN equals itself.
+// The values as integers of the same size, so that a NaN equals itself.
 at::Tensor bits(const at::Tensor& values) {
   return values.view(values.element_size() == 4 ? at::kInt : at::kShort);
 }
@@ -30,7 +30,7 @@ at::Tensor changed(const at::Tensor& kept, const at::Tensor& values) {
   return bits(kept.to(values.scalar_type())).ne(bits(values));
 }
 
-// From the host's memory into the device's, in the dtype it has.
+// Copies host values to the device without changing the dtype.
 at::Tensor sent(const at::Tensor& values, const Device& device) {
   at::Tensor there = at::empty(values.sizes(), values.options().device(device.where()));
   return there.copy_(values, /*non_blocking=*/true);
@@ -38,7 +38,7 @@ at::Tensor sent(const at::Tensor& values, const Device& device) {
 
 void take_across(const at::Tensor& to, const at::Tensor& from, Address target, Address source,
                  bool accumulate) {
-  if (source.device == nullptr) {  // to a device
+  if (source.device == nullptr) {  // host to device
     if (!accumulate && to.scalar_type() == from.scalar_type()) {
       to.copy_(from, true);
     } else if (accumulate) {
@@ -48,7 +48,8 @@ void take_across(const at::Tensor& to, const at::Tensor& from, Address target, A
     }
     return;
   }
-  const at::Tensor cast = from.to(to.scalar_type());  // there, so that the host only receives
+  const at::Tensor cast =
+      from.to(to.scalar_type());  // cast on the device, so that the host only receives
   if (!accumulate) {
     to.copy_(cast, true);
     return;
@@ -151,6 +152,7 @@ at::Tensor sum_on_device(Address values, Dtype dtype, int64_t numel) {
 at::Tensor fingerprint(Address values, int64_t bytes) {
   const Unseen unseen;
   const at::Tensor words = view(values, at::kInt, bytes / 4).view({-1, 128});
+  // Weighted by position, so that the same sums in another order give another number.
   const auto folded = [&](int64_t dim) {
     const at::Tensor sums = words.sum(dim, false, at::kLong);
     const at::Tensor weights = at::arange(1, sums.numel() + 1, sums.options());
@@ -176,7 +178,7 @@ void sum_on_device(const Sum& sum) {
   if (sum.numel == 0) return;
   const Unseen unseen;
   const auto source = [&](size_t i) {
-    // Of the memory that the sum is in.
+    // The sources are in the memory of dst.
     return view({const_cast<void*>(sum.sources[i]), sum.dst.device}, sum.dtype, sum.numel);
   };
   at::Tensor total = source(0).to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);

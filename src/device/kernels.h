@@ -1,8 +1,7 @@
 #pragma once
-// What is done to values wherever they are: on the host by its own kernels, at once; on a device,
-// or between it and the host, by torch's operations on this thread's stream. Between the host and a
-// device copies are asynchronous where the host's memory is pinned: Fence::wait_on_host() says when
-// they are there.
+// Operations on values in any memory. On the host they run at once in its own kernels. On a device,
+// or between a device and the host, torch's operations run on this thread's stream. Copies between
+// a device and pinned host memory are asynchronous: they have arrived after Fence::wait_on_host().
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -17,38 +16,38 @@ namespace penstock::device {
 void copy(Address to, Address from, int64_t bytes);
 void zero(Address at, int64_t bytes);
 
-// to = from, or to + from, converted; sums in fp32, one rounding. What is added to in host memory
-// from a device is waited for.
+// to = from, or to + from, converted; sums in fp32, rounded once. Blocks if values of a device are
+// added to host memory.
 void take(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t numel,
           bool accumulate);
-// take(), and on the host whether every value of `from` is finite; on a device that is not known
-// yet, and the answer is yes.
+// take() that also returns whether every value of `from` is finite. This is only computed on the
+// host; on a device it always returns true.
 [[nodiscard]] bool take_checked(Address to, Dtype to_dtype, Address from, Dtype from_dtype,
                                 int64_t numel, bool accumulate);
 
-// The values in `where`'s memory (null: the host's), from wherever they are; the host waits for
-// those that come to it. A view of them where they are there already.
+// Returns the values in `where`'s memory (null: the host's). Copies to the host block. Returns a
+// view if the values are there already.
 at::Tensor brought(Address values, Dtype dtype, int64_t numel, const Device* where);
 Address address_of(const at::Tensor& values, const Device* where);
 
-// host::take_edits(), of two addresses in one memory.
+// host::take_edits() for two addresses in the same memory.
 void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int64_t numel);
 void scale(Address values, int64_t numel, float factor);  // fp32
 
-// On a device: the sum of squares, and how many values are not what `kept` rounds to; scalars
-// there, in double.
+// On a device: the sum of squares, and the number of values that differ from the rounded value of
+// `kept`. Both are scalars on the device, in double.
 at::Tensor squares_on_device(Address values, Dtype dtype, int64_t numel);
 at::Tensor edits_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
                            int64_t numel);
-// Two numbers, int64 there, that differ where the bytes do, but for edits that keep the sum of
-// every column and every row of 512 bytes. `bytes`: a multiple of 512.
+// Two int64 numbers on the device that change if the bytes change, except for edits that keep the
+// sum of every column and of every row of 512 bytes. `bytes` is a multiple of 512.
 at::Tensor fingerprint(Address values, int64_t bytes);
-// How many of the numbers differ, a scalar in double.
+// Number of fingerprint numbers that differ, as a scalar in double.
 at::Tensor differ(const at::Tensor& one, const at::Tensor& other);
-// Not finite where a value is not (or the sum of all in fp32).
+// Sum in fp32. Not finite if a value is not finite, or if the sum overflows.
 at::Tensor sum_on_device(Address values, Dtype dtype, int64_t numel);
 void sum_on_device(const Sum& sum);
-// Scalars in double on one device, or none: the host waits once for all.
+// Reads scalars in double from one device, possibly none. The host waits once for all of them.
 std::vector<double> read(const std::vector<at::Tensor>& scalars);
 
 }  // namespace penstock::device

@@ -35,6 +35,8 @@ void Lane::record(std::shared_ptr<trace::Recorder> recorder, const std::string& 
 }
 
 Fence Lane::submit(std::function<void()> work) {
+  // [Note: Order on a device] The event `after` makes the lane's stream wait for the caller's
+  // stream; the fence's event lets other streams wait for the lane's.
   Task task{std::move(work), {}, {}};
   task.fence.state_ = std::make_shared<Fence::FenceState>();
   task.fence.state_->device = &device_;
@@ -69,17 +71,17 @@ void Lane::run(Task& task) {
                              task.fence.state_->flow);
       if (task.after) task.after->block(*stream_);
       task.work();
-    } catch (...) {  // kept, and thrown again by every wait
+    } catch (...) {  // kept; every later wait throws it
       error_ = std::current_exception();
     }
   }
-  task.work = nullptr;  // what it held is let go before anybody goes on
+  task.work = nullptr;  // frees what the work held before the fence is set
   if (stream_) {
     try {
       c10::Event queued(device_.where().type());
       queued.record(*stream_);
       task.fence.state_->queued.emplace(std::move(queued));
-    } catch (...) {  // of a device that failed
+    } catch (...) {  // the device failed
       if (!error_) error_ = std::current_exception();
     }
   }

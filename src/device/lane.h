@@ -1,6 +1,6 @@
 #pragma once
-// Lane: one queue of work, in order. Between lanes, and between a lane and who gives it work, there
-// are only fences.
+// Lane: one queue of work that runs in order. Fences are the only order between lanes, and between
+// a lane and its callers.
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -14,24 +14,25 @@
 
 namespace penstock::device {
 
-// What a lane's work takes of the host. kThread: it computes, waits for peers or for a disk there,
-// and has a thread for it. kQueued: it only queues work on the device, which submit() does at once.
+// How a lane's work uses the host. kThread: it computes, or waits for peers or a disk, in its own
+// thread. kQueued: it only queues work on the device; submit() does this at once.
 enum class LaneKind : uint8_t { kThread, kQueued };
 
-// The owner's thread calls submit(); after an error the lane runs nothing more and every later
-// fence carries that first error. The destructor waits for the work in progress and drops the rest.
-// Beside a device a lane has a stream, which is current while it works; its work comes after what
-// the thread that submits it has queued by then.
+// Only the owner's thread calls submit(). After an error the lane runs nothing more, and every
+// later fence carries that first error. The destructor waits for the work in progress and drops the
+// rest. On a device a lane has a stream, which is current while the lane works. Its work comes
+// after everything that the submitting thread had queued before submit().
 class Lane {
  public:
   explicit Lane(const std::string& name) : Lane(name, Device::host(), LaneKind::kThread) {}
-  // The device outlives it.
+  // The device must outlive the lane.
   Lane(const std::string& name, const Device& device, LaneKind kind);
   ~Lane();
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  // Before the first work: what it does for a line of the plan is an event in the row of that name.
+  // Must be called before the first work. The lane's work for a plan line is then an event in the
+  // row `row`.
   void record(std::shared_ptr<trace::Recorder> recorder, const std::string& row);
 
   Fence submit(std::function<void()> work);
@@ -40,7 +41,7 @@ class Lane {
   struct Task {
     std::function<void()> work;
     Fence fence;
-    std::optional<c10::Event> after;  // of the stream of who submitted it
+    std::optional<c10::Event> after;  // end of the submitting thread's queue
   };
   void run();
   void run(Task& task);
@@ -53,8 +54,8 @@ class Lane {
   std::condition_variable changed_;
   std::deque<Task> queue_;    // guarded by mutex_
   bool closing_ = false;      // guarded by mutex_
-  std::exception_ptr error_;  // of who runs the work alone
-  std::thread thread_;        // none: submit() runs it
+  std::exception_ptr error_;  // used only by the thread that runs the work
+  std::thread thread_;        // none for kQueued
 };
 
 }  // namespace penstock::device

@@ -1,5 +1,5 @@
 #pragma once
-// For tests of kernels: values of any dtype, with a guard behind them.
+// For tests of kernels: values of any dtype, followed by guard bytes.
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -38,7 +38,7 @@ inline void write(void* at, Dtype dtype, int64_t i, float value) {
   }
 }
 
-// Values of `dtype`, starting `offset` values into an allocation, with a guard behind them.
+// Values of `dtype` that start `offset` values into an allocation, followed by guard bytes.
 class SampleValues {
  public:
   SampleValues(Dtype dtype, int64_t numel, int64_t offset = 0)

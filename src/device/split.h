@@ -1,5 +1,5 @@
 #pragma once
-// How a flat range is cut for threads: in blocks of a fixed size, so that neither rounding nor the
+// Splits a flat range for threads into blocks of a fixed size, so that neither rounding nor the
 // alignment of a block depends on the number of threads.
 #include <ATen/Parallel.h>
 
@@ -11,7 +11,7 @@ namespace penstock::device::host {
 inline constexpr int64_t kBlock = 16 * 1024;         // values
 inline constexpr int64_t kSerialBelow = 2 * kBlock;  // starting threads costs more than the work
 
-// Calls run(begin, end) for parts that cover [0, numel); each begins at a multiple of kBlock.
+// Calls run(begin, end) for parts that cover [0, numel). Each part begins at a multiple of kBlock.
 template <class Run>
 void for_each_part(int64_t numel, const Run& run) {
   if (numel < kSerialBelow) {

@@ -9,7 +9,7 @@
 namespace penstock::device {
 namespace {
 
-// [Note: Squares] A norm must not depend on which of the two passes counted a gradient.
+// [Note: Squares] A norm must not depend on which of the two passes summed a gradient.
 TEST(Squares, ThoseOfAReductionHaveTheBitsOfAPassOfTheirOwn) {
   for (const int64_t numel : {1, 33, 2048, 16385, 32768, 100003}) {
     std::vector<float> source(numel);

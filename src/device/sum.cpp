@@ -1,11 +1,11 @@
-// Compiled once per instruction set (foreach_target.h).
+// foreach_target.h compiles this file once per instruction set.
 #include "src/device/sum.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/device/sum.cpp"
 #include <hwy/foreach_target.h>
 
-// After foreach_target.h.
+// Must come after foreach_target.h.
 #include <ATen/Parallel.h>
 #include <hwy/highway.h>
 
@@ -26,8 +26,9 @@ namespace simd = penstock::HWY_NAMESPACE;
 namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::ScalableTag<float>;
 
-// Sums are made in a tile that stays in the first cache: any number of sources is read once. So
-// does what was written, for its squares: of 32 KiB, larger tiles leave it no room.
+// Values per tile. The tile of sums stays in the first-level cache, so every source is read once.
+// The written values also stay there for their squares; in 32 KiB larger tiles leave no room for
+// them.
 constexpr int64_t kTile = 512;
 constexpr int64_t kBlock = simd::kSquaresBlock;
 
@@ -101,7 +102,7 @@ double sum_block(const Sum& sum, int64_t begin, int64_t end, bool with_squares) 
   return simd::total(squares);
 }
 
-// `squares`, where not null, takes a value for each block.
+// If `squares` is not null, it receives one value per block.
 void sum_blocks(const Sum& sum, int64_t first, int64_t last, double* squares) {
   simd::visit_dtype(sum.dst_dtype, [&](auto dst_type) {
     simd::visit_dtype(sum.dtype, [&](auto src_type) {
@@ -153,7 +154,7 @@ void sum_chunks(const Sum& sum) {
 }
 
 double sum_chunks_and_squares(const Sum& sum, double before) {
-  // So many at a time that a value for each has room on the stack.
+  // Blocks per round: the values of one round fit on the stack.
   constexpr int64_t kRound = 1024;
   std::array<double, kRound> squares{};
   double total = before;

@@ -1,5 +1,6 @@
 #pragma once
-// The local half of a reduce-scatter: adds what the ranks sent, in fp32 and in rank order.
+// The local half of a reduce-scatter: adds the values that the ranks sent, in fp32 and in rank
+// order.
 #include <cstdint>
 #include <span>
 
@@ -8,8 +9,8 @@
 
 namespace penstock::device {
 
-// dst = [dst +] scale * (sources[0] + sources[1] + ...), of numel values each, in the memory that
-// dst is in. dst may be one of the sources when the dtypes agree.
+// dst = [dst +] scale * (sources[0] + sources[1] + ...), numel values each. The sources are in the
+// same memory as dst. dst may be one of the sources if the dtypes are equal.
 struct Sum {
   Address dst;
   Dtype dst_dtype = Dtype::kFp32;
@@ -20,15 +21,15 @@ struct Sum {
   bool accumulate = false;
 };
 
-// Sums in fp32 in the order given, rounds once to `dst_dtype`. On the host split over
-// at::parallel_for, with SIMD (Highway) chosen at run time, and allocates nothing; on a device
-// queued on this thread's stream.
+// Sums in fp32 in the given order and rounds once to `dst_dtype`. On the host the work is split
+// with at::parallel_for, SIMD (Highway) is chosen at run time, and nothing is allocated. On a
+// device the work is queued on this thread's stream.
 void sum_chunks(const Sum& sum);
 
-// On the host. Also returns the sum of squares of what it wrote, in the same pass: the bits of
-// host::sum_squares(dst), so not finite exactly when a value is not ([Note: Squares]). Counted on
-// from `before`: parts one after the other, of multiples of 16 * 1024 values but for the last, have
-// the bits of the whole.
+// Host only. Also returns the sum of squares of the written values, computed in the same pass. It
+// has the bits of host::sum_squares(dst), so it is finite exactly if all values are ([Note:
+// Squares]). The sum starts from `before`: consecutive parts give the bits of the whole if each
+// part but the last is a multiple of 16 * 1024 values.
 double sum_chunks_and_squares(const Sum& sum, double before = 0.0);
 
 }  // namespace penstock::device

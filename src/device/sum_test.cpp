@@ -30,7 +30,7 @@ float rounded(Dtype dtype, float value) {
   return value;
 }
 
-// `numel` random values, one value into the buffer (misaligned), with room behind.
+// `numel` random values that start one value into the buffer (misaligned), followed by a guard.
 std::vector<char> random_values(Dtype dtype, int64_t numel, uint32_t seed) {
   std::vector<char> bytes(static_cast<size_t>((numel + 9) * dtype_bytes(dtype)));
   std::mt19937 engine(seed);
@@ -54,7 +54,7 @@ struct Case {
   bool accumulate;
 };
 
-// The same bits in another copy of the destination, and the squares of what is in it.
+// Sums into a copy of the destination: the same bits, and the squares of the written values.
 void check_squares(Sum sum, const std::vector<char>& expected, std::vector<char>& dst) {
   sum.dst = dst.data() + dtype_bytes(sum.dst_dtype);
   const double squares = sum_chunks_and_squares(sum);
@@ -135,7 +135,7 @@ TEST(SumChunks, SquaresOfTheLargestValuesAreFiniteAndOneBadValueShows) {
 }
 
 TEST(SumChunks, SquaresDoNotDependOnThreads) {
-  // More blocks than one round of them.
+  // More blocks than fit one round.
   const int64_t numel = 17'000'011;
   std::vector<c10::BFloat16> source(numel);
   for (int64_t i = 0; i < numel; ++i) source[i] = 1e-3F * static_cast<float>(i % 9973);

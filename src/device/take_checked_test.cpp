@@ -12,7 +12,7 @@
 namespace penstock::device::host {
 namespace {
 
-constexpr int64_t kGuard = 8;  // values before and behind that must stay as they are
+constexpr int64_t kGuard = 8;  // values on both sides that must not change
 
 struct Case {
   Dtype from, to;
@@ -32,7 +32,7 @@ char* data(const at::Tensor& values) {
   return static_cast<char*>(values.data_ptr()) + kGuard * values.element_size();
 }
 
-// Both ways into copies of `dst`: the same bits, and `finite`.
+// Runs take() and take_checked() on copies of `dst`: the same bits, and `finite`.
 void check(const Case& c, const at::Tensor& src, const at::Tensor& dst, bool finite) {
   const int64_t numel = src.numel() - 2 * kGuard;
   for (const bool accumulate : {false, true}) {
@@ -47,7 +47,7 @@ void check(const Case& c, const at::Tensor& src, const at::Tensor& dst, bool fin
 void check_case(const Case& c, int64_t numel) {
   at::Tensor src = at::rand({numel + 2 * kGuard}).to(c.from_type);
   at::Tensor dst = at::rand({numel + 2 * kGuard}).to(c.to_type);
-  src[0] = NAN;  // outside
+  src[0] = NAN;  // outside the range
   if (numel > 0) dst[kGuard] = INFINITY;
   check(c, src, dst, true);
   for (const int64_t bad : {int64_t{0}, numel / 2, numel - 1}) {

@@ -39,6 +39,7 @@ int Mesh::coordinate(int rank, Axis axis) const {
 
 std::vector<int> Mesh::group(int rank, const std::vector<Axis>& axes) const {
   std::vector<int> ranks = {rank};
+  // Axes in nesting order, each widening every member so far: the result is ascending.
   for (const AxisRow& row : kAxes) {
     if (std::find(axes.begin(), axes.end(), row.axis) == axes.end()) continue;
     const int own = coordinate(rank, row.axis);
@@ -70,10 +71,11 @@ Mesh Mesh::parse(const std::string& text) {
     }
   }
   const bool positive = *std::min_element(mesh.sizes.begin(), mesh.sizes.end()) >= 1;
+  // Only the canonical text is accepted: no unknown axis, no other order.
   if (positive && mesh.text() == text) return mesh;
   throw ConfigError(concat("[place::Mesh::parse] mesh '", text,
-                           "' is not like 'node=2 local=4 tensor=2': node and local, then the axes "
-                           "above size one"));
+                           "' is invalid: write node and local, then the axes "
+                           "above size one, as in 'node=2 local=4 tensor=2'"));
 }
 
 }  // namespace penstock

@@ -10,8 +10,8 @@
 
 namespace penstock {
 
-// In nesting order: ranks that differ only in the last axis are neighbours, those of two stages are
-// farthest apart. A new axis is one name here and one row below.
+// Axes in nesting order: ranks that differ only in the last axis are neighbours; ranks of different
+// stages are farthest apart. A new axis is one name here and one row below.
 enum class Axis : uint8_t { kPipeline, kNode, kLocal, kExpert, kSequence, kTensor };
 
 struct AxisRow {
@@ -20,20 +20,20 @@ struct AxisRow {
   bool shards_state;  // false: a placement may not be S there
 };
 inline constexpr std::array kAxes = {
-    AxisRow{Axis::kPipeline, "pipeline", false},  // stages hold different state: nothing to share
+    AxisRow{Axis::kPipeline, "pipeline", false},  // stages hold different state
     AxisRow{Axis::kNode, "node", true},           // data-parallel ranks, across nodes
     AxisRow{Axis::kLocal, "local", true},         // data-parallel ranks inside a node
     AxisRow{Axis::kExpert, "expert", true},       // experts of one layer
     AxisRow{Axis::kSequence, "sequence", true},   // tokens of one sample
-    AxisRow{Axis::kTensor, "tensor", true},       // pieces of one operator
+    AxisRow{Axis::kTensor, "tensor", true},       // parts of one operator
 };
 inline constexpr size_t kNumAxes = kAxes.size();
 static_assert(std::all_of(kAxes.begin(), kAxes.end(), [](const AxisRow& row) {
   return &row == &kAxes[static_cast<size_t>(row.axis)];
 }));
 
-// Together the data axis. They are neighbours in the nesting, so a rank's position on both is
-// node * local_size + local.
+// The two axes that form the data axis. They are adjacent in the nesting, so a rank's position on
+// both is node * local_size + local.
 inline constexpr std::array kDataAxes = {Axis::kNode, Axis::kLocal};
 
 const char* axis_name(Axis axis);
@@ -49,16 +49,16 @@ struct Mesh {
   int data() const { return size(Axis::kNode) * size(Axis::kLocal); }
   int world() const;
   int coordinate(int rank, Axis axis) const;
-  // Ranks that differ from `rank` only along `axes`, ascending (so group position = shard
-  // position).
+  // Ranks that differ from `rank` only along `axes`, ascending (position in the group = shard
+  // index).
   std::vector<int> group(int rank, const std::vector<Axis>& axes) const;
-  std::string text() const;  // "node=2 local=4 tensor=2": these two, and each axis above size one
-  // Of such a text. Throws ConfigError.
+  std::string text() const;  // "node=2 local=4 tensor=2": node, local, and each axis above size one
+  // Parses such a text. Throws ConfigError.
   static Mesh parse(const std::string& text);
   bool operator==(const Mesh&) const = default;
 
  private:
-  int stride(Axis axis) const;  // how far apart in rank are neighbours along the axis
+  int stride(Axis axis) const;  // distance in rank between neighbours along the axis
 };
 
 }  // namespace penstock

@@ -1,19 +1,19 @@
 #pragma once
-// Packing: which buffers of one collective travel as one piece to each peer.
+// Packing: which buffers of one collective are sent as one piece to each peer.
 //
-// [Note: Packing] A message costs more than copying some KiB: where at least two shards of a
-// collective are small, these are packed together. The channel packs by this rule and the simulator
-// counts the memory by it. Two processes over gloo, two busy cores, packed / not, gather and
-// reduce: 8 buffers with shards of 512 B take 0.28-0.56 of the time, 16 KiB 0.6-0.8, 128 KiB
-// 0.81-0.83, 512 KiB 0.86-0.95, 1 MiB 1.09-1.17; 2 buffers 16 KiB 0.8-0.9, 128 KiB 0.98-1.02, 256
-// KiB 0.94-1.71. The results are the same bits.
+// [Note: Packing] A message costs more than copying some KiB. If at least two shards of a
+// collective are small, they are packed together. The channel packs by this rule, and the simulator
+// counts the memory by it. Time packed / not packed, gather and reduce, two processes over gloo on
+// two busy cores: 8 buffers with shards of 512 B 0.28-0.56, 16 KiB 0.6-0.8, 128 KiB 0.81-0.83, 512
+// KiB 0.86-0.95, 1 MiB 1.09-1.17; 2 buffers 16 KiB 0.8-0.9, 128 KiB 0.98-1.02, 256 KiB 0.94-1.71.
+// Results have the same bits either way.
 #include <cstdint>
 
 namespace penstock {
 
 inline constexpr int64_t kPackBytes = 128 << 10;
 
-// Of one collective's buffers, by the bytes of their shards.
+// The packed size of one collective, from the shard bytes of its buffers.
 class Packing {
  public:
   void add(int64_t shard_bytes) {
@@ -21,9 +21,9 @@ class Packing {
     bytes_ += shard_bytes;
     ++num_;
   }
-  // Of one piece; 0 where nothing is packed.
+  // Bytes of the packed piece; 0 if nothing is packed.
   int64_t piece(int64_t num_members) const { return num_members > 1 && num_ > 1 ? bytes_ : 0; }
-  // Memory for the pieces of all members, and for one to and one from each peer.
+  // Memory for packing: a gather has one piece per member, a reduce one to and one from each peer.
   int64_t gather_bytes(int64_t num_members) const { return num_members * piece(num_members); }
   int64_t reduce_bytes(int64_t num_members) const {
     return 2 * (num_members - 1) * piece(num_members);

@@ -37,7 +37,7 @@ bool has(const Axes& axes, Axis axis) {
   return std::find(axes.begin(), axes.end(), axis) != axes.end();
 }
 
-// The layout that a kind of move needs on its axes, and the one it leaves there.
+// The layout that a kind of move needs on its axes, and the layout it leaves there.
 struct Change {
   MoveKind kind;
   Layout from, to;
@@ -59,7 +59,7 @@ bool cuts(const Change& change) {
   return change.from == Layout::kSharded || change.to == Layout::kSharded;
 }
 
-// Adds the move to the list; the same kind on another axis widens the last move instead.
+// Appends the move; if the last move has the same kind, adds the axis to that move instead.
 void push(std::vector<Move>& moves, MoveKind kind, Axis axis) {
   if (!moves.empty() && moves.back().kind == kind) {
     auto& axes = moves.back().axes;
@@ -70,7 +70,8 @@ void push(std::vector<Move>& moves, MoveKind kind, Axis axis) {
   }
 }
 
-// The axes that stay sharded inside one that does not, or not yet: they are in the way.
+// Axes that stay sharded inside an axis that changes. They must be gathered first and sliced again,
+// because otherwise shards would not be contiguous.
 std::vector<Axis> reopened_axes(const Placement& from, const Placement& to) {
   std::vector<Axis> reopened;
   bool outer_changes = false;
@@ -83,8 +84,8 @@ std::vector<Axis> reopened_axes(const Placement& from, const Placement& to) {
   return reopened;
 }
 
-// Gathers run from the inner axis out and cuts from the outer axis in, so shards stay contiguous;
-// what remains to be summed is summed last, when it is smallest.
+// Gathers run from the inner axis outwards and cuts from the outer axis inwards, so shards stay
+// contiguous. Sums that are left run last, when they are smallest.
 std::vector<Move> layout_moves(const Placement& from, const Placement& to) {
   const std::vector<Axis> reopened = reopened_axes(from, to);
   std::vector<Move> moves;
@@ -114,7 +115,7 @@ Layout parse_letter(char letter, std::string_view placement) {
   return static_cast<Layout>(index);
 }
 
-// One "tensor=P"; an axis may be named once, and node and local not at all.
+// Parses "tensor=P". An axis may be named once; node and local may not be named.
 void parse_layout(std::string_view text, std::string_view placement, Placement& place) {
   const size_t equals = text.find('=');
   if (equals == std::string_view::npos || equals + 2 != text.size()) refuse_placement(placement);
@@ -123,10 +124,10 @@ void parse_layout(std::string_view text, std::string_view placement, Placement& 
   place.on(axis) = parse_letter(text.back(), placement);
   if (place.on(axis) == Layout::kSharded && !kAxes[static_cast<size_t>(axis)].shards_state)
     throw ConfigError(concat("[place::parse] placement '", placement, "': the ranks of axis ",
-                             axis_name(axis), " hold different state, which is R or P there"));
+                             axis_name(axis), " hold different state: write R or P for it"));
 }
 
-// "data" for node and local together, then names with commas between.
+// "data" for node and local together, then the other names, separated by commas.
 std::string axes_text(const std::vector<Axis>& axes) {
   const bool data = has(axes, Axis::kNode) && has(axes, Axis::kLocal);
   std::vector<std::string> names;
@@ -152,6 +153,7 @@ std::vector<Axis> parse_axes(std::string_view text) {
   return axes;
 }
 
+// Appends copies from tier to neighbouring tier.
 void climb(std::vector<Move>& moves, Tier from, Tier to) {
   int at = static_cast<int>(from);
   const int end = static_cast<int>(to);
@@ -263,6 +265,8 @@ int shard_index(const Placement& place, const Mesh& mesh, int rank) {
   return index;
 }
 
+// [Note: Equal layouts] hops() and the tables compare normalized placements, so a strategy has the
+// same plan on meshes that differ only in axes of size one.
 Placement normalize(Placement place, const Mesh& mesh) {
   for (const AxisRow& row : kAxes) {
     const int size = has(kDataAxes, row.axis) ? mesh.data() : mesh.size(row.axis);
@@ -280,7 +284,7 @@ bool applies(const Placement& place, const Move& move) {
   const Change& change = *change_of(move.kind);
   for (const Axis axis : move.axes)
     if (place.on(axis) != change.from) return false;
-  // Shards of an axis inside those that are gathered or cut would not stay contiguous.
+  // Shards of an axis inside the gathered or cut axes would not stay contiguous.
   const Axis outermost = *std::min_element(move.axes.begin(), move.axes.end());
   return !cuts(change) || std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
     return row.axis < outermost || has(move.axes, row.axis) ||
@@ -306,8 +310,10 @@ std::vector<Move> hops(const Placement& from, const Placement& to) {
   for (const AxisRow& row : kAxes)
     if (to.on(row.axis) == Layout::kPartial && from.on(row.axis) != Layout::kPartial)
       throw ConfigError(concat("[place::hops] no move takes ", from.text(), " to ", to.text(),
-                               ": what is whole or sharded over ", row.name,
-                               " does not become a partial sum there"));
+                               ": a copy that is whole or sharded over ", row.name,
+                               " cannot become a partial sum"));
+  // Collectives need the device tier. A narrowing cast before them and a widening cast after them
+  // saves bytes.
   const Move cast{.kind = MoveKind::kCast, .dtype = to.dtype};
   const bool widens = dtype_bytes(to.dtype) > dtype_bytes(from.dtype);
   std::vector<Move> moves;

@@ -1,6 +1,6 @@
 #pragma once
-// Placement: where a copy of a unit's role lives. hops() is the only function that knows how data
-// moves from one placement to another. Pure values; any thread.
+// Placement: where a copy of a unit's role lives. hops() alone decides how data moves from one
+// placement to another. Pure values; any thread.
 #include <array>
 #include <cstdint>
 #include <string>
@@ -30,8 +30,8 @@ struct Placement {
   Layout& on(Axis axis) { return layout[static_cast<size_t>(axis)]; }
   bool sharded() const;  // on any axis
   bool partial() const;  // on any axis
-  // "SR@host:bf16"; "SR" = S over node, R over local. Other axes follow by name where they are not
-  // R: "SS,tensor=P@device:bf16".
+  // "SR@host:bf16"; "SR" = S over node, R over local. Other axes that are not R follow by name:
+  // "SS,tensor=P@device:bf16".
   std::string text() const;
   static Placement parse(std::string_view text);  // throws ConfigError
   bool operator==(const Placement&) const = default;
@@ -54,23 +54,23 @@ struct Move {
 };
 Move parse_move(std::string_view text);  // throws ConfigError
 
-// How many shards a copy with this placement is cut into, and which of them `rank` owns: shards are
-// numbered as the sharded axes nest.
+// Number of shards of a copy with this placement, and the shard that `rank` owns. Shards are
+// numbered in the nesting order of the sharded axes.
 int num_shards(const Placement& place, const Mesh& mesh);
 int shard_index(const Placement& place, const Mesh& mesh, int rank);
 
-// An axis of size one is R; but where one of `node` and `local` is, it means what the other does,
-// so that `zero3` moves over "data" whether or not the mesh splits in nodes.
+// Sets axes of size one to R. If only one of `node` and `local` has size one, it takes the layout
+// of the other. `zero3` therefore moves over "data" whether or not the mesh has several nodes.
 Placement normalize(Placement place, const Mesh& mesh);
 
-// Moves that take a copy from `from` to `to`, collectives on the device tier, narrowing casts
-// first and widening casts last, equal collectives on several axes joined to one wider one. Shards
-// stay contiguous: an inner axis that stays sharded while an outer one is gathered or cut is
-// gathered before and sliced after. Empty when equal. Throws ConfigError when some axis goes from R
-// or S to P: a sum is not undone.
+// Returns the moves that turn a copy at `from` into one at `to`; empty if they are equal.
+// Collectives run on the device tier, narrowing casts come first and widening casts last, and equal
+// collectives on several axes are joined. Shards stay contiguous: an inner axis that stays sharded
+// while an outer one is gathered or sliced is gathered before and sliced after. Throws ConfigError
+// if an axis changes from R or S to P, since a sum cannot be undone.
 std::vector<Move> hops(const Placement& from, const Placement& to);
 
-// The placement after one move. Throws ConfigError when the move cannot start from `place`.
+// Returns the placement after one move. Throws ConfigError if the move cannot start from `place`.
 Placement apply(const Placement& place, const Move& move);
 bool applies(const Placement& place, const Move& move);
 

@@ -33,7 +33,7 @@ std::vector<Placement> every_placement(const std::vector<Dtype>& dtypes) {
   return places;
 }
 
-// Every mix of layouts over all axes, on the device in fp32.
+// Every combination of layouts over all axes, on the device in fp32.
 std::vector<Placement> every_layout() {
   std::vector<Placement> places = {Placement()};
   for (const AxisRow& row : kAxes) {
@@ -106,7 +106,7 @@ TEST(PlacementTest, ShardsNestWithNodeOutermost) {
 TEST(PlacementTest, OneDataRankHoldsEverything) {
   const Placement place = Placement::parse("SP@host:bf16");
   EXPECT_EQ(normalize(place, Mesh::of({{Axis::kTensor, 4}})).text(), "RR@host:bf16");
-  // A data axis of one rank means what the other does.
+  // A data axis of size one takes the layout of the other data axis.
   EXPECT_EQ(normalize(place, Mesh::of({{Axis::kLocal, 2}})).text(), "PP@host:bf16");
   EXPECT_EQ(normalize(place, Mesh::of({{Axis::kNode, 2}})).text(), "SS@host:bf16");
   EXPECT_EQ(normalize(place, Mesh::of({{Axis::kNode, 2}, {Axis::kLocal, 2}})), place);
@@ -142,7 +142,7 @@ TEST(HopsTest, MovesReadAsExpected) {
       {"SS@disk:fp32", "SS@host:fp32", "copy(disk,host)"},
       {"SS@device:bf16", "SS@device:fp16", "cast(fp16)"},
       {"SR@device:bf16", "RS@device:bf16", "all_gather(node); slice(local)"},
-      // An inner axis that stays sharded is opened for the change outside it.
+      // An inner axis that stays sharded is gathered for a change of an outer axis.
       {"SS@device:bf16", "RS@device:bf16", "all_gather(data); slice(local)"},
       {"RS@device:bf16", "SS@device:bf16", "all_gather(local); slice(data)"},
       {"PS@device:bf16", "SS@device:bf16", "all_gather(local); reduce_scatter(node); slice(local)"},
@@ -154,7 +154,7 @@ TEST(HopsTest, MovesReadAsExpected) {
       {"SS,tensor=S@device:fp32", "RR@device:fp32", "all_gather(data,tensor)"},
       {"RR,tensor=S@device:fp32", "SS,tensor=S@device:fp32",
        "all_gather(tensor); slice(data,tensor)"},
-      // Not so where only sums go on outside it.
+      // It is not gathered if the outer axes only have sums.
       {"RR,pipeline=P,tensor=S@device:fp32", "RR,tensor=S@device:fp32", "all_reduce(pipeline)"},
   };
   for (const HopsCase& c : cases) EXPECT_EQ(hops_text(c.from, c.to), c.moves) << c.from;
@@ -191,12 +191,12 @@ TEST(PlacementTest, MovesStartOnlyWhereTheyCan) {
       Placement());
 }
 
-// All ranks' copies of one range of numbers, in one thread.
+// The copies of one range of numbers on all ranks, in one thread.
 class World {
  public:
   World(const Mesh& mesh, const Placement& place) : mesh_(mesh), place_(place) {
     const int num_shards = penstock::num_shards(place, mesh);
-    double share = 1;  // what each rank of a partial sum has of every number
+    double share = 1;  // addend of each rank of a partial sum, for every number
     for (const AxisRow& row : kAxes)
       if (place.on(row.axis) == Layout::kPartial) share /= mesh.size(row.axis);
     for (int rank = 0; rank < mesh.world(); ++rank) {
@@ -240,14 +240,14 @@ class World {
   std::vector<std::vector<double>> copies_;
 };
 
-// A sum is not undone; everything else has a way.
+// A sum cannot be undone; every other pair has moves.
 bool has_way(const Placement& from, const Placement& to) {
   return std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
     return to.on(row.axis) != Layout::kPartial || from.on(row.axis) == Layout::kPartial;
   });
 }
 
-// Each of the ordered pairs, or one in `stride`.
+// Every ordered pair, or one in `stride`.
 template <typename Check>
 void for_pairs(const std::vector<Placement>& places, size_t stride, const Check& check) {
   for (size_t i = 0; i < places.size() * places.size(); i += stride)

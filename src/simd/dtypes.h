@@ -1,8 +1,8 @@
-// Vectors of fp32 from and to memory of any Dtype, for SIMD kernels (Highway).
-// Included once per instruction set by foreach_target.h, so its guard toggles instead of `#pragma
-// once`. Rounding is to nearest even with the bits of torch's casts; NaN becomes the canonical
-// quiet NaN (bf16 0x7FC0, fp16 sign | 0x7E00). Integer arithmetic throughout: the same bits on
-// every instruction set, and subnormal values survive a flush-to-zero mode.
+// Loads and stores of fp32 vectors from and to memory of any Dtype, for SIMD kernels (Highway).
+// foreach_target.h includes this file once per instruction set, so its guard toggles instead of
+// `#pragma once`. Rounding is to nearest even with the bits of torch's casts; NaN becomes the
+// canonical quiet NaN (bf16 0x7FC0, fp16 sign | 0x7E00). Only integer arithmetic is used: every
+// instruction set gives the same bits, and subnormal values survive a flush-to-zero mode.
 #if defined(PENSTOCK_SIMD_DTYPES_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef PENSTOCK_SIMD_DTYPES_H_
 #undef PENSTOCK_SIMD_DTYPES_H_
@@ -97,9 +97,9 @@ HWY_INLINE hn::Vec<Bits16<D>> round_to_fp16(D d, VecOf<D> value) {
   return hn::TruncateTo(Bits16<D>(), hn::Or(result, sign));
 }
 
-// Writes Lanes(d) values. kStream: past the caches; `to` must then be aligned to the whole vector,
-// and FlushStream() must follow before another thread reads. Stream() would write past a vector
-// that is shorter than HWY_STREAM_MULTIPLE bytes.
+// Writes Lanes(d) values. kStream writes past the caches; `to` must then be aligned to the whole
+// vector, and FlushStream() must be called before another thread reads. Vectors shorter than
+// HWY_STREAM_MULTIPLE bytes are stored normally, because Stream() would write past their end.
 template <bool kStream, class D, class T>
 HWY_INLINE void store_lanes(D d, VecOf<D> value, T* to) {
   if constexpr (kStream && hn::MaxLanes(D()) * sizeof(T) >= HWY_STREAM_MULTIPLE) {

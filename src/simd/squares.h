@@ -1,11 +1,13 @@
-// The sum of squares of one block of values, in pieces, for SIMD kernels (Highway) of the layers
-// above. Included once per instruction set by foreach_target.h, so its guard toggles.
+// The sum of squares of one block of values, for SIMD kernels (Highway) of the layers above.
+// foreach_target.h includes this file once per instruction set, so its guard toggles.
 //
 // [Note: Squares] Squares of fp32 values are exact in double, so only the order of the additions
-// matters. It is fixed: blocks of 16 * 1024 values are summed alone, each in four partial sums from
-// its start, and the blocks then in order. So a norm has the same bits for any number of threads,
-// and whether the pass that wrote the values added them up (comm::sum_chunks_and_squares) or one of
-// its own (optim::sum_squares). The sum of finite values is finite; Inf or NaN anywhere shows.
+// matters. That order is fixed: each block of 16 * 1024 values is summed separately, in four
+// partial sums from its start, and the block sums are then added in order. A norm therefore has the
+// same bits for any number of threads. It also does not matter which pass computed it: the pass
+// that wrote the values (device::sum_chunks_and_squares) or a separate one
+// (device::host::sum_squares). The sum of finite values is finite; an Inf or NaN anywhere makes it
+// not finite.
 #if defined(PENSTOCK_PLACE_SQUARES_SIMD_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef PENSTOCK_PLACE_SQUARES_SIMD_H_
 #undef PENSTOCK_PLACE_SQUARES_SIMD_H_
@@ -32,8 +34,8 @@ struct BlockSquares {
   HWY_ALIGN double sums[4 * hn::MaxLanes(hn::ScalableTag<double>())] = {};
 };
 
-// `count` is a multiple of 32 except in the last piece of a block. Inline: across a call GCC 12
-// (-fipa-modref) loses three of the four partial sums.
+// Adds the squares of one piece of a block. `count` is a multiple of 32 except in a block's last
+// piece. Inline: across a call GCC 12 (-fipa-modref) loses three of the four partial sums.
 template <class T>
 HWY_INLINE void add_squares(const T* values, int64_t count, BlockSquares& squares) {
   const hn::ScalableTag<double> d;

@@ -52,7 +52,7 @@ class JsonWriter {
                ",\"cat\":\"", name_of(event.kind), "\"", args(event), "}");
   }
 
-  // Where several are under way at once.
+  // An asynchronous slice: several of a row may overlap.
   void async(const Event& event, size_t id) {
     for (const char* phase : {"b", "e"}) {
       const bool begins = *phase == 'b';
@@ -63,7 +63,8 @@ class JsonWriter {
     }
   }
 
-  // From the end of a line, or to the end of a wait for it. A hair inside of its slice.
+  // Begins an arrow at the end of a line, or ends it at the end of a wait. It is 1 ns inside its
+  // slice, since viewers attach an arrow to the slice around its time.
   void arrow(const Event& event, bool begins) {
     object(begins ? "s" : "f", "done", event.row);
     out_ += concat(",\"ts\":", at(std::max(event.begin_ns, event.end_ns - 1)),
@@ -120,6 +121,7 @@ std::string chrome_events(const Recorder& of, const std::vector<Event>& events,
     writer.name("thread_name", static_cast<int>(row), rows[row]);
     writer.order("thread_sort_index", static_cast<int>(row), static_cast<int>(row));
   }
+  // Only lines that some row waited for get an arrow.
   std::set<uint64_t> waited;
   for (const Event& event : events) {
     if (event.kind == Kind::kWait) waited.insert(event.flow);
@@ -150,7 +152,7 @@ std::string chrome_trace(const std::vector<std::string>& parts, const std::strin
 
 std::string dump(const Recorder& of) {
   if (!of.on() || of.about.folder.empty()) return "";
-  static std::mutex mutex;  // lanes fail together
+  static std::mutex mutex;  // several lanes may fail at once
   const std::lock_guard lock(mutex);
   const std::string path =
       concat(of.about.folder, "/penstock-rank", of.about.rank, "-pid", getpid(), ".trace.json");

@@ -1,6 +1,6 @@
 #pragma once
-// The events of a rank as a Chrome trace ("Trace Event Format", which Perfetto and chrome://tracing
-// open).
+// Writes a rank's events as a Chrome trace ("Trace Event Format"), which Perfetto and
+// chrome://tracing open.
 #include <map>
 #include <string>
 #include <vector>
@@ -9,21 +9,22 @@
 
 namespace penstock::trace {
 
-// By the text of a line or of what computes: the seconds that the simulator has for it.
+// Text of a plan line or of a computing unit -> seconds that the simulator predicts for it.
 using Predicted = std::map<std::string, double>;
 
-// One process a rank, one thread a row, one slice an event, in microseconds: objects, separated by
-// commas and without the brackets around them, so that ranks' texts can be put one behind the
-// other. Slices have args "step", "bytes", "GB/s" and "predicted_ms"; arrows lead from a lane's
-// line to who waited for it. Reads and writes of the disk overlap, so they are asynchronous slices.
+// One process per rank, one thread per row, one slice per event, in microseconds. Returns JSON
+// objects separated by commas, without the enclosing brackets, so that the texts of ranks can be
+// joined. Slices have args "step", "bytes", "GB/s" and "predicted_ms". Arrows lead from a lane's
+// line to the row that waited for it. Disk reads and writes overlap, so they are asynchronous
+// slices.
 std::string chrome_events(const Recorder& of, const std::vector<Event>& events,
                           const Predicted& predicted = {});
-// The whole file of these texts. `metadata`: JSON.
+// Returns the whole file made of these texts. `metadata`: JSON.
 std::string chrome_trace(const std::vector<std::string>& parts, const std::string& metadata);
 
-// After an error: the last events of this rank into a file of its folder, in place of the one that
-// an error before has left. Returns where it is, or why there is none, as the end of a sentence
-// ("; ..."); "" where nobody asked for it. Any thread.
+// After an error: writes the last events of this rank to a file in its folder and replaces the file
+// of an earlier error. Returns a sentence end ("; ...") with the path or with the failure; "" if no
+// folder is set. Any thread.
 std::string dump(const Recorder& of);
 
 }  // namespace penstock::trace

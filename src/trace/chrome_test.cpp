@@ -31,7 +31,7 @@ TEST(Chrome, ASliceAnEvent) {
       << made;
   EXPECT_NE(made.find(R"("args":{"name":"rank 2 on host"})"), std::string::npos);
   EXPECT_NE(made.find(R"("tid":2,"args":{"name":"gather"})"), std::string::npos);
-  EXPECT_EQ(made.find(R"("ph":"s")"), std::string::npos);  // nobody waited
+  EXPECT_EQ(made.find(R"("ph":"s")"), std::string::npos);  // no row waited
 }
 
 TEST(Chrome, ArrowsLeadToWhoWaited) {
@@ -63,7 +63,7 @@ TEST(Chrome, WhatIsPredictedIsBeside) {
 
 TEST(Chrome, WhatAnErrorLeaves) {
   Rank2 recorder;
-  EXPECT_EQ(dump(recorder), "");  // nobody asked
+  EXPECT_EQ(dump(recorder), "");  // no folder is set
   recorder.about.folder = testing::TempDir();
   recorder.add({5000, 9000, 0, 0, 0, text("move u1"), 2, Kind::kLine});
   const std::string said = dump(recorder);

@@ -7,6 +7,7 @@ namespace penstock::trace {
 
 namespace {
 
+// Shared by all recorders of the process; scopes set them and restore the old values.
 thread_local int16_t row_of_thread = Recorder::kModel;
 thread_local Text line_of_thread;
 
@@ -54,7 +55,7 @@ const Text& Recorder::line_here() { return line_of_thread; }
 void Recorder::add(Event event) {
   if (!on()) return;
   event.step = step();
-  Text before;  // of what it takes the place of: let go without the lock
+  Text before;  // the overwritten text, freed after the lock is released
   const std::lock_guard lock(mutex_);
   sums_[static_cast<size_t>(event.row)][static_cast<size_t>(event.kind)].add(event);
   if (event.kind == Kind::kWait && event.row == kModel) {

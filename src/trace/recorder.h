@@ -1,11 +1,11 @@
 #pragma once
-// Recorder: what one rank did when: the units it computed, the lines of the plan, exchanges with
-// peers, reads and writes of the disk, and who waited for what.
+// Recorder: what one rank did and when: computed units, plan lines, exchanges with peers, disk
+// reads and writes, and waits.
 //
-// [Note: Recorder] A row is a thread that works in order (the model's, each lane's). The last
-// events are kept, so that an error can show what led to it; record() keeps all of the steps that
-// somebody asked for. Sums go on for ever, whatever was overwritten. An event costs a lock that is
-// nearly always free and a shared text; who is switched off costs a branch.
+// [Note: Recorder] A row is one thread that works in order (the model's thread, each lane). The
+// recorder always keeps the last events, so that an error can show what led to it. record() keeps
+// all events of the requested steps. Sums include events that were overwritten. An event costs an
+// uncontended lock and a shared text; a recorder that is switched off costs one branch.
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -17,24 +17,26 @@
 
 namespace penstock::trace {
 
-// kCompute: a unit's forward or backward. kLine: a line of the plan that is no compute. kExchange:
-// with peers, inside a line; its bytes are those this rank sends. kWait: for another row's line.
-// kRead, kWrite: of the disk, several at once. kStep: from the end of a step to that of the next.
+// kCompute: a unit's forward or backward. kLine: a plan line other than compute. kExchange: an
+// exchange with peers, inside a line; its bytes are those this rank sends. kWait: a wait for a line
+// of another row. kRead, kWrite: disk requests, which may overlap. kStep: from the end of one step
+// to the end of the next.
 enum class Kind : uint8_t { kCompute, kLine, kExchange, kWait, kRead, kWrite, kStep };
 inline constexpr int kNumKinds = 7;
 const char* name_of(Kind kind);
 
 using Text = std::shared_ptr<const std::string>;
 
-// Seconds are those of the steady clock, which is the same for all processes of a machine.
+// Times are from the steady clock, which is the same for all processes of a machine.
 struct Event {
   int64_t begin_ns = 0, end_ns = 0;
   int64_t step = 0, bytes = 0;
-  uint64_t flow = 0;  // kLine of a lane: its number; kWait: that of the line that was waited for
+  uint64_t flow =
+      0;  // kLine: the line's number in its lane; kWait: the number of the line waited for
   Text text;
   int16_t row = 0;
   Kind kind = Kind::kLine;
-  int16_t of = 0;  // kWait: the row that is waited for
+  int16_t of = 0;  // kWait: the row waited for
 };
 
 struct EventSum {
@@ -49,31 +51,33 @@ struct EventSum {
 
 int64_t now_ns();
 
-// Whose events they are. Set before lanes begin; the offset when clocks were compared.
+// The rank that the events belong to. Set before lanes begin; offset_ns is set when clocks are
+// compared.
 struct About {
   int rank = 0;
   std::string host;                    // shown beside the rank
-  std::atomic<int64_t> offset_ns = 0;  // what is added to this rank's clock to have rank 0's
-  std::string folder;                  // where an error leaves the last events; empty: nowhere
+  std::atomic<int64_t> offset_ns = 0;  // add it to this rank's clock to get rank 0's
+  std::string folder;  // folder for the last events after an error; empty: not written
 };
 
 // Any thread.
 class Recorder {
  public:
-  static constexpr int kModel = 0, kDisk = 1;        // rows that there always are
+  static constexpr int kModel = 0, kDisk = 1;        // rows that always exist
   static constexpr int64_t kMostRecorded = 1 << 20;  // events that record() keeps
 
-  // `kept`: how many events; 0: nothing is recorded, and all sums stay 0.
+  // `kept`: number of events to keep; 0: nothing is recorded, and all sums stay 0.
   explicit Recorder(int64_t kept);
 
   bool on() const { return kept_ > 0; }
-  // The row of that name, which is made where there is none.
+  // Returns the row with this name; makes it if it is missing.
   int16_t row(const std::string& name);
   std::vector<std::string> rows() const;
-  // Of this thread; the model's where nobody said. Returns the one before.
+  // The calling thread's row; the model's if none was set. set_row_here() returns the previous row.
   static int16_t set_row_here(int16_t row);
   static int16_t row_here();
-  // The line that this thread works at, which what it hands to lanes is for; null: none.
+  // The plan line that the calling thread executes; work it submits to lanes belongs to this line.
+  // null: none.
   static Text set_line_here(Text line);
   static const Text& line_here();
 
@@ -83,17 +87,17 @@ class Recorder {
 
   void add(Event event);
   EventSum sum(int16_t row, Kind kind) const;
-  // By the model's row for that one.
+  // Sum of the waits of the model's row for this row.
   EventSum waited_for(int16_t row) const;
-  // Of that kind in all rows.
+  // Sum of this kind over all rows.
   EventSum sum(Kind kind) const;
 
-  // From now on all events are kept, or no longer. Returns those kept since it was begun.
+  // record() starts to keep all events. end_record() stops this and returns the events kept since.
   void record();
   std::vector<Event> end_record();
-  // The last ones, oldest first.
+  // Returns the last events, oldest first.
   std::vector<Event> last() const;
-  int64_t dropped() const;  // by record(), for their number
+  int64_t dropped() const;  // events that record() did not keep because of kMostRecorded
 
   About about;
 
@@ -112,7 +116,7 @@ class Recorder {
   int64_t dropped_ = 0;
 };
 
-// In scope: an event of this thread's row. The recorder may be null, or off.
+// RAII: records an event of the calling thread's row. The recorder may be null or off.
 class Span {
  public:
   Span(Recorder* recorder, Kind kind, Text text, uint64_t flow = 0, int16_t of = 0);
@@ -120,7 +124,7 @@ class Span {
   Span(const Span&) = delete;
   Span& operator=(const Span&) = delete;
   void add_bytes(int64_t bytes) { event_.bytes += bytes; }
-  // What is shorter is worth no event.
+  // Events shorter than this are not recorded.
   void at_least(int64_t ns) { least_ns_ = ns; }
 
  private:
@@ -129,7 +133,7 @@ class Span {
   int64_t least_ns_ = 0;
 };
 
-// In scope: this thread works at that line.
+// RAII: the calling thread executes this plan line.
 class AtLine {
  public:
   explicit AtLine(Text line) : before_(Recorder::set_line_here(std::move(line))) {}
