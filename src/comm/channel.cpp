@@ -41,20 +41,21 @@ Packing packing_of(const Members& members, const std::vector<Buffer>& buffers) {
   return packing;
 }
 
-// 0: nothing is packed.
+// Bytes of the packed piece for one peer; 0: nothing is packed.
 template <class Buffer>
 int64_t packed_in(const Staging& staging, const Members& members,
                   const std::vector<Buffer>& buffers) {
   if (staging.bytes == 0) return 0;
   const int64_t lent = staging.bytes;
   const int64_t needed = Channel::staging_bytes(members, buffers);
-  PENSTOCK_ASSERT(lent >= needed, concat("[comm::Channel] ", lent, " bytes lent of ", needed));
+  PENSTOCK_ASSERT(lent >= needed,
+                  concat("[comm::Channel] ", lent, " bytes of staging; needed: ", needed));
   return packing_of(members, buffers).piece(members.size());
 }
 
 at::Tensor bytes_at(Address at, int64_t bytes) { return device::view(at, at::kByte, bytes); }
 
-// `staging`: each member's shards, one buffer after the other.
+// `staging` holds the packed piece of each member, and in it one buffer's shard after the other.
 void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, Address staging,
             int64_t packed) {
   for (int i = 0; i < members.size(); ++i) {
@@ -69,8 +70,8 @@ void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, Ad
   }
 }
 
-// In member order, whoever sums: the same bits everywhere. `received` is the first peer's shard,
-// the next one's is `stride` bytes further.
+// Sums in member order on every rank, so the result has the same bits everywhere. `received` is the
+// first peer's shard; the next peer's shard lies `stride` bytes further.
 void add_up(const Members& members, const ReduceBuffer& buffer, Address received, int64_t stride,
             std::vector<const void*>& sources) {
   sources.clear();
@@ -89,7 +90,7 @@ void add_up(const Members& members, const ReduceBuffer& buffer, Address received
   *buffer.squares = device::sum_chunks_and_squares(sum);
 }
 
-// A part of this rank's shard, from where the last one ended.
+// Sums one tile of this rank's shard. Tiles arrive in order, so the sum of squares runs on.
 void add_tile(const Members& members, const ReduceBuffer& buffer, const Tile& tile,
               std::vector<const void*>& sources) {
   Address own = buffer.partial + members.index * shard_bytes(members, buffer) + tile.offset;
@@ -138,17 +139,17 @@ DeviceCollectives* Channel::on_device(const Members& members, Address buffer) {
   return found == on_device_.end() ? nullptr : found->second.get();
 }
 
-// The next collective; returns its tag.
+// Starts the next collective; returns its tag.
 uint32_t Channel::begin(const Label& label) {
   const int64_t sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
   group_.set_position({step_, sequence, name_.text, label.text});
   uint64_t hash = mix(label.hash, name_.hash);
   hash = mix(mix(hash, static_cast<uint64_t>(step_)), static_cast<uint64_t>(sequence));
-  // gloo takes tags of 31 bits.
+  // Tags have 31 bits (gloo), and kLifelineTag stays free for ConnectionWatch.
   return static_cast<uint32_t>(mix(hash, sizes_) % kLifelineTag);
 }
 
-// What was added since the last one.
+// Exchanges all pieces that were added since the last exchange.
 void Channel::exchange(const Label& label) {
   meet(label, [&](uint32_t tag) { exchange(tag); });
 }
@@ -176,7 +177,7 @@ RuntimeFault Channel::lost(const Position& position, const std::string& error) {
                              recorder == nullptr ? "" : trace::dump(*recorder)));
 }
 
-// A collective of a device. Its stream is this thread's.
+// Queues a collective of a device on this thread's stream.
 void Channel::queue(const Label& label, const device::Device& device, DeviceCollectives& back_end,
                     const std::function<void()>& collective) {
   history_ = mix(history_, begin(label));
@@ -209,6 +210,7 @@ void Channel::exchange(uint32_t tag) {
     }
     return group_.exchange(sent_, received_, tag);
   }
+  // The group exchanges host memory only ([Note: Between devices]).
   c10::DataPtr pinned = device->allocate_pinned(std::max<int64_t>(1, bytes));
   Address at(pinned.get());
   for (const PeerBytes& part : sends_) {
@@ -244,15 +246,15 @@ void Channel::add_gather(const Members& members, const GatherBuffer& buffer) {
   }
 }
 
-// The shards that a member has after some rounds are its own and those of the members that follow
-// it. In each round it gets more of them from one further on.
+// After some rounds a member has its own shard and those of the members that follow it. Each round
+// adds shards from a member further on.
 void Channel::pass_on(const Label& label, const Members& members,
                       const std::vector<GatherBuffer>& buffers, bool doubling) {
   const int size = members.size();
   for (int have = 1, next = 0; have < size; have = next) {
     const int count = doubling ? std::min(have, size - have) : 1;
     next = have + count;
-    // Around the ring each sends on what it got last.
+    // In the ring, each member passes on the shard that it received last.
     const int stride = doubling ? have : 1, first = doubling ? 0 : have - 1;
     const int from = (members.index + stride) % size, to = (members.index + size - stride) % size;
     sends_.clear();
@@ -297,6 +299,7 @@ void Channel::all_gather(const Label& label, const Members& members,
   }
   if (packed > 0) travel_.push_back({staging.data, packed});
   sizes_ = mix(sizes_, static_cast<uint64_t>(packed));
+  // The shards travel, packed or in place, over the device's back end or over the group.
   if (DeviceCollectives* const back_end =
           on_device(members, buffers.empty() ? Address() : buffers.front().full)) {
     std::vector<DeviceCollectives::Gather> gathers;
@@ -322,7 +325,7 @@ void Channel::add_reduce(const Members& members, const ReduceBuffer& buffer) {
   }
 }
 
-// Staging: a piece to send for each peer, then a piece from each.
+// Layout of the staging: a piece to send to each peer, then a piece from each peer.
 void Channel::add_packed(const Members& members, const std::vector<ReduceBuffer>& buffers,
                          Address staging, int64_t packed) {
   sizes_ = mix(sizes_, static_cast<uint64_t>(packed));
@@ -343,8 +346,9 @@ void Channel::add_packed(const Members& members, const std::vector<ReduceBuffer>
   }
 }
 
-// What NCCL and its like add up, they add up in the dtype it has on the wire. So the sum of low
-// precision is made here, in fp32, of what an all-to-all brings, which moves no more bytes.
+// NCCL and similar back ends add in the dtype of the buffer. So sums in low precision are made
+// here, in fp32, from the rows that an all-to-all brings. That moves as many bytes as a
+// reduce-scatter.
 void Channel::reduce_on_device(const Label& label, const Members& members,
                                const std::vector<ReduceBuffer>& buffers,
                                DeviceCollectives& back_end) {
@@ -381,8 +385,9 @@ void Channel::sum_on_device(const Members& members, const std::vector<ReduceBuff
   }
 }
 
-// What was added to be sent. `received` is what one peer's packed shards take, for each of them.
-// False where neither this group nor such memory has tiles, or all is packed.
+// Exchanges the pieces that were added to sends_. `received` is the place for the packed pieces;
+// its bytes are those of one peer's piece. Returns false if the group has no tiles, if the memory
+// is on a device, or if everything is packed.
 bool Channel::reduce_in_tiles(const Members& members, const std::vector<ReduceBuffer>& buffers,
                               const Staging& received, uint32_t tag) {
   tiles_.peers.clear();
@@ -411,7 +416,8 @@ bool Channel::reduce_in_tiles(const Members& members, const std::vector<ReduceBu
       to = to + received.bytes;
     }
   };
-  return group_.exchange_tiles(sent_, tiles_, tag, std::ref(take));  // which allocates nothing
+  // std::ref: the function object allocates nothing.
+  return group_.exchange_tiles(sent_, tiles_, tag, std::ref(take));
 }
 
 void Channel::reduce_scatter(const Label& label, const Members& members,
@@ -429,6 +435,7 @@ void Channel::reduce_scatter(const Label& label, const Members& members,
     if (packed == 0 || bytes > kPackBytes) add_reduce(members, buffer);
   }
   if (packed > 0) add_packed(members, buffers, staging.data, packed);
+  // The shards that were packed arrive in the second half of the staging.
   Address received = staging.data + (members.size() - 1) * packed;
   bool in_tiles = false;
   if (members.size() > 1) {
@@ -450,6 +457,7 @@ void Channel::reduce_scatter(const Label& label, const Members& members,
 
 void Channel::all_reduce(const Label& label, const Members& members,
                          const std::vector<ReduceBuffer>& buffers, const Staging& staging) {
+  // A reduce-scatter in place, then an all-gather of the sums.
   reduces_ = buffers;
   gathers_.clear();
   for (ReduceBuffer& buffer : reduces_) {
@@ -467,6 +475,7 @@ void Channel::broadcast(const Label& label, const Members& members, void* data, 
   if (members.size() == 1) return;
   start();
   sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
+  // Binomial tree: after each round twice as many members have the bytes.
   for (int have = 1; have < members.size(); have *= 2) {
     sends_.clear();
     receives_.clear();

@@ -1,9 +1,11 @@
 #pragma once
-// Channel: the collectives of one lane, made of a group's exchanges. Used by one thread at a time.
+// Channel: the collectives of one lane, made of the exchanges of a group. Used by one thread at a
+// time.
 //
-// [Note: Cross-check] Each collective's tag is a hash of (channel, training step, sequence number,
-// label, sizes). Ranks that disagree on any of these never match, so a divergence cannot mix up
-// data: both sides wait, and end at the timeout with an error that shows each rank's position.
+// [Note: Cross-check] The tag of a collective is a hash of (channel, training step, sequence
+// number, label, sizes). Ranks that disagree on any of these never match, so a divergence cannot
+// mix up data. Both sides then wait until the timeout, and the error shows the position of each
+// rank.
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -24,9 +26,9 @@ namespace penstock::comm {
 
 using penstock::Members;
 
-// What a collective is called: the plan's text of its step, with its hash. Made once, when a plan
-// is prepared; copies share the text, also with the roll call's thread, which may outlive the plan.
-// Calls that are made once pass a string.
+// The name of a collective: the text of its plan line, and the hash of that text. It is made once,
+// when a plan is prepared. Copies share the text; the roll call's thread may hold one longer than
+// the plan lives. Calls outside a plan pass a string.
 struct Label {
   Label() = default;
   Label(std::string text);                               // NOLINT(google-explicit-constructor)
@@ -36,74 +38,82 @@ struct Label {
   uint64_t hash = 0;
 };
 
-// A full buffer of members.size() equal shards; this rank's shard is in its place already.
+// A full buffer of members.size() equal shards. This rank's shard is already in its place.
 struct GatherBuffer {
   device::Address full;
   int64_t shard_bytes = 0;
 };
 
-// `partial` holds numel addends; shard `index` of the sum over the members, times `scale`, goes to
-// `result` (which may be that shard of `partial`), added to what is there when `accumulate`.
-// `scratch` takes (members - 1) shards of `dtype`, and of a device's memory one more.
+// `partial` holds `numel` addends. The sum over the members is scaled by `scale`; its shard `index`
+// is written to `result`, or added to `result` if `accumulate` is set. `result` may be that shard
+// of `partial`. `scratch` has room for (members - 1) shards of `dtype`, and for one more in device
+// memory.
 struct ReduceBuffer {
   device::Address partial, scratch, result;
   Dtype dtype = Dtype::kFp32, result_dtype = Dtype::kFp32;
   int64_t numel = 0;
   float scale = 1.0F;
   bool accumulate = false;
-  // Where not null: the sum of squares of the values written to this rank's shard, as of
-  // host::sum_squares. Not finite when one of them is not. In host memory only.
+  // If not null: receives the sum of squares of the values written to this rank's shard, computed
+  // as host::sum_squares does. It is not finite if one of the values is not. Host memory only.
   double* squares = nullptr;
 };
 
-// Memory that a caller lends, of the kind that the buffers are in.
+// Memory that the caller provides for one call, on the same device as the buffers.
 struct Staging {
   device::Address data;
   int64_t bytes = 0;
 };
 
-// [Note: Between devices] Buffers of a device whose group exchanges host memory go through pinned
-// memory: the lane waits on the host for what it sends, and what arrives is copied behind its back.
+// [Note: Between devices] If the group exchanges host memory, buffers of a device are copied
+// through pinned memory. The lane blocks until the data to send is in pinned memory. Received data
+// is copied to the device asynchronously.
 //
-// [Note: Many ranks] Over host memory up to kDirect members send each other their shards in one
-// round. More of them gather small shards by doubling, in log2(members) rounds, and larger ones
-// around a ring: of each node one rank sends to another node, all else stays inside. A broadcast is
-// a binomial tree. Sums stay one round of direct sends, which moves no byte more than a ring and
-// adds up in member order, in fp32; what spares the links between nodes is the plan's (sum_wide()).
+// [Note: Many ranks] Over host memory, up to kDirect members send each other their shards in one
+// round. More members gather small shards by doubling, in log2(members) rounds, and larger shards
+// around a ring. In the ring, one rank of each node sends to another node; all other sends stay
+// inside a node. A broadcast is a binomial tree. A sum is always one round of direct sends: it
+// moves as many bytes as a ring and adds in member order, in fp32. The plan decides how sums use
+// the links between nodes (sum_wide()).
 //
-// Once warm, a collective allocates nothing itself and makes no text (share() does both).
+// After its first call, a collective allocates nothing and makes no text; share() does both.
 //
-// [Note: Tiles] Where the group hands over what comes tile by tile (Group::exchange_tiles), a shard
-// is added up so, while its parts are in the cache: the scratch is not used. The bits are the same.
+// [Note: Tiles] If the group passes on received data tile by tile (Group::exchange_tiles), a shard
+// is summed tile by tile while the tiles are in the cache, and the scratch is not used. The result
+// has the same bits.
 //
-// [Note: Staging] Where several small buffers travel together (src/place/packing.h) and the caller
-// lends memory, they are packed into one piece for each peer; large ones still go from and to their
-// own places. All ranks must lend alike.
+// [Note: Staging] If several small buffers travel together (src/place/packing.h) and the caller
+// provides staging memory, they are packed into one piece for each peer. Large buffers are sent and
+// received in place. All ranks must provide staging, or none.
 class Channel {
  public:
-  // Bytes to lend: 0 where nothing would be packed. all_reduce needs what reduce_scatter does.
+  // Bytes of staging that a call can use; 0 if nothing would be packed. all_reduce needs as many as
+  // reduce_scatter.
   static int64_t staging_bytes(const Members& members, const std::vector<GatherBuffer>& buffers);
   static int64_t staging_bytes(const Members& members, const std::vector<ReduceBuffer>& buffers);
 
-  // `shown`: its name on the board, where that of another thread's is the same.
+  // `shown`: its name on the board, if another thread's channel has the same `name`.
   Channel(Group& group, std::string name, const std::string& shown = "");
 
-  // Collectives of device memory among these members are that back end's. The members outlive it.
+  // Makes collectives on device memory among `members` use `back_end`. `members` is compared by
+  // address and must outlive the channel.
   void use(const Members& members, std::shared_ptr<DeviceCollectives> back_end);
-  // Of all collectives so far that were a device's: ranks that made the same ones have the same.
-  // (Those through the host are compared one by one.)
+  // Hash of all device collectives so far; equal on ranks that made the same collectives.
+  // Collectives through the host need no history: their tags are compared one by one.
   uint64_t history() const { return history_; }
 
   void set_step(int64_t step) { step_ = step; }  // for tags and messages
-  // After the group's renew(): ranks may have come from different collectives.
+  // Call after the group's renew(): before it, ranks may have made different numbers of
+  // collectives.
   void renew() { step_ = sequence_ = 0; }
-  // Calls of Group::exchange since construction. From any thread.
+  // Number of Group::exchange calls since construction. Any thread.
   int64_t exchanges() const { return sequence_.load(std::memory_order_relaxed); }
 
   static constexpr int kDirect = 8;                // members
   static constexpr int64_t kByDoubling = 8 << 10;  // bytes of all shards of a member
 
-  // All buffers travel together. `staging` is the call's own until it returns; empty: no packing.
+  // All buffers travel together. `staging` must stay untouched until the call returns; empty: no
+  // packing.
   void all_gather(const Label& label, const Members& members,
                   const std::vector<GatherBuffer>& buffers, const Staging& staging = {});
   // The scratch of a packed buffer is not used.
@@ -112,20 +122,21 @@ class Channel {
   // In place on `partial` (same dtype); `result` is not used.
   void all_reduce(const Label& label, const Members& members,
                   const std::vector<ReduceBuffer>& buffers, const Staging& staging = {});
-  // The i-th piece of `from` goes to member i, and the i-th of `to` comes from it: `bytes` each.
+  // Sends the i-th piece of `from` to member i and receives the i-th piece of `to` from it. Each
+  // piece has `bytes` bytes.
   void all_to_all(const Label& label, const Members& members, const void* from, void* to,
                   int64_t bytes);
-  // Member 0's bytes to all.
+  // Sends member 0's bytes to all members.
   void broadcast(const Label& label, const Members& members, void* data, int64_t bytes);
-  // Shards to the first owner: `owners` has the rank of each shard, in order. There `data` has room
-  // for all of them, with its own in place; elsewhere it is this rank's. A rank that owns none
-  // (index < 0) takes part by calling.
+  // Sends all shards to the first owner. `owners` lists the rank of each shard, in order. On the
+  // first owner, `data` has room for all shards, with its own in place; on other ranks it is the
+  // rank's shard. A rank that owns no shard (index < 0) must call, too.
   void collect(const Label& label, const Members& owners, void* data, int64_t shard_bytes);
-  // Each member's payload (same size everywhere), in member order.
+  // Returns each member's payload, in member order. Payloads have the same size on all members.
   std::vector<std::string> share(const Label& label, const Members& members,
                                  const std::string& payload);
 
-  // Exchanges are events of the thread that makes them. May be null.
+  // Records each exchange as an event of the calling thread. May be null.
   std::shared_ptr<trace::Recorder> recorder;
 
  private:
@@ -155,23 +166,23 @@ class Channel {
 
   Group& group_;
   const Label name_;
-  const int lane_;                     // of the group's board
+  const int lane_;                     // index on the group's board
   std::atomic<int64_t> sequence_ = 0;  // of the next exchange
   int64_t step_ = 0;
-  // Of the collective under way; members, so that their memory is reused.
+  // State of the current collective. Members, so that their memory is reused.
   struct PeerBytes {
     int peer = 0;
     device::Address data;
     int64_t bytes = 0;
   };
   std::vector<PeerBytes> sends_, receives_;
-  std::vector<Piece> sent_, received_;  // as the group takes them
+  std::vector<Piece> sent_, received_;  // in the form that the group takes
   uint64_t history_ = 0;
   std::vector<std::pair<const Members*, std::shared_ptr<DeviceCollectives>>> on_device_;
   uint64_t sizes_ = 0;  // hash of the bytes of each buffer
   std::vector<const void*> sources_;
   TileSource tiles_;
-  std::vector<const ReduceBuffer*> tiled_;  // what its pieces are of
+  std::vector<const ReduceBuffer*> tiled_;  // the buffer of each piece in tiles_
   std::vector<ReduceBuffer> reduces_;
   std::vector<GatherBuffer> gathers_, travel_;
 };

@@ -1,7 +1,7 @@
 #pragma once
-// ConnectionWatch: tells at once that a neighbour's process has ended. Nobody sends what it
-// receives, and the receive fails when the connection does. For ranks that wait for one another on
-// a device, where nothing else would notice.
+// ConnectionWatch: reports at once that a neighbour's process has ended. It posts a receive that no
+// rank ever sends to; the receive fails when the connection closes. It serves ranks that wait for
+// each other on a device, where nothing else would notice a lost process.
 #include <c10/util/intrusive_ptr.h>
 
 #include <functional>
@@ -11,13 +11,13 @@
 
 namespace penstock::comm {
 
-// No collective has it (channel.cpp).
+// A tag that no collective uses (Channel::begin()).
 inline constexpr int kLifelineTag = 0x7fffffff;
 
 class ConnectionWatch {
  public:
-  // `cut` is called on a thread of its own, at most once, unless this object goes first. Backends
-  // with point-to-point operations that can be aborted (gloo).
+  // Calls `cut` at most once, on its own thread, unless this object is destroyed first. The back
+  // end must have point-to-point operations that can be aborted (gloo).
   ConnectionWatch(c10::intrusive_ptr<c10d::Backend> backend, int peer,
                   std::function<void(const std::string& why)> cut);
   ~ConnectionWatch();

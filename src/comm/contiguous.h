@@ -1,5 +1,5 @@
 #pragma once
-// Contiguous: a tensor as a back end of torch's takes it, as bytes in one piece of memory.
+// Contiguous: a tensor as contiguous bytes, the form that a back end for torch exchanges.
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
@@ -10,13 +10,15 @@
 
 namespace penstock::comm {
 
-// A tensor's values in one piece of memory: its own, or a copy where they lie apart.
+// A tensor's values in contiguous memory: its own memory, or a copy if the tensor is not
+// contiguous.
 class Contiguous {
  public:
   explicit Contiguous(const at::Tensor& tensor) : tensor_(tensor.detach()) {
-    TORCH_CHECK(tensor.device().is_cpu() && tensor.layout() == at::kStrided,
-                "[comm::ShmBackend] the back end \"penstock\" takes dense tensors of the CPU, not ",
-                tensor.toString(), " on ", tensor.device());
+    TORCH_CHECK(
+        tensor.device().is_cpu() && tensor.layout() == at::kStrided,
+        "[comm::ShmBackend] the back end \"penstock\" exchanges dense CPU tensors only, not ",
+        tensor.toString(), " on ", tensor.device());
     values_ = tensor_.resolve_conj().resolve_neg().contiguous();
   }
   ByteRange range() const {
@@ -24,7 +26,7 @@ class Contiguous {
   }
   int64_t value_bytes() const { return static_cast<int64_t>(values_.element_size()); }
   const at::Tensor& values() const { return values_; }
-  // What arrived.
+  // Copies received values back into the tensor, if they are in a copy.
   void put_back() const {
     if (!values_.is_same(tensor_)) tensor_.copy_(values_);
   }

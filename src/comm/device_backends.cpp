@@ -12,6 +12,8 @@ namespace penstock::comm {
 
 namespace {
 
+// Time between two looks; age after which a collective is shown; time between two checks in
+// abort().
 constexpr std::chrono::milliseconds kLook{500};
 constexpr std::chrono::seconds kShown{1};
 constexpr std::chrono::milliseconds kPoll{5};
@@ -90,7 +92,7 @@ std::chrono::milliseconds DeviceBackends::look(std::chrono::milliseconds limit,
   const auto age = oldest ? std::chrono::steady_clock::now() - oldest->since : kLook - kLook;
   show(oldest && age > kShown ? &*oldest : nullptr);
   if (oldest && age > limit) {
-    end(concat("the device has not ended ", oldest->position.text(), " within ",
+    end(concat("the device has not finished ", oldest->position.text(), " within ",
                static_cast<double>(limit.count()) / 1e3, " s"));
   }
   return kLook;

@@ -1,6 +1,5 @@
 #pragma once
-// DeviceBackends: the collectives that a rank has on its device's memory, watched and ended
-// together.
+// DeviceBackends: all device collectives of a rank, which are watched and ended together.
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -13,22 +12,22 @@
 
 namespace penstock::comm {
 
-// Owned by a group; from any thread, unless it says otherwise.
+// Owned by a group. Any thread, unless a comment says otherwise.
 class DeviceBackends {
  public:
   std::shared_ptr<DeviceCollectives> add(c10::intrusive_ptr<c10d::Backend> back_end);
-  // No more collectives begin. Those that are queued have a second to end, as their peers may be
-  // there; then they are aborted.
+  // Refuses new collectives. Queued collectives get one second to finish, because their peers may
+  // already be in them; then they are aborted.
   void abort(const std::string& why);
-  // The first that abort() did cut off, as text; "" for none.
+  // Returns the first collective that abort() cut off, as text; "" if there was none.
   std::string cut_off();
-  // In order, where abort() was not called.
+  // Shuts all back ends down in order. Does nothing for a back end that abort() has ended.
   void close();
 
-  // Before look(): where it shows.
+  // Sets the board that look() writes to. Call it before look().
   void show_on(Board& board);
-  // Shows what the device waits for, and calls `end` with what has taken longer than `limit`.
-  // Returns when to be called again. Watchdog's thread only.
+  // Shows on the board which collective the device waits for. Calls `end` if a collective takes
+  // longer than `limit`. Returns the time until the next call. Watchdog's thread only.
   std::chrono::milliseconds look(std::chrono::milliseconds limit,
                                  const std::function<void(const std::string& why)>& end);
 
@@ -41,8 +40,8 @@ class DeviceBackends {
   std::vector<std::shared_ptr<DeviceCollectives>> all_;  // guarded by mutex_, as below
   std::string refused_, cut_off_;
   Board* board_ = nullptr;
-  int lane_ = -1;      // of the board
-  std::string shown_;  // watch's thread only: the collective that the board shows
+  int lane_ = -1;      // index on the board
+  std::string shown_;  // Watchdog's thread only: the collective that the board shows
 };
 
 }  // namespace penstock::comm

@@ -112,7 +112,7 @@ std::optional<Position> DeviceCollectives::abort() {
   }
   try {
     back_end_->abort();
-  } catch (const std::exception& error) {  // on threads that have nobody to tell
+  } catch (const std::exception& error) {  // on threads that no caller waits for
     std::fprintf(stderr, "penstock: a device's collectives did not end: %s\n",
                  reason(error).c_str());
   }
@@ -126,7 +126,7 @@ void DeviceCollectives::shut_down() {
   }
   try {
     back_end_->shutdown();
-  } catch (const std::exception& error) {  // at the end of an engine that is done
+  } catch (const std::exception& error) {  // the engine is closed; there is nothing left to fail
     std::fprintf(stderr, "penstock: a device's collectives did not shut down: %s\n",
                  reason(error).c_str());
   }

@@ -1,7 +1,6 @@
 #pragma once
-// DeviceCollectives: those of a back end of torch's that works on a device's memory, among its
-// ranks. They are queued on this thread's stream. One thread at a time, but for what says
-// otherwise.
+// DeviceCollectives: collectives on device memory, by one torch back end among its ranks. They are
+// queued on the calling thread's stream. One thread at a time, unless a comment says otherwise.
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 #include <c10/util/intrusive_ptr.h>
@@ -23,7 +22,7 @@ class Backend;
 
 namespace penstock::comm {
 
-// Of what is called after abort(): why that was.
+// Thrown by calls after abort(); the text is the reason of the abort.
 class Aborted : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -36,48 +35,49 @@ class DeviceCollectives {
   DeviceCollectives(const DeviceCollectives&) = delete;
   DeviceCollectives& operator=(const DeviceCollectives&) = delete;
 
-  // `queue` calls some of those below, which work on `stream`. Throws Aborted.
+  // Calls `queue`, which calls some of the collectives below; they work on `stream`. Throws
+  // Aborted.
   void run(const Position& position, const c10::Stream& stream, const std::function<void()>& queue);
 
-  // `full` has this rank's part, `own`, in its place. All of them together.
+  // Gathers all of `gathers` together. `own` is this rank's shard at its place in `full`.
   struct Gather {
     at::Tensor full, own;
   };
   void all_gather(std::vector<Gather>& gathers);
-  // Row i of `sent` goes to rank i, whose row arrives in `received`.
+  // Sends row i of `sent` to rank i and receives rank i's row in row i of `received`.
   void all_to_all(at::Tensor received, at::Tensor sent);
-  // This rank's row of the sum, in the dtype that it has on the wire.
+  // Writes this rank's row of the sum. The sum is computed in the dtype of `partial`.
   void reduce_scatter(at::Tensor result, at::Tensor partial);
-  void broadcast(const at::Tensor& values);  // of the group's first rank
+  void broadcast(const at::Tensor& values);  // from the group's first rank
 
-  // From any thread. The first that the device has not ended, and since when nothing else is before
-  // it; none after abort().
+  // Returns the first collective that the device has not finished, and the time since when it is
+  // the first; nothing after abort(). Any thread.
   struct Pending {
     Position position;
     std::chrono::steady_clock::time_point since;
   };
   std::optional<Pending> oldest();
-  // From any thread. No more are queued.
+  // Refuses new collectives. Any thread.
   void refuse(const std::string& why);
-  // From any thread, after refuse(): what has not ended gives up, and what it would have written is
-  // undefined. Returns the first of them, if there is one.
+  // Call after refuse(). Aborts unfinished collectives; their output is undefined. Returns the
+  // first of them, if any. Any thread.
   std::optional<Position> abort();
-  // When nothing is queued; what a back end has on its own ends.
+  // Call when nothing is queued. Ends the threads and connections of the back end.
   void shut_down();
 
  private:
   struct Queued {
     Pending pending;
-    std::optional<c10::Event> end;  // none while it is being queued, for which a peer may be needed
+    std::optional<c10::Event> end;  // none while it is being queued, which may wait for a peer
   };
   void forget_ended();
 
   const c10::intrusive_ptr<c10d::Backend> back_end_;
   std::mutex mutex_;
-  std::string refused_;  // guarded by mutex_, as below: why
+  std::string refused_;  // guarded by mutex_, as below: the reason
   bool aborted_ = false;
   std::deque<Queued> queued_;                      // in order
-  std::chrono::steady_clock::time_point ended_{};  // when the last one was seen to have
+  std::chrono::steady_clock::time_point ended_{};  // when the last finished collective was seen
 };
 
 }  // namespace penstock::comm

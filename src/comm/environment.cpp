@@ -16,7 +16,8 @@ namespace penstock {
 namespace {
 
 constexpr int kDefaultPort = 29500;
-constexpr int kFirstPort = 15000, kNumPorts = 15000;  // below those that the kernel gives away
+// Below the range from which the kernel picks ports.
+constexpr int kFirstPort = 15000, kNumPorts = 15000;
 
 std::string variable(const char* name) {
   const char* value = std::getenv(name);
@@ -29,12 +30,13 @@ int number(const char* name, int least) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || value < least) {
     throw ConfigError(concat("[comm::from_environment] ", name, " is \"", text,
-                             "\": a whole number >= ", least, " is needed"));
+                             "\"; allowed: a whole number >= ", least));
   }
   return value;
 }
 
-// What a launcher calls it. `job` is the same for all ranks of a job, and another for others.
+// The launcher's variables. `job` has the same value on all ranks of a job and differs between
+// jobs, so it picks the port.
 struct Launcher {
   const char *rank, *size, *job;
 };
@@ -70,7 +72,7 @@ c10::intrusive_ptr<c10d::Store> store_of(const Launcher& from, int rank, int siz
   if (host.empty()) host = "127.0.0.1";
   c10d::TCPStoreOptions options;
   options.port = port_of(from);
-  // torchrun and `penstock run` have a store at that address themselves.
+  // torchrun and `penstock run` already serve a store at that address.
   options.isServer = rank == 0 && variable("TORCHELASTIC_USE_AGENT_STORE") != "True";
   options.numWorkers = size;
   options.waitWorkers = false;
@@ -93,10 +95,10 @@ std::shared_ptr<Group> Group::from_environment(std::chrono::milliseconds timeout
   const int size = number(from->size, 1), rank = number(from->rank, 0);
   if (rank >= size) {
     throw ConfigError(concat("[comm::from_environment] ", from->rank, " is ", rank, " and ",
-                             from->size, " ", size, ": ranks are 0 to ", size - 1));
+                             from->size, " is ", size, ": ranks are 0 to ", size - 1));
   }
   if (size == 1) return alone();
-  // Of a launcher that starts ranks again: those of another start are not these.
+  // A launcher that restarts ranks keeps the store, so each start uses keys of its own.
   const std::string name = concat("penstock/native/", variable("TORCHELASTIC_RUN_ID"), "/",
                                   variable("TORCHELASTIC_RESTART_COUNT"));
   const auto store =
@@ -107,8 +109,8 @@ std::shared_ptr<Group> Group::from_environment(std::chrono::milliseconds timeout
   throw RuntimeFault(concat(
       "[comm::from_environment] rank ", rank, " of ", size, ": ",
       why_not.empty()
-          ? std::string("the ranks are on several hosts, which a native program connects by a "
-                        "process group of torch's (Group::from_process_group)")
+          ? std::string("the ranks are on several hosts; connect them with a torch process group "
+                        "(Group::from_process_group)")
           : concat("the ranks of this host cannot share memory: ", why_not)));
 }
 

@@ -21,8 +21,8 @@ std::string Position::text() const {
 
 Group::Group() : back_ends_(std::make_unique<comm::DeviceBackends>()) {}
 
-// Without close() peers may still be waited for.
-Group::~Group() { back_ends_->abort("nobody has the engine any more"); }
+// Without close() this rank's device collectives may still wait for peers.
+Group::~Group() { back_ends_->abort("the group was destroyed without close()"); }
 
 std::shared_ptr<comm::DeviceCollectives> Group::connect_on_device(const std::vector<int>& ranks) {
   auto made = back_ends_->add(device_groups_(ranks));

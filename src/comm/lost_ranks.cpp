@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kClose = "close";
 constexpr const char* kFault = "fault";
-// Answers to the last call. Any other says why there is nothing to be done together.
+// Answers to the last call. Any other answer is the reason why the ranks do nothing together.
 constexpr const char* kAllWell = "all well";
 constexpr const char* kSomeFailed = "some failed";
 
@@ -25,7 +25,7 @@ std::string get_text(c10d::Store& store, const std::string& key) {
   return {value.begin(), value.end()};
 }
 
-// Whether the key came in time. Throws where the store does not answer at all.
+// Returns whether the key appeared within `timeout`. Throws if the store does not answer at all.
 bool comes(c10d::Store& store, const std::string& key, std::chrono::milliseconds timeout) {
   try {
     store.wait({key}, timeout);
@@ -52,14 +52,15 @@ LostRanks::LostRanks(const c10::intrusive_ptr<c10d::Store>& store, const std::st
 
 LostRanks::~LostRanks() {
   try {
-    // Those that miss this rank later still read how it ended.
+    // Ranks that notice later that this rank is gone can still read how it ended.
     store_->set(key("here", rank_), bytes_of(here() + ", and has closed its engine"));
     if (!called_last_) {
       decide(concat("rank ", rank_, " has closed its engine without gathering: it is at ", here()));
     }
     wake(rank_, kClose);
   } catch (const std::exception&) {
-    // The store's host is gone, and with it the connection that the watch sleeps on: it ends too.
+    // The store's host is gone. The watch thread's connection to it fails, too, and ends that
+    // thread.
   }
   watcher_.join();
 }
@@ -70,7 +71,7 @@ std::string LostRanks::key(const char* what, int rank) const {
 
 void LostRanks::set_position(Position position) {
   const std::lock_guard lock(mutex_);
-  std::swap(position_, position);  // the old one is let go of after the lock
+  std::swap(position_, position);  // the old position is destroyed after the lock
 }
 
 std::string LostRanks::here() {
@@ -91,11 +92,12 @@ void LostRanks::watch() {
       const std::string why = get_text(*watch_store_, next);
       if (why == kClose) return;
       watch_store_->set(key("here", rank_), bytes_of(here()));
-      // May take a while, in which others ask where this rank is.
+      // The answer is stored first: ending exchanges may take a while, and a roll call may be
+      // waiting.
       if (why != kFault && end_exchanges_) end_exchanges_(why);
     }
   } catch (const std::exception&) {
-    // The rank that hosts the store ended; there is nobody left to answer.
+    // The rank that hosts the store has ended, so no rank can ask any more.
   }
 }
 
@@ -112,6 +114,7 @@ std::string LostRanks::collect(const std::string& error) {
   std::vector<std::string> failed, alive;
   const auto deadline = std::chrono::steady_clock::now() + grace_;
   for (int rank = 0; rank < size_; ++rank) {
+    // All answers share one grace period, of which each rank gets at least 50 ms.
     if (rank == rank_) continue;
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
         deadline - std::chrono::steady_clock::now());
@@ -134,14 +137,14 @@ std::string LostRanks::collect(const std::string& error) {
 
 std::string LostRanks::call(const std::string& error) {
   try {
-    // The first rank to raise its hand holds the roll call; the others repeat its verdict.
+    // The first rank that counts this key holds the roll call; the others repeat its verdict.
     const bool first = store_->add(key("hand", 0), 1) == 1;
     store_->set(key("here", rank_), bytes_of(here()));
     if (!first) {
       if (comes(*store_, key("verdict", 0), 2 * grace_)) {
         return get_text(*store_, key("verdict", 0));
       }
-      return concat("the rank that asks all others has not ended within ",
+      return concat("the rank that holds the roll call has not finished it within ",
                     2 * grace_.count() / 1000.0, " s; ", error);
     }
     for (int rank = 0; rank < size_; ++rank) {
@@ -162,7 +165,7 @@ void LostRanks::tell(const std::string& why) {
       if (rank != rank_) wake(rank, why);
     }
   } catch (const std::exception&) {
-    // The store's host is dead, as the others find too.
+    // The store's host is dead; the other ranks notice that themselves.
   }
 }
 
@@ -172,11 +175,11 @@ LostRanks::Ending LostRanks::ending(std::string* why) {
     *why = get_text(*store_, key("last call", 0));
     return *why == kAllWell || *why == kSomeFailed ? Ending::kTogether : Ending::kOneByOne;
   } catch (const std::exception&) {
-    return Ending::kOpen;  // call() says so
+    return Ending::kOpen;  // call() reports that the store is gone
   }
 }
 
-// ---- the last call
+// ---- the last call ([Note: Last call], penstock/group.h)
 
 void LostRanks::decide(const std::string& answer) {
   store_->compareSet(key("last call", 0), std::string(), answer);
@@ -196,16 +199,19 @@ std::string LostRanks::last_call(const std::string& fault, std::chrono::millisec
   if (!fault.empty()) {
     store_->compareSet(key("fault", 0), std::string(), concat("rank ", rank_, ": ", fault));
   }
-  // Counted after that: the last one knows of every fault.
+  // The fault is stored before this rank is counted, so the last rank to be counted sees every
+  // fault.
   if (store_->add(key("came", 0), 1) == size_) {
     decide(store_->check({key("fault", 0)}) ? kSomeFailed : kAllWell);
   }
+  // A failed rank first lets messages in flight arrive; then it ends the exchanges of ranks that
+  // may be waiting for it.
   if (!fault.empty() && !decided(kInFlight)) {
     tell(concat("rank ", rank_, " failed and is closing: ", fault));
   }
   if (!decided(limit)) {
-    decide(call(
-        concat("not every rank came to close its engine within ", limit.count() / 1000.0, " s")));
+    decide(call(concat("not every rank has begun to close its engine within ",
+                       limit.count() / 1000.0, " s")));
   }
   const std::string answer = get_text(*store_, key("last call", 0));
   if (answer == kAllWell) return "";

@@ -1,13 +1,14 @@
 #pragma once
-// Roll call: finds out, after a failure, which ranks are still there and where each of them is.
+// LostRanks: the roll call, which finds out after a failure which ranks still answer and where each
+// of them is.
 //
-// [Note: Roll call] Every rank keeps a watch thread that sleeps in the store on a key of its own. A
-// rank whose exchange failed posts its own position and error, wakes all watches, and waits a grace
-// period for every other rank's answer; a rank that does not answer is dead or stopped. A rank
-// that is merely slow answers, since its watch does not depend on its main thread. The first
-// verdict is kept in the store, so ranks that fail later (because the first one left) repeat it
-// instead of taking the innocent first one for the culprit. The watches also end the exchanges of
-// ranks that wait for one which has failed and is closing ([Note: Last call], penstock/group.h).
+// [Note: Roll call] Every rank has a watch thread that waits in the store for a key of that rank. A
+// rank whose exchange failed posts its position and error, wakes all watch threads, and waits a
+// grace period for the answer of every other rank. A rank that does not answer is dead or stopped.
+// A slow rank does answer, because its watch thread does not depend on its main thread. The store
+// keeps the first verdict. Ranks that fail later, because the first one left, repeat that verdict
+// instead of blaming the first rank. The watch threads also end the exchanges of ranks that wait
+// for a rank which has failed and is closing ([Note: Last call], penstock/group.h).
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
@@ -21,10 +22,11 @@
 
 namespace penstock::comm {
 
-// Owned by a group; set_position from any thread, call() from a lane that failed.
+// Owned by a group. set_position() from any thread, call() from a lane that failed.
 class LostRanks {
  public:
-  // `end_exchanges` is called by the watch when another rank asks for it, with that one's reason.
+  // The watch thread calls `end_exchanges` with the other rank's reason when another rank requests
+  // it.
   LostRanks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix, int rank,
             int size, std::chrono::milliseconds grace,
             std::function<void(const std::string&)> end_exchanges = {});
@@ -33,15 +35,16 @@ class LostRanks {
   LostRanks& operator=(const LostRanks&) = delete;
 
   void set_position(Position position);
-  // One sentence for each rank that is dead or failed, then where the rest are.
+  // Holds the roll call, or repeats its verdict. The text has one sentence for each rank that is
+  // dead or failed, then the positions of the others.
   std::string call(const std::string& error);
-  // Ends the exchanges of all other ranks.
+  // Ends the exchanges of all other ranks, with `why` as the reason.
   void tell(const std::string& why);
-  // How far the run is closed: not at all; by all ranks together, at the last call; or by one rank
-  // at least on its own, of which `why` then speaks.
+  // How the run was closed so far: not at all; by all ranks together, at the last call; or by at
+  // least one rank on its own, which `why` then names.
   enum class Ending { kOpen, kTogether, kOneByOne };
   Ending ending(std::string* why);
-  // As Group::last_call().
+  // See Group::last_call().
   std::string last_call(const std::string& fault, std::chrono::milliseconds limit);
 
  private:
@@ -51,7 +54,8 @@ class LostRanks {
   std::string collect(const std::string& error);
   void wake(int rank, const std::string& why);
   void watch();
-  // The first answer to the last call is everyone's.
+  // Stores `answer` as the answer to the last call, unless there is one already: the first counts
+  // for all ranks.
   void decide(const std::string& answer);
   bool decided(std::chrono::milliseconds within);
 
@@ -60,7 +64,7 @@ class LostRanks {
   const int rank_, size_;
   const std::chrono::milliseconds grace_;
   const std::function<void(const std::string&)> end_exchanges_;
-  bool called_last_ = false;  // by the thread that ends this object
+  bool called_last_ = false;  // used by the thread that destroys this object
   std::mutex mutex_;
   Position position_ = Position::of("before step 1");  // guarded by mutex_
   std::thread watcher_;

@@ -1,5 +1,5 @@
-// Group over a c10d process group: every collective is made of its point-to-point operations, which
-// land in place (gloo's own all-gather copies twice, its reduce-scatter is a full all-reduce).
+// Group over a c10d process group. Every collective is made of its point-to-point operations, which
+// receive in place. (gloo's all-gather copies twice, and its reduce-scatter is a full all-reduce.)
 #include <ATen/ops/from_blob.h>
 
 #include <optional>
@@ -33,7 +33,8 @@ class ProcessGroupGroup final : public comm::StoreGroup {
 
   void renew() override {
     lifeline_.reset();
-    if (!connect_) throw std::runtime_error("the group was made without a way to connect again");
+    if (!connect_)
+      throw std::runtime_error("the group cannot connect again: it was made without `connect`");
     const auto [up, down] = connect_();
     use(up, down);
     forget();
@@ -51,6 +52,7 @@ class ProcessGroupGroup final : public comm::StoreGroup {
   }
 
  protected:
+  // One rank watches its next rank, so every rank is watched by exactly one other.
   void watch_peers() override {
     if (lifeline_) return;
     const int next = (rank() + 1) % size();
@@ -68,7 +70,7 @@ class ProcessGroupGroup final : public comm::StoreGroup {
     down_ = down->getBackend(c10::DeviceType::CPU);
   }
 
-  // Where end_exchanges() finds the works that a thread waits for.
+  // Registers the works that a thread waits for, so that end_exchanges() can abort them.
   class WaitNotice {
    public:
     WaitNotice(ProcessGroupGroup& group, const Works& works) : group_(group), works_(&works) {
@@ -120,7 +122,7 @@ class ProcessGroupGroup final : public comm::StoreGroup {
     }
   }
 
-  // gloo lets nobody look at half of a message.
+  // gloo gives no access to a part of a message.
   bool run_tiles(const std::vector<Piece>& /*sends*/, const TileSource& /*from*/, uint32_t /*tag*/,
                  const TakeTile& /*take*/) override {
     return false;
@@ -131,7 +133,7 @@ class ProcessGroupGroup final : public comm::StoreGroup {
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
-  c10::intrusive_ptr<c10d::Backend> up_, down_;  // for what goes to higher and to lower ranks
+  c10::intrusive_ptr<c10d::Backend> up_, down_;  // for sends to higher ranks and to lower ranks
   const std::function<ProcessGroups()> connect_;
   std::vector<const Works*> waiting_;  // guarded by mutex_
   std::optional<comm::ConnectionWatch> lifeline_;

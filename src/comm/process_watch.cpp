@@ -78,7 +78,7 @@ void ProcessWatch::run() {
   while (true) {
     std::vector<pollfd> files{{wake_, POLLIN, 0}};
     for (const auto& [file, index] : watched_) files.push_back({file, POLLIN, 0});
-    if (poll(files.data(), files.size(), -1) < 0) continue;  // by a signal
+    if (poll(files.data(), files.size(), -1) < 0) continue;  // interrupted by a signal
     if (files[0].revents != 0) return;
     for (size_t i = files.size() - 1; i > 0; --i) {
       if (files[i].revents == 0) continue;

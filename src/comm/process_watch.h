@@ -1,5 +1,5 @@
 #pragma once
-// ProcessWatch: tells at once that another process of this host has ended, however it did.
+// ProcessWatch: reports at once that another process of this host has ended, for whatever reason.
 #include <cstdint>
 #include <functional>
 #include <thread>
@@ -10,9 +10,9 @@ namespace penstock::comm {
 
 class ProcessWatch {
  public:
-  // Of processes that can be seen from here (throws where one is not there); this process itself
-  // and those listed twice are passed over. `ended` is called with the index in `pids`, on a thread
-  // of this object's own, once for each.
+  // Watches the processes in `pids`, except this process. Throws if one of them does not exist or
+  // is not visible from here. Calls `ended` with the index in `pids`, once for each process that
+  // ends, on this object's own thread.
   ProcessWatch(const std::vector<int64_t>& pids, std::function<void(int index)> ended);
   ~ProcessWatch();
   static bool has_ended(int64_t pid);
@@ -25,8 +25,8 @@ class ProcessWatch {
   void run();
 
   const std::function<void(int)> ended_;
-  int wake_ = -1;                             // an eventfd, for the thread to end
-  std::vector<std::pair<int, int>> watched_;  // a pidfd, and whose it is; the thread's
+  int wake_ = -1;                             // an eventfd that wakes the thread to end it
+  std::vector<std::pair<int, int>> watched_;  // a pidfd and its index in `pids`; used by the thread
   std::thread thread_;
 };
 

@@ -60,16 +60,18 @@ void add_one(ReduceOp::RedOpType op, at::Tensor& into, const at::Tensor& next) {
 
 Reduction::Reduction(const ReduceOp& op, at::ScalarType dtype, int ranks)
     : op_(op.op_), dtype_(dtype) {
-  TORCH_CHECK(op_ != ReduceOp::UNUSED, "[comm::Reduction] no such operation");
+  TORCH_CHECK(op_ != ReduceOp::UNUSED,
+              "[comm::Reduction] the reduce operation is not set (UNUSED)");
   if (op_ == ReduceOp::AVG) scale_ = 1.0 / ranks;
   if (op_ != ReduceOp::PREMUL_SUM) return;
-  // Not of NCCL alone: the one name that all versions of torch have.
+  // The class serves all back ends; it is the one name that all versions of torch have.
   const auto* given = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK(given != nullptr && !given->tensor_factor.defined(),
-              "[comm::Reduction] a premultiplied sum takes a number");
+              "[comm::Reduction] PREMUL_SUM needs a number as its factor, not a tensor");
   scale_ = given->double_factor;
 }
 
+// Sums of floating-point values are added in fp32 ([Note: Many ranks], channel.h).
 void Reduction::run(void* to, std::span<const void* const> sources, int64_t count) const {
   if (count == 0) return;
   const std::optional<Dtype> dtype = summed_as(dtype_);

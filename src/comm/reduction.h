@@ -1,6 +1,6 @@
 #pragma once
-// Reduction: one of torch's operations on values from several ranks, part by part. A pure function
-// of its sources; any thread.
+// Reduction: one of torch's reduce operations on the values of several ranks. A pure function of
+// its sources; any thread.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -11,10 +11,11 @@ namespace penstock::comm {
 
 class Reduction {
  public:
-  // Throws c10::Error for an operation that there is not for that dtype. `ranks`: of an average.
+  // Throws c10::Error if `op` is unset or lacks its factor. `ranks` divides an average.
   Reduction(const c10d::ReduceOp& op, at::ScalarType dtype, int ranks);
 
-  // to[i] = op of sources[..][i], in their order. `to` may be one of the sources.
+  // to[i] = op of sources[..][i], applied in the order of the sources. `to` may be one of the
+  // sources.
   void run(void* to, std::span<const void* const> sources, int64_t count) const;
 
  private:
@@ -22,7 +23,7 @@ class Reduction {
 
   const c10d::ReduceOp::RedOpType op_;
   const at::ScalarType dtype_;
-  double scale_ = 1.0;  // of a sum
+  double scale_ = 1.0;  // factor of the sum
 };
 
 }  // namespace penstock::comm

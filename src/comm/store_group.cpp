@@ -13,7 +13,8 @@ namespace penstock::comm {
 
 namespace {
 
-// When a rank has closed its engine by itself: for what it had a part in to end on the device.
+// After a rank has closed its engine on its own: time for the device to finish the collectives that
+// the rank took part in.
 constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
 
 }  // namespace
@@ -21,7 +22,8 @@ constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
 StoreGroup::StoreGroup(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
                        RankOf ranks, std::chrono::milliseconds timeout, const WatchOptions& watch)
     : rank_(ranks.rank), size_(ranks.size), limit_(timeout) {
-  // A failed exchange, the roll call and its repetition elsewhere together stay within `timeout`.
+  // A failed exchange, the roll call and its repetition on other ranks together stay within
+  // `timeout`.
   const auto grace = std::clamp<std::chrono::milliseconds>(timeout / 8, std::chrono::seconds(1),
                                                            std::chrono::seconds(5));
   timeout_ = std::max(timeout - 2 * grace, timeout / 2);
@@ -30,7 +32,7 @@ StoreGroup::StoreGroup(const c10::intrusive_ptr<c10d::Store>& store, const std::
   watch_.emplace(rank_, size_, watch);
 }
 
-// What the first exchange that fails says is kept for the last call.
+// Keeps the error of the first failed exchange for the last call.
 template <class Run>
 auto StoreGroup::keeping_fault(const Run& run) {
   try {
@@ -60,7 +62,7 @@ std::string StoreGroup::last_call(const std::string& fault) {
     const std::lock_guard lock(mutex_);
     why = lost_;
   }
-  std::string first = "not every rank is there";
+  std::string first = "not every rank took part in the last call";
   try {
     first = roll_call_->last_call(why, limit_);
   } catch (const std::exception&) {
@@ -105,12 +107,12 @@ void StoreGroup::look_at_device() {
   watch_->look_at([this] { return look(); });
 }
 
-// On the thread that sees a neighbour's end.
+// Runs on the thread that notices a neighbour's end.
 void StoreGroup::neighbour_left(const std::string& error) {
   std::string why;
   const LostRanks::Ending ending = roll_call_->ending(&why);
   if (ending == LostRanks::Ending::kTogether) return;
-  if (ending == LostRanks::Ending::kOneByOne) {  // what it has taken part in ends by itself
+  if (ending == LostRanks::Ending::kOneByOne) {  // collectives it took part in still finish
     const std::lock_guard lock(mutex_);
     left_ = why;
     return;
@@ -120,13 +122,14 @@ void StoreGroup::neighbour_left(const std::string& error) {
   end_exchanges(why);
 }
 
-// Watchdog's thread.
+// Runs on the watchdog's thread.
 std::chrono::milliseconds StoreGroup::look() {
   std::string left;
   {
     const std::lock_guard lock(mutex_);
     left = left_;
   }
+  // After a neighbour has left, a device collective that takes long will never finish.
   return back_ends().look(left.empty() ? timeout_ : std::min(timeout_, kParting),
                           [&](const std::string& why) {
                             if (!left.empty()) roll_call_->tell(left);

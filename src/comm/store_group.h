@@ -1,6 +1,6 @@
 #pragma once
-// StoreGroup: what groups have in common whose ranks are processes that meet at a store: the roll
-// call and the last call there, the board, and how exchanges end. How they exchange is its own.
+// StoreGroup: what groups share whose ranks are processes that meet at a store: roll call, last
+// call, board, and how exchanges end. A subclass implements the exchanges.
 #include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
@@ -35,28 +35,31 @@ class StoreGroup : public Group {
   void end_exchanges(const std::string& why) final;
 
  protected:
-  // `name` is the group's own in that store. The watch's thread may call abort() from here on.
+  // `name` must be unique to this group in the store. The watch thread may call abort_waits() as
+  // soon as this constructor runs.
   StoreGroup(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, RankOf ranks,
              std::chrono::milliseconds timeout, const WatchOptions& watch);
 
-  // ---- of the subclass; run() and run_tiles() throw when a peer is lost
+  // ---- implemented by the subclass; run() and run_tiles() throw when a peer is lost
   virtual void run(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
                    uint32_t tag) = 0;
   virtual bool run_tiles(const std::vector<Piece>& sends, const TileSource& from, uint32_t tag,
                          const TakeTile& take) = 0;
-  // Under mutex_, once ended_ is set: waits under way end.
+  // Called under mutex_ after ended_ is set: ends the waits in progress.
   virtual void abort_waits() = 0;
 
-  // For the exchange that asks.
+  // Returns the time limit of the calling exchange. The first exchange gets at least kArrival.
   std::chrono::milliseconds limit();
   void waits_for(uint32_t tag, int peer) { watch_->board().waits_for(tag, peer); }
   std::string ended();
-  // Where collectives run on a device, where nobody else would notice.
+  // Makes the watchdog also watch the device's collectives, which no exchange waits for on the
+  // host.
   void look_at_device();
   void neighbour_left(const std::string& error);
-  // For renew().
+  // Clears the reasons that ended the exchanges. For renew().
   void forget();
-  // First of all when a subclass goes or closes: ends the threads that call into it.
+  // Ends the threads that call into the subclass. A subclass calls it in its destructor and in
+  // close().
   void let_go();
 
   std::mutex mutex_;
@@ -71,8 +74,8 @@ class StoreGroup : public Group {
   const std::chrono::milliseconds limit_;  // of the last call
   std::chrono::milliseconds timeout_{};
   std::atomic<bool> met_ = false;
-  std::string lost_;  // guarded by mutex_: what the first failed exchange said
-  std::string left_;  // guarded by mutex_: why a neighbour's connection is closed
+  std::string lost_;  // guarded by mutex_: the error of the first failed exchange
+  std::string left_;  // guarded by mutex_: why a neighbour's connection was closed
   std::optional<LostRanks> roll_call_;
   std::optional<Watchdog> watch_;
 };

@@ -1,5 +1,5 @@
-// Group whose ranks are threads of one process: a mailbox under one lock. For tests and for native
-// programs; a failed or closed rank ends the waits of the others.
+// Group whose ranks are threads of one process: a mailbox under one lock. It serves tests and
+// native programs. A rank that fails or closes ends the waits of the other ranks.
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -17,7 +17,7 @@
 namespace penstock {
 namespace {
 
-// Shared by the ranks of one group, hence the shared_ptr. Everything is guarded by `mutex`.
+// The ranks of one group share it through a shared_ptr. `mutex` guards everything.
 struct Mailbox {
   std::mutex mutex;
   std::condition_variable changed;
@@ -25,12 +25,13 @@ struct Mailbox {
       letters;  // from, to, tag
   std::vector<Position> positions;
   std::vector<bool> closed;
-  std::vector<std::string> ended;  // by rank: why it exchanges nothing any more
+  std::vector<std::string> ended;  // by rank: why its exchanges have ended; "" while they have not
   std::string verdict;
-  // The last call: how many came, what the first that had failed said, and why it came to nothing.
+  // The last call: number of ranks that made it, fault of the first failed rank, and why it was
+  // refused.
   int came = 0;
   std::string fault, refusal;
-  std::shared_ptr<Mailbox> next;  // after renew()
+  std::shared_ptr<Mailbox> next;  // the mailbox after renew()
 };
 
 std::shared_ptr<Mailbox> make_mailbox(int size) {
@@ -101,7 +102,7 @@ class ThreadGroup final : public Group {
       box.changed.notify_all();
     }
     if (!box.changed.wait_for(lock, timeout_, decided)) {
-      box.refusal = "not every rank came to close its engine in time";
+      box.refusal = "not every rank has begun to close its engine within the timeout";
     }
     if (!box.refusal.empty() || !box.fault.empty()) {
       box.ended[rank_] = "the last call";
@@ -138,8 +139,8 @@ class ThreadGroup final : public Group {
  protected:
   void watch_peers() override {
     throw ConfigError(
-        "[comm::Group] ranks that are threads exchange through host memory: a device's collectives "
-        "need ranks that are processes");
+        "[comm::Group] ranks that are threads exchange through host memory only; a device's "
+        "collectives need one process per rank");
   }
 
  private:

@@ -4,13 +4,13 @@
 
 namespace penstock::comm {
 
-// How long to wait where nothing ends the wait but an event.
+// Timeout of a wait that only an event ends.
 inline constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
-// The first exchange waits longer: until then ranks arrive at their own pace, each with its imports
-// and connections.
+// Least timeout of the first exchange: ranks arrive at different times, after their imports and
+// connections.
 inline constexpr std::chrono::milliseconds kArrival = std::chrono::seconds(60);
-// After a rank has failed: by then, messages that were under way have arrived, and exchanges whose
-// peers are all there have ended.
+// Time that a failed rank waits: by then messages in flight have arrived, and exchanges whose peers
+// all take part have finished.
 inline constexpr std::chrono::milliseconds kInFlight = std::chrono::seconds(1);
 
 }  // namespace penstock::comm

@@ -75,7 +75,7 @@ std::chrono::milliseconds Watchdog::look() {
                 static_cast<int64_t>(lane.line.age_s), " s for ", whom, " in `", lane.line.text,
                 "`; `penstock status ", status.pid, "` shows all ranks\n"));
   }
-  // Rounded up, so that it is due when it is looked at.
+  // Rounded up, so that the wait is due at the next look.
   return std::chrono::milliseconds(static_cast<int64_t>(quiet_s * 1e3) + 1);
 }
 

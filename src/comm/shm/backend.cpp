@@ -25,7 +25,8 @@ std::vector<ByteRange> ranges_of(const std::vector<Contiguous>& flats) {
   return ranges;
 }
 
-// In `count` parts of these rows, or equal ones.
+// Splits a buffer into `count` parts: of these numbers of rows, or of equal size if `rows` is
+// empty.
 std::vector<ByteRange> parts_of(const Contiguous& flat, int count,
                                 const std::vector<int64_t>& rows) {
   const ByteRange all = flat.range();
@@ -34,28 +35,29 @@ std::vector<ByteRange> parts_of(const Contiguous& flat, int count,
   int64_t at = 0;
   if (rows.empty()) {
     TORCH_CHECK(values.numel() % count == 0, "[comm::ShmBackend] ", values.numel(),
-                " values do not go into ", count, " equal parts");
+                " values cannot be split into ", count, " equal parts");
     for (int i = 0; i < count; ++i)
       parts.push_back({all.data + i * (all.bytes / count), all.bytes / count});
     return parts;
   }
   TORCH_CHECK(static_cast<int>(rows.size()) == count && values.dim() > 0,
-              "[comm::ShmBackend] there must be a number of rows for each of ", count, " ranks");
+              "[comm::ShmBackend] the split sizes need one entry for each of ", count, " ranks");
   const int64_t row = values.size(0) == 0 ? 0 : all.bytes / values.size(0);
   for (const int64_t num_rows : rows) {
     parts.push_back({all.data + at, num_rows * row});
     at += num_rows * row;
   }
-  TORCH_CHECK(at == all.bytes, "[comm::ShmBackend] the rows of all ranks are not the tensor's");
+  TORCH_CHECK(at == all.bytes,
+              "[comm::ShmBackend] the split sizes do not add up to the rows of the tensor");
   return parts;
 }
 
 void check_equal(const std::vector<ByteRange>& to, int64_t bytes, int count) {
   TORCH_CHECK(static_cast<int>(to.size()) == count, "[comm::ShmBackend] ", to.size(),
-              " tensors for ", count, " ranks");
+              " tensors given for ", count, " ranks");
   for (const ByteRange& one : to) {
-    TORCH_CHECK(one.bytes == bytes, "[comm::ShmBackend] ", one.bytes, " bytes where ", bytes,
-                " are exchanged");
+    TORCH_CHECK(one.bytes == bytes, "[comm::ShmBackend] a tensor has ", one.bytes,
+                " bytes; expected: ", bytes);
   }
 }
 
@@ -125,7 +127,8 @@ ShmBackend::Work ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& inp
 ShmBackend::Work ShmBackend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
   const auto to = flats_of(outputs), from = flats_of(inputs);
-  TORCH_CHECK(to.size() == from.size(), "[comm::ShmBackend] as many outputs as inputs");
+  TORCH_CHECK(to.size() == from.size(),
+              "[comm::ShmBackend] the numbers of inputs and outputs must be equal");
   std::vector<std::vector<ByteRange>> parts;
   for (size_t i = 0; i < to.size(); ++i) {
     parts.push_back(parts_of(to[i], size_, {}));
@@ -140,7 +143,7 @@ ShmBackend::Work ShmBackend::allgather_into_tensor_coalesced(
                });
 }
 
-// One list of tensors for each rank.
+// `outputs` has one list of tensors for each rank.
 ShmBackend::Work ShmBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& options) {
   const auto from = flats_of(inputs);
@@ -211,7 +214,8 @@ ShmBackend::Work ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor
 ShmBackend::Work ShmBackend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
   const auto to = flats_of(outputs), from = flats_of(inputs);
-  TORCH_CHECK(to.size() == from.size(), "[comm::ShmBackend] as many outputs as inputs");
+  TORCH_CHECK(to.size() == from.size(),
+              "[comm::ShmBackend] the numbers of inputs and outputs must be equal");
   std::vector<std::vector<ByteRange>> parts;
   std::vector<Reduction> ops;
   for (size_t i = 0; i < to.size(); ++i) {

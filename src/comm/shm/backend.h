@@ -1,6 +1,6 @@
 #pragma once
-// ShmBackend: collectives of torch over a ShmFabric. What torch asks of a back end, from any
-// thread; collectives run one after the other in the order of the calls, point-to-point messages
+// ShmBackend: torch's collectives over a ShmFabric. Any thread may call what torch calls on a back
+// end. Collectives run one after the other in the order of the calls; point-to-point messages run
 // beside them.
 #include <atomic>
 #include <chrono>
@@ -18,27 +18,27 @@
 
 namespace penstock::comm {
 
-// What a collective moves, in this rank's memory.
+// Bytes of this rank's memory that a collective reads or writes.
 struct ByteRange {
   char* data = nullptr;
   int64_t bytes = 0;
 };
 
-// The collectives themselves: blocking, one at a time, the same order on every rank.
+// The collectives themselves. They block, one at a time, in the same order on every rank.
 class ShmCollectives {
  public:
   explicit ShmCollectives(ShmFabric& fabric) : fabric_(fabric) {}
 
-  // Each rank's `own` goes to `to[rank]` everywhere.
+  // Sends this rank's `own` to all ranks; to[rank] receives that rank's.
   void all_gather(const ByteRange& own, const std::vector<ByteRange>& to);
-  // parts[rank] of everyone, reduced, goes to that rank's `to`.
+  // Reduces parts[i] over all ranks; rank i writes the result to its `to`.
   void reduce_scatter(const std::vector<ByteRange>& parts, void* to, const Reduction& reduction,
                       int64_t value_bytes);
   void all_reduce(const ByteRange& values, const Reduction& reduction, int64_t value_bytes);
-  // `to` is only the root's.
+  // Only the root's `values` are overwritten.
   void reduce(const ByteRange& values, const Reduction& reduction, int64_t value_bytes, int root);
   void broadcast(const ByteRange& values, int root);
-  // from[rank] goes there, to[rank] comes from there; this rank's own is copied.
+  // Sends from[i] to rank i and receives to[i] from it. This rank's own part is copied.
   void all_to_all(const std::vector<ByteRange>& from, const std::vector<ByteRange>& to);
   void gather(const ByteRange& own, const std::vector<ByteRange>& to, int root);
   void scatter(const std::vector<ByteRange>& from, const ByteRange& to, int root);
@@ -51,7 +51,7 @@ class ShmCollectives {
   int size() const { return fabric_.size(); }
   uint32_t next_tag();
   void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives);
-  // What `sources` hands over part by part, with this rank's `own` among it, goes to `to`.
+  // Reduces the received tiles and this rank's `own`, in rank order, into `to`.
   void reduce_tiles(const std::vector<Piece>& sends, const ByteRange& own, void* to,
                     const Reduction& reduction, int64_t value_bytes);
   void all_reduce_small(const ByteRange& values, const Reduction& reduction, int64_t value_bytes);
@@ -63,10 +63,10 @@ class ShmCollectives {
   std::vector<char> small_;
 };
 
-// All but the collectives.
+// Everything except the collectives: the queue, point-to-point messages and options.
 class ShmEndpoint : public c10d::Backend {
  public:
-  // `unlocked`: penstock/one_host.h.
+  // `unlocked` runs its argument without the interpreter's lock (penstock/one_host.h).
   using Unlocked = std::function<void(const std::function<void()>&)>;
   ShmEndpoint(std::unique_ptr<ShmFabric> fabric, std::chrono::milliseconds timeout,
               Unlocked unlocked);
@@ -92,7 +92,7 @@ class ShmEndpoint : public c10d::Backend {
     std::chrono::milliseconds timeout{};
     bool async = true;
   };
-  // body() on the queue; `results` are the work's.
+  // Queues body(). `results` become the results of the work.
   Work queue(const How& how, Tensors results, std::function<void()> body);
   ShmCollectives& collectives() { return collectives_; }
   Reduction reduction(const c10d::ReduceOp& op, const at::Tensor& values) const;

@@ -8,10 +8,11 @@ namespace penstock::comm {
 
 namespace {
 
-// An all-reduce of up to so many bytes is one round in which all send everything to all.
+// Up to this many bytes, an all-reduce is one round in which every rank sends everything to all.
 constexpr int64_t kOneRound = 16 << 10;
-constexpr int64_t kPart = 64;  // bytes; parts of an all-reduce begin at multiples
-constexpr uint32_t kOfCollectives = 0x80000000U;  // all others are of messages
+constexpr int64_t kPart = 64;  // bytes; the parts of an all-reduce begin at multiples of it
+// set in tags of collectives; messages of ShmMessages have tags below it
+constexpr uint32_t kOfCollectives = 0x80000000U;
 
 void copy(const ByteRange& from, const ByteRange& to) {
   if (from.bytes > 0 && from.data != to.data) {
@@ -52,7 +53,7 @@ void ShmCollectives::all_gather(const ByteRange& own, const std::vector<ByteRang
     receives.push_back({peer, part.data, part.bytes});
   }
   ShmExchange exchange(fabric_, sends, receives, next_tag());
-  exchange.advance();  // the others may begin
+  exchange.advance();  // the peers can begin to read
   copy(own, to[static_cast<size_t>(rank())]);
   exchange.finish({limit_, {}});
 }
@@ -83,7 +84,7 @@ void ShmCollectives::all_reduce_small(const ByteRange& values, const Reduction& 
   reduction.run(values.data, sources, values.bytes / value_bytes);
 }
 
-// Large ones: each rank reduces its part, in place, and the parts are gathered.
+// A large all-reduce: each rank reduces its part in place, then the parts are gathered.
 void ShmCollectives::all_reduce(const ByteRange& values, const Reduction& reduction,
                                 int64_t value_bytes) {
   if (size() == 1) {
@@ -109,6 +110,7 @@ void ShmCollectives::reduce(const ByteRange& values, const Reduction& reduction,
   exchange({{root, values.data, values.bytes}}, {});
 }
 
+// With ShmForm::kSpans the peers copy from the root's memory at the same time.
 void ShmCollectives::broadcast(const ByteRange& values, int root) {
   if (rank() != root) return exchange({}, {{root, values.data, values.bytes}});
   std::vector<Piece> sends;

@@ -22,9 +22,9 @@ ShmEndpoint::ShmEndpoint(std::unique_ptr<ShmFabric> fabric, std::chrono::millise
       collectives_(*fabric_),
       messages_(*fabric_) {}
 
-// Whoever still waits for this rank's works is told so.
+// Works of this rank that a thread still waits for fail with this reason.
 ShmEndpoint::~ShmEndpoint() {
-  fabric_->end("the process group is gone");
+  fabric_->end("the process group was destroyed");
   const auto close = [this] {
     queue_.close();
     messages_.close();
@@ -60,9 +60,9 @@ ShmEndpoint::Work ShmEndpoint::queue(const How& how, Tensors results, std::funct
 
 ShmEndpoint::Work ShmEndpoint::message(const at::Tensor& tensor, bool out, int peer, int tag) {
   TORCH_CHECK(peer != rank_ && peer < size_ && tag >= 0, "[comm::ShmBackend] rank ", rank_,
-              " exchanges no message ", tag, " with rank ", peer);
+              " cannot exchange a message of tag ", tag, " with rank ", peer);
   const Contiguous flat(tensor);
-  TORCH_CHECK(out || tensor.is_contiguous(), "[comm::ShmBackend] recv takes a contiguous tensor");
+  TORCH_CHECK(out || tensor.is_contiguous(), "[comm::ShmBackend] recv needs a contiguous tensor");
   auto work =
       c10::make_intrusive<ShmWork>(rank_, out ? OpType::SEND : OpType::RECV, Tensors{tensor});
   if (!out) work->set_source(peer);

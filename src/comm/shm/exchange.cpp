@@ -22,7 +22,7 @@ std::vector<ShmSpan> spans_of(const std::vector<Piece>& pieces, int peer) {
   return spans;
 }
 
-// In the order in which they first come.
+// The peers in the order in which they first appear.
 std::vector<int> peers_of(const std::vector<Piece>& pieces) {
   std::vector<int> peers;
   for (const Piece& piece : pieces) {
@@ -35,7 +35,10 @@ std::vector<int> peers_of(const std::vector<Piece>& pieces) {
 
 }  // namespace
 
-// ---- to a peer
+// ---- messages to a peer
+//
+// lost() is always read before the shared words. A peer may post or take a message and then end;
+// what it did before its end is seen first, and the loss is reported only if nothing is there.
 
 ShmSender::ShmSender(ShmFabric& fabric, int peer, uint32_t tag, std::vector<ShmSpan> spans)
     : fabric_(&fabric), peer_(peer), tag_(tag), from_(std::move(spans)) {
@@ -86,7 +89,7 @@ bool ShmSender::begin() {
   slot.bytes = static_cast<uint64_t>(from_.bytes());
   slot.form = chunked_ ? ShmForm::kChunked : ShmForm::kSpans;
   if (chunked_) {
-    while (fill_one()) {  // one ring of the bell for all of a small message
+    while (fill_one()) {  // the bell rings once for a small message
     }
   } else {
     const std::vector<ShmSpan>& spans = from_.spans();
@@ -99,7 +102,7 @@ bool ShmSender::begin() {
   return true;
 }
 
-// Into the next chunk, if there is more and one is empty.
+// Fills the next chunk, if bytes are left and a chunk is empty. Returns whether it did.
 bool ShmSender::fill_one() {
   const ShmSegment& segment = *fabric_->segment_;
   ShmSlot& slot = segment.link(fabric_->rank(), peer_).slots[slot_];
@@ -127,7 +130,7 @@ bool ShmSender::fill() {
     fabric_->ring(peer_, ShmFabric::waits_for(tag_));
   }
   if (from_.left() > 0) return moved;
-  done_ = true;  // the receiver lets go of the slot
+  done_ = true;  // the receiver frees the slot
   return true;
 }
 
@@ -135,7 +138,7 @@ void ShmSender::withdraw() {
   if (slot_ >= 0) {
     ShmLink& link = fabric_->segment_->link(fabric_->rank(), peer_);
     const uint64_t before = link.heads[slot_].exchange(head_of(tag_, ShmState::kWithdrawn));
-    // Not while the receiver may still read.
+    // A slot that the receiver still reads must not be reused.
     if (state_of(before) != ShmState::kTaking) {
       fabric_->release(fabric_->rank(), peer_, slot_);
     }
@@ -143,7 +146,7 @@ void ShmSender::withdraw() {
   fabric_->give_up(peer_);
 }
 
-// ---- from a peer
+// ---- messages from a peer
 
 ShmReceiver::ShmReceiver(ShmFabric& fabric, int peer, uint32_t tag, int64_t bytes)
     : fabric_(&fabric), peer_(peer), tag_(tag), bytes_(bytes) {}
@@ -182,6 +185,7 @@ void ShmReceiver::claim() {
         concat("rank ", peer_, " sent ", slot.bytes, " bytes where ", bytes_, " were expected"));
   }
   form_ = slot.form;
+  // A long list of spans does not fit into the slot: it is read from the sender's memory, too.
   if (form_ == ShmForm::kSpans) {
     std::vector<ShmSpan> spans(slot.num_spans);
     if (spans.size() <= slot.spans.size()) {
@@ -229,6 +233,7 @@ int64_t ShmReceiver::read_chunks(SpanCursor& to) {
     count += moved;
     if (taken_ % chunk_bytes != 0 || taken_ == bytes_) continue;
     slot.emptied.store(number + 1, std::memory_order_release);
+    // The sender fills this chunk again only if the message goes on kChunks further.
     if (bytes_ > (int64_t{number} + kChunks) * chunk_bytes) {
       fabric_->ring(peer_, ShmFabric::waits_for(tag_));
     }
@@ -241,16 +246,18 @@ void ShmReceiver::end() {
     fabric_->release(peer_, fabric_->rank(), slot_);
   } else {
     ShmLink& link = fabric_->segment_->link(peer_, fabric_->rank());
+    // If the sender has withdrawn the message, the bytes that were read may be wrong.
     uint64_t head = head_of(tag_, ShmState::kTaking);
     if (!link.heads[slot_].compare_exchange_strong(head, head_of(tag_, ShmState::kTaken))) {
-      throw std::runtime_error(concat("rank ", peer_, " has given up what it was sending"));
+      throw std::runtime_error(
+          concat("rank ", peer_, " has withdrawn the message that it was sending"));
     }
     fabric_->ring(peer_, ShmFabric::waits_for(tag_));
   }
   done_ = true;
 }
 
-// ---- all of them
+// ---- exchanges
 
 ShmExchange::ShmExchange(ShmFabric& fabric, const std::vector<Piece>& sends,
                          const std::vector<Piece>& receives, uint32_t tag)
@@ -295,7 +302,7 @@ bool ShmExchange::advance() {
   return moved;
 }
 
-// The peer that it waits for: of several the first.
+// The peer that the exchange waits for; the first one if there are several.
 int ShmExchange::awaited() const {
   for (const Arrival& one : receives_) {
     if (!one.message.done()) return one.message.peer();
@@ -306,7 +313,8 @@ int ShmExchange::awaited() const {
   return -1;
 }
 
-// `met` tries, and says whether that was enough.
+// `met` makes an attempt, reports in its argument whether anything moved, and returns whether to
+// stop. The bell is read before the attempt, so a change after it is not missed.
 template <class Condition>
 void ShmExchange::wait_until(const Condition& met, const ShmWait& wait) {
   using Clock = ShmFabric::Clock;

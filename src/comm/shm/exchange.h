@@ -1,6 +1,6 @@
 #pragma once
-// ShmExchange: what one thread sends to and receives from peers under one tag, over a ShmFabric.
-// It moves in steps, so that one thread can also have several under way.
+// ShmExchange: the data that one thread sends to and receives from peers under one tag, over a
+// ShmFabric. It moves in steps, so one thread can drive several exchanges.
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -12,7 +12,7 @@
 
 namespace penstock::comm {
 
-// One message to a peer. Without pull(), or when it throws, the message is withdrawn.
+// One message to a peer. The destructor withdraws a message that is not done.
 class ShmSender {
  public:
   ShmSender(ShmFabric& fabric, int peer, uint32_t tag, std::vector<ShmSpan> spans);
@@ -22,9 +22,10 @@ class ShmSender {
 
   int peer() const { return peer_; }
   bool posted() const { return slot_ >= 0 || done_; }
-  // The memory may be used again.
+  // Whether the memory may be reused.
   bool done() const { return done_; }
-  // Without waiting; whether something moved. Throws when the peer is lost.
+  // Moves what it can without blocking; returns whether anything moved. Throws when the peer is
+  // lost.
   bool advance();
 
  private:
@@ -41,7 +42,7 @@ class ShmSender {
   bool chunked_ = true, done_ = false;
 };
 
-// One message from a peer, which is read in order.
+// One message from a peer. Its bytes are read in order.
 class ShmReceiver {
  public:
   ShmReceiver(ShmFabric& fabric, int peer, uint32_t tag, int64_t bytes);
@@ -52,9 +53,10 @@ class ShmReceiver {
   int peer() const { return peer_; }
   bool met() const { return slot_ >= 0 || done_; }
   bool done() const { return done_; }
-  // Whether the message is there. Throws when it cannot come, or is of another size.
+  // Returns whether the message has been posted. Throws when it cannot arrive any more, or if it
+  // has another size.
   bool meet();
-  // What is there of the next bytes that `to` still takes; how many.
+  // Copies the next bytes that have arrived to `to`, as many as fit. Returns their number.
   int64_t read(SpanCursor& to);
 
  private:
@@ -69,17 +71,17 @@ class ShmReceiver {
   int slot_ = -1;
   bool done_ = false;
   ShmForm form_ = ShmForm::kChunked;
-  SpanCursor from_;  // of the sender's memory
+  SpanCursor from_;  // spans of the sender's memory
 };
 
-// How a thread waits.
+// How a thread waits for an exchange.
 struct ShmWait {
-  std::chrono::milliseconds limit{};        // without anything moving
-  std::function<void(int peer)> waits_for;  // before each sleep, where not empty
+  std::chrono::milliseconds limit{};        // for anything to move
+  std::function<void(int peer)> waits_for;  // called before each sleep, if not empty
 };
 
-// Used by one thread. All pieces between two ranks are one message. An exchange that is not done
-// when it goes has been given up, and with it the connection to the peers that it waited for.
+// Used by one thread. All pieces between two ranks are one message. Destroying an exchange that is
+// not done gives up the connections to the peers that it waited for.
 class ShmExchange {
  public:
   ShmExchange(ShmFabric& fabric, const std::vector<Piece>& sends,
@@ -87,12 +89,12 @@ class ShmExchange {
 
   bool done() const;
   bool advance();
-  // All that it sends is on its way, and all that it receives has been found.
+  // Returns whether every send has a slot and every message to receive has been found.
   bool posted() const;
-  // Until it is done. Throws when a peer is lost, at the limit, or after the fabric's end().
+  // Blocks until it is done. Throws when a peer is lost, at the limit, or after the fabric's end().
   void finish(const ShmWait& wait);
-  // The next bytes of the message from that peer, to anywhere. All of it is to be read so, and the
-  // receive's own memory is not used.
+  // Copies the next bytes of the message from `peer` to `to`. The whole message must be read this
+  // way; the memory of its receive pieces is not used.
   void read(int peer, SpanCursor& to, const ShmWait& wait);
 
  private:

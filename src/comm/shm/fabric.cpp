@@ -18,10 +18,10 @@ namespace penstock::comm {
 
 namespace {
 
-// How long to poll the bell before sleeping: as long as falling asleep and waking takes.
+// Time to poll the bell before sleeping: about as long as falling asleep and waking up takes.
 constexpr std::chrono::microseconds kSpin{20};
 
-// Not the private kind: the word is shared with other processes.
+// FUTEX_PRIVATE_FLAG is not set: processes share the word.
 int64_t futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* until,
               uint32_t threads) {
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, until, nullptr,
@@ -80,12 +80,14 @@ int ShmFabric::acquire(int peer) {
   for (int attempt = 0; attempt < 2; ++attempt) {
     for (int slot = 0; slot < num_slots; ++slot) {
       uint64_t head = link.heads[slot].load(std::memory_order_seq_cst);
+      // Several threads of the sender may compete for the slot.
       if (state_of(head) == ShmState::kFree &&
           link.heads[slot].compare_exchange_strong(head, head_of(0, ShmState::kFilling))) {
         return slot;
       }
     }
-    link.starved.store(1, std::memory_order_seq_cst);  // then one may have become free
+    // a slot may have become free before this store: try once more
+    link.starved.store(1, std::memory_order_seq_cst);
   }
   return -1;
 }
@@ -146,11 +148,13 @@ std::string ShmFabric::lost(int peer) const {
 void ShmFabric::give_up(int peer) {
   segment_->link(rank_, peer).broken.store(1);
   ring(peer, kAll);
-  ring(rank_, kAll);  // other threads of this rank
+  ring(rank_, kAll);  // wakes other threads of this rank
 }
 
 void ShmFabric::ring(int rank, uint32_t threads) {
   ShmBell& bell = segment_->bell(rank);
+  // A sleeper counts itself before it reads the bell, and the bell is counted up before `sleepers`
+  // is read (both seq_cst), so no wake-up is lost.
   bell.word.fetch_add(1, std::memory_order_seq_cst);
   if (bell.sleepers.load(std::memory_order_seq_cst) == 0) return;
   futex(bell.word, FUTEX_WAKE_BITSET, INT_MAX, nullptr, threads);
@@ -178,7 +182,7 @@ void ShmFabric::copy_from(int peer, SpanCursor& from, SpanCursor& to, int64_t by
   const int64_t pid = pids_[static_cast<size_t>(peer)];
   const bool own = pid == pids_[static_cast<size_t>(rank_)];
   while (bytes > 0) {
-    if (own) {  // ranks that are threads
+    if (own) {  // ranks that are threads of one process
       const std::span<char> source = from.next(bytes);
       const std::span<char> target = to.next(static_cast<int64_t>(source.size()));
       std::memcpy(target.data(), source.data(), target.size());
@@ -194,7 +198,7 @@ void ShmFabric::copy_from(int peer, SpanCursor& from, SpanCursor& to, int64_t by
                                             there.data(), there.size(), 0);
     if (copied <= 0) {
       throw std::runtime_error(concat("rank ", peer, "'s memory cannot be read: ",
-                                      copied == 0 ? "nothing came" : std::strerror(errno)));
+                                      copied == 0 ? "no bytes were copied" : std::strerror(errno)));
     }
     from.pass(copied);
     to.pass(copied);

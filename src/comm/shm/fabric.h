@@ -1,6 +1,6 @@
 #pragma once
-// ShmFabric: the connections of one rank to the others of its host, through memory that they share
-// ([Note: Shared memory], layout.h). Exchanges go over it (exchange.h).
+// ShmFabric: the connections of one rank to the other ranks of its host, through shared memory
+// ([Note: Shared memory], layout.h). Exchanges run over it (exchange.h).
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -17,15 +17,15 @@
 
 namespace penstock::comm {
 
-// Owned by a group or a back end, which outlive every exchange over it. From any thread.
+// Owned by a group or a back end, which must outlive every exchange over it. Any thread.
 class ShmFabric {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // The segment is shared where ranks are threads of one process, which is what tests do. `pids`:
-  // of each rank's process.
+  // `pids` has the process of each rank. In tests, ranks are threads of one process and share the
+  // segment object.
   ShmFabric(std::shared_ptr<const ShmSegment> segment, int rank, std::vector<int64_t> pids);
-  // Tells the others, whose exchanges with this rank end.
+  // Marks this rank as closed and wakes the peers, whose exchanges with it then fail.
   ~ShmFabric();
   ShmFabric(const ShmFabric&) = delete;
   ShmFabric& operator=(const ShmFabric&) = delete;
@@ -34,9 +34,11 @@ class ShmFabric {
   int size() const { return segment_->shape().size; }
   bool spans() const { return segment_->shape().spans; }
 
-  // Before the first exchange; called when a peer's process has ended, on a thread of its own.
+  // Sets a function that is called on its own thread when a peer's process has ended. Call it
+  // before the first exchange.
   void on_death(std::function<void(int peer)> told);
-  // Ends this rank's exchanges, those under way too: they throw `why`. The first one counts.
+  // Ends this rank's exchanges, including those in progress: they throw `why`. The first call
+  // counts.
   void end(const std::string& why);
   void throw_if_ended() const;
 
@@ -49,40 +51,41 @@ class ShmFabric {
   static constexpr uint32_t kAll = ~0U;  // threads
   static uint32_t waits_for(uint32_t tag) { return 1U << tag % 31; }
 
-  // ---- of a message to a peer
-  // A slot that is now this thread's; -1: none is free, and the bell rings when one is.
+  // ---- messages to a peer
+  // Returns a slot that now belongs to this thread; -1 if none is free. The bell rings when one
+  // becomes free.
   int acquire(int peer);
   void post(int peer, int slot, uint32_t tag);
-  // ---- of one from a peer
-  // The slot of the first message with that tag; -1: it is not there.
+  // ---- messages from a peer
+  // Returns the slot of the oldest message with that tag; -1 if there is none.
   int find(int peer, uint32_t tag) const;
-  // Takes it.
+  // Like find(), and marks the message as being read.
   int take(int peer, uint32_t tag);
 
   void release(int from, int to, int slot);
-  // Why nothing more comes from that peer, or goes to it; "" while it may.
+  // Returns why messages to and from that peer fail; "" while they do not.
   std::string lost(int peer) const;
   void give_up(int peer);
 
   uint32_t bell() const { return segment_->bell(rank_).word.load(std::memory_order_seq_cst); }
   void ring(int rank, uint32_t threads);
-  // Until the bell is no longer `seen` (after a moment's look) or the time has come, which is
-  // false.
+  // Waits until the bell differs from `seen`: polls for a moment, then sleeps. Returns false at the
+  // deadline.
   bool sleep(uint32_t seen, uint32_t threads, Clock::time_point deadline);
 
-  // `bytes` of a peer's memory.
+  // Copies `bytes` from a peer's memory.
   void copy_from(int peer, SpanCursor& from, SpanCursor& to, int64_t bytes) const;
 
   const std::shared_ptr<const ShmSegment> segment_;
   const int rank_;
   const std::vector<int64_t> pids_;
-  std::vector<std::atomic<uint64_t>> sequences_;  // of messages to each rank
+  std::vector<std::atomic<uint64_t>> sequences_;  // next sequence number of a message to each rank
   std::vector<std::atomic<bool>> gone_;           // by rank: its process has ended
   std::atomic<bool> ended_ = false;
   mutable std::mutex mutex_;
   std::string why_;                        // guarded by mutex_
   std::function<void(int)> on_death_;      // guarded by mutex_
-  std::optional<ProcessWatch> processes_;  // last: its thread uses the others
+  std::optional<ProcessWatch> processes_;  // last: its thread uses the members above
 };
 
 }  // namespace penstock::comm

@@ -1,4 +1,4 @@
-// Group of ranks on one host, over memory that they share.
+// Group of ranks on one host, over shared memory ([Note: Shared memory], layout.h).
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
@@ -57,7 +57,8 @@ class ShmGroup final : public comm::StoreGroup {
   }
 
  protected:
-  // The fabric sees every rank's end: the neighbour's is told as where there is a lifeline.
+  // The fabric notices the end of every peer's process. Only the next rank's is reported, as a
+  // ConnectionWatch does for gloo, so that exactly one rank starts the roll call.
   void watch_peers() override {
     fabric_->on_death([this](int peer) {
       if (peer == (rank() + 1) % size())
@@ -73,7 +74,7 @@ class ShmGroup final : public comm::StoreGroup {
     fabric_ = std::move(fabric);
   }
 
-  // The others find that this rank has.
+  // The destructor of the fabric marks this rank as closed. The other ranks notice it.
   void leave() {
     std::unique_ptr<comm::ShmFabric> left;
     const std::lock_guard lock(mutex_);
@@ -106,7 +107,7 @@ class ShmGroup final : public comm::StoreGroup {
   const std::chrono::milliseconds arrival_;
   int generation_ = 0;
   bool spans_ = true;
-  std::unique_ptr<comm::ShmFabric> fabric_;  // changed under mutex_ where nothing exchanges
+  std::unique_ptr<comm::ShmFabric> fabric_;  // changed under mutex_, while nothing is exchanged
   comm::ShmTiles tiles_;
 };
 

@@ -1,51 +1,53 @@
 #pragma once
-// What ranks of one host share: the memory's layout. A pure description; every word that two ranks
-// may touch at once is an atomic, all else in it has one writer until such a word hands it over.
+// The layout of the memory that the ranks of one host share. A pure description. Every word that
+// two ranks may access at once is atomic; all other memory has one writer until an atomic word
+// passes it on.
 //
-// [Note: Shared memory] Each ordered pair of ranks has a link of a few slots, each of which holds
-// one message. Its sender takes a free slot, describes the message, and posts it with its tag; the
-// receiver looks for the tag among the link's posted heads and takes it. A message either lies in
-// the slot's own chunks, copied in and out (`kChunked`: small ones, and all of them where the
-// kernel lets no process read another's memory), or the receiver copies it straight out of the
-// sender's memory (`kSpans`). Nobody writes to another's own memory, so a rank that gives up on a
-// message takes back no more than the slot, and one that dies leaves nothing half-written.
+// [Note: Shared memory] Each ordered pair of ranks has a link with a few slots, and each slot holds
+// one message. The sender takes a free slot, describes the message in it, and posts it with its
+// tag. The receiver searches the link's posted heads for the tag and takes the message. A message
+// has one of two forms. `kChunked`: the sender copies it into the slot's chunks and the receiver
+// copies it out. This form serves small messages, and all messages if the kernel lets no process
+// read the memory of another. `kSpans`: the receiver copies it directly from the sender's memory.
+// No rank writes to another rank's own memory. So a rank that gives up a message reclaims only the
+// slot, and a rank that dies leaves nothing half-written.
 //
-// A rank sleeps on its bell, a futex: whoever changes something that it may wait for counts the
-// bell up and wakes those of its threads that wait for that tag.
+// A rank sleeps on its bell, which is a futex. A rank that changes something another rank may wait
+// for increments that rank's bell and wakes those of its threads that wait for the tag.
 #include <array>
 #include <atomic>
 #include <cstdint>
 
 namespace penstock::comm {
 
-inline constexpr uint64_t kShmMagic = 0x3130'6d68'736b'6e70ULL;  // of this layout
-inline constexpr int kMostSlots = 32;                            // messages under way in a link
+inline constexpr uint64_t kShmMagic = 0x3130'6d68'736b'6e70ULL;  // identifies this layout
+inline constexpr int kMostSlots = 32;                            // messages in flight in a link
 inline constexpr int kInlineSpans = 6;
-inline constexpr int kChunks = 2;  // of a slot: one is filled while the other is emptied
+inline constexpr int kChunks = 2;  // per slot: one is filled while the other is emptied
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
-// A piece of the sender's own memory.
+// A contiguous part of the sender's own memory.
 struct ShmSpan {
   uint64_t address = 0, bytes = 0;
 };
 
-// Of one rank; written by all.
+// The bell of one rank; all ranks write to it.
 struct alignas(64) ShmBell {
   std::atomic<uint32_t> word = 0;
   std::atomic<uint32_t> sleepers = 0;
-  std::atomic<uint32_t> left = 0;  // the rank has closed its side
+  std::atomic<uint32_t> left = 0;  // 1: the rank has closed its connections
 };
 
-// A slot's head: the message's tag above one of these.
+// The lower half of a slot's head; the upper half is the message's tag.
 enum class ShmState : uint32_t {
   kFree,
-  kFilling,    // of the sender
-  kPosted,     // to be taken
-  kTaking,     // the receiver's
-  kTaken,      // back to the sender, which still held its own memory for it
-  kWithdrawn,  // the sender gave up; the slot is used no more
+  kFilling,    // the sender writes the description
+  kPosted,     // the receiver may take it
+  kTaking,     // the receiver reads it
+  kTaken,      // the receiver has read the sender's memory; the sender frees the slot
+  kWithdrawn,  // the sender gave up while the receiver read; the slot stays unused
 };
 
 enum class ShmForm : uint32_t { kChunked, kSpans };
@@ -54,17 +56,17 @@ struct alignas(64) ShmSlot {
   uint64_t sequence = 0, bytes = 0;
   ShmForm form = ShmForm::kChunked;
   uint32_t num_spans = 0;
-  uint64_t spans_at = 0;  // in the sender's memory, where there are more than fit here
+  uint64_t spans_at = 0;  // address in the sender's memory, for lists longer than `spans`
   std::array<ShmSpan, kInlineSpans> spans{};
-  alignas(64) std::atomic<uint32_t> filled = 0;   // chunks so far
-  alignas(64) std::atomic<uint32_t> emptied = 0;  // chunks so far
+  alignas(64) std::atomic<uint32_t> filled = 0;   // number of chunks filled so far
+  alignas(64) std::atomic<uint32_t> emptied = 0;  // number of chunks emptied so far
 };
 
-// From one rank to another.
+// The messages from one rank to another.
 struct alignas(64) ShmLink {
   std::array<std::atomic<uint64_t>, kMostSlots> heads{};
   std::atomic<uint32_t> starved = 0;  // the sender waits for a free slot
-  std::atomic<uint32_t> broken = 0;   // its sender gave up an exchange with its receiver
+  std::atomic<uint32_t> broken = 0;   // the sender gave up an exchange with the receiver
   std::array<ShmSlot, kMostSlots> slots{};
 };
 
@@ -74,12 +76,12 @@ struct ShmHeader {
   int64_t chunk_bytes = 0;
 };
 
-// What sizes a segment.
+// The numbers that determine the size of a segment.
 struct ShmShape {
   int size = 1;       // ranks
-  bool spans = true;  // receivers read the senders' memory
+  bool spans = true;  // receivers can read the senders' memory
   int num_slots() const { return size <= 16 ? kMostSlots / 2 : kMostSlots / 4; }
-  // Small where only small messages are chunked.
+  // Bytes of one chunk. Chunks are small if only small messages are chunked.
   int64_t chunk_bytes() const {
     if (spans) return size <= 4 ? 16 << 10 : 2 << 10;
     return size <= 8 ? 32 << 10 : 8 << 10;

@@ -32,7 +32,7 @@ void ShmMessages::add(const c10::intrusive_ptr<ShmWork>& work, const Message& me
       });
     }
   }
-  fabric_.ring(fabric_.rank(), ShmFabric::kAll);  // it may sleep there
+  fabric_.ring(fabric_.rank(), ShmFabric::kAll);  // its thread may be asleep there
 }
 
 void ShmMessages::run() {
@@ -44,7 +44,7 @@ void ShmMessages::run() {
   }
 }
 
-// False when there is none and will be none.
+// Returns false if there is no work and none can follow.
 bool ShmMessages::wait_for_work(std::deque<PendingMessage>& entries) {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return closing_ || !added_.empty() || !entries.empty(); });
@@ -63,10 +63,10 @@ void ShmMessages::sleep(uint32_t seen, const std::deque<PendingMessage>& entries
   fabric_.sleep(seen, threads, deadline);
 }
 
-// Whether something moved, or failed.
+// Returns whether a message moved or failed.
 bool ShmMessages::advance(std::deque<PendingMessage>& entries) {
   bool moved = false;
-  std::vector<PendingMessage*> waiting;  // those that later ones must not pass
+  std::vector<PendingMessage*> waiting;  // messages that later ones must not overtake
   for (PendingMessage& entry : entries) {
     try {
       fabric_.throw_if_ended();
@@ -79,7 +79,7 @@ bool ShmMessages::advance(std::deque<PendingMessage>& entries) {
         entry.work.reset();
       } else if (now >= entry.deadline) {
         throw std::runtime_error(concat("a message ", entry.message.out ? "to" : "from", " rank ",
-                                        entry.message.peer, " has not gone through within ",
+                                        entry.message.peer, " was not transferred within ",
                                         static_cast<double>(entry.message.limit.count()) / 1e3,
                                         " s"));
       }
@@ -97,6 +97,7 @@ bool ShmMessages::advance(std::deque<PendingMessage>& entries) {
 bool ShmMessages::advance(PendingMessage& entry, std::vector<PendingMessage*>& waiting) {
   const bool begun = entry.exchange && entry.exchange->posted();
   if (!begun) {
+    // Receives of one tag, and all sends to a peer, keep their order until they are posted.
     const Message& message = entry.message;
     const bool must_wait =
         std::any_of(waiting.begin(), waiting.end(), [&](const PendingMessage* before) {
@@ -114,7 +115,7 @@ bool ShmMessages::advance(PendingMessage& entry, std::vector<PendingMessage*>& w
   return moved;
 }
 
-// False while nobody has sent what anybody may send.
+// Returns false while no rank has sent a message that a receive from any rank could take.
 bool ShmMessages::connect(PendingMessage& entry) {
   if (entry.exchange) return true;
   Message& message = entry.message;
@@ -123,7 +124,7 @@ bool ShmMessages::connect(PendingMessage& entry) {
     int num_lost = 0;
     for (int peer = 0; peer < fabric_.size() && message.peer < 0; ++peer) {
       if (peer == fabric_.rank()) continue;
-      const std::string why = fabric_.lost(peer);  // before the look
+      const std::string why = fabric_.lost(peer);  // before find()
       if (fabric_.find(peer, message.tag) >= 0) message.peer = peer;
       if (!why.empty()) lost = why;
       num_lost += why.empty() ? 0 : 1;

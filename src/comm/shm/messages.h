@@ -1,5 +1,5 @@
 #pragma once
-// ShmMessages: point-to-point messages of a ShmBackend, any number of them under way at once.
+// ShmMessages: point-to-point messages of a ShmBackend. Any number of them can be in progress.
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -12,7 +12,7 @@
 
 namespace penstock::comm {
 
-// From any thread. One of its own moves what is under way, and sleeps while nothing is.
+// Any thread may call. One own thread moves the messages, and sleeps while there are none.
 class ShmMessages {
  public:
   explicit ShmMessages(ShmFabric& fabric) : fabric_(fabric) {}
@@ -22,14 +22,14 @@ class ShmMessages {
 
   struct Message {
     bool out = false;
-    int peer = 0;       // < 0: whoever sends first
+    int peer = 0;       // < 0: any rank
     at::Tensor values;  // contiguous
     uint32_t tag = 0;
     std::chrono::milliseconds limit{};
   };
-  // After the fabric's end(): what is under way fails.
+  // Call after the fabric's end(): messages in progress fail. Joins the thread.
   void close();
-  // Messages of one tag to one peer arrive in the order of these calls.
+  // Messages with one tag to one peer arrive in the order of these calls.
   void add(const c10::intrusive_ptr<ShmWork>& work, const Message& message);
 
  private:

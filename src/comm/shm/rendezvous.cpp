@@ -17,14 +17,20 @@
 #include "src/base/text.h"
 
 namespace penstock::comm {
+// [Note: Meeting] The ranks agree in three rounds of keys in the store, in this order:
+//   who      host, process, and the address and value of a word to probe
+//   sees     whether this rank can open the other processes, and read their memory
+//   has      whether this rank has mapped the memory that rank 0 made ("segment")
+// All ranks read all answers of a round, so all draw the same conclusion. If a process ends during
+// the meeting, the ranks that notice it answer for it, so no rank waits for the timeout.
 
 namespace {
 
-// What a rank says in the second round, unless it says why not.
+// A rank's answers; any other text is the reason why it cannot.
 constexpr const char* kSpans = "+spans";
 constexpr const char* kChunked = "+chunked";
 constexpr const char* kReady = "+ready";
-// What is said for a rank whose process has ended, by those that see it.
+// First character of the answer for a rank whose process has ended, given by the ranks that see it.
 constexpr char kGone = '!';
 
 std::string first_line(const char* path) {
@@ -45,8 +51,9 @@ uint64_t random_key() {
   return uint64_t{device()} << 32 | device();
 }
 
-// Where Yama lets only a parent read a process's memory, this one's siblings may too: they descend
-// from whoever started it. No wider, and no matter where it fails, since the memory is tried.
+// If Yama lets only a parent read the memory of a process, this also allows the siblings, which
+// descend from the same parent. It allows no other process. A failure does not matter, since the
+// memory access is tried later.
 void allow_siblings() {
   if (first_line("/proc/sys/kernel/yama/ptrace_scope") == "1") prctl(PR_SET_PTRACER, getppid());
 }
@@ -109,7 +116,7 @@ class Meeting {
     return texts;
   }
 
-  // The first one's.
+  // Returns the first reason that a rank gives, with that rank.
   static std::string objection(const std::vector<std::string>& said) {
     for (size_t rank = 0; rank < said.size(); ++rank) {
       if (said[rank].empty() || said[rank][0] != '+')
@@ -129,7 +136,8 @@ class Meeting {
                   who_[static_cast<size_t>(dead)].pid, ", has ended");
   }
 
-  // The watch's thread. This rank waits in its own connection to the store.
+  // Runs on the watch thread. It needs its own connection to the store, because this rank waits in
+  // the other.
   void say_for(int dead) {
     try {
       const auto store = store_.clone();
@@ -138,11 +146,11 @@ class Meeting {
         store->compareSet(key(what, dead), std::string(), text);
       }
     } catch (const std::exception&) {
-      // The store's host is gone, as this rank finds, too.
+      // The store's host is gone; this rank notices that itself.
     }
   }
 
-  // Of the other processes: whether they are there at all, and their memory can be read.
+  // Checks the other processes: whether they exist and whether their memory can be read.
   std::string see_all() {
     try {
       std::vector<int64_t> pids;
@@ -168,7 +176,7 @@ class Meeting {
     return got == sizeof(value) && value == other.probe;
   }
 
-  // Null where it cannot be, which it tells the others.
+  // Returns null if the memory cannot be shared; the other ranks are told by the answers.
   std::unique_ptr<ShmFabric> share(const ShmShape& shape) {
     try {
       auto segment = std::make_shared<ShmSegment>(rank_ == 0 ? make(shape) : open(shape));
@@ -181,7 +189,8 @@ class Meeting {
       return fabric;
     } catch (const std::exception& error) {
       if (rank_ == 0) say("segment", "");
-      // Who made it holds it open until all have it.
+      // Rank 0 keeps the file open until all ranks have mapped it, so if it cannot be opened, rank
+      // 0 may have ended.
       say("has", ProcessWatch::has_ended(who_[0].pid) ? end_of(0) : reason(error));
       return nullptr;
     }
@@ -200,16 +209,17 @@ class Meeting {
     std::istringstream words(found);
     ShmAddress at;
     at.pid = who_[0].pid;
-    if (!(words >> at.file >> at.key)) throw std::runtime_error("there is no memory to share");
+    if (!(words >> at.file >> at.key))
+      throw std::runtime_error("rank 0 could not make the memory to share");
     return ShmSegment::open(shape, at);
   }
 
   c10d::Store& store_;
   const int rank_, size_;
   const std::chrono::milliseconds timeout_;
-  uint64_t probe_;  // what the others try to read
+  uint64_t probe_;  // the word that the other ranks probe
   std::vector<Who> who_;
-  std::optional<ProcessWatch> watch_;  // last: its thread uses the others
+  std::optional<ProcessWatch> watch_;  // last: its thread uses the members above
 };
 
 }  // namespace

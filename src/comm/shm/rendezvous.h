@@ -1,6 +1,6 @@
 #pragma once
-// How the ranks of one host come to share memory: they find out through a store whether they can,
-// all of them alike.
+// How the ranks of one host set up shared memory. They find out through a store whether they can
+// share memory, and all ranks reach the same answer.
 #include <chrono>
 #include <memory>
 #include <string>
@@ -11,14 +11,15 @@
 namespace penstock::comm {
 
 struct ShmMeeting {
-  std::unique_ptr<ShmFabric> fabric;  // null: they cannot
-  std::string why_not;                // the same text on all ranks
-  bool one_host = true;               // whether they are on one at all
+  std::unique_ptr<ShmFabric> fabric;  // null: they cannot share memory
+  std::string why_not;                // the reason; the same text on all ranks
+  bool one_host = true;               // false: the ranks are on several hosts
 };
 
-// [all ranks] The store serves this meeting alone (a PrefixStore of its own). A host is told by its
-// kernel (boot id) and process namespace, and proved: each rank opens the others' processes and the
-// memory that one of them made. Throws std::exception when a rank does not come within `timeout`.
+// [all ranks] `store` serves this meeting only (use a PrefixStore). Ranks are on one host if their
+// kernel (boot id) and process namespace are equal; each rank then verifies it by opening the other
+// processes and the memory that rank 0 made. Throws std::exception if a rank does not arrive within
+// `timeout`.
 ShmMeeting meet_in_memory(c10d::Store& store, int rank, int size,
                           std::chrono::milliseconds timeout);
 

@@ -28,7 +28,7 @@ ShmSegment ShmSegment::make(const ShmShape& shape, uint64_t key) {
   made.shape_ = shape;
   made.file_ = memfd_create("penstock-ranks", MFD_CLOEXEC);
   if (made.file_ < 0) fail("memfd_create", errno);
-  // The pages themselves: a file with holes would end a rank by SIGBUS where memory is short.
+  // Allocates the pages. In a file with holes, a rank would be killed by SIGBUS if memory ran out.
   const int error = posix_fallocate(made.file_, 0, shape.bytes());
   if (error != 0) fail(concat("no ", format_bytes(shape.bytes()), " of shared memory"), error);
   made.map(shape.bytes());
@@ -52,7 +52,7 @@ ShmSegment ShmSegment::open(const ShmShape& shape, const ShmAddress& address) {
   const bool same = got == sizeof(header) && about.st_size == shape.bytes() &&
                     header.magic == kShmMagic && header.key == address.key &&
                     header.size == shape.size && header.chunk_bytes == shape.chunk_bytes();
-  if (!same) throw std::runtime_error(concat(path, " is another file"));
+  if (!same) throw std::runtime_error(concat(path, " is not the file with the ranks' memory"));
   opened.map(shape.bytes());
   opened.seal();
   return opened;
@@ -63,7 +63,7 @@ void ShmSegment::map(int64_t bytes) {
       mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
   if (memory == MAP_FAILED) fail(concat("mmap of ", format_bytes(bytes)), errno);
   memory_ = static_cast<char*>(memory);
-  // Worker processes of a data loader, say, outlive a rank that was killed.
+  // Forked processes, such as the workers of a data loader, may outlive a rank that was killed.
   if (madvise(memory, static_cast<size_t>(bytes), MADV_DONTFORK) != 0) fail("madvise", errno);
 }
 

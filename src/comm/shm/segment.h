@@ -1,8 +1,8 @@
 #pragma once
-// ShmSegment: memory that the ranks of one host share. It never has a name: it is an anonymous file
-// (memfd), which the others open through /proc while the rank that made it holds it open, and which
-// is gone with the last process that has mapped it, however that ends. So /dev/shm, its size and
-// what may be left in it do not matter.
+// ShmSegment: memory that the ranks of one host share. It is an anonymous file (memfd) without a
+// name. The other ranks open it through /proc while the rank that made it keeps it open. The kernel
+// frees it when the last process that mapped it ends, for whatever reason. So neither the size of
+// /dev/shm nor leftovers in it matter.
 #include <cstdint>
 #include <string>
 
@@ -10,27 +10,28 @@
 
 namespace penstock::comm {
 
-// Where another process finds it.
+// Where another process finds the segment.
 struct ShmAddress {
   int64_t pid = 0;
   int file = -1;
-  uint64_t key = 0;  // a number of its own, so that no other file is taken for it
+  uint64_t key = 0;  // random; open() checks it, to reject any other file
 };
 
-// Move-only. Not inherited by what a rank forks. Where there is no memory this throws, here and now
-// (all of it is allocated): no later access may fail.
+// Move-only. Not inherited by forked processes. make() allocates all memory and throws if there is
+// too little, so no later access can fail.
 class ShmSegment {
  public:
   ShmSegment() = default;
   static ShmSegment make(const ShmShape& shape, uint64_t key);
-  // Of that shape; throws where it is not to be found.
+  // Opens a segment of that shape. Throws if it is not there.
   static ShmSegment open(const ShmShape& shape, const ShmAddress& address);
   ShmSegment(ShmSegment&& other) noexcept;
   ShmSegment& operator=(ShmSegment&& other) noexcept;
   ~ShmSegment();
 
   ShmAddress address() const;
-  // When all others have opened it. Then nobody else can.
+  // Closes the file, so that no further process can open it. Rank 0 calls it when all ranks have
+  // opened it.
   void seal();
 
   const ShmShape& shape() const { return shape_; }

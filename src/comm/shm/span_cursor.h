@@ -1,6 +1,6 @@
 #pragma once
-// SpanCursor: a place in a list of pieces of memory, of this process or another, that is copied
-// from or to in order. Used by one thread.
+// SpanCursor: a position in a list of spans of memory that is copied from or to in order. The spans
+// may belong to this process or to another one. Used by one thread.
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -23,11 +23,11 @@ class SpanCursor {
     pass_empty();
   }
 
-  int64_t bytes() const { return bytes_; }  // of all
+  int64_t bytes() const { return bytes_; }  // bytes of all spans
   int64_t left() const { return bytes_ - passed_; }
   const std::vector<ShmSpan>& spans() const { return spans_; }
 
-  // The next pieces, of at most `most` bytes together.
+  // Returns the next spans, at most `most` bytes in total.
   std::span<iovec> peek(std::array<iovec, kBatch>& into, int64_t most) const {
     size_t count = 0, offset = offset_;
     for (size_t i = at_; i < spans_.size() && count < kBatch && most > 0; ++i, offset = 0) {
@@ -39,7 +39,7 @@ class SpanCursor {
     return {into.data(), count};
   }
 
-  // What lies in one piece from here on, at most `most` bytes, where this process has it.
+  // Returns the rest of the current span, at most `most` bytes. Only for memory of this process.
   std::span<char> next(int64_t most) const {
     if (at_ == spans_.size()) return {};
     const auto bytes = std::min<size_t>(spans_[at_].bytes - offset_, static_cast<size_t>(most));
@@ -70,7 +70,7 @@ class SpanCursor {
 
   std::vector<ShmSpan> spans_;
   size_t at_ = 0;
-  uint64_t offset_ = 0;  // in that span
+  uint64_t offset_ = 0;  // in span at_
   int64_t bytes_ = 0, passed_ = 0;
 };
 

@@ -1,6 +1,7 @@
 #pragma once
-// ShmTiles: exchanges over a ShmFabric whose arrivals are handed over tile by tile, in memory that
-// is kept for the next one (fresh memory is slower than what goes into it). From any thread.
+// ShmTiles: exchanges over a ShmFabric that pass received data on tile by tile. Tile buffers are
+// kept for the next exchange, because writing to fresh memory is slower than the copy itself. Any
+// thread.
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -13,10 +14,10 @@ namespace penstock::comm {
 
 class ShmTiles {
  public:
-  // As Group::exchange_tiles().
+  // See Group::exchange_tiles().
   void exchange(ShmExchange& exchange, const TileSource& from, const ShmWait& wait,
                 const TakeTile& take);
-  // What is to be received for that.
+  // Returns the receive pieces of such an exchange; they have sizes but no memory.
   static std::vector<Piece> receives(const TileSource& from);
 
  private:

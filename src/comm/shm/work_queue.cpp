@@ -23,7 +23,7 @@ void ShmWork::run(std::function<void()> body) {
   } catch (const std::exception&) {
     error = std::current_exception();
   }
-  body = nullptr;  // what it held is let go before anybody goes on
+  body = nullptr;  // frees what it holds before a waiting thread continues
   end(error);
 }
 
@@ -58,7 +58,7 @@ void ShmQueue::add(const c10::intrusive_ptr<ShmWork>& work, std::function<void()
     });
     return;
   }
-  if (std::this_thread::get_id() == thread_.get_id()) {  // by what follows a work that is done
+  if (std::this_thread::get_id() == thread_.get_id()) {  // called by a callback of a finished work
     lock.unlock();
     return work->run(std::move(body));
   }
@@ -81,7 +81,8 @@ void ShmQueue::run() {
     busy_ = true;
     lock.unlock();
     entry.work->run(std::move(entry.body));
-    entry.work.reset();  // its tensors may be Python's, and wait for the interpreter's lock
+    // its tensors may belong to Python; freeing them may wait for the interpreter's lock
+    entry.work.reset();
     lock.lock();
     busy_ = false;
     changed_.notify_all();

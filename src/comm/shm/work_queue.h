@@ -1,5 +1,5 @@
 #pragma once
-// ShmWork and ShmQueue: collectives of a ShmBackend, in the order in which they were called.
+// ShmWork and ShmQueue: the collectives of a ShmBackend, run in the order of their calls.
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -10,12 +10,14 @@
 
 namespace penstock::comm {
 
-// What a caller waits for; done by one other thread, or before it is handed out.
+// The work that a caller waits for. One other thread completes it, or the caller itself before
+// add() returns.
 class ShmWork final : public c10d::Work {
  public:
   ShmWork(int rank, c10d::OpType type, std::vector<at::Tensor> results);
 
-  // Once; an exception is the work's.
+  // Runs body() and completes the work. An exception of body() becomes the work's error. Call it
+  // once.
   void run(std::function<void()> body);
   void end(std::exception_ptr error);
   void set_source(int rank) { source_ = rank; }
@@ -30,7 +32,7 @@ class ShmWork final : public c10d::Work {
   int source_ = -1;
 };
 
-// One thread, begun with the first work that its caller does not wait for. From any thread.
+// One thread, which starts with the first asynchronous collective. Any thread may call.
 class ShmQueue {
  public:
   ShmQueue() = default;
@@ -38,9 +40,9 @@ class ShmQueue {
   ShmQueue(const ShmQueue&) = delete;
   ShmQueue& operator=(const ShmQueue&) = delete;
 
-  // Once what is queued is done, or has failed.
+  // Blocks until all queued collectives are done or have failed, and joins the thread.
   void close();
-  // `at_once`: by this thread, when all before it is done.
+  // `at_once`: runs body() on the calling thread, after all earlier collectives.
   void add(const c10::intrusive_ptr<ShmWork>& work, std::function<void()> body, bool at_once);
 
  private:
