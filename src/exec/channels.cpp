@@ -6,6 +6,7 @@
 
 namespace penstock::exec {
 
+// A channel's name is part of every tag, so names differ between sets of owners.
 Channels::Channels(const Mesh& mesh, Group& peers, const std::vector<UnitState>& units)
     : gather(peers, "gather"), reduce(peers, "reduce"), control(peers, "control") {
   if (mesh.size(Axis::kPipeline) == 1) return;

@@ -1,9 +1,11 @@
 #pragma once
-// Channels: what a rank's lanes exchange on.
+// Channels: the communication channels of a rank's lanes.
 //
 // [Note: Channels of a pipeline] The ranks of a channel make the same collectives on it in the same
-// order. Stages differ in what they have, so what only one of them does has a channel beside what
-// everyone does, and so has each set of stages with tied weights.
+// order. Stages hold different flats, so a stage makes collectives that the other stages do not
+// make. These need channels of their own: one for the ranks of a stage, one for the ranks of a
+// pipeline, and one for each set of stages that share tied weights. All other collectives run on
+// the channels of all ranks.
 #include <map>
 #include <optional>
 #include <vector>
@@ -19,26 +21,26 @@ class Channels {
  public:
   Channels(const Mesh& mesh, Group& peers, const std::vector<UnitState>& units);
 
-  comm::Channel gather, reduce;  // of the lanes of these names
-  comm::Channel control;         // of what everyone does together
+  comm::Channel gather, reduce;  // used by the lanes of these names
+  comm::Channel control;         // collectives of all ranks, on the compute thread
 
-  // Of what the ranks of this stage do together; control where there is one stage.
+  // Collectives among the ranks of this stage. Returns `control` if there is one stage.
   comm::Channel& stage() { return stage_ ? *stage_ : control; }
-  // Of what each rank of a pipeline does with it; there are several stages.
+  // Collectives among the ranks of one pipeline. Requires several stages.
   comm::Channel& pipeline() { return *pipeline_; }
-  // Of the stages that have this flat; there are several of them.
+  // Collectives among the stages that have this flat. Requires several owners.
   comm::Channel& across(const Flat& flat) { return tied_.at(flat.owners); }
 
-  int64_t exchanges();
+  int64_t exchanges();  // with peers so far, over all channels
   void record(const std::shared_ptr<trace::Recorder>& recorder);
   void set_step(int64_t step);
-  void renew();  // after the group's
+  void renew();  // must follow Group::renew()
 
  private:
   template <class Action>
   void for_each(const Action& action);
 
-  std::optional<comm::Channel> stage_, pipeline_;   // where there are several
+  std::optional<comm::Channel> stage_, pipeline_;   // unset if there is one stage
   std::map<std::vector<int>, comm::Channel> tied_;  // by owners
 };
 

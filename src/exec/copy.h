@@ -10,18 +10,18 @@ namespace penstock::exec {
 
 using mem::Buffer;
 
-// One buffer; of the optimizer the master and the moments.
+// One buffer. For optimizer state: one buffer for the master and one for each moment.
 struct Copy {
   Placement place;
   std::vector<Buffer> buffers;
-  // Holds values. One that does not is a place on disk, kept for the next time.
+  // True if the copy holds values. An invalid copy only keeps its place, such as an extent on disk.
   bool valid = true;
 
   Buffer& one() { return buffers.front(); }
   const Buffer& one() const { return buffers.front(); }
 };
 
-// The valid copy there; null where there is none.
+// Returns the valid copy at `place`, or null.
 inline Copy* find(std::vector<Copy>& copies, const Placement& place) {
   const auto found = std::find_if(copies.begin(), copies.end(), [&](const Copy& copy) {
     return copy.valid && copy.place == place;

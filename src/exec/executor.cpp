@@ -13,7 +13,8 @@ namespace penstock::exec {
 
 namespace {
 
-constexpr int64_t kWorthAnEvent = 20'000;  // ns of the model's thread, for what lanes mostly do
+// Moves run mostly on lanes: below this time (ns) the compute thread records no event for them.
+constexpr int64_t kWorthAnEvent = 20'000;
 
 }  // namespace
 
@@ -66,7 +67,7 @@ std::vector<PlannedStep> Executor::prepare(const Plan& plan) const {
 void Executor::run(const PlannedStep& planned) {
   const Step& step = planned.step;
   const trace::AtLine at(planned.label.text);
-  // On this thread; what lanes do for it are events of theirs.
+  // An event of this thread only; lanes record events for the work that this line submits.
   trace::Span span(step.is_compute() ? nullptr : rank_.tiers.recorder.get(), trace::Kind::kLine,
                    planned.label.text);
   if (step.op == Op::kMove || step.op == Op::kDrop) span.at_least(kWorthAnEvent);
@@ -91,11 +92,12 @@ void Executor::run(const PlannedStep& planned) {
       return gradients_.sum(planned);
     case Op::kSend:
     case Op::kReceive:
-      throw Bug(concat("[exec::run] stages are not executed: ", *planned.label.text));
+      throw Bug(
+          concat("[exec::run] send and receive lines are not executed: ", *planned.label.text));
   }
 }
 
-// Whose copies they are.
+// Dispatches a move by the role of its copies.
 void Executor::move(const PlannedStep& planned) {
   switch (planned.step.role) {
     case Role::kParam:
@@ -116,7 +118,7 @@ void Executor::move(const PlannedStep& planned) {
 void Executor::move_act(const PlannedStep& planned) {
   const Move& move = planned.step.moves.front();
   PENSTOCK_ASSERT(move.kind == MoveKind::kCopy,
-                  concat("activations are copied only: ", *planned.label.text));
+                  concat("[exec::move] activations can only be copied: ", *planned.label.text));
   for (const int unit : planned.step.units) {
     if (move.from == Tier::kDevice) {
       activations_.put_away(unit, rank_.units[unit].name);
@@ -132,10 +134,10 @@ void Executor::discard() {
 }
 
 void Executor::drain() {
-  // The lanes are ordered, so an empty task at their end is done when all before it is.
+  // A lane is ordered, so an empty task is done when all work before it is done.
   const std::array<device::Fence, 3> ends = {
       lanes_.gather.submit([] {}), lanes_.reduce.submit([] {}), lanes_.update.submit([] {})};
-  for (const device::Fence& end : ends) end.settle();  // all of them before one throws
+  for (const device::Fence& end : ends) end.settle();  // waits for all lanes before one throws
   for (const device::Fence& end : ends) end.wait();
   rank_.traffic.settle();
 }

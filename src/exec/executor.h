@@ -1,10 +1,10 @@
 #pragma once
-// Executor: the interpreter of the plan. It knows a line's text (whose copies move, and how) and
-// the table's cells, no strategy. Moves are made by one function per kind (walk.h), from copy to
-// copy; what only changes between host memory and disk keeps its bytes where they are.
+// Executor: the interpreter of the plan. It reads a plan line (which copies move, and how) and the
+// table's cells; it does not know strategies. One function per kind of move (walk.h) moves data
+// from copy to copy. A move between host memory and disk does not copy the bytes in memory.
 //
-// Compute thread only (autograd's thread while a backward runs); it hands work to ordered lanes and
-// waits for their events.
+// Compute thread only (autograd's thread while a backward runs). The executor submits work to
+// ordered lanes and waits for their fences.
 #include <string>
 #include <vector>
 
@@ -20,14 +20,15 @@ namespace penstock::exec {
 
 class Executor {
  public:
-  // `units` have their resting copies (GatheredValues::adopt() fills them).
+  // `units` have no memory yet: claim() reserves it, GatheredValues::adopt() fills it.
   Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tiers& tiers,
            std::vector<UnitState> units);
 
-  // Where each copy rests. Throws RuntimeFault when a disk is too full; nothing is moved yet.
+  // Reserves the place where each copy rests. Throws RuntimeFault if a disk is too full. Moves no
+  // data.
   void claim(const ModelDesc& model, int num_moments);
   std::vector<PlannedStep> prepare(const Plan& plan) const;
-  // Of compute, which is the user's, it only notes that it was come to.
+  // Executes a plan line. Compute belongs to the user: run() only records when it starts.
   void run(const PlannedStep& planned);
   void drain();  // waits for all lanes
 
@@ -37,15 +38,20 @@ class Executor {
   GatheredValues& values() { return values_; }
   activations::Activations& activations() { return activations_; }
 
-  // Throws away the window: gradients, and what was read for an update that does not come.
+  // Discards the accumulation window: its gradients, and the optimizer state that was read for its
+  // update.
   void discard();
-  // Every rank's, or (`in_stage`) that of every rank of this stage of a pipeline.
+  // [all ranks] Returns the payloads of all ranks, by rank; with `in_stage`, of the ranks of this
+  // pipeline stage.
   std::vector<std::string> share(const std::string& label, const std::string& payload,
                                  bool in_stage = false);
-  // Everyone's text on rank 0, by rank; nothing elsewhere. It counts in no step.
+  // [all ranks] Returns every rank's text on rank 0, by rank; an empty list on other ranks. The
+  // exchange is not counted in exchanges().
   std::vector<std::string> collect(const std::string& label, std::string text);
+  // [all ranks] Copies rank 0's bytes to every rank.
   void broadcast(const std::string& label, void* data, int64_t bytes);
-  // Begins a step. Between steps, when the lanes are idle: the step is part of every tag.
+  // Begins a training step. The gather and reduce lanes must be idle: the step is part of every
+  // tag. The update lane takes the new step after the work that it has.
   void set_step(int64_t step);
   int64_t exchanges() const { return exchanges_; }  // with peers, in the last whole step
 
@@ -66,7 +72,7 @@ class Executor {
   Updates updates_;
   GatheredValues values_;
   activations::Activations activations_;
-  // Last, so that the lanes end first.
+  // The last member, so that the lanes end before the state that they use.
   Lanes lanes_;
 };
 

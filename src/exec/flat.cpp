@@ -17,7 +17,7 @@ namespace penstock::exec {
 
 namespace {
 
-constexpr int64_t kAlignBytes = 64;  // of each parameter, for vector loads
+constexpr int64_t kAlignBytes = 64;  // alignment of each parameter, for vector loads
 constexpr int64_t kShardBytes = 512;
 
 int64_t round_up(int64_t value, int64_t multiple) {
@@ -36,7 +36,7 @@ Dtype dtype_of(at::ScalarType type) {
       return Dtype::kFp16;
     default:
       throw RuntimeFault(concat("[exec::dtype_of] dtype ", at::toString(type),
-                                " is not supported: float32, bfloat16 and float16 are"));
+                                " is not supported; use float32, bfloat16 or float16"));
   }
 }
 
@@ -92,8 +92,7 @@ void Flat::let_go(Slot& slot) {
 void Flat::say_gone() {
   for (Slot& slot : slots) {
     slot.guard = concat("[exec::guard] parameter \"", slot.name,
-                        "\" has no values: the engine that kept them was closed without gathering "
-                        "them");
+                        "\" has no values: its engine was closed without gathering them");
   }
 }
 

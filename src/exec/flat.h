@@ -1,11 +1,12 @@
 #pragma once
-// Flat: parameters of one unit that share dtype, trainability and cut, in one range; and UnitState,
-// the copies of a unit's roles.
+// Flat: parameters of one unit with the same dtype, trainability and cut, laid end to end in one
+// buffer. UnitState: the flats of a unit and the copies of its roles.
 //
-// [Note: Windows] Each parameter keeps its own StorageImpl for life. Its DataPtr is a non-owning
-// window into the flat copy that computes now; freeing drops the pointer and keeps nbytes (shapes
-// and views go on working) and sets the storage's access-error flag, so that reading a freed
-// parameter raises an exception that names it. Setting windows is the compute thread's work alone.
+// [Note: Windows] Each parameter keeps its own StorageImpl for life. The storage's DataPtr is a
+// non-owning window into the flat copy that computes now. Freeing a parameter clears the pointer
+// and keeps nbytes, so shapes and views still work. It also sets the storage's access-error flag,
+// so reading a freed parameter raises an exception with its name. Only the compute thread sets
+// windows.
 #include <ATen/core/Tensor.h>
 
 #include <array>
@@ -28,37 +29,37 @@ class Walk;
 // Throws RuntimeFault for any dtype but float32, bfloat16 and float16.
 Dtype dtype_of(at::ScalarType type);
 
-// One parameter's place in its flat, in elements.
+// The place of one parameter in its flat, in elements.
 struct Slot {
   std::string name;
   at::Tensor param;
-  c10::Storage window;   // that the engine gave the parameter; users may put another in its place
-  uint32_t version = 0;  // of the parameter, when its window was set
-  int index = 0;         // in the model
-  int number = 0;        // among all slots, those of other stages too
-  Cut cut{};             // what this rank has of it
-  std::vector<int64_t> sizes, whole;                  // of that; of all of it
-  std::vector<std::pair<int64_t, int64_t>> ranges{};  // of that along cut.dim
+  c10::Storage window;   // storage that the engine gave the parameter; users may replace it
+  uint32_t version = 0;  // the parameter's version counter when its window was set
+  int index = 0;         // of the parameter in ModelTree::params
+  int number = 0;        // among the slots of all stages
+  Cut cut{};             // how tensor ranks cut the parameter
+  std::vector<int64_t> sizes, whole;                  // of this rank's part; of the full tensor
+  std::vector<std::pair<int64_t, int64_t>> ranges{};  // this rank's part along cut.dim
   int64_t offset = 0, numel = 0;
-  int64_t room = 0;      // as many as the tensor rank with the most has
+  int64_t room = 0;      // elements of the largest part over the tensor ranks
   int group = 0;         // optimizer parameter group
   int64_t updates = 0;   // optimizer steps taken so far
-  bool arrived = false;  // its gradient came in this backward
-  bool touched = false;  // got a gradient in this window; after the norm: on any rank
-  bool written = false;  // the copy that backwards add to holds its contribution
-  bool shown = false;    // the parameter is all of it for now (engine/wholes.h)
+  bool arrived = false;  // its gradient arrived in this backward
+  bool touched = false;  // it got a gradient in this window; after the norm: on any rank
+  bool written = false;  // the copy that backwards add to has its contribution
+  bool shown = false;    // inside gathered() the parameter is the full tensor (WholeParams)
   bool bad = false;      // a contribution of this rank to this window was not finite
-  std::string guard;     // what reading it while freed says
+  std::string guard;     // error text for a read while it is freed
 };
 
-// A range of the elements of a flat that this rank updates, and what the optimizer keeps for it.
-// There is one range, or as many as the plan streams from disk one after another.
+// A range of the elements of a flat that this rank updates, and its optimizer state. A flat has one
+// range, or several that the plan streams from disk one after another.
 struct ChunkState {
   int64_t begin = 0, numel = 0;
-  // Of the optimizer, the resting one first. Buffers: the fp32 master (none where the resting
-  // parameter is the master), then the moments (the first is the momentum buffer of SGD).
+  // Copies of the optimizer state, the resting copy first. Buffers: the fp32 master (empty if the
+  // resting parameter is the master), then the moments (the first is SGD's momentum buffer).
   std::vector<Copy> optim;
-  // The chunk's part of a resting parameter and of a held gradient on disk.
+  // The chunk's part of the resting parameters and of the held gradient, if they are on disk.
   Buffer param, gradient;
 };
 
@@ -69,62 +70,65 @@ class Flat {
   Flat(Dtype dtype, bool trainable, TensorCut tensor = TensorCut::kWhole)
       : dtype(dtype), trainable(trainable), tensor(tensor) {}
 
-  // Adds a parameter of this dtype; called before seal().
+  // Adds a parameter of this dtype. Must be called before seal().
   void add(const Slot& described, const std::string& unit);
-  // Pads to `num_ranks` equal shards of a multiple of 512 bytes, as many on every tensor rank.
+  // Pads the flat to `num_ranks` equal shards, each a multiple of 512 bytes. The padded size is the
+  // same on every tensor rank.
   void seal(int num_ranks);
 
-  // Points the parameters into `base` (a full copy), or frees them.
+  // Points the windows of all parameters into `base`, a full copy.
   void attach(device::Address base);
-  void detach();
-  // One of them; null frees it.
+  void detach();  // frees all parameters ([Note: Windows])
+  // Points one parameter's window into `base`; null frees the parameter.
   void point(Slot& slot, device::Address base);
-  // The slot's window becomes memory of its own, with its values, for those who still look at it.
+  // Gives the slot's window its own memory with a copy of the values, for tensors that still use
+  // this storage.
   void let_go(Slot& slot);
-  // What reading a parameter says after the next detach(): that its values are nowhere any more.
+  // Sets the error text of the next detach(): the parameters have no values any more.
   void say_gone();
-  // As detach(), where some parameters may still have storages of their own.
+  // Like detach(), but skips parameters that still have memory of their own.
   void let_params_go();
-  // Zeroes what no contribution was written to, gaps and padding included, of a full copy (a
-  // device's was zeroed when it was made).
+  // Zeroes the slots without a contribution, the gaps and the padding of a full copy. A copy on a
+  // device was zeroed when it was made.
   void complete(Buffer& sum);
 
   Copy& rest() { return params.front(); }
   const Copy& rest() const { return params.front(); }
 
-  // The squares are not those of what is there now.
+  // Invalidates the sum of squares after the gradient changed.
   void uncount() {
     squares = kUncounted;
     squares_there.reset();
   }
 
-  void free();  // gives all buffers back; the parameters must have no windows any more
+  void free();  // frees all buffers; no parameter may have a window into them
 
   int64_t element_bytes() const { return dtype_bytes(dtype); }
 
   const Dtype dtype;
   const bool trainable;
-  const TensorCut tensor;  // what tensor ranks have of its parameters
+  const TensorCut tensor;  // how tensor ranks hold its parameters
   int64_t numel = 0;       // padded, after seal()
-  // In a pipeline: which of its ranks have the flat, ascending, and its place in the whole unit.
+  // In a pipeline: the pipeline ranks that have the flat, ascending, and the flat's index among the
+  // unit's flats of all stages.
   std::vector<int> owners;
   int number = 0;
   std::vector<Slot> slots;
 
-  std::vector<Copy> params;        // the resting one first
-  std::vector<Copy> grads;         // those on disk for good
-  int summed = 1;                  // over so many ranks, for the update that comes
-  int64_t summed_since = 0;        // the backward that made the copy that backwards add to
-  double squares = kUncounted;     // of the held gradient: the sum of its own part's squares
-  at::Tensor squares_there;        // or a scalar on the device
-  at::Tensor sum_there;            // of this rank's contributions, where that is not finite
-  at::Tensor left;                 // fingerprint of the resting parameters, as the engine left them
-  bool edited = true;              // they may have been written to since
-  mem::Lease gradient32;           // scaled fp32 gradient, for an optimizer of the user's
-  std::vector<ChunkState> chunks;  // none when frozen
+  std::vector<Copy> params;        // the resting copy first
+  std::vector<Copy> grads;         // a place on disk is first and is kept
+  int summed = 1;                  // ranks that a `sum` line has added up for the next update
+  int64_t summed_since = 0;        // number of the backward that opened the sum
+  double squares = kUncounted;     // sum of squares of this rank's part of the held gradient
+  at::Tensor squares_there;        // the same as a scalar on the device
+  at::Tensor sum_there;            // device scalar: sum of this rank's contributions
+  at::Tensor left;                 // fingerprint of the resting parameters after the last update
+  bool edited = true;              // users may have written to the parameters since then
+  mem::Lease gradient32;           // scaled fp32 gradient for a user's optimizer
+  std::vector<ChunkState> chunks;  // empty if frozen
 };
 
-// A flat of a unit, which may be another stage's.
+// A flat of a unit; `here` is false for a flat of another stage.
 struct Part {
   Flat* flat = nullptr;
   bool here = true;
@@ -133,16 +137,16 @@ struct Part {
 struct UnitState {
   std::string name;
   std::vector<Flat> flats;
-  std::vector<Flat> away{};           // of other ranks of the pipeline: what there is, no memory
-  Copies params, grads;               // the book: where copies of it are
+  std::vector<Flat> away{};           // flats of other pipeline ranks, without memory
+  Copies params, grads;               // the book of copies
   bool attached = false;              // the parameters have windows
-  std::vector<mem::Lease> leaving{};  // what moves in flight still read
-  std::shared_ptr<Walk> gathering{};  // the last of them; keeps its memory until the unit is used
-  device::Fence param_ready{};        // the last move of the parameters
-  device::Fence updated{};            // the last update, publishing included
+  std::vector<mem::Lease> leaving{};  // memory that moves in flight still read
+  std::shared_ptr<Walk> gathering{};  // the last move; keeps its memory until the unit is used
+  device::Fence param_ready{};        // end of the last move of the parameters
+  device::Fence updated{};            // end of the last update and its publish
 
   bool trainable() const;
-  // Of all stages, in the order that all ranks have.
+  // Returns the flats of all stages, in the same order on every rank.
   std::vector<Part> parts();
 };
 

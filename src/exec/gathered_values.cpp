@@ -23,14 +23,14 @@ char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data
 
 }  // namespace
 
-// Its values in host memory: a view of it, or a copy of what a device has.
+// Returns the buffer's values in host memory: a view of host memory, or a copy from a device.
 at::Tensor GatheredValues::on_host(const Buffer& buffer) const {
   if (rank_.on_accelerator())
-    rank_.tiers.computes.synchronize();  // what was on its way to the host
+    rank_.tiers.computes.synchronize();  // ends copies from the device to the host
   return device::brought(buffer.data(), buffer.dtype, buffer.numel, nullptr);
 }
 
-// `own` is this rank's part, in the placement's dtype; it is not changed.
+// Gathers the full flat in fp32. `own`: this rank's part, in the placement's dtype; not changed.
 at::Tensor GatheredValues::whole(Placement place, const void* own, const Flat& flat,
                                  const std::string& label) {
   at::Tensor full = zeros32(flat.numel);
@@ -48,7 +48,7 @@ void GatheredValues::gather(const Placement& from, const char* own, const Flat& 
   walk.run(rank_.channels.stage(), label);
 }
 
-// This rank's part from memory or disk, whatever its dtype.
+// Gathers the full flat from this rank's buffer, which may be on disk and have any dtype.
 at::Tensor GatheredValues::read(Buffer& own, Placement place, mem::Account account,
                                 const Flat& flat, const std::string& label) {
   rank_.traffic.fetch(own, account);
@@ -59,7 +59,7 @@ at::Tensor GatheredValues::read(Buffer& own, Placement place, mem::Account accou
   return full;
 }
 
-// In fp32, with chunks put together.
+// Copies the masters of all chunks, in fp32, to one buffer.
 void GatheredValues::own_masters(Flat& flat, char* to) {
   for (ChunkState& chunk : flat.chunks) {
     device::copy(to + chunk.begin * 4, updates_.fetch_master(flat, chunk),
@@ -73,7 +73,7 @@ Dtype GatheredValues::parameters(int unit, int index, char* room, bool everywher
   updates_.finish();
   Flat& flat = rank_.units[unit].flats[index];
   const std::string label = concat("read u", unit, ".", index, " param");
-  // What is in one chunk may be elsewhere than where it is updated.
+  // The state of a flat with one chunk may rest under another placement than it is updated under.
   const bool one = flat.trainable && flat.chunks.size() == 1 && rank_.table.has_master(flat.dtype);
   Buffer* kept = one ? &flat.chunks.front().optim.back().buffers.front() : nullptr;
   Placement place = one ? rank_.cell(Role::kOptim, Phase::kRest) : rank_.table.master();
@@ -115,7 +115,8 @@ at::Tensor GatheredValues::resting(int unit, int index) {
   return read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
 }
 
-// Of a sum that backwards may still add to, what was written counts.
+// Gathers a sum that backwards may still add to. Only slots with a contribution count: the gaps are
+// not zeroed yet.
 at::Tensor GatheredValues::open_sum(const Flat& flat, const Copy* sum, const std::string& label) {
   const at::Tensor own = zeros32(flat.numel);
   for (const Slot& slot : flat.slots) {
@@ -145,7 +146,7 @@ at::Tensor GatheredValues::gradient(int unit, int index) {
     add_up(rank_.channels.stage(), rank_.groups.tensor(), bytes_of(full), Dtype::kFp32, flat.numel,
            label);
   }
-  // Where gradients rest as sums of this rank's, every rank must take part, whoever has some.
+  // If gradients are held as sums of each rank, every rank takes part, with or without a gradient.
   const Copy* open = find(flat.grads, made);
   if (rank_.table.holds_grad_in_place() || open != nullptr) {
     const at::Tensor sum = open_sum(flat, open, label);
@@ -154,7 +155,7 @@ at::Tensor GatheredValues::gradient(int unit, int index) {
              label);
     full.add_(sum);
   }
-  // Of tied weights each stage has an addend.
+  // Each stage has an addend of the gradient of tied weights.
   if (flat.owners.size() > 1) {
     add_up(rank_.channels.across(flat), rank_.owners_across(flat), bytes_of(full), Dtype::kFp32,
            flat.numel, label);
@@ -166,7 +167,8 @@ at::Tensor GatheredValues::gradient(int unit, int index) {
 
 namespace {
 
-// Every rank sends as much as the one with the most. This rank's part is at `index`.
+// Makes room for the parts of `count` ranks, each as large as the largest part, and copies this
+// rank's part to `index`.
 at::Tensor room_for_parts(const Slot& slot, int count, int index, const at::Tensor& part) {
   const auto options = part.defined() ? part.options() : at::TensorOptions(at::kFloat);
   at::Tensor parts = at::zeros({count, slot.room}, options);
@@ -209,7 +211,7 @@ at::Tensor GatheredValues::across_stages(const Flat& flat, const at::Tensor& own
   if (static_cast<int>(flat.owners.size()) == stages.size() || flat.owners.empty()) return own;
   const bool first = rank_.is_first_owner(flat);
   const at::Tensor values = first ? own.to(at::kFloat).contiguous() : zeros32(flat.numel);
-  // From the first of these.
+  // The broadcast starts at the first rank of the list: the first stage that has the flat.
   Members ranks{{stages.ranks.at(static_cast<size_t>(flat.owners.front()))}, 0};
   for (int stage = 0; stage < stages.size(); ++stage) {
     if (stage == flat.owners.front()) continue;
@@ -249,7 +251,7 @@ void GatheredValues::show(Flat& flat) {
   }
 }
 
-// From fp32 values under another placement.
+// Writes the resting parameters from fp32 values that are placed as in `at`.
 void GatheredValues::set_rest(Flat& flat, const Placement& at, char* values,
                               const std::string& label) {
   Placement from = at;
@@ -273,7 +275,7 @@ void GatheredValues::restore(int unit, Flat& flat, const Placement& place, char*
   for (ChunkState& chunk : flat.chunks) {
     Buffer& master = chunk.optim.front().buffers.front();
     if (!master.exists()) continue;
-    rank_.traffic.settle();  // one of them in memory, beside the masters
+    rank_.traffic.settle();  // at most one chunk is in memory beside the masters
     rank_.traffic.make_room(master, mem::Account::kOptim);
     device::copy(master.data(), masters + chunk.begin * 4, master.bytes());
     rank_.traffic.put_back(master);
@@ -288,7 +290,7 @@ void GatheredValues::adopt(Flat& flat, const at::Tensor& full, const std::string
     const Placement& place = chunk.optim.front().place;
     for (size_t i = 0; i < buffers.size(); ++i) {
       if (!buffers[i].exists()) continue;
-      rank_.traffic.settle();  // one of them in memory, beside the full values
+      rank_.traffic.settle();  // at most one buffer is in memory beside the full values
       rank_.traffic.make_room(buffers[i], mem::Account::kOptim);
       const int64_t first = rank_.begin_of(place, flat) + chunk.begin;
       if (i == 0) {
@@ -343,6 +345,8 @@ void GatheredValues::write(Flat& flat, int64_t first, int64_t numel, device::Add
   }
 }
 
+// Counts the values of a gathered copy on a device that differ from the resting shard. The count
+// stays on the device until the norm or resolve_doubts() reads it.
 void GatheredValues::doubt(const Flat& flat, Buffer& own, device::Address seen) {
   const device::Device* owner = seen.device;
   const at::Tensor kept = device::brought(own.data(), own.dtype, own.numel, owner);

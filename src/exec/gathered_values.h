@@ -1,6 +1,8 @@
 #pragma once
-// GatheredValues: whole values of parameters and gradients, in and out of wherever their copies
-// are. Collective, outside the plan; every rank calls them in the same order. Compute thread only.
+// GatheredValues: reads and writes full tensors of parameters and gradients, wherever their copies
+// are. Most methods are collectives outside the plan; every rank calls them in the same order.
+// Compute thread only. Values that go in and out are in host memory. [stage], [pipeline] and
+// [tensor ranks] mark collectives of the ranks of this stage, pipeline or tensor group.
 #include <ATen/core/Tensor.h>
 
 #include <string>
@@ -14,39 +16,43 @@ class GatheredValues {
   GatheredValues(Rank& rank, Gradients& gradients, Updates& updates)
       : rank_(rank), gradients_(gradients), updates_(updates) {}
 
-  // The masters where it trains. They arrive on every rank, or on rank 0, in `room`, which takes
-  // numel elements of fp32 there and elsewhere this rank's part. Returns what arrives' dtype. Here
-  // and below values that go in and out are in host memory.
+  // [stage] Gathers the flat's masters (a frozen flat: its resting parameters) into `room`, on
+  // every rank or on the first data rank. There `room` must hold numel fp32 elements, on other
+  // ranks this rank's part. Returns the dtype of the gathered values.
   Dtype parameters(int unit, int flat, char* room, bool everywhere);
-  at::Tensor resting(int unit, int flat);   // fp32, of the parameters as they rest
-  void renew() { rank_.channels.renew(); }  // after the group's
-  at::Tensor gradient(int unit, int flat);  // fp32, as accumulated
-  // Of a parameter that tensor ranks have cut: all of it, made of every rank's part, in the part's
-  // dtype; and this rank's part of it, a copy. Else the values as they are. [its tensor ranks]
+  at::Tensor resting(int unit, int flat);   // [stage] the resting parameters, in fp32
+  void renew() { rank_.channels.renew(); }  // must follow Group::renew()
+  at::Tensor gradient(int unit, int flat);  // [stage] the accumulated gradient, in fp32
+  // [tensor ranks] Returns the full tensor of a cut parameter, joined from every rank's part, in
+  // the dtype of `part`. Returns `part` if the parameter is not cut.
   at::Tensor whole_of(const Slot& slot, const at::Tensor& part);
-  // The flat's values (fp32) of the first stage that has it, on all ranks of the pipeline, where it
-  // is not on all of them anyway. `own`: this stage's; undefined where it has none. [its pipeline]
+  // [pipeline] Sends the flat's values (fp32) from the first stage that has it to the other stages.
+  // `own`: this stage's values, or undefined; returned as they are if defined. Does nothing if all
+  // stages have the flat.
   at::Tensor across_stages(const Flat& flat, const at::Tensor& own, const std::string& label);
-  // The same on rank 0 alone, of its tensor ranks' parts; undefined elsewhere. [all ranks]
+  // [stage] Like whole_of(), but only the first rank of the stage gets the full tensor; other ranks
+  // get an undefined one.
   at::Tensor whole_on_first(const Slot& slot, const at::Tensor& part);
+  // Returns a copy of this rank's part of a cut parameter; `whole` itself if it is not cut.
   at::Tensor part_of(const Slot& slot, const at::Tensor& whole) const;
-  // `full` (fp32, equal on all ranks) becomes the resting copy and the optimizer's first state.
+  // [stage] Stores `full` (fp32, equal on all ranks) as resting parameters and masters, and zeroes
+  // the moments.
   void adopt(Flat& flat, const at::Tensor& full, const std::string& label);
-  // This rank's part of new fp32 masters, as `place` cuts them, becomes the optimizer's and, cast
-  // and gathered, the resting parameters. [all ranks]
+  // [stage] Stores this rank's part of new fp32 masters, cut as in `place`, and writes the resting
+  // parameters from them (cast and gathered).
   void restore(int unit, Flat& flat, const Placement& place, char* masters);
-  // Resting parameters were written: who looks at them sees them.
+  // Sets the windows again after the resting parameters were written.
   void show(Flat& flat);
-  // After rank 0's whole parameters were edited: every copy follows.
+  // [stage] Copies the first rank's edited full parameters to every copy on every rank.
   void refresh(int unit);
-  // The first parameter of which this rank's part rests with other values than were gathered:
-  // users wrote to it. Empty where there is none. Not collective. On a device that is not known
-  // before the norm, which then ends the step.
+  // Returns the first parameter whose gathered values differ from this rank's resting shard, which
+  // means that users wrote to it; else "". Not collective. On a device the result is not read
+  // here: the count goes to Rank::doubts, and the norm throws the error.
   std::string edited(int unit);
-  // What edited() has left open, known now: the host waits for the device.
+  // Reads Rank::doubts, which blocks until the device is done. Returns the first edited parameter.
   std::string resolve_doubts();
-  // Values of the elements from `first`, in the flat's dtype and equal on every rank, go to every
-  // copy that rests but for one that computes. Not collective.
+  // Writes the elements from `first` on, in the flat's dtype and equal on every rank, to the
+  // resting copies, except to a resting copy that also computes. Not collective.
   void write(Flat& flat, int64_t first, int64_t numel, device::Address values);
 
  private:

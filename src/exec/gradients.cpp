@@ -27,7 +27,7 @@ void add_up(comm::Channel& channel, const Members& ranks, device::Address addend
   channel.all_reduce(label, ranks, {buffer});
 }
 
-// What backwards add to, with memory.
+// Returns the copy that backwards add to; opens it with memory if it does not exist.
 Copy& Gradients::sum_of(Flat& flat) {
   const Placement& made = rank_.table.grad_after_backward();
   Copy* sum = find(flat.grads, made);
@@ -35,14 +35,16 @@ Copy& Gradients::sum_of(Flat& flat) {
   for (Slot& slot : flat.slots) slot.written = false;
   flat.summed_since = backward_;
   Copy& opened = rank_.open(flat.grads, made, flat, mem::Account::kGrad);
-  // On a device one pass costs less than one for each gap between parameters.
+  // On a device one pass over the buffer is faster than one pass per gap between parameters, so
+  // complete() has nothing to zero there.
   const Buffer& buffer = opened.one();
   if (buffer.data().device != nullptr) device::zero(buffer.data(), buffer.bytes());
   return opened;
 }
 
-// Sums over backwards are fp32. Where the table has room for one backward alone, what it left is
-// widened when the next one comes; but not on disk, where its extent is what it is.
+// Sums over several backwards are fp32. If the table planned for one backward, its low-precision
+// gradient is widened when another backward adds to it. A gradient on disk keeps its dtype, because
+// its extent has a fixed size.
 void Gradients::widen(Copy& copy) {
   Buffer& sum = copy.one();
   if (sum.dtype == Dtype::kFp32 || sum.on_disk()) return;
@@ -66,12 +68,12 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   Slot& slot = flat.slots[slot_index];
   if (gradient.layout() != at::kStrided) {
     throw RuntimeFault(concat("[exec::take_gradient] parameter \"", slot.name,
-                              "\" has a sparse gradient, which is not supported: build the "
+                              "\" has a sparse gradient, which is not supported. Build the "
                               "embedding with sparse=False"));
   }
   state.updated.wait();
   Copy& copy = sum_of(flat);
-  // One that is moved keeps the dtype of its move.
+  // A gradient that a plan line moves keeps the dtype that the line expects.
   if (flat.summed_since != backward_ && copy.place == rank_.cell(Role::kGrad, Phase::kUpdate)) {
     widen(copy);
   }
@@ -87,8 +89,9 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   return finite;
 }
 
-// Moves name no source. A copy that a late gradient joins has gone the same way before, so it is
-// the cells that tell.
+// Returns the placement that a move starts from. Moves do not name it, and the book of copies is
+// ambiguous for a late gradient: an earlier gradient of the unit has already made the same move. So
+// the table's cells decide.
 Placement Gradients::begin_of(const std::vector<Move>& moves) const {
   const Placement& made = rank_.table.grad_after_backward();
   const Placement& held = rank_.cell(Role::kGrad, Phase::kHold);
@@ -109,14 +112,14 @@ void Gradients::run(const PlannedStep& planned, bool late) {
     unit.grads.move(moves, from);
     for (Flat& flat : unit.flats) {
       if (!flat.trainable) continue;
-      flat.grads.reserve(flat.grads.size() + 3);  // copies stay where they are
+      flat.grads.reserve(flat.grads.size() + 3);  // pointers into the vector stay valid
       Copy* source = from == made ? &sum_of(flat) : find(flat.grads, from);
-      // Nothing may have contributed on this rank: the sum over the others still counts.
+      // This rank may have no contribution, but it takes part in the sum with zeros.
       if (source == nullptr && late) source = &zeros_at(from, flat);
       PENSTOCK_ASSERT(source != nullptr,
-                      concat("no gradient for ", *planned.label.text, " to start"));
+                      concat("[exec::move] there is no gradient for `", *planned.label.text, "`"));
       if (from == made) close(flat, source->one());
-      // Before that, the plan's line adds up all that was moved.
+      // The `sum` line of the plan has run already, so a late gradient is summed here.
       const bool alone = late && from == made && (rank_.grads_on_disk || flat.summed > 1);
       if (alone && flat.tensor == TensorCut::kPartial) {
         add_up(flat, source->one(), false, planned.label);
@@ -129,7 +132,7 @@ void Gradients::run(const PlannedStep& planned, bool late) {
       Copy* sum = find(flat.grads, to);
       const bool adds = sum != nullptr;
       if (adds) {
-        if (sum->one().tier != Tier::kDevice) done_.wait_on_host();  // it is widened there
+        if (sum->one().tier != Tier::kDevice) done_.wait_on_host();  // widen() reads it on the host
         widen(*sum);
         rank_.traffic.fetch(sum->one(), mem::Account::kGrad);
         rank_.traffic.wait_read(sum->one());
@@ -167,9 +170,10 @@ void Gradients::sum(const PlannedStep& planned) {
       const bool sums = across ? flat.owners.size() > 1 : flat.tensor == TensorCut::kPartial;
       if (!flat.trainable || !sums) continue;
       flat.grads.reserve(flat.grads.size() + 1);
-      // On disk is what earlier backwards left, added up; this one's joins it later.
+      // A copy on disk has the sum of earlier backwards already; this backward's sum joins it
+      // later.
       Copy* copy = rank_.grads_on_disk ? &sum_of(flat) : held(flat);
-      // Where nothing contributed on this rank, the others' sum still counts.
+      // This rank may have no contribution, but it takes part in the sum with zeros.
       if (copy == nullptr) copy = &zeros_at(rank_.cell(Role::kGrad, Phase::kUpdate), flat);
       unit.grads.make(copy->place);
       if (copy->place == made) flat.complete(copy->one());
@@ -181,7 +185,7 @@ void Gradients::sum(const PlannedStep& planned) {
   }
 }
 
-// Each rank is left with an equal addend of the sum.
+// Divides each sum by the number of its addends: each rank again has one addend of the same sum.
 void Gradients::reopen() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
@@ -195,7 +199,7 @@ void Gradients::reopen() {
   }
 }
 
-// Over the stages that have it, or over the tensor ranks.
+// Adds up a flat's gradient over the stages that have it (`across`) or over the tensor ranks.
 void Gradients::add_up(Flat& flat, Buffer& sum, bool across, const comm::Label& label) {
   flat.uncount();
   comm::Channel& channel = across ? rank_.channels.across(flat) : rank_.channels.stage();
@@ -203,7 +207,8 @@ void Gradients::add_up(Flat& flat, Buffer& sum, bool across, const comm::Label& 
   exec::add_up(channel, ranks, sum.data(), sum.dtype, sum.numel, label);
 }
 
-// No backward adds to it any more. On a device it is not known yet whether it is finite.
+// Ends a sum: no backward adds to it any more. A device does not check take()'s values, so the sum
+// of all values is kept there as a scalar; the norm reads it to find values that are not finite.
 void Gradients::close(Flat& flat, Buffer& sum) {
   flat.complete(sum);
   if (sum.data().device == nullptr) return;
@@ -213,12 +218,12 @@ void Gradients::close(Flat& flat, Buffer& sum) {
 
 void Gradients::finish() {
   if (moved_.empty()) return;
-  for (const Moved& moved : moved_) {  // also where a move was not begun after its reads
+  for (const Moved& moved : moved_) {  // the lane may have failed before it waited for the reads
     if (rank_.tiers.disk) rank_.tiers.disk->wait(moved.arriving);
   }
   try {
     done_.wait();
-  } catch (...) {  // nobody asks again
+  } catch (...) {  // the error is reported once
     moved_.clear();
     walk_.reset();
     throw;
@@ -232,7 +237,7 @@ void Gradients::finish() {
   walk_.reset();
 }
 
-// Of a gradient on disk only the sum of its squares stays in memory.
+// Writes a gradient to disk. Its sum of squares is computed before, while it is in memory.
 void Gradients::put_back(Flat& flat, Copy& copy) {
   if (!copy.one().on_disk()) return;
   if (!flat.squares_there.defined()) flat.squares = own_squares(flat, &copy, nullptr);
@@ -248,7 +253,7 @@ Copy* Gradients::held(Flat& flat) const {
 
 void Gradients::complete() {
   const Placement& made = rank_.table.grad_after_backward();
-  if (made.partial()) return;  // it is moved before it is used
+  if (made.partial()) return;  // a move completes it before it is used
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
       Copy* sum = find(flat.grads, made);
@@ -259,17 +264,17 @@ void Gradients::complete() {
 
 double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const {
   if (copy == nullptr) return 0.0;
-  // What every tensor rank has alike, one of them counts.
+  // A gradient that all tensor ranks hold is counted by the first of them.
   if (flat.tensor != TensorCut::kCut && rank_.groups.tensor().index > 0) return 0.0;
-  if (!rank_.is_first_owner(flat)) return 0.0;  // of tied weights, one stage
+  if (!rank_.is_first_owner(flat)) return 0.0;  // tied weights: one stage counts
   if (!(flat.squares < 0.0)) return flat.squares;
   if (flat.squares_there.defined()) {
     there->push_back(flat.squares_there);
     return 0.0;
   }
   const Buffer& sum = copy->one();
-  PENSTOCK_ASSERT(sum.memory, concat("the squares of ", flat.slots.front().name,
-                                     "'s gradient were not counted before it left memory"));
+  PENSTOCK_ASSERT(sum.memory, concat("[exec::norm] the gradient of ", flat.slots.front().name,
+                                     " left memory before its squares were summed"));
   int64_t numel = sum.numel, begin = 0;
   for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
     if (copy->place.on(axis) != Layout::kReplicated) continue;
@@ -324,13 +329,14 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   slot.touched = true;
   slot.bad = false;
   Copy* copy = held(flat);
-  if (copy == nullptr) {  // one rank, where nothing contributed to this unit
+  if (copy == nullptr) {  // no backward contributed to this unit
     copy = &sum_of(flat);
     state.grads.make(copy->place);
   }
   const bool made = copy->place == rank_.table.grad_after_backward();
   slot.written |= made;
-  // They are still to be added up, over the tensor ranks and over the stages that have them.
+  // The values will be added up over tensor ranks and over the stages that have the flat, so each
+  // rank gets an equal addend.
   const bool open = flat.tensor == TensorCut::kPartial && (made || !rank_.grads_on_disk);
   const int addends = (open ? rank_.groups.tensor().size() : 1) *
                       std::max<int>(1, static_cast<int>(flat.owners.size()));

@@ -1,8 +1,8 @@
 #pragma once
-// Gradients: taken from autograd into a unit's sum, and moved from copy to copy.
+// Gradients: adds the gradients of autograd to a unit's sum and moves them from copy to copy.
 //
-// Compute thread only (autograd's while a backward runs). The reduce lane makes the moves; what it
-// has not finished yet is bounded.
+// Compute thread only (autograd's while a backward runs). The reduce lane makes the moves, at most
+// one plan line at a time, which bounds the buffers in flight.
 #include <ATen/core/Tensor.h>
 
 #include <memory>
@@ -13,7 +13,7 @@
 
 namespace penstock::exec {
 
-// The ranks' addends become their sum, in place. [those ranks]
+// [these ranks] Replaces each rank's addends by their sum, in place.
 void add_up(comm::Channel& channel, const Members& ranks, device::Address addends, Dtype dtype,
             int64_t numel, const comm::Label& label);
 
@@ -22,35 +22,37 @@ class Gradients {
   Gradients(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}
 
   void begin_backward() { ++backward_; }
-  // Adds one parameter's gradient to the copy that a backward leaves. False when it is not finite.
+  // Adds one parameter's gradient to the copy that backwards write. Returns false if the gradient
+  // is not finite (on a device always true; the norm finds it later).
   bool take(int unit, int flat, int slot, const at::Tensor& gradient);
-  // A move. A late one is made again for some of its units; the others have nothing to add.
+  // Runs a gradient move. `late`: the move runs again for gradients that came after it; units
+  // without a late gradient add zeros.
   void run(const PlannedStep& planned, bool late = false);
-  // As a move of the update section: the gradient comes from disk, a chunk at a time.
+  // Runs a move of the update section: reads one chunk of the gradient from disk.
   void fetch(const PlannedStep& planned);
-  // Partial flats, over the tensor axis; those of several stages, over the pipeline.
+  // Runs a `sum` line: adds up partial flats over tensor ranks, or tied flats over stages.
   void sum(const PlannedStep& planned);
-  // After sum(), where the update did not come: backwards may add to them again.
+  // Undoes sum() if no update follows, so that backwards can add to the gradients again.
   void reopen();
-  void finish();  // every move is done
-  // Of the last move that was given to the lane, which works in order.
+  void finish();  // blocks until every move is done
+  // Returns the fence of the last submitted move. The lane is ordered, so it covers all moves.
   const device::Fence& last_move() const { return done_; }
-  // Throws away what was accumulated.
+  // Discards the accumulated gradients.
   void discard();
-  void clear(Flat& flat);  // after its update
-  // A late gradient is where its backward left it.
+  void clear(Flat& flat);  // frees the gradient after its update
+  // Returns whether a gradient of the unit is still where its backward left it.
   bool late(int unit) const;
-  // Replaces what was accumulated by `full` (fp32, the same on every rank) times `factor`.
+  // Replaces the accumulated gradient by `full` (fp32, the same on every rank) times `factor`.
   void set(int unit, int flat, int slot, const at::Tensor& full, double factor);
-  // Nothing came for this parameter in this window.
+  // Removes the parameter's contributions to this window.
   void forget(Flat& flat, Slot& slot);
-  // The copy that holds the gradient now; null where there is none.
+  // Returns the copy that holds the gradient now, or null.
   Copy* held(Flat& flat) const;
-  // Sums that no backward will add to become whole.
+  // Zero-fills the gaps of sums that no backward will add to.
   void complete();
-  // Over the part that only this rank counts: each replica of a gradient takes an equal piece, so
-  // every layout adds up the same pieces in the same order. What a device has is not in it: that
-  // sum is appended to `there`, as a scalar on the device.
+  // Returns the sum of squares of the part that only this rank counts. Replicas of a gradient each
+  // count an equal piece, so every layout adds up the same pieces in the same order. A sum on a
+  // device is not included; it is appended to `there` as a device scalar.
   double own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const;
 
  private:
@@ -58,7 +60,7 @@ class Gradients {
     Flat* flat = nullptr;
     Placement to;
     mem::Lease source;
-    mem::DiskTicket arriving;  // the read into it
+    mem::DiskTicket arriving;  // the read into `source`
   };
 
   Copy& sum_of(Flat& flat);
@@ -74,7 +76,7 @@ class Gradients {
   Lanes& lanes_;
   int64_t backward_ = 0;
   std::vector<Moved> moved_;
-  std::shared_ptr<Walk> walk_;  // its buffers go when the others do, so that peaks do not vary
+  std::shared_ptr<Walk> walk_;  // freed in finish() with the sources, so that peaks do not vary
   device::Fence done_;
 };
 

@@ -12,7 +12,7 @@ namespace penstock::exec {
 
 namespace {
 
-constexpr size_t kBadBytes = 256;  // of the text that names a non-finite contribution
+constexpr size_t kBadBytes = 256;  // for the text that names a non-finite contribution
 constexpr char kCounts = '1', kDoubtful = '0';
 
 std::vector<Slot*> slots_of(std::vector<UnitState>& units) {
@@ -32,11 +32,12 @@ bool Norm::stay_on_device() const {
          rank_.cell(Role::kGrad, Phase::kUpdate).tier == Tier::kDevice;
 }
 
-// The one time in a step that the host waits for the device.
+// Reads all device scalars of the step in one read: squares, sums, fingerprints, edit counts, loss.
+// In a step without offload this is the only time that the host waits for the device.
 Norm::Own Norm::look(const Update& update) {
   if (rank_.on_accelerator() && !stay_on_device()) {
     gradients_.last_move().wait_on_host();
-    rank_.tiers.computes.synchronize();  // those that no lane has moved
+    rank_.tiers.computes.synchronize();  // gradients that no lane has moved
   }
   Own own{0.0, update.bad, false, {}, update.counted.told};
   std::vector<at::Tensor> there;
@@ -89,7 +90,8 @@ Norm::Own Norm::look(const Update& update) {
   return own;
 }
 
-// Of each lane up to the norm before, so that nobody waits for what a lane still does.
+// Returns the lanes' histories up to the previous norm. The current histories would make this
+// thread wait for work that the lanes still do.
 std::array<uint64_t, 2> Norm::history() {
   std::array<uint64_t, 2> seen{};
   if (!rank_.on_accelerator() || !rank_.group.device_groups()) return seen;
@@ -109,9 +111,9 @@ std::array<uint64_t, 2> Norm::history() {
   return seen;
 }
 
-// Payload: sum of squares, the first bad contribution and whether it counts by itself, a parameter
-// that was edited where that is lost, the lanes' histories, what it counted, one flag a parameter
-// (of all stages, so that every rank's is as long), what say() says.
+// Payload: sum of squares; whether the bad contribution counts by itself; its text; a parameter
+// whose edit is lost; the lanes' histories; the counts; one flag per parameter of all stages (so
+// that the length is the same on every rank); the text of say().
 Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
   const Own own = look(update);
   Result made;
@@ -158,14 +160,14 @@ Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
   if (other >= 0) {
     throw RuntimeFault(concat("[exec::norm] rank ", other, " made other collectives than rank ",
                               rank_.group.rank(),
-                              " on its device in the step before: what they "
-                              "gathered or summed is not to be trusted"));
+                              " on its device in the previous step. Their gathered parameters and "
+                              "summed gradients may be wrong: load a checkpoint"));
   }
   if (!edited.empty()) {
     throw RuntimeFault(concat(
         "[exec::norm] parameter \"", edited,
-        "\" was changed in place in a forward or backward, where it is a gathered copy: the change "
-        "would be lost. Change it inside `with engine.gathered(write=True):`"));
+        "\" was changed in place in a forward or backward. It is a gathered copy there, so the "
+        "change would be lost. Change it inside `with engine.gathered(write=True):`"));
   }
   made.divisor = update.hear(all);
   if (made.bad.empty() && !std::isfinite(made.total)) made.bad = doubtful;

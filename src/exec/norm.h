@@ -1,6 +1,6 @@
 #pragma once
-// Norm: what the ranks tell each other before an update: the norm of the gradients, and what they
-// saw of the window. Compute thread only.
+// Norm: the exchange of all ranks before an update. It computes the global gradient norm and
+// agrees on the accumulation window ([Note: One window]). Compute thread only.
 #include <ATen/core/Tensor.h>
 
 #include <array>
@@ -15,9 +15,9 @@
 
 namespace penstock::exec {
 
-// What this rank counted in the window, added up over the ranks with the norm.
+// Counts of the window, added up over the ranks with the norm.
 struct Told {
-  double loss = 0.0, losses = 0.0;  // their sum and number
+  double loss = 0.0, losses = 0.0;  // sum and number of the losses
   double samples = 0.0, tokens = 0.0;
   void add(const Told& other) {
     loss += other.loss;
@@ -29,27 +29,28 @@ struct Told {
 
 struct Counted {
   Told told;
-  at::Tensor loss_there;  // a part of told.loss that is on a device, or undefined
+  at::Tensor loss_there;  // device scalar: losses that are not in told.loss yet; or undefined
 };
 
-// What all ranks know after it.
+// Results of the exchange, equal on all ranks.
 struct Seen {
   double grad_norm = 0.0;  // of the averaged gradient, before clipping
-  Told told;               // by all of them
+  Told told;               // counts over all ranks
 };
 
-// What one step is asked for.
+// Arguments of one step.
 struct Update {
   std::vector<OptimizerConfig> groups;  // by parameter group
   double clip = 0.0;
-  std::string bad;                 // first non-finite contribution on this rank, or empty
-  std::function<void()> external;  // the user's optimizer; empty = our kernels
+  std::string bad;                 // first non-finite contribution on this rank, or ""
+  std::function<void()> external;  // the user's optimizer; empty: the engine's kernels
   Counted counted;
-  // What this rank says of the window: as long everywhere, and told with the norm.
+  // Returns this rank's text about the window, which is sent with the norm. It has the same length
+  // on every rank.
   std::function<std::string()> say;
-  // What all of them said, by rank. Returns what the gradients are divided by (micro-batches
-  // averaged over, times the loss scale); or 0 when it moved gradients or changed what say() says,
-  // so that they have to be told again. What it throws ends the update before anything is written.
+  // Takes the texts of all ranks, by rank. Returns the divisor of the gradients (micro-batches
+  // averaged over, times the loss scale). Returns 0 if it moved gradients or changed the text of
+  // say(): then the exchange runs again. An exception ends the update before anything is written.
   std::function<double(const std::vector<std::string>&)> hear;
 };
 
@@ -60,30 +61,30 @@ class Norm {
 
   struct Result {
     double total = 0.0;    // of squares
-    double divisor = 0.0;  // what hear() said
-    std::string bad;       // the first contribution that is not finite, or empty
-    Told told;             // of all ranks
+    double divisor = 0.0;  // returned by hear()
+    std::string bad;       // the first contribution that is not finite, or ""
+    Told told;             // over all ranks
   };
-  // [all ranks] Marks the parameters that any rank has touched. Every move of gradients has been
-  // given to its lane. Throws RuntimeFault on all ranks where users wrote to gathered parameters,
-  // and where ranks made other collectives on their devices up to the norm before (those through
-  // the host are compared one by one).
+  // [all ranks] Marks the parameters that got a gradient on any rank. All gradient moves must have
+  // been submitted. Throws RuntimeFault on all ranks if users wrote to gathered parameters. Throws
+  // RuntimeFault if ranks made different device collectives before the previous norm (collectives
+  // through the host are compared one by one).
   Result exchange(const comm::Label& label, const Update& update);
 
  private:
-  // What one rank knows of the gradients before it is told of the others'.
+  // This rank's values before the exchange.
   struct Own {
     double squares = 0.0;
-    std::string bad;     // the first contribution that is not finite, or empty
-    bool doubt = false;  // it counts only where the sum is not finite either
-    std::string edited;  // a parameter that was written to where it is a gathered copy
+    std::string bad;     // the first contribution that is not finite, or ""
+    bool doubt = false;  // `bad` counts only if the total is not finite either
+    std::string edited;  // a gathered parameter that users wrote to, or ""
     Told told;
   };
   Own look(const Update& update);
-  bool stay_on_device() const;  // gradients
+  bool stay_on_device() const;  // whether gradients never leave the device
   std::array<uint64_t, 2> history();
 
-  // What a lane has made of collectives when it comes to this.
+  // Hash of the device collectives that a lane has made when it reaches this point.
   struct Made {
     uint64_t history = 0;
     device::Fence seen;
@@ -92,7 +93,7 @@ class Norm {
   Rank& rank_;
   Lanes& lanes_;
   Gradients& gradients_;
-  std::array<std::shared_ptr<Made>, 2> before_{};  // at the norm before; gathers, reductions
+  std::array<std::shared_ptr<Made>, 2> before_{};  // at the previous norm: gather lane, reduce lane
 };
 
 }  // namespace penstock::exec

@@ -15,15 +15,15 @@ bool Params::leaves(const std::vector<Move>& moves) const {
 
 bool Params::whole(int unit) const { return rank_.units[unit].params.current() == rank_.whole(); }
 
-// A plan starts from where one backward per forward leaves the parameters. Where a unit is
-// elsewhere (a second backward finds it at rest, not in `hold`), it goes the whole way from there
-// instead.
+// The plan assumes one backward per forward. A unit may be elsewhere than the plan assumes: a
+// second backward finds it at rest and not in `hold`. Such a unit takes its own route from where it
+// is.
 void Params::run(const PlannedStep& planned) {
   const std::vector<Move>& moves = planned.step.moves;
   const bool away = leaves(moves);
   std::vector<int> together;
   for (const int unit : planned.step.units) {
-    if (away != whole(unit)) continue;  // off-plan reads and their ends come in between
+    if (away != whole(unit)) continue;  // an off-plan read has moved it already
     const std::optional<Placement> from = rank_.units[unit].params.source(moves);
     if (away || (from && apply_all(*from, moves) == rank_.whole())) {
       together.push_back(unit);
@@ -39,7 +39,7 @@ void Params::move_to(int index, Phase phase) {
   const Copies& book = rank_.units[index].params;
   if (book.current() == wanted) return;
   if (wanted == rank_.cell(Role::kParam, Phase::kRest)) return drop(index);
-  if (wanted != rank_.whole() && !whole(index)) return;  // rests, which does as well
+  if (wanted != rank_.whole() && !whole(index)) return;  // staying at rest is right, too
   const std::vector<Move> moves = book.way_to(wanted);
   const Step step{.op = Op::kMove, .units = {index}, .moves = moves};
   go({index}, moves, concat(step.text(), " (", rank_.units[index].name, ") off plan"));
@@ -52,12 +52,12 @@ void Params::go(const std::vector<int>& units, const std::vector<Move>& moves,
   for (const int unit : units) put_away(unit, moves, label);
 }
 
-// What rests on disk is on its way.
+// Starts the reads of source copies that are on disk.
 void Params::fetch(const std::vector<int>& units, const Placement& from) {
   for (const int index : units) {
     UnitState& unit = rank_.units[index];
     unit.param_ready.wait();
-    if (from.tier == Tier::kDisk) unit.updated.wait();  // the read starts here
+    if (from.tier == Tier::kDisk) unit.updated.wait();  // the read must follow the update's write
     for (Flat& flat : unit.flats) {
       rank_.traffic.fetch(find(flat.params, from)->one(), mem::Account::kParam);
     }
@@ -69,7 +69,7 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
   auto walk = std::make_shared<Walk>(rank_.walk(from, moves));
   std::vector<std::vector<Copy>> arriving(units.size());
   std::vector<device::Fence> updated;
-  try {  // where there is not enough memory, nothing has changed
+  try {  // if memory is short, this throws before anything has changed
     fetch(units, from);
     for (size_t i = 0; i < units.size(); ++i) {
       UnitState& unit = rank_.units[units[i]];
@@ -106,7 +106,8 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
   }
 }
 
-// The last move is done; what it read and took is let go here, so that peaks do not vary.
+// Waits for the last move. Its sources and scratch memory are freed here, on the compute thread, so
+// that memory peaks do not depend on the lane's timing.
 void Params::settle(UnitState& unit) {
   unit.param_ready.wait();
   unit.leaving.clear();
@@ -114,7 +115,7 @@ void Params::settle(UnitState& unit) {
   unit.gathering.reset();
 }
 
-// One new copy a flat, in place of the working copy there was.
+// Adds one new copy per flat and removes the previous working copy.
 void Params::arrive(UnitState& unit, const std::vector<Move>& moves, std::vector<Copy> copies) {
   const Placement rest = unit.params.places().back();
   for (size_t f = 0; f < unit.flats.size(); ++f) {
@@ -138,7 +139,7 @@ void Params::put_away(int index, const std::vector<Move>& moves, const comm::Lab
   Walk walk = rank_.walk(from, moves);
   std::vector<Copy*> made;
   for (Flat& flat : unit.flats) {
-    flat.params.reserve(flat.params.size() + 1);  // `source` stays where it is
+    flat.params.reserve(flat.params.size() + 1);  // `source` stays valid
     const Buffer& source = find(flat.params, from)->one();
     Copy& copy = rank_.open(flat.params, walk.route().to, flat, mem::Account::kParam);
     walk.add({source.data(), copy.one().data(), source.dtype, copy.one().dtype, flat.numel});
@@ -195,7 +196,7 @@ void Params::drop(int index) {
                   [](const Copy& copy) { return !copy.valid && !copy.one().on_disk(); });
   }
   unit.params.drop();
-  if (whole(index)) attach(unit);  // the model's own at rest
+  if (whole(index)) attach(unit);  // the resting copy also computes
 }
 
 }  // namespace penstock::exec

@@ -1,8 +1,8 @@
 #pragma once
-// Params: the parameters' copies, and the windows into those that compute.
+// Params: the copies of the parameters, and the windows into the copies that compute.
 //
-// Compute thread only. Moves to where parameters are computed with are made by the gather lane; the
-// others start from there and are made at once, since their memory is wanted back.
+// Compute thread only. Moves towards the placement that computes run on the gather lane. Moves away
+// from it run at once on the calling thread, so that their memory is free on return.
 #include <string>
 #include <vector>
 
@@ -14,14 +14,14 @@ class Params {
  public:
   Params(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}
 
-  void run(const PlannedStep& planned);  // a move
-  // The way from where the unit's parameters are to where `phase` wants them, off plan.
+  void run(const PlannedStep& planned);  // runs a parameter move of the plan
+  // Moves the unit's parameters, off plan, from their current placement to that of `phase`.
   void move_to(int unit, Phase phase);
-  // The unit's full parameters are there: brings them if no move did, waits and sets the windows.
+  // Makes the unit's parameters whole: starts the move if none did, waits for it, sets the windows.
   void require(int unit);
-  void drop(int unit);         // back to rest: free
-  bool whole(int unit) const;  // gathered, or on its way
-  // Whether moves lead away from where parameters are computed with.
+  void drop(int unit);         // back to rest: drops the working copy, moves nothing
+  bool whole(int unit) const;  // gathered, or the gather is in progress
+  // Returns whether the moves lead away from the placement that computes.
   bool leaves(const std::vector<Move>& moves) const;
 
  private:

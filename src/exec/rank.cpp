@@ -74,8 +74,8 @@ Members Rank::owners_across(const Flat& flat) const {
   return owners;
 }
 
-// Every lane has connections of its own, so that two that meet in another order on some rank do not
-// wait for each other.
+// Each lane gets connections of its own. Two lanes may reach their collectives in a different order
+// on different ranks; on shared connections they would block each other.
 void Rank::connect() {
   if (!on_accelerator() || !group.device_groups()) return;
   std::vector<const Members*> connected;
@@ -104,7 +104,8 @@ Buffer Rank::buffer_at(const Placement& place, const Flat& flat) const {
 void Rank::claim_params(Flat& flat) {
   const Placement& rest = cell(Role::kParam, Phase::kRest);
   const Placement& held = cell(Role::kParam, Phase::kHold);
-  // Room for all copies there can be: lanes hold on to the resting one while others come and go.
+  // Reserves room for all possible copies: lanes keep a pointer to the resting copy while other
+  // copies are added and removed, so the vector must not reallocate.
   flat.params.reserve(4);
   std::vector<Placement> places = {rest};
   if (held.tier == Tier::kDisk && held != rest) places.push_back(held);
@@ -127,6 +128,7 @@ void Rank::claim_state(Flat& flat, int num_chunks, int num_moments) {
     copy.buffers.push_back(buffer_at(held, flat));
     reserve(copy.one());
   }
+  // A chunk's part of a buffer on disk shares the extent of the whole buffer.
   const auto part_of = [](const Buffer& whole, int64_t begin, int64_t numel) {
     Buffer part;
     part.dtype = whole.dtype;

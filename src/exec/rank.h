@@ -1,5 +1,6 @@
 #pragma once
-// Rank: what the parts of one rank's executor share. And the lanes that they give work to.
+// Rank: the state that the parts of one rank's executor share. Lanes: the threads that they submit
+// work to.
 #include <array>
 #include <string>
 #include <utility>
@@ -16,27 +17,28 @@
 
 namespace penstock::exec {
 
-// A step, and the label of its collectives: its text and its units' modules.
+// A plan line, and the label of its collectives: its text and the modules of its units.
 struct PlannedStep {
   Step step;
   comm::Label label;
-  bool writes_back = false;  // update: the optimizer's pass writes what a publish begins with
+  bool writes_back = false;  // update: the optimizer's pass makes the first pass of the publish
 };
 
-// Parameters that users may have written to where the write is lost: how many of the flat's values
-// differ, a scalar on the device, which is read with the norm.
+// A check for lost user edits that is not read yet. `edits`: the number of values of the flat that
+// differ from the resting shard, a device scalar that the norm reads.
 struct Doubt {
   const Flat* flat = nullptr;
   at::Tensor edits;
 };
 
-// Each ordered; between them only events count. Gathers, reductions, and updates on the host.
+// The lanes for gathers, reductions and updates. Each lane is ordered; only fences order work
+// between lanes.
 struct Lanes {
-  // One that only queues work on the device needs no thread: where neither a tier of its role nor
-  // its group takes anything of the host.
+  // A lane that only queues device work has no thread. This is the case if all tiers of its role
+  // are on the device and its group does not exchange host memory.
   Lanes(const Table& table, const device::Device& device, bool peers_meet_on_host);
 
-  // Before their first work.
+  // Must be called before the first work is submitted.
   void record(const std::shared_ptr<trace::Recorder>& recorder);
 
   device::Lane gather, reduce, update;
@@ -47,7 +49,7 @@ struct Rank {
        std::vector<UnitState> parts);
 
   const Placement& cell(Role role, Phase phase) const { return table.at(role, phase); }
-  // What a phase computes with.
+  // Returns the placement of parameters that compute.
   const Placement& whole() const { return cell(Role::kParam, Phase::kForward); }
   Dtype dtype_of(const Placement& place, const Flat& flat) const {
     return table.dtype_in(place, flat.dtype);
@@ -55,22 +57,24 @@ struct Rank {
   int64_t numel_of(const Placement& place, const Flat& flat) const {
     return flat.numel / num_shards(place, mesh);
   }
-  // Of the chunk, where it is updated: what is not streamed may rest cut otherwise.
+  // Returns the chunk's elements in the update cell. A flat with one chunk may rest cut
+  // differently.
   int64_t numel_updated(const Flat& flat, const ChunkState& chunk) const {
     return flat.chunks.size() > 1 ? chunk.numel
                                   : numel_of(cell(Role::kOptim, Phase::kUpdate), flat);
   }
-  // The first element of this rank's shard there.
+  // Returns the first element of this rank's shard under `place`.
   int64_t begin_of(const Placement& place, const Flat& flat) const {
     return shard_index(place, mesh, group.rank()) * numel_of(place, flat);
   }
-  // The resting parameters are the model's own, and their masters are elsewhere: an edit by users
-  // is in the one and not yet in the other.
+  // Returns whether users can edit the resting parameters without changing the masters: the resting
+  // copy also computes, and the masters are other buffers. The update takes such edits over.
   bool users_write(const Flat& flat) const {
     return flat.trainable && flat.rest().place == whole() &&
            has_master[static_cast<size_t>(flat.dtype)];
   }
-  // They are on a device and their masters are not: looking for edits would bring all of them.
+  // Returns whether taking such edits copies parameters from a device to the host. Then
+  // fingerprints (Flat::left) tell first whether there is an edit.
   bool edits_cross(const Flat& flat) const {
     return users_write(flat) && flat.rest().one().data().device != nullptr &&
            cell(Role::kOptim, Phase::kUpdate).tier != Tier::kDevice;
@@ -78,27 +82,29 @@ struct Rank {
   Walk walk(const Placement& from, const std::vector<Move>& moves, bool consumes = true) {
     return {route(from, moves, mesh, group.rank(), consumes), mesh, groups, tiers};
   }
-  // Of values in host memory, whatever the tiers, and there whatever they come to.
+  // Makes a walk from host memory to host memory, whatever the tiers of the placements are.
   Walk walk_on_host(const Placement& from, const std::vector<Move>& moves) {
     return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
-  // The stage that counts and saves what several have.
+  // Returns whether this stage counts and saves a flat that several stages have.
   bool is_first_owner(const Flat& flat) const {
     return flat.owners.empty() || flat.owners.front() == groups.pipeline().index;
   }
-  // Those with the same part of it on each of the stages that have it.
+  // Returns the ranks with the same part of the flat, one on each stage that has it.
   Members owners_across(const Flat& flat) const;
-  // The ranks of this stage that have the very same values of the flat's parameters.
+  // Returns the ranks of this stage whose parameters of the flat have the same values.
   const Members& owners_of(const Flat& flat) const {
     return flat.tensor == TensorCut::kCut ? groups.data() : groups.stage();
   }
-  // What a flat keeps for good, without memory yet: copies that rest, and their places on disk.
+  // Make the copies that a flat keeps for the whole run: resting copies, without memory, and their
+  // extents on disk.
   void claim_params(Flat& flat);
   void claim_state(Flat& flat, int num_chunks, int num_moments);
-  // A buffer of a flat there, without memory.
+  // Makes a buffer of the flat under `place`, without memory.
   Buffer buffer_at(const Placement& place, const Flat& flat) const;
-  // The copy there, of values to come: with memory, and valid.
+  // Returns the copy under `place`, made if needed, with memory and marked valid. The caller writes
+  // its values.
   Copy& open(std::vector<Copy>& copies, const Placement& place, const Flat& flat,
              mem::Account account);
 
@@ -109,7 +115,7 @@ struct Rank {
   }
 
   const Table table;
-  // Of the table; asked for in every update.
+  // Computed from the table once, because every update reads them.
   const bool grads_on_disk, grads_in_chunks, publishes_chunks;
   const std::array<bool, 3> has_master;  // by Dtype
   const Mesh mesh;
@@ -117,9 +123,9 @@ struct Rank {
   Group& group;
   mem::Tiers& tiers;
   std::vector<UnitState> units;
-  const int num_slots;  // of all stages
+  const int num_slots;  // over all stages
   mem::DiskTraffic traffic;
-  std::vector<Doubt> doubts;
+  std::vector<Doubt> doubts;  // read by the next norm
   Channels channels;
 };
 

@@ -6,8 +6,9 @@ namespace penstock::exec {
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
 
-// 2.11 can set the flag and has no function that takes it back. Private members may be named in an
-// explicit instantiation, so one hands them out here; with others it does not compile.
+// torch 2.11 can set the flag but has no function that clears it. An explicit template
+// instantiation may name private members, so this one gives access to them. It does not compile if
+// torch renames the members.
 namespace {
 
 template <auto kFlag, auto kRefresh>

@@ -1,5 +1,5 @@
 #pragma once
-// What differs between torch 2.11 and 2.15, in one place.
+// Differences between torch 2.11 and 2.15.
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -11,14 +11,14 @@ namespace penstock::exec {
 // shared_ptr up to 2.12, intrusive_ptr since 2.13.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
 
-// The storage's data-access error flag: every read of its data throws `message`.
+// Sets the storage's data-access error flag: every read of its data throws `message`.
 inline void set_guard(c10::StorageImpl& storage, const std::string& message) {
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
 void clear_guard(c10::StorageImpl& storage);
 
-// The Python object of a tensor; null where there is none.
+// Returns the Python object of a tensor, or null.
 inline const void* python_object(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
 }

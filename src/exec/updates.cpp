@@ -17,7 +17,7 @@ namespace penstock::exec {
 
 namespace {
 
-// The bytes are in host memory on their way to and from disk, and need not be copied there.
+// A move between disk and host memory hands its memory to the other copy; no bytes are copied.
 bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
   if (moves.size() != 1 || moves[0].kind != MoveKind::kCopy) return false;
   const Tier other = moves[0].from == Tier::kDisk ? moves[0].to : moves[0].from;
@@ -25,7 +25,8 @@ bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
   return disk && tiers.owner(other) == nullptr;
 }
 
-// Masters are this rank's shards of what rests, and only have to be gathered there.
+// Returns whether the publish only gathers: the masters are this rank's shards of the resting
+// parameters.
 bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Route& way) {
   return way.passes.size() == 1 && way.passes[0].kind == PassKind::kAllGather &&
          std::all_of(units.begin(), units.end(), [&](int unit) {
@@ -36,9 +37,10 @@ bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Rout
          });
 }
 
-// Of what tensor ranks have alike gradients are the same by themselves, or a rule is missing that
-// says that each has an addend. Each is compared once, in the first step in which a rank has any of
-// it: what comes before a layer that begins as zeros has none in step one.
+// Compares the gradients of parameters that all tensor ranks hold whole. They are equal, unless a
+// rule is missing and each rank has only an addend. Each slot is compared once, in the first step
+// in which it has a nonzero gradient: a layer before one that is initialized to zero has none in
+// step one.
 void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slot*>* compared) {
   const Groups& groups = rank.groups;
   std::vector<const Slot*> slots;
@@ -78,8 +80,9 @@ void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slo
           "[exec::norm] the gradient of \"", slots[i]->name, "\" is not the same on ranks ",
           groups.stage().ranks[other - static_cast<size_t>(tensor)], " and ",
           groups.stage().ranks[other],
-          ", which compute one model together: what uses it works on a part (of the heads, say). "
-          "Give it the style \"partial\" in \"parallel.rules\""));
+          ", which compute one model together (mesh.tensor). The layer that uses it computes with "
+          "a part only, for example some of the heads. Give it the style \"partial\" in "
+          "\"parallel.rules\""));
     }
   }
 }
@@ -100,7 +103,7 @@ void Updates::begin(Update update) {
   update_ = std::move(update);
 }
 
-// In its turn: updates of the step before may still be on their lane.
+// Runs on the lane, because updates of the previous step may still be there.
 void Updates::set_step(int64_t step) {
   on_lane({}, [this, step] { channel_.set_step(step); });
 }
@@ -132,7 +135,7 @@ void Updates::norm(const comm::Label& label) {
   Norm::Result made;
   while (made.divisor == 0.0) {
     gradients_.finish();
-    rank_.traffic.settle();  // the last unit's write of the step before, long since done
+    rank_.traffic.settle();  // writes of the previous step's last unit
     gradients_.complete();
     if (rank_.groups.tensor().size() > 1) compare_replicas(rank_, gradients_, &compared_);
     made = norm_.exchange(label, update_);
@@ -142,11 +145,12 @@ void Updates::norm(const comm::Label& label) {
   if (!bad.empty() || !std::isfinite(total)) {
     discard();
     gradients_.discard();
-    throw NonFinite(concat(
-        "[exec::norm] the gradients are not finite; the weights are unchanged and the window was "
-        "dropped. ",
-        bad.empty() ? "Every contribution was finite: their sum overflowed"
-                    : "First seen: " + bad));
+    throw NonFinite(
+        concat("[exec::norm] the gradients are not finite. The weights are unchanged, and the "
+               "gradients of "
+               "the window were dropped. ",
+               bad.empty() ? "Every contribution was finite: their sum overflowed"
+                           : "First seen: " + bad));
   }
   seen_.grad_norm = std::sqrt(total) / divisor;
   double scale = 1.0 / divisor;
@@ -159,7 +163,7 @@ void Updates::norm(const comm::Label& label) {
   }
 }
 
-// For a graph that was kept: autograd says that what it saved has changed.
+// Makes autograd raise its error for a graph that the user kept: its saved parameters change now.
 void Updates::bump_versions() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
@@ -189,7 +193,7 @@ void Updates::prepare_external() {
   }
 }
 
-// ---- optimizer state, from where it rests and back
+// ---- moves of optimizer state, from its resting place and back
 
 void Updates::move(const PlannedStep& planned) {
   on_lane(planned.step.units, [this, planned] {
@@ -207,9 +211,10 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
   const Placement& at = rank_.cell(Role::kOptim, Phase::kUpdate);
   const bool fetches = apply_all(chunk.optim.front().place, moves) == at;
   PENSTOCK_ASSERT(fetches == (chunk.optim.size() == 1) && (!fetches || chunk.optim.front().valid),
-                  concat("the optimizer's state is not where this starts: ", *planned.label.text));
+                  concat("[exec::move] the optimizer state is not where this plan line starts: ",
+                         *planned.label.text));
   if (fetches) {
-    // All reads have begun before memory changes hands: what throws here throws before.
+    // Starts all reads before any memory is handed over, so that an error leaves the state intact.
     for (Buffer& kept : chunk.optim.front().buffers)
       rank_.traffic.fetch(kept, mem::Account::kOptim);
     Copy away{at, {}, true};
@@ -238,7 +243,7 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
     }
   }
   if (!stays_in_memory(moves, rank_.tiers)) walk.run(channel_, planned.label);
-  if (fetches) {  // on disk it stays true until the update
+  if (fetches) {  // a copy on disk stays valid until the update
     if (!stays_in_memory(moves, rank_.tiers))
       for (Buffer& kept : rest.buffers) {
         rank_.traffic.changes(kept);
@@ -276,7 +281,8 @@ std::pair<int64_t, int64_t> Updates::owned(const Flat& flat) const {
   return {begin, begin + rank_.numel_of(place, flat)};
 }
 
-// An element of those that this rank updates, in the resting parameter; they may be a slice of it.
+// Returns the address in the resting parameters of an element, counted from the first element that
+// this rank updates. The resting buffer may hold more elements than this rank updates.
 device::Address Updates::rest_at(Flat& flat, int64_t element) const {
   return flat.rest().one().at(owned(flat).first - rank_.begin_of(flat.rest().place, flat) +
                               element);
@@ -332,10 +338,11 @@ void Updates::update_unit(int index, const Chunk& chunk, bool writes_back) {
     gradients_.clear(flat);
   }
   if (chunk.last()) unit.grads.clear();
-  rank_.traffic.settle();  // what the chunk before wrote; this one's is written now
+  rank_.traffic.settle();  // ends the write of the previous chunk before this chunk's write begins
 }
 
-// Of what rests in memory and is updated there.
+// Announces changes of state that rests in memory and is updated in place ([Note: Behind training's
+// back]).
 void Updates::tell_changes(const Flat& flat, const ChunkState& chunk) {
   if (chunk.optim.size() == 1) {
     for (const Buffer& buffer : chunk.optim.front().buffers) rank_.traffic.changes(buffer);
@@ -348,18 +355,18 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
                                 [](const Slot& slot) { return slot.touched; });
   ChunkState& state = flat.chunks[chunk.index];
   const int64_t numel = rank_.numel_updated(flat, state);
-  if (!used || numel == 0) return;  // on no rank in this window
+  if (!used || numel == 0) return;  // no rank has a gradient in this window
   const Copy* gradient = gradients_.held(flat);
   const Placement& wanted =
       rank_.cell(Role::kGrad, rank_.grads_in_chunks ? Phase::kHold : Phase::kUpdate);
   PENSTOCK_ASSERT(gradient != nullptr && gradient->place == wanted,
-                  concat("[exec::update] no step of the plan brought the gradient of ",
-                         flat.slots.front().name, " to where the optimizer runs"));
+                  concat("[exec::update] no plan line moved the gradient of ",
+                         flat.slots.front().name, " to the optimizer's placement"));
   PENSTOCK_ASSERT(state.optim.back().place == rank_.cell(Role::kOptim, Phase::kUpdate),
-                  concat("[exec::update] no step of the plan brought the optimizer's state of ",
-                         flat.slots.front().name, " to where it runs"));
+                  concat("[exec::update] no plan line moved the optimizer state of ",
+                         flat.slots.front().name, " to the optimizer's placement"));
   const int64_t begin = owned(flat).first + state.begin, end = begin + numel;
-  // Runs of neighbouring parameters that share hyperparameters and step count are one pass.
+  // Neighbouring parameters with the same hyperparameters and step count are updated in one pass.
   const size_t num_slots = flat.slots.size();
   for (size_t first = 0; first < num_slots;) {
     const Slot& slot = flat.slots[first];
@@ -377,7 +384,7 @@ void Updates::update_flat(Flat& flat, const Chunk& chunk, bool writes_back) {
   }
 }
 
-// The range counts from the chunk's first element.
+// `part` counts from the chunk's first element.
 void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int64_t> part,
                            const Slot& slot, bool writes_back) {
   const int64_t begin = part.first;
@@ -386,7 +393,7 @@ void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int
   const device::Address grad = sum.at(&sum == &chunk.gradient ? begin : chunk.begin + begin);
   PENSTOCK_ASSERT(grad.device == master.device,
                   concat("[exec::update] the gradient of ", slot.name,
-                         " is in other memory than its optimizer works in"));
+                         " is not in the memory that its optimizer works in"));
   optim::Range range;
   range.device = master.device;
   range.master = reinterpret_cast<float*>(master.data);
@@ -418,8 +425,8 @@ void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int
   }
 }
 
-// Where the optimizer's pass writes the new parameters: to where they rest, or beside the masters
-// and from there.
+// Returns where the optimizer's pass writes the new parameters: into the resting copy, or, if that
+// is in other memory than the masters, into a buffer beside them that is copied afterwards.
 Updates::Published Updates::publish_from(device::Address rest, const optim::Range& range,
                                          device::Address master) {
   if (rest.device == master.device) return {rest, rest, {}};
@@ -432,11 +439,11 @@ Updates::Published Updates::publish_from(device::Address rest, const optim::Rang
 
 // ---- publishing
 
-// Parameters that rest on disk go there whole, with the parts that this step did not touch.
+// Writes all parameters of the chunk to disk, including those that this step did not update.
 void Updates::publish_to_disk(int unit, const Chunk& chunk) {
   for (Flat& flat : rank_.units[unit].flats) {
     if (!flat.trainable) continue;
-    rank_.traffic.drop(flat.rest().one());  // should anybody have left the old values in memory
+    rank_.traffic.drop(flat.rest().one());  // a read may have left the old values in memory
     ChunkState& state = flat.chunks.at(chunk.index);
     rank_.traffic.make_room(state.param, mem::Account::kParam);
     if (!state.param.exists()) continue;
@@ -446,6 +453,11 @@ void Updates::publish_to_disk(int unit, const Chunk& chunk) {
   }
 }
 
+// [Note: Three publishes] Parameters that rest on disk are written by the update lane, chunk by
+// chunk. If the optimizer's pass already wrote the first pass of the route (`joined`), or if the
+// masters are shards of the resting parameters (`in_window`), the gather lane runs the remaining
+// passes and waits for the update's fence first. Otherwise the update lane runs the whole route on
+// its own channel.
 void Updates::publish(const PlannedStep& planned) {
   const std::vector<int>& units = planned.step.units;
   if (rank_.publishes_chunks) {
@@ -471,7 +483,7 @@ void Updates::publish(const PlannedStep& planned) {
       }
     }
   };
-  if (joined || in_window) {  // the optimizer has made the first pass
+  if (joined || in_window) {
     if (walk->route().local()) return;
     pack();
     const device::Fence ready =
@@ -493,7 +505,7 @@ void Updates::publish(const PlannedStep& planned) {
   });
 }
 
-// ---- for an optimizer of the user's
+// ---- views for a user's optimizer
 
 template <class View>
 void Updates::for_each_piece(const View& view) {

@@ -1,9 +1,9 @@
 #pragma once
-// Updates: the global norm, the optimizer, and publishing what it made.
+// Updates: the global norm, the optimizer, and the publish of updated parameters.
 //
-// The optimizer works where its `update` cell is: on the compute thread, or on a lane of its own,
-// and then what a unit's update reads and writes is that lane's until the unit's event, so step()
-// may return before and the optimizer works while the device does.
+// Called by the compute thread. With the `update` cell on the device the optimizer runs on that
+// thread. Otherwise it runs on the update lane: until the unit's fence (UnitState::updated) only
+// that lane may touch the buffers of the update, and step() may return before the update ends.
 #include <ATen/core/Tensor.h>
 
 #include <functional>
@@ -26,12 +26,12 @@ class NonFinite : public RuntimeFault {
   using RuntimeFault::RuntimeFault;
 };
 
-// A piece of a parameter that this rank updates, as the user's own optimizer sees it.
+// The slice of one parameter that this rank updates, for a user's optimizer.
 struct ShardView {
   std::string name;
-  at::Tensor param;   // the model's parameter it is a piece of
+  at::Tensor param;   // the model's parameter
   at::Tensor master;  // fp32, one dimension, may be empty
-  int64_t begin = 0;  // element of the parameter
+  int64_t begin = 0;  // index in the parameter of the first element of `master`
 };
 
 class Updates {
@@ -39,30 +39,31 @@ class Updates {
   Updates(Rank& rank, Lanes& lanes, Gradients& gradients);
 
   void begin(Update update);
-  void finish();  // every unit has its new weights
-  // Every unit is where it rests. On a device the engine remembers how it leaves them to users.
+  void finish();  // blocks until every unit has its new weights
+  // Blocks until all resting parameters are in place, then takes the fingerprints (Flat::left) that
+  // show later user edits.
   void arrive();
-  void discard();                             // what was read ahead of an update that does not come
-  const Seen& seen() const { return seen_; }  // with the last norm
+  void discard();  // drops optimizer state that was read ahead for an update that does not come
+  const Seen& seen() const { return seen_; }  // results of the last norm
   int64_t exchanges() const { return channel_.exchanges(); }
   void set_step(int64_t step);
 
   void norm(const comm::Label& label);
-  void move(const PlannedStep& planned);  // optimizer state, and gradients that wait on disk
+  void move(const PlannedStep& planned);  // moves optimizer state, or reads gradients from disk
   void update(const PlannedStep& planned);
   void publish(const PlannedStep& planned);
-  // The elements of a flat that this rank updates.
+  // Returns the range of the flat's elements that this rank updates.
   std::pair<int64_t, int64_t> owned(const Flat& flat) const;
-  // The chunk's fp32 masters, wherever they rest.
+  // Returns the chunk's fp32 masters in memory; reads them from disk if they rest there.
   device::Address fetch_master(Flat& flat, ChunkState& chunk);
   std::vector<ShardView> shard_views();
   std::vector<at::Tensor> shard_gradients();  // fp32, aligned with shard_views()
 
  private:
-  // New parameters on their way from the optimizer's pass.
+  // The output of the optimizer's pass: new parameters.
   struct Published {
     device::Address rest, written;
-    mem::Lease room;  // what they are written to, where that is not where they rest
+    mem::Lease room;  // memory of `written` if it is not `rest`
   };
   Published publish_from(device::Address rest, const optim::Range& range, device::Address master);
   void on_lane(const std::vector<int>& units, std::function<void()> work);
@@ -76,9 +77,9 @@ class Updates {
                     const Slot& slot, bool writes_back);
   void publish_to_disk(int unit, const Chunk& chunk);
   device::Address rest_at(Flat& flat, int64_t element) const;
-  // What users wrote to parameters of this range goes to their masters.
+  // Copies user edits of the parameters in this range to their masters.
   void take_edits(Flat& flat, device::Address master, int64_t element, int64_t numel) const;
-  device::Address master_of(Flat& flat, ChunkState& chunk);  // of the chunk's first element
+  device::Address master_of(Flat& flat, ChunkState& chunk);  // of its first element
   bool shares_master(const Flat& flat) const {
     return !rank_.has_master[static_cast<size_t>(flat.dtype)];
   }
@@ -89,7 +90,7 @@ class Updates {
   Lanes& lanes_;
   Gradients& gradients_;
   Norm norm_;
-  std::set<const Slot*> compared_;  // replicas over the tensor axis
+  std::set<const Slot*> compared_;  // replicas over tensor ranks that were compared
   comm::Channel channel_;
   Update update_;
   Seen seen_;

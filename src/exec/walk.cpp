@@ -22,7 +22,7 @@ Dtype Walk::dtype_before(const Travel& travel, size_t pass) const {
   return pass == 0 ? travel.first : dtype_after(travel, pass - 1);
 }
 
-// What only travels keeps its dtype; where that is not the last one, arrive() casts.
+// A gather or an all-reduce keeps the dtype. If that is not the last dtype, arrive() casts.
 Dtype Walk::dtype_after(const Travel& travel, size_t pass) const {
   const PassKind kind = route_.passes[pass].kind;
   if (kind == PassKind::kAllReduce || kind == PassKind::kAllGather) {
@@ -35,14 +35,15 @@ Address Walk::input(size_t travel, size_t pass) const {
   return pass == 0 ? travels_[travel].from : stops_[travel][pass - 1];
 }
 
-// Whether the pass itself adds to what is at the end; else arrive() does.
+// Returns whether the pass itself adds to the values at `to`; otherwise arrive() adds.
 bool Walk::adds_here(const Travel& travel, size_t pass) const {
   const PassKind kind = route_.passes[pass].kind;
   return travel.adds && pass + 1 == route_.passes.size() && !sums_elsewhere(travel, pass) &&
          (kind == PassKind::kLocal || kind == PassKind::kReduceScatter);
 }
 
-// A sum is made in the memory that its addends are in; arrive() moves it.
+// Returns whether the sum is made in other memory than `to`: a sum is made in the memory of its
+// addends, and arrive() copies it.
 bool Walk::sums_elsewhere(const Travel& travel, size_t pass) const {
   return route_.passes[pass].sums() && travel.to.device != owner(route_.passes[pass].from.tier);
 }
@@ -53,11 +54,13 @@ Address Walk::scratch(Tier tier, int64_t bytes) {
   return leases_.back().data();
 }
 
+// Chooses the output address of each pass, from the last pass to the first, so that a pass writes
+// directly to `to` or into its place in the next gather, and needs scratch memory only otherwise.
 void Walk::lay_out(size_t index) {
   const Travel& travel = travels_[index];
   const std::vector<Pass>& passes = route_.passes;
   std::vector<Address>& stops = stops_[index];
-  int64_t receives = 0;  // one pass after the other
+  int64_t receives = 0;  // the largest need of a pass; passes run one after the other
   Tier sums_at = Tier::kDevice;
   for (size_t i = passes.size(); i-- > 0;) {
     const Pass& pass = passes[i];
@@ -66,7 +69,7 @@ void Walk::lay_out(size_t index) {
       const int64_t here = numel_at(travel, pass.from) * dtype_bytes(dtype_before(travel, i));
       const int64_t size = members_[i]->size();
       sums_at = pass.from.tier;
-      // A back end of a device sends a rank its own part, too.
+      // A device back end also sends a rank its own part.
       const int64_t parts = owner(sums_at) == nullptr ? size - 1 : size;
       receives = std::max(receives, here / size * parts);
     }
@@ -87,7 +90,7 @@ void Walk::lay_out(size_t index) {
   received_.push_back(receives > 0 ? scratch(sums_at, receives) : Address());
 }
 
-// What each collective is given; returns what it packs into.
+// Fills in the buffers of a collective. Returns the bytes that it needs for packing.
 int64_t Walk::lay_out_collective(size_t index) {
   const Pass& pass = route_.passes[index];
   const Members& members = *members_[index];
@@ -102,7 +105,7 @@ int64_t Walk::lay_out_collective(size_t index) {
       gathers_[index].push_back({to, numel * dtype_bytes(after)});
       continue;
     }
-    // Where a pass does not end at the end, arrive() has the last word.
+    // If the pass does not write to `to`, arrive() still changes the values: do not count squares.
     double* const squares =
         counts && to == travel.to && to.device == nullptr ? travel.squares : nullptr;
     reduces_[index].push_back({input(t, index), received_[t], to, before, after, numel, scale,
@@ -129,13 +132,14 @@ void Walk::ready() {
   ready_ = true;
 }
 
-// Of the memory that the pass works in, or none.
+// Returns the packing buffer if it is in the memory that the pass works in.
 comm::Staging Walk::staging_of(size_t index) const {
   const bool fits = staging_.data.device == owner(route_.passes[index].from.tier);
   return fits ? staging_ : comm::Staging{};
 }
 
-// The shard that this rank sums is its own part of what arrives.
+// The squares of the last sum count only if the shard that this rank sums is the part that it
+// counts for the norm (Gradients::own_squares).
 bool Walk::counts_squares() const {
   if (route_.passes.empty() || !route_.passes.back().sums()) return false;
   const Pass& last = route_.passes.back();
@@ -172,7 +176,8 @@ void Walk::run(comm::Channel& channel, const comm::Label& label, size_t first) {
   arrive();
 }
 
-// Whether the host itself works on what may still be on its way there from the device.
+// Returns whether the host itself reads the pass's input, which a copy from the device may still be
+// writing.
 bool Walk::host_reads(size_t index) const {
   if (tiers_.computes.is_host() || on_host_) return false;
   const Pass& pass = route_.passes[index];
@@ -211,7 +216,7 @@ void Walk::reduce(size_t index, comm::Channel& channel, const comm::Label& label
   count_squares(index);
 }
 
-// On a device, of what is there before arrive() adds it to anything: then nothing is counted.
+// Computes squares on a device. Skipped if arrive() adds the sum to other values afterwards.
 void Walk::count_squares(size_t index) const {
   const Pass& pass = route_.passes[index];
   if (index + 1 != route_.passes.size() || !counts_squares()) return;
@@ -231,7 +236,7 @@ void Walk::count_squares(size_t index) const {
   }
 }
 
-// What no pass has written to its end.
+// Copies, casts or adds the output of the last pass to `to`, unless it was written there.
 void Walk::arrive() const {
   for (size_t t = 0; t < travels_.size(); ++t) {
     const Travel& travel = travels_[t];

@@ -1,6 +1,6 @@
 #pragma once
-// Walk: buffers on their way along a route, from copy to copy. One function per kind of pass; the
-// buffers of all travel together, so a fused step is one exchange.
+// Walk: moves buffers along a route, from copy to copy. There is one function per kind of pass. All
+// buffers of a walk go through a pass together, so a fused plan line is one exchange.
 #include <ATen/core/Tensor.h>
 
 #include <vector>
@@ -12,35 +12,36 @@
 
 namespace penstock::exec {
 
-// One buffer's way. Memory is the caller's and stays until the walk has ended.
+// One buffer of a walk. The caller owns the memory and keeps it until the walk has ended.
 struct Travel {
   device::Address from, to;
   Dtype first = Dtype::kFp32, last = Dtype::kFp32;
-  int64_t numel = 0;           // of the whole flat
-  bool adds = false;           // to what is at `to`
+  int64_t numel = 0;           // of the full flat
+  bool adds = false;           // adds to the values at `to`
   mem::DiskTicket arriving{};  // the read into `from`
-  // Where not null and Walk::counts_squares(): the sum of squares of this rank's own part of what
-  // is at `to` in the end, with the bits of host::sum_squares ([Note: Squares]).
-  // Where a device made it, it is a scalar there.
+  // Output, if not null and Walk::counts_squares(): the sum of squares of this rank's part of the
+  // final values at `to`, bit for bit that of host::sum_squares ([Note: Squares]). A sum made on a
+  // device goes to `squares_there` as a device scalar.
   double* squares = nullptr;
   at::Tensor* squares_there = nullptr;
 };
 
 class Walk {
  public:
-  // Mesh, groups and tiers outlive it. `on_host`: all of it in host memory, whatever the tiers are.
+  // Mesh, groups and tiers must outlive the walk. `on_host`: all buffers are in host memory,
+  // whatever the tiers of the route are.
   Walk(Route route, const Mesh& mesh, const Groups& groups, mem::Tiers& tiers,
        bool on_host = false);
   void add(const Travel& travel) { travels_.push_back(travel); }
-  // Takes from the arenas what stands between the passes, what is received and what is packed.
-  // After the last add(); run() does it, on its own thread, where the caller has not.
+  // Takes the memory between passes, for receiving and for packing from the arenas. Must follow the
+  // last add(). run() calls it on its own thread if the caller did not.
   void ready();
 
-  // The passes from `first` on. One thread; the channel is that lane's.
+  // Runs the passes from `first` on, on one thread; `channel` belongs to that thread's lane.
   void run(comm::Channel& channel, const comm::Label& label, size_t first = 0);
-  void let_go() { leases_.clear(); }  // what ready() took; after run()
+  void let_go() { leases_.clear(); }  // frees the memory of ready(); after run()
   const Route& route() const { return route_; }
-  // Whether the last pass makes the sums of squares.
+  // Returns whether the last pass computes the sums of squares.
   bool counts_squares() const;
 
  private:
@@ -71,7 +72,7 @@ class Walk {
   std::vector<device::Address> received_;                 // by travel
   std::vector<std::vector<comm::GatherBuffer>> gathers_;  // by pass, then by travel
   std::vector<std::vector<comm::ReduceBuffer>> reduces_;
-  comm::Staging staging_;  // of one pass after the other
+  comm::Staging staging_;  // shared by the passes, which run one after the other
   const bool on_host_;
   std::vector<mem::Lease> leases_;
   bool ready_ = false;

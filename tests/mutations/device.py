@@ -76,7 +76,7 @@ BESIDE_A_DEVICE = [
         "a sum on the host is widened before it is there",
         GRADIENTS,
         "        if (sum->one().tier != Tier::kDevice) done_.wait_on_host();"
-        "  // it is widened there\n",
+        "  // widen() reads it on the host\n",
         "",
         Program(TABLES.path, ("--draws", "270:280")),
     ),
@@ -94,7 +94,7 @@ BESIDE_A_DEVICE = [
         "the norm does not wait for gradients that come to the host",
         NORM,
         """    gradients_.last_move().wait_on_host();
-    rank_.tiers.computes.synchronize();  // those that no lane has moved
+    rank_.tiers.computes.synchronize();  // gradients that no lane has moved
 """,
         "",
         TABLES,

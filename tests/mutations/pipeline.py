@@ -38,7 +38,7 @@ OVER_STAGES = [
     Mutation(
         "the norm counts tied weights once a stage",
         GRADIENTS,
-        "  if (!rank_.is_first_owner(flat)) return 0.0;  // of tied weights, one stage\n",
+        "  if (!rank_.is_first_owner(flat)) return 0.0;  // tied weights: one stage counts\n",
         "",
         TRAINS,
     ),
