@@ -30,13 +30,15 @@ $(SETUP): requirements-dev.txt tools/setup
 setup: $(SETUP)  ## system packages and .venv with pinned tools
 
 # The editable install takes what cmake has just built in the same tree; it compiles nothing itself.
+# It knows the Python modules by name, so a new one needs it once more.
 build: $(SETUP)  ## the library and the Python package, editable, in .venv
 	@$(MAKE) targets TARGETS="--target penstock _penstock"
-	@newest=$$(ls -t pyproject.toml $(TREE)/libpenstock.so $(TREE)/python/src/_penstock*.so | head -1); \
-	if [ ! $(INSTALLED) -nt $$newest ]; then \
+	@stamp=$$({ cat pyproject.toml; find python/penstock -name '*.py' | sort; \
+	  stat -c %Y $(TREE)/libpenstock.so $(TREE)/python/src/_penstock*.so; } | cksum); \
+	if [ "$$stamp" != "$$(cat $(INSTALLED) 2>/dev/null)" ]; then \
 	  echo "[build] pip install --editable ."; \
 	  pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .; \
-	  touch $(INSTALLED); \
+	  echo "$$stamp" >$(INSTALLED); \
 	fi
 
 build-tests: build  ## also the C++ tests, benchmarks and examples
