@@ -26,9 +26,9 @@ namespace {
 constexpr int64_t kHugePage = 2 << 20;
 const c10::Stream kNoStream(c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU));
 
-// Large buffers come from the system itself and go back to it: no heap is left with holes. They ask
-// for huge pages (whole ones only; a wish, refused the pages are small): the optimizer's passes run
-// at the speed of memory, and a tenth of that goes to looking up small pages.
+// Large buffers are mapped from the system and unmapped, so they leave no holes in the heap. They
+// ask for huge pages (whole ones only; if refused, the pages are small). The optimizer's passes run
+// at the speed of memory, and looking up small pages costs a tenth of it.
 struct Mapping {
   void* base;
   size_t bytes;
@@ -49,7 +49,7 @@ c10::DataPtr map_large(int64_t bytes) {
   return {data, new Mapping{base, size + kHugePage}, unmap, c10::Device(c10::DeviceType::CPU)};
 }
 
-// Host buffers are whole blocks, so that any of them can go to disk.
+// Host buffers consist of whole blocks, so that any of them can be written to disk.
 c10::DataPtr allocate_host(int64_t bytes) {
   if (bytes >= 2 * kHugePage) return map_large(bytes);
   void* data = nullptr;
@@ -58,18 +58,19 @@ c10::DataPtr allocate_host(int64_t bytes) {
   return {data, data, &std::free, c10::Device(c10::DeviceType::CPU)};
 }
 
-// An accelerator's allocator of pinned memory gives pages, and those are whole blocks.
+// An accelerator's allocator returns pinned memory in whole pages, which are whole blocks.
 c10::DataPtr allocate_pinned(const device::Device& device, int64_t bytes) {
   try {
     c10::DataPtr data = device.allocate_pinned(block_padded(bytes));
     PENSTOCK_ASSERT(reinterpret_cast<uintptr_t>(data.get()) % kBlockBytes == 0,
-                    "[mem::allocate_pinned] pinned memory does not begin at a page");
+                    "[mem::allocate_pinned] pinned memory is not aligned to a page");
     return data;
   } catch (const c10::Error& error) {
-    TORCH_WARN_ONCE("penstock: ", format_bytes(bytes), " of pinned memory are not to be had (",
-                    error.what_without_backtrace(),
-                    "): host memory is not pinned, and copies to and from the device will wait "
-                    "(ulimit -l, or the container's limit on locked memory)");
+    TORCH_WARN_ONCE(
+        "penstock: ", format_bytes(bytes), " of pinned memory cannot be allocated (",
+        error.what_without_backtrace(),
+        "): host memory will not be pinned, and copies to and from the device will block. "
+        "Raise ulimit -l, or the container's limit on locked memory");
   }
   return allocate_host(bytes);
 }
@@ -139,23 +140,24 @@ c10::DataPtr Pool::allocate(int64_t bytes) {
   throw Bug("[mem::Pool::allocate] unknown kind");
 }
 
-// Large buffers of nearly one size can stand in for each other: the sizes of mappings are rounded
-// up to a sixteenth or less above (what is not touched takes no memory).
+// Rounds the sizes of large host buffers up by at most a sixteenth, so that buffers of nearly equal
+// size can replace each other. Pages that are not touched take no memory.
 int64_t Pool::slot_bytes(int64_t bytes) const {
   if (kind_ == MemoryKind::kDevice || bytes < 2 * kHugePage) return bytes;
   const auto step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes))) / 16;
   return (bytes + step - 1) / step * step;
 }
 
-// Whether the host may use it at once, or the stream of the device as soon as it comes to it.
+// Returns whether the buffer can be used without waiting: by the host, or by the device's current
+// stream.
 bool Pool::stands_by(Unused& unused) const {
   if (!unused.after) return true;
   if (kind_ == MemoryKind::kDevice) return unused.stream == device_.current();
   return unused.after->query();
 }
 
-// The address that was there before, so that a unit finds itself where it was; else one that nobody
-// has to wait for; else the last.
+// Picks the buffer at `wanted`, so that a unit returns to its old address; else one that needs no
+// waiting; else the most recently given back.
 Pool::Buffers::iterator Pool::choose(Buffers& buffers, const void* wanted) const {
   for (auto one = buffers.begin(); one != buffers.end() && wanted != nullptr; ++one) {
     if (one->data.get() == wanted) return one;
@@ -185,8 +187,8 @@ c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
     try {
       data = allocate(slot);
     } catch (const std::exception& error) {
-      throw RuntimeFault(concat("[mem::Arena::take] no memory for ", format_bytes(bytes),
-                                " beside the ", format_bytes(in_use_),
+      throw RuntimeFault(concat("[mem::Arena::take] cannot allocate ", format_bytes(bytes),
+                                " with ", format_bytes(in_use_),
                                 " in use on this rank: ", error.what()));
     }
   }
@@ -206,8 +208,8 @@ void Pool::give_back(c10::DataPtr data, int64_t bytes) {
       unused.after.emplace(device_.where().type());
       unused.after->record(unused.stream);
     } catch (const std::exception&) {
-      // The device failed. Nobody knows what still uses the memory, so it is never used again; and
-      // nothing throws here, as leases end in destructors.
+      // The device failed. It is unknown what still uses the memory, so the memory is never reused.
+      // Leases end in destructors, so nothing is thrown here.
       unused.data.release_context();
       return;
     }
@@ -216,13 +218,13 @@ void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   unused_bytes_ += slot;
 }
 
-// To the system, or to torch's allocator.
+// Frees to the system, or to torch's caching allocator, which then waits for the stream.
 void Pool::free(Unused unused) const {
   if (!unused.after) return;
   if (kind_ == MemoryKind::kDevice) return device_.used_on(unused.data, unused.stream);
   try {
     unused.after->synchronize();
-  } catch (const c10::Error&) {  // of a device that failed: nothing is under way there
+  } catch (const c10::Error&) {  // the device failed: nothing runs on it any more
   }
 }
 

@@ -1,9 +1,9 @@
 #pragma once
-// Arena: the engine's memory. Every byte is counted under the account it was taken for, and no more
-// is taken than its budget. Arenas of one kind of memory share a Pool: buffers of equal size (of
-// nearly equal size, when they are large) are reused; unused ones of other sizes are returned to
-// the system before they would take the pool beyond the most that was ever in use. So what it holds
-// is hardly more than its peak.
+// Arena: counts and limits the engine's memory. Every byte is counted under the account it was
+// taken for, and the budget bounds the total. Arenas of one kind of memory share a Pool, which
+// reuses buffers of equal size (for large buffers: of nearly equal size). It returns unused buffers
+// of other sizes to the system before the pool would exceed the highest use so far. So a pool holds
+// hardly more than its peak use.
 #include <c10/core/Allocator.h>
 #include <c10/core/Event.h>
 
@@ -27,39 +27,40 @@ namespace penstock::mem {
 enum class Account : uint8_t { kParam, kGrad, kOptim, kBuffers, kAct };
 inline constexpr int kNumAccounts = 5;
 
-// Bytes live now and at most since the last reset_peak().
+// Bytes in use now, and the maximum since the last reset_peak().
 struct Usage {
   std::array<int64_t, kNumAccounts> now{}, peak{};
   int64_t total_now = 0, total_peak = 0;
-  int64_t held = 0;  // by the pool from the system: in use and unused
+  int64_t held = 0;  // bytes that the pool holds from the system, in use or unused
 };
 
-// The most that may be in use. `name` is what the error calls the memory and says of the limit
-// ("device memory (memory.device_bytes)"); `advice`, asked for then, what would fit.
+// The limit on bytes in use. `name` names the memory and its limit in the error: "device memory
+// (memory.device_bytes)". `advice` is called for the error only; it returns what would fit.
 struct Budget {
   int64_t bytes = std::numeric_limits<int64_t>::max();
   std::string name;
   std::function<std::string()> advice;
 };
 
-// kPinned: of the host, for asynchronous copies to and from a device.
+// kPinned: host memory for asynchronous copies to and from a device.
 enum class MemoryKind : uint8_t { kHost, kPinned, kDevice };
 
-// Buffers of one kind of memory. Any thread; arenas call it. Beside a device, memory is given back
-// in the order of the stream of who does ([Note: Order on a device]), and handed out in that of who
-// takes it.
+// Buffers of one kind of memory. Any thread; arenas call it. With a device, give_back() follows the
+// order of the calling thread's stream, and take() orders the buffer for the stream of its caller
+// ([Note: Order on a device], device.h).
 class Pool {
  public:
-  // The device outlives it. Where pinned memory cannot be had, it is the host's, with one warning.
+  // The device must outlive the pool. If no pinned memory can be allocated, the pool takes pageable
+  // host memory and warns once.
   explicit Pool(MemoryKind kind = MemoryKind::kHost,
                 const device::Device& device = device::Device::host());
 
   void set_budget(Budget budget);
-  // Contents are undefined; where `wanted` is unused and fits, it is that. Throws RuntimeFault with
-  // the bytes asked for, in use and allowed.
+  // The contents are undefined. If the buffer at `wanted` is unused and has the size, returns that
+  // buffer. Throws RuntimeFault with the bytes asked for, in use and allowed.
   c10::DataPtr take(int64_t bytes, const void* wanted = nullptr);
   void give_back(c10::DataPtr data, int64_t bytes);
-  void forget(int64_t bytes);  // what was taken and never comes back
+  void forget(int64_t bytes);  // no longer counts memory that is never given back
   int64_t held() const;
   void reset_peak();
   void trim();  // returns unused buffers to the system
@@ -70,12 +71,13 @@ class Pool {
  private:
   struct Unused {
     c10::DataPtr data;
-    std::optional<c10::Event> after;  // what used it last
+    std::optional<c10::Event> after;  // the last use on the device
     c10::Stream stream;
   };
-  using Buffers = std::list<Unused>;  // of one size, the last given back first
+  using Buffers = std::list<Unused>;  // buffers of one size, the most recently given back first
 
-  void evict(int64_t room);  // unused buffers, the largest first, until that much is free
+  // Frees the largest unused buffers until `room` bytes fit below the highest use.
+  void evict(int64_t room);
   void free(Unused unused) const;
   c10::DataPtr allocate(int64_t bytes);
   int64_t slot_bytes(int64_t bytes) const;
@@ -92,7 +94,7 @@ class Pool {
 
 class Arena;
 
-// A buffer taken from an arena; gives it back when destroyed. Move-only; any thread.
+// A buffer taken from an arena. Its destructor gives the buffer back. Move-only; any thread.
 class Lease {
  public:
   Lease() = default;
@@ -111,28 +113,29 @@ class Lease {
   friend class Arena;
   Arena* arena_ = nullptr;
   c10::DataPtr data_;
-  const device::Device* device_ = nullptr;  // of device memory
+  const device::Device* device_ = nullptr;  // null for host memory
   int64_t bytes_ = 0;
   Account account_ = Account::kParam;
 };
 
-// Gives the system back what malloc keeps of freed tensors, once `bytes` more of them add up to
-// much: large aligned buffers seldom fit the holes that others left. Any thread.
+// Counts `bytes` of freed tensors. After every 16 MiB it makes malloc return its free memory to the
+// system, because large aligned buffers seldom fit into the holes in the heap. Any thread.
 void trim_heap(int64_t bytes);
 
-// Outlives its leases. Any thread.
+// Must outlive its leases. Any thread.
 class Arena {
  public:
   explicit Arena(Pool& pool) { pools_.fill(&pool); }
 
-  // Before the first take(): that account's memory comes from another pool.
+  // Takes the memory of that account from another pool. Call it before the first take().
   void use(Account account, Pool& pool) { pools_[static_cast<size_t>(account)] = &pool; }
   void set_budget(Budget budget);
-  // As Pool::take().
+  // See Pool::take().
   Lease take(int64_t bytes, Account account, const void* wanted = nullptr);
   Usage usage() const;
   void reset_peak();
-  // The buffer with this address is never reused and never freed: the system may yet write to it.
+  // Marks the buffer with this address: it is never reused or freed, because the system may still
+  // write to it.
   void keep(const char* address);
   // Returns unused buffers to the system.
   void trim();

@@ -19,7 +19,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The number behind `name` in lines of "name number", or the only number of a file ("max" is none).
+// Returns the number after `name` in lines of "name number", or the only number of a file. "max"
+// gives none.
 std::optional<int64_t> number_in(const fs::path& path, const std::string& name = "") {
   std::ifstream file(path);
   std::string word;
@@ -33,14 +34,14 @@ std::optional<int64_t> number_in(const fs::path& path, const std::string& name =
 }
 
 struct CgroupFiles {
-  const char *limit, *used, *cache;  // `cache`: the line of memory.stat
+  const char *limit, *used, *cache;  // `cache`: name of the line in memory.stat
 };
 constexpr CgroupFiles kV2 = {"memory.max", "memory.current", "inactive_file"};
 constexpr CgroupFiles kV1 = {"memory.limit_in_bytes", "memory.usage_in_bytes",
                              "total_inactive_file"};
 
-// The least that a group and those around it leave; inside a container the path is that of the
-// host, whose files are not there: then what is mounted counts.
+// Returns the least that a control group and its parents leave. Inside a container, the path may be
+// that of the host, and its files do not exist there; then the mounted group counts.
 int64_t group_leaves(const fs::path& mount, const std::string& path, const CgroupFiles& files) {
   int64_t least = std::numeric_limits<int64_t>::max();
   fs::path group = mount / fs::path(path).relative_path();
@@ -59,7 +60,8 @@ int64_t group_leaves(const fs::path& mount, const std::string& path, const Cgrou
 int64_t free_host_bytes(const std::string& root) {
   const fs::path top = root;
   const auto available = number_in(top / "proc/meminfo", "MemAvailable:");
-  if (!available) throw RuntimeFault("[mem::free_host_bytes] no MemAvailable in /proc/meminfo");
+  if (!available)
+    throw RuntimeFault("[mem::free_host_bytes] cannot read MemAvailable from /proc/meminfo");
   int64_t least = *available * 1024;
   std::ifstream groups(top / "proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {

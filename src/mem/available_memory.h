@@ -1,18 +1,19 @@
 #pragma once
-// What memory there is: read from the system, for budgets that nobody set.
+// Reads from the system how much memory is available, for budgets that the config does not set.
 #include <cstdint>
 #include <string>
 #include <vector>
 
 namespace penstock::mem {
 
-// Host memory that this process may still take: what the kernel calls available, or what the limits
-// of its control groups leave, whichever is less. Page cache that can be dropped is free. `root` is
-// the file system's, but in tests. Throws RuntimeFault where there is no /proc/meminfo.
+// Returns the bytes of host memory that this process can still take: the kernel's MemAvailable, or
+// what the limits of its control groups leave, whichever is less. Page cache that can be dropped
+// counts as free. `root` is the root of the file system; tests pass another. Throws RuntimeFault if
+// /proc/meminfo cannot be read.
 int64_t free_host_bytes(const std::string& root = "/");
 
-// Free space of the folders together, each file system counted once. Folders that do not exist
-// have none.
+// Returns the free bytes of all folders together; each file system counts once. A folder that does
+// not exist counts 0.
 int64_t free_disk_bytes(const std::vector<std::string>& folders);
 
 }  // namespace penstock::mem

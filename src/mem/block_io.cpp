@@ -16,15 +16,15 @@ namespace penstock::mem {
 
 namespace {
 
-// Requests that wait for their turn. While both kinds wait as many reads as writes are with the
-// system: a disk can do both at once, and should.
+// Requests that wait for their turn. While reads and writes both wait, as many reads as writes are
+// submitted to the system, because a disk can do both at once.
 class WaitingRequest {
  public:
   void push(BlockRequest request) {
     queues_[static_cast<size_t>(request.write)].push_back(std::move(request));
   }
   bool empty() const { return queues_[0].empty() && queues_[1].empty(); }
-  BlockRequest take() {  // not when empty
+  BlockRequest take() {  // requires !empty()
     size_t kind = 1 - last_;
     if (num_taken_[kind] > num_taken_[last_]) kind = last_;
     if (queues_[kind].empty()) kind = 1 - kind;
@@ -39,8 +39,8 @@ class WaitingRequest {
 
  private:
   std::array<std::deque<BlockRequest>, 2> queues_;  // reads, writes
-  std::array<int, 2> num_taken_{};                  // and not ended
-  size_t last_ = 1;                                 // kind taken
+  std::array<int, 2> num_taken_{};                  // taken and not ended, by kind
+  size_t last_ = 1;                                 // kind taken last
 };
 
 class ThreadIo final : public BlockIo {
@@ -95,8 +95,8 @@ class ThreadIo final : public BlockIo {
   std::vector<std::thread> threads_;
 };
 
-// One ring; one thread takes completions. At most `depth` requests are in the ring, the others wait
-// in a queue, so that the completion queue cannot overflow.
+// One ring; one thread takes completions. At most `depth` requests are in the ring and the others
+// wait in a queue, so the completion queue cannot overflow.
 class UringIo final : public BlockIo {
  public:
   static std::unique_ptr<BlockIo> make(int depth) {
@@ -125,11 +125,11 @@ class UringIo final : public BlockIo {
  private:
   explicit UringIo(int depth) : depth_(depth) {}
 
-  void fill() {  // with mutex_
+  void fill() {  // requires mutex_
     while (!waiting_.empty() && waiting_.num_taken() < depth_) {
       io_uring_sqe* entry = io_uring_get_sqe(&ring_);
       if (entry == nullptr) break;
-      auto* request = new BlockRequest(waiting_.take());  // run() takes it back
+      auto* request = new BlockRequest(waiting_.take());  // run() deletes it
       const auto bytes = static_cast<unsigned>(request->bytes);
       const auto offset = static_cast<uint64_t>(request->offset);
       if (request->write) {
@@ -142,13 +142,13 @@ class UringIo final : public BlockIo {
     push();
   }
 
-  void push() {  // with mutex_; the kernel may be short of memory for a moment, or take a part
+  void push() {  // requires mutex_; the kernel may be short of memory, or accept only a part
     while (io_uring_sq_ready(&ring_) > 0) {
       if (io_uring_submit(&ring_) < 0) std::this_thread::yield();
     }
   }
 
-  void push_nothing() {  // with mutex_; wakes run()
+  void push_nothing() {  // requires mutex_; wakes run()
     io_uring_sqe* entry = io_uring_get_sqe(&ring_);
     if (entry == nullptr) return;  // the ring is full, so run() wakes anyway
     io_uring_prep_nop(entry);
@@ -171,7 +171,8 @@ class UringIo final : public BlockIo {
           fill();
         }
       }
-      // After the lock, by which submit() handed the request over. It may submit the rest.
+      // submit() wrote the request under the lock, so it is complete here. done() may submit its
+      // rest.
       if (request) request->done(result);
       const std::lock_guard lock(mutex_);
       if (closing_ && waiting_.num_taken() == 0 && waiting_.empty()) return;

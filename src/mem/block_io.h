@@ -16,21 +16,22 @@ struct BlockRequest {
   bool write = false;
   char* data = nullptr;
   int64_t offset = 0, bytes = 0;
-  // Called once, from a thread of the BlockIo: bytes moved, perhaps fewer than asked for, or
-  // -errno. It may submit.
+  // Called once, on a thread of the BlockIo, with the bytes moved or -errno. The bytes may be fewer
+  // than asked for. It may call submit().
   std::function<void(int64_t)> done;
 };
 
-// Any thread may submit. The destructor waits for what was submitted, however long it takes.
+// Any thread may submit. The destructor blocks until all requests have ended, however long that
+// takes.
 class BlockIo {
  public:
   virtual ~BlockIo() = default;
   virtual void submit(BlockRequest request) = 0;
   virtual const char* name() const = 0;
 
-  // io_uring where the kernel lets us (containers often do not), else threads.
+  // Returns io_uring if the kernel allows it (containers often forbid it), else threads.
   static std::unique_ptr<BlockIo> best(int depth);
-  static std::unique_ptr<BlockIo> uring(int depth);  // null where it is not available
+  static std::unique_ptr<BlockIo> uring(int depth);  // null if it is not available
   static std::unique_ptr<BlockIo> threads(int num_threads);
 };
 

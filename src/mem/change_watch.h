@@ -1,5 +1,5 @@
 #pragma once
-// ChangeWatch: told before bytes at rest change. A save reads them behind training's back.
+// ChangeWatch: called before bytes at rest change. A save in the background reads them.
 #include <cstdint>
 
 namespace penstock::mem {

@@ -21,14 +21,14 @@ namespace penstock::mem {
 namespace {
 
 constexpr int kDepth = 64;  // requests in the ring
-// A wait is cut in so many, and stalls when all of them were quiet: the time for which the whole
-// process was stopped counts as one.
+// A wait is divided into this many slices. It stalls when all slices pass without progress. A
+// stopped process counts as one slice, however long it was stopped.
 constexpr int kSlices = 8;
-constexpr int kTries = 100;  // of a request that the system takes and moves nothing of
+constexpr int kTries = 100;  // submissions of a request of which the system moves nothing
 
 using Clock = std::chrono::steady_clock;
 
-// Of each block; none of them is 0.
+// Checksums of each block. None of them is 0.
 std::vector<uint64_t> sums_of(std::string_view content) {
   std::vector<uint64_t> sums;
   for (size_t at = 0; at < content.size(); at += kBlockBytes)
@@ -36,7 +36,7 @@ std::vector<uint64_t> sums_of(std::string_view content) {
   return sums;
 }
 
-// Whether the content has the sums that are known of it.
+// Returns whether the content matches all known checksums.
 bool matches(std::string_view content, const std::vector<uint64_t>& known) {
   const std::vector<uint64_t> sums = sums_of(content);
   return std::equal(sums.begin(), sums.end(), known.begin(), known.end(),
@@ -46,10 +46,10 @@ bool matches(std::string_view content, const std::vector<uint64_t>& known) {
 }  // namespace
 
 struct DiskTicket::Impl {      // guarded by the disk's mutex
-  int left = 0;                // requests
-  std::string error;           // the first
-  std::string_view check;      // what is read, where a checksum of it is known
-  std::vector<uint64_t> sums;  // of each block of that; 0 = not known
+  int left = 0;                // number of unfinished requests
+  std::string error;           // the first error
+  std::string_view check;      // bytes that are read and have known checksums
+  std::vector<uint64_t> sums;  // checksum of each block of `check`; 0: not known
 };
 
 struct Disk::Impl {
@@ -60,7 +60,7 @@ struct Disk::Impl {
     int64_t moved = 0;
     int tries = 0;
     Clock::time_point since;
-    trace::Text line;  // of the plan, that it is for
+    trace::Text line;  // the plan line that made the request
     std::list<Request>::iterator self;
 
     std::string text() const {
@@ -81,18 +81,18 @@ struct Disk::Impl {
   const DiskOptions options;
   std::vector<SwapFile> files;
   int64_t reserved = 0;
-  int64_t claimed = 0;  // of each file
+  int64_t claimed = 0;  // bytes of each file
   std::mutex mutex;
   std::condition_variable changed;
-  std::list<Request> in_flight;               // guarded by mutex
-  int64_t progress = 0;                       // guarded by mutex; counts results
-  bool stalled = false;                       // guarded by mutex; since the last progress
+  std::list<Request> in_flight;  // guarded by mutex
+  int64_t progress = 0;          // guarded by mutex; counts results
+  bool stalled = false;          // guarded by mutex; stays true until the next progress
   int64_t bytes_read = 0, bytes_written = 0;  // guarded by mutex
-  Clock::time_point busy_since;               // guarded by mutex; while any is in flight
-  Clock::duration busy{};                     // guarded by mutex; before
+  Clock::time_point busy_since;               // guarded by mutex; while a request is in flight
+  Clock::duration busy{};                     // guarded by mutex; time up to busy_since
   const trace::Text read_text = std::make_shared<const std::string>("read");
   const trace::Text write_text = std::make_shared<const std::string>("write");
-  std::vector<uint64_t> sums;   // guarded by mutex; of each block, 0 = not known
+  std::vector<uint64_t> sums;   // guarded by mutex; of each block, 0: not known
   std::unique_ptr<BlockIo> io;  // last: its threads end first
 };
 
@@ -106,7 +106,7 @@ Disk::Impl::Impl(const DiskOptions& options)
 DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t bytes) {
   PENSTOCK_ASSERT(offset % kBlockBytes == 0 && offset + bytes <= reserved &&
                       reinterpret_cast<uintptr_t>(data) % kBlockBytes == 0,
-                  "[mem::Disk] a request outside its extent or off its alignment");
+                  "[mem::Disk] a request is outside its extent or misaligned");
   DiskTicket ticket;
   ticket.state_ = std::make_shared<DiskTicket::Impl>();
   const auto num_files = static_cast<int64_t>(files.size());
@@ -153,7 +153,7 @@ DiskTicket Disk::Impl::start(bool write, int64_t offset, char* data, int64_t byt
   return ticket;
 }
 
-// Without the mutex: the request may end before this returns.
+// Call without the mutex: the request may end before this returns.
 void Disk::Impl::submit(Request& request) {
   const BlockRequest& whole = request.whole;
   const int64_t moved = request.moved;
@@ -167,7 +167,7 @@ void Disk::Impl::ended(Request& request, int64_t result) {
   stalled = false;
   changed.notify_all();
   const int64_t left = request.whole.bytes - request.moved;
-  // The rest begins at a whole block again.
+  // The rest begins at a whole block, as O_DIRECT requires.
   const int64_t whole = result < left ? result / kBlockBytes * kBlockBytes : left;
   if (whole > 0) request.moved += whole;
   request.tries = whole > 0 ? 0 : request.tries + 1;
@@ -178,11 +178,11 @@ void Disk::Impl::ended(Request& request, int64_t result) {
   }
   DiskTicket::Impl& ticket = *request.ticket;
   if (ticket.check.data() != nullptr && ticket.left == 1 && ticket.error.empty()) {
-    lock.unlock();  // the last one, so that nobody else looks at it
+    lock.unlock();  // the last request of the ticket: no other thread uses it
     const bool same = matches(ticket.check, ticket.sums);
     lock.lock();
     if (error.empty() && !same)
-      error = request.text() + " gave other bytes than were written there";
+      error = request.text() + " returned other bytes than were written there";
     changed.notify_all();
   }
   if (ticket.error.empty()) ticket.error = error;
@@ -209,13 +209,13 @@ std::string Disk::Impl::problem(Request& request, int64_t result) const {
                   std::strerror(static_cast<int>(-result)));
   }
   if (result == 0 && !request.whole.write) {
-    return concat(request.text(), " met the end of the file", after);
+    return concat(request.text(), " reached the end of the file", after);
   }
   if (request.tries < kTries) return "";
-  return concat(request.text(), " gets no further", after, ", in ", kTries, " tries");
+  return concat(request.text(), " makes no progress", after, ", in ", kTries, " tries");
 }
 
-// True when it is done, false when the disk stalls.
+// Returns true when `done` is, false when the disk stalls.
 bool Disk::Impl::wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done) {
   const std::chrono::duration<double> slice(options.stall_s / kSlices);
   int quiet = stalled ? kSlices - 1 : 0;
@@ -228,20 +228,20 @@ bool Disk::Impl::wait(std::unique_lock<std::mutex>& lock, const std::function<bo
   return done();
 }
 
-// Of the oldest request of this ticket, or of all.
+// Describes the oldest request of this ticket, or of all tickets.
 std::string Disk::Impl::stall_text(const DiskTicket::Impl* ticket) const {
   const auto oldest = std::find_if(in_flight.begin(), in_flight.end(), [&](const Request& request) {
     return ticket == nullptr || request.ticket.get() == ticket;
   });
   const std::chrono::duration<double> age = Clock::now() - oldest->since;
   return concat("[mem::Disk] no progress for ", options.stall_s, " s (offload.timeout_s): the ",
-                oldest->text(), " was started ", age.count(), " s ago and has not ended");
+                oldest->text(), " was started ", age.count(), " s ago and has not finished");
 }
 
 Disk::Disk(const DiskOptions& options) : impl_(std::make_unique<Impl>(options)) {}
 
 Disk::~Disk() {
-  // Its threads and files go on being there for what hangs: a join would hang too.
+  // The threads and files stay for the hanging requests; joining the threads would hang, too.
   if (!end().empty()) keep_for_good(std::move(impl_));
 }
 
@@ -286,7 +286,7 @@ void Disk::wait(const DiskTicket& ticket) const {
   if (!impl_->wait(lock, [&] { return state.left == 0; })) {
     throw RuntimeFault(impl_->stall_text(&state));
   }
-  lock.unlock();  // nothing changes any more
+  lock.unlock();  // nothing changes the ticket any more
   if (!state.error.empty()) throw RuntimeFault(concat("[mem::Disk] the ", state.error));
 }
 

@@ -1,7 +1,7 @@
 #pragma once
-// Disk: the tier below memory. One swap file per path and rank, without a name, so that nothing is
-// left whatever ends the process. Space is claimed before the first byte is written: a full disk is
-// found before step one.
+// Disk: the tier below memory. It has one swap file per path and rank, without a name, so nothing
+// is left on the disk however the process ends. Space is claimed before the first byte is written,
+// so a full disk is an error before the first step.
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -14,15 +14,15 @@
 namespace penstock::mem {
 
 struct DiskOptions {
-  std::vector<std::string> paths;    // folders; stripes go round them
-  int64_t stripe_bytes = 4LL << 20;  // also the size of one request at most
-  double stall_s = 60.0;             // a wait in which no request ends for so long is an error
-  bool checksums = false;            // what is read is compared with what was written
-  std::shared_ptr<trace::Recorder> recorder;          // of reads and writes; null: nobody's
+  std::vector<std::string> paths;    // folders; stripes are placed on them in turn
+  int64_t stripe_bytes = 4LL << 20;  // also the largest size of one request
+  double stall_s = 60.0;   // if no request ends for this long during a wait, the wait throws
+  bool checksums = false;  // compares what is read with what was written
+  std::shared_ptr<trace::Recorder> recorder;          // records reads and writes; null: none
   std::function<std::unique_ptr<BlockIo>()> make_io;  // for tests; default BlockIo::best()
 };
 
-// One read or write in flight. Copies share it; a default one is done.
+// One read or write in flight. Copies refer to the same one. A default-constructed ticket is done.
 class DiskTicket {
  public:
   DiskTicket() = default;
@@ -33,37 +33,41 @@ class DiskTicket {
   std::shared_ptr<Impl> state_;
 };
 
-// Any thread. A request that the system cuts short or interrupts goes on with its rest. Errors are
-// RuntimeFaults that name path, offset and bytes; they are thrown by wait().
+// Any thread. If the system moves only a part of a request, the rest is submitted again. Errors are
+// RuntimeFaults that name path, offset and bytes; wait() throws them.
 class Disk {
  public:
   explicit Disk(const DiskOptions& options);
-  // Waits for what is in flight, as end() does; what hangs is left to itself, not torn down.
+  // Waits for requests in flight, as end() does. If one hangs, its files and threads are not
+  // destroyed.
   ~Disk();
 
-  // An extent's offset. I/O on it comes after an allocate(), which may be called again for more.
+  // Reserves an extent and returns its offset. Call allocate() before I/O on it. More can be
+  // reserved after an allocate().
   int64_t reserve(int64_t bytes);
-  // Claims what was reserved since the last time. Throws RuntimeFault with path, bytes needed and
-  // bytes free when a disk is too full.
+  // Claims the space that was reserved since the last call. Throws RuntimeFault with path, bytes
+  // needed and bytes free if a disk is too full.
   void allocate();
-  // Both at once. Where the disk is too full nothing is reserved.
+  // reserve() and allocate(). Reserves nothing if the disk is too full.
   int64_t claim(int64_t bytes);
 
-  // `data` is kBlockBytes-aligned and has room for block_padded(bytes). It stays until done().
+  // `data` is aligned to kBlockBytes and has block_padded(bytes) bytes. It must stay valid until
+  // done().
   DiskTicket read(int64_t offset, char* data, int64_t bytes);
   DiskTicket write(int64_t offset, const char* data, int64_t bytes);
   void wait(const DiskTicket& ticket) const;
-  bool done(const DiskTicket& ticket) const;  // well or not
-  // Every request is done; their errors are wait()'s. Throws when the disk stalls.
+  bool done(const DiskTicket& ticket) const;  // true after an error, too
+  // Blocks until every request has ended. Their errors are thrown by wait(). Throws if the disk
+  // stalls.
   void wait_for_all() const;
-  // The same at the end of the disk's life, without a throw: addresses that the system may still
-  // read or write because the disk stalled. That memory must never be freed.
+  // Like wait_for_all(), at the end of the disk's life, without a throw. Returns addresses that the
+  // system may still read or write because the disk stalled. That memory must never be freed.
   std::vector<const char*> end() const;
 
   int64_t reserved() const;
-  int64_t bytes_read() const;  // by requests that are done
+  int64_t bytes_read() const;  // by finished requests
   int64_t bytes_written() const;
-  double busy_s() const;         // seconds so far in which requests were under way
+  double busy_s() const;         // total seconds with a request in flight
   std::string describe() const;  // "2 files, io_uring, O_DIRECT"
 
  private:

@@ -269,9 +269,9 @@ TEST_F(DiskTest, EveryFaultIsAnErrorThatNamesTheRequest) {
       {"failed after 4096 of them: Input/output error",
        [](const BlockRequest& r, int64_t moved) { return r.offset > 0 ? -EIO : moved; },
        first_block},
-      {"met the end of the file after 0 of them", on_reads(0), {}},
-      {"gets no further after 0 of them, in 100 tries", on_reads(512), {}},
-      {"gets no further after 0 of them, in 100 tries", on_reads(-EINTR), {}},
+      {"reached the end of the file after 0 of them", on_reads(0), {}},
+      {"makes no progress after 0 of them, in 100 tries", on_reads(512), {}},
+      {"makes no progress after 0 of them, in 100 tries", on_reads(-EINTR), {}},
       {"other bytes",
        [](const BlockRequest& r, int64_t moved) {
          if (!r.write) r.data[5] ^= 1;

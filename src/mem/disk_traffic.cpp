@@ -33,7 +33,7 @@ void DiskTraffic::make_room(Buffer& buffer, Account account) {
   if (!buffer.exists()) return;
   if (buffer.on_disk()) {
     settle(buffer.offset, buffer.offset + buffer.bytes());
-    tiers_.disk->wait(buffer.moving);  // a read that nobody waited for
+    tiers_.disk->wait(buffer.moving);  // a read that was not waited for
     buffer.moving = {};
   }
   if (!buffer.memory) buffer.memory = tiers_.arena(buffer.tier).take(buffer.bytes(), account);
@@ -58,7 +58,7 @@ void DiskTraffic::put_back(Buffer& buffer) {
   if (!buffer.on_disk() || !buffer.exists()) return;
   if (const auto watch = watch_.load()) watch->disk_changes(buffer.offset, buffer.bytes());
   settle(buffer.offset, buffer.offset + buffer.bytes());
-  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();  // what fills it
+  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();  // work that fills the buffer
   const std::lock_guard lock(mutex_);
   Write write{buffer.offset, buffer.bytes(), {}, {}, num_writes_++};
   write.ticket = tiers_.disk->write(buffer.offset, buffer.data().host(), buffer.bytes());
@@ -68,7 +68,7 @@ void DiskTraffic::put_back(Buffer& buffer) {
 
 void DiskTraffic::let_go(Buffer& buffer) {
   if (!buffer.on_disk()) return;
-  if (tiers_.disk->done(buffer.moving)) buffer.memory.reset();  // else close() does
+  if (tiers_.disk->done(buffer.moving)) buffer.memory.reset();  // otherwise close() frees it
 }
 
 void DiskTraffic::drop(Buffer& buffer) {

@@ -1,6 +1,6 @@
 #pragma once
-// Buffer: values in memory or on disk. DiskTraffic: moves the buffers of disk, read ahead and
-// written behind.
+// Buffer: values in memory or on disk. DiskTraffic: moves buffers that rest on disk, with
+// read-ahead and write-behind.
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -15,11 +15,11 @@
 namespace penstock::mem {
 
 struct Buffer {
-  Lease memory;       // where it rests, or a window while it is away from disk
+  Lease memory;       // its place at rest, or its memory while it is away from disk
   int64_t numel = 0;  // 0: there is no such buffer
   Dtype dtype = Dtype::kFp32;
   Tier tier = Tier::kDevice;
-  int64_t offset = -1;  // of its extent on disk
+  int64_t offset = -1;  // offset of its extent on disk
   DiskTicket moving;    // the read into `memory`
 
   bool exists() const { return numel > 0; }
@@ -29,9 +29,9 @@ struct Buffer {
   device::Address at(int64_t element) const { return memory.data() + element * dtype_bytes(dtype); }
 };
 
-// Any thread, but one at a time for each buffer. A buffer may be a part of another on disk: what is
-// read or written comes after the writes of its bytes. No lock is held while the disk is waited
-// for.
+// Any thread, but one at a time for each buffer. A buffer may be a part of another one on disk:
+// each read or write waits for earlier writes of the same bytes. No lock is held while it waits for
+// the disk.
 class DiskTraffic {
  public:
   explicit DiskTraffic(Tiers& tiers) : tiers_(tiers) {}
@@ -39,22 +39,23 @@ class DiskTraffic {
 
   // Starts the read, unless the bytes are in memory.
   void fetch(Buffer& buffer, Account account);
-  // Memory for the values, which are about to be written whole.
+  // Takes memory for values that are about to be written completely.
   void make_room(Buffer& buffer, Account account);
-  // The bytes are in memory when this returns.
+  // Blocks until the bytes are in memory.
   void wait_read(const Buffer& buffer) const;
-  // Starts the write; the memory goes with it and is let go when it is done.
+  // Starts the write. The write owns the memory and frees it when it is done.
   void put_back(Buffer& buffer);
-  // What was fetched and not changed.
+  // Frees the memory of a buffer that was fetched and not changed.
   void let_go(Buffer& buffer);
-  // Gives its memory back when nothing moves it any more, whatever is in it.
+  // Waits until nothing moves the memory, then frees it with its contents.
   void drop(Buffer& buffer);
-  void settle();  // every write is done
-  // Who is told before what rests changes; null: nobody.
+  void settle();  // blocks until every write is done
+  // Sets what is called before bytes at rest change; null: nothing.
   void watch(std::shared_ptr<ChangeWatch> watch) { watch_.store(std::move(watch)); }
-  // To be called before the bytes in memory of what rests there change. Those on disk: put_back().
+  // Call before changing the bytes of a buffer that rests in memory. For buffers on disk,
+  // put_back() calls the watch.
   void changes(const Buffer& buffer);
-  void forget();  // the disk has ended: what it was given is let go
+  void forget();  // after the disk has ended: frees the memory of its writes
 
  private:
   struct Write {
@@ -63,7 +64,7 @@ class DiskTraffic {
     Lease memory;
     int64_t number = 0;
   };
-  void settle(int64_t begin, int64_t end);  // every write of those bytes
+  void settle(int64_t begin, int64_t end);  // blocks until every write of those bytes is done
 
   Tiers& tiers_;
   std::atomic<std::shared_ptr<ChangeWatch>> watch_;

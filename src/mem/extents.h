@@ -1,6 +1,6 @@
 #pragma once
-// Extents: pieces of a swap file that come and go. The file grows to the most that was in use at
-// once.
+// Extents: parts of a swap file that are taken and given back. The file grows to the most bytes
+// that were in use at once.
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -13,10 +13,10 @@ class Extents {
  public:
   explicit Extents(const DiskOptions& options) : disk_(options) {}
 
-  // An offset for I/O on disk(). One thread at a time. Throws RuntimeFault with path, bytes needed
-  // and bytes free when the file has to grow and the disk is too full.
+  // Returns an offset for I/O on disk(). One thread at a time. Throws RuntimeFault with path, bytes
+  // needed and bytes free if the file must grow and the disk is too full.
   int64_t take(int64_t bytes);
-  // Any thread; no I/O on it is in flight.
+  // Any thread. No I/O on the extent may be in flight.
   void give_back(int64_t offset, int64_t bytes);
 
   Disk& disk() { return disk_; }
@@ -25,7 +25,7 @@ class Extents {
  private:
   Disk disk_;
   mutable std::mutex mutex_;
-  std::map<int64_t, int64_t> free_;  // offset -> bytes, never neighbours; guarded by mutex_
+  std::map<int64_t, int64_t> free_;  // offset -> bytes; adjacent ones are merged; guarded by mutex_
 };
 
 }  // namespace penstock::mem

@@ -1,11 +1,11 @@
 #pragma once
-// What a disk that hangs may still use is kept until the process ends, and not destroyed then.
+// Keeps objects that a hanging disk may still use until the process ends, without destroying them.
 #include <atomic>
 #include <utility>
 
 namespace penstock::mem {
 
-// Any thread. Leak checkers find the value.
+// Any thread. The value stays reachable, so leak checkers do not report it.
 template <class T>
 void keep_for_good(T value) {
   struct Node {

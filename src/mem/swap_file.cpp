@@ -18,7 +18,8 @@ SwapFile::SwapFile(std::string folder, int descriptor)
     : folder_(std::move(folder)), descriptor_(descriptor) {
   if (!is_open()) return;
   const int flags = fcntl(descriptor_, F_GETFL);
-  direct_ = fcntl(descriptor_, F_SETFL, flags | O_DIRECT) == 0;  // not every file system has it
+  // Not every file system supports it.
+  direct_ = fcntl(descriptor_, F_SETFL, flags | O_DIRECT) == 0;
 }
 
 SwapFile::SwapFile(SwapFile&& other) noexcept
@@ -60,7 +61,8 @@ void SwapFile::claim(int64_t from, int64_t to) const {
   struct statvfs system{};
   fstatvfs(descriptor_, &system);
   const auto free = static_cast<int64_t>(system.f_bavail * system.f_frsize);
-  // A file system that cannot claim: the first write of every extent, still in initialize(), will.
+  // The file system cannot claim space. The first write of every extent claims it, still in
+  // initialize().
   if (error == EOPNOTSUPP || error == ENOSYS) error = free < bytes ? ENOSPC : 0;
   if (error == 0) return;
   throw RuntimeFault(concat("[mem::SwapFile::claim] \"", folder_, "\" cannot hold a swap file of ",

@@ -1,6 +1,6 @@
 #pragma once
-// SwapFile: a file without a name. Its space is the system's again when its owner is gone, whatever
-// ended it.
+// SwapFile: a file without a name. The system reclaims its space when its owner ends, for whatever
+// reason.
 #include <cstdint>
 #include <string>
 
@@ -8,13 +8,14 @@ namespace penstock::mem {
 
 class SwapFile {
  public:
-  // Nameless where the file system has that, else named() and unlinked. Throws ConfigError with the
-  // folder and the system's reason.
+  // Returns a nameless() file if the file system supports it, else a named() one. Throws
+  // ConfigError with the folder and the system's reason.
   static SwapFile open(const std::string& folder);
-  // Made without a name, so that no moment is left in which a kill would leave one. A file system
-  // without such files gives one that is not is_open().
+  // Makes the file without a name, so that a kill at any moment leaves none behind. If the file
+  // system has no such files, the result is not is_open().
   static SwapFile nameless(const std::string& folder);
-  // Made under a name that is taken away at once; not is_open() where that fails (errno says why).
+  // Makes the file under a name and unlinks it at once. If that fails, the result is not is_open(),
+  // and errno has the reason.
   static SwapFile named(const std::string& folder);
 
   SwapFile(SwapFile&& other) noexcept;
@@ -22,13 +23,13 @@ class SwapFile {
   ~SwapFile();
 
   // Claims the space from offset `from` to `to`. Throws RuntimeFault with folder, bytes needed and
-  // bytes free when the disk is too full.
+  // bytes free if the disk is too full.
   void claim(int64_t from, int64_t to) const;
 
   const std::string& folder() const { return folder_; }
   bool is_open() const { return descriptor_ >= 0; }
   int descriptor() const { return descriptor_; }
-  bool direct() const { return direct_; }  // past the page cache
+  bool direct() const { return direct_; }  // bypasses the page cache
 
  private:
   SwapFile(std::string folder, int descriptor);

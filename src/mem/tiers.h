@@ -1,5 +1,6 @@
 #pragma once
-// Tiers: where state rests. On the CPU the device tier is host memory that is counted on its own.
+// Tiers: the memory and disk in which state rests. On the CPU, the device tier is host memory that
+// is counted separately.
 #include <memory>
 #include <optional>
 
@@ -12,31 +13,33 @@
 namespace penstock::mem {
 
 struct Tiers {
-  // Where parameters compute. What of the host's memory goes to and from it is pinned, which is all
-  // of it but what keep_here() names.
-  // `events`: how many the recorder keeps.
+  // `where` is the device on which parameters compute. With a device, host memory is pinned, except
+  // that of accounts named by keep_here(). `events` is the number of events that the recorder
+  // keeps.
   explicit Tiers(c10::Device where = c10::Device(c10::DeviceType::CPU), int64_t events = 0);
 
-  // Before the first of it is taken: that account's host memory never crosses to the device.
+  // Makes host memory of that account pageable, because it is never copied to the device. Call it
+  // before the account's first take().
   void keep_here(Account account) { host.use(account, pageable); }
-  // What is on its way to or from disk is in host memory.
+  // Values on disk pass through host memory, so kDisk has the host's arena.
   Arena& arena(Tier tier) { return tier == Tier::kDevice ? device : host; }
-  // Whose memory that is; null for the host's.
+  // Returns the device that owns memory of that tier; null for host memory.
   const device::Device* owner(Tier tier) const {
     return tier == Tier::kDevice && !computes.is_host() ? &computes : nullptr;
   }
-  // What the host reads itself; of the device's budget where that is the host.
+  // The arena for values that the host reads. On the CPU it is the device tier's, and counts for
+  // its budget.
   Arena& on_host() { return computes.is_host() ? device : host; }
-  // Ends the disk while the buffers of its requests are still taken. Those of a disk that hangs
-  // stay allocated when they are given back.
+  // Ends the disk while the buffers of its requests are still taken. The buffers of hanging
+  // requests are never freed.
   void close_disk();
 
   const device::Device computes;
-  Pool memory;                 // where that is the host: of both tiers; else pinned
-  Pool pageable, accelerator;  // where it is not
+  Pool memory;                 // on the CPU: of both tiers; with a device: pinned host memory
+  Pool pageable, accelerator;  // used with a device only
   Arena device, host;
   const std::shared_ptr<trace::Recorder> recorder;
-  std::optional<Disk> disk;  // where the table has cells there
+  std::optional<Disk> disk;  // only if the table has cells on disk
 };
 
 }  // namespace penstock::mem

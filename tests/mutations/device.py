@@ -111,7 +111,7 @@ BESIDE_A_DEVICE = [
     Mutation(
         "a disk is written what has not come from the device yet",
         TRAFFIC,
-        "  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();  // what fills it\n",
+        "  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();  // work that fills the buffer\n",
         "",
         TABLES,
     ),
