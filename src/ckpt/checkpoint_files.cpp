@@ -1,4 +1,4 @@
-// Checkpoint files that no engine writes or reads.
+// Checkpoint files that are written and read without an engine (penstock/checkpoint_files.h).
 #include "penstock/checkpoint_files.h"
 
 #include <ATen/ops/empty.h>
@@ -43,7 +43,7 @@ struct CheckpointWriter::Impl {
   ckpt::Manifest manifest;
   std::vector<ckpt::Region> regions;  // by tensor
   std::optional<ckpt::Draft> draft;
-  ckpt::Block memory;  // two halves: one is filled, one is with the system
+  ckpt::Block memory;  // two halves: one is filled while the system writes the other
   std::optional<ckpt::ShardWriter> shard;
   int half = 0;
 
@@ -66,7 +66,8 @@ ckpt::ShardLayout CheckpointWriter::Impl::describe(const StoredState& state) {
       throw ConfigError(concat("\"", one.name, "\": ", error.what()));
     }
     const int64_t numel = ckpt::num_elements(one.shape);
-    if (numel < 0) throw ConfigError(concat("[ckpt::files] \"", one.name, "\" has no such shape"));
+    if (numel < 0)
+      throw ConfigError(concat("[ckpt::files] \"", one.name, "\" has an invalid shape"));
     ckpt::Region region;
     if (one.same_as < 0) {
       region.bytes = numel * static_cast<int64_t>(c10::elementSize(one.dtype));
@@ -80,7 +81,8 @@ ckpt::ShardLayout CheckpointWriter::Impl::describe(const StoredState& state) {
     const auto other = static_cast<size_t>(wanted[i].same_as);
     if (other >= wanted.size() || wanted[other].same_as >= 0 ||
         wanted[other].shape != wanted[i].shape || wanted[other].dtype != wanted[i].dtype) {
-      throw ConfigError(concat("[ckpt::files] \"", wanted[i].name, "\" is the same as no other"));
+      throw ConfigError(concat("[ckpt::files] \"", wanted[i].name,
+                               "\": no written tensor at same_as has its shape and dtype"));
     }
     manifest.tensors[i].slices = manifest.tensors[other].slices;
     written[i] = true;
@@ -90,7 +92,7 @@ ckpt::ShardLayout CheckpointWriter::Impl::describe(const StoredState& state) {
   return layout;
 }
 
-// Through the halves: whole blocks at block-aligned addresses.
+// Copies through the two halves, because writes need whole blocks at block-aligned addresses.
 void CheckpointWriter::Impl::put(int64_t offset, const char* data, int64_t bytes) {
   for (int64_t done = 0; done < bytes; done += kHalfBytes) {
     const int64_t part = std::min(kHalfBytes, bytes - done);
@@ -108,13 +110,13 @@ CheckpointWriter::CheckpointWriter(const std::string& root, const std::string& t
                                    std::vector<StoredTensor> tensors, const StoredState& state)
     : files_(std::make_unique<Impl>()) {
   if (!ckpt::is_tag(tag)) {
-    throw ConfigError(concat("[ckpt::files] the tag \"", tag, "\" is no name of a folder"));
+    throw ConfigError(concat("[ckpt::files] the tag \"", tag, "\" is not a valid folder name"));
   }
   files_->wanted = std::move(tensors);
   files_->written.assign(files_->wanted.size(), false);
   const ckpt::ShardLayout layout = files_->describe(state);
   try {
-    ckpt::Manifest::parse(files_->manifest.text());  // as a reader will
+    ckpt::Manifest::parse(files_->manifest.text());  // the checks of a later reader
   } catch (const ckpt::Damaged& error) {
     throw ConfigError(error.what());
   }
@@ -127,13 +129,14 @@ CheckpointWriter::~CheckpointWriter() = default;
 
 void CheckpointWriter::write(int index, const at::Tensor& values) {
   if (index < 0 || index >= static_cast<int>(files_->wanted.size()) || files_->written[index]) {
-    throw ConfigError(concat("[ckpt::files] no tensor ", index, " is to be written"));
+    throw ConfigError(concat("[ckpt::files] cannot write tensor ", index,
+                             ": no such tensor, or written already"));
   }
   const StoredTensor& wanted = files_->wanted[index];
   if (values.sizes() != at::IntArrayRef(wanted.shape) || values.scalar_type() != wanted.dtype ||
       !values.device().is_cpu()) {
-    throw ConfigError(concat("[ckpt::files] \"", wanted.name, "\" has another shape, dtype or ",
-                             "device than was said"));
+    throw ConfigError(concat("[ckpt::files] \"", wanted.name,
+                             "\": expected the declared shape and dtype, ", "on the CPU"));
   }
   const at::Tensor whole = values.detach().contiguous();
   files_->put(files_->regions[index].offset, static_cast<const char*>(whole.const_data_ptr()),
@@ -182,7 +185,7 @@ CheckpointReader::~CheckpointReader() = default;
 
 at::Tensor CheckpointReader::read(int index) {
   if (index < 0 || index >= static_cast<int>(tensors_.size())) {
-    throw ConfigError(concat("[ckpt::files] there is no tensor ", index));
+    throw ConfigError(concat("[ckpt::files] no tensor has index ", index));
   }
   const StoredTensor& one = tensors_[index];
   at::Tensor values = at::empty(one.shape, at::TensorOptions().dtype(one.dtype));

@@ -1,5 +1,5 @@
 #pragma once
-// XXH3 of 64 bits, which finds damage on the way to and from a disk; no defence against an
+// 64-bit XXH3. It detects damage on the way to and from a disk; it does not protect against an
 // attacker.
 #include <ATen/core/Tensor.h>
 
@@ -9,7 +9,7 @@
 namespace penstock::ckpt {
 
 uint64_t checksum(const void* data, int64_t bytes);
-uint64_t checksum(const at::Tensor& tensor);  // of the values, in their order
+uint64_t checksum(const at::Tensor& tensor);  // of the values in row-major order
 
 std::string hex(uint64_t value);  // 16 digits
 

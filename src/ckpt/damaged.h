@@ -1,5 +1,6 @@
 #pragma once
-// Damaged: a checkpoint is not what its writer left. Another one may do.
+// Damaged: thrown when a checkpoint differs from what its writer left. Another checkpoint may still
+// be good.
 #include "penstock/error.h"
 
 namespace penstock::ckpt {

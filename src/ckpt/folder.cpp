@@ -65,15 +65,16 @@ void write_all(int fd, const std::string& path, const std::string& text) {
   }
 }
 
-// Its newest change, for the order of those that `latest` does not name.
+// Time of the newest change in ns; it orders checkpoints that `latest` does not name.
 int64_t age_of(const std::string& path) {
   struct stat found{};
   if (::stat(path.c_str(), &found) != 0) return 0;
   return found.st_mtim.tv_sec * 1'000'000'000LL + found.st_mtim.tv_nsec;
 }
 
-// Of a writer that has died: nobody holds its lock. One that has none may just be beginning; but
-// not a checkpoint that was replaced or is not kept.
+// Returns whether the draft's writer has died: no process holds its lock. A young draft without a
+// lock may belong to a writer that is just starting. A replaced or pruned checkpoint has no lock
+// either, but its name or its manifest tells.
 bool is_abandoned(const std::string& draft) {
   const Descriptor lock(draft + "/" + kLock, O_RDWR);
   if (lock.get() >= 0) return ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0;
@@ -82,26 +83,27 @@ bool is_abandoned(const std::string& draft) {
          std::time(nullptr) - age_of(draft) / 1'000'000'000 > kMinute;
 }
 
-// Wherever its removal stops, the name says that nobody needs it.
+// Renames the folder first, so that a removal that is cut short leaves a name that marks it as
+// garbage.
 void discard(const std::string& folder) {
   const std::string away = folder.ends_with(kOld) ? folder : concat(folder, "-", kOld);
   const bool renamed = away == folder || ::rename(folder.c_str(), away.c_str()) == 0;
   remove_all(renamed ? away : folder);
 }
 
-// A folder or file of the user's is not.
+// Only a checkpoint may be replaced, not a folder or file of the user.
 void check_replaceable(const std::string& target) {
   if (!exists(target) || exists(target + "/" + kManifest)) return;
   throw RuntimeFault(concat("[ckpt::save] \"", target,
-                            "\" is there and is no checkpoint: save under another tag"));
+                            "\" exists and is not a checkpoint; save under another tag"));
 }
 
-// Of those that have the names of steps.
+// Only checkpoints with the names of steps are removed.
 void prune(const std::string& root, int keep) {
   std::vector<std::string> all = tags(root);
   std::erase_if(all, [](const std::string& tag) { return !tag.starts_with(kStep); });
   for (size_t i = keep; keep > 0 && i < all.size(); ++i) {
-    // Under a dot it is no checkpoint any more, wherever its removal stops.
+    // A name with a dot is not a checkpoint, so a removal may stop at any point.
     const std::string away = root + "/." + all[i] + kSaving + kOld;
     remove_all(away);
     if (::rename((root + "/" + all[i]).c_str(), away.c_str()) == 0) remove_all(away);
@@ -138,7 +140,7 @@ void write_text(const std::string& path, const std::string& text) {
   const std::string draft = path + ".new";
   {
     const Descriptor file(draft, O_WRONLY | O_CREAT | O_TRUNC);
-    if (file.get() < 0) fail("make", draft, errno);
+    if (file.get() < 0) fail("create", draft, errno);
     write_all(file.get(), draft, text);
     if (::fsync(file.get()) != 0) fail("sync", draft, errno);
   }
@@ -167,7 +169,7 @@ bool is_tag(const std::string& tag) {
 Draft::Draft(const std::string& root, const std::string& tag) : root_(root), tag_(tag) {
   std::error_code error;
   fs::create_directories(root, error);
-  if (error) fail("make", root, error.value());
+  if (error) fail("create", root, error.value());
   check_replaceable(root + "/" + tag);
   std::vector<std::string> dead;
   for (const fs::directory_entry& entry : fs::directory_iterator(root, error)) {
@@ -180,7 +182,7 @@ Draft::Draft(const std::string& root, const std::string& tag) : root_(root), tag
   for (const std::string& one : dead) discard(one);
   std::random_device random;
   path_ = concat(root, "/.", tag, kSaving, std::hex, random(), random());
-  if (::mkdir(path_.c_str(), 0777) != 0) fail("make", path_, errno);
+  if (::mkdir(path_.c_str(), 0777) != 0) fail("create", path_, errno);
   Descriptor lock(path_ + "/" + kLock, O_RDWR | O_CREAT);
   if (lock.get() < 0 || ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
     const int why = errno;
@@ -202,7 +204,7 @@ std::string Draft::commit(int keep) {
   if (!exists(target)) {
     if (::rename(path_.c_str(), target.c_str()) != 0) fail("rename", path_, errno);
   } else if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0) {
-    discard(path_);  // the old one
+    discard(path_);  // the previous checkpoint
   } else {  // a file system that cannot exchange names: for a moment there is none of this tag
     const std::string away = root_ + "/." + tag_ + kSaving + kOld;
     remove_all(away);

@@ -74,7 +74,7 @@ std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, i
   const bool apart = holding.flat->tensor == TensorCut::kCut;
   const int stage = mesh.coordinate(rank, Axis::kPipeline);
   const std::vector<int>& stages = holding.flat->owners;
-  if (!stages.empty() && stages.front() != stage) return {0, 0};  // that one's
+  if (!stages.empty() && stages.front() != stage) return {0, 0};  // that stage writes it
   int64_t index = 0, count = 0;
   for (int other = 0; other < mesh.world(); ++other) {
     if (mesh.coordinate(other, Axis::kPipeline) != stage) continue;
@@ -94,11 +94,12 @@ std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, i
 
 namespace {
 
-// Of a parameter that tensor ranks have cut: what is in one piece of the whole of it, row by row.
-// `part`: elements of the flat.
+// Adds the pieces of a parameter that tensor ranks have cut. Each range of a row is contiguous in
+// the full tensor, so it becomes one piece. `part`: elements of the flat.
 void add_cut(const exec::Slot& slot, const Global& global, std::pair<int64_t, int64_t> part,
              std::vector<StatePiece>* found) {
-  if (slot.numel == 0) return found->push_back({global, 0, slot.offset});  // its name counts
+  // Its name must be in the manifest.
+  if (slot.numel == 0) return found->push_back({global, 0, slot.offset});
   const auto dim = static_cast<size_t>(slot.cut.dim);
   int64_t inner = 1, outer = 1;
   for (size_t i = 0; i < slot.whole.size(); ++i) (i < dim ? outer : inner) *= slot.whole[i];
@@ -172,7 +173,7 @@ at::ScalarType scalar_type(const std::string& file_dtype) {
   for (const auto& [type, name] : scalar_names()) {
     if (name == file_dtype) return type;
   }
-  throw Damaged(concat("[ckpt::load] no tensor has dtype ", file_dtype));
+  throw Damaged(concat("[ckpt::load] torch has no dtype for the file dtype ", file_dtype));
 }
 
 }  // namespace penstock::ckpt

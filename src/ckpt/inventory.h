@@ -1,7 +1,7 @@
 #pragma once
-// Inventory: every buffer of training state that this rank holds, and of which logical tensors its
-// elements are: by the executor's own copies, so for any table, tier, tile and chunk. Saving and
-// loading go through the same list.
+// Inventory: lists every buffer of training state that this rank holds, and the logical tensors
+// that its elements belong to. It is made from the executor's own copies, so it works for any
+// table, tier, tile and chunk. Saving and loading use the same list.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -15,55 +15,57 @@
 
 namespace penstock::ckpt {
 
-// What a parameter of a flat is to the outside: a whole tensor, or (a tile) rows of one.
+// The logical tensor that a flat's parameter belongs to. A parameter is a whole tensor, or, if it
+// is a tile, some rows of one.
 struct Global {
   std::string name;
   std::vector<int64_t> shape;
-  int64_t begin = 0;  // element of the tensor
+  int64_t begin = 0;  // first element of the tensor
 };
 using GlobalOf = std::function<Global(int unit, const exec::Slot& slot)>;
 
-// One buffer between steps. The pointers are good until the executor does anything.
+// One buffer between steps. The pointers are valid until the executor runs.
 struct Holding {
   int unit = 0;
   exec::Flat* flat = nullptr;
   exec::Buffer* buffer = nullptr;
   mem::Account account{};
-  Placement place;     // of the copy it is (a part) of
+  Placement place;     // placement of the copy that the buffer belongs to
   std::string role;    // "param": fp32 masters, or parameters that do not train
-  int64_t first = 0;   // element of the flat
-  bool users = false;  // may change it at any time: it is what they see as the parameter
-  // Low-precision parameters that users may have written to since the last step, for the masters
-  // that this is; null where there are none.
+  int64_t first = 0;   // first element of the flat
+  bool users = false;  // users see it as the parameter and may change it at any time
+  // For masters: the low-precision parameters, which users may have written to since the last step.
+  // Null if there are none.
   const exec::Buffer* edits = nullptr;
-  int64_t edits_first = 0;  // element of the flat that `edits` begins with
+  int64_t edits_first = 0;  // element of the flat at which `edits` begins
 
   int64_t numel() const { return buffer->numel; }
 };
 
-// `moments`: what the optimizer calls the values that it keeps beside the masters. `lent`: the
-// masters are an optimizer's of the user's own.
+// `moments` names the optimizer's state besides the masters, in order. `lent`: an optimizer of the
+// user's own updates the masters.
 std::vector<Holding> holdings(exec::Executor& executor, int rank,
                               const std::vector<std::string>& moments, bool lent = false);
 
-// Which part of a holding this rank writes: [first, second) in elements of it. Ranks that hold the
-// same share the work, at blocks.
+// Returns the part of a holding that this rank writes: [first, second) in elements of the holding.
+// Ranks that hold the same values share the work, in whole blocks.
 std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank);
 
-// Elements [begin, begin + numel) of one parameter's tensor, at an element of the flat.
+// Elements [begin, begin + numel) of one parameter's tensor, which lie at element `at` of the flat.
 struct StatePiece {
   Global global;
   int64_t numel = 0;
   int64_t at = 0;
 };
-// Of the flat's elements [first, first + numel). Parameters without elements are there, too.
+// Returns the pieces of the flat's elements [first, first + numel). Parameters without elements are
+// included.
 std::vector<StatePiece> pieces(const Holding& holding, int64_t first, int64_t numel,
                                const GlobalOf& global_of);
 
-// As safetensors names it. Throws ConfigError for a type that it has not.
+// Returns safetensors' name of the dtype. Throws ConfigError if it has none.
 const char* file_dtype(Dtype dtype);
 const char* file_dtype(at::ScalarType type);
-// The other way. Throws Damaged for a type that torch has not.
+// The inverse. Throws Damaged if torch has no such dtype.
 at::ScalarType scalar_type(const std::string& file_dtype);
 
 }  // namespace penstock::ckpt

@@ -36,13 +36,14 @@ std::string dump(const Json& json) {
   try {
     return json.dump();
   } catch (const nlohmann::json::exception& error) {
-    throw ConfigError(concat("[ckpt::json] text that is no UTF-8 cannot be saved: ", error.what()));
+    throw ConfigError(
+        concat("[ckpt::json] text that is not UTF-8 cannot be saved: ", error.what()));
   }
 }
 
 JsonReader::JsonReader(const Json& object, std::string what)
     : object_(object), what_(std::move(what)) {
-  if (!object.is_object()) fail("no JSON object");
+  if (!object.is_object()) fail("not a JSON object");
 }
 
 void JsonReader::fail(const std::string& why) const {
@@ -57,19 +58,19 @@ const Json& JsonReader::at(const std::string& key) const {
 
 const Json& JsonReader::list(const std::string& key) const {
   const Json& value = at(key);
-  if (!value.is_array()) fail(concat("\"", key, "\" is no list"));
+  if (!value.is_array()) fail(concat("\"", key, "\" is not a list"));
   return value;
 }
 
 const Json& JsonReader::object(const std::string& key) const {
   const Json& value = at(key);
-  if (!value.is_object()) fail(concat("\"", key, "\" is no object"));
+  if (!value.is_object()) fail(concat("\"", key, "\" is not an object"));
   return value;
 }
 
 std::string JsonReader::text(const std::string& key) const {
   const Json& value = at(key);
-  if (!value.is_string()) fail(concat("\"", key, "\" is no text"));
+  if (!value.is_string()) fail(concat("\"", key, "\" is not a string"));
   return value.get<std::string>();
 }
 
@@ -81,7 +82,7 @@ int64_t JsonReader::number(const Json& value, int64_t least, int64_t most) const
   const bool fits =
       value.is_number_integer() &&
       (!value.is_number_unsigned() || value.get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX));
-  if (!fits) fail(concat(value.dump(), " is no whole number"));
+  if (!fits) fail(concat(value.dump(), " is not a whole number"));
   const auto number = value.get<int64_t>();
   if (number < least || number > most) {
     fail(concat(number, " is not from ", least, " to ", most));

@@ -1,5 +1,6 @@
 #pragma once
-// Reading JSON that others may have written: every surprise is a Damaged that says where.
+// Parses JSON that others may have written. Every unexpected value is a Damaged that says where it
+// is.
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -7,14 +8,15 @@
 
 namespace penstock::ckpt {
 
-using Json = nlohmann::ordered_json;  // what users put in keeps its order
+using Json = nlohmann::ordered_json;  // keeps the order of the users' keys
 
-// Throws Damaged for what is no JSON, for a key that is given twice, and for more than 256 levels.
+// Throws Damaged if the text is not JSON, repeats a key, or has more than 256 levels.
 Json parse_json(std::string_view text, const std::string& what);
-// On one line. Throws ConfigError for text that is no UTF-8.
+// Returns the JSON on one line. Throws ConfigError for text that is not UTF-8.
 std::string dump(const Json& json);
 
-// An object's fields. Every function throws Damaged where a field is missing or is of another kind.
+// Reads the fields of an object. Every function throws Damaged if a field is missing or has another
+// type.
 class JsonReader {
  public:
   JsonReader(const Json& object, std::string what);

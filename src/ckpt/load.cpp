@@ -20,8 +20,9 @@ constexpr size_t kNamed = 20;  // differences that an error lists
 
 constexpr const char* kParam = "param";
 constexpr const char* kBuffer = "buffer";
-constexpr const char* kUsers = "optim.";   // begins what an optimizer of the user's own keeps
-constexpr const char* kWeight = "weight";  // one of the two: its file did not say which
+constexpr const char* kUsers = "optim.";  // prefix of roles of the user's own optimizer
+// A parameter or a buffer: a state dict does not say which.
+constexpr const char* kWeight = "weight";
 
 Dtype dtype_named(const std::string& name) {
   return name == "F32" ? Dtype::kFp32 : name == "BF16" ? Dtype::kBf16 : Dtype::kFp16;
@@ -47,7 +48,7 @@ std::string list(const char* what, const std::vector<std::string>& names) {
   return concat("\n  ", what, ": ", join(first, ", "), more);
 }
 
-// What the checkpoint has for a tensor of the model, or null.
+// Returns the checkpoint's entry for a tensor of the model, or null.
 const Tensor* find(const Manifest& manifest, const TensorLoadOptions& options,
                    const std::string& role, const std::string& name, int rank = -1) {
   const auto in_role = [&](const std::string& of, const std::string& named) {
@@ -56,7 +57,7 @@ const Tensor* find(const Manifest& manifest, const TensorLoadOptions& options,
   const Tensor* found = in_role(role, name);
   if (found != nullptr || rank >= 0) return found;
   if (role != kParam && role != kBuffer) {
-    // The same whether our kernels update it or an optimizer of the user's own.
+    // The role is the same whether Penstock's kernels or the user's own optimizer update it.
     return in_role(role.starts_with(kUsers) ? role.substr(std::strlen(kUsers)) : kUsers + role,
                    name);
   }
@@ -72,7 +73,7 @@ bool is_optimizers(const std::string& key) {
   return !key.starts_with(kParam) && !key.starts_with(kBuffer);
 }
 
-// What is there and what is wanted, compared.
+// Compares the entries of the checkpoint with the tensors of the model.
 struct Comparison {
   const Manifest& manifest;
   const TensorLoadOptions& options;
@@ -94,7 +95,7 @@ struct Comparison {
     different.push_back(
         concat(key, " has dtype ", found->dtype, " there and ", tensor.dtype, " here"));
   }
-  // A state dict has tied weights by each of their names.
+  // A state dict has tied weights under each of their names.
   bool has(const Tensor& tensor) const {
     const auto is_name = [&](const auto& one) { return one.second == tensor.name; };
     return taken.count(&tensor) > 0 ||
@@ -105,10 +106,10 @@ struct Comparison {
     if (missing.empty() && unexpected.empty() && different.empty()) return;
     const bool weights_alone = !missing.empty() && unexpected.empty() && different.empty() &&
                                std::all_of(missing.begin(), missing.end(), is_optimizers);
-    throw ConfigError(concat("[ckpt::load] the checkpoint is of another model or optimizer",
-                             weights_alone ? " (to take the weights alone: weights_only)" : "", ":",
-                             list("missing in it", missing), list("not wanted", unexpected),
-                             list("different", different)));
+    throw ConfigError(concat("[ckpt::load] the checkpoint belongs to another model or optimizer",
+                             weights_alone ? " (to load the weights only: weights_only)" : "", ":",
+                             list("missing in the checkpoint", missing),
+                             list("unexpected", unexpected), list("different", different)));
   }
 };
 
@@ -154,7 +155,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   for (const Holding& holding : target.holdings) {
     if (holding.role != kParam && !options.optimizer) continue;
     roles.insert(holding.role);
-    // Of the whole flat: other ranks' parts must be there as well.
+    // Checks the whole flat: the parts of other ranks must be in the checkpoint, too.
     for (const StatePiece& piece : pieces(holding, 0, holding.flat->numel, target.global_of)) {
       comparison.look({holding.role,
                        piece.global.name,
@@ -167,7 +168,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   for (const Extra& extra : target.extras) {
     if (!extra.tensor.is_non_overlapping_and_dense()) {
       comparison.different.push_back(
-          concat(key_of(extra), " is a view whose elements share memory here: clone it"));
+          concat(key_of(extra), " is a view with gaps or overlapping elements here; clone it"));
     }
     comparison.look({extra.role,
                      extra.global.name,
@@ -180,7 +181,8 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   for (const Tensor& tensor : manifest.tensors) {
     if (tensor.rank >= 0 || comparison.has(tensor)) continue;
     if (target.elsewhere.contains(tensor.name)) continue;
-    // Of an optimizer of the user's own a rank wants its pieces, of parameters that there are.
+    // A rank expects the state of the user's own optimizer only for parameters that it has pieces
+    // of.
     const bool piece = tensor.role.starts_with(kUsers) && options.optimizer &&
                        comparison.wanted.count(concat(kParam, "/", tensor.name)) == 0;
     if (piece || roles.count(tensor.role) > 0) comparison.unexpected.push_back(tensor.key());
@@ -203,8 +205,8 @@ void check_tied(TensorReader& reader, const Manifest& manifest, const TensorLoad
       same = std::memcmp(ones.data(), twos.data(), static_cast<size_t>(part * size)) == 0;
     }
     if (same) continue;
-    throw ConfigError(concat("[ckpt::load] \"", other, "\" has other values than \"", own,
-                             "\", to which the model ties it"));
+    throw ConfigError(concat("[ckpt::load] \"", other, "\" differs from \"", own,
+                             "\", but the model ties the two"));
   }
 }
 
@@ -220,7 +222,7 @@ struct Filling {
   std::string error{};
   std::vector<char> block{};
 
-  // What throws is remembered, and nothing is read after it.
+  // Keeps the first error; nothing is read after it.
   template <class Work>
   void attempt(const Work& work) {
     if (!error.empty()) return;
@@ -242,7 +244,7 @@ struct Filling {
     }
   }
 
-  // The holding's elements, and zeros between parameters.
+  // Reads the holding's elements; the gaps between parameters become zeros.
   void read(const Holding& holding, char* to, Dtype dtype) {
     const int64_t size = dtype_bytes(dtype);
     std::memset(to, 0, static_cast<size_t>(holding.numel() * size));
@@ -257,7 +259,7 @@ struct Filling {
   }
 
   void into_buffer(const Holding& holding) {
-    target.executor.traffic().settle();  // one of them in memory
+    target.executor.traffic().settle();  // at most one buffer is in memory
     target.executor.traffic().make_room(*holding.buffer, holding.account);
     const device::Address to = holding.buffer->data();
     if (to.device == nullptr) {
@@ -270,14 +272,13 @@ struct Filling {
     target.executor.traffic().put_back(*holding.buffer);
   }
 
-  // A flat whose masters are the optimizer's: all of this rank's together, for the resting
-  // parameters that are made of them.
+  // Reads all masters of a flat that this rank holds, and makes the resting parameters from them.
   void masters(const std::vector<Holding>& parts) {
     const Holding& first = parts.front();
     int64_t numel = 0;
     for (const Holding& part : parts) numel += part.numel();
     mem::Lease room;
-    std::vector<char> spare;  // the ranks meet for each flat, also where one has no room
+    std::vector<char> spare;  // keeps the collective going if there is no memory
     try {
       room = target.tiers.host.take(numel * 4, mem::Account::kBuffers);
     } catch (const RuntimeFault& full) {
@@ -326,7 +327,7 @@ std::string fill(TensorReader& reader, const Manifest& manifest, const Target& t
       } else {
         filling.read(tensor, extra.global.begin, whole.numel(), to, dtype_named(dtype));
       }
-      extra.tensor.detach().copy_(whole);  // so that torch counts the write
+      extra.tensor.detach().copy_(whole);  // copy_() increments the tensor's version counter
     });
   }
   return filling.error;

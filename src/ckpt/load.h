@@ -1,6 +1,6 @@
 #pragma once
-// Load: from any checkpoint into this run's state, whatever the ranks, the strategy and the tiers
-// of the run that wrote it. Each rank reads what it holds itself.
+// Load: reads any checkpoint into this run's state. The number of ranks, the strategy and the tiers
+// may differ from those of the run that wrote it. Each rank reads only what it holds.
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -18,13 +18,12 @@ namespace penstock::ckpt {
 // Reads elements of a checkpoint's tensors. One thread.
 class TensorReader {
  public:
-  // Opens every file that the manifest names: throws Damaged where one is missing or of another
-  // size.
+  // Opens every file that the manifest names. Throws Damaged if one is missing or has another size.
   TensorReader(const std::string& folder, const Manifest& manifest);
 
-  // In the tensor's own dtype. Throws Damaged.
+  // Reads elements in the tensor's own dtype. Throws Damaged.
   void read(const Tensor& tensor, int64_t begin, int64_t numel, char* to);
-  // Every byte of every file. Throws Damaged with the first that is wrong.
+  // Checks every byte of every file. Throws Damaged for the first that is wrong.
   void verify();
   int64_t bytes_read() const;  // of tensors and their checksums
 
@@ -34,32 +33,32 @@ class TensorReader {
 };
 
 struct TensorLoadOptions {
-  bool optimizer = true;  // else the weights and buffers alone
-  // Of tied weights: the parameter's name, and others that a state dict may have it by.
+  bool optimizer = true;  // false: weights and buffers only
+  // Tied weights: the parameter's name, and other names that a state dict may use for it.
   std::multimap<std::string, std::string> tied{};
 };
 
-// What a checkpoint is loaded into.
+// The state that a checkpoint is loaded into.
 struct Target {
   exec::Executor& executor;
   mem::Tiers& tiers;
   const GlobalOf& global_of;
   std::vector<Holding> holdings;
   std::vector<Extra> extras;
-  std::set<std::string> elsewhere{};  // parameters of other stages, which look for them
+  std::set<std::string> elsewhere{};  // parameters of other stages, which check them themselves
 };
 
-// Throws ConfigError with every name that is missing or too many, and every shape or dtype that
-// does not fit, at once.
+// Throws one ConfigError that lists every missing or unexpected name, and every shape or dtype that
+// does not match.
 void check(const Manifest& manifest, const Target& target, const std::vector<std::string>& moments,
            const TensorLoadOptions& options);
 
-// What a state dict has by several names of one parameter must be the same. Reads it. Throws
-// ConfigError, Damaged.
+// Checks that all tensors of a state dict that belong to one tied parameter have the same values.
+// Reads them. Throws ConfigError, Damaged.
 void check_tied(TensorReader& reader, const Manifest& manifest, const TensorLoadOptions& options);
 
-// Fills every copy. [all ranks] It takes part in all that the ranks do together also after an
-// error, which it returns: then the state is neither the old nor the new.
+// Fills every copy. [all ranks] After an error it still takes part in all collectives, and returns
+// the error; the state is then neither the old nor the new.
 std::string fill(TensorReader& reader, const Manifest& manifest, const Target& target,
                  const TensorLoadOptions& options);
 

@@ -19,7 +19,7 @@ constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMostGranule = 1 << 24;
 constexpr int kMaxRanks = 1 << 24;
 
-// A name in the checkpoint's own folder: no way out of it.
+// Returns whether the name stays inside the checkpoint's folder.
 bool is_plain_name(const std::string& name) {
   return !name.empty() && name.front() != '.' &&
          std::all_of(name.begin(), name.end(), [](unsigned char c) {
@@ -44,7 +44,7 @@ File parse_file(const Json& value) {
   const JsonReader entry(value, "manifest, a file");
   File file;
   file.name = entry.text("name");
-  if (!is_plain_name(file.name)) entry.fail(concat("\"", file.name, "\" is no file name"));
+  if (!is_plain_name(file.name)) entry.fail(concat("\"", file.name, "\" is not a plain file name"));
   file.bytes = entry.whole("bytes", 0, kMost);
   file.table = entry.whole("table", 0, file.bytes);
   file.data = entry.whole("data", 0, file.table);
@@ -53,7 +53,7 @@ File parse_file(const Json& value) {
   const int64_t length = file.table - file.data;
   const int64_t pieces = length / file.granule + (length % file.granule == 0 ? 0 : 1);
   if (pieces > file.bytes || file.bytes - file.table != pieces * 8) {
-    entry.fail(concat("\"", file.name, "\" has no checksum for every piece"));
+    entry.fail(concat("\"", file.name, "\" does not have one checksum per granule"));
   }
   return file;
 }
@@ -70,7 +70,7 @@ Tensor parse_tensor(const Json& value, const std::vector<File>& files, bool comp
   tensor.dtype = entry.text("dtype");
   const int64_t numel = num_elements(tensor.shape), size = value_bytes(tensor.dtype);
   if (numel < 0 || size == 0 || numel > kMost / size) {
-    entry.fail(concat("\"", tensor.key(), "\" has a shape or dtype that cannot be"));
+    entry.fail(concat("\"", tensor.key(), "\" has an invalid shape or dtype"));
   }
   for (const Json& one : entry.list("slices")) {
     if (!one.is_array() || one.size() != 4) entry.fail("a slice is not four numbers");
@@ -81,14 +81,14 @@ Tensor parse_tensor(const Json& value, const std::vector<File>& files, bool comp
     const File& file = files[slice.file];
     slice.offset = entry.number(one[3], file.data, file.table);
     if ((slice.end - slice.begin) * size > file.table - slice.offset) {
-      entry.fail(concat("\"", tensor.key(), "\" does not end in ", file.name));
+      entry.fail(concat("\"", tensor.key(), "\" has a slice that does not end in ", file.name));
     }
     tensor.slices.push_back(slice);
   }
   int64_t end = 0;
   for (const Slice& slice : tensor.slices) {
     if (complete ? slice.begin != end : slice.begin < end) {
-      entry.fail(concat("\"", tensor.key(), "\" has no values from element ", end));
+      entry.fail(concat("\"", tensor.key(), "\" has a gap or an overlap at element ", end));
     }
     end = slice.end;
   }
@@ -115,7 +115,7 @@ Manifest parse_body(const Json& json, bool complete) {
     manifest.tensors.push_back(parse_tensor(tensor, manifest.files, complete));
   }
   if (complete && static_cast<int>(manifest.ranks.size()) != manifest.world) {
-    top.fail("there is not one of \"ranks\" for each rank");
+    top.fail("\"ranks\" does not have one entry for each rank");
   }
   return manifest;
 }
@@ -148,7 +148,7 @@ std::string Manifest::text() const {
                 hex(checksum(rest.data(), static_cast<int64_t>(rest.size()))), "\",\n", rest);
 }
 
-// The version is looked at first: of what another version wrote nothing else is known.
+// The version is checked first, because another version may differ in everything else.
 Manifest Manifest::parse(std::string_view text, bool complete) {
   const Json json = parse_json(text, "manifest");
   const JsonReader top(json, "manifest");
@@ -159,12 +159,12 @@ Manifest Manifest::parse(std::string_view text, bool complete) {
   }
   const std::string_view rest = text.substr(std::min(text.find('\n'), text.size() - 1) + 1);
   if (hex(checksum(rest.data(), static_cast<int64_t>(rest.size()))) != top.text("checksum")) {
-    top.fail("its checksum is another: it was changed or cut short");
+    top.fail("the checksum does not match: the file was changed or truncated");
   }
   Manifest manifest = parse_body(json, complete);
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
     if (!manifest.by_key_.emplace(manifest.tensors[i].key(), i).second) {
-      top.fail(concat("tensor \"", manifest.tensors[i].key(), "\" is there twice"));
+      top.fail(concat("tensor \"", manifest.tensors[i].key(), "\" occurs twice"));
     }
   }
   return manifest;

@@ -1,6 +1,6 @@
 #pragma once
-// Manifest: what a checkpoint holds and where (docs/formats.md). One rank's part of it has the same
-// form; merge() makes the whole of the parts. Pure values; any thread.
+// Manifest: lists what a checkpoint holds and where (docs/formats.md). Each rank's part has the
+// same form; merge() combines the parts. Pure values; any thread.
 #include <cstdint>
 #include <map>
 #include <string>
@@ -13,7 +13,7 @@ namespace penstock::ckpt {
 
 inline constexpr int kFormatVersion = 1;
 
-// Elements [begin, end) of a tensor, row by row, at a byte of a file.
+// Elements [begin, end) of a tensor in row-major order, at byte `offset` of a file.
 struct Slice {
   int64_t begin = 0, end = 0;
   int file = 0;
@@ -22,37 +22,37 @@ struct Slice {
 
 // A logical tensor of the training state.
 struct Tensor {
-  std::string role;  // "param", or what the optimizer calls it ("exp_avg"), "buffer", ...
-  std::string name;  // as the model has it
-  int rank = -1;     // of whom it is, where ranks have their own; else -1
+  std::string role;  // "param", the optimizer's name for it ("exp_avg"), "buffer", ...
+  std::string name;  // the model's name for it
+  int rank = -1;     // the owner, if each rank has its own values; else -1
   std::vector<int64_t> shape;
-  std::string dtype;  // as safetensors names it
+  std::string dtype;  // safetensors' name of the dtype
   std::vector<Slice> slices;
 
   std::string key() const;  // "param/layer.weight", "rng/torch@rank1"
   int64_t numel() const;
 };
 
-// A safetensors file. Its bytes from `data` to `table` are checked in pieces of `granule`; the
-// pieces' checksums are at `table`, to the end, eight bytes each.
+// A safetensors file. The bytes from `data` to `table` have one checksum per `granule` bytes. The
+// checksums lie from `table` to the end, eight bytes each.
 struct File {
   std::string name;
   int64_t bytes = 0, data = 0, table = 0, granule = 0;
-  std::string checksum;  // of the table
+  std::string checksum;  // of the bytes from `table` to the end
 };
 
 struct Manifest {
   int world = 0;
-  Json about = Json::object();  // versions, config, plan: for people
-  Json state = Json::object();  // the engine's numbers, the same on every rank
-  Json front = Json::object();  // what the front keeps, of rank 0
-  std::vector<Json> ranks;      // and of every rank
+  Json about = Json::object();  // versions, config, plan: for people to read
+  Json state = Json::object();  // the engine's counters, equal on all ranks
+  Json front = Json::object();  // what the front keeps on rank 0
+  std::vector<Json> ranks;      // what the front keeps on each rank
   std::vector<File> files;
   std::vector<Tensor> tensors;
 
   std::string text() const;
-  // Throws Damaged for text of another version, with another checksum, or with names, sizes or
-  // offsets that cannot be. `complete`: also where tensors have gaps.
+  // Throws Damaged for text of another version, with another checksum, or with invalid names, sizes
+  // or offsets. If `complete`, tensors with gaps are invalid, too.
   static Manifest parse(std::string_view text, bool complete = true);
 
   const Tensor* find(const std::string& key) const;
@@ -61,7 +61,8 @@ struct Manifest {
   mutable std::map<std::string, size_t> by_key_;
 };
 
-// Of each rank's part, in their order. Throws RuntimeFault where they do not fit together.
+// Combines the parts of all ranks, in rank order. Throws RuntimeFault if a tensor's shape or dtype
+// differs between parts.
 Manifest merge(const std::vector<Manifest>& parts);
 
 }  // namespace penstock::ckpt

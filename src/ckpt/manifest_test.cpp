@@ -57,22 +57,22 @@ TEST(Manifest, WhatCannotBeIsRefused) {
     std::function<void(Manifest&)> change;
   };
   const Case cases[] = {
-      {"no file name", [](Manifest& m) { m.files[0].name = "../../etc/passwd"; }},
-      {"no file name", [](Manifest& m) { m.files[0].name = "/etc/passwd"; }},
-      {"no file name", [](Manifest& m) { m.files[0].name = ".."; }},
-      {"no file name", [](Manifest& m) { m.files[0].name = ""; }},
+      {"not a plain file name", [](Manifest& m) { m.files[0].name = "../../etc/passwd"; }},
+      {"not a plain file name", [](Manifest& m) { m.files[0].name = "/etc/passwd"; }},
+      {"not a plain file name", [](Manifest& m) { m.files[0].name = ".."; }},
+      {"not a plain file name", [](Manifest& m) { m.files[0].name = ""; }},
       {"named twice", [](Manifest& m) { m.files[1].name = m.files[0].name; }},
-      {"no checksum for every piece", [](Manifest& m) { m.files[0].granule = 1; }},
+      {"one checksum per granule", [](Manifest& m) { m.files[0].granule = 1; }},
       {"not from", [](Manifest& m) { m.files[0].table = m.files[0].bytes + 1; }},
       {"not from", [](Manifest& m) { m.tensors[0].slices[0].file = 2; }},
       {"not from", [](Manifest& m) { m.tensors[0].slices[0].offset = 100; }},
       {"does not end in", [](Manifest& m) { m.tensors[0].slices[1].offset = 8190; }},
-      {"has no values", [](Manifest& m) { m.tensors[0].slices[1].begin = 21; }},
-      {"has no values", [](Manifest& m) { m.tensors[0].slices[1].begin = 19; }},
+      {"gap or an overlap", [](Manifest& m) { m.tensors[0].slices[1].begin = 21; }},
+      {"gap or an overlap", [](Manifest& m) { m.tensors[0].slices[1].begin = 19; }},
       {"ends at element", [](Manifest& m) { m.tensors[0].slices[1].end = 31; }},
-      {"cannot be", [](Manifest& m) { m.tensors[0].dtype = "F31"; }},
-      {"cannot be", [](Manifest& m) { m.tensors[0].shape = {1LL << 40, 1LL << 40}; }},
-      {"is there twice", [](Manifest& m) { m.tensors.push_back(m.tensors[0]); }},
+      {"invalid shape or dtype", [](Manifest& m) { m.tensors[0].dtype = "F31"; }},
+      {"invalid shape or dtype", [](Manifest& m) { m.tensors[0].shape = {1LL << 40, 1LL << 40}; }},
+      {"occurs twice", [](Manifest& m) { m.tensors.push_back(m.tensors[0]); }},
       {"for each rank", [](Manifest& m) { m.ranks.pop_back(); }},
   };
   for (const Case& one : cases) {

@@ -14,7 +14,7 @@ int64_t address_of(const char* data) {
   return static_cast<int64_t>(reinterpret_cast<intptr_t>(data));
 }
 
-// Calls `each` for those that begin before `end` and end after `begin`; they do not overlap.
+// Calls `each` for the sources that overlap [begin, end). Sources do not overlap each other.
 template <class Each>
 void overlapping(const std::map<int64_t, size_t>& by_begin, const std::vector<Source>& sources,
                  int64_t begin, int64_t end, const Each& each) {
@@ -80,7 +80,7 @@ void PendingWrites::abandon() {
   changed_.notify_all();
 }
 
-// First of all, and until it is written.
+// Moves the source to the front and waits until it is written.
 void PendingWrites::wait_for(std::unique_lock<std::mutex>& lock, size_t index) {
   urgent_.push_back(index);
   ++hurries_;
@@ -88,7 +88,7 @@ void PendingWrites::wait_for(std::unique_lock<std::mutex>& lock, size_t index) {
   --hurries_;
 }
 
-// Where there is no memory for it, as wait_for().
+// Copies the source; if there is no memory for a copy, waits until it is written.
 void PendingWrites::copy(std::unique_lock<std::mutex>& lock, size_t index) {
   Source& source = sources_[index];
   stages_[index] = Stage::kCopying;
@@ -98,10 +98,10 @@ void PendingWrites::copy(std::unique_lock<std::mutex>& lock, size_t index) {
     copy = tiers_.host.take(source.bytes, mem::Account::kBuffers);
     std::memcpy(copy.data().host(), source.data, static_cast<size_t>(source.bytes));
   } catch (const RuntimeFault&) {
-    // No room: then it is written now.
+    // There is no memory: write it now.
   }
   lock.lock();
-  if (stages_[index] == Stage::kDone) return;  // abandoned meanwhile
+  if (stages_[index] == Stage::kDone) return;  // abandon() was called meanwhile
   stages_[index] = Stage::kWaiting;
   if (copy) {
     source.copy = std::move(copy);

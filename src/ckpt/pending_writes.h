@@ -1,11 +1,11 @@
 #pragma once
-// PendingWrites: what of a save is still to be written, and where its bytes are.
+// PendingWrites: the parts of a save that are not written yet, and where their bytes are.
 //
 // [Note: Behind training's back] State that only the engine changes is not copied when a save
-// begins. The save's thread writes it from where it rests; who is about to change it (the
-// optimizer, a write to swap) asks first. Then what is in memory and not written yet is copied, and
-// what is on disk is written at once. So a save takes memory for what an update comes to before it,
-// and no more.
+// begins. The thread of the save writes it from its place at rest. Code that is about to change it
+// (the optimizer, a write to swap) calls the ChangeWatch first. State in memory that is not written
+// yet is then copied; state on disk is written at once. So a save uses memory only for what
+// training changes before it is written.
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -20,33 +20,33 @@
 
 namespace penstock::ckpt {
 
-// Where the bytes of a region come from: memory, or the swap file.
+// The source of the bytes of a region: memory, or the swap file.
 struct Source {
-  Holding holding;               // where its buffer is null: a tensor
+  Holding holding;               // if its buffer is null, the source is `kept`
   int64_t first = 0, numel = 0;  // elements of the holding
   int64_t bytes = 0;
   at::Tensor kept;   // contiguous
-  at::Tensor edits;  // of masters on disk: parameters as they were, of the same elements
+  at::Tensor edits;  // for masters on disk: the parameters of the same elements when the save began
   mem::Lease copy;
-  const char* data = nullptr;              // in memory; null: on disk
-  const device::Device* device = nullptr;  // whose memory that is, where it is not the host's
-  int64_t offset = 0;                      // on disk
+  const char* data = nullptr;              // null: on disk
+  const device::Device* device = nullptr;  // owner of `data`; null: the host
+  int64_t offset = 0;                      // in the swap file
 };
 
 class PendingWrites final : public mem::ChangeWatch {
  public:
   explicit PendingWrites(mem::Tiers& tiers) : tiers_(tiers) {}
 
-  // Before anybody else knows it. `stays`: nobody will change it.
+  // Call before any other thread uses this object. `stays`: the bytes will not change.
   void add(Source source, bool stays);
   Source& at(size_t index) { return sources_[index]; }
   size_t size() const { return sources_.size(); }
 
-  // The save's thread: what to write next; nothing when all has been given out.
+  // Called by the thread of the save: returns what to write next; nothing if no source is left.
   std::optional<size_t> next();
-  bool hurries() const { return hurries_ > 0; }  // somebody waits for what was given out
+  bool hurries() const { return hurries_ > 0; }  // a thread waits for a source that was given out
   void done(const std::vector<size_t>& written);
-  void abandon();  // nothing more will be written
+  void abandon();  // stops the save; waiting threads continue
 
   void memory_changes(const char* data, int64_t bytes) override;
   void disk_changes(int64_t offset, int64_t bytes) override;
@@ -60,13 +60,13 @@ class PendingWrites final : public mem::ChangeWatch {
   mem::Tiers& tiers_;
   std::vector<Source> sources_;
   std::vector<Stage> stages_;            // guarded by mutex_
-  std::map<int64_t, size_t> in_memory_;  // that may change, by first byte
+  std::map<int64_t, size_t> in_memory_;  // sources that may change, by first byte
   std::map<int64_t, size_t> on_disk_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<size_t> urgent_;    // guarded by mutex_
   size_t next_ = 0;               // guarded by mutex_
-  std::atomic<size_t> left_ = 0;  // not done
+  std::atomic<size_t> left_ = 0;  // number of sources that are not done
   std::atomic<int> hurries_ = 0;
 };
 

@@ -48,7 +48,7 @@ TensorHead parse_tensor(const std::string& name, const Json& value, int64_t data
   const int64_t size = value_bytes(tensor.dtype), numel = num_elements(tensor.shape);
   if (size == 0) entry.fail("unknown dtype " + tensor.dtype);
   if (numel < 0 || numel > data_bytes || numel * size != tensor.end - tensor.begin) {
-    entry.fail("shape and dtype do not make its bytes");
+    entry.fail("shape and dtype do not match its bytes");
   }
   return tensor;
 }
@@ -96,8 +96,8 @@ int64_t head_bytes(std::string_view first, int64_t file_bytes) {
   }
   const int64_t most = std::min(kMaxHeadBytes, file_bytes - kLengthBytes);
   if (most < 0 || length > static_cast<uint64_t>(most)) {
-    throw Damaged(
-        concat("[ckpt::safetensors] a header of ", length, " bytes in a file of ", file_bytes));
+    throw Damaged(concat("[ckpt::safetensors] a header of ", length,
+                         " bytes does not fit; file size in bytes: ", file_bytes));
   }
   return kLengthBytes + static_cast<int64_t>(length);
 }
@@ -105,10 +105,10 @@ int64_t head_bytes(std::string_view first, int64_t file_bytes) {
 std::vector<TensorHead> parse_head(std::string_view head, int64_t file_bytes) {
   const int64_t bytes = head_bytes(head, file_bytes);
   if (static_cast<int64_t>(head.size()) != bytes) {
-    throw Damaged("[ckpt::safetensors] the file ends in its header");
+    throw Damaged("[ckpt::safetensors] the file ends inside its header");
   }
   const Json json = parse_json(head.substr(kLengthBytes), "safetensors header");
-  if (!json.is_object()) throw Damaged("[ckpt::safetensors] the header is no JSON object");
+  if (!json.is_object()) throw Damaged("[ckpt::safetensors] the header is not a JSON object");
   std::vector<TensorHead> tensors;
   for (const auto& [name, value] : json.items()) {
     if (name != "__metadata__") tensors.push_back(parse_tensor(name, value, file_bytes - bytes));
@@ -120,7 +120,7 @@ std::vector<TensorHead> parse_head(std::string_view head, int64_t file_bytes) {
   for (const TensorHead& tensor : tensors) {
     if (tensor.begin != end) {
       throw Damaged(concat("[ckpt::safetensors] tensor \"", tensor.name,
-                           "\" does not begin where the one before ends"));
+                           "\" does not begin where the previous tensor ends"));
     }
     end = tensor.end;
   }

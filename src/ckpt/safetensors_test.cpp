@@ -41,8 +41,8 @@ struct Bad {
 TEST(Safetensors, WhatCannotBeIsRefused) {
   const Bad cases[] = {
       {"", "not valid JSON"},
-      {"[]", "no JSON object"},
-      {R"({"a": 1})", "no JSON object"},
+      {"[]", "not a JSON object"},
+      {R"({"a": 1})", "not a JSON object"},
       {R"({"a": {"dtype": "F32", "shape": [1]}})", "data_offsets"},
       {R"({"a": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}})", "unknown dtype"},
       {R"({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}})", "shape and dtype"},
@@ -54,8 +54,8 @@ TEST(Safetensors, WhatCannotBeIsRefused) {
       {R"({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}})", "do not end"},
       {R"({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "a": {}})", "twice"},
       {R"({"a": {"dtype": "U8", "shape": [18446744073709551615], "data_offsets": [0, 4]}})",
-       "no whole number"},
-      {R"({"a": {"dtype": "U8", "shape": [4.0], "data_offsets": [0, 4]}})", "no whole number"},
+       "not a whole number"},
+      {R"({"a": {"dtype": "U8", "shape": [4.0], "data_offsets": [0, 4]}})", "not a whole number"},
   };
   for (const Bad& bad : cases) {
     const std::string head = with_json(bad.json);

@@ -20,7 +20,7 @@ namespace {
 using mem::block_padded;
 using mem::kBlockBytes;
 
-constexpr size_t kAhead = 2;  // pieces that are read while one is written
+constexpr size_t kAhead = 2;  // pieces that are read ahead while one is written
 constexpr int64_t kGroupBytes = 32LL << 20;
 
 std::string file_name(int rank, const char* ending) {
@@ -33,8 +33,8 @@ bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % k
 
 }  // namespace
 
-// Memory for what cannot be written from where it is: four parts in turn, some of which are filled
-// while others are written.
+// Memory for data that cannot be written in place: four parts in rotation. Some are filled while
+// others are written.
 class Save::Bounce {
  public:
   Bounce(mem::Arena& arena, ShardWriter& writer, int64_t bytes)
@@ -43,11 +43,11 @@ class Save::Bounce {
         memory_(arena.take(kParts * part_bytes_, mem::Account::kBuffers)) {}
 
   static constexpr int kParts = 4;
-  static constexpr int kDirect = kParts;  // batches of what is written from where it is: two
+  static constexpr int kDirect = kParts;  // first of two batches for data that is written in place
   static_assert(kDirect + 2 == ShardWriter::kBatches);
 
   int64_t part_bytes() const { return part_bytes_; }
-  // Room for whole blocks of at most a part.
+  // Returns room for `bytes`, in whole blocks, at most one part.
   char* take(int64_t bytes) {
     const int64_t size = block_padded(bytes);
     if (used_ + size > part_bytes_) {
@@ -59,7 +59,7 @@ class Save::Bounce {
     used_ += size;
     return room;
   }
-  // What was put at `room`, with zeros to the end of its last block.
+  // Writes the data at `room`, with zeros up to the end of its last block.
   void write(int64_t offset, char* room, int64_t bytes) {
     std::memset(room + bytes, 0, static_cast<size_t>(block_padded(bytes) - bytes));
     const auto part = static_cast<int>((room - memory_.data().host()) / part_bytes_);
@@ -91,11 +91,11 @@ Save::Save(exec::Executor& executor, mem::Tiers& tiers, int rank, std::vector<Ho
 }
 
 Save::~Save() {
-  if (pending_ != nullptr) {  // nobody wrote it: a rank could not begin
+  if (pending_ != nullptr) {  // write() did not run, because a rank could not begin
     pending_->abandon();
     executor_.traffic().watch(nullptr);
   }
-  writer_.reset();  // before the memory that it writes from
+  writer_.reset();  // before the memory that it writes from is freed
 }
 
 int64_t Save::bytes() const { return layout_.file.bytes; }
@@ -150,8 +150,8 @@ void Save::open(const std::string& folder) {
   bounce_ = std::make_unique<Bounce>(tiers_.host, *writer_, contents_.room_bytes);
 }
 
-// What users wrote to parameters that rest whole is in no master yet. Those parameters, of the
-// elements that the source has, in the memory of `where`.
+// Returns the parameters of the source's elements, in memory of `where`. If parameters rest whole,
+// users may have written to them since the last step; the masters do not have these edits yet.
 at::Tensor Save::edits_of(const Source& source, const device::Device* where) {
   const Holding& holding = source.holding;
   return device::brought(holding.edits->at(holding.first + source.first - holding.edits_first),
@@ -200,21 +200,21 @@ void Save::capture(bool behind) {
   if (behind) executor_.traffic().watch(pending_);
 }
 
-// Begins to read the next piece before the one before it is written.
+// Starts to read the next piece before the previous piece is written.
 void Save::read_from_disk(size_t index) {
   const Source& source = pending_->at(index);
   for (int64_t done = 0; done < source.bytes; done += bounce_->part_bytes()) {
     Reading piece{index, done, std::min(bounce_->part_bytes(), source.bytes - done), nullptr, {}};
     if (reading_.size() == kAhead) write_what_was_read();
     piece.room = bounce_->take(piece.bytes);
-    reading_.push_back(piece);  // before the system knows of it
+    reading_.push_back(piece);  // before the read starts
     reading_.back().ticket = tiers_.disk->read(source.offset + done, piece.room, piece.bytes);
   }
 }
 
-// The first piece.
+// Writes the oldest piece that was read.
 void Save::write_what_was_read() {
-  constexpr int64_t kPart = 16 * 1024;  // elements: so few are compared by this thread alone
+  constexpr int64_t kPart = 16 * 1024;  // elements; too few to start other threads for
   const Reading piece = reading_.front();
   const Source& source = pending_->at(piece.index);
   tiers_.disk->wait(piece.ticket);
@@ -244,8 +244,8 @@ void Save::write_from_memory(const Source& source, const Region& region, int bat
   }
 }
 
-// In groups: while one is with the system the next is begun, and then what the first was written
-// from may change.
+// Writes in two alternating groups: while the system writes one group, the next one is started.
+// When a group is done, its memory may change.
 void Save::write_regions() {
   std::array<std::vector<size_t>, 2> groups;
   int now = 0;
@@ -267,7 +267,7 @@ void Save::write_regions() {
     if (source.data == nullptr && source.bytes > 0) {
       read_from_disk(*index);
     } else {
-      while (!reading_.empty()) write_what_was_read();  // for the room
+      while (!reading_.empty()) write_what_was_read();  // makes room in the bounce memory
       write_from_memory(source, regions_[*index], Bounce::kDirect + now);
     }
     groups[now].push_back(*index);
@@ -283,14 +283,15 @@ void Save::write_regions() {
   finish(1);
 }
 
-// After an error. Memory that a disk which stalls may still write to is never freed.
+// Runs after an error. If the disk stalls, it may still write to the bounce memory, which is then
+// never freed.
 void Save::stop_reading() {
   bool stalled = false;
   for (const Reading& piece : reading_) {
     try {
       tiers_.disk->wait(piece.ticket);
     } catch (const std::exception&) {
-      // The first error is told.
+      // The first error is the one to report.
     }
     stalled |= !tiers_.disk->done(piece.ticket);
   }
@@ -315,9 +316,10 @@ std::string Save::write() {
     write_text(part, manifest.text());
   } catch (const std::exception& failure) {
     error = failure.what();
-    if (!exists(folder_)) error = "[ckpt::save] rank 0 gave this save up: it says why";
+    if (!exists(folder_))
+      error = "[ckpt::save] rank 0 abandoned this save; its error has the reason";
   }
-  // The memory goes back as soon as nobody writes from it any more.
+  // Frees the memory as soon as nothing writes from it any more.
   writer_.reset();
   pending_->abandon();
   stop_reading();
@@ -329,16 +331,16 @@ std::string Save::write() {
     std::remove((folder_ + "/" + layout_.file.name).c_str());
     write_text(folder_ + "/" + file_name(rank_, ".failed"), error);
   } catch (const std::exception&) {
-    // Rank 0 hears of it by not hearing.
+    // The file system does not take the error either. Rank 0 then reports that this part is late.
   }
   return error;
 }
 
-// ---- all ranks' parts
+// ---- the parts of all ranks
 
 namespace {
 
-// Sleeps until the file is there. Throws RuntimeFault with what any rank says that failed.
+// Sleeps until the file exists. Throws RuntimeFault with the error of any rank that failed.
 void wait_for(const std::string& folder, int rank, int world, const std::function<bool()>& late) {
   std::chrono::milliseconds pause(1);
   while (!exists(folder + "/" + file_name(rank, ".json"))) {
@@ -348,7 +350,7 @@ void wait_for(const std::string& folder, int rank, int world, const std::functio
     }
     if (late()) {
       throw RuntimeFault(concat("[ckpt::save] rank ", rank, " did not finish its part in \"",
-                                folder, "\" in time"));
+                                folder, "\" within the timeout"));
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::milliseconds(10));

@@ -1,12 +1,12 @@
 #pragma once
-// Save: one rank's shard of a checkpoint, from the inventory to a durable file, and what rank 0
-// makes of all shards.
+// Save: writes one rank's shard of a checkpoint, from the inventory to a durable file. commit()
+// makes a checkpoint of all shards, on rank 0.
 //
-// [Note: A save] Every rank writes what it holds, and of what several hold a part each; nothing is
-// gathered. A rank that has its shard on disk says so with a file beside it (its part of the
-// manifest), or says why it has not; rank 0 waits for all of them, writes the manifest and renames
-// the folder. So the ranks' writing threads need no connections, and a checkpoint that any of them
-// did not finish is never seen.
+// [Note: A save] Every rank writes what it holds; ranks that hold the same values write a part
+// each. Nothing is gathered. A rank whose shard is on disk writes a file beside it with its part of
+// the manifest; a rank that failed writes a file with the error. Rank 0 waits for these files,
+// writes the manifest and renames the folder. So the writing threads need no connections, and a
+// checkpoint becomes visible only if all ranks finished it.
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -23,44 +23,44 @@
 
 namespace penstock::ckpt {
 
-// A tensor that is no part of the executor's state: a buffer, a generator's state, a piece of what
-// an optimizer of the user's own keeps.
+// A tensor outside the executor's state: a buffer, the state of a random generator, or a piece of
+// the state of the user's own optimizer.
 struct Extra {
   std::string role;
-  Global global;      // which elements of which tensor
-  int rank = -1;      // of whom it is; -1: of all
+  Global global;      // the elements and their tensor
+  int rank = -1;      // the owner; -1: all ranks
   at::Tensor tensor;  // on the CPU
 };
 
-// What is saved beside the inventory.
+// What is saved besides the inventory.
 struct Contents {
-  Json about = Json::object(), state = Json::object();  // as in Manifest
+  Json about = Json::object(), state = Json::object();  // see Manifest
   Json front = Json::object(), of_rank = Json::object();
   std::vector<Extra> extras;
-  int64_t room_bytes = 16LL << 20;  // of memory at most, through which what is on disk goes
+  int64_t room_bytes = 16LL << 20;  // largest staging memory for state on disk
 };
 
 class Save {
  public:
-  // Draws up what this rank writes. Between steps; the executor rests.
+  // Lists what this rank writes. Call between steps, while the executor is idle.
   Save(exec::Executor& executor, mem::Tiers& tiers, int rank, std::vector<Holding> holdings,
        const GlobalOf& global_of, Contents contents);
   ~Save();
 
   int64_t bytes() const;  // of the shard
-  // Makes the file in `folder`. Throws RuntimeFault where there is no room.
+  // Makes the file in `folder`. Throws RuntimeFault if there is not enough space.
   void open(const std::string& folder);
-  // What is saved is what there is now, whatever training changes from here on: see [Note: Behind
-  // training's back]. Not `behind`: nothing changes until write() has ended. Compute thread.
+  // Fixes the state to save: later changes by training do not get into it ([Note: Behind training's
+  // back]). If not `behind`, nothing may change until write() returns. Compute thread only.
   void capture(bool behind);
-  // The rest, by any thread. Does not throw: returns the error, when it has told rank 0 of it.
+  // Writes the shard. Any thread. Does not throw: reports an error to rank 0 and returns it.
   std::string write();
 
  private:
   class Bounce;
   // A part of a region that is being read from the swap file.
   struct Reading {
-    size_t index = 0;  // of the region
+    size_t index = 0;  // index of the region
     int64_t at = 0, bytes = 0;
     char* room = nullptr;
     mem::DiskTicket ticket;
@@ -84,7 +84,7 @@ class Save {
   std::vector<Tensor> tensors_;
   std::map<std::string, int> by_key_;
   std::vector<Region> regions_;
-  std::vector<Source> sources_;  // of the regions, until capture()
+  std::vector<Source> sources_;  // sources of the regions, until capture()
   std::shared_ptr<PendingWrites> pending_;
   ShardLayout layout_;
   std::string folder_;
@@ -93,9 +93,9 @@ class Save {
   std::deque<Reading> reading_;
 };
 
-// Rank 0, after its own write(): waits for the other ranks' parts and commits. Returns the
-// checkpoint's path. Throws RuntimeFault with the first rank's error, or when a part does not come
-// until it is `late`.
+// On rank 0, after its own write(): waits for the parts of the other ranks and commits. Returns the
+// path of the checkpoint. Throws RuntimeFault with the first error of a rank, or if a part is
+// missing when `late` returns true.
 std::string commit(Draft& draft, int world, int keep, const std::function<bool()>& late);
 
 }  // namespace penstock::ckpt

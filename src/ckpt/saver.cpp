@@ -23,7 +23,7 @@ void Saver::start(std::unique_ptr<Save> save, MergeStep merge) {
   ended_ = false;
   end_ = std::chrono::steady_clock::now() + merge_.timeout;
   thread_ = std::thread([this, behind = merge_.behind] {
-    // Where all cores compute, training goes first.
+    // If all cores compute, training has priority over the save.
     if (behind) setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNice);
     run(*save_, merge_);
     ended_ = true;
@@ -42,7 +42,7 @@ void Saver::run(Save& save, MergeStep& merge) {
   } catch (const std::exception& failure) {
     error_ = failure.what();
   }
-  merge.draft.reset();  // what is left of it goes
+  merge.draft.reset();  // removes the draft's folder, unless it was committed
 }
 
 std::string Saver::finish_alone() {

@@ -1,5 +1,5 @@
 #pragma once
-// Saver: the save that is under way behind training's back, one at a time.
+// Saver: runs saves in the background, one at a time.
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -11,31 +11,32 @@
 
 namespace penstock::ckpt {
 
-// How all ranks' shards become a checkpoint; rank 0's has a draft.
+// How the shards of all ranks become a checkpoint. Only rank 0 has a draft.
 struct MergeStep {
   std::unique_ptr<Draft> draft;
   int world = 1;
   int keep = 0;
-  bool behind = false;               // nobody waits for it
-  std::function<void()> starting{};  // called first
+  bool behind = false;               // no thread waits for the save
+  std::function<void()> starting{};  // called first, on the save's thread
   std::chrono::milliseconds timeout{};
 };
 
-// Calls from the compute thread.
+// Call from the compute thread.
 class Saver {
  public:
   ~Saver() { finish_alone(); }
 
-  // Begins to write what was captured. The one before has finished.
+  // Starts to write a captured save. The previous save must have finished.
   void start(std::unique_ptr<Save> save, MergeStep merge);
   bool busy() const { return thread_.joinable() && !ended_; }
-  // Waits for it. The error of this rank's part, and on rank 0 of the whole; once.
+  // Waits for the save. Returns the error of this rank's part; on rank 0, of any part. Returns an
+  // error once.
   std::string finish();
-  // The same; but other ranks, of which some may be gone, get a few seconds for theirs.
+  // Like finish(), but waits at most a few seconds for other ranks, which may be gone.
   std::string finish_alone();
-  // The same without waiting: empty while it is under way.
+  // Like finish() without waiting; returns "" while the save runs.
   std::string poll() { return thread_.joinable() && ended_ ? finish() : ""; }
-  const std::string& path() const { return path_; }  // of the last that finished well, on rank 0
+  const std::string& path() const { return path_; }  // on rank 0: the last complete checkpoint
 
  private:
   void run(Save& save, MergeStep& merge);
@@ -44,8 +45,8 @@ class Saver {
   MergeStep merge_;
   std::thread thread_;
   std::atomic<bool> ended_ = false;
-  std::atomic<std::chrono::steady_clock::time_point> end_;  // of the wait for other ranks
-  std::string error_, path_;                                // the thread's until it has ended
+  std::atomic<std::chrono::steady_clock::time_point> end_;  // deadline of the wait for other ranks
+  std::string error_, path_;  // written by the thread until it has ended
 };
 
 }  // namespace penstock::ckpt

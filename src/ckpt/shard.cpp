@@ -24,18 +24,18 @@ namespace {
 using mem::block_padded;
 using mem::kBlockBytes;
 
-constexpr int kDepth = 8;                     // requests with the system
-constexpr int64_t kRequestBytes = 4LL << 20;  // one of them
+constexpr int kDepth = 8;                     // requests in flight
+constexpr int64_t kRequestBytes = 4LL << 20;  // largest size of one request
 constexpr int64_t kReadBytes = 1LL << 20;
 
-// Small enough that who reads a part reads little more, and that the table is small beside it.
+// Small enough that reading a part reads few extra bytes; large enough to keep the table small.
 int64_t granule_of(int64_t data_bytes) { return data_bytes < (4LL << 20) ? 512 : kBlockBytes; }
 
 int64_t pieces_of(const File& file) {
   return (file.table - file.data + file.granule - 1) / file.granule;
 }
 
-// Tensors of no one: the bytes between the others, which the format wants to belong to some.
+// Padding tensors: the format requires that every byte belongs to a tensor.
 void add_pad(std::vector<TensorHead>& heads, int64_t from, int64_t to, int* pads) {
   if (to > from) heads.push_back({concat("pad/", (*pads)++), "U8", {to - from}, from, to});
 }
@@ -47,7 +47,7 @@ std::string table_name() { return "checksums"; }
 Block aligned_block(int64_t bytes) {
   void* data = nullptr;
   if (posix_memalign(&data, kBlockBytes, static_cast<size_t>(block_padded(bytes))) != 0) {
-    throw RuntimeFault(concat("[ckpt::shard] no memory for ", bytes, " bytes"));
+    throw RuntimeFault(concat("[ckpt::shard] cannot allocate ", bytes, " bytes"));
   }
   std::memset(data, 0, static_cast<size_t>(block_padded(bytes)));
   return Block(static_cast<char*>(data));
@@ -104,7 +104,7 @@ ShardWriter::ShardWriter(std::string path, const ShardLayout& layout)
     : path_(std::move(path)), file_(layout.file), head_(layout.head), table_(pieces_of(file_), 0) {
   fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd_ < 0)
-    throw RuntimeFault("[ckpt::save] cannot make " + space_error(path_, file_.bytes, errno));
+    throw RuntimeFault("[ckpt::save] cannot create " + space_error(path_, file_.bytes, errno));
   int error = 0;
   do {
     error = ::fallocate(fd_, 0, 0, file_.bytes) == 0 ? 0 : errno;
@@ -116,12 +116,12 @@ ShardWriter::ShardWriter(std::string path, const ShardLayout& layout)
     ::unlink(path_.c_str());
     throw RuntimeFault("[ckpt::save] cannot write " + space_error(path_, file_.bytes, error));
   }
-  ::fcntl(fd_, F_SETFL, O_DIRECT);  // not every file system has it
+  ::fcntl(fd_, F_SETFL, O_DIRECT);  // not every file system supports it
   io_ = mem::BlockIo::best(kDepth);
 }
 
 ShardWriter::~ShardWriter() {
-  io_.reset();  // waits
+  io_.reset();  // waits for all requests
   if (fd_ >= 0) ::close(fd_);
 }
 
@@ -148,7 +148,7 @@ void ShardWriter::write(int64_t offset, const char* data, int64_t bytes, int bat
   }
 }
 
-// What the system cuts short goes on with its rest.
+// Submits the rest of a write that the system did only in part.
 void ShardWriter::submit(mem::BlockRequest request, int batch) {
   mem::BlockRequest rest = request;
   request.done = [this, rest, batch](int64_t moved) mutable {
@@ -176,7 +176,8 @@ void ShardWriter::flush(int batch) {
   if (!error_.empty()) throw RuntimeFault(error_);
 }
 
-// The head is whole blocks; the table need not be, so the file gets its size after it.
+// The header has whole blocks. The table may end inside a block, so the file is cut to its size
+// after it.
 std::string ShardWriter::finish() {
   const auto head_bytes = static_cast<int64_t>(head_.size());
   const auto table_bytes = static_cast<int64_t>(table_.size() * sizeof(uint64_t));
@@ -256,7 +257,7 @@ void ShardReader::read(int64_t offset, int64_t bytes, char* to) {
         const int64_t at = i * file_.granule;
         if (checksum(block_.data() + at, std::min(file_.granule, size - at)) == sums[i]) continue;
         throw Damaged(concat("[ckpt::load] \"", path_, "\" is damaged in the ", file_.granule,
-                             " bytes from ", block_at_ + at));
+                             " bytes from offset ", block_at_ + at));
       }
       block_bytes_ = size;
     }
@@ -274,7 +275,7 @@ void ShardReader::verify(const Manifest& manifest, int index) {
   read_raw(0, 8, head.data());
   head.resize(static_cast<size_t>(head_bytes(head, file_.bytes)));
   read_raw(0, static_cast<int64_t>(head.size()), head.data());
-  std::map<std::pair<int64_t, int64_t>, std::string> heads;  // by place: dtype
+  std::map<std::pair<int64_t, int64_t>, std::string> heads;  // dtype by place
   for (const TensorHead& tensor : parse_head(head, file_.bytes)) {
     const auto data = static_cast<int64_t>(head.size());
     heads[{data + tensor.begin, data + tensor.end}] = tensor.dtype;

@@ -66,7 +66,7 @@ OVER_STAGES = [
     Mutation(
         "every stage saves tied weights",
         "src/ckpt/inventory.cpp",
-        "  if (!stages.empty() && stages.front() != stage) return {0, 0};  // that one's\n",
+        "  if (!stages.empty() && stages.front() != stage) return {0, 0};  // that stage writes it\n",
         "  if (stages.size() > 99 && stages.front() != stage) return {0, 0};\n",
         life("checkpoints"),
     ),

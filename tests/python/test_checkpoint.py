@@ -122,11 +122,11 @@ def other_models(folder):
     for part in (
         "param/1.weight has shape [8, 8] there and [4, 8] here",
         "param/1.bias has shape [8] there and [4] here",
-        "missing in it: param/2.weight, param/2.bias",
+        "missing in the checkpoint: param/2.weight, param/2.bias",
     ):
         assert part in named, named
     named = error_of(nn.Sequential(nn.Linear(8, 8)), weights_only=True)
-    assert "not wanted: param/1.weight, param/1.bias" in named
+    assert "unexpected: param/1.weight, param/1.bias" in named
     assert "optimizer AdamW, the engine of Adam" in error_of(
         nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "Adam"
     )

@@ -67,7 +67,7 @@ def in_the_way(folder):
         for name in ("model_ema.safetensors", "modelB.index.json"):
             (pathlib.Path(folder) / name).write_text("mine")
     dist.barrier()
-    with pytest.raises(penstock.RuntimeFault, match="is there and is no checkpoint"):
+    with pytest.raises(penstock.RuntimeFault, match="exists and is not a checkpoint"):
         engine.save(folder, tag="logs")
     engine.export_hf(folder)
     engine.export_hf(folder, max_shard_bytes=100)
