@@ -10,6 +10,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/device.h"
 #include "src/device/kernels.h"
 #include "src/exec/torch_compat.h"
 
@@ -27,17 +28,9 @@ int64_t round_up(int64_t value, int64_t multiple) {
 }  // namespace
 
 Dtype dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return Dtype::kFp32;
-    case at::kBFloat16:
-      return Dtype::kBf16;
-    case at::kHalf:
-      return Dtype::kFp16;
-    default:
-      throw RuntimeFault(concat("[exec::dtype_of] dtype ", at::toString(type),
-                                " is not supported; use float32, bfloat16 or float16"));
-  }
+  if (const std::optional<Dtype> dtype = device::find_dtype(type)) return *dtype;
+  throw RuntimeFault(concat("[exec::dtype_of] dtype ", at::toString(type),
+                            " is not supported; use float32, bfloat16 or float16"));
 }
 
 void Flat::add(const Slot& described, const std::string& unit) {

@@ -145,12 +145,11 @@ void Updates::norm(const comm::Label& label) {
   if (!bad.empty() || !std::isfinite(total)) {
     discard();
     gradients_.discard();
-    throw NonFinite(
-        concat("[exec::norm] the gradients are not finite. The weights are unchanged, and the "
-               "gradients of "
-               "the window were dropped. ",
-               bad.empty() ? "Every contribution was finite: their sum overflowed"
-                           : "First seen: " + bad));
+    throw NonFinite(concat(
+        "[exec::norm] the gradients are not finite. The weights are unchanged and the window "
+        "was dropped. ",
+        bad.empty() ? "Every contribution was finite: their sum overflowed"
+                    : "First seen: " + bad));
   }
   seen_.grad_norm = std::sqrt(total) / divisor;
   double scale = 1.0 / divisor;

@@ -1,6 +1,5 @@
 #pragma once
-// What the C++ front knows of the model that runs: the state behind an Engine, and the forward that
-// is under way on this thread.
+// The state behind an Engine of the C++ front, and the forward that runs on this thread.
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -22,20 +21,20 @@ struct Engine::Impl {
   int rank = 0, world = 1;
   std::optional<Core> core;
   std::unordered_map<const torch::nn::Module*, int> unit_of;
-  std::unordered_map<const torch::nn::Module*, TensorModule> cut;  // over tensor ranks
-  std::optional<engine::PipelineRunner> stages;                    // where mesh.pipeline > 1
+  std::unordered_map<const torch::nn::Module*, TensorModule> cut;  // cut over tensor ranks
+  std::optional<engine::PipelineRunner> stages;                    // set if mesh.pipeline > 1
 
-  OptimizerConfig settings() const;
-  // Buffers; and with them this rank's generator, or that of `of_rank`.
+  OptimizerConfig settings() const;  // of the next step
+  // Returns the model's buffers and the random generator state `generator`, saved for `of_rank`.
   std::vector<CheckpointTensor> tensors(const at::Tensor& generator, int of_rank) const;
-  // A forward of the model, or of one stage of it.
+  // Runs a forward of the model or of one pipeline stage, between the root's begin and end events.
   at::Tensor run(const std::function<at::Tensor()>& forward);
-  double mean(const std::vector<at::Tensor>& losses) const;  // [all ranks] of those that have any
+  double mean(const std::vector<at::Tensor>& losses) const;  // [all ranks] over ranks with losses
 };
 
 namespace engine {
 
-// What `unit()` finds: the engine whose forward runs on this thread.
+// The engine whose forward runs on this thread; unit() reads it.
 struct Running {
   Core* core = nullptr;
   const std::unordered_map<const torch::nn::Module*, int>* unit_of = nullptr;

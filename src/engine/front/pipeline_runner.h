@@ -1,8 +1,11 @@
 #pragma once
-// PipelineRunner: a pipeline's stages in the C++ front. Each rank runs the model's own forward:
-// units of earlier stages are stood in for by tensors of the meta device, which have no values; the
-// first unit of the stage is given what has travelled; the first of the next stage ends the
-// forward.
+// PipelineRunner: runs a pipeline's stages in the C++ front. Compute thread only.
+//
+// [Note: A stage's forward] Each rank runs the model's own forward for each of its stages. A unit
+// of an earlier stage returns a stand-in, a tensor of the meta device without values. The first
+// unit of the stage gets the values that the previous stage sent in place of the stand-ins. The
+// first unit of the next stage ends the forward by an exception, and its inputs are sent to that
+// stage.
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -18,37 +21,39 @@ namespace penstock::engine {
 class PipelineRunner {
  public:
   using Tensors = std::vector<at::Tensor>;
-  // A forward of the model, from the engine's begin to its end.
+  // Runs a forward between the root's begin and end events (Engine::Impl::run()).
   using Run = std::function<at::Tensor(const std::function<at::Tensor()>&)>;
 
   PipelineRunner(Core& core, const torch::nn::Module& model);
 
-  // One window: this rank's losses of its last stage, detached; none elsewhere.
+  // Run one window of `num_micro` micro-batches. They return the losses, detached in train(), on
+  // the rank with the last stage; an empty list on other ranks.
   std::vector<at::Tensor> train(int num_micro, const std::function<at::Tensor(int)>& loss_of,
                                 const Run& run);
   std::vector<at::Tensor> evaluate(int num_micro, const std::function<at::Tensor(int)>& loss_of,
                                    const Run& run);
 
-  // Whether a stage has that module as its own.
+  // Returns whether the module belongs to one stage.
   bool has(const torch::nn::Module& module) const { return stage_of_.contains(&module); }
-  // It is called: runs it, or something else (see above).
+  // Handles a call of such a module ([Note: A stage's forward]).
   at::Tensor call(const torch::nn::Module& module, const Tensors& inputs,
                   const std::function<at::Tensor(const Tensors&)>& forward);
-  // Before close() and whatever reads buffers.
+  // Must be called before close(): names the buffers that each stage owns.
   void set_buffers();
+  // [all ranks] Copies each stage's buffers to the other ranks; before a save.
   void bring_buffers();
 
  private:
   struct StageInput;
   struct Arrive;
-  // A forward of one stage and one micro-batch, until its backward.
+  // The forward of one stage and micro-batch; kept until its backward.
   struct StagePass {
     StageAction action;
-    StageMessage given{};
-    bool begun = false;
-    std::vector<std::pair<at::Tensor, at::Tensor>> values{};  // of stand-ins that have come
+    StageMessage given{};  // received from the previous stage
+    bool begun = false;    // the first unit of the stage was called
+    std::vector<std::pair<at::Tensor, at::Tensor>> values{};  // stand-in, received value
     std::vector<c10::intrusive_ptr<StageInput>> arrivals{};
-    StageMessage made{};
+    StageMessage made{};  // sent to the next stage
     at::Tensor loss{};
   };
   std::unique_ptr<StagePass> forward(const StageAction& action,
@@ -61,7 +66,7 @@ class PipelineRunner {
   const torch::nn::Module& model_;
   PipelineRanks ranks_;
   std::unordered_map<const torch::nn::Module*, StagePiece> stage_of_;
-  StagePass* pass_ = nullptr;  // the one that runs
+  StagePass* pass_ = nullptr;  // the forward that runs
 };
 
 }  // namespace penstock::engine

@@ -1,7 +1,7 @@
 #pragma once
-// ModelRanks: the ranks that compute one model with this one: those of the tensor axis, with the
-// modules that they have cut, those with parts of the same sequences, and the stages of a pipeline.
-// Compute thread only.
+// ModelRanks: the ranks that compute one model together with this rank. These are the tensor ranks,
+// with the modules that they have cut, the sequence ranks, and the stages of a pipeline. Compute
+// thread only.
 #include <exception>
 #include <map>
 #include <memory>
@@ -21,20 +21,21 @@ namespace penstock::engine {
 
 class TensorAxis {
  public:
-  // `ruled`: of this tree. `here`: its params that this rank's stage has.
+  // `ruled`: the ruled modules of `tree`. `here`: indices of the parameters of this rank's stage.
   TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
              const std::vector<parallel::Ruled>& ruled, const ModelTree& tree,
              const std::set<int>& here);
 
   const std::vector<TensorModule>& modules() const { return modules_; }
   parallel::Peers& peers() { return *peers_; }
-  // Who computes that module, which is being called.
+  // Returns the ranks that compute a module together. Must be called when the module is called.
   parallel::OperatorPeers ranks_of(const TensorModule& how);
-  // For an exchange of that name.
+  // Returns all tensor ranks for an exchange called `name`.
   parallel::OperatorPeers all(const std::string& name) const { return {peers_, name}; }
-  // Before an update of `units`. Throws RuntimeFault where nobody has called a module that is cut
-  // before the first: who reads its weight in another way computes with a part as if it were all.
-  // Of what several stages have, each may leave it to others: there a gradient tells who reads it.
+  // Must be called before an update of `units`. Throws RuntimeFault if a cut module was never
+  // called: code that reads its weight in another way would compute with a part as if it were the
+  // full tensor. A stage need not call a module that several stages have, so there only a weight
+  // with a gradient counts.
   void check_called(const std::vector<exec::UnitState>& units) const;
 
   parallel::Replicated replicated;
@@ -42,24 +43,25 @@ class TensorAxis {
  private:
   std::shared_ptr<parallel::Peers> peers_;
   std::vector<TensorModule> modules_;
-  std::vector<comm::Label> labels_;       // of the modules' exchanges
-  std::vector<std::vector<int>> params_;  // of the modules
-  // By param of which no module was called yet: one of them.
+  std::vector<comm::Label> labels_;       // labels of the modules' exchanges
+  std::vector<std::vector<int>> params_;  // parameters of the modules
+  // Parameters whose modules were not called yet, each with one of these modules.
   std::map<int, size_t> uncalled_;
 };
 
-// Who computes one model with this rank.
+// The members are set only if their axis has several ranks.
 struct ModelRanks {
-  std::optional<TensorAxis> tensor;           // where mesh.tensor > 1
-  std::shared_ptr<parallel::Peers> sequence;  // where mesh.sequence > 1
-  std::optional<StageLanes> stages;           // where mesh.pipeline > 1
+  std::optional<TensorAxis> tensor;           // mesh.tensor > 1
+  std::shared_ptr<parallel::Peers> sequence;  // mesh.sequence > 1
+  std::optional<StageLanes> stages;           // mesh.pipeline > 1
 
   void set_step(int64_t step);
   void record(const std::shared_ptr<trace::Recorder>& recorder);
-  // Why there are messages under way that nobody waits for, or nothing.
+  // Returns the error text if messages between stages are in flight that no rank will receive; else
+  // "".
   std::string cut_short() const;
   void close();
-  // What their exchanges threw since the last call; null: nothing.
+  // Returns what the exchanges of tensor or sequence ranks threw since the last call, or null.
   std::exception_ptr take_fault();
 };
 

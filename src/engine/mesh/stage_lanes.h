@@ -1,11 +1,11 @@
 #pragma once
-// StageLanes: what stages of a pipeline send each other, on threads of their own, so that messages
-// travel while stages compute and nobody waits for a peer that computes. Compute thread only.
+// StageLanes: the messages between the stages of a pipeline. Threads of their own send and receive
+// them, so messages travel while stages compute. Compute thread only.
 //
-// [Note: No deadlock] Each direction between two ranks is a lane on both sides, which sends (or
-// receives) in the order in which the sender's schedule makes the messages. A send waits for
-// nothing but its own receive. Receives are posted when they are waited for and one ahead, so that
-// none waits longer than this rank would.
+// [Note: No deadlock] Each direction between two ranks is a lane on both sides. It sends, or
+// receives, in the order in which the sender's schedule makes the messages. A send waits only for
+// its own receive. A receive is posted when this rank waits for it, and one more is posted ahead,
+// so no receive waits longer than this rank would itself.
 #include <deque>
 #include <map>
 #include <memory>
@@ -26,7 +26,7 @@ namespace penstock::engine {
 
 class StageLanes {
  public:
-  // `members`: this rank's pipeline.
+  // `members`: the ranks of this rank's pipeline.
   StageLanes(const std::shared_ptr<Group>& group, const Members& members, const Stages& stages,
              const ParallelConfig& config);
 
@@ -41,22 +41,22 @@ class StageLanes {
   parallel::TensorMessage receive(const Action& action);
   void send(const Action& action, parallel::TensorMessage made);
   void end();
-  // A window began and did not end.
+  // Returns whether a window began and has not ended.
   bool open() const { return open_; }
-  // See PipelineRanks.
+  // See PipelineRanks::set_buffers() and bring_buffers().
   void set_buffers(std::vector<StageBuffer> buffers) { buffers_ = std::move(buffers); }
   void bring_buffers(const Share& share);
-  // The threads end, when nothing exchanges any more.
+  // Ends the threads. No exchange may be in progress.
   void close();
 
  private:
-  // One direction to or from a neighbour.
+  // One direction to or from a neighbouring stage.
   struct NeighbourLane {
     NeighbourLane(const std::shared_ptr<Group>& group, int from, int to, const std::string& name)
         : messages(group, from, {to}, name), lane("penstock-stage") {}
     parallel::Messages messages;
     device::Lane lane;
-    std::deque<Action> expected{};  // for which no receive is posted yet, in order
+    std::deque<Action> expected{};  // messages without a posted receive, in order
   };
   struct Arriving {
     parallel::TensorMessage message;

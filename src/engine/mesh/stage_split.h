@@ -1,5 +1,6 @@
 #pragma once
-// Stages: which stage of a pipeline computes what of a model. Pure; every rank finds the same.
+// Stages: the modules that each stage of a pipeline computes. Pure; every rank gets the same
+// result.
 #include <string>
 #include <vector>
 
@@ -8,9 +9,10 @@
 
 namespace penstock::engine {
 
-// A module that one stage computes: a block, or a layer outside of blocks that is large (as a unit
-// has to be, but also of tied weights) or keeps buffers. What is smaller is on every stage, as what
-// a module that encloses pieces has of its own is: it is computed wherever the model comes by it.
+// A module that one stage computes. It is a block, or a layer outside of blocks that keeps buffers
+// or is as large as a unit has to be (tied weights count, too). Every stage has the smaller modules
+// and the own parameters of modules that enclose pieces; it computes them whenever its forward
+// calls them.
 struct StageModule {
   std::string module;
   int stage = 0;
@@ -20,18 +22,19 @@ struct StageModule {
 struct Stages {
   int count = 1;
   std::vector<StageModule> pieces;  // in model order, and so by stage
-  // By parameter of the tree: the stages that may compute with it, ascending.
+  // By parameter of the tree: the stages that may compute with it, in ascending order.
   std::vector<std::vector<int>> of_param;
 
-  // How units have to be found: a model without blocks has one for each layer.
+  // Returns the config for find_units() in a pipeline: a model without blocks gets one unit per
+  // layer.
   static UnitsConfig units(const UnitsConfig& config);
 };
 
-// mesh.pipeline x parallel.virtual_stages of them; `parallel.stages` are the modules with which
-// those after the first begin, or there are none: then of equal numbers of weights, of which an
-// Embedding computes with few. `specs` were found with Stages::units(). Throws ConfigError: more
-// stages than pieces (lists them), a name that no piece begins with (the nearest), names out of
-// order.
+// Splits the model into mesh.pipeline x parallel.virtual_stages stages. `parallel.stages` names the
+// first module of each stage after the first. Without names, the split balances the weights that
+// one token is multiplied with, so an Embedding counts nothing. `specs` must come from find_units()
+// with Stages::units(). Throws ConfigError if there are more stages than pieces (lists the pieces),
+// if no piece begins with a name (with the nearest name), or if names are out of order.
 Stages find_stages(const ModelTree& tree, const std::vector<UnitSpec>& specs, const Config& config);
 
 }  // namespace penstock::engine

@@ -1,7 +1,6 @@
 #pragma once
-// WholeParams: inside gathered(), parameters that tensor ranks have cut and those of other stages
-// are all there, in tensors of their own. Compute thread only; every rank makes the same calls, but
-// for hide().
+// WholeParams: inside gathered(), makes cut parameters and parameters of other stages full tensors
+// with memory of their own. Compute thread only. Every rank makes the same calls, except hide().
 #include <cstdint>
 #include <map>
 #include <string>
@@ -14,15 +13,16 @@ class WholeParams {
  public:
   explicit WholeParams(exec::Executor& executor) : executor_(executor) {}
 
-  // The unit's parameters, of those that are here, are where they compute.
+  // [all ranks] Points the unit's parameters to full tensors. Parameters of this stage must be
+  // gathered.
   void show(int unit);
-  // Rank 0's values become every rank's parts, where they compute.
+  // [all ranks] Copies rank 0's values to every rank's parts in the copy that computes.
   void write(int unit);
-  // The first of the unit's that has other values than this rank's part.
+  // Returns the first shown parameter whose values differ from this rank's part, or "".
   std::string edited(int unit);
-  // The parameters are this rank's parts again.
+  // Points the parameters to this rank's parts again.
   void hide(int unit);
-  // Whether any rank may show something. On every rank alike: what one shows another may have.
+  // Returns whether any rank may show a parameter; the answer is the same on every rank.
   bool used() const;
 
  private:
@@ -33,7 +33,8 @@ class WholeParams {
   at::Tensor part(const exec::Flat& flat, const exec::Slot& slot) const;
 
   exec::Executor& executor_;
-  // With a hash of what was gathered, where nothing here says whether it was edited.
+  // `hash`: of the gathered values. A rank without a part of the parameter compares it to find
+  // edits.
   struct Shown {
     at::Tensor whole;
     uint64_t hash = 0;

@@ -1,6 +1,6 @@
 #pragma once
-// Adoption: takes a model's parameters into the executor's copies, where they become windows (see
-// [Note: Windows]). What is not committed is undone.
+// Adoption: takes a model's parameters into the executor's flats and makes them windows
+// ([Note: Windows]). Without commit() it is undone.
 #include <string>
 #include <vector>
 
@@ -12,16 +12,16 @@
 
 namespace penstock::engine {
 
-// Replaces the storage of a parameter by one of its own of dtype `dtype` and these sizes, not
-// filled yet.
+// Gives a parameter a new storage of `dtype` and `sizes`, without memory.
 void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes);
-// Where the parameter has other sizes, autograd's node for its gradient is made anew.
+// Makes a parameter a contiguous tensor of `sizes` on `storage`. If its sizes change, autograd
+// makes a new node for its gradient.
 void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
                 at::IntArrayRef sizes);
 
-// Lives while an engine is set up, by the thread that does it; what it is given outlives it. Unless
-// commit() was called its end lets the model go: parameters keep no windows into memory that is
-// about to go (reading one raises), and swap files are gone.
+// Exists while an engine is set up, on the thread that sets it up; executor and tiers must outlive
+// it. The destructor without commit() releases the model: parameters get no windows into memory
+// that will be freed (reading one raises an error), and swap files are removed.
 class Adoption {
  public:
   Adoption(exec::Executor& executor, mem::Tiers& tiers) : executor_(executor), tiers_(tiers) {}
@@ -29,11 +29,11 @@ class Adoption {
   Adoption(const Adoption&) = delete;
   Adoption& operator=(const Adoption&) = delete;
 
-  // [all ranks] Finds room for all that rests, before anything is moved: a rank without room ends
-  // all of them here. Throws ConfigError, or RuntimeFault that names the rank.
+  // [all ranks] Reserves room for all resting copies before any data moves. Throws ConfigError or
+  // RuntimeFault on all ranks if one rank has no room; the text names that rank.
   void claim(const Config& config, const ModelDesc& model, bool external_optimizer);
-  // [all ranks] Rank 0's values, of parameters and buffers, become everyone's. `tiled` lose theirs,
-  // which are in their tiles.
+  // [all ranks] Stores rank 0's values of parameters and buffers on every rank. The parameters in
+  // `tiled` lose their memory, because their tiles have the values.
   void take(const ModelTree& tree, const std::vector<tiles::TiledWeight>& tiled);
   void commit() { committed_ = true; }
 

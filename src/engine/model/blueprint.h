@@ -1,6 +1,7 @@
 #pragma once
-// Blueprint: what a model becomes under a config, drawn before anything of it is moved. The steps
-// are pure: ranks that agree on the config, the model and the room draw the same.
+// Blueprint: the units, flats, stages and planner's description of a model under a config, made
+// before any data moves. The functions are pure: ranks that agree on config, model and room make
+// the same blueprint, except for their own parts of cut parameters.
 #include <string>
 #include <vector>
 
@@ -17,8 +18,8 @@
 
 namespace penstock::engine {
 
-// The dtype a parameter computes in: the first matching `dtypes` rule, else `precision`, else its
-// own. Throws ConfigError for parameters that are neither float32, bfloat16 nor float16.
+// Returns the dtype that a parameter computes in: the first matching `dtypes` rule, else
+// `precision`, else its own. Throws ConfigError if its own is not float32, bfloat16 or float16.
 Dtype compute_dtype(const Config& config, const ParamInfo& param);
 
 struct Blueprint {
@@ -26,40 +27,41 @@ struct Blueprint {
   Mesh mesh;
   tiles::Split split;                  // the model with its large weights in tiles
   std::vector<parallel::Ruled> ruled;  // modules that tensor ranks compute together
-  std::vector<UnitSpec> specs;         // its units
-  std::vector<exec::UnitState> units;  // and their flats with their slots, without memory
-  std::string print;                   // what ranks must agree on: fingerprint()
-  Stages stages;                       // who computes what, in a pipeline
-  ModelDesc model;                     // the planner's view of them
+  std::vector<UnitSpec> specs;         // the units
+  std::vector<exec::UnitState> units;  // flats and slots of the units, without memory
+  std::string print;                   // fingerprint(), which ranks must agree on
+  Stages stages;                       // the modules of each pipeline stage
+  ModelDesc model;                     // the planner's description of the units
 };
 
-// `config` is resolved. Units in model order, in backward in reverse. All ranks draw the same, but
-// for their own parts of what tensor ranks cut. Throws ConfigError.
+// Makes the blueprint of `rank`. `config` must be resolved. Units are in model order. Throws
+// ConfigError if the config does not fit the model.
 Blueprint draw(const ModelTree& tree, const Config& config, int rank = 0);
 
-// What this model is expected to do in step one: the order that its modules and tiles suggest, and
-// which units are computed again in backward. Throws ConfigError.
+// Writes the assumptions for step one into the model description: the order of modules and tiles,
+// and the units that are recomputed in backward. Throws ConfigError.
 void foresee(Blueprint& blueprint);
 
-// Where the config leaves tiers open, takes the best that fits `room`, and says what it chose from
-// (else ""). Throws ConfigError for what cannot fit, before anything is taken.
+// If the config leaves tiers open ("auto"), sets the best tiers that fit `room` and returns a text
+// with the alternatives; else returns "". Throws ConfigError if nothing fits. Takes no memory.
 std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_optimizer);
 
-// Whether every stage of a pipeline can have its part so: all ranks look at all of them, so that
-// all are told. Throws ConfigError.
+// Checks that the part of every pipeline stage fits. Every rank checks all stages, so that all
+// ranks throw the same ConfigError.
 void check_stages(const ModelTree& tree, const Config& config, const Room& room,
                   bool external_optimizer);
 
-// Of the tiers that were chosen; where one runs out, its advice says what would fit.
+// Memory budgets for the chosen tiers. When a budget runs out, its advice names settings that fit.
 struct Budgets {
   mem::Budget device, host, memory;
 };
 Budgets budgets_of(const Blueprint& blueprint, const Room& room, bool external_optimizer);
 
-// The table, and in how many chunks each unit's optimizer state passes through memory.
+// Returns the table. Sets the number of chunks in which each unit's optimizer state passes through
+// memory. Throws ConfigError for tied weights whose gradients wait on disk.
 Table settle(Blueprint& blueprint);
 
-// What ranks must agree on: every parameter's name, shape, dtype and unit, one a line.
+// Returns the text that ranks must agree on: one line per parameter with name, shape, dtype, unit.
 std::string fingerprint(const std::vector<exec::UnitState>& units);
 
 }  // namespace penstock::engine

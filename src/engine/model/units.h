@@ -1,5 +1,5 @@
 #pragma once
-// Which modules of a model are units, and which unit each parameter belongs to. Pure.
+// Finds the units of a model and the unit of each parameter. Pure.
 #include <string>
 #include <vector>
 
@@ -9,21 +9,23 @@
 namespace penstock::engine {
 
 struct UnitSpec {
-  std::string module;  // name; "" for the root, which is always unit 0
+  std::string module;  // its name; "" for the root, which is always unit 0
   std::string type;
   std::vector<int> params;  // indices into ModelTree::params, in model order
   bool block = true;        // see UnitDesc
 };
 
-// Outermost modules of the classes in `config.modules`; else repeated blocks (two or more children
-// of one class that have children themselves, under one parent); else, without any, the largest
-// modules of at most `config.max_bytes`. Beside these, each layer outside of them that has
-// `config.layer_bytes` of its own (an embedding, a head), and each tile. A parameter that several
-// units use belongs to the root. Throws ConfigError when the model has no parameters or a class is
-// not found (nearest name).
+// Returns the units. Blocks are the outermost modules of the classes in `config.modules`. Without
+// that list they are repeated blocks: two or more children of one class under one parent, which
+// have children themselves. Without repeated blocks they are the largest modules of at most
+// `config.max_bytes`. Further units are each layer outside of the blocks with `config.layer_bytes`
+// of its own parameters (an embedding, a head), and each tile. A parameter that several units use
+// belongs to the root. Throws ConfigError if the model has no parameters, or if a class is not
+// found (with the nearest name).
 std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& config);
 
-// The order assumed before step one: modules in model order, each tile wherever it is used.
+// Writes the order that is assumed before step one: modules in model order, each tile after the
+// module that uses it.
 void assume_order(ModelDesc& model, const ModelTree& tree, const std::vector<UnitSpec>& specs);
 
 }  // namespace penstock::engine

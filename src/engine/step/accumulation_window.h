@@ -1,59 +1,60 @@
 #pragma once
-// AccumulationWindow: how far one optimizer step has come, from its first forward to its update.
-// Pure. (No relative of a parameter's window into memory, [Note: Windows].) With `accumulate` = k
-// it goes
+// AccumulationWindow: the progress of one optimizer step, from its first forward to its update.
+// Pure. (Not related to the windows of parameters into memory, [Note: Windows].) With `accumulate`
+// = k the states are
 //
 //   idle -> forward seen -> backward armed -> 1 of k seen -> ... -> complete -> (update) idle
 //                                 |
 //                                 +-> dropped, since the backward threw -> forward seen
 //
-// Users leave this path where they may: several forwards, backwards after the last, a step that is
-// forced. So a window is a set of facts, and the table in accumulation_window.cpp has a line for
-// each call: what it needs, what it changes, and what it says where it is refused.
+// Users may leave this path: several forwards, more backwards than k, a forced step. So a window is
+// a set of facts, and the table in accumulation_window.cpp has a row for each call: the facts that
+// it needs, the facts that it changes, and the error text if it is refused.
 #include <cstdint>
 #include <string>
 
 namespace penstock::engine {
 
-// What users and autograd do in a window, and what is asked of it.
+// Calls of users and of autograd that change or need the state of a window.
 enum class Call : uint8_t {
-  kForward,        // that trains
+  kForward,        // a training forward
   kBackward,       // engine.backward(loss), which scales the loss
-  kBackwardBegin,  // autograd reached the first of the engine's hooks: the backward is armed
+  kBackwardBegin,  // autograd reached the first hook of the engine: the backward is armed
   kBackwardEnd,
   kFullGrads,
   kSetGrads,
-  kStep,    // step(), which may find that the window is not complete
-  kUpdate,  // and applies it: the next window begins
-  kDrop,    // nothing of the window can be trusted
+  kStep,    // step() was called; the window may be incomplete
+  kUpdate,  // step() applies the window: the next window begins
+  kDrop,    // the contributions of the window are discarded
 };
 
 class AccumulationWindow {
  public:
-  // `scales_loss`: a backward has to come through engine.backward(loss). `sees_forwards`: every
-  // forward is told, so that a backward without one is an error.
+  // `scales_loss`: every backward must go through engine.backward(loss). `sees_forwards`: every
+  // forward is reported, so a backward without a forward is an error.
   AccumulationWindow(int64_t accumulate, bool scales_loss, bool sees_forwards);
 
-  const char* refusal(Call call) const;  // null when the call is legal now
-  void check(Call call) const;           // throws RuntimeFault with the refusal
-  void on(Call call);                    // checks the call and takes it in
+  const char* refusal(Call call) const;  // the error text; null if the call is legal now
+  void check(Call call) const;           // throws RuntimeFault with the error text
+  void on(Call call);                    // checks the call and changes the facts
 
-  bool armed() const;     // a backward began and did not end
+  bool armed() const;     // a backward began and has not ended
   bool complete() const;  // `accumulate` backwards ended
-  // The backward that began last completes the window: it leaves gradients reduced.
+  // Returns whether the backward that began last completes the window and reduces the gradients.
   bool reduces() const { return reduces_; }
   int64_t accumulate() const { return accumulate_; }
   int64_t seen() const;          // backwards that ended
-  int64_t num_averaged() const;  // over how many the step averages
+  int64_t num_averaged() const;  // backwards that the step averages over
 
-  // The backward that began gave a gradient.
+  // Records that the current backward produced a gradient on this rank.
   void contribute() { contributed_ = true; }
-  // By backward that ended: '1' if it gave one, else '0'.
+  // One character per backward that ended: '1' if it produced a gradient here, else '0'.
   const std::string& gave() const { return gave_; }
-  // Those of the first that gave none on any rank are none of the window. True if there were any.
+  // Removes backwards that produced no gradient on any rank, which are '0' in `gave_anywhere`.
+  // Returns true if any was removed.
   bool keep(const std::string& gave_anywhere);
 
-  // The first contribution that is not finite, until it is taken or the window is dropped.
+  // Keeps the first contribution that is not finite, until it is taken or the window is dropped.
   void blame(const std::string& contribution);
   bool blamed() const { return !blamed_.empty(); }
   std::string take_blamed();

@@ -1,5 +1,5 @@
 #pragma once
-// Autograd hooks in C++: they take no GIL and cost nothing per op.
+// Autograd hooks in C++. They take no GIL and add no cost per op.
 #include <ATen/core/Tensor.h>
 
 #include <functional>
@@ -10,37 +10,37 @@
 
 namespace penstock::engine {
 
-// True inside a backward (also in what activation checkpointing recomputes there).
+// Returns true inside a backward, also in a forward that activation checkpointing recomputes there.
 bool in_backward();
 
-// True inside a torch.autograd.grad(): it returns gradients and accumulates none.
+// Returns true inside torch.autograd.grad(), which returns gradients and accumulates none.
 bool in_side_backward();
 
-// Runs `done` when the outermost backward in progress ends without an error.
+// Runs `done` when the outermost backward in progress has ended without an error.
 void at_end_of_backward(std::function<void()> done);
 
-// Of the graph that this thread records.
+// Returns the next sequence number of the graph that this thread records.
 uint64_t now();
 
-// Runs `before` when the backward reaches one of the tensors that need a gradient, of those that
-// were made since then: a unit may return what it was given.
+// Runs `before` when the backward reaches one of `outputs`. Skips outputs without a gradient and
+// outputs older than `since` (a now()): a unit may return its own input.
 void before_backward_of(const std::vector<at::Tensor>& outputs, uint64_t since,
                         const std::function<void()>& before);
 
-// Whether their backward reads no parameter: each was looked up in one, row by row.
+// Returns whether the backward of `outputs` reads no parameter: each output is an embedding lookup.
 bool only_looked_up(const std::vector<at::Tensor>& outputs);
 
-// Runs `taken` each time autograd has finished accumulating into a leaf's .grad. Removed with the
-// object. Move-only.
+// Runs `taken` each time autograd has accumulated into a leaf's .grad. The hook is removed with
+// this object. Move-only.
 class GradientHook {
  public:
   GradientHook(const at::Tensor& leaf, std::function<void()> taken);
   GradientHook(GradientHook&& other) noexcept = default;
   GradientHook& operator=(GradientHook&&) = delete;
   ~GradientHook();
-  // Whether the backward in progress may accumulate into the leaf.
+  // Returns whether the backward in progress may accumulate into the leaf.
   bool expected() const;
-  // Follows a leaf that got another accumulator (Tensor.set_(), say).
+  // Moves the hook if the leaf got another accumulator (for example by Tensor.set_()).
   void follow();
 
  private:
@@ -49,25 +49,25 @@ class GradientHook {
 
   at::Tensor leaf_;
   std::function<void()> taken_;
-  exec::NodePtr accumulator_;  // tensors hold it weakly only
+  exec::NodePtr accumulator_;  // kept alive here: a tensor has only a weak reference
   uintptr_t key_ = 0;
 };
 
-// [Note: Outside reads] A parameter may be read outside the module that owns it. In the first
-// forward every op is looked at (a fallback on a dispatch key that torch leaves to others, about
-// 0.1 us per op): one that is about to read a freed parameter gathers its unit first, and the unit
-// is whole for the entire pass from then on. Later passes run without the fallback; a freed
-// parameter that is read then raises the guard's error.
+// [Note: Outside reads] A model may read a parameter outside the module that owns it. In the first
+// forward the engine checks the arguments of every op, by a fallback on a dispatch key that torch
+// itself does not use (about 0.1 us per op). If an op is about to read a freed parameter, the
+// engine gathers its unit first. From then on the unit is whole for the entire pass. Later passes
+// run without the fallback, so reading a freed parameter raises the guard's error.
 class OutsideReads {
  public:
-  // `found` gathers the parameter's unit. Keys are the parameters' storages.
+  // `found` gathers the unit of a freed parameter. Keys: the storages of the parameters.
   OutsideReads(std::unordered_map<const c10::StorageImpl*, int> unit_of_storage,
                std::function<void(int)> found);
   ~OutsideReads();
   OutsideReads(const OutsideReads&) = delete;
   OutsideReads& operator=(const OutsideReads&) = delete;
 
-  // Called for each op's tensors while this object watches the current thread.
+  // Called for each tensor argument of each op of the current thread.
   void look_at(const at::Tensor& tensor) const;
 
  private:

@@ -1,7 +1,9 @@
 #pragma once
-// Core::State: what happens at each event of eager code (core_state.cpp). From a model to its first
-// plan is in core_setup.cpp, the end in restore_model.cpp; the public calls are in core.cpp,
-// values.cpp and report.cpp.
+// Core::State: the state of an engine and its reactions to the events of eager code
+// (core_state.cpp). core_setup.cpp builds it from a model, restore_model.cpp gives the model back
+// at close(). The public calls are in core.cpp, model/values.cpp, model/param_state.cpp,
+// model/checkpoints.cpp, watch/report.cpp and watch/metrics.cpp. Compute thread only; autograd's
+// thread while a backward runs.
 #include <exception>
 #include <map>
 #include <memory>
@@ -34,10 +36,10 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
         bool external_optimizer);
   ~State() override;
 
-  // After the constructor, when there is a shared pointer to this (core_setup.cpp).
+  // Must follow the constructor: the hooks hold weak pointers to this object.
   void install_hooks();
 
-  // ---- events. Unit 0, the root, is forward_begin() and forward_end().
+  // ---- events. forward_begin() and forward_end() are those of unit 0, the root.
   void forward_begin(bool grad_enabled);
   void forward_end(const std::vector<at::Tensor>& outputs);
   void unit_begin(int unit);
@@ -46,7 +48,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void forward_failed(const std::string& error);
   void failed(const char* what, const std::string& error);
 
-  // ---- what tiles' operators ask for (see [Note: Tiles])
+  // ---- calls of the tiled operators (see [Note: Tiles])
   void enter_tile(int unit) override;
   void leave_tile(int unit, Mark in_backward) override;
   bool begin_tile_backward() override;
@@ -55,28 +57,28 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
 
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
             const std::string& options);
-  // What users did to gradients since the last call. `adds`: a backward begins.
+  // Handles user changes of `.grad` since the last call. `adds`: a backward begins.
   void look_at_gradients(bool adds);
-  // Drops the window: nothing was accumulated.
+  // Drops the window and its accumulated gradients.
   void drop_gradients();
-  // By how much what was accumulated exceeds the averaged gradient.
+  // Returns the factor between the accumulated and the averaged gradient.
   double divisor() const;
-  // After a backward of a stage, which may have no parameter that trains.
+  // Ends a backward of a pipeline stage, even if it reached no trainable parameter of this rank.
   void end_backward_of_stage();
-  // `gather`: a collective, after which every rank has full parameters, also after failures. Else
-  // only what needs no peer. `why` it ends, where that is an error of the user's. Returns what is
-  // to be said of the weights, or nothing. Throws RuntimeFault, when all is let go of, if the
-  // weights could not be gathered.
+  // [all ranks, with `gather`] Gives the model back. With `gather` every rank has full parameters
+  // afterwards, also after a failure. Without it the call needs no peer. `why`: the user's error
+  // that the engine ends for, or "". Returns a remark on the weights, or "". Throws RuntimeFault,
+  // after releasing everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why);
-  void check_open(const char* call) const;  // throws RuntimeFault when closed
+  void check_open(const char* call) const;  // throws RuntimeFault if closed
 
   Config config;
   std::shared_ptr<Group> group;
-  mem::Tiers tiers;  // with the recorder
+  mem::Tiers tiers;  // also has the recorder
   std::vector<std::string> unit_names;
   std::vector<std::string> unit_modules;
   ModelDesc model;
-  std::string choice;  // what `offload: "auto"` chose from, and why; else empty
+  std::string choice;  // the alternatives and the choice of `offload: "auto"`; else ""
   std::optional<exec::Executor> executor;
   std::optional<engine::Driver> driver;
   std::optional<engine::OutsideEdits> border;
@@ -84,34 +86,34 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   engine::ModelRanks model_ranks;
   std::optional<engine::WholeParams> wholes;
   bool moves_params = false;  // parameters do not rest where they compute
-  bool unit_events = false;   // a unit's begin and end move something of it
+  bool unit_events = false;   // begin and end of a unit move some of its state
 
   int64_t steps = 0;
   std::optional<engine::AccumulationWindow> window;
   std::optional<engine::OrderLearner> order;
-  std::vector<uint64_t> began;   // by unit: when its last forward did
-  std::vector<int> waiting;      // by unit: gradients still to come in this backward
-  std::vector<int> written;      // by unit: gathered() that will write it back
-  std::vector<bool> expected;    // by unit: some were, when it began
-  int64_t seen_before = 0;       // backwards of the window, when the last was told
-  std::vector<int> frozen_open;  // units whose frozen weights may still be read
-  std::vector<at::Tensor> lent;  // windows into state that users have: an optimizer's shards
-  std::vector<at::Tensor> lent_gradients;  // and their gradients, while it steps
-  std::exception_ptr fault;  // thrown by a hook: autograd passes on its text, not its class
+  std::vector<uint64_t> began;   // by unit: graph sequence number when its last forward began
+  std::vector<int> waiting;      // by unit: gradients still missing in this backward
+  std::vector<int> written;      // by unit: open gathered(write=True) blocks
+  std::vector<bool> expected;    // by unit: gradients were missing when the backward began
+  int64_t seen_before = 0;       // backwards of the window before the current one
+  std::vector<int> frozen_open;  // units whose frozen weights the backward may still read
+  std::vector<at::Tensor> lent;  // shards of masters that a user's optimizer holds
+  std::vector<at::Tensor> lent_gradients;  // their gradients, only during its step
+  std::exception_ptr fault;  // thrown by a hook: autograd keeps its text but not its class
   engine::LossScale loss_scale;
-  int64_t skipped = 0;   // steps, for overflow
-  std::string overflow;  // what the last of them says
-  bool faulted = false;  // a forward raised and none came after it: the other ranks wait elsewhere
-  std::string trouble;   // where and with what
+  int64_t skipped = 0;   // steps skipped because of overflow
+  std::string overflow;  // error text of the last skipped step
+  bool faulted = false;  // a forward, backward or update raised; no forward has begun since
+  std::string trouble;   // step, call and text of that error
   bool closed = false;
   std::optional<engine::Monitor> monitor;
-  int save_wanted = 0, save_agreed = 0;       // by this rank; by any, since the last step
-  std::string unloaded;                       // a load that did not end: what there is, is nobody's
-  std::string save_failure;                   // of a save that nobody waited for, until it is told
-  int64_t bytes_read = 0, bytes_written = 0;  // of checkpoints: the last load, the last save
+  int save_wanted = 0, save_agreed = 0;       // urgency asked by this rank; agreed by all ranks
+  std::string unloaded;                       // error text after a load that did not end
+  std::string save_failure;                   // of a background save, until it is reported
+  int64_t bytes_read = 0, bytes_written = 0;  // by the last load and by the last save
   std::optional<tiles::TiledWeights> tiled;
   std::optional<engine::OutsideReads> outside_reads;
-  ckpt::Saver saver;  // last: it ends first
+  ckpt::Saver saver;  // the last member, so that it ends first
 
   struct Checkpointing;  // checkpoints.cpp
   struct Observer;       // observer.h

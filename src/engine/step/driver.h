@@ -1,13 +1,14 @@
 #pragma once
-// Driver: matches the events of eager code with the steps of the plan.
+// Driver: matches the events of eager code with the lines of the plan. Compute thread only;
+// autograd's thread while a backward runs.
 //
-// [Note: Driving a plan] A section's steps are run up to the compute line that an event names.
-// Lines that this rank skips are run on the way, in plan order, so ranks that take different
-// branches still issue the same collectives. Gradient moves wait in a queue of their own until the
-// unit's gradients are complete, again in plan order; what is left runs when the section ends. An
-// event the plan does not foresee is served on demand (require / release), which is always right
-// but not early; if only some ranks do so, their collectives stop matching and the timeout names
-// both.
+// [Note: Driving a plan] An event names a compute line, and the driver runs the section's lines up
+// to it. This includes lines of units that this rank skips, so ranks that take different branches
+// still issue the same collectives in the same order. Gradient moves wait in a queue until the
+// unit's gradients are complete; the queue is in plan order, too. The lines that are left run when
+// the section ends. An event that the plan does not foresee is served on demand (require, release):
+// this is correct but not early. If only some ranks do so, their collectives do not match, and the
+// timeout error names both.
 #include <array>
 #include <deque>
 #include <map>
@@ -23,50 +24,52 @@ class Driver {
   explicit Driver(exec::Executor& executor);
 
   void set_plan(Section section, const Plan& plan);
-  // The window's next section; finishes the one before where an exception cut it short.
+  // Begins the next section of the window. Finishes the previous section if an exception cut it
+  // short.
   void begin(Section section);
-  // A unit starts to compute: its parameters are whole when this returns.
+  // A unit starts to compute: its parameters are whole on return.
   void enter(Op op, int unit);
-  // It ended (forward), or its gradients are complete (backward).
+  // The unit's forward has ended, or its gradients are complete.
   void leave(Op op, int unit);
-  // It ended (backward) and is entered again before its gradients come: a tile that is recomputed.
+  // A use of a tile in backward has ended, and the tile is entered again before its gradients come.
   void pause(int unit);
-  // Whole from now to the end of the next backward section, on demand: torch.autograd.grad() went
-  // through the unit, and what it built may be differentiated again.
+  // Keeps the unit whole until the next backward section ends: torch.autograd.grad() went through
+  // it, and the graph that it built may be differentiated again.
   void pin(int unit);
-  // Whole until let_go(), as often as held, whatever runs meanwhile: users look at them.
+  // Keeps the units whole until let_go() was called as often as hold(): gathered() shows them.
   void hold(const std::vector<int>& units);
   void let_go(const std::vector<int>& units);
   int held(int unit) const { return held_[static_cast<size_t>(unit)]; }
-  bool holds() const;  // any unit
-  // Runs everything left of the section, in plan order.
+  bool holds() const;  // whether any unit is held
+  // Runs the lines that are left of the section, in plan order.
   void finish();
-  // Units with a gradient on this rank that came after its move in the last backward (a block that
-  // was recomputed twice); and the moves of that backward again, on all ranks alike.
+  // By unit: whether a gradient came on this rank after its move in the last backward (for example
+  // in a block that was recomputed twice).
   std::vector<bool> late() const;
+  // [all ranks] Runs the gradient moves of section `backward` again for the units in `late`.
   void move_late(const std::vector<bool>& late, Section backward);
-  // After an error in the user's code: forget the section, free what is gathered.
+  // After an error in user code: drops the section and frees gathered parameters.
   void abandon();
 
   Section section() const { return section_; }
   Plan plan(Section section) const;
   int64_t off_plan_events() const { return off_plan_; }
-  // What events of the timeline call a unit's forward or backward.
+  // Returns the text of a unit's forward or backward in timeline events.
   const std::string& text_of(Op op, int unit) const {
     return *computes_[op == Op::kBackward ? 1 : 0][static_cast<size_t>(unit)];
   }
-  // The innermost unit that computes; the root where none does.
+  // Returns the innermost unit that computes; the root if none does.
   int computing() const;
 
  private:
   size_t find(Op op, int unit, bool end) const;
   void run_to(size_t end);
   void bring_back();
-  void run_moves();  // up to the next compute line
+  void run_moves();  // runs the lines before the next compute line
   void run(const exec::PlannedStep& planned);
   void pass(size_t line);
   void note_late();
-  void pump();  // gradient moves whose units are complete
+  void pump();  // runs queued gradient moves whose units are complete
   bool complete(const exec::PlannedStep& planned) const;
   void release(int unit);
   void compute_ends(Op op, int unit);
@@ -74,25 +77,25 @@ class Driver {
   exec::Executor& executor_;
   trace::Recorder& recorder_;
   std::array<std::vector<trace::Text>, 2>
-      computes_;                   // what computes, forward and backward; by unit
-  std::vector<int64_t> began_ns_;  // by unit: when it was entered, 0 = not
-  int64_t backward_ns_ = 0;        // when the last unit of this backward ended
+      computes_;                   // texts of forward and backward events, by unit
+  std::vector<int64_t> began_ns_;  // by unit: time of enter(); 0: not entered
+  int64_t backward_ns_ = 0;        // time when the last unit of this backward ended
   std::map<Section, std::vector<exec::PlannedStep>> plans_;
   const std::vector<exec::PlannedStep>* steps_ = nullptr;
   Section section_ = Section::kForward;
   size_t next_ = 0;
   bool running_ = false;
-  bool carries_ = false;    // parameters are in `hold`: a forward is the window's next
-  bool lost_hold_ = false;  // they were, and a backward of the window may come
+  bool carries_ = false;    // parameters are in `hold`: the next forward is not the window's first
+  bool lost_hold_ = false;  // an evaluation dropped them from `hold` within the window
   bool finishing_ = false;
-  std::vector<int> active_;                    // by unit: how many times entered and not left
+  std::vector<int> active_;                    // by unit: enter() calls without leave()
   std::vector<bool> done_;                     // by unit: gradients complete
   std::vector<bool> drop_later_;               // by unit: the plan dropped it while it was active
-  std::vector<bool> unforeseen_;               // by unit: gathered on demand
+  std::vector<bool> unforeseen_;               // by unit: gathered on demand, off plan
   std::vector<bool> pinned_;                   // by unit: see pin()
   std::vector<int> held_;                      // by unit: see hold()
-  std::vector<bool> late_;                     // by unit: when the last backward ended
-  std::deque<const exec::PlannedStep*> owed_;  // gradient moves that wait
+  std::vector<bool> late_;                     // by unit: late when the last backward ended
+  std::deque<const exec::PlannedStep*> owed_;  // queued gradient moves
   int64_t off_plan_ = 0;
 };
 

@@ -7,7 +7,7 @@ namespace penstock::engine {
 
 class LossScale {
  public:
-  // Without fp16 the scale is 1 and stays.
+  // `active`: the model trains in fp16. Otherwise the scale stays 1.
   LossScale(const LossScaleConfig& config, bool active)
       : config_(config), active_(active), value_(active ? config.initial : 1.0) {}
 
@@ -15,7 +15,7 @@ class LossScale {
   bool dynamic() const { return active_ && config_.window > 0; }
   double value() const { return value_; }
   int64_t good_steps() const { return good_steps_; }
-  // Of a checkpoint. A scale that is not dynamic here stays what it is.
+  // Restores the values of a checkpoint. A scale that is not dynamic here does not change.
   void restore(double value, int64_t good_steps) {
     if (!active_ || config_.window == 0) return;
     value_ = value;
@@ -27,7 +27,7 @@ class LossScale {
     good_steps_ = 0;
     value_ *= 2.0;
   }
-  // False when there is nothing left to halve.
+  // Halves the scale. Returns false if it is at its minimum already, or not dynamic.
   bool overflow() {
     if (!active_ || config_.window == 0 || value_ <= config_.min) return false;
     good_steps_ = 0;

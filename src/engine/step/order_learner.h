@@ -1,6 +1,6 @@
 #pragma once
-// OrderLearner: the order in which a model's units run, learned in step one and agreed on by all
-// ranks. Pure but for the collective that it is given.
+// OrderLearner: learns in step one the order in which a model's units run. All ranks then agree on
+// it. Pure, except for the collective that agree() is given.
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -14,43 +14,44 @@ namespace penstock::engine {
 
 class OrderLearner {
  public:
-  // What the order is learned for.
+  // Facts about the model that decide what is recorded.
   struct Scope {
-    bool units_are_entered = false;  // in forward too; else only gradients tell of them
-    bool moves_params = false;       // so that ranks may not run units in different orders
+    bool units_are_entered = false;  // units have events in forward; else only gradients show them
+    bool moves_params = false;       // then ranks must run units in one order
     std::function<bool(int unit)> is_tile;
   };
-  // Every rank's text, in rank order.
+  // A collective that returns every rank's text, in rank order.
   using ShareText =
       std::function<std::vector<std::string>(const std::string& label, const std::string& text)>;
 
-  // `assumed`: the model in the order that serves step one.
+  // `assumed`: the model in the order that the plan of step one assumes.
   OrderLearner(ModelDesc assumed, Scope scope);
 
-  // Everything is learned again.
+  // Forgets the order; it is learned again.
   void restart(const ModelDesc& assumed) { *this = OrderLearner(assumed, scope_); }
-  bool done() const { return done_; }  // agree() was called: what comes now is not recorded
+  bool done() const { return done_; }  // agree() was called: nothing is recorded any more
 
-  // Of a backward, the last training forward before it counts.
+  // A new training forward replaces the recorded one: the last one before the backward counts.
   void begin_forward(bool trains);
   void end_forward() { in_forward_ = false; }
   void begin_backward();
 
-  // A unit of the pass kForward or kBackward.
+  // A unit begins or ends in pass kForward or kBackward.
   void begin(Op pass, int unit);
   void end(Op pass, int unit);
-  void add(Op pass, const Visit& visit);  // a tile's
+  void add(Op pass, const Visit& visit);  // the visit of a tile
 
-  // Units that are read outside their module: whole for entire passes.
+  // Spanning units are whole for entire passes, because they are read outside their module.
   void span(int unit) { spanning_.push_back(unit); }
   const std::vector<int>& spanning() const { return spanning_; }
   bool spans(int unit) const;
-  // Whether it moves and was entered before in the forward that is recorded.
+  // Returns whether parameters move and the unit was already entered in the recorded forward.
   bool enters_again(int unit) const;
 
-  // [all ranks] The model in the order that was seen, where it was the same on every rank; else in
-  // the assumed one. `off_plan`: events of this rank that the assumed order did not foresee. Throws
-  // RuntimeFault (with the first difference) where that order did not serve all ranks either.
+  // [all ranks] Returns the model in the order that was seen if it is the same on every rank, else
+  // in the assumed order. `off_plan`: number of events of this rank that the assumed order did not
+  // foresee. Throws RuntimeFault with the first difference if parameters move and the assumed order
+  // did not fit on every rank either.
   ModelDesc agree(int64_t off_plan, const ShareText& share);
 
  private:
@@ -65,7 +66,7 @@ class OrderLearner {
   Scope scope_;
   OrderRecord forward_, backward_;
   std::vector<int> spanning_;
-  bool in_forward_ = false;  // that is recorded
+  bool in_forward_ = false;  // a forward is being recorded
   bool done_ = false;
 };
 

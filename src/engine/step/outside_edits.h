@@ -1,22 +1,22 @@
 #pragma once
-// OutsideEdits: what users did to parameters and gradients since the engine last looked.
+// OutsideEdits: finds what users changed in parameters and gradients between the engine's calls.
 //
-// [Note: At the border] Parameters are the user's own objects, and torch does not tell when one is
-// edited, given other memory or another identity. So at each of its calls the engine compares what
-// it finds with what it left. What can be taken over counts, as in torch; the rest is an error that
-// names the parameter.
+// [Note: At the border] Parameters are the user's objects. torch sends no event when one is edited,
+// gets other memory or is swapped. So each call of the engine compares every parameter with the
+// state that the engine left. A change that the engine can take over has its effect, as in torch;
+// any other change is an error that names the parameter.
 //
-//   values edited in place   the update takes them into the masters (Updates::take_edits); gathered
-//                            values that are not written back are compared before they go
-//   other memory (p.data=x)  its values go to every copy, the parameter gets a window again, and
-//                            whoever shares the memory it had keeps that
+//   values edited in place   the update adds them to the masters (Updates::take_edits); gathered
+//                            values that are not written back are compared before they are freed
+//   other memory (p.data=x)  the engine copies the values to every copy and gives the parameter a
+//                            window again; other tensors that share the old memory keep it
 //   other dtype or shape,
 //   swapped tensors          refused
 //
-// [Note: Hollow gradients] Between a backward and its step, `.grad` of a parameter that has a
-// gradient is a tensor of its shape without memory: `.grad is None` says what it says in torch,
-// touching values raises an error that names the engine's call, and where users set it to None the
-// gradient is dropped. The gradients themselves are in the engine's copies, as the table has them.
+// [Note: Hollow gradients] The gradients are in the engine's copies, placed as the table says.
+// Between a backward and its step, `.grad` of a parameter with a gradient is a tensor of the same
+// shape without memory. So `.grad is None` means the same as in torch. Reading its values raises an
+// error that names the engine's calls for gradients. Setting it to None drops the gradient.
 #include <ATen/core/Tensor.h>
 
 #include <string>
@@ -27,29 +27,30 @@
 
 namespace penstock::engine {
 
-// Compute thread (autograd's while a backward runs). The executor and the weights outlive it.
+// Compute thread only (autograd's while a backward runs). The executor must outlive this object.
 class OutsideEdits {
  public:
-  // The parameters have their windows.
+  // The parameters must have their windows already.
   OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& tiled);
 
-  // What stands in a parameter's place becomes its value. Throws RuntimeFault for what cannot.
+  // Takes over new memory of parameters. Throws RuntimeFault for a change that it cannot take over.
   void look_at_params();
-  // The first gathered parameter of the unit that was written to in place, by torch's count of
-  // writes or by its values (torch does not count those to `.data`); else empty. Only this rank's
-  // part is compared. Where parameters rest on disk that is a read: unless `always`, after the
-  // first looks only one of 32 compares.
+  // Returns the first gathered parameter of the unit that was written to in place, or "". It checks
+  // torch's version counter, then the values, because torch does not count writes to `.data`. Only
+  // this rank's shard is compared. If the shard must be read from disk or copied to a device, only
+  // the first four calls and then every 32nd call compare values, unless `always` is set.
   std::string edited(int unit, bool always);
-  // Throws RuntimeFault that such an edit would be lost; nothing for an empty name.
+  // Throws RuntimeFault that the edit of `param` would be lost. Does nothing if `param` is "".
   static void refuse_edit(const std::string& param, const char* where);
 
   enum class SeenGradients { kKept, kSomeDropped, kAllDropped };
-  // What users did to `.grad`; what they set to None is forgotten unless that was all. Throws
-  // RuntimeFault for one that was assigned; before a backward (`adds`) only where it hides another.
+  // Finds changes of `.grad`. Drops the gradients that users set to None, except if all were: then
+  // the caller drops the window. Throws RuntimeFault if users assigned a `.grad`; before a backward
+  // (`adds`) only if it replaced a hollow one.
   SeenGradients look_at_gradients(bool adds);
   void show_gradients();
   void hide_gradients();
-  // A contribution of this rank was not finite, and nobody replaced it.
+  // Returns whether a contribution of this rank is not finite and was not replaced.
   bool any_bad() const;
 
  private:
@@ -62,12 +63,12 @@ class OutsideEdits {
     std::string name;
     at::Tensor tensor;  // the user's
     std::vector<int64_t> sizes;
-    const void* object;         // the Python object that it was; null without Python
-    std::vector<Place> places;  // where it is kept: one, or one a tile
+    const void* object;         // its Python object at initialize(); null without Python
+    std::vector<Place> places;  // one place, or one per tile
     bool trainable;
-    c10::Storage tiled;  // its window, where it is in tiles; else in the slot
+    c10::Storage tiled;  // its storage if it is in tiles; else Slot::window has it
     at::Tensor mark{};   // see [Note: Hollow gradients]
-    bool shown = false;
+    bool shown = false;  // `.grad` is `mark`
   };
 
   void look_at(Param& param);
@@ -76,7 +77,7 @@ class OutsideEdits {
 
   exec::Executor& executor_;
   std::vector<Param> params_;
-  std::vector<int> looks_;  // by unit: for edits, where not always
+  std::vector<int> looks_;  // by unit: calls of edited() that may skip the comparison
 };
 
 }  // namespace penstock::engine

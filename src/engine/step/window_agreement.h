@@ -1,9 +1,11 @@
 #pragma once
-// [Note: One window] Ranks may take different ways through a model, so what one of them saw of a
-// window is not what counts. A backward is of the window if it gave a gradient on any rank: one
-// that reached frozen weights alone, everywhere, closes nothing. A gradient that came after its
-// move is moved by all ranks, also by those where none was late. They tell each other with the
-// norm, which costs no exchange of its own, and where somebody looks at gradients before.
+// Agreement of all ranks on the accumulation window, and other texts that ranks exchange.
+//
+// [Note: One window] Ranks may take different branches of a model, so one rank cannot decide alone
+// what belongs to a window. A backward counts if it produced a gradient on any rank; a backward
+// that reached only frozen weights on all ranks does not count. A gradient that came after its move
+// is moved by all ranks, also by ranks where it was not late. The ranks exchange these facts with
+// the norm, which needs no exchange of its own, and before users read or replace gradients.
 #include <string>
 #include <vector>
 
@@ -13,24 +15,25 @@
 
 namespace penstock::engine {
 
-// What this rank has to say; as long on every rank.
+// Returns this rank's facts about the window as a text. Its length is the same on every rank.
 std::string say_window(const AccumulationWindow& window, const Driver& driver);
-// Of what the optimizer was set to: as long on every rank, and the same if that is.
+// Returns a hash of the optimizer's options: of equal length on every rank, and equal if the
+// options are.
 std::string options_text(const std::vector<OptimizerConfig>& groups, const std::string& others);
-// What all ranks said, by rank; options_text() may be at its end: backwards that gave nothing
-// anywhere leave the window, and late gradients are moved. False when there were any, so that there
-// is something else to say. Throws RuntimeFault where ranks ended different numbers of backwards,
-// or have other options.
+// Takes the texts of all ranks, by rank, which may end with options_text(). Removes backwards that
+// produced no gradient on any rank, and moves late gradients. Returns false if it did either: then
+// the ranks must exchange their texts again. Throws RuntimeFault if ranks ended different numbers
+// of backwards or have different options.
 bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window, Driver& driver);
-// Takes the digit at the end of what each rank said, which tells `wanted` of its own; `agreed`
-// becomes the highest.
+// Removes the digit at the end of each rank's text, which is the save urgency that it wants. Raises
+// `agreed` to the highest digit and clears `wanted`.
 void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed);
-// A rank each: '1' where it says so, else '0'.
+// [all ranks] Returns one character per rank: '1' if `mine` is true there, else '0'.
 std::string say_each(exec::Executor& executor, const std::string& label, bool mine);
-// The first rank's problem, "rank 2: ...", on every rank; empty where none has one.
+// [all ranks] Returns the problem of the first rank that has one, "rank 2: ..."; else "".
 std::string first_problem(exec::Executor& executor, const std::string& label,
                           const std::string& mine);
-// Says and hears until it is the same everywhere.
+// [all ranks] Exchanges the window's facts until hear_window() changes nothing.
 void agree_on_window(exec::Executor& executor, AccumulationWindow& window, Driver& driver);
 
 }  // namespace penstock::engine

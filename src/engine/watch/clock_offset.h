@@ -1,15 +1,15 @@
 #pragma once
-// Clocks: what ranks on several hosts have to add to their steady clocks to agree.
+// The offset between the steady clocks of ranks on several hosts.
 #include <cstdint>
 
 #include "src/engine/step/unit_order.h"
 
 namespace penstock::engine {
 
-// [all ranks] What this rank adds to its clock, in ns, to have rank 0's; 0 where the two may be the
-// same, as on one host. Between its begin and its end each exchange has met every rank once: what
-// rank 0 saw before one, this rank sees after it, and the other way round, so each bounds the
-// difference from one side; the middle is off by at most half of the shortest exchange.
+// [all ranks] Returns the ns to add to this rank's clock to get rank 0's clock; 0 if the clocks may
+// be equal, as on one host. A time that rank 0 reads before an exchange is earlier than a time that
+// this rank reads after it, and the other way round. So each exchange bounds the offset from both
+// sides. The middle of the bounds is off by at most half of the shortest exchange.
 int64_t clock_offset(const Share& share);
 
 }  // namespace penstock::engine

@@ -1,5 +1,5 @@
 #pragma once
-// Monitor: what a rank counts of its run, and rank 0's files of it. Compute thread only.
+// Monitor: counts the metrics of a rank's run; rank 0 writes them to files. Compute thread only.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -18,66 +18,67 @@
 
 namespace penstock::engine {
 
-// What grows as a run goes on; of a step is the difference.
+// Counters that grow during a run. A step's values are differences of two of them.
 struct SoFar {
   int64_t at_ns = 0, waits_ns = 0, comm_ns = 0, comm_bytes = 0, disk_read = 0, disk_written = 0;
   double disk_busy_s = 0.0;
 };
 
-// A trace that somebody asked for.
+// A trace that the user or the config asked for.
 struct TraceWish {
   std::string path;
-  int64_t first = 1, last = 1;  // steps that this run makes, from 1, also after a load
-  std::function<std::string(int64_t)> more;
-  bool by_config = false;
+  int64_t first = 1, last = 1;               // steps of this run, counted from 1, also after a load
+  std::function<std::string(int64_t)> more;  // further events; gets the clock offset in ns
+  bool by_config = false;                    // asked for by "monitor.trace_first"
 };
 
 class Monitor {
  public:
   Monitor(const Config& config, std::shared_ptr<trace::Recorder> recorder, int rank, int size);
 
-  // The loss of a backward of the window: one element.
+  // Counts the loss of a backward of the window: a tensor of one element.
   void saw(const at::Tensor& loss);
   void count(int64_t samples, int64_t tokens);
-  void drop();  // the window
+  void drop();  // drops the counts of the window
   const exec::Counted& counted() const { return counted_; }
 
-  // A forward of a training step begins: before the first one nothing is a step's time.
+  // A forward of a training step begins. The first call starts the time of the first step.
   void begins();
-  // What ranks counted and what there is so far become the step's; `made` has the rest.
+  // Ends a step: computes its metrics from the ranks' counts and from the counters so far. `made`
+  // has the other values.
   void end_step(StepMetrics made, const exec::Told& all, SoFar now);
   const StepMetrics& last() const { return last_; }
   int64_t applied() const { return applied_; }  // by this run
-  // No step comes any more: files are whole. Returns what was asked for and not written.
+  // Ends the run: closes the files. Returns the trace that was asked for and not written.
   std::optional<TraceWish> end();
-  // Of that step, on this rank.
+  // Returns the tokens of the last step per rank.
   double tokens_of_rank() const { return static_cast<double>(last_.tokens) * copies_ / size_; }
-  SoFar recorded() const;  // of the recorder
+  SoFar recorded() const;  // counters of the recorder
 
   trace::Recorder& recorder() { return *recorder_; }
-  RunFiles* files() { return files_ ? &*files_ : nullptr; }  // null: there are none
+  RunFiles* files() { return files_ ? &*files_ : nullptr; }  // null: no files are written
 
   const double started;  // seconds since 1970
   double flops_per_sample = 0.0, rank_peak = 0.0;
-  double own_lr = kNotKnown;          // where the optimizer is the user's
-  std::vector<double> forward_flops;  // by unit, of a micro-batch; empty: nobody counted them
-  std::optional<Machine> machine;     // that was measured
-  bool said_dump = false;
-  // From now on, or from its first step; in place of what was asked for before.
+  double own_lr = kNotKnown;          // learning rate of a user's optimizer
+  std::vector<double> forward_flops;  // by unit, per micro-batch; empty: not counted
+  std::optional<Machine> machine;     // the measured machine ("monitor.machine")
+  bool said_dump = false;             // the dump file was announced on stderr
+  // Asks for a trace, which replaces an earlier wish. Recording starts at its first step.
   void ask(TraceWish wish);
-  // What was asked for has all its steps: it is no wish any more.
+  // Returns and clears the wish if its last step was recorded.
   std::optional<TraceWish> take_finished();
-  // With the norm ranks tell each other whether a trace ends with this step: a digit, and by rank
-  // its place in what all say, of which it is taken.
+  // Ranks agree with the norm whether a trace ends with this step. say() returns this rank's digit;
+  // hear() removes the digit from the end of each rank's text.
   char say() const { return wish_ && applied_ + 1 >= wish_->last ? '1' : '0'; }
   void hear(std::vector<std::string>& all);
-  // Ranks that did not say so: what is collected from all of them would never come.
+  // Ranks whose trace does not end with this step: a collective to write it would not return.
   const std::vector<int>& without() const { return without_; }
 
  private:
   const std::shared_ptr<trace::Recorder> recorder_;
   const int16_t update_row_;
-  const int size_, copies_;  // ranks; of them, that count the same samples
+  const int size_, copies_;  // ranks; ranks that count the same samples
   const int64_t every_;
   exec::Counted counted_;
   SoFar before_;

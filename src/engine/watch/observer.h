@@ -1,6 +1,6 @@
 #pragma once
-// Observer: what a core tells its monitor, and what is written of that (metrics.cpp,
-// prediction.cpp).
+// Observer: feeds a core's values to its monitor and writes run.json, traces and dumps
+// (metrics.cpp, prediction.cpp).
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,25 +14,25 @@ namespace penstock {
 struct Core::State::Observer {
   struct Prediction {
     double step_s = 0.0;
-    trace::Predicted lines;  // of each line and of what computes, by the texts that events have
+    trace::Predicted lines;  // seconds of plan lines and compute, by the text of their events
   };
 
-  // [all ranks] Before the first step: there is a monitor, and clocks are compared.
+  // [all ranks] Makes the monitor and compares the ranks' clocks. Before the first step.
   void begin();
-  // What stays as it is, for run.json: when the run begins, and when the plans of its order are
-  // made.
+  // Writes run.json. Called when the run begins, and again after step one, which fixes the plans.
   void describe();
-  // [all ranks] One was applied, and the next begins; writes a trace that ends with it.
+  // [all ranks] Ends an applied step and begins the next; writes a trace that ends with this step.
   void end_step(const std::vector<OptimizerConfig>& groups);
-  // What the simulator says of a step. Nothing without `monitor.machine`, in pipelines, and before
-  // a forward was counted: its FLOPs, or its tokens, of which each takes 2 FLOPs a parameter then.
-  // Of a window as the config has it; sums of activations over tensor ranks take no time in it.
+  // Simulates a step of `batch.accumulate` micro-batches. Returns nothing without
+  // `monitor.machine`, in pipelines, and before the FLOPs or the tokens of a forward were counted.
+  // With tokens only, a forward takes 2 FLOPs per parameter and token. Exchanges of activations are
+  // not included.
   std::optional<Prediction> predict() const;
-  // As part of a Chrome trace.
+  // Returns the events as part of a Chrome trace.
   std::string events_of(const std::vector<trace::Event>& events);
-  // After an error: where the last steps are, on stderr, once.
+  // After an error: writes the last steps to a file and prints its path to stderr, once.
   void dump();
-  // No step comes any more.
+  // Ends the run; no step may follow.
   void end();
 
   State& state;
@@ -40,7 +40,7 @@ struct Core::State::Observer {
  private:
   void write_trace(const engine::TraceWish& wish);
   void say(const std::string& what) const;
-  // This rank's alone.
+  // Writes a trace of this rank only.
   void write_own(const std::string& path, const std::vector<trace::Event>& events);
 };
 

@@ -1,6 +1,6 @@
 #pragma once
-// RunFiles: the files of a run, written by a thread of their own. Training never waits for them: a
-// row that finds no room in the queue is dropped, and a file that cannot be written is said once.
+// RunFiles: the files of a run, written by their own thread. Training never waits for them: a row
+// is dropped if the queue is full, and a failed write is reported once on stderr.
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -15,28 +15,28 @@
 
 namespace penstock::engine {
 
-// metrics.jsonl: an object a row, null for what is not known. metrics.csv: a heading and a row
-// each, empty for what is not known. Both are appended to, and whole up to the last row whenever
-// the process ends. Formats that are Python's are left to it.
+// metrics.jsonl has one JSON object per row, with null for an unknown value. metrics.csv has a
+// heading, and an empty cell for an unknown value. Rows are appended, and the files are whole up to
+// the last row whenever the process ends. Formats that only Python writes are ignored here.
 class RunFiles {
  public:
   static constexpr size_t kMostWaiting = 4096;  // rows
 
-  // Makes the folder, which one run has at a time. Throws ConfigError where that cannot be.
+  // Makes and locks the folder: only one run may write there. Throws ConfigError if that fails.
   RunFiles(const std::string& folder, const std::vector<std::string>& formats);
-  ~RunFiles();  // writes what waits
+  ~RunFiles();  // writes the rows that are queued
   RunFiles(const RunFiles&) = delete;
   RunFiles& operator=(const RunFiles&) = delete;
 
   const std::string& folder() const { return folder_; }
   void add(const StepMetrics& metrics);
-  // A file of that name with this text, in place of the one there is.
+  // Writes a file of that name with this text; replaces an existing one.
   void replace(const std::string& name, std::string text);
-  void flush();  // everything is written, or was said to fail
+  void flush();  // blocks until everything is written or was reported as failed
 
  private:
   struct FileTask {
-    std::string name;  // empty: a row
+    std::string name;  // of a file to replace; "": append a row
     std::string text;
     StepMetrics row;
   };
@@ -45,10 +45,10 @@ class RunFiles {
   void append(const std::string& name, const std::string& heading, const std::string& line);
   void say(const std::string& what);
 
-  void take();  // the folder
+  void take();  // locks the folder
 
   const std::string folder_;
-  int lock_ = -1;  // the folder, while this run has it; -1: its file system knows no locks
+  int lock_ = -1;  // descriptor of the locked folder; -1: the file system has no locks
   bool jsonl_ = false, csv_ = false;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -56,7 +56,7 @@ class RunFiles {
   bool closing_ = false;          // guarded by mutex_
   bool writing_ = false;          // guarded by mutex_
   int64_t dropped_ = 0;           // guarded by mutex_
-  bool said_ = false;             // the thread's
+  bool said_ = false;             // used by the thread only
   std::thread thread_;
 };
 
