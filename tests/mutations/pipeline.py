@@ -129,7 +129,7 @@ OVER_STAGES = [
     Mutation(
         "backwards of frozen stages are none of the window",
         "src/engine/step/core_state.cpp",
-        "  if (model_ranks.stages) window->contribute();  // others of this batch did, or will\n",
+        "  if (model_ranks.stages) window->contribute();  // another stage of this batch has a gradient\n",
         "",
         state("frozen and zero1"),
     ),

@@ -10,7 +10,7 @@ namespace penstock::engine {
 
 namespace {
 
-// Facts about a window; the last two follow from its count of backwards.
+// Facts about a window. kSeen and kComplete follow from the number of backwards.
 constexpr uint8_t kForwarded = 1, kScaled = 2, kArmed = 4, kSeen = 8, kComplete = 16;
 constexpr uint8_t kNone = 0;
 
@@ -18,35 +18,37 @@ enum class Count : uint8_t { kKeep, kAdd, kClear };
 
 struct CallRule {
   Call call;
-  uint8_t needs;     // one of these, if any
-  uint8_t excludes;  // all of these
+  uint8_t needs;     // at least one of these facts must hold, unless it is kNone
+  uint8_t excludes;  // none of these facts may hold
   uint8_t adds;
   uint8_t removes;
   Count seen;
   const char* refusal;
 };
 
-// By call. An update leaves kScaled: the loss of the next backward may have been scaled already.
-// What is dropped keeps kForwarded: the loss is still there to go backward from.
+// Indexed by Call. An update keeps kScaled: the next loss may have been scaled already. A drop
+// keeps kForwarded: the loss still exists, so a backward from it is legal.
 constexpr std::array<CallRule, 9> kRules = {{
     {Call::kForward, kNone, kNone, kForwarded, kNone, Count::kKeep, ""},
     {Call::kBackward, kForwarded, kNone, kScaled, kNone, Count::kKeep,
-     "[engine::backward] backward() without a forward since the last step: call the engine on a "
-     "batch first, with gradients enabled"},
+     "[engine::backward] backward() was called without a forward since the last step. Call the "
+     "engine on a batch first, with gradients enabled"},
     {Call::kBackwardBegin, kScaled, kNone, kArmed, kNone, Count::kKeep,
-     "[engine::backward] loss.backward() with fp16: the loss is not scaled. Call "
-     "engine.backward(loss)"},
+     "[engine::backward] loss.backward() was called with fp16, so the loss is not scaled. Call "
+     "engine.backward(loss) instead"},
     {Call::kBackwardEnd, kNone, kNone, kNone, kArmed | kScaled, Count::kAdd, ""},
     {Call::kFullGrads, kSeen, kNone, kNone, kNone, Count::kKeep,
-     "[engine::full_grads] there are no gradients: call it after backward() and before step()"},
+     "[engine::full_grads] there are no gradients. Call full_grads() after backward() and before "
+     "step()"},
     {Call::kSetGrads, kComplete, kNone, kNone, kNone, Count::kKeep,
-     "[engine::set_grads] gradients are complete only after the window's last backward() and "
-     "before step()"},
+     "[engine::set_grads] the gradients of the window are not complete. Call set_grads() after the "
+     "window's last backward() and before step()"},
     {Call::kStep, kSeen | kArmed, kNone, kNone, kNone, Count::kKeep,
-     "[engine::step] step() without a backward since the last step: call engine.backward(loss) "
-     "first"},
+     "[engine::step] step() was called without a backward since the last step. Call "
+     "engine.backward(loss) first"},
     {Call::kUpdate, kNone, kArmed, kNone, kForwarded, Count::kClear,
-     "[engine::step] the last backward did not end: its window was dropped"},
+     "[engine::step] the last backward ended with an error, so its window was dropped. Run the "
+     "window again"},
     {Call::kDrop, kNone, kNone, kNone, kArmed | kScaled, Count::kClear, ""},
 }};
 

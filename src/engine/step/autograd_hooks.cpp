@@ -36,7 +36,7 @@ void hook(torch::autograd::Node& node, uint64_t since, const std::function<void(
   node.add_pre_hook(std::make_unique<BeforeBackward>(before));
 }
 
-thread_local OutsideReads* watching = nullptr;  // dispatch is per thread, and so is the watch
+thread_local OutsideReads* watching = nullptr;  // dispatch keys are set per thread
 
 void look_at_all(const c10::IValue& value) {
   if (value.isTensor()) {
@@ -55,8 +55,8 @@ void look_then_run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::ji
   op.callBoxed(stack);
 }
 
-// Registered at the first use, so that a program without outside reads shares the key with whoever
-// else wants it.
+// Registered at the first use, so that a program that never trains with moving parameters can use
+// the dispatch key for something else.
 void register_fallback() {
   static const auto library = [] {
     auto lib = std::make_unique<torch::Library>(torch::Library::IMPL, "_",
@@ -70,6 +70,7 @@ void register_fallback() {
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
+// torch.autograd.grad() captures gradients at nodes; backward() captures none.
 bool in_side_backward() {
   if (!in_backward()) return false;
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
@@ -89,7 +90,7 @@ void before_backward_of(const std::vector<at::Tensor>& outputs, uint64_t since,
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad() || !output.grad_fn()) continue;
     hook(*output.grad_fn(), since, before);
-    // An edit of a view in place gives it another node, and leaves that of its base.
+    // An in-place edit of a view makes a new node for the view; the node of its base stays.
     if (output.is_view() && output._base().grad_fn()) {
       hook(*output._base().grad_fn(), since, before);
     }
@@ -102,7 +103,7 @@ bool only_looked_up(const std::vector<at::Tensor>& outputs) {
     const auto& node = output.grad_fn();
     if (!node || node->name() != "EmbeddingBackward0") return false;
     const auto& weight = node->next_edge(0).function;
-    return weight && weight->num_outputs() == 0;  // an accumulator: it was not computed
+    return weight && weight->num_outputs() == 0;  // an accumulator: the weight is a leaf
   });
 }
 
@@ -123,7 +124,7 @@ bool GradientHook::expected() const {
 
 void GradientHook::install() {
   accumulator_ = torch::autograd::impl::grad_accumulator(leaf_);
-  if (!accumulator_) return;  // frozen meanwhile
+  if (!accumulator_) return;  // the leaf was frozen in the meantime
   key_ = accumulator_->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
       [taken = taken_](const variable_list& outputs, const variable_list&) {
         taken();

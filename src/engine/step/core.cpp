@@ -58,13 +58,13 @@ bool Core::any_forward(bool mine) {
   state_->check_open("forward");
   const std::string all = engine::say_each(*state_->executor, "any forward", mine);
   const bool any = all.find('1') != std::string::npos, ended = all.find('0') != std::string::npos;
-  // Who is done follows the plan of a forward, in which tiles have their places after step one.
+  // A rank that is done runs the plan of a forward. The plan has the tiles only after step one.
   if (any && ended && state_->moves_params && !state_->order->done() &&
       !state_->tiled->all().empty()) {
     throw RuntimeFault(
-        "[engine::forward] ranks ended generate() or uneven() at different lengths, and with "
-        "\"tiling\" they can do so only after a training step: train one first, or generate "
-        "equally often on every rank");
+        "[engine::forward] ranks ended generate() or uneven() after different numbers of forwards. "
+        "With \"tiling\" this works only after a training step: train one first, or run the same "
+        "number of forwards on every rank");
   }
   return any;
 }
@@ -104,7 +104,8 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
   if (!gradient.defined() && loss.numel() == 1) state_->monitor->saw(loss);
   const double scale = state_->loss_scale.value();
   if (scale == 1.0 || (!gradient.defined() && loss.numel() != 1)) return gradient;
-  // Beyond what a loss in fp16 can be it is infinite: the step is skipped and the scale halved.
+  // A scale above the range of fp16 becomes infinite: then the step is skipped and the scale
+  // halved.
   const at::Tensor factor = at::scalar_tensor(scale, at::TensorOptions(at::kFloat));
   const at::Tensor start = gradient.defined() ? gradient : at::ones_like(loss);
   return start.mul(factor.to(start.scalar_type()));
@@ -127,7 +128,7 @@ bool Core::window_complete(bool force) {
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
                 const std::string& options) {
   show(state_->group->board(), "update");
-  // Its gradients are windows into memory that the step lets go of.
+  // The optimizer's gradients are views of memory that the step frees, so they are taken back.
   const std::function<void()> lending = [&] {
     try {
       external();

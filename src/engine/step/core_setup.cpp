@@ -1,4 +1,9 @@
-// Core::State: from a model to flat buffers, hooks and plans.
+// Core::State: makes flats, hooks and plans from a model.
+//
+// [Note: Set-up] All decisions come before any change of the model: resolve the config, draw the
+// blueprint, compare models and configs between ranks, choose tiers and budgets. Adoption::claim()
+// then reserves all room on all ranks, and Adoption::take() moves the parameters. If anything
+// throws before Adoption::commit(), the model is released.
 #include <algorithm>
 #include <cstdio>
 #include <set>
@@ -19,26 +24,27 @@ namespace penstock {
 
 namespace {
 
-// Where all parameters are.
+// Returns the device of all parameters.
 c10::Device device_of(const ModelTree& tree) {
   for (const ParamInfo& info : tree.params) {
     const c10::Device where = info.param.device(), first = tree.params.front().param.device();
     if (where.is_meta()) {
       throw ConfigError(concat("[engine::Core] parameter \"", info.name,
-                               "\" is on the meta device and has no values: build the model under "
-                               "penstock.init(), on a device, or give it values (to_empty())"));
+                               "\" is on the meta device and has no values. Build the model under "
+                               "penstock.init() or on a device, or give it values (to_empty())"));
     }
     if (where == first) continue;
-    throw ConfigError(concat("[engine::Core] parameter \"", info.name, "\" is on ", where.str(),
-                             " and \"", tree.params.front().name, "\" on ", first.str(),
-                             ": one engine trains on one device of each rank. Move the model there "
-                             "before"));
+    throw ConfigError(
+        concat("[engine::Core] parameter \"", info.name, "\" is on ", where.str(), " and \"",
+               tree.params.front().name, "\" on ", first.str(),
+               ": one engine trains on one device of each rank. Move the model to one "
+               "device before initialize()"));
   }
   return tree.params.empty() ? c10::Device(c10::DeviceType::CPU)
                              : tree.params.front().param.device();
 }
 
-// No element belongs to two parameters.
+// Refuses parameters that share elements of one storage.
 void check_memory(const ModelTree& tree) {
   struct Extent {
     const void* storage;
@@ -65,8 +71,8 @@ void check_memory(const ModelTree& tree) {
     if (one.storage != next.storage || next.begin >= one.end) continue;
     throw ConfigError(
         concat("[engine::Core] parameters \"", *one.name, "\" and \"", *next.name,
-               "\" share memory (one storage): to tie weights, give both modules the same "
-               "Parameter object; else clone one of them"));
+               "\" share memory (one storage). To tie weights, give both modules the same "
+               "Parameter object; otherwise clone one of them"));
   }
 }
 
@@ -76,7 +82,7 @@ bool trains_in_fp16(const Config& config, const ModelTree& tree) {
   });
 }
 
-// Writes down who the ranks are, for `penstock status`.
+// Writes hosts and process ids of all ranks to the board, for `penstock status`.
 void meet(Board* board, const std::vector<engine::AvailableMemory>& by_rank) {
   if (board == nullptr) return;
   std::vector<std::string> roster;
@@ -88,13 +94,13 @@ void meet(Board* board, const std::vector<engine::AvailableMemory>& by_rank) {
   board->meet(run, join(roster, "\n"));
 }
 
-// The ranks compare models and configs, and tell each other what memory they found.
+// [all ranks] Compares models and configs, and shares the memory that each rank found.
 Room agree(const Config& config, Group& group, const ModelTree& tree, const std::string& print) {
   comm::Channel channel(group, "start");
   comm::Members all{{}, group.rank()};
   for (int rank = 0; rank < group.size(); ++rank) all.ranks.push_back(rank);
   const engine::AvailableMemory mine = engine::find_room(config, tree, group.size());
-  // Without its index: ranks may see their devices by any.
+  // Without the device index, which may differ between ranks.
   const std::string device =
       concat("parameters on ", c10::DeviceTypeName(device_of(tree).type()), ", collectives ",
              group.device_groups() ? "there" : "here", "\n");
@@ -116,18 +122,19 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
       concat("[engine::initialize] the ranks have different models or configs: ", difference));
 }
 
-// It sees shards of a rank's part as if they were of the whole.
+// A user's optimizer would see shards of this rank's part as shards of the full tensor.
 void check_optimizer(const Config& config, bool external) {
   const MeshConfig& mesh = config.mesh;
   if ((mesh.tensor == 1 && mesh.pipeline == 1) || !external) return;
   throw ConfigError(
       concat("[engine::Core] \"mesh.", mesh.tensor > 1 ? "tensor\" is " : "pipeline\" is ",
              mesh.tensor > 1 ? mesh.tensor : mesh.pipeline,
-             ": an optimizer of your own does not work on a part of the model yet; set "
+             ": an optimizer of your own does not work on a part of the model yet. Set "
              "\"optimizer\" in the config"));
 }
 
-// Ranks that differ in the innermost part of `local` alone.
+// Returns the sequence ranks of `rank`: ranks that differ only in the innermost part of the `local`
+// axis.
 Members sequence_ranks(const Config& config, int rank) {
   const int tensor = config.mesh.tensor, count = config.mesh.sequence;
   Members members;
@@ -201,7 +208,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   order.emplace(model, engine::OrderLearner::Scope{unit_events, moves_params, [this](int unit) {
                                                      return tiled->is_tile(unit);
                                                    }});
-  // Each stage goes backward from each micro-batch.
+  // Each stage of this rank runs one backward per micro-batch.
   window.emplace(config.batch.accumulate * config.parallel.virtual_stages, loss_scale.active(),
                  unit_events);
   waiting.assign(executor->units().size(), 0);
@@ -219,7 +226,7 @@ Core::State::~State() {
   try {
     close(false, "");
   } catch (const std::exception&) {
-    // A destructor has nobody to tell; close() is the call that reports.
+    // A destructor cannot report an error; close() does.
   }
 }
 
@@ -229,7 +236,7 @@ void Core::State::install_hooks() {
     const std::vector<exec::Flat>& flats = executor->units()[u].flats;
     for (size_t f = 0; f < flats.size(); ++f) {
       if (!flats[f].trainable || tiled->is_tile(static_cast<int>(u)))
-        continue;  // tiles' operators hand theirs over
+        continue;  // the tiled operators pass these gradients on
       for (size_t s = 0; s < flats[f].slots.size(); ++s) {
         hooks.emplace_back(flats[f].slots[s].param, [weak, u, f, s] {
           const auto self = weak.lock();

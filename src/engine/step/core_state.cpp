@@ -26,24 +26,27 @@ void check_frozen(const std::vector<exec::UnitState>& units) {
         if (!slot.param.requires_grad()) continue;
         throw RuntimeFault(concat(
             "[engine::forward] parameter \"", slot.name,
-            "\" was frozen at initialize() and trains now: it has no optimizer state. Initialize "
-            "with it trainable and freeze it afterwards, or close() and initialize again"));
+            "\" was frozen at initialize() and requires a gradient now, but it has no optimizer "
+            "state. Initialize while it is trainable and freeze it afterwards, or close() the "
+            "engine "
+            "and initialize again"));
       }
     }
   }
 }
 
-// It is what it was in the forward, and its parameters are where they were.
+// Checks before a step that cut modules were called, and that no gathered() block is open: its
+// tensors would keep the old values.
 void check_model(const engine::Driver& driver, const exec::Executor& executor,
                  const engine::WholeParams& wholes, const engine::ModelRanks& model_ranks) {
   if (model_ranks.tensor) model_ranks.tensor->check_called(executor.units());
   if (!driver.holds() || (executor.table().rests_whole() && !wholes.used())) return;
   throw RuntimeFault(
-      "[engine::step] step() inside gathered(): the gathered values would stay what they were. "
-      "Leave the block before");
+      "[engine::step] step() was called inside gathered(): the gathered values would not show the "
+      "update. Leave the block before the step");
 }
 
-// A scheduler may ask for a moment that set-up made no room for.
+// A scheduler may set momentum after initialize(), which then made no room for the moment.
 void check_groups(const Config& config, const std::vector<OptimizerConfig>& groups) {
   const int room = num_moments(config);
   for (size_t i = 0; i < groups.size(); ++i) {
@@ -53,25 +56,27 @@ void check_groups(const Config& config, const std::vector<OptimizerConfig>& grou
         concat("[engine::step] parameter group ", i, " is ", kind.name,
                kind.needs_momentum ? concat(" with \"momentum\" ", groups[i].momentum) : "",
                ", which keeps ", num_moments(groups[i]),
-               " moments per parameter; initialize() made room for ", room,
-               kind.needs_momentum ? ": build the optimizer with momentum > 0, or leave it at 0 "
+               " moments per parameter, but initialize() made room for ", room,
+               kind.needs_momentum ? ". Build the optimizer with momentum > 0, or leave it at 0 "
                                      "(OneCycleLR: cycle_momentum=False)"
-                                   : ": initialize with that optimizer"));
+                                   : ". Initialize the engine with that optimizer"));
   }
 }
 
-// All that its backwards reached was frozen: what came of the window so far stays.
+// Thrown by Update::hear if the window turns out to be incomplete, because backwards without a
+// gradient on any rank do not count. The window stays open and no update is made.
 class StillOpen : public std::exception {};
 
-// Inside gathered(write=True) that sees to it.
+// Refuses edits of a gathered unit that is about to be freed. Inside gathered(), release() does it.
 void refuse_edit(const engine::Driver& driver, engine::OutsideEdits& border, int unit,
                  const char* where) {
   if (driver.held(unit) > 0) return;
   engine::OutsideEdits::refuse_edit(border.edited(unit, false), where);
 }
 
-// Not in a torch.autograd.grad() or a backward(inputs=...) that wants other gradients, nor where
-// another model's backward passes through this one while it is frozen.
+// Returns whether the backward in progress accumulates gradients of this model. It does not in
+// torch.autograd.grad(), in a backward(inputs=...) for other tensors, or if another model's
+// backward passes through this model while it is frozen.
 bool expects_gradients(const tiles::TiledWeights& tiled,
                        const std::vector<engine::GradientHook>& hooks) {
   if (!tiled.all().empty() && !engine::in_side_backward()) return true;
@@ -87,11 +92,12 @@ void Core::State::forward_begin(bool grad_enabled) {
   check_open("forward");
   if (wholes->used() && driver->holds()) {
     throw RuntimeFault(
-        "[engine::forward] inside gathered(): parameters are whole there, and ranks that compute "
-        "one model together compute with their parts. Leave the block before");
+        "[engine::forward] a forward was called inside gathered(): the parameters are full tensors "
+        "there, but tensor and pipeline ranks compute with their parts. Leave the block before the "
+        "forward");
   }
   if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
-  if (window->armed()) {  // the backward before threw: nothing of its window can be trusted
+  if (window->armed()) {  // the last backward threw, so the window's gradients are incomplete
     driver->abandon();
     drop_gradients();
   }
@@ -122,7 +128,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   }
   unit_end(0, outputs);
   if (engine::in_backward()) return;
-  // Nothing else waits for the device in evaluations, and so nothing else would tell.
+  // An evaluation has no norm, which otherwise reports edits found on a device.
   if (driver->section() == Section::kEval) {
     engine::OutsideEdits::refuse_edit(executor->values().resolve_doubts(), "in forward");
   }
@@ -134,7 +140,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
 void Core::State::unit_begin(int unit) {
   began[unit] = engine::now();
   if (engine::in_backward()) return backward_enter(unit);
-  // A layer that is used here and there stays, as it would in the root.
+  // A layer that is used twice in a forward becomes a spanning unit: whole for the entire pass.
   if (!model.units[unit].block && !order->spans(unit) && order->enters_again(unit)) {
     order->span(unit);
     driver->enter(Op::kForward, unit);
@@ -155,7 +161,7 @@ void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
       if (self && !self->closed) self->in_hook([&] { self->backward_enter(unit); });
     });
   }
-  if (engine::in_backward()) return;  // what is recomputed stays until its gradients are there
+  if (engine::in_backward()) return;  // a recomputed unit stays whole until its gradients come
   refuse_edit(*driver, *border, unit, "in forward");
   order->end(Op::kForward, unit);
   driver->leave(Op::kForward, unit);
@@ -168,7 +174,8 @@ void Core::State::forward_failed(const std::string& error) {
   driver->abandon();
 }
 
-// For the other ranks, which will miss this one in their next collective.
+// Publishes this rank's error: the other ranks will wait for it in their next collective, and their
+// errors quote its position.
 void Core::State::failed(const char* what, const std::string& error) {
   faulted = true;
   show(group->board(), concat("the caller's code, after its ", what, " raised"));
@@ -198,9 +205,10 @@ void Core::State::watch_outside_reads() {
 void Core::State::look_at_gradients(bool adds) {
   if (border->look_at_gradients(adds) != engine::OutsideEdits::SeenGradients::kAllDropped) return;
   if (!window->complete()) {
-    TORCH_WARN_ONCE("penstock: gradients of ", window->seen(), " of ", config.batch.accumulate,
-                    " backwards were dropped (zero_grad() or .grad = None in the middle of a "
-                    "window): engine.step() clears gradients itself when it has applied them");
+    TORCH_WARN_ONCE(
+        "penstock: the gradients of ", window->seen(), " of ", config.batch.accumulate,
+        " backwards were dropped, because zero_grad() or .grad = None was called before "
+        "step(). engine.step() clears gradients itself after the update");
   }
   drop_gradients();
 }
@@ -212,7 +220,7 @@ void Core::State::drop_gradients() {
   window->on(engine::Call::kDrop);
 }
 
-// Autograd may have come by nothing of this rank's: it counts all the same, as on other stages.
+// The backward may have reached no hook of this rank, but it counts: it does on the other stages.
 void Core::State::end_backward_of_stage() {
   if (window->seen() > seen_before || window->armed()) return;
   start_backward(false);
@@ -261,15 +269,16 @@ void Core::State::backward_enter(int unit) {
   if (!unit_events) return;
   if (unit != 0) complete_frozen(unit);
   const bool spans = order->spans(unit);
-  // The plan of step one has it where its module is; going there would skip what is before.
+  // The plan of step one has the unit at its module. Entering it there would run all lines before
+  // it.
   if (spans && !order->done()) return driver->pin(unit);
   order->begin(Op::kBackward, unit);
   driver->enter(Op::kBackward, unit);
   if (!expected[unit] && unit != 0 && !spans) frozen_open.push_back(unit);
 }
 
-// A frozen weight has no gradient to tell that it was used for the last time; by the order in which
-// autograd works (later forward nodes first), reaching another unit's output does.
+// A frozen weight has no gradient that marks its last use in backward. Autograd works from later
+// forward nodes to earlier ones, so reaching another unit's output marks it.
 void Core::State::complete_frozen(int except) {
   const std::vector<int> open = std::exchange(frozen_open, {});
   for (const int unit : open) {
@@ -285,17 +294,17 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   start_backward();
   exec::Slot& slot = executor->units()[unit].flats[flat_index].slots[slot_index];
   if (slot.param._version() != slot.version) {
-    throw RuntimeFault(concat("[engine::backward] parameter \"", slot.name,
-                              "\" was changed in place during backward (by an optimizer in a hook, "
-                              "say), with this rank's gradient alone: engine.step() updates "
-                              "parameters"));
+    throw RuntimeFault(concat(
+        "[engine::backward] parameter \"", slot.name,
+        "\" was changed in place during backward, for example by an optimizer in a hook, with "
+        "this rank's gradient only. Let engine.step() update parameters"));
   }
   at::Tensor& gradient = slot.param.mutable_grad();
   if (gradient.defined()) {
     take_gradient(unit, flat_index, slot_index, gradient);
     gradient.reset();
   }
-  // Where each use of a module is recomputed in a backward of its own, gradients come once a use.
+  // A module whose uses are recomputed in backwards of their own gets one gradient per use.
   if (std::exchange(slot.arrived, true) || --waiting[unit] != 0) return;
   const std::vector<exec::Flat>& flats = executor->units()[unit].flats;
   const bool has_frozen = std::any_of(flats.begin(), flats.end(), [](const exec::Flat& one) {
@@ -334,7 +343,7 @@ void Core::State::leave_tile(int unit, Mark in_backward) {
     return;
   }
   const bool nothing = in_backward == Mark::kUse && !moves_params;
-  if (nothing || !window->armed()) return;  // not armed: pinned, for torch.autograd.grad()
+  if (nothing || !window->armed()) return;  // not armed: enter_tile() pinned it for autograd.grad()
   order->add(Op::kBackward, {unit, in_backward});
   if (in_backward == Mark::kUse) {
     driver->pause(unit);
@@ -364,17 +373,17 @@ void Core::State::end_backward() {
   refuse_edit(*driver, *border, 0, "in backward");
   order->end(Op::kBackward, 0);
   driver->finish();
-  if (model_ranks.stages) window->contribute();  // others of this batch did, or will
+  if (model_ranks.stages) window->contribute();  // another stage of this batch has a gradient
   window->on(engine::Call::kBackwardEnd);
   border->show_gradients();
   show(group->board(), "the caller's code, after backward");
   if (order->done()) return;
-  // One that only passed through frozen weights tells nothing of the others' order.
+  // A backward through frozen weights only does not show the order of the units.
   const bool gave = window->gave().back() == '1';
-  // Other stages are elsewhere in the window.
+  // Only this stage: other stages are elsewhere in the schedule.
   const std::vector<std::string> all = executor->share("gave in step one", gave ? "1" : "0", true);
   if (std::count(all.begin(), all.end(), "1") == 0) return;
-  // Step one is over: from here on the plan follows the order that was seen, the same everywhere.
+  // Step one is over: new plans follow the order that all ranks agreed on.
   const auto in_stage = [this](const std::string& name, const std::string& payload) {
     return executor->share(name, payload, true);
   };
@@ -388,7 +397,7 @@ void Core::State::end_backward() {
 // ---- step
 
 double Core::State::divisor() const {
-  // Each stage of a rank goes backward from a micro-batch.
+  // Each stage of a rank runs one backward per micro-batch.
   const double averaged =
       config.batch.reduction == "sum"
           ? 1.0
@@ -426,7 +435,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
   try {
     driver->finish();
-    // Parameters that rest where they compute are the model's own: the user may read them at once.
+    // If parameters rest where they compute, the user may read them right after step().
     if (!config.offload.late_update || executor->table().rests_whole()) {
       executor->updates().finish();
     }
@@ -444,7 +453,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     ++skipped;
     overflow = error.what();
     return false;
-  } catch (const std::exception& error) {  // thrown on, after the section is closed
+  } catch (const std::exception& error) {  // rethrown after the section is closed
     failed("update", error.what());
     drop_gradients();
     driver->abandon();

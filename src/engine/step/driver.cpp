@@ -20,7 +20,7 @@ bool is_forward(Section section) {
   return is_training_forward(section) || section == Section::kEval;
 }
 
-// After it parameters are in `hold`, for what follows in the window.
+// Returns whether the section leaves parameters in `hold` for the next section of the window.
 bool is_followed(Section section) {
   return is_training_forward(section) || section == Section::kBackward;
 }
@@ -30,7 +30,7 @@ bool is_backward(Section section) {
 }
 
 bool moves_gradients(const Step& step) { return step.op == Op::kMove && step.role == Role::kGrad; }
-// Takes its turn among the moves.
+// A `sum` line is queued with the gradient moves.
 bool sums_gradients(const Step& step) { return step.op == Op::kSum; }
 
 }  // namespace
@@ -85,8 +85,9 @@ void Driver::begin(Section section) {
   if (section != Section::kUpdate && section != Section::kUpdateEarly) run_moves();
 }
 
-// An evaluation came between. Where `hold` is whole no line brings the units, and ranks may use
-// different ones: all do it, in this order.
+// Moves all units back to `hold` after an evaluation inside the window. If `hold` is whole, no plan
+// line gathers the units again. Ranks may use different units, so all ranks move all of them in
+// this order.
 void Driver::bring_back() {
   for (size_t unit = 0; unit < active_.size(); ++unit) {
     if (executor_.units()[unit].flats.empty()) continue;
@@ -112,8 +113,8 @@ int Driver::computing() const {
   return innermost;
 }
 
-// Forwards lie within each other as calls do. Backwards come one after the other, each from where
-// the one before has ended: what is entered may wait for what autograd does first.
+// Records a compute event. Forwards nest like calls. Backwards follow each other: an entered unit
+// may wait while autograd works on another, so its event begins where the previous backward ended.
 void Driver::compute_ends(Op op, int unit) {
   if (!recorder_.on()) return;
   const int64_t now = trace::now_ns(), began = std::exchange(began_ns_[unit], 0);
@@ -126,7 +127,7 @@ void Driver::compute_ends(Op op, int unit) {
 
 void Driver::enter(Op op, int unit) {
   if (active_[unit] == 0) began_ns_[unit] = trace::now_ns();
-  if (active_[unit]++ > 0) {  // it is whole already: a recomputation, or a call within a call
+  if (active_[unit]++ > 0) {  // already entered: a recomputation, or a nested call
     executor_.params().require(unit);
     return;
   }
@@ -149,13 +150,13 @@ void Driver::leave(Op op, int unit) {
   compute_ends(op, unit);
   if (op == Op::kBackward) done_[unit] = true;
   if (running_) {
-    // Gradients alone reach a unit whose parameters need no moves: its line is passed here.
+    // A unit whose parameters do not move has no enter(); its first line is passed here.
     if (!entered) pass(find(op, unit, false));
     pass(find(op, unit, true));
     run_moves();
     pump();
   }
-  if (op == Op::kForward) {  // where no line of the plan did
+  if (op == Op::kForward) {  // does nothing if a plan line did it
     executor_.activations().put_away(unit, executor_.units()[unit].name);
   }
   if (drop_later_[unit] || unforeseen_[unit]) release(unit);
@@ -209,8 +210,9 @@ void Driver::release(int unit) {
 void Driver::run_to(size_t end) {
   while (next_ < end) {
     const Step& step = (*steps_)[next_].step;
-    // Where every unit is entered before its gradients come, one whose line is passed without that
-    // was skipped on this rank: the others must not wait for its share of the reduction.
+    // If parameters move, every unit is entered before its gradients come. So a unit whose line is
+    // passed without that was skipped on this rank. Its gradient move must run anyway, because
+    // other ranks wait in it.
     if (step.op == Op::kBackward && step.mark != Mark::kBegin && step.mark != Mark::kUse &&
         executor_.table().moves_params() && active_[step.units.front()] == 0) {
       done_[step.units.front()] = true;
@@ -273,7 +275,8 @@ void Driver::finish() {
   finishing_ = running_ = false;
 }
 
-// Later a gradient may be back where backwards leave it: on its way to an update, say.
+// Records late gradients at the end of a backward. The test is only valid now: later moves may
+// place a gradient where backwards leave it.
 void Driver::note_late() {
   std::fill(late_.begin(), late_.end(), false);
   for (const exec::PlannedStep& planned : *steps_) {
@@ -284,7 +287,7 @@ void Driver::note_late() {
 
 std::vector<bool> Driver::late() const {
   std::vector<bool> late;
-  for (size_t unit = 0; unit < late_.size(); ++unit) {  // it may have been dropped since
+  for (size_t unit = 0; unit < late_.size(); ++unit) {  // the gradient may have been dropped since
     late.push_back(late_[unit] && executor_.gradients().late(static_cast<int>(unit)));
   }
   return late;
@@ -301,7 +304,7 @@ void Driver::move_late(const std::vector<bool>& late, Section backward) {
   };
   for (const exec::PlannedStep& planned : plans_.at(backward)) again(planned);
   if (!running_) return;
-  for (size_t i = 0; i < next_; ++i) again((*steps_)[i]);  // of the update, up to the norm
+  for (size_t i = 0; i < next_; ++i) again((*steps_)[i]);  // the update's lines before the norm
 }
 
 void Driver::abandon() {

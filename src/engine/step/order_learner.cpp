@@ -26,7 +26,7 @@ void OrderLearner::begin(Op pass, int unit) {
 
 void OrderLearner::end(Op pass, int unit) {
   if (!records(pass)) return;
-  // Its gradients came and nobody asked for its parameters: it needs none, as a table of rows.
+  // Its gradients came and it was not entered: its backward needs no parameters, as an embedding.
   if (pass == Op::kBackward && scope_.moves_params && !backward_.has(unit)) {
     return backward_.add({unit, Mark::kGradient});
   }
@@ -45,7 +45,8 @@ bool OrderLearner::enters_again(int unit) const {
   return scope_.moves_params && in_forward_ && forward_.has(unit);
 }
 
-// With what did not run and was assumed to (not what other stages of a pipeline have).
+// Returns the recorded visits, and whole visits of units that did not run. Units that are not in
+// the assumed order (other stages have them) are left out.
 std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
                                         const std::vector<Visit>& assumed) const {
   std::vector<Visit> visits = record.visits(static_cast<int>(assumed_.units.size()));
@@ -60,7 +61,7 @@ std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
 std::vector<Visit> OrderLearner::seen_forward() const {
   if (!scope_.units_are_entered || forward_.empty()) return assumed_.forward;
   std::vector<Visit> visits = all_of(forward_, assumed_.forward);
-  // A tile that is used outside of the forward only is brought there.
+  // A tile that was not used inside the forward gets no visit there; it is gathered on demand.
   std::erase_if(visits, [this](const Visit& visit) {
     return scope_.is_tile(visit.unit) && !forward_.has(visit.unit);
   });
@@ -71,7 +72,7 @@ std::vector<Visit> OrderLearner::seen_forward() const {
 std::vector<Visit> OrderLearner::seen_backward() const {
   if (backward_.empty()) return assumed_.backward;
   std::vector<Visit> visits = all_of(backward_, assumed_.backward);
-  // What was not reached (frozen, say) needs no more than was assumed.
+  // A unit that was not reached (for example frozen) keeps the assumed visit without parameters.
   for (const Visit& visit : assumed_.backward) {
     if (visit.mark != Mark::kGradient || backward_.has(visit.unit)) continue;
     std::replace(visits.begin(), visits.end(), Visit{visit.unit, Mark::kWhole}, visit);
@@ -80,7 +81,8 @@ std::vector<Visit> OrderLearner::seen_backward() const {
   return visits;
 }
 
-// Next to the root, which encloses all, in the order in which they are entered and left.
+// Spanning units begin right after the root and end right before it, in the order in which the
+// events enter and leave them.
 void OrderLearner::add_spanning(std::vector<Visit>& visits) const {
   std::erase_if(visits, [this](const Visit& visit) { return spans(visit.unit); });
   auto begin = visits.begin() + 1;
@@ -96,15 +98,16 @@ ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {
   const std::string mine = visits_text(seen.forward) + "\n" + visits_text(seen.backward);
   const std::string difference = first_difference(share("order of step one", mine));
   if (difference.empty()) return seen;
-  // The order assumed so far serves ranks that skip different units. Where parameters move it
-  // must have served them all; reductions alone can be made in any common order.
+  // Ranks may skip different units, so the assumed order is kept. If parameters move, it must have
+  // fit on every rank. If only gradients move, any common order is right.
   bool served = true;
   for (const std::string& count : share("off plan in step one", std::to_string(off_plan))) {
     served &= count == "0";
   }
   if (scope_.moves_params && !served) {
     throw RuntimeFault(
-        concat("[engine::replan] in step one the ranks ran their units in different orders: ",
+        concat("[engine::replan] in step one the ranks ran their units in different orders, but "
+               "gathers need one order: ",
                difference));
   }
   return assumed_;

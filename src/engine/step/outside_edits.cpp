@@ -23,10 +23,9 @@ at::Tensor hollow_gradient(const at::Tensor& param, const std::string& name) {
   exec::set_guard(
       *mark.storage().unsafeGetStorageImpl(),
       concat("[engine::gradients] the gradient of \"", name,
-             "\" is in the engine, averaged and sharded, and not in .grad: engine.full_grads() "
-             "reads gradients and engine.set_grads() replaces them; \"clip\" in the config clips "
-             "them and engine.grad_norm is their norm; engine.zero_grad() drops them and "
-             "engine.step() applies them"));
+             "\" is in the engine, not in .grad. engine.full_grads() reads gradients, "
+             "engine.set_grads() replaces them, engine.zero_grad() drops them and engine.step() "
+             "applies them. \"clip\" in the config clips them; engine.grad_norm is their norm"));
   return mark;
 }
 
@@ -71,29 +70,31 @@ void OutsideEdits::look_at(Param& param) {
   const at::Tensor& tensor = param.tensor;
   const auto [unit, flat, slot] = param.places.front();
   if (exec::python_object(tensor) != param.object) {
-    refuse(param.name,
-           "was swapped with another tensor after initialize(): the engine trains the one it was "
-           "given. Copy values instead (inside engine.gathered(write=True)), or close() before "
-           "and initialize again");
+    refuse(
+        param.name,
+        "was swapped with another tensor after initialize(), but the engine trains the original. "
+        "Copy values instead (inside engine.gathered(write=True)), or close() the engine and "
+        "initialize again");
   }
   if (exec::dtype_of(tensor.scalar_type()) != flat->dtype) {
-    refuse(param.name, concat("was ", dtype_name(flat->dtype), " and has dtype ",
-                              at::toString(tensor.scalar_type()),
-                              " now: the engine keeps what it was initialized with. Set "
-                              "\"precision\" in the config, or close() before and initialize "
-                              "again"));
+    refuse(param.name,
+           concat("was ", dtype_name(flat->dtype), " and has dtype ",
+                  at::toString(tensor.scalar_type()),
+                  " now, but the engine keeps the dtype of initialize(). Set "
+                  "\"precision\" in the config, or close() the engine, convert the model "
+                  "and initialize again"));
   }
   if (tensor.device() != slot->window.device()) {
     refuse(param.name, concat("is on ", tensor.device().str(),
-                              " now: the engine keeps where it was initialized. close() before and "
-                              "initialize again"));
+                              " now, but the engine keeps the device of initialize(). close() the "
+                              "engine, move the model and initialize again"));
   }
   if (tensor.sizes() !=
       (slot->shown ? at::IntArrayRef(slot->whole) : at::IntArrayRef(param.sizes))) {
     refuse(param.name, concat("was ", at::IntArrayRef(param.sizes), " and is ", tensor.sizes(),
-                              " now: close() before and initialize again"));
+                              " now. close() the engine, change the shape and initialize again"));
   }
-  if (slot->shown) return;  // it is no window now
+  if (slot->shown) return;  // not a window now: it has the full tensor (WholeParams)
   const c10::Storage& window = param.tiled ? param.tiled : slot->window;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   const bool same = storage == window.unsafeGetStorageImpl() && tensor.storage_offset() == 0 &&
@@ -104,22 +105,23 @@ void OutsideEdits::look_at(Param& param) {
   if (storage->_mutable_data_ptr_no_checks().get() !=
       find(flat->params, whole)->one().at(slot->offset).data) {
     refuse(param.name,
-           "has other memory than the engine gave it (share_memory_(), say), which the engine "
-           "cannot follow: let the processes share copies");
+           "has other memory than the engine gave it, for example by share_memory_(). The engine "
+           "cannot take that over. Share copies between processes instead");
   }
 }
 
-// A parameter that was given other memory, of the same values on every rank.
+// Takes over the values of a parameter that was given other memory. Every rank must have assigned
+// the same values.
 void OutsideEdits::take_over(Param& param) {
   if (param.tiled) {
     refuse(param.name,
-           "is in tiles and was given other memory: write to it inside "
-           "engine.gathered(write=True)");
+           "is in tiles and was given other memory, which the engine cannot take over. Write to it "
+           "inside engine.gathered(write=True)");
   }
   const auto [unit, flat, slot] = param.places.front();
   executor_.updates().finish();
   const at::Tensor values = param.tensor.detach().clone(at::MemoryFormat::Contiguous);
-  // Who else has the memory that the parameter had keeps its values.
+  // Other tensors that share the parameter's old storage keep it, with its values.
   const bool own =
       param.tensor.storage().unsafeGetStorageImpl() == slot->window.unsafeGetStorageImpl();
   if (slot->window.use_count() > (own ? 2 : 1)) {
@@ -149,7 +151,7 @@ std::string OutsideEdits::edited(int index, bool always) {
       if (slot.param._version() != slot.version) return slot.name;
     }
   }
-  // To compare with what rests elsewhere, it has to be brought.
+  // The comparison copies the resting shard into the memory that computes, so it is made rarely.
   const Tier rest = executor_.table().at(Role::kParam, Phase::kRest).tier;
   const bool on_accelerator = !executor_.traffic().tiers().computes.is_host();
   if ((rest == Tier::kDisk || (rest == Tier::kHost && on_accelerator)) && !always) {
@@ -161,9 +163,10 @@ std::string OutsideEdits::edited(int index, bool always) {
 
 void OutsideEdits::refuse_edit(const std::string& param, const char* where) {
   if (param.empty()) return;
-  refuse(param, concat("was changed in place ", where,
-                       ", where it is a gathered copy: the change would be lost. Change it inside "
-                       "`with engine.gathered(write=True):`"));
+  refuse(param,
+         concat("was changed in place ", where,
+                ". It is a gathered copy there, so the change would be lost. Change it inside "
+                "`with engine.gathered(write=True):`"));
 }
 
 // ---- gradients
@@ -180,9 +183,9 @@ OutsideEdits::SeenGradients OutsideEdits::look_at_gradients(bool adds) {
     const bool ours = param.shown && gradient.is_same(param.mark);
     if (!param.trainable || !gradient.defined() || ours || (adds && !param.shown)) continue;
     refuse(param.name,
-           "was given a .grad by hand, which the engine would not use: "
-           "engine.set_grads({name: gradient}) replaces gradients after backward(), and "
-           "engine.backward() adds to them");
+           "was given a .grad by hand, which the engine does not use. Call "
+           "engine.set_grads({name: gradient}) after backward() to replace gradients, or "
+           "engine.backward() to add to them");
   }
   if (dropped.empty()) return SeenGradients::kKept;
   if (dropped.size() == num_shown) return SeenGradients::kAllDropped;

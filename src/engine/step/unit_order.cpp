@@ -45,7 +45,7 @@ std::vector<Visit> OrderRecord::visits(int num_units) const {
       visits.push_back({unit, begins ? Mark::kBegin : Mark::kEnd});
     }
   }
-  // The root encloses the rest, so what never ran goes before its end.
+  // The root encloses all units, so units that never ran go before its end.
   for (int unit = 0; unit < num_units; ++unit) {
     if (seen[unit]) continue;
     const bool root_ends = !visits.empty() && visits.back().mark == Mark::kEnd;
@@ -62,6 +62,7 @@ std::string visits_text(const std::vector<Visit>& visits) {
   return join(parts, "\n");
 }
 
+// Shares the lengths first, then the texts, padded with '\0' to the longest.
 std::vector<std::string> share_text(const std::string& label, const std::string& text,
                                     const Share& share) {
   std::string length = std::to_string(text.size());

@@ -8,8 +8,8 @@
 
 namespace penstock::engine {
 
-// By backward of a whole window: '1' for a gradient, '0' for none, '.' for one that has not come;
-// then by unit: '1' where one is late.
+// Format: one character per backward of a full window ('1' gradient, '0' none, '.' has not ended),
+// then one per unit ('1': its gradient is late).
 std::string say_window(const AccumulationWindow& window, const Driver& driver) {
   const auto backwards = static_cast<size_t>(window.accumulate());
   std::string said = window.gave().substr(0, backwards);
@@ -35,7 +35,7 @@ std::string options_text(const std::vector<OptimizerConfig>& groups, const std::
 bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window, Driver& driver) {
   const auto backwards = static_cast<size_t>(window.accumulate());
   const auto ended = [&](const std::string& said) { return std::min(said.find('.'), backwards); };
-  const size_t options = backwards + driver.late().size();  // where they begin
+  const size_t options = backwards + driver.late().size();  // begin of options_text()
   std::string anywhere = all.front().substr(0, options);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (ended(all[rank]) != ended(all.front())) {
@@ -46,9 +46,9 @@ bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window
     }
     if (all[rank].substr(options) != all.front().substr(options)) {
       throw RuntimeFault(
-          concat("[engine::step] the optimizer's options (the learning rate or "
-                 "another of a parameter group) are not the same on rank 0 and rank ",
-                 rank, ": set them to the same on every rank"));
+          concat("[engine::step] the optimizer's options (the learning rate or another option of a "
+                 "parameter group) differ between rank 0 and rank ",
+                 rank, ". Set the same options on every rank"));
     }
     for (size_t i = 0; i < options; ++i) anywhere[i] = std::max(anywhere[i], all[rank][i]);
   }
@@ -89,7 +89,8 @@ std::string first_problem(exec::Executor& executor, const std::string& label,
 }
 
 void agree_on_window(exec::Executor& executor, AccumulationWindow& window, Driver& driver) {
-  executor.gradients().finish();  // where this rank is then said to be, is here
+  // Ends the moves first, so that a timeout error names this exchange and not a gradient move.
+  executor.gradients().finish();
   while (!hear_window(executor.share("read window", say_window(window, driver)), window, driver)) {
   }
 }
