@@ -1,7 +1,7 @@
 #pragma once
 // Ranks of one host that exchange through shared memory: a group for engines, and a c10d back end
 // for torch's DDP, FSDP2 and torch.distributed. Python registers it as the back end "penstock"
-// (python/penstock/one_host.py).
+// (python/penstock/front/registration.py).
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>

@@ -2,6 +2,7 @@
 
 namespace penstock::device {
 
+// The trace records this half as a wait; waits for the device's half are not recorded.
 void Fence::wait_for_host_half() const {
   std::unique_lock lock(state_->mutex);
   if (state_->done) return;

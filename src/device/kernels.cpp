@@ -26,6 +26,7 @@ at::Tensor bits(const at::Tensor& values) {
   return values.view(values.element_size() == 4 ? at::kInt : at::kShort);
 }
 
+// Compares bits after rounding `kept`, as the host's take_edits() does.
 at::Tensor changed(const at::Tensor& kept, const at::Tensor& values) {
   return bits(kept.to(values.scalar_type())).ne(bits(values));
 }
@@ -59,6 +60,7 @@ void take_across(const at::Tensor& to, const at::Tensor& from, Address target, A
 
 }  // namespace
 
+// An asynchronous copy: the caller orders it with fences ([Note: Order on a device]).
 void copy(Address to, Address from, int64_t bytes) {
   if (bytes == 0) return;
   if (on_host(to, from)) {
@@ -132,6 +134,7 @@ void scale(Address values, int64_t numel, float factor) {
   view(values, Dtype::kFp32, numel).mul_(factor);
 }
 
+// vector_norm accumulates in double, so the sum is not finite exactly if a value is not.
 at::Tensor squares_on_device(Address values, Dtype dtype, int64_t numel) {
   const Unseen unseen;
   return at::linalg_vector_norm(view(values, dtype, numel), 2, std::nullopt, false, at::kDouble)
@@ -166,6 +169,7 @@ at::Tensor differ(const at::Tensor& one, const at::Tensor& other) {
   return one.ne(other).sum(at::kDouble);
 }
 
+// One transfer for all scalars, since each one would wait for the stream.
 std::vector<double> read(const std::vector<at::Tensor>& scalars) {
   if (scalars.empty()) return {};
   const Unseen unseen;

@@ -25,6 +25,7 @@ int Mesh::world() const {
   return ranks;
 }
 
+// The product of the sizes of the inner axes.
 int Mesh::stride(Axis axis) const {
   int ranks = 1;
   for (size_t inner = static_cast<size_t>(axis) + 1; inner < kNumAxes; ++inner)

@@ -11,6 +11,8 @@ namespace penstock {
 
 namespace {
 
+// Compares cells as the mesh sees them ([Note: Equal layouts]); errors quote the table as it was
+// written.
 class Checker {
  public:
   Checker(const Table& table, const Mesh& mesh, Dtype precision)
@@ -24,11 +26,12 @@ class Checker {
     if (conditions.own_optimizer) leaves_state_alone();
     if (conditions.late_update && written_.rests_whole()) {
       refuse(Role::kParam, Phase::kRest, "late",
-             "offload.late_update needs parameters that are fetched before each use, so that a use "
-             "can wait for its update: it can be sharded or on another tier");
+             "offload.late_update needs parameters that are fetched before each use, so that the "
+             "fetch can wait for the update: the cell can be sharded or on another tier");
     }
   }
 
+  // Names of the principles below are rows of docs/tables.md; check_test.cpp compares them.
  private:
   const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
 
@@ -48,6 +51,7 @@ class Checker {
     return Placement::parse(concat(layout, "@device:", dtype_name(dtype)));
   }
 
+  // compute: eager code runs on whole parameters, and autograd leaves partial sums.
   void computes() const {
     for (const Phase phase : {Phase::kForward, Phase::kBackward}) {
       must_be(Role::kParam, phase, on_device("RR", precision_),
@@ -55,13 +59,14 @@ class Checker {
     }
     Placement made = on_device("PP", cell(Role::kGrad, Phase::kBackward).dtype);
     must_be(Role::kGrad, Phase::kBackward, made,
-            "a backward leaves each rank a sum over its own samples on the device");
+            "a backward leaves the sum over a rank's own samples on the device");
     for (const Phase phase : {Phase::kForward, Phase::kBackward}) {
       must_be(Role::kAct, phase, on_device("SS", precision_),
               "a rank computes with the activations of its own samples");
     }
   }
 
+  // sum: everything except a gradient that is not updated yet is complete.
   void sums() const {
     const std::vector<std::pair<Role, Phase>> values = {{Role::kParam, Phase::kRest},
                                                         {Role::kParam, Phase::kHold},
@@ -71,11 +76,12 @@ class Checker {
     for (const auto& [role, phase] : values) {
       if (!cell(role, phase).partial()) continue;
       refuse(role, phase, "sum",
-             "P is a sum that is not made yet, which only gradients are, and only until their "
+             "P is a sum that is not complete; only gradients can be P, and only before their "
              "update: each axis can be R or S");
     }
   }
 
+  // precision and moments: a narrower dtype would round values that exact training keeps.
   void dtypes() const {
     const std::vector<std::pair<Role, Phase>> cells = {{Role::kParam, Phase::kRest},
                                                        {Role::kParam, Phase::kHold},
@@ -94,11 +100,13 @@ class Checker {
     const bool known = rest.dtype == Dtype::kFp32 || rest.dtype == Dtype::kBf16;
     if (known && rest.dtype == at.dtype) return;
     refuse(Role::kOptim, Phase::kRest, "moments",
-           concat("it and table.optim.update (\"", at.text(),
-                  "\") have the moments' dtype, fp32 or bf16 in both (optimizer.moments_dtype sets "
-                  "it); masters are fp32 in any case"));
+           concat("this cell and table.optim.update (\"", at.text(),
+                  "\") must both have the dtype of the moments, fp32 or bf16 "
+                  "(optimizer.moments_dtype sets "
+                  "it); masters are always fp32"));
   }
 
+  // together: an update reads gradient and state of the same elements in one pass.
   void updates() const {
     const Placement& optim = cell(Role::kOptim, Phase::kUpdate);
     const Placement& grad = cell(Role::kGrad, Phase::kUpdate);
@@ -114,17 +122,20 @@ class Checker {
                   "\": layout and tier of the two must be the same"));
   }
 
+  // own optimizer: the engine cannot move state that it does not know.
   void leaves_state_alone() const {
     const Placement& rest = cell(Role::kOptim, Phase::kRest);
     if (table_.grads_wait_on_disk()) {
       refuse(Role::kGrad, Phase::kHold, "own optimizer",
-             "an optimizer of your own reads all gradients at once: they can be held in memory");
+             "an optimizer of your own reads all gradients at once: hold them on device or host");
     }
     if (rest.tier != Tier::kDisk && rest == cell(Role::kOptim, Phase::kUpdate)) return;
-    refuse(Role::kOptim, Phase::kRest, "own optimizer",
-           concat("an optimizer of your own keeps its state and works on masters that stay where "
-                  "they are: in memory, and table.optim.update (\"",
-                  written_.at(Role::kOptim, Phase::kUpdate).text(), "\") the same"));
+    refuse(
+        Role::kOptim, Phase::kRest, "own optimizer",
+        concat("an optimizer of your own keeps its state and needs masters that stay in one place "
+               "in memory: this cell and table.optim.update (\"",
+               written_.at(Role::kOptim, Phase::kUpdate).text(),
+               "\") must be equal, on device or host"));
   }
 
   const Table written_, table_;

@@ -1,21 +1,21 @@
 #pragma once
-// check: a table is either exact or refused. What a table may say follows from a few principles,
-// which docs/tables.md lists; everything else runs.
+// check: a table is either exact or refused. A few principles decide which tables are allowed
+// (docs/tables.md lists them); every other table runs.
 #include "src/plan/model_desc.h"
 #include "src/plan/table.h"
 
 namespace penstock {
 
-// What else the run asks for, and what of the table does not go with it.
+// Settings outside the table that restrict it.
 struct Conditions {
-  bool own_optimizer = false;  // the user's, which keeps its state itself
-  bool late_update = false;    // step() returns before the optimizer has ended
+  bool own_optimizer = false;  // the user's optimizer, which keeps its own state
+  bool late_update = false;    // step() returns before the optimizer has finished
 };
 
-// The dtype of the narrowest parameters that train; the others keep theirs.
+// Returns the narrowest dtype of the parameters that train; the other parameters keep theirs.
 Dtype precision_of(const ModelDesc& model);
 
-// Throws ConfigError that names the cell, its value, the principle and what it may be.
+// Throws ConfigError with the cell, its value, the principle and the allowed values.
 void check(const Table& table, const ModelDesc& model, const Mesh& mesh,
            const Conditions& conditions = {});
 

@@ -1,4 +1,5 @@
-// Every principle refuses what it is for, by the cell's name, and docs/tables.md has each of them.
+// Every principle refuses its tables with the cell's name, and docs/tables.md lists every
+// principle.
 #include "src/plan/check.h"
 
 #include <gtest/gtest.h>
@@ -48,7 +49,7 @@ TEST(CheckTest, CellsThatRun) {
   EXPECT_EQ(refusal(with(Role::kGrad, Phase::kHold, "PS@host:fp32")), "");
   EXPECT_EQ(refusal(with(Role::kOptim, Phase::kRest, "RR@disk:fp32")), "");
   EXPECT_EQ(refusal(with(Role::kGrad, Phase::kHold, "PP@device:fp32")), "");
-  Table table = with(Role::kGrad, Phase::kUpdate, "RS@device:bf16");  // with their state
+  Table table = with(Role::kGrad, Phase::kUpdate, "RS@device:bf16");  // where their state is
   table.set(Role::kOptim, Phase::kUpdate, Placement::parse("RS@device:fp32"));
   EXPECT_EQ(refusal(table), "");
 }

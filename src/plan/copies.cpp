@@ -10,7 +10,7 @@ namespace penstock {
 
 namespace {
 
-// Needs peers or the disk.
+// Whether the move needs peers or the disk.
 bool is_fetched(const Move& move) {
   return move.is_collective() || (move.kind == MoveKind::kCopy && move.from == Tier::kDisk);
 }
@@ -50,12 +50,12 @@ std::optional<Placement> Copies::source(const std::vector<Move>& moves) const {
 }
 
 std::vector<Move> Copies::way_to(const Placement& wanted) const {
-  PENSTOCK_ASSERT(!empty(), concat("there is no copy to bring to ", wanted.text()));
+  PENSTOCK_ASSERT(!empty(), concat("there is no copy to move to ", wanted.text()));
   if (has(wanted)) return {};
   std::vector<Move> best;
   for (const Placement& place : places_) {
     std::vector<Move> moves = hops(place, wanted);
-    // The moves name no copy, so the book must find this one when it reads them.
+    // A plan line names no source copy, so source() must find this copy again when the line runs.
     if (source(moves) != place) continue;
     if (best.empty() || moves.size() < best.size()) best = std::move(moves);
     const bool at_hand = place == current() && std::none_of(best.begin(), best.end(), is_fetched);
@@ -66,7 +66,7 @@ std::vector<Move> Copies::way_to(const Placement& wanted) const {
 
 void Copies::move(const std::vector<Move>& moves) {
   const std::optional<Placement> from = source(moves);
-  PENSTOCK_ASSERT(from, concat("no copy for ", moves.front().text(), " to start"));
+  PENSTOCK_ASSERT(from, concat("no copy for ", moves.front().text(), " to start from"));
   move(moves, *from);
 }
 
@@ -74,6 +74,8 @@ void Copies::move(const std::vector<Move>& moves, const Placement& from) {
   const std::optional<Placement> reached = apply_all(from, moves);
   PENSTOCK_ASSERT(reached && has(from), concat("no copy at ", from.text(), " to move"));
   const Placement to = *reached;
+  // [Note: Copies] At rest: the move replaces the working copy. A role that moves leaves its
+  // source.
   if (rests_) {
     drop();
     if (to != places_.back()) places_.insert(places_.begin(), to);
@@ -90,7 +92,7 @@ void Copies::make(const Placement& place) {
 void Copies::write(const Placement& place) { places_ = {place}; }
 
 void Copies::drop() {
-  PENSTOCK_ASSERT(rests_, "what moves has no copy to return to");
+  PENSTOCK_ASSERT(rests_, "gradients and optimizer state have no copy to return to");
   places_.erase(places_.begin(), places_.end() - 1);
 }
 

@@ -24,7 +24,7 @@ TEST(CopiesTest, WhatRestsStaysAndGoesBackForFree) {
   book.move(moves({"copy(host,device)", "all_gather(data)"}));
   EXPECT_EQ(book.current(), at("RR@device:bf16"));
   EXPECT_TRUE(book.has(at("SS@host:bf16")));
-  // A working copy takes the place of the one before.
+  // A working copy replaces the previous one.
   book.move(moves({"slice(local)"}));
   EXPECT_EQ(book.current(), at("RS@device:bf16"));
   EXPECT_FALSE(book.has(at("RR@device:bf16")));
@@ -38,7 +38,7 @@ TEST(CopiesTest, WhatMovesLeavesItsPlaceAndIsAddedToWhatIsThere) {
   book.make(at("PP@device:bf16"));
   book.move(moves({"reduce_scatter(data)"}));
   EXPECT_EQ(book.places(), std::vector<Placement>{at("SS@device:bf16")});
-  book.make(at("PP@device:bf16"));  // the next backward's
+  book.make(at("PP@device:bf16"));  // of the next backward
   book.make(at("PP@device:bf16"));
   EXPECT_EQ(book.places().size(), 2U);
   book.move(moves({"reduce_scatter(data)"}));
@@ -69,7 +69,7 @@ TEST(CopiesTest, MovesStartFromTheLastCopyThatFitsThem) {
 TEST(CopiesTest, TheWayIsTheShortestAndThatAtHandFirst) {
   Copies book = Copies::resting(at("SS@disk:bf16"));
   book.make(at("RR@device:bf16"));
-  // One copy from disk would be shorter, and is not at hand.
+  // One copy from disk would be shorter, but it needs the disk.
   EXPECT_EQ(text(book.way_to(at("SS@host:bf16"))), "slice(data);copy(device,host);");
   book = Copies::resting(at("SS@device:bf16"));
   book.make(at("SS@disk:bf16"));

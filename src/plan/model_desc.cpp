@@ -6,6 +6,7 @@ namespace penstock {
 
 std::pair<int64_t, int64_t> range_of(const Chunk& chunk, int64_t numel) {
   if (chunk.count == 1) return {0, numel};
+  // A grain is a whole number of disk blocks in any dtype.
   const int64_t grains = (numel + kChunkGrain - 1) / kChunkGrain;
   const int64_t size = (grains + chunk.count - 1) / chunk.count * kChunkGrain;
   return {std::min(numel, chunk.index * size), std::min(numel, (chunk.index + 1) * size)};

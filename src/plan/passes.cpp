@@ -29,21 +29,22 @@ bool is_collective(const Step& step) {
                      [](const Move& move) { return move.is_collective(); });
 }
 
-// What may share a collective.
+// Whether the step may share a collective.
 bool is_fusible(const Step& step) {
   return is_collective(step) &&
          (is_move(step, Role::kParam) || is_move(step, Role::kGrad) || step.op == Op::kPublish);
 }
 
-// Between the stages of a pipeline.
+// Whether the step sends or receives between pipeline stages.
 bool is_transfer(const Step& step) { return step.op == Op::kSend || step.op == Op::kReceive; }
 
-// An order between two steps that a parameter move must keep: activations move on their own.
+// Whether a parameter move must stay below this step. Activation moves and transfers do not touch
+// parameters.
 bool in_order(const Step& above, const Step& move) {
   return shares_unit(above, move) && !is_move(above, Role::kAct) && !is_transfer(above);
 }
 
-// Makes parameters ready for use; the others (to `hold`) follow it.
+// Whether the move makes parameters ready for use. Other moves (to `hold`) come after the use.
 bool is_gather(const Step& step) {
   return is_move(step, Role::kParam) &&
          std::any_of(step.moves.begin(), step.moves.end(), [](const Move& move) {
@@ -52,13 +53,13 @@ bool is_gather(const Step& step) {
          });
 }
 
-// Brings an update's state from disk.
+// Whether the move reads state of an update from disk.
 bool is_read(const Step& step) {
   return (is_move(step, Role::kOptim) || is_move(step, Role::kGrad)) &&
          step.moves.front().kind == MoveKind::kCopy && step.moves.front().from == Tier::kDisk;
 }
 
-// Steps that nothing passes: they end what may overlap.
+// Whether gathers, joined collectives and activation moves stop at this step.
 bool is_wall(const Step& step) {
   return step.op == Op::kMicro || step.op == Op::kNorm || step.op == Op::kUpdate ||
          step.op == Op::kPublish;
@@ -80,8 +81,8 @@ int64_t param_bytes(const Step& step, const ModelDesc& model) {
   return bytes;
 }
 
-// Builds the list step by step and knows, for every step, the bytes gathered before it whose first
-// use comes after it.
+// Rebuilds the plan step by step. For every compute step it knows the bytes that are gathered
+// before it and first used after it.
 class Prefetcher {
  public:
   Prefetcher(const ModelDesc& model, int64_t budget) : model_(model), budget_(budget) {}
@@ -112,6 +113,8 @@ class Prefetcher {
     int64_t bytes_ahead = 0;  // counted at compute steps
   };
 
+  // Moves the gather up past compute steps until a step of its unit, another gather or the budget
+  // stops it.
   void insert(const Step& move) {
     const int64_t bytes = param_bytes(move, model_);
     size_t best = entries_.size();
@@ -143,18 +146,19 @@ void join_units(Step& into, const Step& first, const Step& second) {
   into.units = std::move(units);
 }
 
-// Gathers go up to the earlier one, so that none is late; what is reduced or published waits for
-// the later one.
+// Gathers join the earlier one, so that none is late. Reductions and publishes join the later one,
+// since their data must exist.
 bool goes_up(const Step& step) { return is_move(step, Role::kParam); }
 
-// Whether the one before can go down past this step.
+// Whether the earlier collective can move down past this step.
 bool lets_pass(const Step& between, const Step& step) {
   if (!shares_unit(between, step)) return true;
   return step.op != Op::kPublish && !between.is_compute() && !is_move(between, Role::kGrad) &&
          between.op != Op::kSum;
 }
 
-// Where the collective before the one at `later` is, if the two can meet; steps.size() if not.
+// Returns the index of the collective that the one at `later` can join; steps.size() if there is
+// none.
 size_t partner(const std::vector<Step>& steps, size_t later) {
   const Step& own = steps[later];
   for (size_t i = later; i > 0; --i) {
@@ -180,7 +184,7 @@ Position before_the_update_above(std::vector<Step>& steps, const Step& read) {
   auto at = steps.end();
   while (at != steps.begin()) {
     const Step& above = *(at - 1);
-    // The last gradients are being written until the norm.
+    // The last gradients are written to disk until the norm.
     if (above.op == Op::kNorm && read.role == Role::kGrad) break;
     if (above.op != Op::kUpdate && above.op != Op::kPublish && above.op != Op::kNorm &&
         !is_move(above, Role::kOptim) && !is_read(above)) {
@@ -190,7 +194,7 @@ Position before_the_update_above(std::vector<Step>& steps, const Step& read) {
     if (above.op == Op::kUpdate) break;
   }
   if (read.role == Role::kGrad) return at;
-  // Nothing is being written yet: the second read starts before the norm, as the first.
+  // Before the first update nothing is written, so the second read may also start before the norm.
   auto norm = at;
   while (norm != steps.begin() && is_read(*(norm - 1))) --norm;
   return norm != steps.begin() && (norm - 1)->op == Op::kNorm ? norm - 1 : at;
@@ -257,7 +261,7 @@ bool ring_sends_less(const Mesh& mesh, const Table& table) {
   if (std::find(first->axes.begin(), first->axes.end(), Axis::kNode) == first->axes.end())
     return false;
   const int64_t local = mesh.size(Axis::kLocal), ranks = mesh.data();
-  // Parts of a gradient that leave a node, times their bytes.
+  // Gradient parts that leave a node, times the bytes per value.
   return 4 * (ranks - 1) < 2 * local * (ranks - local);
 }
 
@@ -267,11 +271,11 @@ Plan sum_as_fp32(const Plan& plan, const Table& table) {
     if (!is_move(step, Role::kGrad)) continue;
     const auto sum = std::find_if(step.moves.begin(), step.moves.end(), sums);
     if (sum == step.moves.end()) continue;
-    // What is partial in hold is summed from there.
+    // Gradients that are partial in `hold` are summed from there.
     Placement from = table.at(Role::kGrad, Phase::kHold);
     std::optional<Placement> to = apply_all(from, step.moves);
     if (!to) to = apply_all(from = table.grad_after_backward(), step.moves);
-    PENSTOCK_ASSERT(to, concat("no gradient for ", step.moves.front().text(), " to start"));
+    PENSTOCK_ASSERT(to, concat("no gradient for ", step.moves.front().text(), " to start from"));
     if (from.dtype == Dtype::kFp32) continue;
     std::vector<Move> moves;
     for (auto move = step.moves.begin(); move != step.moves.end(); ++move) {

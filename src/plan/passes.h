@@ -1,6 +1,6 @@
 #pragma once
-// Passes: pure functions Plan -> Plan that never change results (but for the order in which a back
-// end of a device adds up, where sum_as_fp32() leaves a sum to it).
+// Passes: pure functions Plan -> Plan that never change results. The one exception is
+// sum_as_fp32(): a device's back end then chooses the order of additions.
 #include <cstdint>
 
 #include "src/plan/plan.h"
@@ -8,27 +8,28 @@
 
 namespace penstock {
 
-// Starts parameter moves earlier: each goes up over compute steps while the bytes gathered ahead of
-// their use stay within `budget_bytes`. Order among moves is kept; a move never passes a step of
-// its own unit, a micro line or an update.
+// Starts parameter moves earlier: each move goes up past compute steps while the bytes gathered
+// before their use stay within `budget_bytes`. The order of moves is kept. A move never passes a
+// step of its own unit, a micro line or an update.
 Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes);
 
 // Neighbouring moves of the same kind share one collective while their parameters together are
-// smaller than `bucket_bytes`: gathers join the earlier one, gradients and publishes the later one.
+// smaller than `bucket_bytes`. Gathers join the earlier move; gradients and publishes join the
+// later one.
 Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
 
-// Gradients of low precision are fp32 on the wire of their first sum, which is what a ring that
-// adds up needs: twice the bytes, but those of a node go to another node once. Sums are made in
-// fp32 either way. `table` as on the mesh.
+// Converts low-precision gradients to fp32 before their first sum, because a ring adds up in the
+// dtype it sends. A ring sends twice the bytes per value, but each value leaves a node only once.
+// Sums are computed in fp32 with and without this pass. `table` must be normalized for the mesh.
 Plan sum_as_fp32(const Plan& plan, const Table& table);
-// Whether the links between nodes carry less then, over a ring, than where each rank sends each
-// other one its part in 2 bytes a value. Not where what crosses nodes is a second sum, which is
-// fp32 anyway.
+// Returns whether links between nodes then carry fewer bytes, over a ring, than if each rank sends
+// its part to each other rank in 2 bytes per value. False if only a second sum crosses nodes, since
+// that sum is in fp32 anyway.
 bool ring_sends_less(const Mesh& mesh, const Table& table);
 
-// What an update needs is read from disk while the one before runs: each read starts before that
-// update, and the first two reads of optimizer state even before the norm. What a unit's backward
-// is recomputed from comes back while the backward before it runs.
+// Reads state from disk while the previous update runs: each read starts before that update, and
+// the first two reads of optimizer state start before the norm. Inputs of a recomputed unit are
+// moved back while the previous backward runs.
 Plan read_ahead(const Plan& plan);
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// That passes never change results is shown by tests/plans/interpreter_test.cpp.
+// tests/plans/interpreter_test.cpp shows that passes never change results.
 #include "src/plan/passes.h"
 
 #include <gtest/gtest.h>
@@ -182,7 +182,7 @@ TEST(SumTest, GradientsAreCastBeforeTheirFirstSum) {
   struct Row {
     const char* strategy;
     Dtype precision;
-    const char* backward;  // what is done with a gradient after the last backward
+    const char* backward;  // moves of a gradient after the last backward
   };
   const Row rows[] = {
       {"zero2", Dtype::kFp32, "reduce_scatter(data)"},
@@ -217,7 +217,7 @@ TEST(SumTest, ARingIsForNodesOfManyRanks) {
   EXPECT_TRUE(less(16, 4));
   EXPECT_TRUE(less(2, 8, "ddp"));
   EXPECT_TRUE(less(2, 8, "hpz"));
-  EXPECT_FALSE(less(2, 8, "mics"));  // sums inside the node first, and then in fp32
+  EXPECT_FALSE(less(2, 8, "mics"));  // sums inside the node first, so the second sum is in fp32
 }
 
 TEST(PassesTest, StepsAreOnlyReordered) {

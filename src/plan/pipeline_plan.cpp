@@ -12,7 +12,7 @@ namespace penstock {
 
 namespace {
 
-// The visits of each stage, in their order in a pass.
+// The visits of each stage, in the order of a pass.
 using Stages = std::vector<std::vector<Visit>>;
 
 [[noreturn]] void refuse_plan(const std::string& why) {
@@ -23,11 +23,12 @@ Stages by_stage(const ModelDesc& model, const std::vector<Visit>& order, int num
   Stages stages(static_cast<size_t>(num_stages));
   for (const Visit& visit : order) {
     const UnitDesc& unit = model.units[visit.unit];
-    if (unit.flats.empty()) continue;  // it only encloses others
+    if (unit.flats.empty()) continue;  // the unit only encloses others
     if (visit.mark == Mark::kUse || visit.mark == Mark::kGradient) {
-      refuse_plan(
-          concat("\"", unit.name, "\" leaves its gradient in another visit than the one that ",
-                 "needs its parameters (tiles, rows that are looked up), as no pipeline does yet"));
+      refuse_plan(concat("\"", unit.name,
+                         "\" produces its gradient in another visit than the one that ",
+                         "needs its parameters (tiles, rows that are looked up); pipelines do not "
+                         "support this yet"));
     }
     if (visit.stage < 0 || visit.stage >= num_stages) {
       refuse_plan(concat("\"", unit.name, "\" is in stage ", visit.stage, " of ", num_stages));
@@ -37,7 +38,7 @@ Stages by_stage(const ModelDesc& model, const std::vector<Visit>& order, int num
   return stages;
 }
 
-// In a forward, stages follow each other.
+// Returns the visits of each stage; throws unless stages follow one another in a forward.
 Stages check_order(const ModelDesc& model, int num_stages) {
   Stages stages = by_stage(model, model.forward, num_stages);
   for (int stage = 0; stage < num_stages; ++stage) {
@@ -51,11 +52,11 @@ Stages check_order(const ModelDesc& model, int num_stages) {
     const UnitDesc& unit = model.units[visit.unit];
     if (unit.flats.empty()) continue;
     if (visit.stage < now) {
-      refuse_plan(concat("\"", unit.name, "\" of stage ", visit.stage, " is computed after stage ",
-                         now,
-                         visit.mark == Mark::kEnd ? ": it encloses other units; make what it has "
-                                                    "units of their own (\"units.layer_bytes\": 1)"
-                                                  : ""));
+      refuse_plan(
+          concat("\"", unit.name, "\" of stage ", visit.stage, " is computed after stage ", now,
+                 visit.mark == Mark::kEnd ? ": it encloses other units; make its own layers "
+                                            "units, too (\"units.layer_bytes\": 1)"
+                                          : ""));
     }
     now = visit.stage;
   }
@@ -70,7 +71,7 @@ std::set<int> ranks_of(const ModelDesc& model, int unit, int num_ranks) {
   return ranks;
 }
 
-// The units that this rank trains with others.
+// Returns the units that this rank trains together with other ranks.
 std::vector<int> shared_by(const ModelDesc& model, int num_ranks, int rank, const Table& table) {
   std::vector<int> shared;
   for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
@@ -89,6 +90,7 @@ std::vector<int> shared_by(const ModelDesc& model, int num_ranks, int rank, cons
   return shared;
 }
 
+// Writes one rank's plan, one action of the schedule at a time.
 class RankWriter : StepWriter {
  public:
   RankWriter(const Table& table, const ModelDesc& part, const Mesh& mesh, const Stages& forward,
@@ -105,7 +107,7 @@ class RankWriter : StepWriter {
     }
   }
 
-  // The action that comes now, or nothing at the end.
+  // Returns the next action, or null at the end.
   const Action* next() const { return done_ < actions_.size() ? &actions_[done_] : nullptr; }
 
   void compute() {
@@ -114,7 +116,7 @@ class RankWriter : StepWriter {
     const std::vector<Visit>& visits = order(action);
     for (size_t i = 0; i < visits.size(); ++i) {
       const Visit& visit = visits[i];
-      // What encloses others of its stage is whole for them, too.
+      // A unit that encloses others of its stage stays whole for them.
       const bool stays = std::any_of(
           visits.begin() + static_cast<std::ptrdiff_t>(i) + 1, visits.end(),
           [&](const Visit& later) { return later.unit == visit.unit && later.mark == Mark::kEnd; });
@@ -129,7 +131,7 @@ class RankWriter : StepWriter {
     }
   }
 
-  // Of what the action made.
+  // Writes the send or the receive of an action's result.
   void send(const Action& made) {
     const std::vector<Visit>& visits = forward_[made.stage];
     const Visit& visit = made.forward ? visits.back() : visits.front();
@@ -141,7 +143,7 @@ class RankWriter : StepWriter {
     transfer(Op::kReceive, made, visit.unit, made.forward ? -1 : 1);
   }
 
-  // `shared`: by other ranks, too.
+  // `shared`: units that other ranks have, too.
   Plan finish(const std::vector<int>& shared) && {
     for (const int unit : shared) sum_grad(unit, Axis::kPipeline);
     update();
@@ -186,7 +188,7 @@ class RankWriter : StepWriter {
   const Stages& backward_;
   const std::vector<Action>& actions_;
   size_t done_ = 0;
-  std::vector<int> uses_, backwards_;  // to come, by unit
+  std::vector<int> uses_, backwards_;  // uses and backwards to come, by unit
 };
 
 }  // namespace
@@ -215,7 +217,8 @@ std::vector<Plan> plan_pipeline(const Table& table, const ModelDesc& model, cons
   for (int rank = 0; rank < num_ranks; ++rank) {
     writers.emplace_back(table, parts[rank], mesh, forward, backward, schedule.ranks[rank]);
   }
-  // One action a rank and round, so that what is received waits for its turn with the sender.
+  // One action per rank and round. If a rank ran ahead here, its peer's plan would receive all its
+  // messages before the peer computes with the first.
   std::set<Action> done;
   for (bool any = true; any;) {
     any = false;

@@ -1,6 +1,6 @@
 #pragma once
-// Pipeline plans: one training step of each rank of a pipeline, in which several micro-batches are
-// under way.
+// Pipeline plans: one training step of each rank of a pipeline, with several micro-batches in
+// progress.
 #include <vector>
 
 #include "src/plan/pipeline_schedule.h"
@@ -9,19 +9,20 @@
 
 namespace penstock {
 
-// What a rank of the pipeline has of the model: units that are in none of its stages' visits keep
-// their numbers and have no flats.
+// Returns the part of the model that one pipeline rank has. Units that none of its stages visit
+// keep their numbers and have no flats.
 ModelDesc part(const ModelDesc& model, int num_ranks, int rank);
 
-// By rank of the pipeline. Between two uses in the step a unit's parameters are as in `hold`, so
-// that a table says whether they are gathered for each of them or once. Where several ranks have a
-// unit, its gradients are added up before the norm, and all of them update it.
+// Returns one plan per pipeline rank. Between two uses in the step a unit's parameters are in
+// `hold`, so the table decides whether they are gathered for each use or once. If several ranks
+// have a unit, its gradients are summed before the norm, and all these ranks update it.
 //
-// Send and receive are written together, the receive at the end of what the peer does by then. So
-// every plan is a projection of one order, which no rank can wait against, even where a send waits
-// for its receive.
+// A send and its receive are written at the same time; the receive goes at the end of the peer's
+// plan so far. Every plan is therefore a projection of one common order, and no rank can deadlock,
+// even if a send blocks until its receive.
 //
-// Throws ConfigError: a stage without units or one that comes after a later one, and, with several
+// Throws ConfigError for a stage without units, for a stage that runs after a later one, and, with
+// several ranks, for gradients on disk of a unit that several ranks have.
 // ranks, gradients on disk of what several of them have.
 std::vector<Plan> plan_pipeline(const Table& table, const ModelDesc& model, const Mesh& mesh,
                                 const Schedule& schedule);

@@ -7,7 +7,7 @@
 namespace penstock::pipeline_plan_test {
 namespace {
 
-// `num_units` blocks in as many stages as there are, in order.
+// `num_units` blocks, one per stage, in order.
 ModelDesc blocks(int num_units, int num_stages) {
   ModelDesc model;
   for (int unit = 0; unit < num_units; ++unit) {
@@ -75,7 +75,7 @@ update u1
   for (const Plan& plan : plans) EXPECT_EQ(parse_plan(plan.text()), plan);
 }
 
-// Where parameters are whole in `hold` they are gathered once a step.
+// Parameters that are whole in `hold` are gathered once per step.
 TEST(Pipeline, GatheredOnce) {
   Table table = preset("zero3", {.accumulate = true});
   table.set(Role::kParam, Phase::kHold, Placement::parse("RR@device:fp32"));

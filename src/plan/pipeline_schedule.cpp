@@ -16,6 +16,7 @@ namespace {
   throw ConfigError("[plan::Schedule] " + why);
 }
 
+// arXiv:1811.06965; with virtual stages breadth first (arXiv:2211.05953).
 Schedule gpipe(const PipelineShape& shape) {
   Schedule schedule;
   for (int rank = 0; rank < shape.ranks; ++rank) {
@@ -32,7 +33,7 @@ Schedule gpipe(const PipelineShape& shape) {
   return schedule;
 }
 
-// The micro-batches of each stage in order, as its turns come.
+// The actions of one rank in the order of its turns: micro-batches in order, stages round robin.
 class Turns {
  public:
   Turns(int rank, const PipelineShape& shape, int round)
@@ -49,21 +50,24 @@ class Turns {
  private:
   const int rank_;
   const PipelineShape& shape_;
-  const int round_;  // micro-batches of a stage before the next one's turn
+  const int round_;  // micro-batches of a stage before the next stage's turn
   int forwards_ = 0, backwards_ = 0;
   std::map<std::pair<int, bool>, int> micro_;
 };
 
+// Warm-up as in arXiv:2104.04473, section 2.2: later ranks start backwards earlier.
 Schedule one_forward_one_backward(const PipelineShape& shape) {
   const int num_rounds = std::max(1, shape.micro / shape.ranks);
   if (shape.virtual_stages > 1 && shape.micro % num_rounds != 0) {
-    refuse_schedule(concat("\"interleaved\" takes micro-batches in ", num_rounds, " rounds over ",
+    refuse_schedule(concat("\"interleaved\" runs micro-batches in ", num_rounds, " rounds over ",
                            shape.ranks, " ranks, which do not divide ", shape.micro,
                            " evenly: change \"batch.accumulate\""));
   }
   const int round = shape.virtual_stages > 1 ? shape.micro / num_rounds : shape.micro;
   const int total = shape.micro * shape.virtual_stages;
   Schedule schedule;
+  // `ahead`: forwards before the first backward. With virtual stages these are one round of all
+  // stages but the last, plus two per later rank.
   for (int rank = 0; rank < shape.ranks; ++rank) {
     const int behind = shape.ranks - 1 - rank;
     const int ahead =
@@ -85,7 +89,7 @@ int number(std::string_view text, std::string_view cell) {
   int value = -1;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || value < 0)
-    refuse_schedule(concat("cell '", cell, "' is no action such as 0F0 or 3B7"));
+    refuse_schedule(concat("cell '", cell, "' is not an action such as 0F0 or 3B7"));
   return value;
 }
 
@@ -94,8 +98,8 @@ Action parse_action(std::string_view cell) {
   if (letter == std::string_view::npos) number("", cell);
   if (cell[letter] == 'I' || cell[letter] == 'W') {
     refuse_schedule(concat("cell '", cell,
-                           "': a backward is one action here; input and weight gradients ",
-                           "apart (zero bubble) are not supported"));
+                           "': a backward is one action here; separate input and weight ",
+                           "gradients (zero bubble) are not supported"));
   }
   return {number(cell.substr(0, letter), cell), cell[letter] == 'F',
           number(cell.substr(letter + 1), cell)};
@@ -151,10 +155,11 @@ Schedule make_schedule(const std::string& name, const PipelineShape& shape) {
   }
   if (shape.ranks < 1 || shape.virtual_stages < 1 || shape.micro < 1) {
     refuse_schedule(concat("a pipeline of ", shape.ranks, " ranks with ", shape.virtual_stages,
-                           " stages each and ", shape.micro, " micro-batches"));
+                           " stages each and ", shape.micro,
+                           " micro-batches: each must be at least 1"));
   }
   if (name == "1f1b" && shape.virtual_stages > 1) {
-    refuse_schedule(concat("\"1f1b\" has one stage a rank, not ", shape.virtual_stages,
+    refuse_schedule(concat("\"1f1b\" has one stage per rank, not ", shape.virtual_stages,
                            ": \"interleaved\" has several"));
   }
   return name == "gpipe" ? gpipe(shape) : one_forward_one_backward(shape);
@@ -173,17 +178,18 @@ Schedule parse_schedule(std::string_view csv) {
   return schedule;
 }
 
+// Checks the set of actions; replay() then finds cyclic waits.
 void check_schedule(const Schedule& schedule) {
   const int num_stages = schedule.num_stages(), num_micro = schedule.num_micro();
-  if (num_stages == 0) refuse_schedule("it has no actions");
+  if (num_stages == 0) refuse_schedule("the schedule has no actions");
   std::set<Action> seen;
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     for (const Action& action : schedule.ranks[rank]) {
       if (action.stage % schedule.num_ranks() != rank) {
-        refuse_schedule(concat(action.text(), " is on rank ", rank, ", where stage ", action.stage,
+        refuse_schedule(concat(action.text(), " is on rank ", rank, ", but stage ", action.stage,
                                " is on rank ", action.stage % schedule.num_ranks()));
       }
-      if (!seen.insert(action).second) refuse_schedule(concat(action.text(), " is there twice"));
+      if (!seen.insert(action).second) refuse_schedule(concat(action.text(), " is listed twice"));
     }
   }
   for (int stage = 0; stage < num_stages; ++stage) {
@@ -194,9 +200,10 @@ void check_schedule(const Schedule& schedule) {
       }
     }
   }
-  replay(schedule, 1, 2);  // throws where the order does not end
+  replay(schedule, 1, 2);  // throws if the order cannot finish
 }
 
+// Runs each rank's actions as soon as their inputs have arrived, until no rank can go on.
 Replay replay(const Schedule& schedule, double forward, double backward, double transfer) {
   const int num_stages = schedule.num_stages();
   const auto num_ranks = static_cast<size_t>(schedule.num_ranks());
@@ -205,7 +212,8 @@ Replay replay(const Schedule& schedule, double forward, double backward, double 
     return static_cast<size_t>(2 * action.stage + action.forward) * num_micro +
            static_cast<size_t>(action.micro);
   };
-  std::vector<double> ends(2 * static_cast<size_t>(num_stages) * num_micro, -1);  // not yet
+  std::vector<double> ends(2 * static_cast<size_t>(num_stages) * num_micro,
+                           -1);  // -1: not computed yet
   std::vector<size_t> next(num_ranks, 0);
   std::vector<double> time(num_ranks, 0), work(num_ranks, 0);
   std::vector<int> held(num_ranks, 0);
@@ -241,7 +249,7 @@ Replay replay(const Schedule& schedule, double forward, double backward, double 
         concat("rank ", rank, " at ", action.text(), " for ", before(action, num_stages).text()));
   }
   if (!stuck.empty())
-    refuse_schedule(concat("the order does not end; it waits: ", join(stuck, ", ")));
+    refuse_schedule(concat("the order cannot finish; waiting: ", join(stuck, ", ")));
   made.makespan = *std::max_element(time.begin(), time.end());
   for (const double own : work) made.idle.push_back(made.makespan - own);
   return made;

@@ -1,10 +1,10 @@
 #pragma once
-// Schedule: in which order the ranks of a pipeline compute which stage for which micro-batch. It
-// prints and parses as torch.distributed.pipelining's CSV of compute actions: a line a rank, such
-// as "0F0,0F1,0B0,0B1" (stage, forward or backward, micro-batch).
+// Schedule: the order in which the ranks of a pipeline compute stages and micro-batches. It prints
+// and parses as torch.distributed.pipelining's CSV of compute actions: one line per rank, such as
+// "0F0,0F1,0B0,0B1" (stage, forward or backward, micro-batch).
 //
-// Stages are numbered through the model. Where a rank has several ("virtual" stages), stage s is on
-// rank s modulo the ranks.
+// Stages are numbered in model order. If a rank has several ("virtual") stages, stage s is on rank
+// s modulo the number of ranks.
 #include <compare>
 #include <string>
 #include <string_view>
@@ -31,36 +31,37 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// The forward or backward that `action` waits for: of the stage before or after it, or, in the last
-// stage, its own forward; an action with stage -1 where it waits for none.
+// Returns the action that `action` waits for: the forward of the previous stage, the backward of
+// the next stage, or, for a backward of the last stage, its own forward. The stage is -1 if it
+// waits for none.
 Action before(const Action& action, int num_stages);
 
 struct PipelineShape {
   int ranks = 1;
-  int virtual_stages = 1;  // of each rank
+  int virtual_stages = 1;  // per rank
   int micro = 1;
 };
 
 // "gpipe": all forwards, then all backwards (with virtual stages breadth first, arXiv:2211.05953).
-// "1f1b": a backward as soon as there is one (PipeDream-flush, arXiv:2006.09503); one stage a rank.
-// "interleaved": 1f1b over virtual stages (arXiv:2104.04473, section 2.2).
-// Throws ConfigError: an unknown name, and shapes that the schedule does not have.
+// "1f1b": each backward as early as possible (PipeDream-flush, arXiv:2006.09503); one stage per
+// rank. "interleaved": 1f1b over virtual stages (arXiv:2104.04473, section 2.2). Throws ConfigError
+// for an unknown name and for shapes that the schedule does not allow.
 Schedule make_schedule(const std::string& name, const PipelineShape& shape);
 const std::vector<std::string>& schedule_names();
 
-// Cells that are empty are skipped. Throws ConfigError: what is no forward or full backward, and
-// what check_schedule() refuses.
+// Skips empty cells. Throws ConfigError for a cell that is not a forward or a full backward, and
+// for schedules that check_schedule() refuses.
 Schedule parse_schedule(std::string_view csv);
 
 // Throws ConfigError unless every stage is on its rank and computes every micro-batch once in each
-// direction, in an order that ends.
+// direction, in an order that can finish.
 void check_schedule(const Schedule& schedule);
 
-// What a schedule costs where every stage takes as long.
+// Cost of a schedule if all stages take the same time.
 struct Replay {
   double makespan = 0;
-  std::vector<double> idle;    // of each rank, from the begin to the makespan
-  std::vector<int> most_held;  // of each rank: stages times micro-batches between F and B
+  std::vector<double> idle;    // of each rank, from the start to the makespan
+  std::vector<int> most_held;  // of each rank: stage micro-batches between forward and backward
 };
 Replay replay(const Schedule& schedule, double forward, double backward, double transfer = 0);
 

@@ -18,7 +18,8 @@ TEST(Schedule, OrdersOfTheLiterature) {
             "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1\n1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1\n");
 }
 
-// As torch's own schedules have it, P = 4 and M = 8, a forward of one unit and a backward of two.
+// Numbers of torch's own schedules with P = 4 and M = 8: a forward of one time unit and a backward
+// of two.
 TEST(Schedule, IdleTimeAndWhatIsHeld) {
   const Replay gpipe = replay(make_schedule("gpipe", {4, 1, 8}), 1, 2);
   const Replay one = replay(make_schedule("1f1b", {4, 1, 8}), 1, 2);
@@ -65,15 +66,15 @@ TEST(Schedule, WhatIsWrongIsNamed) {
   const auto parse = [](const char* csv) { return refusal([&] { parse_schedule(csv); }); };
   EXPECT_EQ(parse("0F0,,0B0\n,1F0,1B0\n"), "");
   EXPECT_EQ(parse("0F0,0B0\n1B0,1F0\n"),
-            "[plan::Schedule] the order does not end; it waits: rank 0 at 0B0 for 1B0, rank 1 at "
+            "[plan::Schedule] the order cannot finish; waiting: rank 0 at 0B0 for 1B0, rank 1 at "
             "1B0 for 1F0");
-  EXPECT_EQ(parse("0F0,0B0,0F0\n1F0,1B0\n"), "[plan::Schedule] 0F0 is there twice");
+  EXPECT_EQ(parse("0F0,0B0,0F0\n1F0,1B0\n"), "[plan::Schedule] 0F0 is listed twice");
   EXPECT_EQ(parse("0F0,0B0\n1F0\n"), "[plan::Schedule] 1B0 is missing");
   EXPECT_EQ(parse("0F0,1F0,0B0\n1B0\n"),
-            "[plan::Schedule] 1F0 is on rank 0, where stage 1 is on rank 1");
+            "[plan::Schedule] 1F0 is on rank 0, but stage 1 is on rank 1");
   EXPECT_NE(parse("0F0,0I0,0W0\n").find("zero bubble"), std::string::npos);
-  EXPECT_NE(parse("0F0,x\n").find("cell 'x' is no action"), std::string::npos);
-  EXPECT_EQ(parse("\n"), "[plan::Schedule] it has no actions");
+  EXPECT_NE(parse("0F0,x\n").find("cell 'x' is not an action"), std::string::npos);
+  EXPECT_EQ(parse("\n"), "[plan::Schedule] the schedule has no actions");
   EXPECT_NE(refusal([] { make_schedule("1f1", {2, 1, 2}); }).find("did you mean \"1f1b\"?"),
             std::string::npos);
   EXPECT_NE(refusal([] { make_schedule("gpipe", {2, 1, 0}); }), "");

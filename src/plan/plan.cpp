@@ -12,11 +12,13 @@ namespace penstock {
 
 namespace {
 
+// Golden files contain the text form, and checkpoint manifests a hash of it, so it must not change.
 constexpr std::array<const char*, 11> kOpNames = {"micro",   "move", "forward", "backward",
                                                   "drop",    "sum",  "norm",    "update",
                                                   "publish", "send", "recv"};
 constexpr std::array<const char*, 5> kMarkNames = {"", "begin", "end", "use", "gradient"};
 
+// Which parts a line has, by step.
 bool hops_on(Op op) { return op == Op::kSend || op == Op::kReceive; }
 bool has_role(Op op) {
   return op == Op::kMove || op == Op::kDrop || op == Op::kSum || op == Op::kPublish || hops_on(op);
@@ -40,7 +42,7 @@ std::string chunk_text(const Chunk& chunk) {
   return chunk.count == 1 ? "" : concat("[", chunk.index, "/", chunk.count, "]");
 }
 
-// Reads one step word by word; every failure names the whole line.
+// Reads one step word by word. Every error names the whole line.
 class StepReader {
  public:
   explicit StepReader(std::string_view line) : line_(line), rest_(trim(line)) {}
@@ -60,7 +62,7 @@ class StepReader {
         units = units.substr(0, bracket);
       }
       for (const std::string& name : split(units, '+')) {
-        if (name.empty() || name[0] != 'u') fail(concat("'", name, "' is no unit"));
+        if (name.empty() || name[0] != 'u') fail(concat("'", name, "' is not a unit such as u3"));
         step.units.push_back(number(std::string_view(name).substr(1)));
       }
     }
@@ -70,7 +72,7 @@ class StepReader {
         step.moves.push_back(move(text));
     if (hops_on(step.op)) step.hop = hop();
     if (step.is_compute() && !rest_.empty()) step.mark = mark();
-    if (!rest_.empty()) fail(concat("'", rest_, "' is too much"));
+    if (!rest_.empty()) fail(concat("'", rest_, "' is not expected here"));
     return step;
   }
 
@@ -90,11 +92,11 @@ class StepReader {
     int value = -1;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error != std::errc() || end != text.data() + text.size() || value < 0)
-      fail(concat("'", text, "' is no number"));
+      fail(concat("'", text, "' is not a whole number >= 0"));
     return value;
   }
 
-  // " #2" at the end.
+  // Reads " #2" at the end of the line.
   int micro() {
     const size_t sign = rest_.find('#');
     if (sign == std::string_view::npos) return kNoMicro;
@@ -103,27 +105,28 @@ class StepReader {
     return value;
   }
 
+  // Only neighbours in the pipeline's ring exchange, so a hop is +1 or -1.
   int hop() {
     const std::string_view text = word();
     if (text == "pipeline(+1)") return 1;
-    if (text != "pipeline(-1)") fail(concat("'", text, "' is no neighbour in the pipeline"));
+    if (text != "pipeline(-1)") fail(concat("'", text, "' is not pipeline(+1) or pipeline(-1)"));
     return -1;
   }
 
   Chunk chunk(std::string_view text) const {
     const size_t slash = text.find('/');
     if (slash == std::string_view::npos || text.back() != ']')
-      fail(concat("'", text, "' is no chunk"));
+      fail(concat("'", text, "' is not a chunk such as [0/4]"));
     const Chunk chunk{number(text.substr(1, slash - 1)),
                       number(text.substr(slash + 1, text.size() - slash - 2))};
-    if (chunk.index >= chunk.count) fail(concat("'", text, "' is no chunk"));
+    if (chunk.index >= chunk.count) fail(concat("'", text, "' is not a chunk such as [0/4]"));
     return chunk;
   }
 
   Op op() {
     const std::string_view name = word();
     const auto found = std::find(kOpNames.begin(), kOpNames.end(), name);
-    if (found == kOpNames.end()) fail(concat("'", name, "' is no step"));
+    if (found == kOpNames.end()) fail(concat("'", name, "' is not a step"));
     return static_cast<Op>(found - kOpNames.begin());
   }
 
@@ -131,13 +134,13 @@ class StepReader {
     const std::string_view name = word();
     for (int i = 0; i < kNumRoles; ++i)
       if (name == role_name(static_cast<Role>(i))) return static_cast<Role>(i);
-    fail(concat("'", name, "' is no role"));
+    fail(concat("'", name, "' is not a role"));
   }
 
   Mark mark() {
     const std::string_view name = word();
     const auto found = std::find(kMarkNames.begin(), kMarkNames.end(), name);
-    if (name.empty() || found == kMarkNames.end()) fail(concat("'", name, "' is no mark"));
+    if (name.empty() || found == kMarkNames.end()) fail(concat("'", name, "' is not a mark"));
     return static_cast<Mark>(found - kMarkNames.begin());
   }
 

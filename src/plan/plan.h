@@ -1,5 +1,5 @@
 #pragma once
-// Step and Plan: the ordered actions of one training step. They print, parse and hash.
+// Step and Plan: the ordered actions of one training step. Both print, parse and hash.
 //
 //   micro 0
 //   move u1 param all_gather(data)
@@ -11,7 +11,7 @@
 //   update u1
 //   publish u1 param cast(bf16); all_gather(data)
 //
-// Where ranks are stages of a pipeline, micro-batches overlap and lines carry theirs:
+// In a pipeline micro-batches overlap, so lines carry their micro-batch:
 //
 //   recv u1 act pipeline(-1) #2
 //   forward u1 #2
@@ -29,16 +29,16 @@ namespace penstock {
 
 enum class Op : uint8_t {
   kMicro,     // a micro-batch begins (number in `micro`)
-  kMove,      // role of units through `moves`
-  kForward,   // compute, marked
-  kBackward,  // compute, marked; leaves the unit's gradient as a partial sum
-  kDrop,      // copies of the role other than the resting one go away: free
-  kSum,       // gradients of which ranks off the data axes have addends become the sum
+  kMove,      // moves a role of units through `moves`
+  kForward,   // computes, with a mark
+  kBackward,  // computes, with a mark; leaves the unit's gradient as a partial sum
+  kDrop,      // frees copies of the role other than the resting one
+  kSum,       // sums gradients of which ranks off the data axes have addends
   kNorm,      // global gradient norm over all units: one small collective
   kUpdate,    // optimizer
   kPublish,   // the updated master weights become the parameter's resting copy, through `moves`
-  kSend,      // what the unit's forward (act) or backward (grad) made, to the rank `hop` stages on
-  kReceive,   // what the unit's forward (act) or backward (grad) begins with, from there
+  kSend,      // sends a forward's (act) or backward's (grad) result `hop` stages on
+  kReceive,   // receives the input of a forward (act) or backward (grad) from there
 };
 
 inline constexpr int kNoMicro = -1;
@@ -47,13 +47,13 @@ std::string mark_text(Mark mark);  // " begin"; empty for whole
 
 struct Step {
   Op op = Op::kMove;
-  std::vector<int> units{};  // one; several where `fuse` joined moves
+  std::vector<int> units{};  // one; several if `fuse` joined moves
   Role role = Role::kParam;
   Mark mark = Mark::kWhole;
   std::vector<Move> moves{};
   int micro = kNoMicro;
-  int hop = 0;    // send, receive: +1 or -1 along the pipeline axis, which closes to a ring
-  Chunk chunk{};  // update section; printed where there are several: "update u1[0/4]"
+  int hop = 0;    // send, receive: +1 or -1 along the pipeline axis, which is a ring
+  Chunk chunk{};  // in updates; printed if there are several: "update u1[0/4]"
 
   std::string text() const;
   bool is_compute() const { return op == Op::kForward || op == Op::kBackward; }
@@ -64,7 +64,7 @@ Step parse_step(std::string_view line);  // throws ConfigError with the line
 struct Plan {
   std::vector<Step> steps;
 
-  std::string text() const;  // one step a line
+  std::string text() const;  // one step per line
   uint64_t hash() const;     // of the text
   bool operator==(const Plan&) const = default;
 };

@@ -12,6 +12,8 @@ namespace penstock {
 
 namespace {
 
+// Writes one section. The engine runs sections one at a time, so each starts from the placements
+// that the sections before it leave.
 class SectionWriter : StepWriter {
  public:
   SectionWriter(const Table& table, const ModelDesc& model, const Mesh& mesh, Section section)
@@ -38,7 +40,7 @@ class SectionWriter : StepWriter {
         }
         [[fallthrough]];
       case Section::kUpdate:
-        // Once in the window, when whatever comes late is there.
+        // Once per window, when the gradients of all backwards and all stages are there.
         for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit) {
           sum_partial(unit);
           sum_stages(unit);
@@ -74,10 +76,10 @@ class SectionWriter : StepWriter {
       put({.op = Op::kBackward, .units = {unit}, .mark = mark});
       if (mark == Mark::kBegin) continue;
       sum_activations(unit, TensorSplit::kColumn);
-      // What is visited again adds up first where that takes no more memory.
+      // A unit that is visited again sums before its last visit only if the gradient moves anyway.
       const bool moves_now = mark != Mark::kUse && !table_.holds_grad_in_place();
       const bool settles = moves_now || i == last_visit[unit];
-      // Before it leaves memory.
+      // The sum needs the gradient in memory, so it runs before the gradient is written to disk.
       if (settles && table_.grads_wait_on_disk()) sum_partial(unit);
       if (settles) settle_grad(unit, last);
       settle_param(unit, last && i == last_visit[unit] ? Phase::kRest : Phase::kHold);

@@ -1,4 +1,4 @@
-// Whole plans are in tests/plans/*.plan; here are the rules that a section follows.
+// Whole plans are in tests/plans/*.plan; this file tests the rules that each section follows.
 #include "src/plan/planner.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ struct SectionCase {
   const char* strategy;
   TableOptions options;
   Section section;
-  const char* text;  // of a model of one unit on two nodes of two ranks
+  const char* text;  // plan of a model of one unit on two nodes of two ranks
 };
 
 constexpr TableOptions kBf16{.precision = Dtype::kBf16};
@@ -121,7 +121,7 @@ TEST(PlannerTest, AStepIsItsSections) {
   EXPECT_THROW(plan_step(table, model, mesh, 0), Bug);
 }
 
-// Masters are fp32 whatever the moments are, so what is moved and published is the same.
+// Masters are fp32 for any moments, so moves and publishes are the same.
 TEST(PlannerTest, TheMomentsDtypeChangesNoStep) {
   for (const std::string& name : preset_names())
     for (const Dtype precision : {Dtype::kFp32, Dtype::kBf16})
@@ -133,8 +133,8 @@ TEST(PlannerTest, TheMomentsDtypeChangesNoStep) {
       }
 }
 
-// A table of its own: gradients gathered in shards on the device and summed over the whole step
-// there, then updated on the host.
+// A hand-written table: gradients are sharded on the device and summed there over the whole step,
+// then updated on the host.
 TEST(PlannerTest, HoldAndUpdateMayDifferInTier) {
   Table table = preset("zero2", {});
   table.set(Role::kGrad, Phase::kUpdate, Placement::parse("SS@host:fp32"));

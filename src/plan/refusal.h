@@ -1,5 +1,5 @@
 #pragma once
-// refusal(): for tests.
+// For tests: the text of a ConfigError.
 #include <functional>
 #include <string>
 
@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-// What the ConfigError says that the call throws; "" for none.
+// Returns the text of the ConfigError that the call throws; "" if it throws none.
 inline std::string refusal(const std::function<void()>& call) {
   try {
     call();

@@ -1,4 +1,4 @@
-// The fusions, one golden route each (see [Note: Fusions]).
+// The fusions, one golden route each ([Note: Fusions]).
 #include "src/plan/route.h"
 
 #include <gtest/gtest.h>
@@ -57,7 +57,7 @@ TEST(RouteTest, ASumIsWrittenWhereItEnds) {
 
 TEST(RouteTest, ASumInPlace) {
   EXPECT_TRUE(between("PP@device:fp32", "RR@device:fp32").in_place());
-  // Not in a buffer that somebody else still reads.
+  // Not in place if the buffer is still read.
   const Route read = between("PP@device:fp32", "RR@device:fp32", false);
   EXPECT_EQ(text(read), "local PP@device:fp32 | all_reduce RR@device:fp32");
 }
@@ -68,7 +68,7 @@ TEST(RouteTest, BetweenTwoSumsValuesAreWide) {
             "reduce_scatter PS@device:fp32 | all_reduce RS@device:fp32 | local RS@device:bf16");
   EXPECT_EQ(way.dtype_after(0, Dtype::kBf16, Dtype::kBf16), Dtype::kFp32);
   EXPECT_EQ(way.dtype_after(2, Dtype::kBf16, Dtype::kBf16), Dtype::kBf16);
-  // A buffer in a dtype of its own: where values do not widen, they keep it.
+  // A buffer may have its own dtype; it keeps that dtype while values do not widen.
   EXPECT_EQ(between("PP@device:bf16", "SS@device:bf16").dtype_after(0, Dtype::kFp32, Dtype::kFp32),
             Dtype::kFp32);
   EXPECT_EQ(text(between("PP@device:bf16", "RS@host:fp32")),
@@ -86,14 +86,14 @@ TEST(RouteTest, WhatIsSummedInPlaceIsWhereItEnds) {
 TEST(RouteTest, AnUpdateDoesTheFirstPassOfItsPublish) {
   EXPECT_TRUE(between("SS@host:fp32", "RR@device:bf16").joins_update());
   EXPECT_TRUE(between("SS@device:fp32", "SS@device:bf16").joins_update());
-  // What is written must be this rank's whole part of what rests, or of what is gathered to it.
+  // The written part must be this rank's whole part of the resting copy, or of its gather buffer.
   EXPECT_FALSE(between("RR@device:fp32", "SS@device:bf16").joins_update());
   EXPECT_FALSE(between("SS@host:fp32", "RR@host:bf16").joins_update());
   EXPECT_FALSE(between("SS@host:fp32", "SS@disk:bf16").joins_update());
 }
 
 TEST(RouteTest, OneMoveOnePassElse) {
-  // A shard of another numbering goes over the whole.
+  // A shard with another numbering is made from the whole copy.
   EXPECT_EQ(text(between("SS@device:fp32", "RS@device:fp32")),
             "all_gather RR@device:fp32 | local 1/2 RS@device:fp32");
   EXPECT_THROW(route(at("RR@device:fp32"), {parse_move("all_gather(data)")}, kMesh, kRank),

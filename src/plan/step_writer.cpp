@@ -14,6 +14,7 @@ bool StepWriter::trains(int unit) const {
                      [](const FlatDesc& flat) { return flat.trainable; });
 }
 
+// Writes nothing if the two placements are equal.
 void StepWriter::move(int unit, Role role, const Placement& from, const Placement& to,
                       Chunk chunk) {
   std::vector<Move> moves = hops(from, to);
@@ -30,6 +31,7 @@ void StepWriter::move_grad(int unit, Phase from, Phase to, Chunk chunk) {
   if (trains(unit)) move(unit, Role::kGrad, cell(Role::kGrad, from), cell(Role::kGrad, to), chunk);
 }
 
+// [Note: Copies] The book knows the working copy, so the shortest moves start from it.
 void StepWriter::settle_param(int unit, Phase phase) {
   const Placement& want = cell(Role::kParam, phase);
   Copies& book = params_[unit];
@@ -44,6 +46,7 @@ void StepWriter::settle_param(int unit, Phase phase) {
   put({.op = Op::kMove, .units = {unit}, .role = Role::kParam, .moves = std::move(moves)});
 }
 
+// All units start alike: at rest, plus a working copy in the cell of the phase.
 void StepWriter::begin_params(Phase phase) {
   Copies book = Copies::resting(cell(Role::kParam, Phase::kRest));
   book.make(cell(Role::kParam, phase));
@@ -101,7 +104,7 @@ void StepWriter::update() {
   put({.op = Op::kNorm});
   for (int unit = 0; unit < num_units(); ++unit) {
     if (!trains(unit)) continue;
-    // What changes its layout on the way moves whole.
+    // A gradient that changes its layout cannot be read in chunks.
     if (table_.grads_wait_on_disk() && !table_.grads_come_in_chunks()) {
       move_grad(unit, Phase::kHold, Phase::kUpdate);
     }
@@ -110,6 +113,8 @@ void StepWriter::update() {
   }
 }
 
+// One chunk: its state is read, updated, published and written back. read_ahead() lets these
+// overlap.
 void StepWriter::update_chunk(int unit, const Chunk& chunk) {
   const Placement& rest = cell(Role::kOptim, Phase::kRest);
   const Placement& at = cell(Role::kOptim, Phase::kUpdate);

@@ -1,5 +1,5 @@
 #pragma once
-// StepWriter: what the planner's parts share. It writes one rank's steps; knows placements only.
+// StepWriter: the common part of the planners. Writes one rank's steps; knows only placements.
 #include <vector>
 
 #include "src/plan/copies.h"
@@ -10,7 +10,7 @@ namespace penstock {
 
 class StepWriter {
  public:
-  // `model` outlives it.
+  // `model` must outlive the writer.
   StepWriter(const Table& table, const ModelDesc& model, const Mesh& mesh);
 
  protected:
@@ -21,31 +21,33 @@ class StepWriter {
   void put(Step step) { plan_.steps.push_back(std::move(step)); }
   void move(int unit, Role role, const Placement& from, const Placement& to, Chunk chunk = {});
   void move_grad(int unit, Phase from, Phase to, Chunk chunk = {});
-  // Makes a unit's cell true. Going back to rest is free: the authority never left.
+  // Moves a unit's parameters to the cell of this phase. A return to rest is free, since the
+  // authority never left.
   void settle_param(int unit, Phase phase);
-  // The books of all units where parameters are found in this phase.
+  // Starts the books of all units with parameters in the cell of this phase.
   void begin_params(Phase phase);
-  // The sum over tensor ranks that a split unit's output (forward) or input gradient needs.
+  // Writes the sum over tensor ranks that a split unit needs for its output (forward) or input
+  // gradient (backward).
   void sum_activations(int unit, TensorSplit split);
-  // The inputs that a recomputed unit's backward starts from.
+  // Moves the inputs from which a recomputed unit's backward starts.
   void move_inputs(int unit, Phase from, Phase to);
-  // A gradient held in place is added up before it moves; any other moves first and is added up
-  // where it arrives.
+  // A gradient that is held in place is summed before it moves. Any other gradient moves first and
+  // is summed where it arrives.
   void settle_grad(int unit, bool last);
-  // Of what the tensor ranks have addends of, where its gradient is.
+  // Sums, in place, gradients of which tensor ranks have addends.
   void sum_partial(int unit);
-  // Of what several stages of a pipeline have.
+  // Sums, in place, gradients of units that several pipeline stages have.
   void sum_stages(int unit);
-  // In place.
+  // Sums a gradient over one axis, in place.
   void sum_grad(int unit, Axis axis);
-  // The norm, and every unit's update.
+  // Writes the norm and the update of every unit.
   void update();
 
   const Table table_;
   const ModelDesc& model_;
   const Mesh mesh_;
   Plan plan_;
-  int micro_ = kNoMicro;  // that computations and moves of activations are of
+  int micro_ = kNoMicro;  // micro-batch of computations and of activation moves
 
  private:
   void update_chunk(int unit, const Chunk& chunk);

@@ -16,7 +16,8 @@ Section section_named(const std::string& name) {
     if (name == section_name(section)) return section;
     names.emplace_back(section_name(section));
   }
-  throw ConfigError(concat("[plan::section_named] no section \"", name, "\": ", join(names, ", ")));
+  throw ConfigError(concat("[plan::section_named] there is no section \"", name,
+                           "\"; allowed: ", join(names, ", ")));
 }
 
 Mesh mesh_of(const Config& config) {
@@ -40,6 +41,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
   options.accumulate = config.batch.accumulate * config.parallel.virtual_stages > 1;
   if (config.optimizer) options.moments = parse_dtype(config.optimizer->moments_dtype);
   Table table = preset(config.strategy, options);
+  // The config's own cells replace those of the preset.
   for (const auto& [role_text, phases] : config.table) {
     for (const auto& [phase_text, place] : phases) {
       for (int r = 0; r < kNumRoles; ++r) {
@@ -62,7 +64,7 @@ bool can_rest_away(const std::string& strategy) {
 }
 
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer) {
-  if (strategy != config.strategy) config.table.clear();  // cells of another preset
+  if (strategy != config.strategy) config.table.clear();  // they are cells of another preset
   config.strategy = strategy;
   config.offload.optimizer = optimizer;
   const bool shards = can_rest_away(strategy), offloads = optimizer != "none";
@@ -83,13 +85,13 @@ void mark_recomputed(const Config& config, ModelDesc& model) {
   }
   if (num_blocks > 0) return;
   throw ConfigError(
-      "[plan::mark_recomputed] activations.checkpoint: the model has no blocks, and the root is "
-      "not computed again: name blocks in units.modules, or lower units.max_bytes");
+      "[plan::mark_recomputed] activations.checkpoint: the model has no blocks, and the root "
+      "cannot be recomputed: name blocks in units.modules, or lower units.max_bytes");
 }
 
 namespace {
 
-// Of the first of so many chunks, which is the largest: what streams through memory for it.
+// Returns the bytes that pass through memory for the first of `count` chunks, which is the largest.
 int64_t chunk_bytes(const Config& config, const Table& table, const UnitDesc& unit, int count) {
   const Placement& optim = table.at(Role::kOptim, Phase::kRest);
   const Placement& held = table.at(Role::kGrad, Phase::kHold);
@@ -124,7 +126,7 @@ void set_chunks(const Config& config, const Table& table, ModelDesc& model) {
     }
     const int64_t all = chunk_bytes(config, table, unit, 1);
     unit.num_chunks = static_cast<int>(std::min(grains, all / std::max<int64_t>(1, most) + 1));
-    // Chunks are whole grains, so the first guess may be too coarse.
+    // Chunks are whole grains, so the first estimate may be too coarse.
     while (unit.num_chunks < grains && chunk_bytes(config, table, unit, unit.num_chunks) > most)
       ++unit.num_chunks;
   }
@@ -156,7 +158,8 @@ Ledger predict(const Config& config, ModelDesc model) {
   return simulate(with_passes(plan, model, config), table, model, mesh, num_moments(config));
 }
 
-// The first and the last micro-batch of a window are different, and those beside them may be.
+// The first and the last micro-batch of a window differ from the others, and so may their
+// neighbours.
 constexpr int64_t kAlike = 3;
 
 Ledger predict_window(const Config& config, ModelDesc model) {

@@ -1,5 +1,5 @@
 #pragma once
-// From a Config to the values the planner works with. Pure.
+// Converts a Config to the values that the planner works with. Pure.
 #include <array>
 #include <optional>
 #include <string>
@@ -15,37 +15,38 @@ inline constexpr std::array<Section, 7> kSections = {
     Section::kForward,      Section::kForwardNext, Section::kEval,       Section::kBackward,
     Section::kBackwardLast, Section::kUpdate,      Section::kUpdateEarly};
 
-// "forward" "forward_next" "eval" "backward" "backward_last" "update" "update_early". Throws
-// ConfigError.
+// Returns the section named "forward" "forward_next" "eval" "backward" "backward_last" "update" or
+// "update_early". Throws ConfigError.
 Section section_named(const std::string& name);
 
-// After resolve(). As state sees it: ranks that have parts of one sequence are data ranks,
-// neighbours in `local`.
+// Returns the mesh of a resolved config as the state sees it: sequence ranks count as data ranks
+// and are neighbours in `local`.
 Mesh mesh_of(const Config& config);
-// Which units are computed again in backward. Throws ConfigError when there is no unit that can be.
+// Marks the units that are computed again in backward. Throws ConfigError if no unit can be.
 void mark_recomputed(const Config& config, ModelDesc& model);
 
-// In how many chunks each unit's optimizer state passes through memory. `table` as on the mesh.
+// Sets the number of chunks in which each unit's optimizer state passes through memory. `table`
+// must be normalized for the mesh.
 void set_chunks(const Config& config, const Table& table, ModelDesc& model);
-// "auto" becomes what sends less between nodes. `rings`: the ranks have a back end of a device,
-// whose sums go around rings.
+// Replaces "auto" by the dtype that sends less between nodes. `rings`: the ranks have a device back
+// end that sums along rings.
 void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config);
-// The passes that the config asks for.
+// Applies the passes that the config asks for.
 Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config);
 
-// The strategy's preset with the config's own cells, at the precision of the narrowest parameters
-// that train (the others keep their dtype, see Table::dtype_in).
+// Returns the strategy's preset with the config's own cells, in the precision of the narrowest
+// parameters that train. The other parameters keep their dtype (Table::dtype_in).
 Table table_of(const Config& config, const ModelDesc& model);
-// Whether the strategy's resting parameters are sharded, so that they can be elsewhere.
+// Returns whether the strategy rests parameters sharded, so that they can rest on another tier.
 bool can_rest_away(const std::string& strategy);
-// The same settings for another strategy and another tier of the optimizer, without those that mean
-// nothing there.
+// Returns the same settings for another strategy and another optimizer tier, without settings that
+// do not apply there.
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer);
-int num_moments(const Config& config);  // per parameter, beside the master
+int num_moments(const Config& config);  // per parameter, besides the master
 
-// What one training step of this strategy takes.
+// Predicts one training step of this strategy.
 Ledger predict(const Config& config, ModelDesc model);
-// The same, planning no more than three micro-batches of a window: those between are alike.
+// The same, but plans at most three micro-batches of a window, since the others are alike.
 Ledger predict_window(const Config& config, ModelDesc model);
 
 }  // namespace penstock

@@ -10,7 +10,7 @@
 namespace penstock::strategy_test {
 namespace {
 
-constexpr int64_t kOwned = 100000;  // elements of a rank, of each flat but the last
+constexpr int64_t kOwned = 100000;  // elements per rank, of each flat but the last
 constexpr int kRanks = 2;
 
 ModelDesc model() {
@@ -37,7 +37,7 @@ ModelDesc chunked(const Config& config) {
   return one;
 }
 
-// Masters and moments 12, a gradient and a parameter of its dtype.
+// Bytes per parameter: 12 for master and moments, plus a gradient and a parameter in its dtype.
 int64_t streamed(const UnitDesc& unit, int index) {
   int64_t bytes = 0;
   for (const FlatDesc& flat : unit.flats) {
@@ -71,7 +71,7 @@ TEST(Strategy, EveryKthBlockIsComputedAgain) {
 }
 
 TEST(Strategy, ThreeChunksFitTheWindow) {
-  const int64_t grain = kChunkGrain * (16 + 20) + 300 * 20;  // of both large flats, and the small
+  const int64_t grain = kChunkGrain * (16 + 20) + 300 * 20;  // both large flats, and the small one
   for (const int64_t window : {3 * grain, 300000L, 1000003L, 3000000L, 100000000L}) {
     const UnitDesc block =
         chunked(config(concat(R"({"optimizer": "disk", "params": "disk", "gradients": "disk",)",

@@ -13,7 +13,7 @@ namespace penstock {
 
 namespace {
 
-// The cells that a role has; the others mean nothing.
+// The cells that each role has; the other cells are not used.
 const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
   static const std::vector<std::pair<Role, std::vector<Phase>>> kUsed = {
       {Role::kParam, {Phase::kRest, Phase::kForward, Phase::kHold, Phase::kBackward}},
@@ -24,8 +24,8 @@ const std::vector<std::pair<Role, std::vector<Phase>>>& used_cells() {
   return kUsed;
 }
 
-// A preset: layouts over (node, local); those of parameters with a tier where it is not the
-// options' ("SS@host").
+// A preset: layouts over (node, local). A parameter layout may name its tier ("SS@host"); otherwise
+// the options give the tier.
 struct Preset {
   const char* name;
   const char *param_rest, *param_hold, *grad_hold, *grad_update, *optim;
@@ -44,7 +44,7 @@ Placement place(const char* letters, Dtype dtype, Tier tier = Tier::kDevice) {
   return Placement::parse(concat(letters, "@", tier_name(tier), ":", dtype_name(dtype)));
 }
 
-// `text` may name the tier itself.
+// `text` may name the tier.
 Placement place_on(Tier tier_if_sharded, const std::string& text, Dtype dtype) {
   Placement cell = place(text.substr(0, kDataAxes.size()).c_str(), dtype);
   const size_t at = text.find('@');
@@ -77,6 +77,7 @@ void Table::set(Role role, Phase phase, const Placement& place) {
   cells_[static_cast<size_t>(role)][static_cast<size_t>(phase)] = place;
 }
 
+// [Note: Equal layouts] Planning, checks and execution use the table of their mesh.
 Table Table::on(const Mesh& mesh) const {
   Table seen = *this;
   for (auto& row : seen.cells_)
@@ -84,10 +85,13 @@ Table Table::on(const Mesh& mesh) const {
   return seen;
 }
 
+// A model may mix dtypes; a cell at the table's precision means "as the parameter computes".
 Dtype Table::dtype_in(const Placement& cell, Dtype own) const {
   return cell.dtype == at(Role::kParam, Phase::kForward).dtype ? own : cell.dtype;
 }
 
+// There is no separate master if the resting parameter is fp32 where the optimizer works, and the
+// elements that this rank updates are at most a slice of it.
 bool Table::has_master(Dtype dtype) const {
   const Placement& rest = at(Role::kParam, Phase::kRest);
   const Placement& optim = at(Role::kOptim, Phase::kUpdate);
@@ -119,6 +123,7 @@ bool Table::moves_activations() const {
   return !(at(Role::kAct, Phase::kHold) == at(Role::kAct, Phase::kForward));
 }
 
+// Dtypes may differ: a backward then adds into a held copy of another dtype.
 bool Table::holds_grad_in_place() const {
   const Placement& made = at(Role::kGrad, Phase::kBackward);
   const Placement& held = at(Role::kGrad, Phase::kHold);
@@ -143,6 +148,7 @@ bool Table::streams_state() const {
   if (rest.tier != Tier::kDisk || hops(rest, at(Role::kOptim, Phase::kUpdate)).size() != 1) {
     return false;
   }
+  // The published values must be written by the update itself, since the state is gone afterwards.
   const std::vector<Move> moves = publish();
   return moves.empty() || publishes_chunks() || route(master(), moves, Mesh(), 0).joins_update();
 }
@@ -157,6 +163,8 @@ bool Table::grads_come_in_chunks() const {
          hops(at(Role::kGrad, Phase::kHold), at(Role::kGrad, Phase::kUpdate)).size() == 1;
 }
 
+// Masters are published by the same hops() as every move. If the placements are equal but a master
+// exists, the values still change buffers, which is a cast.
 std::vector<Move> Table::publish() const {
   const Placement& rest = at(Role::kParam, Phase::kRest);
   std::vector<Move> moves = hops(master(), rest);
@@ -237,12 +245,12 @@ Table preset(const std::string& name, const TableOptions& options) {
   if (options.param_tier != Tier::kDevice && (fixed || !rest.sharded()))
     throw ConfigError(concat("[plan::preset] offload.params '", tier_name(options.param_tier),
                              "' needs parameters that rest sharded on the device, which strategy '",
-                             name, "' has not: allowed with zero3, hpz, mics"));
+                             name, "' does not have: allowed with zero3, hpz, mics"));
   const bool shards_grads = place(cells.grad_hold, precision).sharded();
   if (options.grad_tier && !shards_grads)
     throw ConfigError(concat("[plan::preset] offload.gradients '", tier_name(*options.grad_tier),
                              "' needs gradients that are held sharded, which strategy '", name,
-                             "' has not: allowed with zero2, zero3, hpz, hpz_host, mics"));
+                             "' does not have: allowed with zero2, zero3, hpz, hpz_host, mics"));
   const bool offloads = options.optim_tier != Tier::kDevice;
   const Tier update_tier = offloads ? Tier::kHost : Tier::kDevice;
   const Dtype sum = options.accumulate ? Dtype::kFp32 : precision;
@@ -259,7 +267,7 @@ Table preset(const std::string& name, const TableOptions& options) {
   table.set(Role::kGrad, Phase::kUpdate, place(cells.grad_update, sum, update_tier));
   table.set(Role::kOptim, Phase::kRest, place(cells.optim, options.moments, options.optim_tier));
   table.set(Role::kOptim, Phase::kUpdate, place(cells.optim, options.moments, update_tier));
-  // Every rank has those of its own samples.
+  // Every rank has the activations of its own samples.
   table.set(Role::kAct, Phase::kForward, place("SS", precision));
   table.set(Role::kAct, Phase::kHold, place("SS", precision, options.act_tier));
   table.set(Role::kAct, Phase::kBackward, place("SS", precision));

@@ -13,6 +13,7 @@ thread_local Text line_of_thread;
 
 }  // namespace
 
+// The categories of a trace.
 const char* name_of(Kind kind) {
   constexpr std::array<const char*, kNumKinds> kNames = {"compute", "line",  "exchange", "wait",
                                                          "read",    "write", "step"};
@@ -112,6 +113,7 @@ std::vector<Event> Recorder::end_record() {
   return std::exchange(recorded_, {});
 }
 
+// `next_` is the oldest event once the ring is full.
 std::vector<Event> Recorder::last() const {
   const std::lock_guard lock(mutex_);
   if (static_cast<int64_t>(ring_.size()) < kept_) return ring_;
@@ -136,6 +138,7 @@ Span::Span(Recorder* recorder, Kind kind, Text text, uint64_t flow, int16_t of)
   event_.begin_ns = now_ns();
 }
 
+// An event shorter than at_least() is dropped, since it would only fill the ring.
 Span::~Span() {
   if (recorder_ == nullptr) return;
   event_.end_ns = now_ns();

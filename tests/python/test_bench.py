@@ -76,7 +76,7 @@ def test_a_bench_that_is_stopped_leaves_nothing(ranks, tmp_path):
 
 def check(folder, out, unknown):
     """What the file and the table have, and that the file is read."""
-    from penstock import machine_file  # noqa: PLC0415
+    from penstock.bench import machine_file  # noqa: PLC0415
 
     told = json.loads((folder / "m.json").read_text())
     fields = list(machine_file.FIELDS)
@@ -199,7 +199,7 @@ def test_meshes_for_that_machine(capsys, tmp_path):
     [
         (None, "cannot be read: No such file or directory; `penstock bench` makes one"),
         ("flops: 1", "is not JSON; "),
-        ("[1]", "is not an object of JSON"),
+        ("[1]", "is not a JSON object"),
         ('{"flop": 1}', 'unknown "flop"; allowed: flops, local, node, device_host, '),
         ('{"flops": 0}', '"flops" is 0; allowed: a number above 0, or null'),
         ('{"local": -1.5}', '"local" is -1.5; allowed: a number above 0'),

@@ -27,7 +27,7 @@ namespace {
 
 using namespace config_text;
 
-// Duplicates would silently win over each other otherwise.
+// Refuses duplicate keys: the JSON library would silently keep one of them.
 Json parse_json(const std::string& text) {
   std::vector<std::set<std::string>> open;
   const auto watch = [&](int, Json::parse_event_t event, Json& value) {
@@ -54,6 +54,7 @@ std::string parse_placement(const std::string& path, const std::string& text) {
   return place.text();
 }
 
+// The cells must be those of Table; the planner reads them by these names (table_of()).
 void parse_table(const Json& value, Config* config) {
   static const std::map<std::string, std::vector<std::string>> kCells = {
       {"param", {"rest", "forward", "hold", "backward"}},
@@ -103,7 +104,7 @@ void parse_names(const ConfigSection& section, const std::string& key, const std
   }
 }
 
-// What a style may be is known where modules are (src/parallel/tensor_rules.h).
+// Styles are checked where the modules are known (src/parallel/tensor_rules.h).
 void parse_parallel(const Json& value, Config* config) {
   const ConfigSection section(
       value, "parallel", {"rules", "stages", "schedule", "virtual_stages", "cut_logits", "norms"});
@@ -141,7 +142,7 @@ void parse_dtypes(const Json& value, Config* config) {
   }
 }
 
-// Whether a cell that was written by hand is on the tier; of any role and phase where those are "".
+// Whether a cell of the config's table is on the tier; role or phase "" matches any.
 bool has_cell(const Config& config, const char* role, const char* phase, Tier tier) {
   for (const auto& [name, phases] : config.table) {
     for (const auto& [at, place] : phases) {
@@ -154,6 +155,8 @@ bool has_cell(const Config& config, const char* role, const char* phase, Tier ti
   return false;
 }
 
+// "auto" may become any tier later, so keys that need a tier are only refused if no cell and no
+// tier can use them.
 void parse_offload(const Json& value, Config* config) {
   OffloadConfig* const offload = &config->offload;
   if (value == "auto") {
@@ -201,6 +204,7 @@ void parse_offload(const Json& value, Config* config) {
     section.refuse_without_effect({"timeout_s"}, nothing);
 }
 
+// Runs after parse_offload(), whose activations tier needs recomputed units.
 void parse_activations(const ConfigSection& top, Config* config) {
   const Json* value = top.find("activations");
   int64_t& checkpoint = config->activations.checkpoint;
@@ -239,12 +243,12 @@ void read_key(const ConfigSection& section, const OptimizerKey& key, bool* out) 
   section.read(key.name, out);
 }
 
-// moments_dtype
+// For moments_dtype.
 void read_key(const ConfigSection& section, const OptimizerKey& key, std::string* out) {
   *out = section.choice(key.name, *out, {"fp32", "bf16"});
 }
 
-// betas
+// For betas.
 void read_key(const ConfigSection& section, const OptimizerKey& key, std::array<double, 2>* out) {
   const Json* value = section.find(key.name);
   if (value == nullptr) return;
@@ -256,6 +260,7 @@ void read_key(const ConfigSection& section, const OptimizerKey& key, std::array<
   *out = value->get<std::array<double, 2>>();
 }
 
+// Keys that the optimizer does not use are errors, so that no setting is silently ignored.
 OptimizerConfig parse_optimizer(const Json& value) {
   std::vector<std::string> names = {"type"};
   for (const OptimizerKey& key : optimizer_keys()) names.push_back(key.name);
@@ -300,6 +305,7 @@ void parse_schedule(const Json& value, ScheduleConfig* schedule) {
                 "; allowed: at most schedule.total_steps, which is ", schedule->total_steps));
 }
 
+// Refused unless some parameters may compute in fp16; without "precision" the model may be in fp16.
 void parse_loss_scale(const ConfigSection& top, Config* config) {
   const Json* value = top.find("loss_scale");
   if (value == nullptr) return;
@@ -326,7 +332,7 @@ void parse_batch(const Json& value, BatchConfig* batch) {
   section.read_int("accumulate", &batch->accumulate, 1, whole);
   section.read_int("global", &batch->global, 1, whole);
   batch->reduction = section.choice("reduction", batch->reduction, {"mean", "sum"});
-  // 0 = follows from the other two; resolve() fills it in.
+  // 0 = follows from the other two; resolve() sets it.
   if (batch->micro > 0 && batch->global > 0 && !section.has("accumulate")) batch->accumulate = 0;
 }
 
@@ -399,7 +405,7 @@ void parse_monitor(const Json& value, MonitorConfig* monitor) {
     section.refuse_without_effect({"trace_steps"}, "while monitor.trace_first is 0");
   if (monitor->trace_first > 0 && monitor->events == 0)
     fail(
-        "\"monitor.trace_first\" asks for a trace, and with \"monitor.events\" 0 nothing is "
+        "\"monitor.trace_first\" asks for a trace, but \"monitor.events\" is 0, so nothing is "
         "recorded");
 }
 
@@ -412,6 +418,7 @@ void parse_signals(const ConfigSection& section, CheckpointConfig* checkpoint) {
     fail("\"checkpoint.signals\" asks for saves on signals; they need \"checkpoint.path\"");
 }
 
+// The table comes before the offload keys, whose checks depend on its cells.
 void parse_nested(const ConfigSection& top, Config* config) {
   if (const Json* value = top.find("table")) parse_table(*value, config);
   if (const Json* value = top.find("mesh")) parse_mesh(*value, &config->mesh);
@@ -440,19 +447,22 @@ void parse_nested(const ConfigSection& top, Config* config) {
   if (const Json* value = top.find("monitor")) parse_monitor(*value, &config->monitor);
 }
 
+// One copy of the model takes tensor x pipeline x sequence ranks; the data ranks follow from the
+// world size.
 void resolve_mesh(int world_size, MeshConfig* mesh) {
   const std::string where = "[plan::Config::resolve] ";
   const int model = mesh->tensor * mesh->pipeline * mesh->sequence;
   if (world_size < 1 || world_size % model != 0)
     throw ConfigError(concat(where, "mesh.tensor ", mesh->tensor, " x mesh.pipeline ",
                              mesh->pipeline, " x mesh.sequence ", mesh->sequence, " = ", model,
-                             " ranks hold one copy of the model, which does not divide ",
-                             world_size, " ranks; start a multiple of ", model, " ranks"));
+                             " ranks for one copy of the model do not divide ", world_size,
+                             " ranks evenly; start a multiple of ", model, " ranks"));
   const int data = world_size / model;
   if (mesh->data != 0 && mesh->data != data)
     throw ConfigError(concat(where, "\"mesh.data\" is ", mesh->data, ", but ", world_size,
-                             " ranks in models of ", model, " leave ", data, "; set it to ", data,
-                             ", leave it out, or start ", mesh->data * model, " ranks"));
+                             " ranks with ", model, " per model leave ", data,
+                             " data ranks; set it to ", data, ", leave it out, or start ",
+                             mesh->data * model, " ranks"));
   mesh->data = data;
   if (mesh->node < 1 || data % mesh->node != 0)
     throw ConfigError(concat(where, "\"mesh.node\" is ", mesh->node, ", which does not divide the ",
@@ -462,6 +472,7 @@ void resolve_mesh(int world_size, MeshConfig* mesh) {
                              data));
 }
 
+// Two of micro, accumulate and global give the third. Without a batch size nothing is set.
 void resolve_batch(int64_t data, BatchConfig* batch) {
   const std::string where = "[plan::Config::resolve] ";
   if (batch->global > 0 && (batch->micro == 0 || batch->accumulate == 0)) {
@@ -469,12 +480,12 @@ void resolve_batch(int64_t data, BatchConfig* batch) {
     const int64_t known = needs_micro ? batch->accumulate : batch->micro;
     const char* name = needs_micro ? "batch.accumulate " : "batch.micro ";
     if (known < 1 || batch->global % (known * data) != 0)
-      throw ConfigError(concat(where, "\"batch.global\" is ", batch->global, ", which ", name,
-                               known, " x ", data, " data-parallel ranks = ", known * data,
-                               " does not divide; set it to a multiple of ", known * data));
+      throw ConfigError(concat(where, "\"batch.global\" is ", batch->global, ", not a multiple of ",
+                               name, known, " x ", data, " data-parallel ranks = ", known * data,
+                               "; set it to a multiple of ", known * data));
     (needs_micro ? batch->micro : batch->accumulate) = batch->global / (known * data);
   }
-  if (batch->micro == 0) return;  // nobody told a batch size
+  if (batch->micro == 0) return;  // no batch size is given
   const int64_t samples = batch->micro * batch->accumulate * data;
   if (batch->global > 0 && batch->global != samples)
     throw ConfigError(concat(where, "\"batch.global\" is ", batch->global, ", but batch.micro ",

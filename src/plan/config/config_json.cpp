@@ -1,4 +1,4 @@
-// A config as JSON: every value, whoever set it. Reading is in config.cpp.
+// Writes a config as JSON: every value, also defaults. config.cpp reads it.
 #include <set>
 #include <string>
 #include <utility>
@@ -80,7 +80,7 @@ std::string Config::json(int indent) const {
                         {"nonfinite", nonfinite},
                         {"prefetch_bytes", prefetch_bytes},
                         {"seed", or_null(seed, -1)},
-                        {"dtypes", nullptr}};  // its place in the order
+                        {"dtypes", nullptr}};  // reserves its place in the order
   out["checkpoint"] = {
       {"path", checkpoint.path}, {"keep", checkpoint.keep}, {"signals", checkpoint.signals}};
   out["monitor"] = json_of(monitor);

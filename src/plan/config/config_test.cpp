@@ -106,7 +106,7 @@ TEST(Config, BytesMayBeTextWithAUnit) {
   EXPECT_EQ(config.comm.bucket_bytes, 0);
 }
 
-// Every key of bytes, so that no new one is forgotten.
+// Every key in bytes, so that no new key is forgotten.
 TEST(Config, EveryKeyOfBytesTakesText) {
   const json flat = json::parse(Config().json()).flatten();
   int num_keys = 0;
@@ -179,7 +179,7 @@ TEST(Config, WeightDecayDefaultsAreThoseOfTorch) {
 
 struct Bad {
   std::string text;
-  std::vector<std::string> says;  // all of these are in the message
+  std::vector<std::string> says;  // the message has all of these
   int world_size = 0;             // resolve() when not 0
 };
 

@@ -24,42 +24,42 @@ constexpr KeyFate kTaken = KeyFate::kTaken, kNoEffect = KeyFate::kNoEffect,
 constexpr const char* kBuckets = "gradients and parameters move unit by unit";
 constexpr const char* kUnits = "a unit is gathered and released as a whole";
 constexpr const char* kDisk = "the disk tier chooses its requests itself";
-constexpr const char* kPinned = "the engine pins what it needs";
-constexpr const char* kLogs = "it prints and records nothing of its own";
+constexpr const char* kPinned = "the engine pins the memory that it needs";
+constexpr const char* kLogs = "Penstock has no such output";
 constexpr const char* kInnermost = "tensor ranks are neighbours, and the engine makes their groups";
-constexpr const char* kPreset = "with specs: the model's own rules (parallel.rules) follow them";
-constexpr const char* kHead = "specs or rules say how embeddings and the head are cut";
+constexpr const char* kPreset = "the model's own rules (parallel.rules) apply after layer_specs";
+constexpr const char* kHead = "specs or rules set how embeddings and the head are cut";
 constexpr const char* kMonitors = "rank 0 writes DeepSpeed's events (from Python)";
 constexpr const char* kLater = "not supported yet";
 
-// Of a section with ".*", rows of its keys come first.
+// Rows of single keys come before the ".*" row of their section: the first match counts.
 constexpr DeepSpeedKey kKeys[] = {
     {"train_batch_size", kTaken, "batch.global"},
     {"train_micro_batch_size_per_gpu", kTaken, "batch.micro"},
     {"gradient_accumulation_steps", kTaken, "batch.accumulate"},
-    {"gradient_clipping", kTaken, "clip; 1.0 where it is left out, as in DeepSpeed"},
+    {"gradient_clipping", kTaken, "clip; 1.0 if it is missing, as in DeepSpeed"},
     {"steps_per_print", kNoEffect, kLogs},
     {"wall_clock_breakdown", kNoEffect, kLogs},
     {"memory_breakdown", kNoEffect, kLogs},
     {"dump_state", kNoEffect, kLogs},
     {"log_level", kNoEffect, kLogs},
     {"timers.*", kNoEffect, kLogs},
-    {"prescale_gradients", kNoEffect, "sums are exact to fp32 in either order"},
-    {"gradient_predivide_factor", kNoEffect, "sums are exact to fp32 in either order"},
+    {"prescale_gradients", kNoEffect, "sums are accurate to fp32 in either order"},
+    {"gradient_predivide_factor", kNoEffect, "sums are accurate to fp32 in either order"},
     {"gradient_allreduce_op", kRefused, "gradients are averaged"},
-    {"communication_data_type", kNoEffect, "gradients travel in the dtype of their table cell"},
+    {"communication_data_type", kNoEffect, "gradients are sent in the dtype of their table cell"},
     {"seq_parallel_communication_data_type", kNoEffect,
-     "gradients travel in the dtype of their table cell"},
+     "gradients are sent in the dtype of their table cell"},
     {"disable_allgather", kNoEffect, kBuckets},
     {"sparse_gradients", kRefused, kLater},
     {"managed_gradient_accumulation", kRefused, kLater},
     {"zero_allow_untested_optimizer", kNoEffect, "every elementwise optimizer is allowed"},
-    {"zero_force_ds_cpu_optimizer", kNoEffect, "our own kernels update where the state rests"},
+    {"zero_force_ds_cpu_optimizer", kNoEffect, "Penstock's kernels update where the state rests"},
     {"dataloader_drop_last", kNoEffect, "data is loaded by the script"},
-    {"disable_python_gc", kNoEffect, "nothing is collected by force"},
+    {"disable_python_gc", kNoEffect, "garbage collection is never forced"},
     {"vocabulary_size", kNoEffect, kLogs},
     {"graph_harvesting", kNoEffect, "no graph is captured"},
-    {"keep_in_fp32_modules", kRefused, "say it with the native key \"dtypes\""},
+    {"keep_in_fp32_modules", kRefused, "use the native key \"dtypes\""},
     {"use_data_before_expert_parallelism", kNoEffect, "there is no expert parallelism"},
     {"sequence_parallel_size", kTaken, "mesh.sequence; 0 and 1: off"},
     {"data_parallel_size", kNoEffect, "it follows from the number of ranks"},
@@ -80,12 +80,12 @@ constexpr DeepSpeedKey kKeys[] = {
     {"optimizer.params.freeze_step", kRefused, kLater},
     {"optimizer.params.max_grad_norm", kRefused, "use gradient_clipping"},
     {"optimizer.params.cuda_aware", kNoEffect, "there is no MPI"},
-    {"optimizer.params.comm_backend_name", kNoEffect, "torch's process groups carry everything"},
+    {"optimizer.params.comm_backend_name", kNoEffect, "all exchanges use torch's process groups"},
     {"optimizer.legacy_fusion", kNoEffect, "one kernel does both"},
     {"scheduler.*", kTaken, "a schedule of penstock.schedules, or of torch.optim.lr_scheduler"},
     {"bf16.enabled", kTaken, "precision"},
-    {"bf16.immediate_grad_update", kNoEffect, "gradients are summed as they come"},
-    {"bf16.check_grad_overflow", kNoEffect, "a norm that is not finite is always seen"},
+    {"bf16.immediate_grad_update", kNoEffect, "gradients are summed as soon as they exist"},
+    {"bf16.check_grad_overflow", kNoEffect, "a norm that is not finite is always detected"},
     {"bf16.bf16_master_weights_and_grads", kRefused, "masters are fp32"},
     {"bf16.bf16_optimizer_states", kTaken, "optimizer.moments_dtype"},
     {"fp16.enabled", kTaken, "precision"},
@@ -113,7 +113,7 @@ constexpr DeepSpeedKey kKeys[] = {
     {"zero_optimization.offload_optimizer.device", kTaken, "offload.optimizer"},
     {"zero_optimization.offload_optimizer.nvme_path", kTaken, "offload.path"},
     {"zero_optimization.offload_optimizer.pin_memory", kNoEffect, kPinned},
-    {"zero_optimization.offload_optimizer.ratio", kNoEffect, "all of it is offloaded"},
+    {"zero_optimization.offload_optimizer.ratio", kNoEffect, "the whole state is offloaded"},
     {"zero_optimization.offload_optimizer.*", kNoEffect, kDisk},
     {"zero_optimization.cpu_offload", kTaken, "offload.optimizer"},
     {"zero_optimization.cpu_offload_params", kTaken, "offload.params"},
@@ -139,12 +139,13 @@ constexpr DeepSpeedKey kKeys[] = {
     {"zero_optimization.overlap_comm", kNoEffect, "exchanges always overlap"},
     {"zero_optimization.round_robin_gradients", kNoEffect, kBuckets},
     {"zero_optimization.parameter_alignment", kNoEffect, kBuckets},
-    {"zero_optimization.compute_grad_norm", kNoEffect, "the norm costs no pass of its own"},
+    {"zero_optimization.compute_grad_norm", kNoEffect, "the norm needs no separate pass"},
     {"zero_optimization.sub_group_size", kNoEffect, "chunks follow from offload.window_bytes"},
     {"zero_optimization.load_from_fp32_weights", kNoEffect, "checkpoints hold fp32 weights"},
-    {"zero_optimization.elastic_checkpoint", kNoEffect, "every checkpoint is"},
-    {"zero_optimization.pipeline_loading_checkpoint", kNoEffect, "each rank reads what it holds"},
-    {"zero_optimization.ignore_unused_parameters", kNoEffect, "unused parameters are seen"},
+    {"zero_optimization.elastic_checkpoint", kNoEffect,
+     "every checkpoint loads with any number of ranks"},
+    {"zero_optimization.pipeline_loading_checkpoint", kNoEffect, "each rank reads only its shards"},
+    {"zero_optimization.ignore_unused_parameters", kNoEffect, "unused parameters are detected"},
     {"zero_optimization.legacy_stage1", kRefused, "DeepSpeed refuses it, too"},
     {"zero_optimization.zero_quantized_weights", kRefused, kLater},
     {"zero_optimization.zero_quantized_nontrainable_weights", kRefused, kLater},
@@ -152,11 +153,12 @@ constexpr DeepSpeedKey kKeys[] = {
     {"zero_optimization.zeropp_loco_param.*", kRefused, kLater},
     {"zero_optimization.zenflow.*", kRefused, kLater},
     {"zero_optimization.memory_efficient_linear", kNoEffect, kUnits},
-    {"zero_optimization.override_module_apply", kNoEffect, "nothing of torch is replaced"},
+    {"zero_optimization.override_module_apply", kNoEffect,
+     "Penstock replaces no function of torch"},
     {"zero_optimization.log_trace_cache_warnings", kNoEffect, kLogs},
     {"zero_optimization.enable_sanity_checks", kNoEffect, "they are always on"},
     {"zero_optimization.save_muon_momentum_buffer_in_memory", kNoEffect, "there is no Muon"},
-    {"zero_optimization.leaf_module.*", kNoEffect, "blocks with experts are units by themselves"},
+    {"zero_optimization.leaf_module.*", kNoEffect, "blocks with experts are units automatically"},
     {"aio.*", kNoEffect, kDisk},
     {"activation_checkpointing.*", kNoEffect, "it acts where the script calls checkpoint()"},
     {"checkpoint.*", kNoEffect, "checkpoints are atomic, and load under any layout"},
@@ -186,27 +188,27 @@ constexpr DeepSpeedKey kKeys[] = {
      "checkpoints are written in the background by save(wait=False)"},
     {"autotuning.*", kNoEffect, "\"penstock plan\" compares strategies and tiers"},
     {"elasticity.*", kRefused, "use penstock run --nnodes MIN:MAX"},
-    {"pipeline.*", kRefused, "a deepspeed.pipe.PipelineModule takes it"},
+    {"pipeline.*", kRefused, "pass it to deepspeed.pipe.PipelineModule"},
     {"tensor_parallel.autotp_size", kTaken, "mesh.tensor; 0 and 1: off"},
-    {"tensor_parallel.tp.tp_size", kTaken, "1, or what autotp_size says"},
+    {"tensor_parallel.tp.tp_size", kTaken, "1, or equal to autotp_size"},
     {"tensor_parallel.tp.tp_grain_size", kNoEffect, "layers are cut evenly"},
     {"tensor_parallel.tp.mpu", kRefused, kInnermost},
     {"tensor_parallel.tp.tp_group", kRefused, kInnermost},
     {"tensor_parallel.partition_config.layer_specs", kTaken, "parallel.rules"},
     {"tensor_parallel.partition_config.use_default_specs", kTaken, kPreset},
     {"tensor_parallel.partition_config.strict_mode", kTaken, "a Linear without a spec is an error"},
-    {"tensor_parallel.partition_config.tp_size", kNoEffect, "autotp_size says it"},
+    {"tensor_parallel.partition_config.tp_size", kNoEffect, "autotp_size sets it"},
     {"tensor_parallel.partition_config.lm_head_patterns", kNoEffect, kHead},
     {"tensor_parallel.partition_config.embedding_partition_dim", kNoEffect, kHead},
     {"tensor_parallel.preset_model", kTaken, kPreset},
     {"tensor_parallel.injection_policy_tuple", kRefused, "use the native key \"parallel.rules\""},
     {"tensor_parallel.vocab_parallel_lm_head", kNoEffect, kHead},
     {"tensor_parallel.vocab_parallel_ce_backend", kNoEffect, kHead},
-    {"tensor_parallel.dtype", kNoEffect, "bf16 and fp16 say the precision"},
+    {"tensor_parallel.dtype", kNoEffect, "bf16 and fp16 set the precision"},
     {"tensor_parallel.tp_overlap_comm", kNoEffect, "a layer waits for its own exchange"},
-    {"tensor_parallel.keep_module_on_host", kNoEffect, "it is of inference"},
-    {"tensor_parallel.replace_with_kernel_inject", kNoEffect, "it is of inference"},
-    {"tensor_parallel.kernel_inject", kNoEffect, "it is of inference"},
+    {"tensor_parallel.keep_module_on_host", kNoEffect, "only for inference"},
+    {"tensor_parallel.replace_with_kernel_inject", kNoEffect, "only for inference"},
+    {"tensor_parallel.kernel_inject", kNoEffect, "only for inference"},
     {"expert_parallel.*", kRefused, kLater},
     {"compile.*", kRefused, kLater},
     {"data_efficiency.*", kRefused, kLater},
@@ -217,7 +219,7 @@ constexpr DeepSpeedKey kKeys[] = {
     {"compression_training.*", kRefused, kLater},
     {"weight_quantization.*", kRefused, kLater},
     {"sparse_attention.*", kRefused, kLater},
-    {"hybrid_engine.*", kRefused, "engine.generate() works as it is"},
+    {"hybrid_engine.*", kRefused, "engine.generate() works without it"},
 };
 
 [[noreturn]] void fail_deepspeed(const std::string& message) {
@@ -232,7 +234,7 @@ Json parse(const std::string& text) {
   }
 }
 
-// Whether a refused key asks for nothing that does not happen anyhow.
+// Whether the value of a refused key asks for the behaviour that the engine has anyway.
 bool is_harmless(const std::string& key, const Json& value) {
   static const std::map<std::string, Json> kUsual = {
       {"optimizer.params.bias_correction", true},
@@ -255,7 +257,7 @@ const DeepSpeedKey* row_of(const std::string& key) {
   return nullptr;
 }
 
-// The config's values by their whole keys. What is null or still "auto" is left out.
+// The config's values by their full keys. Values that are null or still "auto" are left out.
 struct Leaves {
   std::vector<std::pair<std::string, Json>> all{};
 
@@ -265,7 +267,7 @@ struct Leaves {
     const auto enabled = value.find("enabled");
     const DeepSpeedKey* row = row_of(key + ".enabled");
     if (row != nullptr && row->fate == kRefused && enabled != value.end() && *enabled == false) {
-      return;  // a section that is off
+      return;  // the section is off
     }
     for (const auto& [name, inner] : value.items())
       take(inner, key.empty() ? name : key + "." + name);
@@ -322,7 +324,7 @@ GivenKey look_up(const std::string& key, const Json& value) {
     const size_t dot = key.rfind('.');
     const std::string section = dot == std::string::npos ? "" : key.substr(0, dot + 1);
     if (section.empty() || names_in(section).empty()) {
-      return {key, value.dump(), kNoEffect, "not a key of DeepSpeed's"};
+      return {key, value.dump(), kNoEffect, "not a DeepSpeed key"};
     }
     const std::string near = nearest(key.substr(dot + 1), names_in(section));
     fail_deepspeed(concat("unknown key \"", key, "\"",
@@ -340,7 +342,7 @@ void refuse(const Leaves& given, const std::string& key, const std::string& allo
   fail_deepspeed(concat("\"", key, "\" is ", given.find(key)->dump(), "; allowed: ", allowed));
 }
 
-// How many ranks compute one copy of the model together.
+// Returns the number of tensor ranks.
 int tensor_of(const Leaves& given, int world) {
   const std::string size = "tensor_parallel.autotp_size", again = "tensor_parallel.tp.tp_size";
   const int64_t tensor = given.whole(size, 0) == 0 ? 1 : given.whole(size, 0);
@@ -351,7 +353,7 @@ int tensor_of(const Leaves& given, int world) {
   return static_cast<int>(tensor);
 }
 
-// How many of them have parts of the same sequences.
+// Returns the number of sequence ranks.
 int sequence_of(const Leaves& given, int ranks) {
   const std::string size = "sequence_parallel_size";
   const int64_t sequence = given.whole(size, 0) == 0 ? 1 : given.whole(size, 0);
@@ -360,7 +362,7 @@ int sequence_of(const Leaves& given, int ranks) {
   return static_cast<int>(sequence);
 }
 
-// How many nodes the ranks are split in, by the ranks of one.
+// Returns the number of nodes, from the number of ranks per node.
 int nodes_of(const Leaves& given, const std::string& key, int64_t ranks, int data) {
   if (ranks > data || data % ranks != 0)
     refuse(given, key, concat("a divisor of the number of data ranks, ", data));
@@ -411,7 +413,8 @@ void take_offload(const Leaves& given, Json& native) {
 void take_precision(const Leaves& given, Json& native) {
   const bool bf16 = given.flag("bf16.enabled", false), fp16 = given.flag("fp16.enabled", false);
   if (bf16 && fp16) fail_deepspeed("\"bf16.enabled\" and \"fp16.enabled\" are both true");
-  if (bf16 || fp16) native["precision"] = bf16 ? "bf16" : "fp16";  // else as the model was built
+  if (bf16 || fp16)
+    native["precision"] = bf16 ? "bf16" : "fp16";  // otherwise the model's own dtypes
   if (!fp16) return;
   const double fixed = given.number("fp16.loss_scale", 0.0);
   const int64_t power = given.whole("fp16.initial_scale_power", 16);
@@ -423,7 +426,7 @@ void take_precision(const Leaves& given, Json& native) {
       {"min", std::min(initial, std::max(1.0, given.number("fp16.min_loss_scale", 1.0)))}};
 }
 
-// DeepSpeed's own names; what they are there, with the defaults that they have there.
+// DeepSpeed's names of optimizers, the native names, and the defaults that DeepSpeed has for them.
 struct KeyKind {
   const char* name;
   const char* native;
@@ -441,7 +444,8 @@ void take_optimizer(const Leaves& given, Json& native) {
   const bool low = given.flag("bf16.bf16_optimizer_states", false) ||
                    !given.flag("optimizer.params.fp32_optimizer_states", true);
   if (given.find("optimizer.type") == nullptr) {
-    if (low) native["optimizer"] = {{"moments_dtype", "bf16"}};  // of the one that is passed
+    if (low)
+      native["optimizer"] = {{"moments_dtype", "bf16"}};  // for an optimizer object that is passed
     return;
   }
   std::string type = given.text("optimizer.type", "");
@@ -505,7 +509,7 @@ Json native_of(const Leaves& given, int world) {
   return native;
 }
 
-// Keys of ours that DeepSpeed has not.
+// Native keys that DeepSpeed does not have.
 constexpr std::array kOurs = {"strategy", "table",      "mesh",     "precision", "dtypes",
                               "offload",  "memory",     "batch",    "schedule",  "activations",
                               "clip",     "units",      "seed",     "tiling",    "prefetch_bytes",
@@ -558,11 +562,11 @@ bool is_deepspeed_config(const std::string& json_text) {
 
 TranslatedConfig translate_deepspeed_config(const std::string& json_text, int world) {
   const Json config = renamed(parse(json_text));
-  if (!config.is_object()) fail_deepspeed("the config is no JSON object");
+  if (!config.is_object()) fail_deepspeed("the config is not a JSON object");
   for (const char* key : kOurs) {
     if (config.contains(key))
       fail_deepspeed(
-          concat("\"", key, "\" is a key of Penstock's own: a config is written in one dialect"));
+          concat("\"", key, "\" is a native key of Penstock: write the config in one dialect"));
   }
   Leaves leaves;
   leaves.take(config, "");
@@ -583,7 +587,7 @@ TranslatedConfig translate_deepspeed_config(const std::string& json_text, int wo
     } else if (key.key == "tensor_parallel.preset_model" &&
                leaves.find("tensor_parallel.partition_config.layer_specs") == nullptr) {
       key.fate = kNoEffect;
-      key.note = "without layer_specs the model's own rules count anyhow";
+      key.note = "without layer_specs the model's own rules apply in any case";
     }
   }
   const Json none;

@@ -12,7 +12,7 @@ namespace {
 
 struct Taken {
   const char* deepspeed;
-  const char* line;  // of the native config
+  const char* line;  // line of the native config
   int world = 2;
 };
 
@@ -27,7 +27,7 @@ void expect_taken(const Taken& one) {
       << config.lines();
 }
 
-// What each key becomes.
+// The native value of each key.
 TEST(DeepSpeedConfig, KeysAreTakenOver) {
   const Taken cases[] = {
       {"{}", "/strategy = \"ddp\""},
@@ -70,7 +70,7 @@ TEST(DeepSpeedConfig, KeysAreTakenOver) {
       {R"({"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 2}}})", "/mesh/tensor = 2"},
       {R"({"tensor_parallel": {"autotp_size": 1}})", "/mesh/tensor = 1"},
       {R"({"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 16})", "/batch/micro = 8", 4},
-      // What frameworks leave in.
+      // Values that frameworks leave in.
       {R"({"train_batch_size": "auto", "zero_optimization": {"stage": 1,
           "reduce_bucket_size": "auto", "offload_optimizer": {"device": "none", "nvme_path": null}},
           "zero_optimization.reduce_bucket_size": 5e8, "steps_per_print": 1e999 })",
@@ -98,7 +98,7 @@ struct Refused {
 
 TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
   const Refused cases[] = {
-      {"[]", "no JSON object"},
+      {"[]", "not a JSON object"},
       {"{", "not valid JSON"},
       {R"({"strategy": "zero2", "bf16": {"enabled": true}})", "one dialect"},
       {R"({"zero_optimization": {"stage": 4}})", "0, 1, 2 or 3"},

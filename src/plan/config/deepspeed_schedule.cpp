@@ -11,13 +11,14 @@
 namespace penstock {
 
 namespace {
+// The formulas are those of deepspeed/runtime/lr_schedules.py.
 
 constexpr double kNeeded = std::numeric_limits<double>::quiet_NaN();
-constexpr double kMissing = -1.0;  // its default follows from another
+constexpr double kMissing = -1.0;  // the default follows from another parameter
 
 using Params = std::map<std::string, double>;
 
-// Rises from 0 to 1 over the warm-up.
+// Share of the warm-up, from 0 to 1.
 double warmup(const Params& params, double iteration, double steps) {
   if (params.at("warmup_type") == 1.0) return iteration / steps;
   return std::log(iteration + 1.0) / std::log(steps);
@@ -58,7 +59,7 @@ double range_test(const Params& params, double iteration) {
   return iteration < 0 ? low : low * (1.0 + params.at("lr_range_test_step_rate") * interval);
 }
 
-// The two halves of OneCycle, and where an iteration is in them.
+// The two halves of OneCycle, and the height of an iteration in them.
 struct Cycle {
   double first, second, first_stairs, second_stairs;
 
@@ -73,8 +74,8 @@ struct Cycle {
 
   double total() const { return first + second; }
 
-  // 0 at the ends of the cycle, 1 in between. The position is found as DeepSpeed does, which
-  // decides in which half the last bits of a boundary are.
+  // 0 at the ends of the cycle, 1 in between. The position is computed exactly as in DeepSpeed,
+  // since rounding decides in which half a boundary lies.
   double height(double iteration) const {
     const double next = iteration + 1.0, ratio = first / total();
     const double x = 1.0 + next / total() - std::floor(1.0 + next / total());
@@ -116,6 +117,7 @@ void check_steps(const Params& params, const char* name, double least) {
 
 }  // namespace
 
+// NaN marks a required parameter; make() refuses it.
 const std::map<std::string, Params>& DeepSpeedSchedule::all() {
   static const std::map<std::string, Params> kAll = {{"LRRangeTest",
                                                       {{"lr_range_test_min_lr", 1e-3},
@@ -161,7 +163,7 @@ DeepSpeedSchedule DeepSpeedSchedule::make(const std::string& type, const Params&
   if (kind == all().end()) {
     std::vector<std::string> names;
     for (const auto& [name, defaults] : all()) names.push_back(name);
-    fail_schedule(concat("no schedule \"", type, "\"; there are ", join(names, ", ")));
+    fail_schedule(concat("there is no schedule \"", type, "\"; allowed: ", join(names, ", ")));
   }
   DeepSpeedSchedule made{type, kind->second};
   for (const auto& [name, value] : params) {

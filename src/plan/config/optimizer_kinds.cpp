@@ -20,6 +20,7 @@ bool same_but_case(std::string_view a, std::string_view b) {
 
 }  // namespace
 
+// A key's field and limit, for every reader of a config. A new key is a row here.
 std::span<const OptimizerKey> optimizer_keys() {
   static const OptimizerKey kKeys[] = {
       {"lr", &OptimizerConfig::lr},
@@ -45,7 +46,7 @@ bool OptimizerKind::takes(std::string_view key) const {
   return std::find(keys.begin(), keys.end(), key) != keys.end();
 }
 
-// Defaults as in torch.optim, Lion's as in its paper (arXiv:2302.06675).
+// Defaults are those of torch.optim; Lion's are from its paper (arXiv:2302.06675).
 std::span<const OptimizerKind> optimizer_kinds() {
   using enum OptimizerType;
   static const OptimizerKind kKinds[] = {
@@ -63,7 +64,7 @@ std::span<const OptimizerKind> optimizer_kinds() {
        .defaults = {.type = kSgd, .weight_decay = 0.0},
        .moments = {"momentum_buffer"},
        .needs_momentum = true},
-      // Its sum only grows: in bf16 it would soon stand still.
+      // No moments_dtype: the sum only grows, and in bf16 it would soon stop changing.
       {.name = "Adagrad",
        .keys = {"lr", "weight_decay", "eps", "lr_decay"},
        .defaults = {.type = kAdagrad, .lr = 1e-2, .eps = 1e-10, .weight_decay = 0.0},
@@ -92,6 +93,7 @@ const OptimizerKind* find_optimizer(std::string_view name) {
   return nullptr;
 }
 
+// SGD without momentum keeps nothing but the master.
 int num_moments(const OptimizerConfig& optimizer) {
   const OptimizerKind& kind = kind_of(optimizer.type);
   return kind.needs_momentum && optimizer.momentum == 0.0 ? 0 : kind.num_moments();

@@ -58,7 +58,7 @@ TEST(OptimizerKinds, AConfigAsItStandsIsAdamW) {
   EXPECT_EQ(config.json(), parsed);
 }
 
-// torch.optim's, and those of arXiv:2302.06675. In Python a test compares the first with torch.
+// Defaults of torch.optim, and of arXiv:2302.06675. A Python test compares the former with torch.
 TEST(OptimizerKinds, Defaults) {
   EXPECT_EQ(kind_of(kAdamW).defaults.weight_decay, 0.01);
   EXPECT_EQ(kind_of(kAdam).defaults.weight_decay, 0.0);
@@ -78,7 +78,7 @@ TEST(OptimizerKinds, Moments) {
   EXPECT_EQ(num_moments({.type = kAdam}), 2);
   EXPECT_EQ(num_moments({.type = kAdagrad}), 1);
   EXPECT_EQ(num_moments({.type = kLion}), 1);
-  EXPECT_FALSE(kind_of(kAdagrad).takes("moments_dtype"));  // a sum that only grows
+  EXPECT_FALSE(kind_of(kAdagrad).takes("moments_dtype"));  // its sum only grows
 }
 
 TEST(OptimizerKinds, DocumentedNamesAreTheRealOnes) {

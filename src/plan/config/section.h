@@ -1,5 +1,5 @@
 #pragma once
-// Reading a config's JSON: sections that refuse what they do not know, and what a bad value says.
+// Reads a config's JSON: sections that refuse unknown keys, and the errors for bad values.
 #include <algorithm>
 #include <cctype>
 #include <cmath>
@@ -26,7 +26,7 @@ using Json = nlohmann::ordered_json;  // the order of `dtypes` rules is kept
   fail(concat("\"", path, "\" is ", value.dump(), "; allowed: ", allowed));
 }
 
-// A value that has a meaning, but not in this version.
+// For a valid value that this version does not support.
 [[noreturn]] inline void fail_unsupported(const std::string& path, const Json& value,
                                           const std::string& sentence) {
   fail(concat("\"", path, "\" is ", value.dump(), "; ", sentence));
@@ -49,8 +49,8 @@ inline std::string suggestion(const std::string& prefix, const std::string& word
   return near.empty() ? "" : concat("; did you mean \"", prefix, near, "\"?");
 }
 
-// One JSON object of the config: refuses keys it does not know, then hands out typed values. A key
-// that is absent or null leaves the default.
+// One JSON object of the config. It refuses unknown keys and returns typed values. A key that is
+// absent or null keeps the default.
 class ConfigSection {
  public:
   ConfigSection(const Json& object, std::string path, std::vector<std::string> keys)
@@ -85,7 +85,7 @@ class ConfigSection {
     *out = number;
   }
 
-  // Whole numbers may be written 1e9.
+  // A whole number may be written as 1e9.
   template <class Int>
   void read_int(const std::string& key, Int* out, int64_t low, const std::string& allowed) const {
     const Json* value = find(key);
@@ -97,7 +97,7 @@ class ConfigSection {
     *out = static_cast<Int>(number);
   }
 
-  // Bytes, as a number or as text with a unit; `note` ends what is allowed.
+  // Reads bytes, as a number or as text with a unit; `note` is appended to the allowed values.
   void read_bytes(const std::string& key, int64_t* out, int64_t low = 1,
                   const std::string& note = "") const {
     const std::string allowed =
@@ -124,7 +124,7 @@ class ConfigSection {
     *out = value->get<std::string>();
   }
 
-  // One of `names`, written exactly so.
+  // Returns one of `names`, which must match exactly.
   std::string choice(const std::string& key, const std::string& otherwise,
                      const std::vector<std::string>& names) const {
     const Json* value = find(key);
@@ -140,7 +140,7 @@ class ConfigSection {
     return text;
   }
 
-  // 0, false and "" ask for nothing, so they are no error.
+  // 0, false and "" have no effect on purpose, so they are allowed.
   void refuse_without_effect(std::initializer_list<const char*> keys,
                              const std::string& reason) const {
     for (const char* key : keys) {

@@ -35,6 +35,7 @@ constexpr const char* kMake = "; `penstock bench` makes one";
 
 }  // namespace
 
+// Rates must be above 0, since they are divisors; "overlap" is a share.
 Machine read_machine(const std::string& path, const Machine& otherwise) {
   std::ifstream file(path);
   if (!file) fail_machine(path, concat(" cannot be read: ", std::strerror(errno), kMake));
@@ -42,7 +43,7 @@ Machine read_machine(const std::string& path, const Machine& otherwise) {
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
   if (json.is_discarded()) fail_machine(path, concat(" is not JSON", kMake));
-  if (!json.is_object()) fail_machine(path, concat(" is not an object of JSON", kMake));
+  if (!json.is_object()) fail_machine(path, concat(" is not a JSON object", kMake));
   Machine machine = otherwise;
   for (const auto& [key, value] : json.items()) {
     if (key == "about" || value.is_null()) continue;

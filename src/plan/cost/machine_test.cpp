@@ -28,7 +28,7 @@ TEST(Machine, WhatTheFileHasCounts) {
 
 TEST(Machine, WhatIsRefused) {
   const std::vector<std::pair<const char*, const char*>> cases = {
-      {"[1]", "is not an object of JSON"},
+      {"[1]", "is not a JSON object"},
       {"{", "is not JSON"},
       {R"({"flop": 1})", "unknown \"flop\""},
       {R"({"flops": 0})", "\"flops\" is 0; allowed: a number above 0"},

@@ -81,7 +81,8 @@ class Chooser {
   }
 
  private:
-  // A stage's ranks are neighbours. Where they do not fill whole nodes, all of them count as apart.
+  // A stage's ranks are neighbours. If they do not fill whole nodes, each counts as a node of its
+  // own.
   int nodes_of(const MeshAlternative& mesh) const {
     const int ranks = mesh.tensor * mesh.data, node = question_.per_node;
     if (node % ranks == 0) return 1;
@@ -93,7 +94,7 @@ class Chooser {
     if (question_.batch % samples != 0) return;
     mesh.micro = micro;
     mesh.accumulate = question_.batch / samples;
-    if (mesh.accumulate < mesh.pipeline) return;  // as the engine refuses
+    if (mesh.accumulate < mesh.pipeline) return;  // as the engine refuses it
     const std::vector<StageCost> stages = stages_of(mesh);
     const std::vector<Alternative> states = states_of(mesh, stages);
     for (const bool recompute : {false, true}) {
@@ -119,13 +120,14 @@ class Chooser {
     int64_t params, block_params;
   };
 
-  // The first, the last, and the largest between them; the largest of all is the first of these.
+  // Returns the first stage, the last, and the largest between them; the largest of all comes
+  // first.
   std::vector<StageCost> stages_of(const MeshAlternative& mesh) const {
     std::vector<StageCost> stages;
     std::set<int64_t> sizes;
     for (int rank = 0; rank < mesh.pipeline; ++rank) {
       const bool between = rank > 1 && rank + 1 < mesh.pipeline;
-      if (between && num_blocks(model_) % mesh.pipeline == 0) continue;  // as the one before
+      if (between && num_blocks(model_) % mesh.pipeline == 0) continue;  // equal to the one before
       ModelDesc own = stage_of(model_, mesh.tensor, mesh.pipeline, rank, mesh.data);
       const int64_t params = numel(own, false), blocks = numel(own, true);
       if (sizes.insert(params).second) stages.push_back({std::move(own), params, blocks});
@@ -139,8 +141,8 @@ class Chooser {
     return static_cast<double>(mesh.micro * question_.shape.sequence);
   }
 
-  // A stage is a model of its own, whose state its data ranks share. The largest has most of
-  // everything, or is as large as the others.
+  // A stage is a separate model, whose state its data ranks share. The largest stage takes most of
+  // every resource, or the same as the others.
   std::vector<Alternative> states_of(const MeshAlternative& mesh,
                                      const std::vector<StageCost>& stages) const {
     Question question{question_.asked, {"ddp", "zero1", "zero2", "zero3"}, false};
@@ -158,7 +160,7 @@ class Chooser {
     return alternatives(question, stages.front().model);
   }
 
-  // All but what depends on the strategy.
+  // Sets the times that do not depend on the strategy.
   void set_times(MeshAlternative& mesh, const StageCost& most) const {
     const Machine& machine = question_.asked.machine;
     const TransformerShape& shape = question_.shape;
@@ -170,12 +172,13 @@ class Chooser {
     mesh.again = mesh.recompute ? pass * static_cast<double>(most.block_params) : 0;
     const double layers = std::ceil(static_cast<double>(shape.layers) / mesh.pipeline);
     const double sums = layers * micros * 2 * 2 * (size - 1) / size * values / machine.local;
-    mesh.sums = sums * (mesh.recompute ? 3 : 2);  // a forward has two a layer, a backward too
+    mesh.sums =
+        sums * (mesh.recompute ? 3 : 2);  // a forward has two per layer, and so has a backward
     const double busy = mesh.compute + mesh.again + mesh.sums;
     const double times = micros * mesh.virtual_stages;
     mesh.bubble = busy * (mesh.pipeline - 1) / times;
     mesh.messages = 0;
-    std::vector<int> held(1, 1);  // of the first rank and the last
+    std::vector<int> held(1, 1);  // held at the peak by the first rank and by the last
     if (mesh.pipeline > 1) {
       const bool far = mesh.tensor * mesh.data >= question_.per_node;
       const double message = values / size / (far ? machine.node : machine.local);
@@ -195,12 +198,12 @@ class Chooser {
     found_.push_back(std::move(mesh));
   }
 
-  // arXiv:2205.05198, equation 2 without scores of attention, which kernels of today do not keep.
-  // `held`: stages times micro-batches that each rank of the pipeline holds at its peak.
+  // Activations in bytes: arXiv:2205.05198, equation 2, without attention scores, which fused
+  // kernels do not keep. `held`: stage micro-batches that each pipeline rank holds at its peak.
   int64_t activations(const MeshAlternative& mesh, const std::vector<int>& held) const {
     const TransformerShape& shape = question_.shape;
     const double values = width_ * static_cast<double>(shape.hidden) * tokens(mesh);
-    const double whole = values * (5 + 12.0 / mesh.tensor);  // of a layer
+    const double whole = values * (5 + 12.0 / mesh.tensor);  // per layer
     const double layers = std::ceil(static_cast<double>(shape.layers) / mesh.pipeline);
     const double each = (mesh.recompute ? values : whole) * layers / mesh.virtual_stages;
     const double logits = tokens(mesh) * static_cast<double>(shape.vocabulary) * (2 * width_ + 4);
@@ -311,8 +314,8 @@ std::vector<MeshAlternative> mesh_alternatives(const MeshQuestion& question,
   std::vector<MeshAlternative> all = Chooser(question, model).all();
   if (!all.empty()) return all;
   throw ConfigError(concat("[plan::mesh_alternatives] no mesh of ",
-                           question.nodes * question.per_node, " ranks shares out a batch of ",
-                           question.batch, " samples: take a multiple of the ranks (--batch), or ",
+                           question.nodes * question.per_node, " ranks can divide a batch of ",
+                           question.batch, " samples: use a multiple of the ranks (--batch), or ",
                            "smaller micro-batches (--micro)"));
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// Which mesh to use: every tensor x pipeline x data mesh of a cluster in closed form, one rank a
-// stage, best first. Pure. docs/parallel.md says what is counted.
+// Choice of a mesh: compares every tensor x pipeline x data mesh of a cluster with closed formulas,
+// one rank per stage, and returns the best first. Pure. docs/parallel.md lists what is counted.
 #include <vector>
 
 #include "penstock/mesh_plan.h"
@@ -8,11 +8,11 @@
 
 namespace penstock {
 
-// What rank `rank` of the pipeline and a tensor rank have of a model of blocks: stages are runs of
-// about equally many, the root is on the first and the last.
+// Returns the part of a model that pipeline rank `rank` has, for one tensor rank. Stages are runs
+// of about equally many blocks; the root is on the first stage and on the last.
 ModelDesc stage_of(const ModelDesc& model, int tensor, int pipeline, int rank, int data);
 
-// `model` as drawn for as many data ranks as the cluster has ranks.
+// `model` must be described for as many data ranks as the cluster has ranks.
 std::vector<MeshAlternative> mesh_alternatives(const MeshQuestion& question,
                                                const ModelDesc& model);
 

@@ -12,7 +12,8 @@
 namespace penstock::mesh_choice_test {
 namespace {
 
-// Of the paper's sizes (arXiv:2104.04473, table 1): 12 h^2 a layer, embedding and head.
+// Models of the paper's sizes (arXiv:2104.04473, table 1): 12 h^2 parameters per layer, embedding
+// and head.
 ModelDesc gpt_of(const TransformerShape& shape) {
   ModelDesc model;
   const auto add = [&](const std::string& name, int64_t numel, bool block) {
@@ -58,10 +59,11 @@ TEST(MeshChoice, OneStageAndOneTensorRankIsWhatThePlanReports) {
   EXPECT_EQ(compared, 4);  // strategies
 }
 
-// With links over which messages cost from nearly nothing to more than computing.
+// The cost of messages ranges from nearly nothing to more than that of computing.
 TEST(MeshChoice, BubbleAndMessagesAreThoseOfTheSchedule) {
   for (const double link : {1e8, 1e9, 1e11}) {
-    MeshQuestion question = question_of(kSmall, 8, 1, 64);  // nodes: messages cross
+    MeshQuestion question =
+        question_of(kSmall, 8, 1, 64);  // one rank per node: all messages cross nodes
     question.micro = {1, 2, 4};
     question.asked.machine.node = link;
     int compared = 0;
@@ -123,9 +125,9 @@ TEST(MeshChoice, HeadsAndTheNodeLimitTensorRanks) {
                ConfigError);
 }
 
-// Steps of published_test.cpp's table: FLOPs of arXiv:2104.04473, equation 3, over its simulated
-// MFU. With the same rate of multiplies the proposals are faster, as reads and writes between them
-// do not count here.
+// Seconds per step from published_test.cpp's table: FLOPs of arXiv:2104.04473, equation 3, over its
+// simulated MFU. At the same rate of multiplies the proposals are faster, because reads and writes
+// between the multiplies do not count here.
 struct Published {
   TransformerShape shape;
   int nodes, tensor, pipeline, virtual_stages;

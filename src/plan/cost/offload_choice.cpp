@@ -35,7 +35,7 @@ namespace {
 
 using Limits = std::array<std::pair<std::string, std::pair<int64_t, int64_t>>, 4>;
 
-// Name -> (needed, allowed).
+// Resource -> (needed, allowed).
 Limits limits(const Alternative& one, const Room& room) {
   return {{{"device", {one.device, room.device}},
            {"host", {one.host, room.host}},
@@ -51,8 +51,8 @@ int64_t excess_bytes(const Alternative& one, const Room& room) {
   return sum;
 }
 
-// What is not foreseen (reads outside modules, an order other than the one assumed) needs some
-// room.
+// The prediction misses some memory (reads outside modules, an order other than the assumed one),
+// so less than a tenth of room counts as tight.
 bool is_tight(const Alternative& one, const Room& room) {
   const Limits all = limits(one, room);
   return std::any_of(all.begin(), all.end(), [](const auto& limit) {
@@ -89,6 +89,7 @@ Work work_of(const PlanQuestion& asked, const ModelDesc& model, const Table& tab
   return work;
 }
 
+// Simulates one alternative: bytes from the simulator's ledger, seconds from step_time().
 Alternative simulated(const Question& question, const Config& config, const ModelDesc& model) {
   const PlanQuestion& asked = question.asked;
   const Mesh mesh = mesh_of(config);
@@ -113,7 +114,7 @@ std::vector<std::string> tiers(const std::string& configured) {
   return {"none", "host", "disk"};
 }
 
-// Why it cannot be run; empty when it can.
+// Returns why the config cannot run; empty if it can.
 std::string refusal_of(const Config& config, const ModelDesc& model, bool external_optimizer) {
   if (external_optimizer && config.offload.optimizer == "disk") {
     return "[plan::choice] offload.optimizer \"disk\" needs one of the engine's optimizers: an "
@@ -136,6 +137,8 @@ Config with(const Config& config, const Alternative& chosen) {
   return one;
 }
 
+// Tries every combination of open tiers. Ranks that agree on config, model and room get the same
+// order, since the sort is stable and uses no measured value.
 std::vector<Alternative> alternatives(const Question& question, const ModelDesc& model) {
   const Config& config = question.asked.config;
   std::vector<Alternative> all;
@@ -193,6 +196,7 @@ std::string choice_text(const std::vector<Alternative>& alternatives) {
   return text;
 }
 
+// The tiers that are open were all refused, so "none" gives the reason of the fixed ones.
 std::string refusal(const Question& question, const ModelDesc& model) {
   Config config = question.asked.config;
   for (std::string* tier : {&config.offload.optimizer, &config.offload.params}) {
@@ -206,21 +210,24 @@ void refuse(const Alternative& chosen, const std::vector<Alternative>& others, c
   for (const auto& [name, sizes] : limits(chosen, room)) {
     const auto& [needed, allowed] = sizes;
     if (needed <= allowed) continue;
-    needs.push_back(concat(format_bytes(static_cast<double>(needed)), " of ", name, " where ",
+    needs.push_back(concat(format_bytes(static_cast<double>(needed)), " of ", name, ", but ",
                            format_bytes(static_cast<double>(allowed)), " is allowed"));
   }
   const auto fits = std::find_if(others.begin(), others.end(),
                                  [](const Alternative& other) { return other.fits; });
   const std::string instead =
       fits != others.end()
-          ? "what fits: " + fits->text()
+          ? "this fits: " + fits->text()
           : "no strategy and no offload fits: use more ranks, allow more (memory.device_bytes, "
-            "memory.host_bytes; where they are not set, what was found free counts), or set what "
-            "is not chosen by itself (offload.gradients \"disk\", a smaller offload.window_bytes, "
+            "memory.host_bytes; without them the free memory that was found counts), or set keys "
+            "that are not chosen automatically (offload.gradients \"disk\", a smaller "
+            "offload.window_bytes, "
             "tiling, units)";
   throw ConfigError(concat("[plan::refuse] ", chosen.text(), " needs ", join(needs, " and "),
                            " on each rank; ", instead));
 }
+// `current` is the combination in use; an alternative only helps if it needs fewer of the bytes
+// that ran out.
 
 std::string advice(const Question& question, const ModelDesc& model, const OffloadConfig& now,
                    int64_t Alternative::* bytes) {
@@ -231,10 +238,10 @@ std::string advice(const Question& question, const ModelDesc& model, const Offlo
   const auto less = std::find_if(all.begin(), all.end(), [&](const Alternative& one) {
     return one.fits && current != all.end() && one.*bytes < (*current).*bytes;
   });
-  if (less == all.end()) return "no offload takes less: use more ranks or allow more";
+  if (less == all.end()) return "no offload needs less: use more ranks or allow more";
   return concat(less->text(),
-                " takes less of it: ", format_bytes(static_cast<double>((*less).*bytes)),
-                " foreseen, not ", format_bytes(static_cast<double>((*current).*bytes)));
+                " needs less of it: ", format_bytes(static_cast<double>((*less).*bytes)),
+                " predicted, not ", format_bytes(static_cast<double>((*current).*bytes)));
 }
 
 }  // namespace penstock

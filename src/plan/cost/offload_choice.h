@@ -1,6 +1,6 @@
 #pragma once
-// Which tiers to use: every offload choice that a config leaves open, simulated, best first. Pure,
-// so ranks that agree on the config, the model and the room choose alike.
+// Choice of tiers: simulates every offload choice that a config leaves open, and returns the best
+// first. Pure, so ranks that agree on the config, the model and the room choose alike.
 #include <map>
 #include <string>
 #include <vector>
@@ -12,32 +12,33 @@
 namespace penstock {
 
 struct Question {
-  PlanQuestion asked;  // its config's offload tiers that are "auto" are tried, the others stay
+  PlanQuestion asked;  // its offload tiers that are "auto" are tried; the others stay
   std::vector<std::string> strategies;
   bool external_optimizer = false;
-  bool many = false;  // are asked: predict_window() instead of predict()
+  bool many = false;  // many questions follow: uses predict_window() instead of predict()
 };
 
-// Those that can be run. Best first: what fits with room to spare, then what fits, then what lacks
-// least; of these the fastest; then what takes least of the disk, the host, the device; then as
-// listed.
+// Returns the alternatives that can run, best first: those that fit with room to spare, then those
+// that fit, then by the bytes that are missing. Ties: the fastest, then the least disk, host and
+// device memory, then the listed order.
 std::vector<Alternative> alternatives(const Question& question, const ModelDesc& model);
 
-// The config with the alternative's strategy and tiers.
+// Returns the config with the alternative's strategy and tiers.
 Config with(const Config& config, const Alternative& chosen);
 
-// One line each, and why.
+// One line per alternative, with reasons.
 std::string choice_text(const std::vector<Alternative>& alternatives);
 
-// Why alternatives() has none: what the tiers that are not open ask for cannot be.
+// Returns a reason why alternatives() is empty: why the tiers that are not "auto" cannot run.
 std::string refusal(const Question& question, const ModelDesc& model);
 
-// Throws ConfigError: where `chosen` does not fit, and the first of `others` that does.
+// Throws ConfigError that says why `chosen` does not fit, and names the first of `others` that
+// does.
 [[noreturn]] void refuse(const Alternative& chosen, const std::vector<Alternative>& others,
                          const Room& room);
 
-// What would take less than `now` of the bytes that ran out: the best of the alternatives that do,
-// as a sentence.
+// Returns a sentence that names the best alternative that needs less than `now` of the bytes that
+// ran out.
 std::string advice(const Question& question, const ModelDesc& model, const OffloadConfig& now,
                    int64_t Alternative::* bytes);
 

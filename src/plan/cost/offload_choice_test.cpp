@@ -9,22 +9,23 @@
 namespace penstock::offload_choice_test {
 namespace {
 
-// Six blocks of 1024 parameters after an empty root, on 4 ranks of 2 nodes, nothing early and
-// nothing fused. By hand, of a rank's bytes with zero3 in bf16: 3072 of parameters at rest, 18432
-// of optimizer state, 3072 of gradients after their reduction, 2048 gathered at a time.
+// Six blocks of 1024 parameters after an empty root, on 4 ranks of 2 nodes, without prefetch and
+// without joined moves. Computed by hand for one rank with zero3 in bf16, in bytes: 3072 of
+// parameters at rest, 18432 of optimizer state, 3072 of gradients after their reduction, 2048
+// gathered at a time.
 //
-// All on the device: at the first block's backward these but for its own reduced gradient, and its
-// parameters 2048, its partial gradient 2048, and of the block before the partial gradient 2048 and
-// what it receives 1536: 3072 + 18432 + 2560 + 2048 + 2048 + 3584 = 31744.
+// All on the device, at the first block's backward: these bytes except its own reduced gradient,
+// plus its parameters 2048, its partial gradient 2048, and, for the previous block, the partial
+// gradient 2048 and the receive buffer 1536: 3072 + 18432 + 2560 + 2048 + 2048 + 3584 = 31744.
 constexpr int64_t kAll = 31744;
 // Without the parameters at rest; without optimizer state and reduced gradients; without all three.
 constexpr int64_t kParamsAway = kAll - 3072, kOptimAway = kAll - 18432 - 2560;
 constexpr int64_t kBothAway = kOptimAway - 3072;
 constexpr int64_t kOptimHost = 18432 + 3072;  // and the gradients for it
-// On disk: one block's state being written, one updated, one read, and 5 blocks' gradients.
+// On disk: one block's state being written, one updated, one read, and gradients of 5 blocks.
 constexpr int64_t kOptimWindow = 3 * 3072 + 5 * 512;
 
-// The least limit of which so much leaves a tenth.
+// The smallest limit of which these bytes leave a tenth free.
 constexpr int64_t roomy(int64_t bytes) {
   int64_t limit = bytes;
   while (limit - limit / 10 < bytes) ++limit;
@@ -129,7 +130,7 @@ TEST(Choice, WhatComputeHidesDecidesWhenTokensAreMany) {
   const auto seconds = [&] { return alternatives(asked, blocks()).front().seconds; };
   const double links_alone = seconds();
   asked.asked.tokens = 1e6;
-  // 6 x 6144 parameters x 1e6 tokens, and an update that nothing hides.
+  // 6 x 6144 parameters x 1e6 tokens, plus an update that does not overlap.
   EXPECT_GT(links_alone, 0);
   EXPECT_NEAR(seconds(), 6.0 * 6144 * 1e6 / Machine::cpu().flops, 1e-4);
 }
@@ -140,12 +141,11 @@ TEST(Choice, TheRefusalNamesWhatFits) {
   try {
     refuse(set.front(), alternatives(question(room), blocks()), room);
   } catch (const ConfigError& error) {
-    EXPECT_EQ(
-        std::string(error.what()),
-        "[plan::refuse] strategy \"zero3\", offload.optimizer \"none\", "
-        "offload.params \"none\" needs 31.00 KiB of device where 11.67 KiB is allowed on each "
-        "rank; what fits: strategy \"zero3\", offload.optimizer \"host\", offload.params "
-        "\"none\"");
+    EXPECT_EQ(std::string(error.what()),
+              "[plan::refuse] strategy \"zero3\", offload.optimizer \"none\", "
+              "offload.params \"none\" needs 31.00 KiB of device, but 11.67 KiB is allowed on each "
+              "rank; this fits: strategy \"zero3\", offload.optimizer \"host\", offload.params "
+              "\"none\"");
   }
   EXPECT_THROW(refuse(set.front(), {}, room), ConfigError);
 }
@@ -154,10 +154,10 @@ TEST(Choice, AdviceTakesLessOfWhatRanOut) {
   const Question asked = question({});
   const OffloadConfig now = Config::parse("{}").offload;
   EXPECT_EQ(advice(asked, blocks(), now, &Alternative::device),
-            "strategy \"zero3\", offload.optimizer \"none\", offload.params \"host\" takes less of "
-            "it: 28.00 KiB foreseen, not 31.00 KiB");
+            "strategy \"zero3\", offload.optimizer \"none\", offload.params \"host\" needs less of "
+            "it: 28.00 KiB predicted, not 31.00 KiB");
   EXPECT_EQ(advice(asked, blocks(), now, &Alternative::disk),
-            "no offload takes less: use more ranks or allow more");
+            "no offload needs less: use more ranks or allow more");
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace penstock {
 
 namespace {
 
-// What a rank has received: its unit, the micro-batch, forward or backward.
+// Key of a received message: unit, micro-batch, forward or backward.
 using Arrival = std::tuple<int, int, Role>;
 
 int64_t numel(const UnitDesc& unit, bool trained_only = false) {
@@ -24,6 +24,8 @@ int64_t numel(const UnitDesc& unit, bool trained_only = false) {
   return sum;
 }
 
+// Replays the plan of one rank. replay() passes messages between the ranks and joins them at the
+// norm.
 class RankReplay {
  public:
   RankReplay(const Plan& plan, const Table& table, const ModelDesc& part, const Mesh& mesh,
@@ -42,7 +44,8 @@ class RankReplay {
 
   enum class Stop : uint8_t { kReceive, kNorm, kEnd };
 
-  // As far as it gets. At kReceive expected() has to come first, at kNorm the others.
+  // Runs until the plan ends or must wait: at kReceive for expected data, at kNorm for the other
+  // ranks.
   Stop run() {
     for (; next_ < plan_.steps.size(); ++next_) {
       const Step& step = plan_.steps[next_];
@@ -53,14 +56,14 @@ class RankReplay {
     return Stop::kEnd;
   }
 
-  // What was sent since the last call: the hop, the micro-batch, the role, when it is there.
+  // A message that was sent since the last call, and the time at which it arrives.
   struct TimedMessage {
     int hop, micro;
     Role role;
     double there;
   };
   std::vector<TimedMessage> sent() { return std::exchange(sent_, {}); }
-  // The next receive of that kind in the plan takes it.
+  // The next receive of this kind in the plan takes the message.
   void take(const TimedMessage& message) {
     for (size_t i = next_; i < plan_.steps.size(); ++i) {
       const Step& step = plan_.steps[i];
@@ -90,6 +93,7 @@ class RankReplay {
  private:
   static Arrival key_of(const Step& step) { return {step.units[0], step.micro, step.role}; }
 
+  // Seconds of a line on its links; links do not overlap within one line.
   double on_links() {
     double seconds = 0;
     for (const auto& [link, bytes] : bytes_[next_]) {
@@ -140,7 +144,7 @@ class RankReplay {
     }
   }
 
-  // What a lane works at takes some of the cores from what computes.
+  // The work of a lane takes time from the computing cores (Machine::overlap).
   double on_lane(double takes) {
     rank_.lines[next_] = takes;
     compute_ += (1.0 - machine_.overlap) * takes;
@@ -148,7 +152,7 @@ class RankReplay {
   }
 
   void compute(const Step& step) {
-    // What is entered here computes until its end; what is used leaves no gradient yet.
+    // A unit that begins here computes at its end; a use computes no gradient yet.
     const int unit = step.units[0];
     if (step.mark == Mark::kBegin || step.mark == Mark::kUse) {
       issued_ = compute_ = std::max(compute_, params_there_[unit]);
@@ -184,7 +188,7 @@ class RankReplay {
     return pass.flops / machine_.flops + pass.memory_bytes / machine_.device_memory;
   }
 
-  // As a ring does it.
+  // Seconds of a sum around a ring.
   double sum_seconds(int unit) {
     const double size = mesh_.size(Axis::kTensor);
     const double bytes = 2 * (size - 1) / size * work_[unit].summed_bytes;
@@ -192,6 +196,8 @@ class RankReplay {
     return bytes / machine_.local;
   }
 
+  // Parameter moves run on the gather lane, gradient moves before the norm on the reduce lane, all
+  // other moves on the update lane.
   void move(const Step& step) {
     const bool sums = step.moves.front().kind == MoveKind::kAllReduce;
     if (step.role == Role::kAct && sums) return occupy(sum_seconds(step.units[0]));
@@ -218,7 +224,7 @@ class RankReplay {
   std::map<Arrival, double> arrived_;
   std::vector<TimedMessage> sent_;
   std::vector<double> params_there_;
-  // Until when each lane works, and when the computation that is under way began.
+  // End times of the lanes, and the start of the computation in progress.
   double compute_ = 0, gather_ = 0, reduce_ = 0, update_ = 0, issued_ = 0;
   double send_[2] = {0, 0};
   double passes_ = 0, held_ = 0;
@@ -280,8 +286,9 @@ Timeline replay(const std::vector<Plan>& plans, const Table& table, const ModelD
         if (stops[rank] != Stop::kEnd)
           stuck.push_back(concat(rank, " at '", ranks[rank].where(), "'"));
       }
-      throw ConfigError(concat("[plan::replay] ranks of the pipeline wait for what never comes: ",
-                               join(stuck, ", ")));
+      throw ConfigError(
+          concat("[plan::replay] pipeline ranks wait for messages that are never sent: ",
+                 join(stuck, ", ")));
     }
   }
   Timeline timeline;
@@ -298,10 +305,10 @@ double simulated_bubble(const std::string& schedule, int num_ranks, int num_micr
   const auto num_stages = static_cast<int>(stages.size());
   if (num_ranks < 1 || num_stages % num_ranks != 0) {
     throw ConfigError(concat("[plan::simulated_bubble] ", num_stages, " stages on ", num_ranks,
-                             " ranks: every rank has as many of them"));
+                             " ranks: the stages must be a multiple of the ranks"));
   }
   Machine machine;
-  machine.flops = 1;  // so that what is computed is in seconds
+  machine.flops = 1;  // one FLOP is one second
   ModelDesc model;
   std::vector<UnitWork> work;
   for (const StageSeconds& stage : stages) {

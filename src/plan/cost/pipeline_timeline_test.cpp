@@ -10,7 +10,7 @@
 namespace penstock::pipeline_timeline_test {
 namespace {
 
-constexpr int64_t kNumel = 1024;  // of a block
+constexpr int64_t kNumel = 1024;  // per block
 
 ModelDesc blocks(int num_units, int num_stages) {
   ModelDesc model;
@@ -24,7 +24,7 @@ ModelDesc blocks(int num_units, int num_stages) {
   return model;
 }
 
-// A forward of a block takes a second, and all bytes none.
+// A forward of a block takes one second; bytes take no time.
 Machine computing() {
   const double never = 1e30;
   return {2.0 * kNumel, never, never, never, never, never, never};
@@ -52,8 +52,8 @@ Table bf16(const char* strategy) {
   return preset(strategy, {.precision = Dtype::kBf16, .accumulate = true});
 }
 
-// 4 ranks and 8 micro-batches: figures of torch's own schedules, a forward of one unit of time for
-// a rank's part of the model and a backward of two.
+// 4 ranks and 8 micro-batches. Expected numbers are those of torch's own schedules, with a forward
+// of one time unit for a rank's part of the model and a backward of two.
 TEST(Timeline, BubblesAndWhatIsHeld) {
   const Mesh mesh = Mesh::of({{Axis::kPipeline, 4}});
   const Timeline gpipe = timeline_of(bf16("ddp"), mesh, {"gpipe", 1, 8}, computing(), 4);
@@ -63,7 +63,7 @@ TEST(Timeline, BubblesAndWhatIsHeld) {
     EXPECT_NEAR(gpipe.ranks[rank].idle, 9, 1e-9);
     EXPECT_NEAR(one.ranks[rank].idle, 9, 1e-9);
     EXPECT_NEAR(one.ranks[rank].busy, 24, 1e-9);
-    EXPECT_NEAR(two.ranks[rank].idle, 2 * 4.5, 1e-9);  // of twice the work
+    EXPECT_NEAR(two.ranks[rank].idle, 2 * 4.5, 1e-9);  // for twice the work
     EXPECT_NEAR(two.ranks[rank].busy, 48, 1e-9);
     EXPECT_NEAR(gpipe.ranks[rank].most_held, 8, 1e-9);
     EXPECT_NEAR(one.ranks[rank].most_held, 4 - rank, 1e-9);
@@ -72,13 +72,13 @@ TEST(Timeline, BubblesAndWhatIsHeld) {
   EXPECT_NEAR(one.bubble(), 9.0 / 24, 1e-9);
 }
 
-// A line takes what its bytes take, and where cores are shared what computes waits for it.
+// A line takes the time of its bytes; if cores are shared, computing waits for it.
 TEST(Timeline, SecondsOfLines) {
   const Mesh mesh = Mesh::of({{Axis::kLocal, 2}});
   ModelDesc model = blocks(2, 1);
   const Plan plan = plan_step(bf16("zero3"), model, mesh, 1);
   Machine machine = computing();
-  machine.local = kNumel;  // half of a block in bf16 is sent in a second
+  machine.local = kNumel;  // half of a block in bf16 takes one second
   const Timeline apart = replay({plan}, bf16("zero3"), model, mesh, machine, work_of(model, 1));
   machine.overlap = 0.0;
   const Timeline shared = replay({plan}, bf16("zero3"), model, mesh, machine, work_of(model, 1));
@@ -102,14 +102,14 @@ TEST(Timeline, BubbleOfStages) {
   EXPECT_NEAR(simulated_bubble("1f1b", 4, 8, even), 9.0 / 24, 1e-9);
   EXPECT_NEAR(simulated_bubble("gpipe", 4, 8, even), 9.0 / 24, 1e-9);
   EXPECT_NEAR(simulated_bubble("interleaved", 2, 8, even), 3.0 / 48, 1e-9);
-  // Of 1 + 2 and 2 + 4 seconds: the slower one waits for the first forward and is last but for
-  // the first stage's backward of the last micro-batch.
+  // Stages of 1 + 2 and 2 + 4 seconds: the slower one waits for the first forward, and only the
+  // first stage's backward of the last micro-batch runs after it.
   EXPECT_NEAR(simulated_bubble("1f1b", 2, 4, {{1, 2}, {2, 4}}), (15.0 + 3) / 36, 1e-9);
   EXPECT_THROW(simulated_bubble("1f1b", 3, 4, even), ConfigError);
   EXPECT_THROW(simulated_bubble("zigzag", 2, 4, even), ConfigError);
 }
 
-// Bytes of a rank and step: of parameters and gradients in bf16, once or for every micro-batch.
+// Bytes per rank and step: parameters and gradients in bf16, once or for every micro-batch.
 TEST(Timeline, TrafficOfZeroInAPipeline) {
   const int micro = 8, data = 2;
   const Mesh mesh = Mesh::of({{Axis::kPipeline, 2}, {Axis::kLocal, data}});
@@ -119,13 +119,13 @@ TEST(Timeline, TrafficOfZeroInAPipeline) {
   };
   Table whole = bf16("zero3");
   whole.set(Role::kParam, Phase::kHold, Placement::parse("RR@device:bf16"));
-  EXPECT_EQ(sent(bf16("zero1")), params + 2 * params);  // of sums over time, in fp32
+  EXPECT_EQ(sent(bf16("zero1")), params + 2 * params);  // sums over micro-batches, in fp32
   EXPECT_EQ(sent(bf16("zero2")), params + micro * params);
   EXPECT_EQ(sent(bf16("zero3")), 2 * micro * params + micro * params);
   EXPECT_EQ(sent(whole), params + micro * params);
 }
 
-// What is sent costs time, and hides behind what is computed.
+// Sending takes time, which overlaps with computing.
 TEST(Timeline, TransfersThatHideAndThatDoNot) {
   const Mesh mesh = Mesh::of({{Axis::kPipeline, 4}});
   Machine machine = computing();
@@ -137,8 +137,8 @@ TEST(Timeline, TransfersThatHideAndThatDoNot) {
   EXPECT_NEAR(none, 16 * 3 + 9, 1e-9);
   EXPECT_GT(little, none);
   EXPECT_LT(little, none + 16 * 2 * 0.1 + 3 * 2 * 0.1);
-  EXPECT_GT(much, 16 * 4);  // the links are the slowest lane: 4 s a message
-  // Gathers of every use that take longer than what they are for.
+  EXPECT_GT(much, 16 * 4);  // the links are the slowest lane: 4 s per message
+  // The gathers of each use take longer than the use.
   const Mesh wide = Mesh::of({{Axis::kPipeline, 2}, {Axis::kLocal, 2}});
   Machine slow = computing();
   slow.local = kNumel / 4.0;
@@ -147,8 +147,8 @@ TEST(Timeline, TransfersThatHideAndThatDoNot) {
   EXPECT_GT(late.passes, 1.5 * fast.passes);
 }
 
-// A layer whose first half has a sum over tensor ranks in backward and whose second half one in
-// forward, on 4 tensor ranks: a sum of 200 bytes sends 2 x 3/4 of these, 3 s here.
+// A layer on 4 tensor ranks whose first half has a sum in backward and whose second half has one in
+// forward. A sum of 200 bytes sends 2 x 3/4 of them, 3 s here.
 TEST(Timeline, KernelsSumsAndWhatIsComputedAgain) {
   const Mesh mesh = Mesh::of({{Axis::kTensor, 4}});
   Machine machine = computing();
@@ -164,12 +164,12 @@ TEST(Timeline, KernelsSumsAndWhatIsComputedAgain) {
         plan_pipeline(bf16("ddp"), model, mesh, make_schedule("1f1b", {1, 1, micro}));
     return replay(plans, bf16("ddp"), model, mesh, machine, work);
   };
-  // Forward: two of 20 / 10 + 5 / 5, a sum; backward: two of 40 / 10 + 15 / 5, a sum.
+  // Forward: two of 20 / 10 + 5 / 5, and a sum. Backward: two of 40 / 10 + 15 / 5, and a sum.
   EXPECT_NEAR(timeline(1).passes, 2 * 3 + 3 + 2 * 7 + 3, 1e-9);
   EXPECT_NEAR(timeline(1).ranks[0].busy, 26, 1e-9);
   EXPECT_NEAR(timeline(2).passes, 2 * 26, 1e-9);
   EXPECT_EQ(timeline(2).ranks[0].sent.at("local"), 2 * 2 * 300);
-  for (UnitDesc& unit : model.units) unit.recomputed = true;  // and the forward's sum with them
+  for (UnitDesc& unit : model.units) unit.recomputed = true;  // also repeats the forward's sum
   EXPECT_NEAR(timeline(1).passes, 26 + 2 * 3 + 3, 1e-9);
 }
 

@@ -1,6 +1,6 @@
-// Published runs, simulated: a GPT of the published shape is cut as it was, planned by
-// plan_pipeline() and replayed. docs/parallel.md says what is assumed and has the table; where a
-// row is not what comes out here the test prints the new one.
+// Simulates published runs: cuts a GPT of the published shape in the published way, plans it with
+// plan_pipeline() and replays the plans. docs/parallel.md lists the assumptions and has the table;
+// the test prints the new row if a row there differs.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,9 +18,9 @@ namespace {
 
 constexpr double kHalf = 2;  // bytes
 
-// Rates of datasheets, in one direction; `node` is a device's share of its node's. `matmul`, the
-// fraction of the peak within matrix multiplies, is the one number that is fitted: to the device's
-// run on one tensor rank and stage, which is therefore no comparison.
+// Data-sheet rates in one direction; `node` is a device's share of its node's links. `matmul`, the
+// fraction of the peak within matrix multiplies, is the only fitted number. It is fitted to the
+// device's run on one tensor rank and one stage, so that run is not a comparison.
 struct Device {
   double peak, matmul, memory, local, node;
 };
@@ -35,7 +35,7 @@ struct Case {
   int layers, hidden, heads, sequence;
   int tensor, pipeline, node, local;  // ranks
   int micro_size, num_micro, virtual_stages;
-  double published;  // FLOP/s of a device / 1e12
+  double published;  // FLOP/s per device / 1e12
   bool fitted = false;
   int vocabulary = 51200;
 
@@ -43,14 +43,14 @@ struct Case {
   double tokens() const { return static_cast<double>(micro_size) * sequence; }
   int data() const { return node * local; }
   int ranks() const { return data() * tensor * pipeline; }
-  // Of a step, as published: with what is computed again (arXiv:2104.04473, equation 3).
+  // FLOPs of a step as published, including recomputation (arXiv:2104.04473, equation 3).
   double flops() const {
     const double h = hidden, l = layers, s = sequence, v = vocabulary;
     return 96 * tokens() * num_micro * data() * l * h * h * (1 + s / (6 * h) + v / (16 * l * h));
   }
 };
 
-// A100: arXiv:2104.04473, table 1; micro-batches and virtual stages of its authors' scripts
+// A100: arXiv:2104.04473, table 1; micro-batches and virtual stages from its authors' scripts
 // (Megatron-LM, examples/sc21/run_table_1.sh). V100: arXiv:1909.08053, section 5.1 (8-way: 77% of
 // the first), and "DeepSpeed: Extreme-scale model training for everyone", 2020.
 const Case kCases[] = {
@@ -69,13 +69,13 @@ const Case kCases[] = {
     {"GPT 1T, 800 V100", kV100, 298, 17408, 128, 2048, 16, 50, 1, 1, 1, 2048, 1, 47},
 };
 
-// Of a layer, by token and tensor rank, what makes `h` values of the hidden size, `c` values of it
-// that tensor ranks have a part of, and `a` values of the attention's scores. Every kernel reads
-// its inputs and writes its outputs once: values of 2 bytes, masks of dropout of 1. Biases, GeLU,
-// dropout and residual are fused, as are scale, mask and softmax (arXiv:2104.04473, section 4.2).
+// Work of a layer per token and tensor rank: `h` values of the hidden size, `c` values of the part
+// that a tensor rank has of it, `a` attention scores. Every kernel reads its inputs and writes its
+// outputs once: values of 2 bytes, dropout masks of 1. Biases, GeLU, dropout and residual are
+// fused, and so are scale, mask and softmax (arXiv:2104.04473, section 4.2).
 struct Layer {
   double h, c, a;          // values
-  double tokens, weights;  // a tensor rank's, by h * h
+  double tokens, weights;  // of one tensor rank, in units of h * h
 
   explicit Layer(const Case& run)
       : h(run.hidden),
@@ -84,8 +84,8 @@ struct Layer {
         tokens(run.tokens()),
         weights(h * c) {}
 
-  // Multiplies of `squares` weights each of h * h, and reads and writes of all operands; a backward
-  // has twice of both.
+  // Multiplies with `squares` weight matrices of h * h each, and reads and writes of all operands.
+  // A backward has twice both.
   UnitWork::ComputePass matmul(double squares, double values) const {
     return {2 * squares * weights * tokens, kHalf * (squares * weights + values * tokens)};
   }
@@ -96,18 +96,18 @@ struct Layer {
     work.backward.memory_bytes += 2 * pass.memory_bytes;
   }
 
-  // Two layer norms, queries keys and values, the first of the MLP, GeLU.
+  // Two layer norms; queries, keys and values; the first matrix of the MLP; GeLU.
   UnitWork columns() const {
     UnitWork work;
     add(work, matmul(3, h + 3 * c));
     add(work, matmul(4, h + 4 * c));
     work.forward.memory_bytes += tokens * (2 * 4 * h + 16 * c);
-    // Of norms and of their residuals; GeLU, biases, the three gradients put together.
+    // Norms and their residuals; GeLU, biases, and the concatenation of the three gradients.
     work.backward.memory_bytes += tokens * (2 * (6 + 6) * h + (24 + 8 + 6 + 12) * c);
     work.summed_bytes = 2 * kHalf * h * tokens;  // two sums
     return work;
   }
-  // Scores, softmax, dropout, values, their transpose; two multiplies, each with dropout and
+  // Scores, softmax, dropout, values and their transpose; two multiplies, each with dropout and
   // residual.
   UnitWork rows(double sequence) const {
     UnitWork work;
@@ -143,7 +143,7 @@ struct Gpt {
   }
 };
 
-// What is looked up, with positions and dropout; logits, and the loss in fp32.
+// Embedding lookup with positions and dropout; logits, and the loss in fp32.
 UnitWork embedding_of(const Case& run) {
   const double bytes = 12.0 * run.hidden * run.tokens();
   return {{0, bytes}, {0, bytes}, kHalf * run.hidden * run.tokens()};
@@ -160,14 +160,14 @@ UnitWork head_of(const Case& run) {
   return work;
 }
 
-// Without stages a layer is two units, which reduce their gradients as soon as they have them; with
-// stages, all layers of one are, which do at its end.
+// Without stages a layer is two units, each of which reduces its gradients at once. With stages all
+// layers of a stage are one unit, which reduces at its end.
 Gpt gpt_of(const Case& run) {
   Gpt gpt;
   const Layer layer(run);
   const int num_stages = run.pipeline * run.virtual_stages;
   const double vocabulary = static_cast<double>(run.vocabulary) / run.tensor;
-  // Where layers do not divide, the embedding and the head each stand for one.
+  // If layers do not divide evenly, the embedding and the head each count as one layer.
   const bool even = run.layers % num_stages == 0;
   const int of_stage = even ? run.layers / num_stages : (run.layers + 2) / num_stages;
   gpt.add({.name = "embedding", .flats = {}, .split = TensorSplit::kRow}, vocabulary * layer.h, 0,
@@ -189,7 +189,7 @@ Gpt gpt_of(const Case& run) {
   for (auto* order : {&gpt.model.forward, &gpt.model.backward}) {
     for (Visit& visit : *order) visit.stage = gpt.stages[visit.unit];
   }
-  // Tensor ranks send a part each.
+  // Each tensor rank sends its part.
   gpt.model.boundary_bytes = static_cast<int64_t>(kHalf * layer.c * layer.tokens);
   return gpt;
 }
@@ -218,7 +218,7 @@ Outcome simulated(const Case& run) {
   Outcome outcome;
   outcome.seconds = timeline.step;
   outcome.teraflops = run.flops() / timeline.step / run.ranks() / 1e12;
-  // Of the rank that has most to do, so without waits for a stage that is slower than others.
+  // Of the busiest rank, so waits for a slower stage do not count.
   const auto busiest =
       std::max_element(timeline.ranks.begin(), timeline.ranks.end(),
                        [](const auto& a, const auto& b) { return a.busy < b.busy; });
@@ -265,7 +265,8 @@ TEST_P(Published, WithinFifteenPercentAndAsInTheDocs) {
 }
 INSTANTIATE_TEST_SUITE_P(Cases, Published, testing::ValuesIn(kCases));
 
-// Equation 3 against the sum over operators: a forward, the same again, and a backward of twice.
+// Equation 3 against the sum over operators: two forwards, and a backward of twice a forward's
+// FLOPs.
 TEST(PublishedCases, FlopsAreThoseOfTheUnits) {
   for (const Case& run : kCases) {
     const Gpt gpt = gpt_of(run);

@@ -25,7 +25,7 @@ struct Held {
   int64_t bytes;
 };
 
-// Bytes in use now, and their peaks.
+// Current bytes and their peaks.
 class Meter {
  public:
   void add(const Held& held) {
@@ -53,7 +53,8 @@ class Meter {
   int64_t in_memory_now_ = 0;
 };
 
-// One rank's walk along the plan.
+// Walks one rank along the plan. [Note: Copies] gives the copies, [Note: Fusions] the buffers
+// between passes.
 class Simulation {
  public:
   Simulation(const Table& table, const ModelDesc& model, const Mesh& mesh, double num_moments)
@@ -67,7 +68,7 @@ class Simulation {
     }
   }
 
-  // `by_line`: takes what each line sends, which is then not in the ledger.
+  // `by_line`: receives the bytes that each line sends; these are then not in the ledger.
   Ledger run(const Plan& plan, LineBytes* by_line = nullptr) && {
     for (size_t i = 0; i < plan.steps.size(); ++i) {
       if (by_line != nullptr) ledger_.sent.clear();
@@ -85,7 +86,8 @@ class Simulation {
  private:
   const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
 
-  // Bytes of one unit's role under a placement; what is frozen has no gradient and no optimizer.
+  // Bytes of one unit's role under a placement. Frozen parameters have no gradient and no optimizer
+  // state.
   int64_t bytes(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
     int64_t sum = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
@@ -159,6 +161,7 @@ class Simulation {
     }
   }
 
+  // Gradients read from disk are freed by the update that uses them; the last chunk frees the rest.
   void update(int unit, const Chunk& chunk) {
     if (!read_.empty()) {
       meter_.free(read_.front());
@@ -171,7 +174,7 @@ class Simulation {
   }
 
   void publish(const Step& step, int unit) {
-    // What is published is what trains.
+    // Only parameters that train are published.
     send(step.moves, Role::kGrad, unit, table_.master(), phase_, step.chunk);
     const Placement& rest = cell(Role::kParam, Phase::kRest);
     if (rest.tier == Tier::kDisk)
@@ -189,6 +192,8 @@ class Simulation {
     params_[unit].drop();
   }
 
+  // The lane has finished its last gradient move: frees its buffers, and starts to write what it
+  // made.
   void drain_lane() {
     free_all(lane_);
     if (made_.empty()) return;
@@ -200,7 +205,7 @@ class Simulation {
     for (const Held& held : std::exchange(list, {})) meter_.free(held);
   }
 
-  // Memory that is let go when the next chunk has been updated.
+  // Adds memory that is freed when the next chunk has been updated.
   void write(const Held& held) {
     meter_.add(held);
     writing_.push_back(held);
@@ -217,7 +222,7 @@ class Simulation {
     }
   }
 
-  // All units of a step travel together.
+  // All units of a step share its exchanges.
   void count_exchanges(const Step& step) {
     for (const Move& move : step.moves) {
       if (!move.is_collective() || group_size(move) == 1) continue;
@@ -248,7 +253,7 @@ class Simulation {
 
   void move_grad(const Step& step, int unit) {
     Copies& copies = grads_[unit];
-    // A section that starts with gradients in hold.
+    // The section started with gradients in `hold`.
     if (copies.empty()) make_grad(unit, cell(Role::kGrad, Phase::kHold));
     const Route way = route_of(copies, step.moves);
     send(step.moves, Role::kGrad, unit, way.from, phase_, step.chunk);
@@ -287,7 +292,7 @@ class Simulation {
     } else if (rest.tier != Tier::kDisk) {
       meter_.add(kept);
       meter_.free(state);
-    } else {  // its memory is let go once it is written
+    } else {  // the memory is freed once it is written
       meter_.free(state);
       write({Tier::kHost, Use::kOptim, kept.bytes});
     }
@@ -295,7 +300,7 @@ class Simulation {
 
   Route route_of(const Copies& copies, const std::vector<Move>& moves) const {
     const std::optional<Placement> from = copies.source(moves);
-    PENSTOCK_ASSERT(from, concat("no copy for ", moves.front().text(), " to start"));
+    PENSTOCK_ASSERT(from, concat("no copy for ", moves.front().text(), " to start from"));
     return route(*from, moves, mesh_, 0);
   }
 
@@ -311,15 +316,15 @@ class Simulation {
     return size;
   }
 
-  // What a move needs beside its copies, for as long as it takes.
+  // Adds, for the duration of a move, the memory it needs besides its copies.
   void pass_through(const Route& way, Role role, const std::vector<int>& units) {
     const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, role, units)};
     meter_.add(buffers);
     meter_.free(buffers);
   }
 
-  // Of a step whose flats all go the same way: what stands between the passes, and the largest of
-  // each one's receive buffers and of what is packed, as passes follow one another.
+  // Bytes of buffers for a step whose flats all take the same route: buffers between passes, plus
+  // the largest receive buffer and the largest packed buffer, since passes run one after another.
   int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units,
                        bool adds = false) const {
     std::vector<Packing> packing(way.passes.size());
@@ -362,7 +367,7 @@ class Simulation {
                            table_.dtype_in(way.to, flat.dtype));
   }
 
-  // Of a collective pass.
+  // Bytes of one shard in a collective pass.
   int64_t shard_bytes(const Route& way, size_t index, const FlatDesc& flat) const {
     const Pass& pass = way.passes[index];
     const int64_t numel = flat.numel / num_shards(pass.from, mesh_);
@@ -372,7 +377,8 @@ class Simulation {
     return numel * dtype_bytes(before) / group_size(pass);
   }
 
-  // What a gather takes is kept until one of its units is used, so that peaks do not vary.
+  // A gather's buffers are kept until one of its units is used, so that measured peaks do not
+  // depend on timing.
   void carry(const Plan& plan, size_t index, const Route& way) {
     const std::vector<int>& units = plan.steps[index].units;
     if (way.to != cell(Role::kParam, Phase::kForward))
@@ -409,7 +415,8 @@ class Simulation {
     }
   }
 
-  // Of a unit's partial flats over tensor ranks, of all its flats over stages that share it.
+  // Counts a sum of gradients: of a unit's partial flats over tensor ranks, or of all its flats
+  // over the stages that share it.
   void sum_grad(Axis axis, int unit) {
     const bool partial_only = axis == Axis::kTensor;
     const Placement& place = grads_[unit].current();
@@ -433,7 +440,7 @@ class Simulation {
     int64_t sent = (size - 1) * here;
     if (move.kind != MoveKind::kAllGather) sent /= size;
     if (move.kind == MoveKind::kAllReduce) sent *= 2;
-    int64_t across = 0;  // of size - 1 peers
+    int64_t across = 0;  // number of the size - 1 peers on other nodes
     for (const Axis axis : move.axes)
       if (axis == Axis::kNode) across = size - size / mesh_.size(axis);
     const int64_t node_bytes = sent * across / (size - 1);
@@ -448,12 +455,13 @@ class Simulation {
   Meter meter_;
   Ledger ledger_;
   std::string phase_ = "update";
-  std::vector<Copies> params_, grads_;     // by unit
-  std::vector<std::vector<Held>> staged_;  // by unit: what its gather reads, until it is used
-  std::vector<Held> writing_;              // on its way to disk
-  std::vector<Held> read_;                 // gradients from disk, for updates to come
-  std::vector<Held> made_;                 // reduced by the lane, to be written
-  std::vector<Held> lane_;  // what the last gradient move still reads and receives into
+  std::vector<Copies> params_, grads_;  // by unit
+  std::vector<std::vector<Held>>
+      staged_;                 // by unit: memory that its gather reads, until the unit is used
+  std::vector<Held> writing_;  // being written to disk
+  std::vector<Held> read_;     // gradients read from disk for later updates
+  std::vector<Held> made_;     // reduced by the lane, written next
+  std::vector<Held> lane_;     // memory that the last gradient move still uses
 };
 
 }  // namespace

@@ -42,8 +42,8 @@ struct LedgerCase {
 
 constexpr const char* kNothing = "param 0 grad 0 optim 0 buffers 0 total 0";
 
-// All by hand: 4 ranks; the large unit's full parameters are 4096 bytes in bf16, the small one's
-// 2048.
+// Computed by hand for 4 ranks: the large unit's full parameters are 4096 bytes in bf16, the small
+// one's 2048.
 const LedgerCase kCases[] = {
     // Peak when the large unit's gradient is reduced (and again at the small one's backward):
     // 1536 resting + 4096 gathered; 4096 partial + 1024 reduced; 3/4 of 4096 received.
@@ -81,9 +81,8 @@ const LedgerCase kCases[] = {
      kNothing,
      kNothing,
      "backward local 3072; backward node 6144; "},
-    // Half the world holds a copy; sums cross nodes in halves (4096 bytes of fp32 for the large
-    // unit,
-    // received in 2048), parameters never do.
+    // Half the world holds a copy. Sums cross nodes in halves (4096 bytes of fp32 for the large
+    // unit, received in 2048); parameters never cross nodes.
     {"mics",
      "mics",
      {.precision = Dtype::kBf16},
@@ -92,7 +91,7 @@ const LedgerCase kCases[] = {
      kNothing,
      kNothing,
      "backward local 6144; backward node 3072; forward local 3072; "},
-    // What hpz pays: the copy inside the node (1024 of the small unit, 2048 of the large one).
+    // What hpz costs: the copy inside the node (1024 of the small unit, 2048 of the large one).
     {"hpz",
      "hpz",
      {.precision = Dtype::kBf16},
@@ -101,7 +100,7 @@ const LedgerCase kCases[] = {
      kNothing,
      kNothing,
      "backward local 4608; backward node 3072; forward local 1536; forward node 3072; "},
-    // One unit's optimizer state is on its way to disk while the next one's is there.
+    // One unit's optimizer state is being written to disk while the next one's is in memory.
     {"zero3_optim_disk",
      "zero3",
      {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk},
@@ -111,7 +110,7 @@ const LedgerCase kCases[] = {
      "param 0 grad 0 optim 9216 buffers 0 total 9216",
      "backward device-host 1536; backward local 3072; backward node 6144; forward local 1536; "
      "forward node 3072; update device-host 1536; update host-disk 18432; "},
-    // Of the gradients one is made on the host while the one before it is written, and one is read.
+    // One gradient is made on the host while the previous one is written, and one is read.
     {"zero3_grad_disk",
      "zero3",
      {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk, .grad_tier = Tier::kDisk},
@@ -122,7 +121,7 @@ const LedgerCase kCases[] = {
      "backward device-host 1536; backward host-disk 1536; backward local 3072; "
      "backward node 6144; forward local 1536; forward node 3072; update device-host 1536; "
      "update host-disk 19968; "},
-    // Two bf16 moments: 8 bytes of state per parameter for 12.
+    // Two bf16 moments: 8 bytes of state per parameter instead of 12.
     {"zero3_optim_disk_bf16_moments",
      "zero3",
      {.precision = Dtype::kBf16, .optim_tier = Tier::kDisk, .moments = Dtype::kBf16},
@@ -215,14 +214,15 @@ TEST(SimulatorTest, ChunksBoundWhatStreamsFromDisk) {
     EXPECT_EQ(ledger.sent.at("update").at("host-disk"), 10 * kChunk * (12 + 4 + 12 + 2));
     return ledger.tier[static_cast<size_t>(Tier::kHost)];
   };
-  EXPECT_EQ(host(1).total, 10 * kChunk * (12 + 4));  // the gradient goes before the parameter comes
+  EXPECT_EQ(host(1).total,
+            10 * kChunk * (12 + 4));  // the gradient is freed before the parameter is made
   EXPECT_EQ(host(10).optim, 3 * kChunk * 12);
   EXPECT_EQ(host(10).grad, 2 * kChunk * 4);
   EXPECT_EQ(host(10).param, kChunk * 2);
 }
 
-// A section alone may be simulated too: the window that was closed early starts with gradients
-// held.
+// A section can be simulated alone: after a window that ended early it starts with gradients in
+// `hold`.
 TEST(SimulatorTest, TheEarlyUpdateStartsWithHeldGradients) {
   const Table table = preset("zero1", {.precision = Dtype::kBf16, .accumulate = true});
   const ModelDesc model = two_blocks(Dtype::kBf16);
@@ -241,8 +241,8 @@ TEST(SimulatorTest, FusingSendsTheSameBytes) {
             sent_text(simulate(plan, table, model, kMesh)));
 }
 
-// Two units: a gather each in forward and backward, a reduction each, the norm, a publish each. An
-// all_reduce is two.
+// Two units: one gather each in forward and in backward, one reduction each, the norm, one publish
+// each. An all_reduce counts as two.
 TEST(SimulatorTest, ExchangesByHand) {
   struct ExchangeCase {
     const char* strategy;
@@ -262,8 +262,8 @@ TEST(SimulatorTest, ExchangesByHand) {
   EXPECT_EQ(simulate(plan_step(table, model, alone, 1), table, model, alone).exchanges, 0);
 }
 
-// Small shards that travel together are packed: a piece to and from each peer, beside their receive
-// buffers.
+// Small shards of one collective are packed: one piece to and one from each peer, besides their
+// receive buffers.
 TEST(SimulatorTest, PackedBuffersByHand) {
   const Table table = preset("zero2", {.precision = Dtype::kBf16});
   const ModelDesc model = two_blocks(Dtype::kBf16);

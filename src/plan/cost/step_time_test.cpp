@@ -5,7 +5,7 @@
 namespace penstock::step_time_test {
 namespace {
 
-// Round numbers, so that every time below is a division done by hand.
+// Round numbers, so that every time below can be computed by hand.
 constexpr Machine kMachine{1e12, 100, 50, 20, 10, 280, 2800};
 
 struct TimeCase {

@@ -12,7 +12,7 @@ namespace penstock {
 
 namespace {
 
-// The layouts that matter on this mesh: an axis of one rank has none.
+// The cells of a strategy on this mesh: an axis of one rank has no layout.
 std::vector<Placement> cells_on(const Mesh& mesh, const std::string& strategy) {
   std::vector<Placement> cells;
   const Table table = preset(strategy, {});
@@ -28,7 +28,7 @@ std::vector<Placement> cells_on(const Mesh& mesh, const std::string& strategy) {
   return cells;
 }
 
-// Also in which tiers they may use.
+// Equal cells, and the same tiers allowed for parameters.
 bool equal_on(const Mesh& mesh, const std::string& a, const std::string& b) {
   return cells_on(mesh, a) == cells_on(mesh, b) && can_rest_away(a) == can_rest_away(b);
 }

@@ -1,5 +1,5 @@
 #pragma once
-// The comparison behind `penstock plan`: every strategy and tier for a described model. Pure.
+// The comparison behind `penstock plan`: every strategy and every tier for a described model. Pure.
 #include <cstdint>
 
 #include "penstock/plan.h"
@@ -7,9 +7,9 @@
 
 namespace penstock {
 
-// `asked`: its config is resolved and its offload tiers are ignored, since all are tried; its room
-// is what each rank has. `num_params` is for the heading: units are padded, the model is not.
-// Strategies that place everything alike on this mesh are tried once.
+// `asked` has a resolved config; its offload tiers are ignored, since all are tried. Its room is
+// the room of each rank. `num_params` is for the heading: units are padded, the model is not.
+// Strategies with equal placements on this mesh are tried once.
 PlanReport compare(const PlanQuestion& asked, const ModelDesc& model, int64_t num_params);
 
 }  // namespace penstock

@@ -25,7 +25,7 @@ PlanReport report_on(int num_nodes, int world_size) {
 TEST(Comparison, StrategiesThatAreAlikeOnTheMeshAreTriedOnce) {
   using Twins = std::map<std::string, std::string>;
   EXPECT_EQ(report_on(2, 4).same, Twins());
-  // On one node nothing is kept inside it; mics shards all of it.
+  // On one node hpz has no separate copy, and mics shards over all ranks.
   EXPECT_EQ(report_on(1, 4).same, (Twins{{"hpz", "zero3"}, {"mics", "zero3"}}));
   EXPECT_EQ(report_on(1, 1).same.at("zero2"), "ddp");
 }
