@@ -18,18 +18,18 @@ namespace penstock::activations {
 
 namespace {
 
-// Smaller ones stay: a block on disk, and a buffer of the arena, are not smaller.
+// Smaller tensors stay: a disk block and a buffer of the arena would not be smaller.
 constexpr int64_t kSmallBytes = mem::kBlockBytes;
-// Kernels may sum in another order at another alignment: copies keep it.
+// Copies keep the alignment, because kernels may sum in another order at another alignment.
 constexpr int64_t kAlignment = 64;
 
-// How a tensor lies in its storage.
+// The layout of a tensor in its storage.
 struct View {
   std::vector<int64_t> sizes, strides;
   at::TensorOptions options;
-  int64_t lead = 0;   // elements from the alignment to the first one
-  int64_t span = 0;   // elements from the first to the last one
-  bool dense = true;  // kept as it lies there; else its elements alone
+  int64_t lead = 0;   // elements from an aligned address to the first element
+  int64_t span = 0;   // elements from the first to the last element, both included
+  bool dense = true;  // true: the span is kept as it is; false: only its elements are kept
 };
 
 View view_of(const at::Tensor& tensor) {
@@ -44,7 +44,7 @@ View view_of(const at::Tensor& tensor) {
   return view;
 }
 
-// What is kept of a tensor, in one dimension (a view of it where it lies dense).
+// Returns the values to keep, in one dim. For a dense tensor it is a view.
 at::Tensor content_of(const at::Tensor& tensor, const View& view) {
   return view.dense ? tensor.as_strided({view.span}, {1}, tensor.storage_offset())
                     : tensor.contiguous().view(-1);
@@ -70,8 +70,8 @@ bool is_plain(const at::Tensor& tensor) {
 void check_unchanged(const at::Tensor& tensor, int64_t version, const std::string& who) {
   if (tensor._version() == version) return;
   throw RuntimeFault(concat("[activations::save] ", who,
-                            " was changed in place: its forward cannot be computed again from it. "
-                            "Let the module work on a copy, or do without activations.checkpoint"));
+                            " was changed in place, so its unit cannot be recomputed from it. "
+                            "Change a clone instead, or turn activations.checkpoint off"));
 }
 
 }  // namespace
@@ -82,7 +82,8 @@ struct Activations::Store {
         stream(computes.is_host() ? std::nullopt : std::optional(computes.side_stream())),
         pool(computes.is_host() ? mem::MemoryKind::kHost : mem::MemoryKind::kPinned, device) {}
 
-  // On the stream of activations, after what this thread has queued; returns when it is done.
+  // Copies on the stream of activations, after the work that this thread has queued. The event
+  // marks the end of the copy.
   c10::Event copy(const at::Tensor& to, const at::Tensor& from) const {
     c10::Event before(stream->device_type()), after(stream->device_type());
     before.record(device.current());
@@ -98,13 +99,14 @@ struct Activations::Store {
   const std::optional<c10::Stream> stream;
   mem::Pool pool;
   mem::Arena arena{pool};
-  std::shared_ptr<mem::Extents> extents;  // with the entries there, any thread's last one closes it
+  // Shared with the entries on disk; the last one closes the file.
+  std::shared_ptr<mem::Extents> extents;
 };
 
 struct Activations::SavedTensor {
   SavedTensor(std::shared_ptr<Store> kept, const at::Tensor& tensor, View lies)
       : store(std::move(kept)),
-        source(tensor.tensor_data()),  // shares the version, not the graph
+        source(tensor.tensor_data()),  // shares the version counter, not the graph
         version(tensor._version()),
         begin(tensor.const_data_ptr()),
         dtype(tensor.scalar_type()),
@@ -116,7 +118,7 @@ struct Activations::SavedTensor {
   SavedTensor(const SavedTensor&) = delete;
   SavedTensor& operator=(const SavedTensor&) = delete;
 
-  // Whether `tensor`, which lies in the same storage, is part of this.
+  // Returns whether `tensor`, which has the same storage, is part of this entry.
   bool holds(const at::Tensor& tensor, const View& other) const {
     if (version != tensor._version() || dtype != tensor.scalar_type()) return false;
     const int64_t first = shift(tensor);
@@ -124,7 +126,7 @@ struct Activations::SavedTensor {
     return first == 0 && view.sizes == other.sizes && view.strides == other.strides;
   }
 
-  // Elements from the first one here to the tensor's.
+  // Returns the number of elements from this entry's first element to the tensor's.
   int64_t shift(const at::Tensor& tensor) const {
     const auto* const at = static_cast<const char*>(tensor.const_data_ptr());
     return (at - static_cast<const char*>(begin)) / tensor.element_size();
@@ -150,7 +152,7 @@ struct Activations::SavedTensor {
     if (offset >= 0) moving = extents->disk().write(offset, memory.data().host(), bytes);
   }
 
-  // What goes to the host is there, and on its way to the disk.
+  // Waits until the values are in host memory, then starts the write to the disk.
   void leave() {
     if (!copied) return;
     copied->synchronize();
@@ -170,7 +172,7 @@ struct Activations::SavedTensor {
     moving = extents->disk().read(offset, memory.data().host(), bytes);
   }
 
-  // The view that begins so many elements after this.
+  // Returns the view that begins `after` elements into this entry.
   at::Tensor fetch(const View& as, int64_t after) {
     const at::NoGradGuard no_grad;
     if (source.defined()) {
@@ -179,7 +181,8 @@ struct Activations::SavedTensor {
     }
     if (closed) {
       throw RuntimeFault(
-          "[activations::save] the engine is closed: what this backward starts from is gone");
+          "[activations::save] the engine is closed, and with it the saved inputs of this "
+          "backward");
     }
     bring();
     arrive();
@@ -199,7 +202,7 @@ struct Activations::SavedTensor {
     return rebuild(content_of(tensor, as), as);
   }
 
-  // The transfer in flight ends.
+  // Waits for the transfer in flight.
   void arrive() {
     if (offset < 0) return;
     leave();
@@ -211,16 +214,17 @@ struct Activations::SavedTensor {
     try {
       arrive();
     } catch (const std::exception&) {
-      // Nobody wants these bytes any more; what counts is that nothing moves them. (Of a device
-      // that failed every wait throws.)
+      // The bytes are not needed any more, so an error does not matter; the transfer must only have
+      // ended. If the device failed, every wait throws.
     }
     source.reset();
     back.reset();
-    // Before the memory is given back.
+    // Must happen before the memory is given back.
     if (copied) copied->block(store->device.current());
     if (came) came->block(store->device.current());
     if (offset >= 0 && !extents->disk().done(moving)) {
-      // The system may yet write to this memory or this part of the file: neither is used again.
+      // The system may still write to this memory or to this part of the file, so neither is
+      // reused.
       if (memory) store->arena.keep(memory.data().data);
       offset = -1;
     }
@@ -234,22 +238,23 @@ struct Activations::SavedTensor {
   }
 
   const std::shared_ptr<Store> store;
-  at::Tensor source;  // until it is put away
+  at::Tensor source;  // defined until it is put away
   const int64_t version;
   const void* const begin;
   const at::ScalarType dtype;
   const View view;
-  const int64_t numel, bytes;  // of what is kept
-  // While it is held no other storage gets this one's address.
+  const int64_t numel, bytes;  // of the kept values
+  // While this reference exists, no other storage can get the same address.
   const c10::weak_intrusive_ptr<c10::StorageImpl> origin;
-  mem::Lease memory;  // where it rests, or a window while it is away from disk
+  mem::Lease memory;  // its place at rest, or its memory while it is away from disk
   std::shared_ptr<mem::Extents> extents;
-  int64_t offset = -1;  // on disk
+  int64_t offset = -1;  // in the swap file; -1: not on disk
   mem::DiskTicket moving;
-  std::optional<c10::Event> copied;  // on its way to the host
-  at::Tensor back;                   // on its way to the device, or there
+  std::optional<c10::Event> copied;  // end of the copy to the host
+  at::Tensor back;                   // values on the device, or on their way there
+  // End of the copy to the device.
   std::optional<c10::Event> came;
-  bool wanted = false;  // brought, and not fetched yet
+  bool wanted = false;  // bring() was called, fetch() not yet
   bool closed = false;
 };
 
@@ -266,7 +271,8 @@ void Activations::begin_forward() {
 }
 
 std::function<at::Tensor()> Activations::save(int unit, const at::Tensor& input) {
-  const bool is_leaf = input.requires_grad() && input.is_leaf();  // the user's, or a parameter
+  // A tensor of the user, or a parameter.
+  const bool is_leaf = input.requires_grad() && input.is_leaf();
   if (!is_plain(input)) return [input] { return input; };
   if (is_leaf) {
     return [input, version = input._version()] {
@@ -308,7 +314,7 @@ void Activations::put_away(int unit, const std::string& name) {
   calls.push_back(saved);
   for (const std::weak_ptr<SavedTensor>& one : saved) {
     const std::shared_ptr<SavedTensor> entry = one.lock();
-    if (!entry) continue;  // the graph did not need it
+    if (!entry) continue;  // the graph did not keep it
     check_unchanged(entry->source, entry->version, concat("an input of ", name));
     entry->put_away(hold_);
     if (hold_ == Tier::kDisk) writing_.push_back(entry);
@@ -330,7 +336,8 @@ void Activations::bring(int unit) {
   }
 }
 
-// Writes have ended, and their memory is let go.
+// Frees the memory of entries whose write has ended, and starts writes of those that are in host
+// memory.
 void Activations::settle() {
   for (const std::weak_ptr<SavedTensor>& one : std::exchange(writing_, {})) {
     const std::shared_ptr<SavedTensor> entry = one.lock();

@@ -14,16 +14,16 @@ namespace penstock::optim {
 
 namespace {
 
-// The tensors of one step.
+// The tensors of one update.
 struct DeviceUpdate {
   const OptimizerConfig& group;
   const int64_t step;
   at::Tensor master;
-  at::Tensor grad;              // fp32 and scaled; a copy
-  at::Tensor moment1, moment2;  // undefined beyond the optimizer's
+  at::Tensor grad;              // fp32 and scaled; a copy, which the step may overwrite
+  at::Tensor moment1, moment2;  // undefined if the optimizer has no such moment
 };
 
-// A moment in fp32, and where it goes back to.
+// A moment in fp32; store() writes it back in the dtype in which it is kept.
 class Wide {
  public:
   explicit Wide(const at::Tensor& kept) : kept_(kept), values_(kept.to(at::kFloat)) {}
@@ -47,6 +47,7 @@ void decay(DeviceUpdate& work, bool decoupled) {
   }
 }
 
+// torch's fused kernels compute fp32 moments in one pass; adam() below handles bf16 moments.
 void fused_adam(const DeviceUpdate& work, bool decoupled) {
   const OptimizerConfig& group = work.group;
   const at::Tensor step =
@@ -121,7 +122,7 @@ void lion(DeviceUpdate& work) {
   average.store();
 }
 
-// By OptimizerType.
+// Indexed by OptimizerType.
 constexpr void (*kSteps[])(DeviceUpdate&) = {adam, adam, sgd, adagrad, lion};
 static_assert(std::size(kSteps) == kNumOptimizerTypes, "one step for each OptimizerType");
 

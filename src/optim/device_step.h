@@ -1,6 +1,6 @@
 #pragma once
-// The optimizers on a device, of torch's operations: the formulas and their order are those of
-// kernels.h. Everything is queued on this thread's stream.
+// The optimizers on a device, made of torch's operations. Formulas and their order are those of
+// kernels.h. All work is queued on the calling thread's stream.
 #include <cstdint>
 
 #include "penstock/config.h"
@@ -8,7 +8,7 @@
 
 namespace penstock::optim {
 
-// What run_optimizer() was given; all addresses are range.device's.
+// The arguments of run_optimizer(). All addresses are in range.device's memory.
 struct DeviceStep {
   const Range& range;
   void *moment1, *moment2;

@@ -1,8 +1,8 @@
 #pragma once
-// Optimizer kernels over flat ranges on the CPU: one pass reads gradient and state once and writes
-// state and the low-precision parameter once (28 bytes per parameter for a bf16 gradient in, fp32
-// master and moments, bf16 parameter out). Stateless free functions, safe from any thread; the work
-// is split over at::parallel_for. SIMD (Highway) is chosen at run time.
+// Optimizer kernels over flat ranges on the CPU. One pass reads gradient and state once, and writes
+// state and the low-precision parameter once. With a bf16 gradient, fp32 master and moments, and a
+// bf16 parameter that is 28 bytes per parameter. Stateless free functions; any thread. The work is
+// split over at::parallel_for. The SIMD instruction set (Highway) is chosen at run time.
 #include <cstdint>
 
 #include "src/device/address.h"
@@ -10,11 +10,11 @@
 
 namespace penstock::optim {
 
-// A contiguous range of one flat buffer. `master` is fp32 and updated in place. `param_out`, where
-// not null, receives the updated value rounded to `param_dtype` (round to nearest even, the same
-// bits as torch's cast). `grad` holds `grad_dtype` values and is not written. Moments are
-// range.numel values of `moment_dtype`, updated in place: fp32, or bf16, where the step works with
-// the new moments before they are rounded (to nearest even).
+// A contiguous range of one flat. `master` is fp32 and updated in place. `param_out`, if not null,
+// receives the updated value rounded to `param_dtype` (round to nearest even, the same bits as
+// torch's cast). `grad` has values of `grad_dtype` and is only read. Moments are range.numel values
+// of `moment_dtype`, fp32 or bf16, updated in place. With bf16, the step uses the new moments
+// before they are rounded (to nearest even).
 struct Range {
   float* master = nullptr;
   const void* grad = nullptr;
@@ -23,13 +23,13 @@ struct Range {
   Dtype param_dtype = Dtype::kBf16;
   int64_t numel = 0;
   Dtype moment_dtype = Dtype::kFp32;
-  const device::Device* device = nullptr;  // whose memory that is; null: the host's, as below
+  const device::Device* device = nullptr;  // owner of the memory; null: the host
 };
 
 struct AdamOptions {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.0;
   bool decoupled = true;    // AdamW (arXiv:1711.05101); false adds weight_decay * p to the gradient
-  float grad_scale = 1.0F;  // unscale, average and clip, in one factor
+  float grad_scale = 1.0F;  // product of unscaling, averaging and clipping factors
   int64_t step = 1;         // 1 for the first update (bias correction, arXiv:1412.6980)
 };
 // Same formula and operation order as torch.optim.AdamW / Adam.
@@ -39,9 +39,9 @@ struct SgdOptions {
   double lr = 1e-3, momentum = 0.0, dampening = 0.0, weight_decay = 0.0;
   bool nesterov = false;
   float grad_scale = 1.0F;
-  bool first = false;  // the momentum buffer is set to the gradient, as torch.optim.SGD does
+  bool first = false;  // sets the momentum buffer to the gradient, as torch.optim.SGD does
 };
-// `momentum_buffer` may be null when momentum is 0.
+// `momentum_buffer` may be null if momentum is 0.
 void sgd(const Range& range, void* momentum_buffer, const SgdOptions& options);
 
 struct LionOptions {
@@ -56,8 +56,8 @@ struct AdagradOptions {
   float grad_scale = 1.0F;
   int64_t step = 1;  // 1 for the first update
 };
-// As torch.optim.Adagrad with initial_accumulator_value 0. `sum`: of squares, fp32 (in bf16 a sum
-// that only grows would soon stand still).
+// As torch.optim.Adagrad with initial_accumulator_value 0. `sum` is the sum of squares in fp32; a
+// bf16 sum that only grows would soon stop changing.
 void adagrad(const Range& range, float* sum, const AdagradOptions& options);
 
 }  // namespace penstock::optim

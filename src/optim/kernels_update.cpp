@@ -4,7 +4,7 @@
 #define HWY_TARGET_INCLUDE "src/optim/kernels_update.cpp"
 #include <hwy/foreach_target.h>
 
-// After foreach_target.h.
+// Include after foreach_target.h.
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
@@ -24,12 +24,12 @@
 #define PENSTOCK_OPTIM_UPDATE_ONCE_
 namespace penstock::optim {
 
-// What the vector code needs of one call, whatever the instruction set.
+// The arguments of one call for the vector code of any instruction set.
 struct StateVectors {
   Range range;
   void* moment1;  // exp_avg, momentum buffer
   void* moment2;  // exp_avg_sq
-  bool stream;    // write param_out past the caches where alignment allows
+  bool stream;    // write param_out past the caches if its alignment allows
 };
 
 struct AdamScalars {
@@ -65,7 +65,7 @@ using Vec32 = hn::Vec<F32>;
 
 struct NoOutput {};
 
-// Pointers to the first value of a stretch; moments are null where the kernel has none.
+// Pointers to the first value of a range. Moments are null if the kernel has none.
 template <class GradType, class MomentType, class OutType>
 struct Stretch {
   using Grad = GradType;
@@ -120,6 +120,7 @@ struct SgdKernel {
   }
 };
 
+// arXiv:2302.06675, algorithm 2. sign(0) is 0, so a zero direction must not move the weight.
 struct LionKernel {
   static constexpr int kMoments = 1;
   LionScalars s;
@@ -149,9 +150,9 @@ struct AdagradKernel {
   }
 };
 
-// One vector at offset `i`. The state was just read, so its lines are in the cache and a plain
-// store is the cheapest (a non-temporal one halved the speed); only the output, which is not read,
-// gains from it.
+// Updates one vector at offset `i`. The state was just read, so its lines are in the cache and a
+// plain store is fastest (a non-temporal store halved the speed). Only the output is not read; it
+// gains from a non-temporal store.
 template <bool kStream, class Kernel, class At>
 HWY_INLINE void update_vector(const Kernel& kernel, const At& at, int64_t i) {
   const F32 d;
@@ -170,8 +171,8 @@ HWY_INLINE void update_vector(const Kernel& kernel, const At& at, int64_t i) {
   }
 }
 
-// Fewer values than a vector: the same vector code on a copy, so the result does not depend on
-// where a range is cut.
+// Updates fewer values than a vector holds: runs the same vector code on a copy, so the result does
+// not depend on where a range is cut.
 template <class Kernel, class At>
 HWY_NOINLINE void update_partial(const Kernel& kernel, const At& at, int64_t begin, int64_t count) {
   using Grad = typename At::Grad;
@@ -200,7 +201,7 @@ HWY_NOINLINE void update_partial(const Kernel& kernel, const At& at, int64_t beg
   }
 }
 
-// Whole vectors, then what is left.
+// Updates whole vectors, then the remaining values.
 template <class Kernel, class At>
 void update_edge(const Kernel& kernel, const At& at, int64_t begin, int64_t end) {
   const auto lanes = static_cast<int64_t>(hn::Lanes(F32()));
@@ -208,13 +209,13 @@ void update_edge(const Kernel& kernel, const At& at, int64_t begin, int64_t end)
   if (begin < end) update_partial(kernel, at, begin, end - begin);
 }
 
-// Values of a cache line of the output, which the loop below fills at once.
+// Number of values in one cache line of the output. The loop below fills one line at a time.
 constexpr int64_t kLineBytes = 64;
 template <class Out>
 constexpr int64_t kLineValues = kLineBytes / (std::is_same_v<Out, NoOutput> ? 2 : sizeof(Out));
 
-// To the second-level cache, and no further ahead: on huge pages the hardware's own prefetching is
-// as good, and 2048 bytes or the first level cost a tenth (Zen 4).
+// Prefetch distance into the second-level cache. On huge pages the hardware prefetches just as
+// well; 2048 bytes, or the first-level cache, made the loop a tenth slower (Zen 4).
 constexpr int64_t kPrefetchBytes = 1024;
 
 template <int64_t kValues, class T>
@@ -225,7 +226,7 @@ HWY_INLINE void prefetch_values(const T* from) {
   }
 }
 
-// Returns where it stopped: less than a line before `end`.
+// Updates whole cache lines. Returns where it stopped: less than one line before `end`.
 template <bool kStream, class Kernel, class At>
 HWY_NOINLINE int64_t update_lines(const Kernel kernel, const At at, int64_t begin, int64_t end) {
   constexpr int64_t kValues = kLineValues<typename At::Out>;
@@ -242,6 +243,7 @@ HWY_NOINLINE int64_t update_lines(const Kernel kernel, const At at, int64_t begi
   return line;
 }
 
+// With streaming stores, the first values up to a cache line of the output are updated separately.
 template <class Kernel, class At>
 void update_part(const Kernel& kernel, const At& at, bool stream, int64_t begin, int64_t end) {
   const auto out = reinterpret_cast<intptr_t>(at.out + begin);
@@ -319,7 +321,7 @@ HWY_EXPORT(sgd_part);
 HWY_EXPORT(lion_part);
 HWY_EXPORT(adagrad_part);
 
-// Non-temporal stores save the read for ownership of lines the caches will not keep anyway.
+// Non-temporal stores avoid reading lines that would not stay in the cache.
 constexpr int64_t kStreamAboveBytes = 8 << 20;
 
 bool should_stream(const Range& range, int num_moments) {
@@ -333,7 +335,7 @@ void check_moments(const Range& range) {
   PENSTOCK_ASSERT(range.moment_dtype != Dtype::kFp16, "no kernel has fp16 moments");
 }
 
-// Bias corrections and differences from one in double, as torch's Python does.
+// Computes bias corrections and differences from 1 in double, as torch does in Python.
 AdamScalars adam_scalars(const AdamOptions& options) {
   const double lr = options.lr;
   const double beta1 = options.beta1;
@@ -346,7 +348,7 @@ AdamScalars adam_scalars(const AdamOptions& options) {
   s.coupled = !options.decoupled && options.weight_decay != 0;
   s.weight_decay = s.coupled ? static_cast<float>(options.weight_decay) : 0.0F;
   s.decay = options.decoupled ? static_cast<float>(1.0 - lr * options.weight_decay) : 1.0F;
-  s.lerp_from_grad = 1.0 - beta1 >= 0.5;  // torch.lerp's choice of the end to start from
+  s.lerp_from_grad = 1.0 - beta1 >= 0.5;  // torch.lerp starts from the end for such weights
   s.lerp = static_cast<float>(s.lerp_from_grad ? -beta1 : 1.0 - beta1);
   s.beta2 = static_cast<float>(beta2);
   s.one_minus_beta2 = static_cast<float>(1.0 - beta2);

@@ -11,6 +11,8 @@ namespace penstock::optim {
 
 namespace {
 
+// The arguments of one run_optimizer() call, which each function below maps to its kernel's
+// options.
 struct KernelCall {
   const OptimizerConfig& group;
   const Range& range;
@@ -52,7 +54,7 @@ struct Kernel {
   void (*run)(const KernelCall&);
 };
 
-// By OptimizerType.
+// Indexed by OptimizerType.
 constexpr Kernel kKernels[] = {
     {OptimizerType::kAdamW, adam},      {OptimizerType::kAdam, adam}, {OptimizerType::kSgd, sgd},
     {OptimizerType::kAdagrad, adagrad}, {OptimizerType::kLion, lion},
@@ -72,10 +74,10 @@ void run_optimizer(const OptimizerConfig& group, const Range& range, void* momen
                    float grad_scale, int64_t step) {
   const OptimizerKind& kind = kind_of(group.type);
   const int kept = (moment1 != nullptr ? 1 : 0) + (moment2 != nullptr ? 1 : 0);
-  PENSTOCK_ASSERT(kept >= num_moments(group),
-                  concat("[optim::run_optimizer] ", kind.name, " with ", kept, " moments"));
+  PENSTOCK_ASSERT(kept >= num_moments(group), concat("[optim::run_optimizer] ", kind.name,
+                                                     " was called with ", kept, " moments"));
   PENSTOCK_ASSERT(range.moment_dtype == Dtype::kFp32 || kind.takes("moments_dtype"),
-                  concat("[optim::run_optimizer] ", kind.name, " with moments in ",
+                  concat("[optim::run_optimizer] ", kind.name, " cannot have moments in ",
                          dtype_name(range.moment_dtype)));
   if (range.device != nullptr) {
     return run_on_device(group, {range, moment1, moment2, grad_scale, step});

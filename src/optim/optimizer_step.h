@@ -1,6 +1,6 @@
 #pragma once
-// One optimizer step over a range of one flat buffer: from a parameter group's settings to the
-// kernel that computes them. Stateless; any thread.
+// One optimizer step over a range of one flat: maps the settings of a parameter group to a kernel.
+// Stateless; any thread.
 #include <cstdint>
 
 #include "penstock/config.h"
@@ -8,9 +8,10 @@
 
 namespace penstock::optim {
 
-// `moment1` and `moment2` hold range.numel values of range.moment_dtype each, or are null beyond
-// num_moments(group). `step` is 1 for the range's first update; `grad_scale` multiplies gradients.
-// All of it is in range.device's memory; a device's work is queued on this thread's stream.
+// `moment1` and `moment2` have range.numel values of range.moment_dtype, or are null beyond
+// num_moments(group). `step` is 1 for the range's first update. `grad_scale` multiplies the
+// gradients. All pointers are to range.device's memory. On a device the work is queued on the
+// calling thread's stream.
 void run_optimizer(const OptimizerConfig& group, const Range& range, void* moment1, void* moment2,
                    float grad_scale, int64_t step);
 

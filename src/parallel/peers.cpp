@@ -14,6 +14,7 @@
 #include "penstock/cut.h"
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/device.h"
 #include "src/device/kernels.h"
 
 namespace penstock::parallel {
@@ -21,21 +22,15 @@ namespace penstock::parallel {
 namespace {
 
 Dtype dtype_of(const at::Tensor& values) {
-  switch (values.scalar_type()) {
-    case at::kFloat:
-      return Dtype::kFp32;
-    case at::kBFloat16:
-      return Dtype::kBf16;
-    case at::kHalf:
-      return Dtype::kFp16;
-    default:
-      TORCH_CHECK(false, "[parallel::Peers] values of ", values.scalar_type(),
-                  " cannot be added up over tensor ranks: float32, bfloat16 or float16");
-  }
+  const std::optional<Dtype> dtype = device::find_dtype(values.scalar_type());
+  TORCH_CHECK(dtype.has_value(), "[parallel::Peers] values of ", values.scalar_type(),
+              " cannot be summed over tensor ranks; allowed: float32, bfloat16, float16");
+  return *dtype;
 }
 
 void check_host(const at::Tensor& values) {
-  TORCH_CHECK(values.is_cpu(), "[parallel::Peers] tensor ranks exchange host memory as yet, not ",
+  TORCH_CHECK(values.is_cpu(),
+              "[parallel::Peers] tensor ranks exchange host memory only, not memory of ",
               values.device());
 }
 
@@ -48,8 +43,8 @@ template <class Exchange>
 void Peers::exchange(const Exchange& work) {
   if (closed_) {
     throw RuntimeFault(
-        "[parallel::exchange] the engine is closed, and what is computed goes through layers that "
-        "it computed with other ranks");
+        "[parallel::exchange] the engine is closed, but this computation needs exchanges with "
+        "other ranks");
   }
   try {
     work();
@@ -59,7 +54,7 @@ void Peers::exchange(const Exchange& work) {
   }
 }
 
-// Padded so that every rank adds up as many.
+// Pads the values, so that every rank sums the same number of them.
 at::Tensor Peers::reduce(const at::Tensor& addend, bool gathers, const comm::Label& label) {
   check_host(addend);
   const Dtype dtype = dtype_of(addend);
@@ -88,15 +83,15 @@ at::Tensor Peers::sum(const at::Tensor& addend, const comm::Label& label) {
 }
 
 at::Tensor Peers::sum_and_cut(const at::Tensor& addend, int64_t dim, const comm::Label& label) {
-  TORCH_CHECK(addend.size(dim) % size() == 0, "[parallel::Peers] ", addend.size(dim),
-              " along dimension ", dim, " do not divide evenly by ", size(), " tensor ranks");
+  TORCH_CHECK(addend.size(dim) % size() == 0, "[parallel::Peers] size ", addend.size(dim),
+              " along dim ", dim, " is not divisible by ", size(), " tensor ranks");
   const at::Tensor first = addend.movedim(dim, 0);
   std::vector<int64_t> sizes = first.sizes().vec();
   sizes[0] /= size();
   return reduce(first, size() == 1, label).view(sizes).movedim(0, dim).contiguous();
 }
 
-// Where shares differ by one, every rank sends as many as the first.
+// If shares differ by one element, every rank sends as many as the largest share has.
 at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
                          const comm::Label& label) {
   check_host(part);
@@ -105,7 +100,7 @@ at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
   if (total < 0) total = own * size();
   const auto [begin, end] = share(total, rank(), size());
   TORCH_CHECK(own == end - begin, "[parallel::Peers] rank ", rank(), " of ", size(), " has ", own,
-              " of ", total, " along dimension ", dim, ", where its share is ", end - begin);
+              " of ", total, " along dim ", dim, "; its share is ", end - begin);
   std::vector<int64_t> sizes = first.sizes().vec();
   const int64_t each = (total + size() - 1) / size();
   sizes[0] = each * size();
@@ -128,8 +123,8 @@ at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
 at::Tensor Peers::all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t join_dim,
                              const comm::Label& label) {
   check_host(values);
-  TORCH_CHECK(values.size(cut_dim) % size() == 0, "[parallel::Peers] ", values.size(cut_dim),
-              " along dimension ", cut_dim, " do not divide evenly by ", size(), " ranks");
+  TORCH_CHECK(values.size(cut_dim) % size() == 0, "[parallel::Peers] size ", values.size(cut_dim),
+              " along dim ", cut_dim, " is not divisible by ", size(), " ranks");
   if (size() == 1) return values.clone(at::MemoryFormat::Contiguous);
   const at::Tensor sent = at::stack(values.chunk(size(), cut_dim));
   const at::Tensor received = at::empty_like(sent);
@@ -143,6 +138,7 @@ at::Tensor Peers::all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t 
   return at::cat(received.unbind(0), join_dim);
 }
 
+// Only hashes travel; host copies of the values are made one at a time.
 std::pair<int, bool> Peers::compare(const std::vector<at::Tensor>& values, const std::string& text,
                                     const std::string& other) {
   uint64_t hash = hash_text(text);

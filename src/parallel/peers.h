@@ -1,9 +1,8 @@
 #pragma once
-// Peers: the ranks that compute one operator together (of the tensor or the sequence axis), as
-// operators see them.
-// Every rank makes the same calls in the same order, with the same labels, which are compared: in
-// forward, in backward and where a forward is computed again. What is returned is contiguous and
-// shares no memory with what was given, whatever strides that has.
+// Peers: the ranks of the tensor or the sequence axis that compute one operator together, as
+// operators see them. Every rank makes the same calls in the same order, in forward, in backward
+// and in recomputed forwards. The labels must be equal; they are compared. Results are contiguous
+// and share no memory with the arguments, whose strides may be any.
 #include <ATen/core/Tensor.h>
 
 #include <exception>
@@ -20,14 +19,15 @@ namespace penstock::parallel {
 
 class Peers {
  public:
-  // `members`: this rank and those that it computes with.
+  // `members`: this rank and its peers.
   Peers(std::shared_ptr<Group> group, const Members& members, const char* lane = "act");
 
-  // What its exchanges threw since the last call: on its way through autograd it loses its class.
+  // Returns what its exchanges threw since the last call. Autograd passes only the text of an
+  // exception on, so the exception itself is kept here.
   std::exception_ptr take_fault() { return std::exchange(fault_, nullptr); }
-  // No more exchanges: what asks for one (a graph that outlives its engine) throws RuntimeFault.
+  // Ends all exchanges: a later one, from a graph that outlives its engine, throws RuntimeFault.
   void close() { closed_ = true; }
-  void set_step(int64_t step) { channel_.set_step(step); }  // for messages
+  void set_step(int64_t step) { channel_.set_step(step); }  // for error texts
   void record(std::shared_ptr<trace::Recorder> recorder) {
     channel_.recorder = std::move(recorder);
   }
@@ -35,26 +35,28 @@ class Peers {
   int rank() const { return members_.index; }
   int size() const { return members_.size(); }
 
-  // The ranks' addends, each of this shape and dtype: their sum, made in fp32 for low precision,
-  // equal on all ranks.
+  // Returns the sum of the ranks' addends, which have this shape and dtype. It is computed in fp32
+  // for low precision and equal on all ranks.
   at::Tensor sum(const at::Tensor& addend, const comm::Label& label);
-  // The ranks' parts along `dim`, in their order: of equal sizes, or (`size` >= 0) each rank's
-  // share() of so many together.
+  // Returns the ranks' parts joined along `dim`, in rank order. If `size` < 0 the parts have equal
+  // sizes; else each rank has its share() of `size`.
   at::Tensor gather(const at::Tensor& part, int64_t dim, int64_t size, const comm::Label& label);
-  // This rank's part along `dim` of the sum. Throws c10::Error where it does not divide evenly.
+  // Returns this rank's part of the sum along `dim`. Throws c10::Error if the size is not divisible
+  // by the number of ranks.
   at::Tensor sum_and_cut(const at::Tensor& addend, int64_t dim, const comm::Label& label);
 
-  // This rank's values in as many parts along `cut_dim` as there are ranks, one for each; what came
-  // from them, in their order, joined along `join_dim`. Throws c10::Error where it does not divide.
+  // Cuts `values` along `cut_dim` into one equal part for each rank and sends it there. Returns the
+  // received parts joined along `join_dim`, in rank order. Throws c10::Error if the size is not
+  // divisible by the number of ranks.
   at::Tensor all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t join_dim,
                         const comm::Label& label);
 
-  // The first rank whose values (their bytes, sizes and dtypes) or text are not those of rank 0, <
-  // 0: none; and whether all have the same `other` text.
+  // Compares `values` (bytes, sizes and dtypes) and `text` with rank 0's. Returns the first rank
+  // that differs (< 0: none), and whether all ranks have the same `other` text.
   std::pair<int, bool> compare(const std::vector<at::Tensor>& values, const std::string& text,
                                const std::string& other);
 
-  // This rank's share() along `dim`; nothing is exchanged.
+  // Returns this rank's share() along `dim`. Exchanges nothing.
   at::Tensor cut(const at::Tensor& whole, int64_t dim) const;
 
  private:

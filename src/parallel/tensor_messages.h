@@ -1,6 +1,6 @@
 #pragma once
-// Messages: tensors of any shapes, with a text, from one rank to others in order. For what stages
-// of a pipeline send each other, whose shapes may change from one micro-batch to the next.
+// Messages: sends tensors of any shapes, with a text, from one rank to others, in order. Pipeline
+// stages use it; their shapes may change between micro-batches.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -16,12 +16,12 @@ namespace penstock::parallel {
 
 struct TensorMessage {
   std::string text;
-  std::vector<at::Tensor> tensors;  // CPU; an undefined one arrives as such
+  std::vector<at::Tensor> tensors;  // on the CPU; an undefined tensor stays undefined
 };
 
-// One direction. Used by one thread at a time on each side; all sides name the same ranks and
-// `lane`, and a message is received under the label that it was sent with. A message of the same
-// text, shapes and dtypes as the one before is one exchange beside a fixed small one.
+// One direction. Used by one thread at a time on each side. All ranks pass the same ranks and
+// `lane`, and a message is received under the label that it was sent with. If text,
+// shapes and dtypes equal those of the previous message, they are not sent again.
 class Messages {
  public:
   Messages(std::shared_ptr<Group> group, int from, const std::vector<int>& to,
@@ -31,7 +31,7 @@ class Messages {
   void record(std::shared_ptr<trace::Recorder> recorder) {
     channel_.recorder = std::move(recorder);
   }
-  // Throws RuntimeFault: a lost peer.
+  // Throws RuntimeFault if a peer is lost.
   void send(const comm::Label& label, const TensorMessage& message);
   TensorMessage receive(const comm::Label& label);
 
@@ -39,7 +39,7 @@ class Messages {
   const std::shared_ptr<Group> group_;
   const Members ends_;
   comm::Channel channel_;
-  std::string head_;  // of the message before: its text, shapes and dtypes
+  std::string head_;  // text, shapes and dtypes of the previous message
 };
 
 }  // namespace penstock::parallel

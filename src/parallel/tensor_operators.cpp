@@ -26,13 +26,14 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// In a forward: what peers give is memory of its own, mostly in another shape. Made below autograd
-// it is no view, which a model could not change in place (`output += residual`).
+// Used in a forward. Results of peers have their own memory, mostly in another shape. Below
+// autograd, reshaping them does not make a view. A model could not change a view of a custom
+// function in place (`output += residual`).
 using NoViews = at::AutoDispatchBelowADInplaceOrView;
 
 enum class Transfer : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut, kAllToAll, kScale };
 
-// `size`: of what is gathered. `other_dim`: of an all-to-all, along which it is joined.
+// `size`: total size along `dim` of a gather. `other_dim`: the dim along which an all-to-all joins.
 at::Tensor go(Transfer way, const at::Tensor& values, int64_t dim, int64_t size, int64_t other_dim,
               const OperatorPeers& peers) {
   switch (way) {
@@ -51,15 +52,15 @@ at::Tensor go(Transfer way, const at::Tensor& values, int64_t dim, int64_t size,
     case Transfer::kScale:
       return values.mul(peers->size());
   }
-  throw Bug("[parallel::go] there is nothing to do");
+  throw Bug("[parallel::go] unknown transfer");
 }
 
-// What an operator needs in backward.
+// The state that an operator's backward needs.
 struct Kept : torch::CustomClassHolder {
   OperatorPeers peers;
   Transfer back = Transfer::kNothing;
   int64_t dim = 0, size = -1, other_dim = 0;
-  // Of embedding and cross_entropy.
+  // Of embedding and cross_entropy only.
   int64_t first = 0, padding_idx = -1, vocabulary = 0;
   double smoothing = 0;
 
@@ -70,8 +71,8 @@ struct Kept : torch::CustomClassHolder {
   static Kept& of(AutogradContext* context) {
     if (at::GradMode::is_enabled()) {
       throw RuntimeFault(
-          "[parallel::backward] create_graph goes through an operator of several tensor ranks, "
-          "which has no second derivative");
+          "[parallel::backward] operators of several tensor ranks have no second derivative "
+          "(create_graph)");
     }
     return static_cast<Kept&>(*context->saved_data["kept"].toCapsule());
   }
@@ -87,7 +88,8 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& values, Transfer way,
                             const c10::intrusive_ptr<Kept>& kept) {
     kept->save_in(context);
-    // Without an exchange the value itself goes on; a view, so that it can have another gradient.
+    // Without an exchange the result is the value itself. It is a view, so that it has its own
+    // gradient.
     if (way == Transfer::kNothing) return values.view_as(values);
     const NoViews guard;
     return go(way, values, kept->dim, kept->size, kept->other_dim, kept->peers);
@@ -102,7 +104,7 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
   }
 };
 
-// `size`: along `dim` of what is gathered; < 0: as many parts as ranks.
+// `size`: total size along `dim` of a gather; < 0: equal parts.
 at::Tensor way(const at::Tensor& values, Transfer there, Transfer back, int64_t dim,
                const OperatorPeers& peers, int64_t size = -1) {
   const auto kept = kept_of(peers);
@@ -125,6 +127,7 @@ struct VocabEmbeddingFunction : torch::autograd::Function<VocabEmbeddingFunction
     context->save_for_backward({own, elsewhere, weight});
     kept->save_in(context);
     const NoViews guard;
+    // A rank without rows (fewer rows than ranks) adds zeros.
     if (weight.size(0) == 0) {
       std::vector<int64_t> sizes = ids.sizes().vec();
       sizes.push_back(weight.size(1));
@@ -150,8 +153,8 @@ struct VocabEmbeddingFunction : torch::autograd::Function<VocabEmbeddingFunction
 
 // ---- cross entropy
 
-// Of each token: the largest of a rank's logits, the sum of their exponentials (of the difference
-// to that), the target's logit and the sum of logits.
+// Per token: the largest of a rank's logits, the sum of exp(logit - largest), the target's logit (0
+// if it is on another rank), and the sum of the logits.
 struct Local {
   at::Tensor most, exponentials, target, sum;
 };
@@ -170,7 +173,8 @@ struct VocabCrossEntropyFunction : torch::autograd::Function<VocabCrossEntropyFu
                       "Target is out of bounds.");
     const at::Tensor own = target.sub(kept->first);
     const at::Tensor here = counts.logical_and(own.ge(0)).logical_and(own.lt(z.size(1)));
-    // All ranks' in one exchange, put together in the order of the ranks: the same bits everywhere.
+    // One exchange gathers these values of all ranks. They are combined in rank order, so the
+    // result has the same bits everywhere.
     const Local local = look(z, own, here);
     const at::Tensor all = kept->peers->gather(
         at::stack({local.most, local.exponentials, local.target, local.sum}).unsqueeze(0), 0, -1,
@@ -218,7 +222,7 @@ struct VocabCrossEntropyFunction : torch::autograd::Function<VocabCrossEntropyFu
     const at::Tensor none = z.new_zeros({z.size(0)});
     if (z.size(1) == 0) return {none.add(kLeast), none, none, none};
     const at::Tensor most = std::get<0>(z.max(1));
-    // Where all of them are masked, nothing is added.
+    // If all logits are masked (-inf), the sum of exponentials is 0.
     const at::Tensor from = most.masked_fill(most.eq(kLeast), 0).unsqueeze(1);
     const at::Tensor index = own.masked_fill(here.logical_not(), 0).unsqueeze(1);
     const at::Tensor found = z.gather(1, index).squeeze(1);
@@ -303,7 +307,7 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vo
   const auto [first, end] = share(vocabulary, peers->rank(), peers->size());
   TORCH_CHECK(weight.dim() == 2 && weight.size(0) == end - first, "[parallel::embedding] rank ",
               peers->rank(), " of ", peers->size(), " has ", end - first, " of ", vocabulary,
-              " rows, the weight ", weight.size(0));
+              " rows, but the weight has ", weight.size(0));
   const auto kept = kept_of(peers);
   kept->first = first;
   kept->padding_idx = padding_idx;

@@ -308,7 +308,7 @@ TEST_P(Operators, WhatIsWrongIsNamed) {
   if (size_ > 1) {
     EXPECT_NE(told([](const OperatorPeers& peers) {
                 sum_and_cut(at::randn({7, 2}), 0, peers);
-              }).find("7 along dimension 0 do not divide evenly by"),
+              }).find("size 7 along dim 0 is not divisible by"),
               std::string::npos);
     EXPECT_NE(told([](const OperatorPeers& peers) {
                 sum(at::randn({4}).to(at::kDouble), peers);
@@ -317,7 +317,7 @@ TEST_P(Operators, WhatIsWrongIsNamed) {
   }
   EXPECT_NE(told([](const OperatorPeers& peers) {
               embedding(at::tensor({1}), at::randn({99, 2}), 10, -1, peers);
-            }).find("of 10 rows, the weight 99"),
+            }).find("of 10 rows, but the weight has 99"),
             std::string::npos);
   EXPECT_NE(told([](const OperatorPeers& peers) {
               const auto [first, end] = share(10, peers->rank(), peers->size());

@@ -31,6 +31,7 @@ constexpr StyleRow kStyles[] = {
     {"partial", Style::kPartial, false},
     {"whole", Style::kWhole, false},
 };
+// Styles that the front implements; the engine cuts nothing for them.
 constexpr const char* kOfFront[] = {"divide", "tokens", "gather_tokens"};
 
 bool is_of_front(const std::string& name) {
@@ -44,7 +45,7 @@ bool is_row(Style style) {
 struct Rule {
   std::string pattern, text;
   const StyleRow* row = nullptr;
-  std::vector<int64_t> sizes;  // after the colon
+  std::vector<int64_t> sizes;  // numbers after the colon
   bool used = false;
 
   [[noreturn]] void fail(const std::string& what) const {
@@ -79,13 +80,13 @@ Rule parse(const std::string& pattern, const std::string& text) {
     if (*next != ',') break;
     at = next + 1;
   }
-  rule.fail(rule.row->takes_sizes ? "after the colon: whole numbers, with commas between"
+  rule.fail(rule.row->takes_sizes ? "after the colon: expected whole numbers, separated by commas"
                                   : concat("\"", name, "\" takes no numbers"));
 }
 
-// A module's weight as a matrix.
+// The weight of a module as a matrix.
 struct Matrix {
-  int weight = -1, bias = -1;  // in the tree; -1: none
+  int weight = -1, bias = -1;  // index in the tree; -1: none
   bool embedding = false, transposed = false;
   int64_t out_dim() const { return transposed ? 1 : 0; }
 };
@@ -96,7 +97,7 @@ std::optional<Matrix> matrix_of(const ModelTree& tree, const ModuleInfo& module)
   Matrix matrix;
   for (const int index : module.params) {
     const ParamInfo& param = tree.params[index];
-    // One that is shared has the name that it was found by first.
+    // A shared parameter has the name under which it was found first.
     if (param.param.dim() == 2) matrix.weight = index;
     if (param.param.dim() == 1 && last_name(param.name) == "bias") matrix.bias = index;
   }
@@ -112,7 +113,7 @@ class Cutter {
  public:
   Cutter(int count, ModelTree* tree) : count_(count), tree_(*tree) {}
 
-  // Of one module. Its first rule is `rule`.
+  // Cuts one module. `rule` is the first rule that matches it.
   Ruled cut(int index, const Rule& rule) {
     const ModuleInfo& module = tree_.modules[index];
     const Style style = rule.row->style;
@@ -127,8 +128,8 @@ class Cutter {
     const std::optional<Matrix> matrix = matrix_of(tree_, module);
     if (!matrix) {
       rule.fail(concat("module \"", module.name, "\" is a ", module.type,
-                       ", which has no weight of two dimensions alone, or with a bias; linears "
-                       "and embeddings have. Their names: ",
+                       "; expected a module with one weight of two dims and at most a bias "
+                       "(linear, embedding). Their names: ",
                        names_of_matrices(tree_)));
     }
     const at::Tensor& weight = tree_.params[matrix->weight].param;
@@ -141,7 +142,7 @@ class Cutter {
       if (rule.sizes.size() != 1 || rule.sizes.front() % count_ != 0) {
         return share_heads(*matrix, rule, ruled);
       }
-      ruled.style = Style::kColumn;  // as many heads as ranks, or more
+      ruled.style = Style::kColumn;  // at least as many heads as ranks
     }
     const int64_t dim = takes_out ? out_dim : 1 - out_dim;
     const Cut cut{TensorCut::kCut, dim, parts(weight.size(dim), module, rule)};
@@ -156,7 +157,8 @@ class Cutter {
     return ruled;
   }
 
-  // A module that no rule cuts would compute with a part as if it were all.
+  // A module that shares a cut parameter needs a rule; it would compute with a part as if it were
+  // whole.
   void check_shared(const std::vector<Ruled>& ruled) const {
     for (size_t index = 0; index < tree_.modules.size(); ++index) {
       const bool known = std::any_of(ruled.begin(), ruled.end(), [&](const Ruled& one) {
@@ -167,7 +169,7 @@ class Cutter {
         if (tree_.params[param].cut.kind != TensorCut::kCut) continue;
         given_.at(param)->fail(concat("it cuts parameter \"", tree_.params[param].name,
                                       "\", which module \"", tree_.modules[index].name,
-                                      "\" has, too: give that module a rule"));
+                                      "\" also uses: give that module a rule"));
       }
     }
   }
@@ -186,7 +188,8 @@ class Cutter {
   }
 
  private:
-  // A table of heads' numbers (T5's position bias) gives each rank its heads' columns.
+  // An embedding with one column per head (T5's position bias) is cut by columns, so each rank gets
+  // those of its heads.
   Ruled cut_embedding(const Matrix& matrix, const Rule& rule, Ruled ruled) {
     const ModuleInfo& module = tree_.modules[ruled.module];
     const at::Tensor& weight = tree_.params[matrix.weight].param;
@@ -197,7 +200,7 @@ class Cutter {
       give(matrix.weight, {TensorCut::kCut, 1, parts(weight.size(1), module, rule)}, rule);
     } else {
       rule.fail(concat("\"", module.name,
-                       "\" is an embedding: \"vocab\", \"column\" or "
+                       "\" is an embedding; allowed: \"vocab\", \"column\" or "
                        "\"column_gather\""));
     }
     return ruled;
@@ -229,7 +232,7 @@ class Cutter {
       parts.assign(static_cast<size_t>(number), size / number);
     }
     if (std::accumulate(parts.begin(), parts.end(), int64_t{0}) != size) {
-      rule.fail(concat("\"", module.name, "\" has ", size, ", not the sum of its parts"));
+      rule.fail(concat("\"", module.name, "\" has ", size, ", which is not the sum of its parts"));
     }
     for (const int64_t part : parts) {
       if (part % count_ == 0 || rule.row->style == Style::kVocab) continue;
@@ -288,10 +291,11 @@ std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>&
       if (!matches(rule, tree->params[index].name)) continue;
       const Style style = rule.row->style;
       rule.used = true;
-      if (cutter.knows(static_cast<int>(index))) break;  // its module's rule counts
+      if (cutter.knows(static_cast<int>(index))) break;  // the rule of its module counts
       if (style != Style::kPartial && style != Style::kWhole) {
         rule.fail(concat("\"", tree->params[index].name,
-                         "\" is a parameter, which is \"partial\" or \"whole\": name its module"));
+                         "\" is a parameter; allowed: \"partial\" or \"whole\". For other styles "
+                         "name its module"));
       }
       const bool partial = style == Style::kPartial;
       cutter.give(static_cast<int>(index),

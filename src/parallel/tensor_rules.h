@@ -1,6 +1,6 @@
 #pragma once
-// Rules: which modules the ranks of the tensor axis cut, and how. From names to cuts of parameters;
-// pure, so every rank comes to the same.
+// Rules: which modules the tensor ranks cut, and how. Maps names to cuts of parameters. Pure, so
+// every rank gets the same result.
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -10,42 +10,42 @@
 
 namespace penstock::parallel {
 
-// What a rule makes of a module. Letters are those of [Note: Tensor axis] (tensor_operators.h):
-// what comes in -> what comes out.
+// How a rule treats a module. The letters are states of its input -> output ([Note: Tensor axis],
+// tensor_operators.h).
 enum class Style : uint8_t {
   kColumn,        // R -> V: rows of the weight are cut
-  kColumnGather,  // R -> I: as kColumn, and the output is gathered
+  kColumnGather,  // R -> I: kColumn, and the output is gathered
   kRow,           // V -> I: columns of the weight are cut
-  kRowCut,        // I -> I: as kRow, of its share of the input
-  kRowTokens,     // V -> V: as kRow, and of the sum a rank has its tokens; a bias has addends
-  kVocab,         // embedding: rows are cut, of any number; linear: as kColumnGather, so
+  kRowCut,        // I -> I: kRow, on the rank's share of the input
+  kRowTokens,     // V -> V: kRow, but a rank gets its tokens of the sum; a bias has addends
+  kVocab,         // embedding: rows are cut, any number; linear: like kColumnGather, any number
   kShared,        // R -> V: the weight is whole, and a rank computes the head that it needs
-  kPartial,       // V -> V: the weight is whole, its gradient is added up over the ranks
-  kWhole,         // the same on every rank, which says that it is meant to be
+  kPartial,       // V -> V: the weight is whole, and its gradient is summed over the ranks
+  kWhole,         // the same on every rank; the rule only states that this is intended
 };
 
 const char* style_name(Style style);
 
 struct Ruled {
-  int module = 0;  // in the tree
+  int module = 0;  // index in the tree
   Style style = Style::kWhole;
   bool transposed = false;  // the weight is [in, out] (transformers' Conv1D)
-  int64_t heads = 0;        // of kShared
-  int64_t size = 0;         // of the whole output; of an embedding of kVocab, its rows
+  int64_t heads = 0;        // for kShared
+  int64_t size = 0;         // of the whole output; for an embedding with kVocab: number of rows
 };
 
-// Gives parameters of the tree their cuts. A rule is (pattern of module names, style): "column",
-// "column:3" (three equal parts, [Q|K|V]), "column:64,16,16" (parts of these sizes),
-// "column_gather", "row", "row_cut" and "row_tokens" (with parts likewise), "vocab", "shared:2" (so
-// many heads, fewer than ranks), "partial", "whole", and what is the front's: "divide" or
-// "divide:2" (attributes of modules), "tokens" and "gather_tokens" (modules around others). A
-// pattern may also name a parameter, to be "partial" or "whole". The first rule that matches
-// counts. Throws ConfigError for rules that match nothing, cannot be, or contradict each other on a
-// shared parameter.
+// Sets the cuts of the tree's parameters. A rule is (pattern of module names, style). Styles:
+// "column", "column:3" (three equal parts, [Q|K|V]), "column:64,16,16" (parts of these sizes),
+// "column_gather", "row", "row_cut" and "row_tokens" (with parts as well), "vocab", "shared:2"
+// (this many heads, fewer than ranks), "partial", "whole". The front's own styles are skipped:
+// "divide" or "divide:2" (attributes of modules), "tokens" and "gather_tokens" (modules around
+// others). A pattern may also name a parameter with the style "partial" or "whole". The first rule
+// that matches counts. Throws ConfigError for rules that match nothing, are impossible, or
+// contradict each other on a shared parameter.
 std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
                          ModelTree* tree);
 
-// Linears and embeddings, for messages.
+// Names of the linears and embeddings, for error texts.
 std::string names_of_matrices(const ModelTree& tree);
 
 }  // namespace penstock::parallel

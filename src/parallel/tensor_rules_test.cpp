@@ -93,15 +93,15 @@ TEST(Rules, SharedHeadsStayWhole) {
 TEST(Rules, WhatCannotBeIsNamed) {
   const std::pair<Rules, const char*> cases[] = {
       {{{"attn.qkv", "columns"}}, "did you mean \"column\""},
-      {{{"attn.qkv", "column:x"}}, "whole numbers, with commas"},
-      {{{"attn.qkv", "column:0"}}, "whole numbers, with commas"},
+      {{{"attn.qkv", "column:x"}}, "whole numbers, separated by commas"},
+      {{{"attn.qkv", "column:0"}}, "whole numbers, separated by commas"},
       {{{"attn.qkv", "vocab:2"}}, "takes no numbers"},
       {{{"attn.q", "column"}}, "no module and no parameter has such a name"},
       {{{"norm", "column"}}, "Their names: wte, attn.qkv, attn.proj, mlp, head"},
       {{{"attn.qkv", "column:5"}}, "has 24, which is not 5 equal parts"},
       {{{"attn.qkv", "column:16,4"}}, "not the sum of its parts"},
       {{{"attn.qkv", "column:21,3"}}, "has 21 in a part, which does not divide by 2"},
-      {{{"wte", "vocab"}}, "which module \"head\" has, too"},
+      {{{"wte", "vocab"}}, "which module \"head\" also uses"},
       {{{"wte", "vocab"}, {"head", "row"}}, "cuts it in another way"},
       {{{"wte", "row"}}, "is an embedding"},
       {{{"attn.qkv", "shared:3"}}, "divides the 2 tensor ranks"},

@@ -70,6 +70,8 @@ class Splitter {
     });
   }
 
+  // A parameter is tiled if it is the head's, or if it is large and named (or no module is named).
+  // Every module that has it must use it row by row.
   bool wanted(int p) const {
     bool head = false, mentioned = false, by_rows = !users_[p].empty();
     for (const int m : users_[p]) {

@@ -1,5 +1,6 @@
 #pragma once
-// Splits large weights of a model into tiles (see [Note: Tiles]) before its units are found.
+// Splits large weights of a model into tiles ([Note: Tiles], weights.h) before its units are
+// determined.
 #include <functional>
 #include <vector>
 
@@ -16,8 +17,8 @@ struct Split {
 
 using DtypeOf = std::function<Dtype(const ParamInfo&)>;
 
-// `dtype_of`: what a parameter computes in, since a tile's size is counted in that. Throws
-// ConfigError for names that match nothing and weights that cannot be split.
+// `dtype_of` returns the dtype that a parameter computes in; the size of a tile is counted in it.
+// Throws ConfigError for names that match nothing and for weights that cannot be split.
 Split split_large(const ModelTree& tree, const TilingConfig& tiling, const DtypeOf& dtype_of);
 
 }  // namespace penstock::tiles

@@ -1,5 +1,5 @@
-// Operators on a weight in tiles (see [Note: Tiles]). Each has its own backward: a tile's gradient
-// goes to the engine as soon as it is computed, so at most one is there at a time.
+// Operators on a tiled weight ([Note: Tiles], weights.h). Each has its own backward. A tile's
+// gradient goes to the engine as soon as it is computed, so at most one exists at a time.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
@@ -30,18 +30,18 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What an operator is about; kept for its backward.
+// The arguments of an operator; kept for its backward.
 struct TileOp : torch::CustomClassHolder {
   std::weak_ptr<TiledWeights> owner;
-  size_t index = 0;  // in it
+  size_t index = 0;  // index in it
   int64_t padding_idx = -1;
   bool scale_grad_by_freq = false;
   CrossEntropyOptions loss;
-  int64_t tokens = 1;                   // of a chunk
-  at::ScalarType out = at::kFloat;      // of the loss
-  at::ScalarType compute = at::kFloat;  // that products are in; autocast may have chosen it
-  at::Tensor bias;                      // values, as they were in forward
-  bool has_bias = false;                // among the operator's inputs
+  int64_t tokens = 1;                   // number of tokens in a chunk
+  at::ScalarType out = at::kFloat;      // dtype of the loss
+  at::ScalarType compute = at::kFloat;  // dtype of the products; autocast may have chosen it
+  at::Tensor bias;                      // the values as of the forward
+  bool has_bias = false;                // the operator has a bias among its inputs
 
   std::shared_ptr<TiledWeights> weights() const {
     const auto weights = owner.lock();
@@ -61,7 +61,7 @@ struct TileOp : torch::CustomClassHolder {
     return bias.defined() ? bias.narrow(0, one.first[tile], one.rows(tile)) : at::Tensor();
   }
 
-  // work(tile, weight) for each tile while its weight is there.
+  // Calls work(tile, weight) for each tile while its weight has values.
   template <class Work>
   void forward(const Work& work) const {
     const auto weights = this->weights();
@@ -73,8 +73,8 @@ struct TileOp : torch::CustomClassHolder {
     }
   }
 
-  // The same in a backward, the last tile first; `work` returns the weight's gradient. `uses`: it
-  // needs the weight (else that has no values); `trains`: its gradient is wanted.
+  // Like forward(), from the last tile to the first. `work` returns the weight's gradient. `uses`:
+  // `work` reads the weight, which has no values otherwise. `trains`: the gradient is needed.
   template <class Work>
   void backward(bool uses, bool trains, const Work& work) const {
     const auto weights = this->weights();
@@ -95,14 +95,14 @@ struct TileOp : torch::CustomClassHolder {
   static void check_backward(Host& host, bool trains) {
     if (at::GradMode::is_enabled()) {
       throw RuntimeFault(
-          "[tiles::check_backward] create_graph goes through a layer in tiles, which has no second "
-          "derivative: keep it out of \"tiling.modules\"");
+          "[tiles::check_backward] a tiled layer has no second derivative (create_graph): keep it "
+          "out of \"tiling.modules\"");
     }
     if (host.begin_tile_backward() || !trains) return;
     throw RuntimeFault(
-        "[tiles::check_backward] torch.autograd.grad() of a parameter in tiles: its gradient is "
-        "never whole. Use engine.backward() and engine.full_grads(), or keep it out of "
-        "\"tiling.modules\"");
+        "[tiles::check_backward] torch.autograd.grad() cannot return the gradient of a tiled "
+        "parameter, which is never whole. Use engine.backward() and engine.full_grads(), or keep "
+        "it out of \"tiling.modules\"");
   }
 };
 
@@ -112,7 +112,7 @@ MaybeBias edge(const Bias& bias) {
   return bias.param.defined() ? MaybeBias(bias.param) : std::nullopt;
 }
 
-// sum += a @ b in fp32, whatever dtype a and b have.
+// sum += a @ b in fp32, for any dtype of a and b.
 void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() == at::kFloat) {
     sum.addmm_(a, b);
@@ -125,7 +125,7 @@ at::Tensor zeros32(at::IntArrayRef sizes, const at::Tensor& like) {
   return at::zeros(sizes, at::TensorOptions(at::kFloat).device(like.device()));
 }
 
-// A tensor of these sizes but for the last one.
+// The sizes of `tensor` with another last size.
 std::vector<int64_t> with_last(const at::Tensor& tensor, int64_t last) {
   std::vector<int64_t> sizes = tensor.sizes().vec();
   sizes.back() = last;
@@ -213,7 +213,7 @@ struct TiledEmbeddingFunction : torch::autograd::Function<TiledEmbeddingFunction
     return {at::Tensor(), at::Tensor(), at::Tensor()};
   }
 
-  // Where the ids of a tile are, and their rows in it.
+  // Returns the positions of the ids that lie in this tile, and their rows in the tile.
   static std::pair<at::Tensor, at::Tensor> ids_in(const at::Tensor& flat, const TiledWeight& one,
                                                   size_t tile) {
     const at::Tensor mine = flat.ge(one.first[tile]).logical_and_(flat.lt(one.first[tile + 1]));
@@ -225,7 +225,8 @@ struct TiledEmbeddingFunction : torch::autograd::Function<TiledEmbeddingFunction
 // ---- cross-entropy
 
 struct TiledCrossEntropyFunction : torch::autograd::Function<TiledCrossEntropyFunction> {
-  // Some tokens' logits of a tile, in fp32, and where their targets are in it.
+  // The fp32 logits of some tokens for one tile. `columns` and `hit`: the target's column in the
+  // tile, and whether it lies there.
   struct Operands {
     at::Tensor input, weight, target;
   };
@@ -266,6 +267,7 @@ struct TiledCrossEntropyFunction : torch::autograd::Function<TiledCrossEntropyFu
     at::Tensor log_sum =
         zeros32({num_tokens}, input).fill_(-std::numeric_limits<double>::infinity());
     const at::Tensor picked = zeros32({num_tokens}, input), total = zeros32({num_tokens}, input);
+    // A running log-sum-exp over the tiles (arXiv:1805.02867): the logits never exist whole.
     op->forward([&](const TiledWeight& one, size_t tile, const at::Tensor& weight) {
       for (int64_t begin = 0; begin < num_tokens; begin += op->tokens) {
         const RowChunk part = chunk(*op, one, tile, begin, {input, weight, target});
@@ -301,6 +303,7 @@ struct TiledCrossEntropyFunction : torch::autograd::Function<TiledCrossEntropyFu
     const at::Tensor to_input = wants_input ? zeros32(input.sizes(), input) : at::Tensor();
     const bool wants_bias = op.has_bias && context->needs_input_grad(3);
     const at::Tensor to_bias = wants_bias ? zeros32({num_classes}, input) : at::Tensor();
+    // The logits are computed again, one chunk of tokens and one tile at a time.
     op.backward(true, trains, [&](const TiledWeight& one, size_t tile, const at::Tensor& held) {
       const at::Tensor weight = held.to(op.compute);
       const at::Tensor to_weight = trains ? zeros32(weight.sizes(), input) : at::Tensor();
@@ -345,7 +348,7 @@ c10::intrusive_ptr<TileOp> make_op(const std::shared_ptr<TiledWeights>& weights,
 
 }  // namespace tiles
 
-// ---- the public face
+// ---- the public class
 
 Tiles::Tiles(std::shared_ptr<tiles::TiledWeights> weights, const std::string& param,
              int64_t loss_tokens)

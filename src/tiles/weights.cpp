@@ -54,7 +54,7 @@ namespace {
 
 std::string elsewhere(const TiledWeight& one) {
   return concat("[tiles::detach] parameter \"", one.name, "\" is in ", one.tiles.size(),
-                " tiles, and its values are not here as a whole. Read it inside `with "
+                " tiles, and its whole value is not in memory. Read it inside `with "
                 "engine.gathered():`, or keep its module out of \"tiling.modules\".");
 }
 
@@ -85,7 +85,7 @@ bool TiledWeights::any_in(const TiledWeight& one, const std::vector<int>& units)
 
 namespace {
 
-// Whole rows between the tiles and `whole`, in the dtype they compute in.
+// Copies all rows between the tiles and `whole`, in the dtype that they compute in.
 void copy_rows(const TiledWeight& one, device::Address whole, bool to_tiles) {
   for (const at::Tensor& tile : one.tiles) {
     const auto bytes = static_cast<int64_t>(tile.nbytes());
@@ -138,7 +138,7 @@ void TiledWeights::split_rows(std::map<std::string, at::Tensor>& by_name) const 
     const at::Tensor value = given->second;
     if (value.sizes() != one.whole.sizes()) {
       throw ConfigError(concat("[tiles::split_rows] \"", one.name, "\" has shape ", value.sizes(),
-                               ", its parameter ", one.whole.sizes()));
+                               ", but its parameter has ", one.whole.sizes()));
     }
     by_name.erase(given);
     for (size_t tile = 0; tile < one.tiles.size(); ++tile) {
@@ -166,7 +166,7 @@ void TiledWeights::return_rows(int unit) {
     const size_t tile = found - one.units.begin();
     one.returned.narrow(0, one.first[tile], one.rows(tile)).copy_(one.tiles[tile].detach());
     if (++one.num_returned < one.tiles.size()) continue;
-    // Its storage stays, and so do the user's views of it.
+    // The parameter keeps its storage object, so the user's views of it stay valid.
     c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
     c10::StorageImpl* filled = one.returned.storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(filled->set_data_ptr(c10::DataPtr(nullptr, storage->device())));

@@ -423,7 +423,7 @@ def test_dropout_is_drawn_alike(pools):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tiling": {"max_bytes": 1024}}, "are not cut further yet"),
-    ({"parallel": {"rules": {"tokens": "vocab"}}}, 'module "head" has, too'),
+    ({"parallel": {"rules": {"tokens": "vocab"}}}, 'module "head" also uses'),
     ({"parallel": {"rules": {"*.qkv": "column:7"}}}, "which is not 7 equal parts"),
     ({"parallel": {"rules": {"*.nothing": "row"}}}, "no module and no parameter has such a name"),
     ({"parallel": {"rules": {"*.heads": "divide:3"}}}, "does not divide by 3"),
