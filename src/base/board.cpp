@@ -259,7 +259,7 @@ std::optional<RankStatus> RankStatus::read(const std::string& path) {
   if (file < 0 || fstat(file, &about) != 0) {
     const std::string why = std::strerror(errno);
     if (file >= 0) close(file);
-    throw RuntimeFault(concat("[base::RankStatus::read] ", path, ": ", why));
+    throw RuntimeFault(concat("[base::RankStatus::read] ", path, " cannot be read: ", why));
   }
   std::optional<RankStatus> status;
   void* memory = MAP_FAILED;
