@@ -129,8 +129,8 @@ class PENSTOCK_API Core {
   friend class Tiles;
   friend class Values;
   struct State;
-  std::shared_ptr<State>
-      state_;  // shared with views and autograd hooks, which may outlive the core
+  // Shared with views and autograd hooks, which may outlive the core.
+  std::shared_ptr<State> state_;
 };
 
 // Units whose forward the front computes again in backward (UnitInfo::recomputed), and their saved

@@ -48,8 +48,8 @@ struct Tile {
   int64_t offset = 0, bytes = 0;
   std::span<const void* const> data;
 };
-inline constexpr int64_t kTileBytes = 128
-                                      << 10;  // size of every tile except the last tile of a piece
+// Size of every tile except the last tile of a piece.
+inline constexpr int64_t kTileBytes = 128 << 10;
 using TakeTile = std::function<void(const Tile&)>;
 
 // A rank's position in the plan, which other ranks can read. It is set for every collective, so the

@@ -212,8 +212,7 @@ Replay replay(const Schedule& schedule, double forward, double backward, double 
     return static_cast<size_t>(2 * action.stage + action.forward) * num_micro +
            static_cast<size_t>(action.micro);
   };
-  std::vector<double> ends(2 * static_cast<size_t>(num_stages) * num_micro,
-                           -1);  // -1: not computed yet
+  std::vector<double> ends(2 * static_cast<size_t>(num_stages) * num_micro, -1);  // -1: none
   std::vector<size_t> next(num_ranks, 0);
   std::vector<double> time(num_ranks, 0), work(num_ranks, 0);
   std::vector<int> held(num_ranks, 0);
