@@ -1,4 +1,4 @@
-"""Writes the table of docs/deepspeed.md from the translator's own. --check: fails if it differs."""
+"""Writes the table of keys in docs/deepspeed.md from the translator. --check: fails if it differs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from penstock._native import _penstock
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "deepspeed.md"
-HEAD = "| key | what becomes of it | in ours, or why |\n|---|---|---|\n"
+HEAD = "| key | status | native key, or reason |\n|---|---|---|\n"
 
 
 def table() -> str:
@@ -29,7 +29,7 @@ def main() -> None:
     if not options.check:
         PAGE.write_text(made, encoding="utf-8")
     elif made != text:
-        sys.exit(f"{PAGE.name} is not what the translator says; run tools/deepspeed_page.py")
+        sys.exit(f"{PAGE.name} differs from the table of the translator; run tools/deepspeed_page.py")
 
 
 if __name__ == "__main__":
