@@ -1,4 +1,4 @@
-# ccache where it is found; the sloppiness is what it needs to cache with a precompiled header.
+# Uses ccache if it is found. The sloppiness settings let it cache with a precompiled header.
 find_program(CCACHE_PROGRAM ccache)
 if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   set(CMAKE_CXX_COMPILER_LAUNCHER

@@ -1,15 +1,15 @@
-# libpenstock.so out of the layers, and two ways to install it, as components of one tree:
+# libpenstock.so, made of the layers, and two ways to install it, as components of one tree:
 #   cmake --install build/release --prefix P    include/, lib/, and a package for find_package(Penstock)
-#   the component `python`                      libpenstock.so and the module beside each other, for
-#                                               the wheel (pyproject.toml asks for nothing else)
+#   the component `python`                      libpenstock.so and the module side by side, for the
+#                                               wheel (the only component that pyproject.toml installs)
 # Nothing here links Python: a C++ program needs none.
 include(CMakePackageConfigHelpers)
 
 set(layers base place plan mem comm optim activations exec ckpt tiles engine)
 list(TRANSFORM layers PREPEND penstock_)
 
-# The layers' objects themselves: nothing inside refers to the public functions, so an archive would
-# leave them out. The archives follow for what the layers link with.
+# Links the object files of the layers. Nothing inside the library refers to the public functions,
+# so an archive would leave them out. The archives follow for their link dependencies.
 add_library(penstock SHARED)
 add_library(Penstock::penstock ALIAS penstock)
 foreach(layer ${layers})
@@ -25,7 +25,8 @@ if(NOT PENSTOCK_SANITIZE)
   target_link_options(penstock PRIVATE LINKER:-z,defs)
 endif()
 
-# A wheel finds torch beside its own folder; an install for C++ finds the torch it was built with.
+# A wheel finds torch in the folder next to its own; a C++ install finds the torch it was built
+# with.
 set(PENSTOCK_RPATH "$ORIGIN" "$ORIGIN/../torch/lib")
 if(NOT SKBUILD_STATE STREQUAL "wheel")
   list(APPEND PENSTOCK_RPATH ${TORCH_DIR}/lib)
@@ -53,17 +54,17 @@ install(FILES
   COMPONENT cpp DESTINATION ${PENSTOCK_PACKAGE_DIR})
 
 install(TARGETS penstock LIBRARY DESTINATION penstock COMPONENT python EXCLUDE_FROM_ALL)
-# A wheel brings what torch's does not: Highway, where it is a shared library.
+# A wheel contains what torch's wheel lacks: Highway, if it is a shared library.
 get_target_property(hwy_type hwy::hwy TYPE)
 if(SKBUILD_STATE STREQUAL "wheel" AND hwy_type STREQUAL "SHARED_LIBRARY")
   install(FILES $<TARGET_FILE:hwy::hwy> RENAME $<TARGET_SONAME_FILE_NAME:hwy::hwy>
     DESTINATION penstock COMPONENT python EXCLUDE_FROM_ALL)
 endif()
-# With PENSTOCK_AS_DEEPSPEED=1 the interpreter finds the package deepspeed (python/penstock/deepspeed.py).
+# With PENSTOCK_AS_DEEPSPEED=1 this file makes `import deepspeed` find python/penstock/as_deepspeed.
 install(FILES ${CMAKE_SOURCE_DIR}/python/penstock_as_deepspeed.pth
   DESTINATION . COMPONENT python EXCLUDE_FROM_ALL)
 
-# Installs a Python extension module beside libpenstock.so (python/src calls it).
+# Installs a Python extension module next to libpenstock.so (called by python/src).
 function(penstock_install_module target)
   set_target_properties(${target} PROPERTIES
     BUILD_RPATH "${CMAKE_BINARY_DIR};${TORCH_DIR}/lib" INSTALL_RPATH "${PENSTOCK_RPATH}")

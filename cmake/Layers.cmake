@@ -1,29 +1,30 @@
-# Compiling a source on its own costs seconds of headers before its first line, so by default several
-# sources of a target are compiled together. Off (the preset dev), a rebuild after an edit compiles
-# one source. Names that two sources of a layer define for themselves must differ either way.
+# A source compiled alone costs seconds of headers before its first line. So by default several
+# sources of a target are compiled together. If off (the preset dev), a rebuild after an edit
+# compiles one source. In both cases, names that two sources of a layer define for themselves must
+# differ.
 option(PENSTOCK_UNITY "Compile the sources of a target several at a time" ON)
 set(PENSTOCK_UNITY_BATCH 8 CACHE STRING "How many sources are compiled together")
 
-# penstock_batches(target): the sources of `target` are compiled in batches, where that is on.
+# penstock_batches(target): compiles the sources of `target` in batches, if PENSTOCK_UNITY is on.
 function(penstock_batches target)
   set_target_properties(${target} PROPERTIES
     UNITY_BUILD ${PENSTOCK_UNITY} UNITY_BUILD_BATCH_SIZE ${PENSTOCK_UNITY_BATCH})
-  # In a batch GCC takes a source for a header, whose types may not have members of types that are
-  # the file's own.
+  # In a batch, GCC treats a source as a header and warns about types with members of file-local
+  # types.
   if(PENSTOCK_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
     target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
   endif()
 endfunction()
 
 # penstock_layer(NAME plan SOURCES a.cpp TESTS a_test.cpp DEPS base place [TORCH])
-#   One static library per folder of src/, and one test program `plan_test` from its tests.
+#   Makes one static library per folder of src/, and one test program `plan_test` from its tests.
 #   DEPS are the layers whose headers it may include (tools/check_layers.py checks the includes).
-# Off where a compiler that the sources were not written with may have something to say.
+# Turn it off for a compiler that the sources were not tested with.
 option(PENSTOCK_WERROR "Warnings are errors" ON)
 add_library(penstock_flags INTERFACE)
 target_include_directories(penstock_flags INTERFACE
   $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}> $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}/include>)
-# GCC 12 sees array bounds and overlaps in std::string where there are none (its bug 105329, 105651).
+# GCC 12 reports array bounds and overlaps in std::string that do not exist (bugs 105329, 105651).
 target_compile_options(penstock_flags INTERFACE -Wall -Wextra $<$<BOOL:${PENSTOCK_WERROR}>:-Werror>
   $<$<CXX_COMPILER_ID:GNU>:-Wno-array-bounds>
   $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>
@@ -33,7 +34,7 @@ target_link_libraries(penstock_flags INTERFACE Threads::Threads)
 if(PENSTOCK_SANITIZE)
   add_compile_options(-fsanitize=${PENSTOCK_SANITIZE} -fno-omit-frame-pointer -g)
   add_link_options(-fsanitize=${PENSTOCK_SANITIZE})
-  # torch's headers have a fence, in what only Python's objects use: GCC warns that it cannot see it.
+  # torch's headers have a fence in code for Python objects; GCC warns that it cannot check it.
   if(PENSTOCK_SANITIZE MATCHES thread AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
     add_compile_options(-Wno-tsan)
   endif()

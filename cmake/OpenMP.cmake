@@ -1,8 +1,8 @@
-# penstock_openmp(optim kernels.cpp ...): these sources call at::parallel_for, which runs serially in
-# a file compiled without OpenMP. The runtime is torch's own (its thread pool, its number of
-# threads), not the compiler's. Such files do without the precompiled header, which was made without
-# OpenMP. Contraction is off: the kernels say where they fuse, so that a value does not depend on the
-# loop it was computed in.
+# penstock_openmp(optim kernels.cpp ...): compiles sources that call at::parallel_for, which runs
+# serially in a file compiled without OpenMP. The runtime is torch's (its thread pool and number of
+# threads), not the compiler's. These files do not use the precompiled header, which is compiled
+# without OpenMP. Contraction is off: kernels request fused operations explicitly, so a value does
+# not depend on the loop that computed it.
 include_guard(GLOBAL)
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 file(GLOB TORCH_OPENMP ${TORCH_DIR}/lib/libgomp*.so* ${TORCH_DIR}/lib/libiomp5.so

@@ -1,5 +1,6 @@
-# torch by hand, not find_package(Torch): no CUDA toolkit needed on CUDA wheels, no dead MKL paths in
-# the RPATH. The headers are SYSTEM includes. One precompiled header serves every torch target.
+# Finds torch without find_package(Torch): CUDA wheels need no CUDA toolkit, and the RPATH gets no
+# unused MKL paths. The headers are SYSTEM includes. One precompiled header serves every torch
+# target.
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
 execute_process(
   COMMAND ${Python_EXECUTABLE} -c

@@ -1,1 +1,1 @@
-// Gives the precompiled header a target to live in.
+// The source of the target that builds the precompiled header.

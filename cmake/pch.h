@@ -1,5 +1,6 @@
 #pragma once
-// The one precompiled header of the torch layers: what nearly every file there includes.
+// The one precompiled header of the torch layers: the headers that nearly every file there
+// includes.
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/engine.h>

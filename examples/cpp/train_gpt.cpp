@@ -1,13 +1,13 @@
-// Trains a byte-level GPT on real text from a native program, without Python: ranks are threads, or
+// Trains a byte-level GPT on real text from a native program, without Python. Ranks are threads, or
 // the processes that torchrun, mpirun or srun started (torchrun --no-python --nproc-per-node 2
 // train_gpt).
 //
 //   train_gpt [--ranks 2] [--steps 100] [--width 128] [--layers 4] [--strategy zero3] [--data FILE]
-//             [--tensor 1]            so many ranks compute each layer together
-//             [--pipeline 1]          so many ranks compute one layer after the other
-//             [--micro-batches 1]     of each step; a pipeline wants a few times its ranks
-//             [--digits 4]            of losses, as they are printed
-//             [--checkpoint DIR]      goes on from what is there, and saves at the end
+//             [--tensor 1]            number of ranks that compute each layer together
+//             [--pipeline 1]          number of ranks that compute the layers one after the other
+//             [--micro-batches 1]     per step; a pipeline needs a few times its number of ranks
+//             [--digits 4]            of printed losses
+//             [--checkpoint DIR]      resumes from it if it has a checkpoint, and saves at the end
 #include <penstock/checkpoint.h>
 #include <penstock/engine.h>
 #include <penstock/error.h>
@@ -32,7 +32,7 @@ struct Options {
   int64_t width = 128, context = 64;
   std::string strategy = "zero3";
   std::string checkpoint;
-  std::string data = "/usr/include/stdlib.h";  // real text that every compiler brings
+  std::string data = "/usr/include/stdlib.h";  // text that comes with every compiler
 };
 
 struct BlockImpl : torch::nn::Module {
@@ -46,8 +46,8 @@ struct BlockImpl : torch::nn::Module {
   }
 
   torch::Tensor attend(const torch::Tensor& x) {
-    const int64_t rows = x.size(0), time = x.size(1), size = x.size(2) / 4;  // of four heads
-    const auto all = penstock::linear(*qkv, x);  // or, of several tensor ranks, of some heads
+    const int64_t rows = x.size(0), time = x.size(1), size = x.size(2) / 4;  // four heads
+    const auto all = penstock::linear(*qkv, x);  // with several tensor ranks: some of the heads
     const auto parts = all.view({rows, time, 3, -1, size}).permute({2, 0, 3, 1, 4});
     const auto y = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true);
     return penstock::linear(*out, y.transpose(1, 2).reshape({rows, time, -1}));
@@ -78,7 +78,7 @@ struct EmbedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Embed);
 
-// Logits, by the weight of the bytes.
+// Logits, computed with the embedding's weight.
 struct HeadImpl : torch::nn::Module {
   HeadImpl(int64_t width, const torch::Tensor& tied) {
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
@@ -98,8 +98,8 @@ struct GptImpl : torch::nn::Module {
     head = register_module("head", Head(options.width, embed->bytes->weight));
   }
 
-  // x, y: [rows, context] int64; mean cross-entropy in nats per byte. Units get their inputs from
-  // penstock::unit(), since these may come from another stage of a pipeline.
+  // x, y: [rows, context] int64. Returns the mean cross-entropy in nats per byte. A unit's inputs
+  // go through penstock::unit(), because they may come from another stage of a pipeline.
   torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& y) {
     auto h = penstock::unit(*embed, {x}, [&](const auto& in) { return embed(in[0]); });
     for (const auto& one : *blocks) {
@@ -159,7 +159,8 @@ torch::Tensor read_bytes(const std::string& path) {
   return data.to(torch::kLong);
 }
 
-// The same weights in every run: ranks that are threads draw from one generator, in turn.
+// Builds the same weights in every run. Ranks that are threads share one generator, so they take
+// turns.
 Gpt build(const Options& options) {
   static std::mutex turn;
   const std::lock_guard lock(turn);
@@ -181,7 +182,7 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
                                  "*.out": "row", "*.down": "row"}}})");
   Gpt model = build(options);
   penstock::Engine engine(model.ptr(), config, group);
-  // Ranks that compute one model together are given the same rows.
+  // Ranks that compute one model together must get the same rows.
   auto generator = at::detail::createCPUGenerator(100 + engine.data_rank());
   const bool saves = !options.checkpoint.empty();
   const bool resumes = saves && penstock::Checkpoints::any(options.checkpoint);
@@ -217,7 +218,7 @@ void train(const Options& options, int rank, const std::shared_ptr<penstock::Gro
   if (!resumes && last >= first) throw penstock::RuntimeFault("the loss did not fall");
 }
 
-// Whether a launcher started this process.
+// Returns whether a launcher started this process.
 bool are_processes() {
   for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
     if (std::getenv(name) != nullptr) return true;

@@ -1,5 +1,5 @@
 #pragma once
-// count_moves: how many moves of each kind a plan makes. A pure function; any thread.
+// count_moves: the number of moves of each kind in a plan. A pure function; any thread.
 //
 // Binding, one line in python/src/plan.cpp (the file of the public header it belongs to):
 //   m.def("count_moves", [](const std::string& plan) { return count_moves(parse_plan(plan)); });

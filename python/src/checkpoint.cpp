@@ -1,7 +1,7 @@
 #include "penstock/checkpoint.h"
 
 #include "penstock/checkpoint_files.h"
-#include "penstock/optimizer_kinds.h"
+#include "src/plan/config/optimizer_kinds.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -14,6 +14,7 @@ namespace penstock::python {
 
 namespace {
 
+// The header penstock/checkpoint.h documents these values; JSON travels as text.
 void bind_values_of(py::module_& module) {
   py::class_<CheckpointTensor>(module, "CheckpointTensor")
       .def(py::init([](std::string role, std::string name, std::vector<int64_t> shape,
@@ -40,7 +41,7 @@ void bind_values_of(py::module_& module) {
       .def_readonly("tensors", &FoundCheckpoint::tensors);
 }
 
-// Files without an engine. Dtypes are torch's.
+// Checkpoint files without an engine (penstock/checkpoint_files.h). Dtypes are torch's.
 void bind_files(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<StoredTensor>(module, "StoredTensor")
@@ -101,6 +102,8 @@ void bind_files(py::module_& module) {
 
 }  // namespace
 
+// Functions that wait for disks or ranks release the interpreter's lock. load() takes it again to
+// call `tensors`, a function from a FoundCheckpoint to the list of its CheckpointTensors.
 void bind_checkpoint(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   bind_values_of(module);

@@ -12,7 +12,7 @@ namespace penstock::python {
 
 namespace {
 
-// A dict is read as the JSON text that Python makes of it, so it means what that text means.
+// Reads a dict through the JSON text that Python makes of it, so a dict and its text mean the same.
 Config config_of(const py::object& given) {
   if (py::isinstance<py::str>(given)) return Config::parse(given.cast<std::string>());
   const py::object text = py::module_::import("json").attr("dumps")(given);
@@ -79,7 +79,7 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("head", &TilingConfig::head);
 }
 
-// "optimizer" is in optimizer_kinds.cpp.
+// The "optimizer" section is in optimizer_kinds.cpp.
 void bind_step_sections(py::module_& module) {
   py::class_<ScheduleConfig>(module, "ScheduleConfig")
       .def_readonly("type", &ScheduleConfig::type)
@@ -90,7 +90,7 @@ void bind_step_sections(py::module_& module) {
   py::class_<BatchConfig>(module, "BatchConfig")
       .def_readonly("micro", &BatchConfig::micro)
       .def_readonly("accumulate", &BatchConfig::accumulate)
-      .def_readonly("global_", &BatchConfig::global)  // a keyword of Python
+      .def_readonly("global_", &BatchConfig::global)  // "global" is a keyword of Python
       .def_readonly("reduction", &BatchConfig::reduction);
   py::class_<LossScaleConfig>(module, "LossScaleConfig")
       .def_readonly("initial", &LossScaleConfig::initial)
@@ -130,7 +130,7 @@ void bind_deepspeed(py::module_& module) {
   module.def("is_deepspeed_config", &is_deepspeed_config, py::arg("json_text"));
   module.def("translate_deepspeed_config", &translate_deepspeed_config, py::arg("json_text"),
              py::arg("world"));
-  // Key, fate, note.
+  // Rows of (key, fate, note).
   module.def("deepspeed_keys", [] {
     std::vector<std::array<std::string, 3>> rows;
     for (const DeepSpeedKey& row : deepspeed_keys()) {
@@ -171,7 +171,7 @@ void bind_config(py::module_& module) {
       .def_readonly("comm", &Config::comm)
       .def_readonly("seed", &Config::seed)
       .def("json", &Config::json, py::arg("indent") = -1)
-      // Copies that differ.
+      // These return a changed copy.
       .def(
           "resolved",
           [](Config config, int world_size) {

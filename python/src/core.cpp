@@ -6,8 +6,8 @@
 
 #include "penstock/metrics.h"
 #include "penstock/report.h"
-#include "penstock/values.h"
 #include "python/src/module.h"
+#include "src/engine/model/values.h"
 
 namespace py = pybind11;
 
@@ -40,6 +40,8 @@ void bind_tree(py::module_& module) {
            py::arg("modules"), py::arg("params"), py::arg("buffers"), py::arg("init"));
 }
 
+// `external`: None for Penstock's kernels, else a function that runs the user's own optimizer. It
+// is called with the interpreter's lock. `options`: see Core::step().
 bool step(Core& core, const std::vector<OptimizerConfig>& groups, const py::object& external,
           const std::string& options) {
   const bool native = external.is_none();
@@ -77,7 +79,7 @@ void bind_core(py::module_& module) {
       .def(py::init<const ModelTree&, const Config&, std::shared_ptr<Group>, bool>(),
            py::arg("tree"), py::arg("config"), py::arg("group"), py::arg("external_optimizer"),
            NoGil())
-      // A copy: a reference would keep the core alive.
+      // Returns a copy, because a reference would keep the core alive.
       .def_property_readonly("config", [](const Core& core) { return Config(core.config()); })
       .def_property_readonly("units", &Core::units)
       .def_property_readonly("needs_unit_events", &Core::needs_unit_events)

@@ -1,5 +1,5 @@
 #include "penstock/group.h"
-#include "penstock/one_host.h"
+#include "src/comm/shm/one_host.h"
 
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
@@ -23,6 +23,8 @@ std::chrono::milliseconds milliseconds(double seconds) {
 
 }  // namespace
 
+// Times in seconds. on_one_host() returns (group, ""), or (None, why not). The reason is "" if the
+// ranks are on several hosts.
 void bind_group(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "Group")
       .def_static(

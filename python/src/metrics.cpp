@@ -13,7 +13,7 @@ namespace penstock::python {
 
 namespace {
 
-// None for what is not known; ints for whole numbers.
+// Unknown values become None; whole numbers become ints. Names and units: docs/monitoring.md.
 py::dict dict_of(const StepMetrics& metrics) {
   py::dict dict;
   for (const auto& [name, value] : metrics.values()) {
@@ -42,6 +42,7 @@ void bind_metrics(py::module_& module) {
       .def_property_readonly("last", [](const Metrics& self) { return dict_of(self.last()); })
       .def("flush", &Metrics::flush, NoGil())
       .def("write_last", &Metrics::write_last, py::arg("path"), NoGil())
+      // {(row, kind): (count, bytes, seconds)}
       .def("sums",
            [](const Metrics& self) {
              py::dict rows;

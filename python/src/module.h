@@ -1,8 +1,9 @@
 #pragma once
-// One function per public header; module.cpp calls them.
+// The bindings: one function per public header, called by module.cpp. The public headers document
+// shapes, units, dtypes and errors; these files only convert values.
 #include <torch/csrc/utils/pybind.h>
 
-#include "penstock/tiling.h"
+#include "src/tiles/tiling.h"
 
 namespace penstock::python {
 
@@ -23,10 +24,10 @@ void bind_tensor_ranks(pybind11::module_& module);
 void bind_tiling(pybind11::module_& module);
 void bind_values(pybind11::module_& module);
 
-// Of {"ignore_index", "reduction", "label_smoothing"}.
+// Reads {"ignore_index", "reduction", "label_smoothing"}.
 CrossEntropyOptions cross_entropy_options(const pybind11::dict& options);
 
-// C++ errors become penstock.ConfigError(ValueError), RuntimeFault(RuntimeError),
+// Registers the C++ errors as penstock.ConfigError(ValueError), RuntimeFault(RuntimeError) and
 // Bug(AssertionError).
 void bind_errors(pybind11::module_& module);
 

@@ -1,4 +1,4 @@
-#include "penstock/one_host.h"
+#include "src/comm/shm/one_host.h"
 
 #include <pybind11/stl.h>
 
@@ -13,7 +13,7 @@ namespace penstock::python {
 
 namespace {
 
-// The interpreter's lock, which this thread may hold.
+// Calls body() without the interpreter's lock, if this thread holds it.
 void unlocked(const std::function<void()>& body) {
   if (!Py_IsInitialized() || PyGILState_Check() == 0) return body();
   const py::gil_scoped_release free;
@@ -22,6 +22,7 @@ void unlocked(const std::function<void()>& body) {
 
 }  // namespace
 
+// Returns (back end, ""), or (None, why not). `timeout_s` in seconds.
 void bind_one_host(py::module_& module) {
   module.def(
       "one_host_back_end",

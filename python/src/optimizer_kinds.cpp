@@ -1,4 +1,4 @@
-#include "penstock/optimizer_kinds.h"
+#include "src/plan/config/optimizer_kinds.h"
 
 #include <pybind11/stl.h>
 
@@ -15,7 +15,7 @@ namespace penstock::python {
 
 namespace {
 
-// "type" and every key of its kind, as the config's "optimizer" section has them.
+// Returns "type" and every key of its kind, as in the config's "optimizer" section.
 py::dict section_of(const OptimizerConfig& optimizer) {
   const OptimizerKind& kind = kind_of(optimizer.type);
   py::dict section;
@@ -27,7 +27,7 @@ py::dict section_of(const OptimizerConfig& optimizer) {
   return section;
 }
 
-// A tensor of one element counts as its value.
+// Accepts a tensor of one element for a number.
 void read_key(const OptimizerKey& key, const py::object& value, OptimizerConfig* out) {
   try {
     std::visit(
@@ -38,11 +38,11 @@ void read_key(const OptimizerKey& key, const py::object& value, OptimizerConfig*
         key.field);
   } catch (const py::cast_error&) {
     throw ConfigError("[front::optimizer] \"" + key.name + "\" of a parameter group is " +
-                      std::string(py::repr(value)) + ", which is no value it can have");
+                      std::string(py::repr(value)) + ", which is not a valid value of this key");
   }
 }
 
-// From a torch parameter group, whose other entries do not count.
+// Reads a torch parameter group; entries that are not keys of the kind are ignored.
 OptimizerConfig of_group(const std::string& name, const py::dict& group) {
   const OptimizerKind* kind = find_optimizer(name);
   PENSTOCK_ASSERT(kind != nullptr, "[front::optimizer] no kind " + name);
@@ -61,7 +61,7 @@ void bind_optimizer_kinds(py::module_& module) {
       .def_property_readonly("type",
                              [](const OptimizerConfig& self) { return kind_of(self.type).name; })
       .def_property_readonly("section", &section_of)
-      .def_property_readonly("moments",  // that it keeps, by torch's names
+      .def_property_readonly("moments",  // names of the moments that it keeps, as in torch
                              [](const OptimizerConfig& self) {
                                const auto& names = kind_of(self.type).moments;
                                return std::vector<std::string>(names.begin(),

@@ -1,4 +1,4 @@
-#include "penstock/pipeline_ranks.h"
+#include "src/engine/mesh/pipeline_ranks.h"
 
 #include <pybind11/stl.h>
 
@@ -10,7 +10,7 @@ namespace penstock::python {
 
 namespace {
 
-// None for an undefined one.
+// None stands for an undefined tensor.
 using Tensors = std::vector<std::optional<at::Tensor>>;
 
 Tensors out_of(const std::vector<at::Tensor>& tensors) {
@@ -21,8 +21,8 @@ Tensors out_of(const std::vector<at::Tensor>& tensors) {
   return out;
 }
 
-// Without the Python objects, which another thread could let go of only with the interpreter's
-// lock.
+// Detaches the tensors from their Python objects, because freeing those on another thread needs the
+// interpreter's lock.
 std::vector<at::Tensor> into(const Tensors& tensors) {
   std::vector<at::Tensor> in;
   for (const auto& one : tensors) in.push_back(one ? one->detach() : at::Tensor());

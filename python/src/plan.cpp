@@ -3,8 +3,8 @@
 #include <pybind11/stl.h>
 
 #include "penstock/core.h"
-#include "penstock/mesh_plan.h"
 #include "python/src/module.h"
+#include "src/plan/cost/mesh_plan.h"
 
 namespace py = pybind11;
 
@@ -12,6 +12,7 @@ namespace penstock::python {
 
 namespace {
 
+// Bytes per rank of each tier, and predicted seconds per step (penstock/plan.h).
 py::dict dict_of(const Alternative& one) {
   py::dict dict;
   dict["strategy"] = one.strategy;
@@ -61,7 +62,7 @@ py::dict dict_of(const MeshAlternative& one) {
   dict["over"] = one.over;
   dict["why"] = one.why();
   dict["config"] = one.config();
-  dict.attr("pop")("longest");  // of the state alone, as is whether it is tight
+  dict.attr("pop")("longest");  // describe the state without a mesh
   dict.attr("pop")("tight");
   return dict;
 }

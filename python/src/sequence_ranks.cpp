@@ -1,4 +1,4 @@
-#include "penstock/sequence_ranks.h"
+#include "src/engine/mesh/sequence_ranks.h"
 
 #include <pybind11/stl.h>
 
@@ -8,6 +8,7 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
+// Functions that exchange with the sequence ranks release the interpreter's lock.
 void bind_sequence_ranks(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<SequenceRanks>(module, "SequenceRanks")

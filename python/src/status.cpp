@@ -1,4 +1,4 @@
-#include "penstock/status.h"
+#include "src/base/status.h"
 
 #include <pybind11/stl.h>
 
@@ -8,6 +8,7 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
+// Ages in seconds. `numbers` has the names and units of kStepNumbers; NaN: not known.
 void bind_status(py::module_& module) {
   py::class_<RankStatus> status(module, "RankStatus");
   py::class_<RankStatus::Line>(status, "Line")

@@ -1,4 +1,4 @@
-#include "penstock/values.h"
+#include "src/engine/model/values.h"
 
 #include <pybind11/stl.h>
 
@@ -8,6 +8,7 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
+// Methods that exchange release the interpreter's lock. stream() takes it again for each `take`.
 void bind_values(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<Values>(module, "Values")
