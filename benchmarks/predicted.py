@@ -81,7 +81,7 @@ def work(options: argparse.Namespace) -> dict[str, dict]:
     for engine in engines.values():
         engine.close()
     found = {}
-    for name, each in seconds.items() if penstock.ranks.rank() == 0 else ():
+    for name, each in seconds.items() if penstock.front.ranks.rank() == 0 else ():
         told = run.read(folder / name)
         worst = predicted.kinds(predicted.lines(told.trace))[0]
         found[name] = {

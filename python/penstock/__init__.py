@@ -13,16 +13,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from penstock import registration
+from penstock.front import registration
 
 if TYPE_CHECKING:
     from penstock._native import Bug, ConfigError, RuntimeFault
-    from penstock.data import ResumableLoader
-    from penstock.engine import Engine, initialize
-    from penstock.ledger import format_ledger
+    from penstock.front.data import ResumableLoader
+    from penstock.front.engine import Engine, initialize
+    from penstock.front.ledger import format_ledger
+    from penstock.front.optimizer import Lion
+    from penstock.front.sharded_init import init
     from penstock.monitor.timelines import trace
-    from penstock.optimizer import Lion
-    from penstock.sharded_init import init
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,17 +42,17 @@ __all__ = [
 _HOMES = {
     "Bug": "penstock._native",
     "ConfigError": "penstock._native",
-    "Engine": "penstock.engine",
-    "Lion": "penstock.optimizer",
-    "ResumableLoader": "penstock.data",
+    "Engine": "penstock.front.engine",
+    "Lion": "penstock.front.optimizer",
+    "ResumableLoader": "penstock.front.data",
     "RuntimeFault": "penstock._native",
-    "format_ledger": "penstock.ledger",
-    "init": "penstock.sharded_init",
-    "initialize": "penstock.engine",
+    "format_ledger": "penstock.front.ledger",
+    "init": "penstock.front.sharded_init",
+    "initialize": "penstock.front.engine",
     "trace": "penstock.monitor.timelines",
 }
 # Public modules that `import penstock` alone makes reachable as attributes.
-_MODULES = ("data", "deepspeed", "environment", "launch", "monitor", "pipeline_layers", "schedules")
+_MODULES = ("data", "deepspeed", "environment", "launch", "monitor", "schedules")
 
 registration.arrange()
 

@@ -17,7 +17,7 @@ import wandb_files
 from pipe_models import batches, built, deepspeed
 
 import penstock
-from penstock import ranks
+from penstock.front import ranks
 
 ROWS = 2
 

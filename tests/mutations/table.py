@@ -136,7 +136,7 @@ MUTATIONS = [
     # ---- src/mem
     Mutation(
         "stripes over each other",
-        "src/mem/disk.cpp",
+        "src/mem/disk_tier.cpp",
         "index / num_files * stripe + at % stripe,",
         "index / num_files * stripe,",
         BYTES,

@@ -18,7 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from penstock import one_host
+from penstock.front import shm_group
 
 LIMIT = datetime.timedelta(seconds=60)  # of a wait for a peer
 SOON_S = 25.0  # in which the others have to end, far below that
@@ -33,7 +33,7 @@ def shared_memory() -> set[str]:
 def train_for_ever(path: str, rank: int, size: int) -> None:
     """What a rank does until a peer is lost."""
     store = dist.FileStore(path, size)
-    backend = one_host.make(store, rank, size, LIMIT)
+    backend = shm_group.make(store, rank, size, LIMIT)
     small, large = torch.ones(10), torch.ones(300_000, dtype=torch.bfloat16)
     parts = torch.empty(size * 1000)
     while True:

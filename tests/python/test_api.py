@@ -577,7 +577,7 @@ def test_text_of_an_engine_that_did_not_start():
 
 
 def test_one_forward_around_another():
-    from penstock import forwards  # noqa: PLC0415
+    from penstock.front import forward_guard  # noqa: PLC0415
 
     module, seen = torch.nn.Linear(2, 2), []
 
@@ -588,8 +588,8 @@ def test_one_forward_around_another():
 
         return call
 
-    first = forwards.Forward(module, noting("first"))
-    second = forwards.Forward(module, noting("second"))
+    first = forward_guard.Forward(module, noting("first"))
+    second = forward_guard.Forward(module, noting("second"))
     module(torch.ones(1, 2))
     assert seen == ["second", "first"]
     second.remove()

@@ -19,9 +19,9 @@ from test_convert import changed, remove
 import penstock
 from penstock._native import _penstock
 from penstock.cli import main
-from penstock.conversion import Options, convert, cuts, joined
+from penstock.conversion import Options, convert, cuts, rank_merge
 from penstock.conversion.foreign import Foreign
-from penstock.pipeline_layers import LayerSpec, PipelineLayers, TiedLayerSpec
+from penstock.parallel.pipeline_layers import LayerSpec, PipelineLayers, TiedLayerSpec
 
 FOREIGN = pathlib.Path(trained_ranks.__file__).parent / "deepspeed_ranks"
 CASES = sorted(path.name for path in FOREIGN.iterdir())
@@ -268,7 +268,7 @@ def test_groups_of_stages():
         for stage, groups in zip(made, stages, strict=True):
             for decay, names in groups:
                 stage.add_options({"weight_decay": decay}, names)
-        whole = joined.of_stages(made)
+        whole = rank_merge.of_stages(made)
         groups = whole.groups and [
             (one["options"]["weight_decay"], one["params"]) for one in whole.groups
         ]

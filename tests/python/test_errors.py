@@ -223,20 +223,20 @@ def test_training_goes_on_after_nan(pools):
 
 def arrive_late():
     """Rank 1 stands still between making its connections and using them."""
-    import penstock  # noqa: PLC0415
+    from penstock.front import ranks  # noqa: PLC0415
 
-    made = penstock.ranks.Ranks.__init__
+    made = ranks.Ranks.__init__
 
     def dawdle(self, *settings):
         made(self, *settings)
         time.sleep(4.0 if dist.get_rank() == 1 else 0.0)
 
-    penstock.ranks.Ranks.__init__ = dawdle
+    ranks.Ranks.__init__ = dawdle
     try:
         config = Case("zero3").config() | {"comm": {"timeout_s": 2}}
         initialize(models.build("gpt"), config).close()
     finally:
-        penstock.ranks.Ranks.__init__ = made
+        ranks.Ranks.__init__ = made
     return "met"
 
 

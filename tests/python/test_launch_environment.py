@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from penstock import ConfigError, environment
+from penstock import ConfigError
+from penstock.front import environment
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 

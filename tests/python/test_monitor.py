@@ -51,7 +51,7 @@ def train(config, steps=STEPS, before=None, accumulate=1):
     if before is not None:
         before(engine)
     rows, own = [], []
-    torch.manual_seed(penstock.ranks.rank())
+    torch.manual_seed(penstock.front.ranks.rank())
     for _ in range(steps):
         losses = []
         for _ in range(accumulate):
@@ -233,7 +233,7 @@ def test_a_full_disk_is_one_line(tmp_path, capfd):
     )
     assert len(rows) == STEPS
     said = [line for line in capfd.readouterr().err.splitlines() if "metrics.jsonl" in line]
-    assert len(said) == 1 and "training goes on" in said[0]
+    assert len(said) == 1 and "training continues" in said[0]
 
 
 SCRIPT = """

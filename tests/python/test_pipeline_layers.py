@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from penstock import ConfigError
-from penstock.pipeline_layers import LayerSpec, PipelineLayers, TiedLayer, TiedLayerSpec, balanced
+from penstock.parallel.pipeline_layers import (
+    LayerSpec,
+    PipelineLayers,
+    TiedLayer,
+    TiedLayerSpec,
+    balanced,
+)
 
 
 def squares(weights, bounds):

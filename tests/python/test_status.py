@@ -198,11 +198,11 @@ def test_one_rank_alone_has_a_status_until_it_closes():
     import models  # noqa: PLC0415
 
     import penstock  # noqa: PLC0415
-    from penstock import boards  # noqa: PLC0415
+    from penstock.cli import live_status  # noqa: PLC0415
 
     gc.collect()  # engines of other tests that were not closed
     engine = penstock.initialize(models.build("gpt"), {})
-    ((_, board),) = boards.of_process(os.getpid(), "status")
+    ((_, board),) = live_status.of_process(os.getpid(), "status")
     assert (board.rank, board.size, board.at.text) == (0, 1, "the caller's code, after initialize")
     engine.close()
-    assert boards.of(os.getpid()) == []
+    assert live_status.of(os.getpid()) == []

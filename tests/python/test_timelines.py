@@ -195,7 +195,7 @@ SCRIPT = """
     for _ in range(4):
         engine.backward(engine(torch.randn(4, 8)).square().mean())
         engine.step()
-    if penstock.ranks.rank() == 0:
+    if penstock.front.ranks.rank() == 0:
         print("done", engine.steps)
 """
 

@@ -24,10 +24,12 @@ import psutil
 import pytest
 
 import penstock
-from penstock import cli, screen, top_text
-from penstock.boards import Place
+from penstock import cli
+from penstock.cli import terminal as screen
+from penstock.cli import top_text
+from penstock.cli.live_status import Place
+from penstock.cli.top_text import Line, View
 from penstock.monitor import report
-from penstock.top_text import Line, View
 
 # ---- texts
 

@@ -202,16 +202,16 @@ def test_what_the_config_asked_for_is_never_silent(tmp_path, capfd):
         engine.close()
         said = capfd.readouterr().err
         if name == "short":
-            assert 'the last step was 3, so "monitor.trace_first" 5 has not all' in said
+            assert 'ended after step 3, so the trace from "monitor.trace_first" 5 is incomplete' in said
             read_trace(tmp_path / name / "trace.json")
         else:
-            assert f"gives way to {tmp_path / 'x.json'}" in said
+            assert f"is replaced by {tmp_path / 'x.json'}" in said
 
 
 def asked_by_some(folder):
     engine = penstock.initialize(model(), {"strategy": "zero3", "comm": {"timeout_s": 20}})
     steps(engine, 1)
-    if penstock.ranks.rank() == 1:
+    if penstock.front.ranks.rank() == 1:
         engine.trace(f"{folder}/trace.json", 2)
     steps(engine, 3)
     engine.close()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.bench import arguments, compute, engines, links, memory, result, setting
+from penstock.bench.rank_group import RankGroup, Spread
 from penstock.bench.setting import Setting
-from penstock.bench.together import Spread, Together
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     load = os.getloadavg()[0]  # before ours
-    ranks = Together()
+    ranks = RankGroup()
     how = setting.of(options, ranks)
     first = ranks.rank == 0
     spreads = _measure(how, options, lambda text: print(text, flush=True) if first else None)

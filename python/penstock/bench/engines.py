@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock import engine as engines
 from penstock.bench.setting import Setting
+from penstock.front import engine as engines
 
 _WIDTH = 2048  # of two layers: 8.4M parameters, which each rank updates
 _UPDATE_BYTES = 28  # of memory for a parameter: kUpdateBytes of src/plan/cost/step_time.h

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock import device_back_ends, registration
 from penstock.bench.setting import Setting
+from penstock.front import device_backends, registration
 
 _BYTES = 8 << 20
 # Under their names of torch 2.13, or the older ones.
@@ -48,7 +48,7 @@ def links(setting: Setting, seconds: float) -> dict[str, list[float]]:
     for rank, place in enumerate(ranks.all_of((first, ranks.local_rank))):
         nodes.setdefault(place[0], []).append(rank)
         columns.setdefault(place[1], []).append(rank)
-    back_end = device_back_ends.name_for(setting.device, "auto") or (
+    back_end = device_backends.name_for(setting.device, "auto") or (
         registration.NAME if len(nodes) == 1 else "gloo"
     )
     found: dict[str, list[float]] = {}

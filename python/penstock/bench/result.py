@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import penstock
+from penstock.bench.machine_file import ABOUT, FIELDS, OVERLAP
+from penstock.bench.rank_group import Spread
 from penstock.bench.setting import Setting
-from penstock.bench.together import Spread
-from penstock.machine_file import ABOUT, FIELDS, OVERLAP
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.bench.together import Together
+from penstock.bench.rank_group import RankGroup
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -17,7 +17,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Setting:
     """One rank's."""
 
-    ranks: Together
+    ranks: RankGroup
     device: torch.device
     precision: str
     width: int
@@ -38,7 +38,7 @@ class Setting:
             torch.accelerator.synchronize(self.device)
 
 
-def of(options: Namespace, ranks: Together) -> Setting:
+def of(options: Namespace, ranks: RankGroup) -> Setting:
     """On the machine's accelerator where there is one."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault
-from penstock.conversion import joined, pickles
+from penstock.conversion import pickles, rank_merge
 from penstock.conversion.cuts import Rules
 from penstock.conversion.foreign import Entry, Foreign
 
@@ -78,15 +78,15 @@ def read(folder: pathlib.Path, inert: Sequence[str], rules: Rules | None = None)
         [_read_rank(files, stage * tensor + rank) for stage in range(len(files.models) // tensor)]
         for rank in range(tensor)
     ]
-    ranks = [joined.of_stages(stages) for stages in by_stage]
+    ranks = [rank_merge.of_stages(stages) for stages in by_stage]
     for rank, layers in files.layers.items():
         of_rank = [held[0] for held in files.models[rank::tensor]]
         buffers = {name for held in of_rank for name in held.get("buffer_names") or []}
-        joined.add_layers(ranks[rank], layers, buffers)
+        rank_merge.add_layers(ranks[rank], layers, buffers)
     if tensor == 1:
         return ranks[0]
     info = files.models[0][0].get("universal_checkpoint_info") or {}
-    return joined.of_parts(ranks, rules or {}, info)
+    return rank_merge.of_parts(ranks, rules or {}, info)
 
 
 @dataclasses.dataclass

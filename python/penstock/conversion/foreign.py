@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, _penstock
-from penstock.json_values import encode, encode_scalar
+from penstock.front.json_values import encode, encode_scalar
 
 OWN = "optim."  # begins the role of what a user's own optimizer keeps
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile

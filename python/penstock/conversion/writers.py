@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from penstock import export
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.conversion import dcp
 from penstock.conversion.foreign import MOMENTS, OWN, Entry, Foreign
 from penstock.conversion.options import Options, Say
-from penstock.json_values import decode, decode_scalar
+from penstock.front import export
+from penstock.front.json_values import decode, decode_scalar
 
 _SHARD_BYTES = 5_000_000_000
 _EVERY_S = 2.0

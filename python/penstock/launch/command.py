@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.environment import DEFAULT_PORT, NodePlace, node_place
+from penstock.front.environment import DEFAULT_PORT, NodePlace, node_place
 from penstock.launch.arguments import add_options, node_range
 from penstock.launch.backends import BACKENDS, Job, choose, ssh_args
 from penstock.launch.exports import carried, default_env_files, read_env_file

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from penstock import ranks
 from penstock._native import ConfigError, RuntimeFault
+from penstock.front import ranks
 from penstock.monitor import flops
 from penstock.monitor.console import Console
 from penstock.monitor.deepspeed import StepEvents

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock.monitor import slices as slices_of
+from penstock.monitor import step_picture as slices_of
 
 Event = dict[str, Any]
 _UNITS = re.compile(r" u\d+(\+u\d+)*(\[\d+/\d+\])?")

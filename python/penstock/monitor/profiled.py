@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from penstock import ranks
 from penstock._native import ConfigError
+from penstock.front import ranks
 
 MOST_EVENTS = 200_000  # of a rank in one file
 FIRST_ROW = 1000  # above all lanes of a rank

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.monitor import predicted, slices, svg
+from penstock.monitor import predicted, step_picture, svg
 from penstock.monitor.run import Run, read
 
 _STYLE = """
@@ -205,7 +205,7 @@ def _predicted(run: Run) -> str:
     if not found:
         return ""
     heads = [
-        f"of rank {slices.first_rank(run.trace)}, ms a step",
+        f"of rank {step_picture.first_rank(run.trace)}, ms a step",
         "lines",
         "predicted",
         "measured",
@@ -277,7 +277,7 @@ def page(runs: Sequence[Run]) -> str:
     parts = [_summary(runs), '<h2>Curves</h2><div class="grid2">', _curves(runs)]
     for index, run in enumerate(runs):
         parts.append(_memory(run, "memory" if index == 0 else "memory2"))
-    parts.append(slices.picture(first.trace))
+    parts.append(step_picture.picture(first.trace))
     parts.append("</div>")
     parts.append(_predicted(first))
     if not first.rows:

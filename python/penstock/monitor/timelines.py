@@ -10,8 +10,8 @@ import warnings
 import weakref
 from typing import Any
 
-from penstock import ranks
 from penstock._native import ConfigError, RuntimeFault
+from penstock.front import ranks
 from penstock.monitor.profiled import Profile, check_free, running
 from penstock.monitor.trace_request import TRACE, Wish, check_folder, of_environment
 

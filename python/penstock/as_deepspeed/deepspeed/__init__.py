@@ -3,7 +3,7 @@
 import argparse as _argparse
 from typing import Any as _Any
 
-from . import _absent, git_version_info
+from . import _missing_name, git_version_info
 from . import checkpoint as checkpoint
 from . import comm as comm
 from . import module_inject as module_inject
@@ -45,12 +45,12 @@ __version_major__, __version_minor__, __version_patch__ = (
 __git_hash__, __git_branch__ = git_version_info.git_hash, git_version_info.git_branch
 dist = comm
 
-init_inference = _absent.function(
+init_inference = _missing_name.function(
     "deepspeed.init_inference", "it trains; call the model under torch.inference_mode()"
 )
-default_inference_config = _absent.function("deepspeed.default_inference_config", "it trains")
-set_autotp_mode = _absent.function("deepspeed.set_autotp_mode", _absent.TENSOR)
-tp_model_init = _absent.function("deepspeed.tp_model_init", _absent.TENSOR)
+default_inference_config = _missing_name.function("deepspeed.default_inference_config", "it trains")
+set_autotp_mode = _missing_name.function("deepspeed.set_autotp_mode", _missing_name.TENSOR)
+tp_model_init = _missing_name.function("deepspeed.tp_model_init", _missing_name.TENSOR)
 
 
 def add_config_arguments(parser: _argparse.ArgumentParser) -> _argparse.ArgumentParser:

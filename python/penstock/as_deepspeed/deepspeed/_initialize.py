@@ -10,7 +10,7 @@ import torch
 
 from penstock import ConfigError
 
-from ._absent import TENSOR
+from ._missing_name import TENSOR
 from .comm.comm import get_world_size, init_distributed
 from .git_version_info import git_hash, version
 from .runtime.engine import DeepSpeedEngine

@@ -1,7 +1,7 @@
 """Checkpoints of DeepSpeed's."""
 
-from .. import _absent
+from .. import _missing_name
 
-DeepSpeedCheckpoint = _absent.cls(
+DeepSpeedCheckpoint = _missing_name.cls(
     "deepspeed.checkpoint.DeepSpeedCheckpoint", "penstock convert reads checkpoints of DeepSpeed"
 )

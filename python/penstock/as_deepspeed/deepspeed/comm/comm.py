@@ -44,7 +44,7 @@ def init_distributed(  # noqa: PLR0913 - as DeepSpeed's
             world_size=world_size if world_size > 0 else int(os.environ["WORLD_SIZE"]),
         )
         return
-    from penstock.environment import adopt  # noqa: PLC0415 - reads the environment
+    from penstock.front.environment import adopt  # noqa: PLC0415 - reads the environment
 
     adopt()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "MASTER_ADDR" in os.environ:

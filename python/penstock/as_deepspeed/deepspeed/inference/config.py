@@ -1,5 +1,5 @@
 """Inference engines, which are not built."""
 
-from .. import _absent
+from .. import _missing_name
 
-DeepSpeedInferenceConfig = _absent.cls("deepspeed.DeepSpeedInferenceConfig", "it trains")
+DeepSpeedInferenceConfig = _missing_name.cls("deepspeed.DeepSpeedInferenceConfig", "it trains")

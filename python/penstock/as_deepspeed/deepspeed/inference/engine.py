@@ -1,5 +1,5 @@
 """Inference engines, which are not built."""
 
-from .. import _absent
+from .. import _missing_name
 
-InferenceEngine = _absent.cls("deepspeed.InferenceEngine", "it trains")
+InferenceEngine = _missing_name.cls("deepspeed.InferenceEngine", "it trains")

@@ -1,8 +1,8 @@
 """Quantized and LoRA layers, which are not built: peft's train under every strategy."""
 
-from .. import _absent
+from .. import _missing_name
 
 _INSTEAD = "use peft, whose adapters train under every strategy"
-LoRAConfig = _absent.cls("deepspeed.linear.LoRAConfig", _INSTEAD)
-OptimizedLinear = _absent.cls("deepspeed.linear.OptimizedLinear", _INSTEAD)
-QuantizationConfig = _absent.cls("deepspeed.linear.QuantizationConfig", _INSTEAD)
+LoRAConfig = _missing_name.cls("deepspeed.linear.LoRAConfig", _INSTEAD)
+OptimizedLinear = _missing_name.cls("deepspeed.linear.OptimizedLinear", _INSTEAD)
+QuantizationConfig = _missing_name.cls("deepspeed.linear.QuantizationConfig", _INSTEAD)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from penstock import ConfigError, config_file
+from penstock import ConfigError
 from penstock._native import _penstock
+from penstock.front import config_file
 from penstock.monitor.deepspeed_config import get_monitor_config
 
 SEQUENCE = (

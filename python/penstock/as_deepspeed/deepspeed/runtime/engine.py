@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch.utils import _pytree as _tree
 
 import penstock
-from penstock import ConfigError, lazy_logits, schedules
-from penstock import optimizer as optimizers
+from penstock import ConfigError
 from penstock._native import _penstock
-from penstock.engine import engine_of
+from penstock.front import optimizer as optimizers
+from penstock.front import schedules
+from penstock.front.engine import engine_of
 from penstock.monitor.deepspeed import step_events
+from penstock.parallel import lazy_logits
 
 from ..comm.comm import get_rank, get_world_size
 from ..monitor.monitor import MonitorMaster

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from penstock import ConfigError, parallel_plans
+from penstock import ConfigError
+from penstock.parallel import parallel_plans
 
 Rules = dict[str, str]
 _KEYS = "patterns partition_type shape partition_dim model_types gather_output grad_allreduce"

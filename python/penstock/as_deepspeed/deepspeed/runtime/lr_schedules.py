@@ -1,15 +1,15 @@
-"""DeepSpeed's schedules (penstock.schedules)."""
+"""DeepSpeed's schedules (penstock.front.schedules)."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from penstock.schedules import LRRangeTest as LRRangeTest
-from penstock.schedules import OneCycle as OneCycle
-from penstock.schedules import WarmupCosineLR as WarmupCosineLR
-from penstock.schedules import WarmupDecayLR as WarmupDecayLR
-from penstock.schedules import WarmupLR as WarmupLR
+from penstock.front.schedules import LRRangeTest as LRRangeTest
+from penstock.front.schedules import OneCycle as OneCycle
+from penstock.front.schedules import WarmupCosineLR as WarmupCosineLR
+from penstock.front.schedules import WarmupDecayLR as WarmupDecayLR
+from penstock.front.schedules import WarmupLR as WarmupLR
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST = "LRRangeTest"

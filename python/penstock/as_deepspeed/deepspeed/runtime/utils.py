@@ -13,7 +13,7 @@ import torch
 
 from penstock import ConfigError
 
-from .. import _absent
+from .. import _missing_name
 from ..utils.logging import logger
 
 _NORMS = "gradients are sharded in the engine: engine.get_global_grad_norm() is their norm"
@@ -66,11 +66,13 @@ def clip_grad_norm_(
     )
 
 
-get_global_norm = _absent.function("runtime.utils.get_global_norm", _NORMS)
-get_grad_norm = _absent.function("runtime.utils.get_grad_norm", _NORMS)
-get_global_norm_of_tensors = _absent.function("runtime.utils.get_global_norm_of_tensors", _NORMS)
-get_weight_norm = _absent.function("runtime.utils.get_weight_norm", "use torch.linalg")
-CheckOverflow = _absent.cls("runtime.utils.CheckOverflow", _NORMS)
+get_global_norm = _missing_name.function("runtime.utils.get_global_norm", _NORMS)
+get_grad_norm = _missing_name.function("runtime.utils.get_grad_norm", _NORMS)
+get_global_norm_of_tensors = _missing_name.function(
+    "runtime.utils.get_global_norm_of_tensors", _NORMS
+)
+get_weight_norm = _missing_name.function("runtime.utils.get_weight_norm", "use torch.linalg")
+CheckOverflow = _missing_name.cls("runtime.utils.CheckOverflow", _NORMS)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

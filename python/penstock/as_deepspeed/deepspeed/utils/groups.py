@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import _absent
+from .. import _missing_name
 from ..comm.comm import get_rank, get_world_size
 
 mpu: Any = None  # of the last open engine that has a pipeline, tensor or sequence ranks
@@ -131,18 +131,20 @@ _get_sequence_parallel_group = get_sequence_parallel_group
 _get_sequence_parallel_world_size = get_sequence_parallel_world_size
 _get_sequence_parallel_rank = get_sequence_parallel_rank
 _get_expert_parallel_world_size, _get_expert_parallel_rank = _one, _zero
-_get_expert_parallel_group = _absent.function(
+_get_expert_parallel_group = _missing_name.function(
     "groups._get_expert_parallel_group", "expert parallelism is not built yet"
 )
 _TENSOR = 'initialize() makes them, with "tensor_parallel": {"autotp_size": N} in the config'
-_without_tensor_ranks = _absent.function("a group of tensor ranks without an engine's", _TENSOR)
+_without_tensor_ranks = _missing_name.function(
+    "a group of tensor ranks without an engine's", _TENSOR
+)
 _SEQUENCE = (
     'initialize() makes one, with "sequence_parallel_size" in the config, mesh_param or an mpu'
 )
-_without_sequence_ranks = _absent.function(
+_without_sequence_ranks = _missing_name.function(
     "a group of sequence ranks without an engine's", _SEQUENCE
 )
-initialize_model_parallel = _absent.function("groups.initialize_model_parallel", _TENSOR)
+initialize_model_parallel = _missing_name.function("groups.initialize_model_parallel", _TENSOR)
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock import ConfigError
-from penstock.engine import Engine, engine_of
+from penstock.front.engine import Engine, engine_of
 
 from .logging import warning_once
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from penstock import ConfigError, optimizer
+from penstock import ConfigError
+from penstock.front import optimizer
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from penstock import ConfigError, optimizer
+from penstock import ConfigError
+from penstock.front import optimizer
 
 
 def refuse(name: str, bias_correction: bool, amsgrad: bool) -> None:

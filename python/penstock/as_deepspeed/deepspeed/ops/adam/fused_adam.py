@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from penstock import optimizer
+from penstock.front import optimizer
 
 from .cpu_adam import refuse
 

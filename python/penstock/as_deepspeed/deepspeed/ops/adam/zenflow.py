@@ -1,7 +1,7 @@
 """ZenFlow, which is not built."""
 
-from ... import _absent
+from ... import _missing_name
 
 _INSTEAD = "use offload.late_update (docs/config.md), which is exact"
-ZenFlowCPUAdam = _absent.cls("ZenFlowCPUAdam", _INSTEAD)
-ZenFlowSelectiveAdamW = _absent.cls("ZenFlowSelectiveAdamW", _INSTEAD)
+ZenFlowCPUAdam = _missing_name.cls("ZenFlowCPUAdam", _INSTEAD)
+ZenFlowSelectiveAdamW = _missing_name.cls("ZenFlowSelectiveAdamW", _INSTEAD)

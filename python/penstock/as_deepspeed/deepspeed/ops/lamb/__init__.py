@@ -1,7 +1,7 @@
 """LAMB, which is not elementwise."""
 
-from ... import _absent
+from ... import _missing_name
 
-FusedLamb = _absent.cls(
+FusedLamb = _missing_name.cls(
     "deepspeed.ops.lamb.FusedLamb", "its trust ratio needs whole parameters; use AdamW or Lion"
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock import Lion, optimizer
+from penstock import Lion
+from penstock.front import optimizer
 
 
 class DeepSpeedCPULion(Lion):

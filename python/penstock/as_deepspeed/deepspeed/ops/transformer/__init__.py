@@ -1,7 +1,7 @@
 """DeepSpeed's own layers, which are not built."""
 
-from ... import _absent
+from ... import _missing_name
 
 _INSTEAD = "use a layer of torch"
-DeepSpeedTransformerConfig = _absent.cls("DeepSpeedTransformerConfig", _INSTEAD)
-DeepSpeedTransformerLayer = _absent.cls("DeepSpeedTransformerLayer", _INSTEAD)
+DeepSpeedTransformerConfig = _missing_name.cls("DeepSpeedTransformerConfig", _INSTEAD)
+DeepSpeedTransformerLayer = _missing_name.cls("DeepSpeedTransformerLayer", _INSTEAD)

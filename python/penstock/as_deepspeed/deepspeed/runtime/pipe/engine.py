@@ -11,7 +11,7 @@ from torch.utils import _pytree as _tree
 from torch.utils.data import DistributedSampler
 
 from penstock import ConfigError
-from penstock.pipeline_layers import as_inputs
+from penstock.parallel.pipeline_layers import as_inputs
 
 from ...utils import groups
 from ...utils.loaders import DeepSpeedDataLoader, RepeatingLoader

@@ -10,9 +10,10 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 
-from penstock import ConfigError, pipeline_layers
-from penstock.pipeline_layers import LayerSpec as LayerSpec
-from penstock.pipeline_layers import TiedLayerSpec as TiedLayerSpec
+from penstock import ConfigError
+from penstock.parallel import pipeline_layers
+from penstock.parallel.pipeline_layers import LayerSpec as LayerSpec
+from penstock.parallel.pipeline_layers import TiedLayerSpec as TiedLayerSpec
 
 from ...comm.comm import get_world_size, init_distributed
 from ..activation_checkpointing import checkpointing

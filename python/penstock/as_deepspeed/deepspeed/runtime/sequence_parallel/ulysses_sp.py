@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 
 from penstock import ConfigError
-from penstock.sequence_parallel import length_dependent_rotary
+from penstock.parallel.sequence_parallel import length_dependent_rotary
 
-from ... import _absent
+from ... import _missing_name
 from ...sequence.layer import to_heads, to_tokens
 from ...utils.logging import logger
 from . import parallel_state_sp
 
 _TILES = "use the native key tiling.loss_tokens (docs/config.md)"
-SequenceTiledCompute = _absent.cls("SequenceTiledCompute", _TILES)
-TiledMLP = _absent.cls("TiledMLP", _TILES)
-TiledFusedLogitsLoss = _absent.cls("TiledFusedLogitsLoss", _TILES)
-sequence_tiled_compute = _absent.function("sequence_tiled_compute", _TILES)
+SequenceTiledCompute = _missing_name.cls("SequenceTiledCompute", _TILES)
+TiledMLP = _missing_name.cls("TiledMLP", _TILES)
+TiledFusedLogitsLoss = _missing_name.cls("TiledFusedLogitsLoss", _TILES)
+sequence_tiled_compute = _missing_name.function("sequence_tiled_compute", _TILES)
 
 _CORE = "sdpa"
 _IGNORED = -100  # label that does not count, of torch and transformers

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import penstock
-from penstock import ConfigError, sharded_init
-from penstock.engine import engine_of
+from penstock import ConfigError
+from penstock.front import sharded_init
+from penstock.front.engine import engine_of
 
 from ...comm.comm import get_world_size
 

@@ -1,0 +1,66 @@
+"""The command line. It imports the module of the command that is given, and no other."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from penstock import __version__
+
+# Name -> what `penstock --help` says of it.
+_SUMMARIES = {
+    "run": "start the ranks of a script, here or on several nodes",
+    "plan": "will it fit, how fast: every strategy and offload choice for a model",
+    "bench": "measure this machine: a calibration file for penstock plan and predictions",
+    "status": "where every rank of a run is, and which one the others wait for",
+    "top": "every rank of a run, live: step, speed, memory, and which one is late",
+    "inspect": "what is in a checkpoint, and whether it is whole",
+    "report": "one HTML file about a run, or comparing two",
+    "convert": "checkpoints of DeepSpeed, torch and Hugging Face, in and out",
+    "explain": "print every effective value of a config",
+    "doctor": "versions and machine, for a bug report",
+}
+
+
+def _module_of(name: str) -> Any:
+    """It has add_to(commands, summary). The ranks import the launcher, so it is a package apart."""
+    place = "penstock.launch.command" if name == "run" else f"penstock.cli.{name}_command"
+    return importlib.import_module(place)
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """With the options of the chosen command; of the others only their names and summaries."""
+    parser = argparse.ArgumentParser(prog="penstock", description="Sharded training on torch.")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, summary in _SUMMARIES.items():
+        if name == chosen:
+            _module_of(name).add_to(commands, summary)
+        else:
+            commands.add_parser(name, help=summary)
+    return parser
+
+
+def _unknown(word: str) -> str:
+    near = difflib.get_close_matches(word, _SUMMARIES, n=1, cutoff=0.4)
+    advice = f'did you mean "{near[0]}"?' if near else f"known are {', '.join(_SUMMARIES)}"
+    return f'there is no command "{word}": {advice}'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. A wrong value is one line and code 2."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    chosen = next((word for word in words if not word.startswith("-")), "")
+    if chosen and chosen not in _SUMMARIES:
+        print(f"penstock: {_unknown(chosen)}", file=sys.stderr)
+        return 2
+    args = _parser(chosen).parse_args(words)
+    try:
+        return int(args.command(args))
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2

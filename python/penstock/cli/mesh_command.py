@@ -1,0 +1,98 @@
+"""penstock plan --gpus: meshes of a cluster, with bytes, seconds and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import Any
+
+from penstock._native import _penstock
+from penstock.cli import model_spec
+from penstock.cli.model_spec import PlannedModel
+
+_MICRO = "1,2,4,8"
+
+
+def rate(text: str) -> float:
+    """Bytes/s of "400GB/s", "50 GiB/s" or a plain number."""
+    read = re.fullmatch(
+        r"([0-9.]+(?:e[+]?[0-9]+)?)\s*(?:([KMGT]?)(i?)B(?:/s)?)?", text.strip(), re.I
+    )
+    try:
+        number = float(read.group(1)) if read else 0.0
+    except ValueError:
+        number = 0.0
+    if read is None or not number > 0:
+        raise argparse.ArgumentTypeError(f'"{text}" is no rate such as 400GB/s, 50GiB/s or 5e10')
+    base = 1024 if read.group(3) else 1000
+    return number * float(base ** " KMGT".index((read.group(2) or " ").upper()))
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.node is None or args.gpus is None:
+        raise ValueError("[plan] meshes need both --nodes and --gpus")
+    if args.node < 1 or args.gpus < 1:
+        raise ValueError("[plan] --nodes and --gpus are whole numbers >= 1")
+    if args.tokens is not None:
+        raise ValueError("[plan] --tokens is for one mesh; with --gpus give --batch, --micro")
+    if args.world is not None and args.world != args.node * args.gpus:
+        raise ValueError(
+            f"[plan] --world is {args.world} and --nodes times --gpus is {args.node * args.gpus}: "
+            "leave --world out"
+        )
+
+
+def _native_shape(shape: dict[str, int]) -> Any:
+    """The heads that tensor ranks share out are those of keys and values, if these are fewer."""
+    heads = min(shape["heads"], shape.get("key_value_heads", shape["heads"]))
+    native = _penstock.TransformerShape()
+    for key, value in {**shape, "heads": heads}.items():
+        if key != "key_value_heads":
+            setattr(native, key, value)
+    return native
+
+
+def report(
+    args: argparse.Namespace, model: PlannedModel, config: dict[str, Any], machine: Any
+) -> None:
+    """Prints the meshes. Raises ValueError for options that do not go together."""
+    _check(args)
+    shape, known = model.shape()
+    config.pop("mesh", None)  # what --nodes made of it
+    offload = config.setdefault("offload", {})
+    if isinstance(offload, dict):
+        offload.setdefault("optimizer", "none")
+        offload.setdefault("params", "none")
+    question = _penstock.MeshQuestion(_penstock.Config(config), machine)
+    question.nodes, question.per_node = args.node, args.gpus
+    world = args.node * args.gpus
+    batch = model_spec.whole(args.batch, "--batch") if args.batch else 8 * world
+    question.batch = batch
+    question.micro = [model_spec.whole(size, "--micro") for size in args.micro.split(",")]
+    question.shape = _native_shape(shape)
+    found = _penstock.mesh_report(model.tree(), question)
+    if args.json:
+        for one in found["alternatives"]:
+            one["config"] = json.loads(one["config"])
+        shown = {"shape": shape, "shape_is": known, "batch": batch}
+        print(json.dumps({**shown, "alternatives": found["alternatives"]}, indent=2))
+        return
+    words = (f"{key.replace('_', ' ')} {value}" for key, value in shape.items())
+    print(f"{', '.join(words)} ({known})")
+    print(found["text"].rstrip())
+
+
+def add_options(plan: argparse.ArgumentParser) -> None:
+    """Those of a cluster."""
+    cluster = plan.add_argument_group("meshes: with --gpus, those of --nodes x --gpus are proposed")
+    cluster.add_argument("--gpus", type=int, metavar="N", help="ranks of a node")
+    cluster.add_argument(
+        "--batch", metavar="B", help="samples of a step over all ranks (default 8 a rank)"
+    )
+    cluster.add_argument(
+        "--micro",
+        metavar="M,...",
+        default=_MICRO,
+        help="samples of a micro-batch to be tried (default %(default)s)",
+    )

@@ -1,0 +1,117 @@
+"""Models that `penstock plan` is asked about, as it needs them; those that need no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from penstock._native import _penstock
+
+HEAD = 128  # hidden values of an attention head, if nothing says
+_ASSUMED = {"sequence": 2048, "vocabulary": 0}  # for a model known by its parameters alone
+SPECS = (
+    "module:callable or file.py:callable (no arguments, returns an nn.Module), "
+    "gpt:layers=12,hidden=768,vocab=50257,seq=1024, a Hugging Face config.json, "
+    "or parameters per block, such as 1e6,12e6,12e6"
+)
+
+
+class PlannedModel(Protocol):
+    """What the simulator has to know about a model."""
+
+    @property
+    def sequence(self) -> int | None:
+        """Tokens of a sequence, or None if that is not known."""
+
+    def tree(self) -> Any:
+        """The model as the C++ engine sees it, a `_penstock.ModelTree`."""
+
+    def shape(self) -> tuple[dict[str, int], str]:
+        """The transformer that the model is, or is taken for, and how that is known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A model known by the numbers of parameters of its blocks alone."""
+
+    numel: Sequence[int]
+    sequence: None = None
+
+    def tree(self) -> Any:
+        modules = [
+            _penstock.ModuleInfo("", "Blocks", -1, []),
+            _penstock.ModuleInfo("blocks", "ModuleList", 0, []),
+        ]
+        params = []
+        for index, numel in enumerate(self.numel):
+            name = f"blocks.{index}"
+            modules.append(_penstock.ModuleInfo(name, "Block", 1, [index]))
+            params.append(_penstock.ParamInfo(f"{name}.weight", _without_values(numel), 0))
+        return _penstock.ModelTree(modules, params, [], None)
+
+    def shape(self) -> tuple[dict[str, int], str]:
+        layers = len(self.numel)
+        hidden = max(1, round((sum(self.numel) / layers / 12) ** 0.5))
+        shape = {"layers": layers, "hidden": hidden, "heads": num_heads(hidden), **_ASSUMED}
+        return shape, "all of it assumed: a transformer of 12 x hidden^2 parameters a layer"
+
+
+def _without_values(numel: int) -> Any:
+    return importlib.import_module("torch").empty(numel, device="meta", requires_grad=True)
+
+
+def num_heads(hidden: int) -> int:
+    """Attention heads of a plausible transformer of that width."""
+    return max(1, round(hidden / HEAD))
+
+
+def nearest(word: str, words: Sequence[str]) -> str:
+    """What an error adds about a wrong word: the nearest right one, else all of them."""
+    near = difflib.get_close_matches(word, words, n=1, cutoff=0.4)
+    return f'did you mean "{near[0]}"?' if near else f"known are {', '.join(words)}"
+
+
+def pairs(text: str, keys: Sequence[str], option: str) -> dict[str, str]:
+    """Reads `key=value,key=value`. Raises ValueError for a key not of `keys`, or given twice."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if key not in keys:
+            raise ValueError(f'[plan] {option} has no "{key}": {nearest(key, keys)}')
+        if not equals or not value:
+            raise ValueError(f'[plan] {option}: "{part}" should read {key}=value')
+        if key in found:
+            raise ValueError(f'[plan] {option} has "{key}" twice: {found[key]} and {value}')
+        found[key] = value
+    return found
+
+
+def whole(text: str, what: str) -> int:
+    """A whole number >= 1, which may be written 7e9. Raises ValueError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if number < 1 or number != int(number):
+        raise ValueError(f'[plan] {what} is "{text}", not a whole number >= 1')
+    return int(number)
+
+
+def num_blocks(numel: int) -> int:
+    """Layers of a plausible transformer of so many parameters.
+
+    It is 128 times as wide as deep (GPT-3, arXiv:2005.14165, and LLaMA, arXiv:2302.13971, from 7e9
+    on) with 12 x width^2 parameters a layer; embeddings are not counted.
+    """
+    return max(1, round(math.pow(numel / (12 * 128**2), 1 / 3)))
+
+
+def blocks_of(spec: str) -> Blocks | None:
+    """The model of "1e6,12e6,12e6"; None for a spec of another form. Raises ValueError."""
+    if not spec[:1].isdigit() or ":" in spec or spec.endswith(".json"):
+        return None
+    return Blocks([whole(part, "a block of --model") for part in spec.split(",")])

@@ -1,0 +1,72 @@
+"""penstock status: where every rank of a run is, and whom it waits for."""
+
+from __future__ import annotations
+
+import argparse
+
+from penstock.cli import live_status
+from penstock.cli.live_status import Found, Place
+
+
+def _row(place: Place) -> list[str]:
+    """Rank, process, step, how long, and what."""
+    step = "" if place.step is None else str(place.step)
+    seconds = "" if place.for_s is None else f"{place.for_s:.1f} s"
+    return [str(place.rank), place.pid, step, seconds, place.what]
+
+
+def _table(found: Found) -> str:
+    """Of one run."""
+    any_board = found[0][1]
+    rows = [_row(place) for place in live_status.places(found)]
+    rows.insert(0, ["rank", "pid", "step", "for", "what"])
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
+        for row in rows
+    ]
+    if any_board.size > 1:
+        lines.append(live_status.verdict(found))
+    if any_board.size > 1 and not any_board.run:
+        lines.append(
+            f"these ranks, of {any_board.size}, have not met yet: the launcher's pid shows all here"
+        )
+    return "\n".join(lines)
+
+
+def _log(found: Found) -> str:
+    pid, board = found[0]
+    lines = [f"rank {board.rank} (process {pid}), its last {len(board.log)} lines of the plan:"]
+    lines += [f"step {line.step}  {line.age_s:9.3f} s ago  {line.text}" for line in board.log]
+    return "\n".join(lines)
+
+
+def _status(args: argparse.Namespace) -> int:
+    if args.pid is None:
+        found = live_status.readable(live_status.pids())
+    else:
+        found = live_status.of_process(args.pid, "status")
+    if not found:
+        print("no engine of yours runs on this machine")
+        return 0
+    if args.log:
+        print(_log(found))
+        return 0
+    print("\n\n".join(_table(run) for run in live_status.by_run(found)))
+    return 0
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Adds the command to the command line."""
+    status = commands.add_parser(
+        "status",
+        help=summary,
+        description=f"{summary}. Reads what the ranks keep in memory, and asks none of them.",
+    )
+    status.add_argument(
+        "pid", type=int, nargs="?", metavar="PID", help="of any rank or the launcher; default: all"
+    )
+    status.add_argument(
+        "--log", action="store_true", help="the last lines of the plan on that rank instead"
+    )
+    status.set_defaults(command=_status)

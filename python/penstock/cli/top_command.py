@@ -1,0 +1,232 @@
+"""penstock top: every rank of a run on this machine, once a second."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pathlib
+import shutil
+import socket
+import time
+from typing import Any
+
+from penstock.cli import live_status, terminal, top_text
+from penstock.cli.live_status import Found
+from penstock.cli.top_text import View
+from penstock.monitor import run
+
+_EVERY_S = 1.0
+_ALL_EACH = 10  # looks, of which one is at every process
+_SLACK_S = 60.0  # of clocks that were set meanwhile
+_PACE_STEPS = 10  # that are needed to measure one
+_NO_ENGINE = "no engine of yours runs on this machine"
+
+
+class _Pace:
+    """Seconds a step, since it was first looked at."""
+
+    def __init__(self, step: float) -> None:
+        self._step, self._at = step, time.monotonic()
+
+    def seconds(self, step: float, last: float | None) -> float | None:
+        """`last`: of the last step, which is taken until there are enough."""
+        done = step - self._step
+        return (time.monotonic() - self._at) / done if done >= _PACE_STEPS else last
+
+
+class Watch:
+    """The ranks that RUN names, looked at again and again.
+
+    Attributes:
+        last_step, last_loss: what was seen last.
+    """
+
+    def __init__(self, what: str | None) -> None:
+        """A process, a folder, or None for all. Raises ValueError: there is none of that name."""
+        self.last_step: int | None = None
+        self.last_loss: float | None = None
+        self._pid = int(what) if what is not None and what.isdecimal() else None
+        self._folder = pathlib.Path(what) if what is not None and self._pid is None else None
+        self._about: dict[str, Any] = {}
+        self._runs: set[Any] = set()
+        self._processes: list[int] = []  # that had engines
+        self._count = 0  # of engines
+        self._is_launcher = False
+        self._looks = 0
+        self._paces: dict[Any, _Pace] = {}
+        if self._folder is not None:
+            self._about = run.json_object(self._folder / "run.json")
+            if not self._about:
+                raise ValueError(
+                    f'[top] "{what}" is no process and no folder of a run: it has no run.json '
+                    f'("monitor": {{"path": ...}} makes it with the first step)'
+                )
+
+    @property
+    def name(self) -> str:
+        return "" if self._folder is None else self._folder.resolve().name
+
+    def look(self) -> list[View]:
+        """Empty: there is no engine now."""
+        found = [one for one in live_status.readable(self._processes) if self._wanted(one)]
+        if not found or len(found) < self._count or self._looks % _ALL_EACH == 0:
+            found = self._search()
+        self._looks += 1
+        self._processes, self._count = list({pid for pid, _ in found}), len(found)
+        self._runs |= {live_status.run_of(*one) for one in found}
+        views = [self._view(one) for one in live_status.by_run(found)]
+        if views:
+            self._remember(views[0])
+        return views
+
+    def ended(self) -> bool:
+        """Of one that has no engine now: whether there will be none."""
+        state = live_status.field(self._pid, "State")[:1] if self._pid is not None else []
+        return not self._is_launcher or state in ([], ["Z"])
+
+    def last_words(self) -> str:
+        """Raises ValueError: the run is not this machine's."""
+        host = self._about.get("host")
+        if not self._runs and host not in (None, socket.gethostname()):
+            raise ValueError(
+                f"[top] {self.name}: the run began on host {host}: call penstock top there; here "
+                f"it has no rank"
+            )
+        if self._folder is not None:
+            for row in run.rows(self._folder / "metrics.jsonl")[-1:]:
+                if row["step"] >= (self.last_step or 0):
+                    self.last_step, self.last_loss = row["step"], row.get("loss")
+        elif not self._runs:
+            return _NO_ENGINE
+        return top_text.last_words(self.name, self.last_step, self.last_loss)
+
+    # ---- which
+
+    def _search(self) -> Found:
+        if self._pid is not None:
+            try:
+                found = live_status.of_process(
+                    self._pid, "top"
+                )  # a launcher may have started others
+                self._is_launcher |= self._pid not in {pid for pid, _ in found}
+                return found
+            except ValueError:
+                if not self._runs:
+                    raise
+        return [one for one in live_status.readable(live_status.pids()) if self._wanted(one)]
+
+    def _wanted(self, one: tuple[int, Any]) -> bool:
+        if self._folder is None and self._pid is None:
+            return True
+        if self._runs:
+            return live_status.run_of(*one) in self._runs
+        pid, board = one
+        first = f"{self._about.get('host')} {self._about.get('pid')}"
+        if list(board.roster[:1]) != [first]:
+            return False
+        # Else it is another's that has the number now.
+        return live_status.began(pid) <= float(self._about.get("started", math.inf)) + _SLACK_S
+
+    # ---- what of them
+
+    def _view(self, found: Found) -> View:
+        (pid, board), places = found[0], live_status.places(found)
+        verdict = live_status.verdict(found)
+        if board.size > 1 and not board.run:
+            verdict = f"{len(found)} of {board.size} ranks are here; they have not met yet"
+        started = self._about.get("started") or min(live_status.began(one) for one, _ in found)
+        return View(
+            name=self.name,
+            ranks=board.size,
+            places=places,
+            late=live_status.late({one.rank: one for _, one in found}),
+            verdict=verdict,
+            elapsed_s=time.time() - started,
+            about=self._about,
+            pace_s=self._pace(live_status.run_of(pid, board), places),
+        )
+
+    def _pace(self, key: Any, places: list[live_status.Place]) -> float | None:
+        step = top_text.first(places, "step")
+        if step is None:
+            return None
+        pace = self._paces.setdefault(key, _Pace(step))
+        return pace.seconds(step, top_text.first(places, "step_s"))
+
+    def _remember(self, view: View) -> None:
+        step = top_text.first(view.places, "step")
+        if step is not None:
+            self.last_step, self.last_loss = int(step), top_text.first(view.places, "loss")
+
+
+def _once(watch: Watch) -> int:
+    views = watch.look()
+    if not views:
+        print(watch.last_words())
+        return 0
+    columns = shutil.get_terminal_size((160, 24)).columns
+    lines = top_text.frame(views, columns, rows=sum(len(view.places) + 7 for view in views))
+    print("\n".join(terminal.styled(line, terminal.has_colours()) for line in lines))
+    return 0
+
+
+def _live(watch: Watch, every_s: float) -> int:
+    views = watch.look()  # what is wrong is said before the screen is taken
+    screen = terminal.Screen()
+    try:
+        with screen.open():
+            while views or not watch.ended():
+                columns, rows = screen.size()
+                lines = top_text.frame(views, columns, rows)
+                screen.draw(lines or [top_text.Line("no engine now: the launcher still runs")])
+                if "q" in screen.key(every_s).lower():
+                    return 0
+                views = watch.look()
+    except (KeyboardInterrupt, EOFError):
+        return 0
+    print(watch.last_words())
+    return 0
+
+
+def _top(args: argparse.Namespace) -> int:
+    watch = Watch(args.run)
+    if args.once or not terminal.is_terminal():
+        return _once(watch)
+    return _live(watch, args.every)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.05 <= value <= 3600.0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.05 to 3600")
+    return value
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Adds the command to the command line."""
+    top = commands.add_parser(
+        "top",
+        help=summary,
+        description=f"{summary}. Reads what the ranks keep in memory, and asks none of them. Ends "
+        f"with the run, with q and with Ctrl-C.",
+    )
+    top.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help="the folder that monitor.path names, or the pid of any rank or of the launcher; "
+        "default: all engines of yours",
+    )
+    top.add_argument(
+        "--every",
+        type=_seconds,
+        default=_EVERY_S,
+        metavar="S",
+        help=f"seconds between two looks (default {_EVERY_S:g})",
+    )
+    top.add_argument(
+        "--once",
+        action="store_true",
+        help="print it once, all ranks; so also where stdout is no terminal",
+    )
+    top.set_defaults(command=_top)

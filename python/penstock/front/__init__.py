@@ -1,0 +1,1 @@
+"""The engine that users call, and what of it is written in Python."""

@@ -1,0 +1,156 @@
+"""Whole steps from whole batches: a loop that is the same on every mesh."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError, RuntimeFault
+from penstock.front import module_tree, ranks
+from penstock.parallel import pipeline_window
+from penstock.parallel.pipeline_window import LossOf, loss_in
+
+_NOTHING = object()
+
+
+class Batches:
+    """The part of an engine that takes a step's samples at once."""
+
+    config: Any
+    module: torch.nn.Module
+    _core: Any
+    _pipeline: Any
+
+    @property
+    def data_rank(self) -> int:
+        """Which of `data_size` this is: ranks that compute one model together are one."""
+        mesh = self.config.mesh
+        return self._of_stage() // int(mesh.tensor * mesh.sequence)
+
+    def _of_stage(self) -> int:
+        """This rank's number among those of its pipeline stage."""
+        return int(ranks.rank() % (ranks.world() // self.config.mesh.pipeline))
+
+    @property
+    def data_size(self) -> int:
+        """How many parts a global batch has."""
+        return int(self.config.mesh.data)
+
+    def train_batch(self, data: Any, loss_of: LossOf | None = None) -> torch.Tensor:
+        """Forwards, backwards and the step of one whole window. All ranks call it.
+
+        Args:
+            data: the samples of this data rank (`data_rank` of `data_size`) for
+                `batch.accumulate` backwards: a tensor, tuple, list or mapping of tensors, cut in
+                equal parts along dimension 0; or an iterator, which gives one part after the other.
+                A mapping goes to the model by name, a tuple or list by place.
+            loss_of: loss_of(outputs, part) -> []. Default: the outputs where they are a tensor of
+                one element, else their `loss`. In a pipeline the ranks of the last stage call it.
+
+        Returns:
+            The mean loss over all parts and data ranks, [] fp32 on the CPU, the same on every rank.
+
+        Raises:
+            StopIteration: an iterator has nothing more, on every rank alike.
+            ConfigError: rows that do not divide by `batch.accumulate`; outputs without a loss.
+            RuntimeFault: an iterator that ends within a window; backwards before this call; as
+                `step()`.
+        """
+        if not torch.is_grad_enabled():
+            raise ConfigError(
+                "[front::train_batch] gradients are off (torch.no_grad(), inference_mode()): call "
+                "it outside, or eval_batch()"
+            )
+        count = int(self.config.batch.accumulate)
+        parts = list(_parts(data, count))
+        if self._pipeline.active:
+            return self._mean(pipeline_window.train(self, parts, loss_of))
+        losses = []
+        for index, part in enumerate(parts):
+            loss = self._loss(part, loss_of)
+            self.backward(loss)  # type: ignore[attr-defined]
+            losses.append(loss.detach())
+            applied = self.step()  # type: ignore[attr-defined]
+            if applied and index + 1 < count:
+                raise RuntimeFault(
+                    "[front::train_batch] there were backwards since the last step already, so the "
+                    "window was over before this batch was"
+                )
+        return self._mean(losses)
+
+    def eval_batch(
+        self, data: Any, loss_of: LossOf | None = None, parts: int | None = None
+    ) -> torch.Tensor:
+        """The mean loss as of `train_batch`, without gradients and with the model in eval mode.
+
+        `parts`: how many `data` is cut in, or gives; default: `batch.accumulate`.
+        """
+        count = int(self.config.batch.accumulate) if parts is None else parts
+        if count < 1:
+            raise ConfigError(f"[front::eval_batch] parts is {parts}; allowed: 1 or more")
+        was = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                each = _parts(data, count)
+                if self._pipeline.active:  # stages hand on tensors with versions
+                    with torch.inference_mode(False):
+                        return self._mean(pipeline_window.evaluate(self, list(each), loss_of))
+                return self._mean([self._loss(part, loss_of) for part in each])
+        finally:
+            for module, training in was:
+                module.training = training
+
+    def _outputs(self, part: Any) -> Any:
+        """The model's, of one part of a batch."""
+        if isinstance(part, Mapping):
+            return self(**part)  # type: ignore[operator]
+        if isinstance(part, (tuple, list)):
+            return self(*part)  # type: ignore[operator]
+        return self(part)  # type: ignore[operator]
+
+    def _loss(self, part: Any, loss_of: LossOf | None) -> torch.Tensor:
+        return loss_in(self._outputs(part), part, loss_of)
+
+    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """Over the ranks that have any."""
+        own = 0.0
+        if losses:
+            own = float(
+                torch.stack([one.detach().double().cpu().reshape(()) for one in losses]).mean()
+            )
+        return torch.tensor(self._core.mean(own, bool(losses)), dtype=torch.float32)
+
+
+def _parts(data: Any, count: int) -> Iterable[Any]:
+    """`count` parts. Of an iterator the first is taken now."""
+    if not hasattr(data, "__next__"):
+        return _cut(data, count)
+    return itertools.chain([next(data)], _others(data, count))
+
+
+def _others(data: Iterator[Any], count: int) -> Iterator[Any]:
+    for index in range(1, count):
+        part = next(data, _NOTHING)
+        if part is _NOTHING:
+            raise RuntimeFault(
+                f"[front::train_batch] the iterator ended after {index} of the {count} parts of a "
+                f"window (batch.accumulate)"
+            )
+        yield part
+
+
+def _cut(data: Any, count: int) -> Iterator[Any]:
+    if isinstance(data, Mapping):  # transformers' BatchEncoding is no dict
+        data = dict(data)
+    tensors, left = module_tree.take_out(data)
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
+    if len(rows) != 1 or min(rows) == 0 or min(rows) % count:
+        raise ConfigError(
+            f"[front::train_batch] the batch has tensors of {sorted(rows)} rows: one number, which "
+            f"divides by batch.accumulate {count}, is needed"
+        )
+    size = rows.pop() // count
+    for index in range(count):
+        yield module_tree.put_in([tensor[index * size :][:size] for tensor in tensors], left)

@@ -1,0 +1,586 @@
+"""What the front keeps of a training run, for its checkpoints: everything that is not the core's.
+
+The optimizer's groups, the scheduler, buffers, generators of random numbers, what an optimizer of
+the user's own keeps, and objects that users register. The format is in docs/formats.md.
+"""
+
+import json
+import os
+import signal
+import threading
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError, _penstock
+from penstock.front import export, generators, module_tree, ranks
+from penstock.front.json_values import decode, decode_scalar, encode, encode_scalar
+from penstock.front.optimizer import ShardStep
+from penstock.launch import RESUME
+
+_Tensor = _penstock.CheckpointTensor
+_OWN = "optim."  # begins the role of what an optimizer of the user's own keeps
+
+
+class _Signals:
+    """Handlers of signals on which engines save; those that were there before are called, too."""
+
+    GOES_ON, ENDS = 1, 2
+    engines: "dict[int, weakref.WeakSet[Checkpointing]]" = {}
+    before: dict[int, Any] = {}
+
+    @classmethod
+    def watch(cls, signum: int, engine: "Checkpointing") -> None:
+        if signum not in cls.engines:
+            if threading.current_thread() is not threading.main_thread():
+                raise ConfigError(
+                    '[front::initialize] "checkpoint.signals" needs the main thread: Python sets '
+                    "handlers of signals there alone"
+                )
+            cls.engines[signum] = weakref.WeakSet()
+            cls.before[signum] = signal.signal(signum, cls.handle)
+        cls.engines[signum].add(engine)
+
+    @classmethod
+    def handle(cls, signum: int, frame: Any) -> None:
+        living = [one for one in cls.engines[signum] if one._open()]
+        for one in living:
+            one._core.checkpoints.ask(cls.ENDS if signum == signal.SIGTERM else cls.GOES_ON)
+        before = cls.before[signum]
+        if callable(before):
+            before(signum, frame)
+        elif not living and before == signal.SIG_DFL:  # nobody is left who would save
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+
+
+class Checkpointing:
+    """The part of an engine that saves and loads; every rank calls these together."""
+
+    config: Any
+    module: torch.nn.Module
+    _core: Any
+    _pipeline: Any
+
+    def _open(self) -> bool:
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        self._registered: list[Any] = []
+        self._saving = False  # something was saved
+        self.client_state: Any = None  # what a save on a signal stores
+
+    def save(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        tag: str | None = None,
+        client_state: Any = None,
+        wait: bool = True,
+    ) -> str:
+        """Saves all that training goes on from, below a folder; between step() and a backward.
+
+        Each rank writes what it holds; nothing is gathered. The checkpoint appears under its name
+        when it is complete and durable, and then `path/latest` names it.
+
+        Args:
+            path: folder of the run's checkpoints, the same for every rank; default: the key
+                `checkpoint.path`.
+            tag: the checkpoint's name in it; default: "step-N". One of that name is replaced.
+            client_state: numbers, texts, and lists, tuples and dicts of them: `load()` gives them
+                back.
+            wait: False returns when the state was copied, and writes while training goes on. What
+                goes wrong then is a RuntimeWarning in a later call; `close()` and the next `save()`
+                wait for it.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ConfigError: in the middle of a window or inside `gathered(write=True)`; what cannot be
+                saved (names it); arguments that are not the same on every rank.
+            RuntimeFault: a rank could not save (names rank, path, bytes): nothing is left of it.
+        """
+        self._say_failure()
+        where = self._checkpoints_in(path, "save")
+        self._saving = True
+        self._pipeline.bring_buffers()
+        return _save(self, where, tag, client_state, wait)
+
+    def load(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        tag: str | None = None,
+        *,
+        weights_only: bool = False,
+    ) -> Any:
+        """Takes over a checkpoint: of any number of ranks, strategy, offload and tiling.
+
+        Weights, buffers, the optimizer's state and its groups' options, the scheduler, generators
+        of random numbers and registered objects are as they were when it was saved.
+
+        Args:
+            path: folder of checkpoints, or one of them; "auto" (or None): the key
+                `checkpoint.path`, or what `penstock run --resume` says.
+            tag: the checkpoint's name; default: the newest that is whole (one that is damaged is
+                passed over, with a line on stderr).
+            weights_only: parameters and buffers alone.
+
+        Returns:
+            The `client_state` that it was saved with. With "auto", None where there is none yet.
+
+        Raises:
+            ConfigError: another model or optimizer: names everything that is missing, too many or
+                different; nothing is changed.
+            RuntimeFault: none that is whole. When values were already replaced, the engine can
+                only load another one or be closed.
+        """
+        self._say_failure()
+        auto = path is None or path == "auto"
+        first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
+        resume = os.environ.get(RESUME, "auto") if auto and tag is None and first else "auto"
+        if resume == "never":
+            return None
+        if resume != "auto":
+            auto, path = False, resume
+        where = self._checkpoints_in(None if auto else path, "load")
+        return _load(self, where, tag, weights_only, auto and tag is None)[1]
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Objects whose state_dict() is saved and loaded with the engine: a loader, a counter.
+
+        Their states are those of each rank, and hold what `client_state` may. Register the same
+        objects in the same order before `save()` and `load()`.
+        """
+        for one in objects:
+            for name in ("state_dict", "load_state_dict"):
+                if not callable(getattr(one, name, None)):
+                    raise ConfigError(
+                        f"[front::register_for_checkpointing] a {type(one).__name__} has no "
+                        f"{name}()"
+                    )
+        self._registered.extend(objects)
+
+    def export_hf(
+        self,
+        path: str | os.PathLike[str],
+        dtype: torch.dtype | None = None,
+        max_shard_bytes: int = 5_000_000_000,
+    ) -> None:
+        """Writes the weights as `from_pretrained()` loads them; all ranks call it, rank 0 writes.
+
+        `model.safetensors`, or shards of it and `model.safetensors.index.json`; tied weights once;
+        the model's config where it has one of transformers. Parameters come one unit at a time:
+        rank 0 holds a unit and one tensor beside it.
+
+        Args:
+            path: a folder, which may exist; files of an earlier export in it are replaced.
+            dtype: of the parameters; default: those that they compute in.
+            max_shard_bytes: of a file; a larger tensor has one of its own.
+
+        Raises:
+            ConfigError: a dtype that is not a floating one.
+            RuntimeFault: what could not be written, on every rank.
+        """
+        export.export_hf(self, path, dtype, max_shard_bytes)
+
+    def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return _buffers(self.module)
+
+    def _watch_signals(self) -> None:
+        for name in self.config.checkpoint.signals:
+            _Signals.watch(signal.Signals[name], self)
+
+    def _save_if_asked(self) -> None:
+        urgency = self._core.checkpoints.asked()
+        if urgency == 0:
+            return
+        self.save(client_state=self.client_state)
+        if urgency == _Signals.ENDS:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _checkpoints_in(self, path: Any, call: str) -> str:
+        where = os.fspath(path) if path is not None else self.config.checkpoint.path
+        if not where:
+            raise ConfigError(
+                f'[front::{call}] no path: pass one, or set the key "checkpoint.path"'
+            )
+        return str(where)
+
+    def _say_failure(self) -> None:
+        """What went wrong in a save that nobody waited for."""
+        failure = self._core.checkpoints.failure() if self._saving else ""
+        if failure:
+            warnings.warn(f"[front::save] not saved: {failure}", RuntimeWarning, stacklevel=3)
+
+
+def _save(engine: Any, path: str, tag: str | None, client_state: Any, wait: bool) -> str:
+    """See `Checkpointing.save`."""
+    front: dict[str, Any] = {}
+    of_rank: dict[str, Any] = {}
+    tensors: list[Any] = []
+    problem = ""
+    try:
+        front, of_rank, tensors = _kept(engine, client_state)
+    except Exception as error:  # noqa: BLE001 - of users' objects; every rank is told
+        problem = str(error)
+    made = engine._core.checkpoints.save(
+        path, tag or "", wait, json.dumps(front), json.dumps(of_rank), tensors, problem
+    )
+    return str(made)
+
+
+def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """What the front keeps: the same on every rank, of this rank, and tensors."""
+    engine._follow_groups()
+    front = {
+        "optimizer": _optimizer_state(engine),
+        "scheduler": _scheduler_state(engine),
+        "extra_state": {
+            name: encode(module.get_extra_state(), f'get_extra_state() of "{name}"')
+            for name, module in _with_extra_state(engine.module)
+        },
+        "client_state": encode(client_state, "client_state"),
+        "tied": _tied(engine),
+    }
+    of_rank: dict[str, Any] = {
+        **generators.states(_device_of(engine)),
+        "objects": [
+            [type(one).__name__, encode(one.state_dict(), f"state_dict() of object {i}")]
+            for i, one in enumerate(engine._registered)
+        ],
+    }
+    generator = torch.get_rng_state()
+    tensors = [_Tensor("rng", "torch", list(generator.shape), 0, ranks.rank(), generator)]
+    tensors += [_buffer(name, value) for name, value in _buffers(engine.module)]
+    if engine._external is not None:
+        pieces, of_rank["own"] = _own_state(engine.optimizer, engine._external)
+        tensors += pieces
+    return front, of_rank, tensors
+
+
+def _load(
+    engine: Any, path: str, tag: str | None, weights_only: bool, missing_ok: bool
+) -> tuple[str, Any]:
+    """See `Checkpointing.load`. The checkpoint's path ("": there is none) and client_state."""
+    taken: list[_Taken] = []
+    engine._follow_groups()
+
+    def wanted(found: Any) -> list[Any]:
+        taken[:] = [_Taken(engine, found, weights_only)]
+        return taken[0].tensors
+
+    options = _penstock.LoadOptions(tag or "", not weights_only, missing_ok, _tied(engine))
+    found = engine._core.checkpoints.load(path, options, wanted)
+    if not found.path:
+        return "", None
+    problem = ""
+    try:
+        taken[0].apply()
+    except Exception as error:  # noqa: BLE001 - of users' objects; every rank is told
+        problem = f"{type(error).__name__}: {error}"
+    engine._core.checkpoints.taken(problem)
+    return str(found.path), decode(taken[0].front.get("client_state"))
+
+
+class _Taken:
+    """What of a checkpoint the front takes: checked first, then applied."""
+
+    def __init__(self, engine: Any, found: Any, weights_only: bool) -> None:
+        self.front = json.loads(found.front)
+        self._engine, self._weights_only = engine, weights_only
+        self._of_ranks = [json.loads(one) for one in found.of_ranks]
+        self._extra = dict(_with_extra_state(engine.module))
+        # What a C++ program saved or what was converted has not all of the following.
+        self._has_options = "optimizer" in self.front
+        if "extra_state" in self.front:
+            _same_names("get_extra_state()", set(self.front["extra_state"]), set(self._extra))
+        self.tensors = [_buffer(name, value) for name, value in _buffers(engine.module)]
+        if weights_only:
+            return
+        if self._has_options:
+            _check_optimizer(engine, self.front["optimizer"])
+        self._scheduler = self.front.get("scheduler")
+        converted = "converted" in self.front
+        if self._scheduler is None and converted and engine.lr_scheduler:
+            self._say_it_stays("scheduler")
+        else:
+            _check_scheduler(engine, self._scheduler)
+        self._objects: list[Any] = []
+        if not converted:
+            self._take_objects()
+        elif engine._registered:
+            self._say_it_stays("registered objects")
+        # Tensor ranks draw alike: they go on from what the first of them had.
+        tensor = engine.config.mesh.tensor
+        self._place = ranks.rank() // tensor * tensor
+        self._rank = min(self._place, found.world - 1)
+        self._generator: torch.Tensor | None = None
+        if any(one.role == "rng" for one in found.tensors):
+            self._generator = torch.empty_like(torch.get_rng_state())
+            self.tensors.append(
+                _Tensor("rng", "torch", list(self._generator.shape), 0, self._rank, self._generator)
+            )
+        self._own: dict[torch.Tensor, dict[str, Any]] = {}
+        if engine._external is not None:
+            self._take_own(found, engine._external)
+
+    def _take_objects(self) -> None:
+        registered = self._engine._registered
+        self._objects = [
+            (one, _object_state(self._of_ranks, i, one)) for i, one in enumerate(registered)
+        ]
+        saved = len(self._of_ranks[0].get("objects", []))
+        if saved != len(self._objects):
+            raise ConfigError(
+                f"[front::load] the checkpoint has {saved} registered objects, the engine "
+                f"{len(self._objects)} (register_for_checkpointing)"
+            )
+
+    def _say_it_stays(self, what: str) -> None:
+        warnings.warn(
+            f"[front::load] the checkpoint of {self.front['converted']} has no {what}: what the "
+            f"engine has stays as it is",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _take_own(self, found: Any, external: ShardStep) -> None:
+        kept: dict[str, list[Any]] = defaultdict(list)
+        for one in found.tensors:
+            if one.role not in ("param", "buffer", "weight", "rng"):
+                kept[one.name].append(one)
+        scalars = {k: v for rank in self._of_ranks for k, v in rank.get("own", {}).items()}
+        for name, begin, param, master in external.pieces():
+            state: dict[str, Any] = {}
+            for one in kept[name]:
+                value = torch.zeros(master.numel(), dtype=one.dtype)
+                key = one.role.removeprefix(_OWN)
+                role, state[key] = _OWN + key, value
+                if value.numel() > 0:
+                    shape = list(param.shape)
+                    self.tensors.append(_Tensor(role, name, shape, begin, _Tensor.PIECES, value))
+            for key, value in scalars.get(name, {}).items():
+                state[key] = decode_scalar(value)
+            if state:
+                self._own[master] = state
+
+    def apply(self) -> None:
+        for name, state in self.front.get("extra_state", {}).items():
+            self._extra[name].set_extra_state(decode(state))
+        if self._weights_only:
+            return
+        engine = self._engine
+        if self._has_options:
+            self._set_options(engine)
+        if engine._external is not None:
+            engine.optimizer.state.clear()
+            engine.optimizer.state.update(self._own)
+        self._set_rates(engine)
+        for one, state in self._objects:
+            one.load_state_dict(state)
+        self._set_generators()
+
+    def _set_options(self, engine: Any) -> None:
+        for group, saved in zip(
+            engine.optimizer.param_groups, self.front["optimizer"]["groups"], strict=True
+        ):
+            for key, value in saved["options"].items():
+                if key == "params" or key not in group:
+                    continue
+                now = group[key]
+                if isinstance(now, torch.Tensor):
+                    now.fill_(decode(value))
+                else:
+                    group[key] = decode(value)
+        peaks = self.front["optimizer"]["peak_lrs"]
+        if peaks is not None:
+            engine._peak_lrs = decode(peaks)
+
+    def _set_rates(self, engine: Any) -> None:
+        if engine.lr_scheduler is not None:
+            if self._scheduler is not None:
+                engine.lr_scheduler.load_state_dict(decode(self._scheduler["state"]))
+        else:
+            engine._schedule_lr()
+
+    def _set_generators(self) -> None:
+        if self._generator is None:
+            return
+        if self._rank != self._place:
+            return generators.derive(self._generator, self._place)
+        torch.set_rng_state(self._generator)
+        generators.restore(self._of_ranks[self._rank], _device_of(self._engine))
+
+
+# ---- the parts
+
+
+def _device_of(engine: Any) -> torch.device:
+    """Where this rank's parameters compute."""
+    return next((one.device for one in engine.module.parameters()), torch.device("cpu"))
+
+
+def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that state_dict() has, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, value in module_tree.saved_buffers(module):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _buffer(name: str, value: torch.Tensor) -> Any:
+    return _Tensor("buffer", name, list(value.shape), 0, _Tensor.IF_DIFFERENT, value)
+
+
+def _with_extra_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield name, module
+
+
+def _same_names(what: str, there: set[str], here: set[str]) -> None:
+    if there != here:
+        raise ConfigError(
+            f"[front::load] {what} is of other modules: {sorted(there - here)} in the checkpoint "
+            f"alone, {sorted(here - there)} in the model alone"
+        )
+
+
+def _tied(engine: Any) -> dict[str, str]:
+    """Other names of parameters: the name that is theirs."""
+    own = engine._structure.own
+    named = engine.module.named_parameters(remove_duplicate=False)
+    return {name: own[one] for name, one in named if one in own and own[one] != name}
+
+
+def _option(value: Any, what: str) -> Any:
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return encode(value.item() if one else value, what)
+
+
+def _optimizer_state(engine: Any) -> dict[str, Any]:
+    names = dict(engine._structure.own)
+    if engine._external is not None:
+        names |= {master: name for name, _, _, master in engine._external.pieces()}
+    groups = [
+        {
+            "options": {
+                key: _option(value, f"option {key!r} of parameter group {i}")
+                for key, value in group.items()
+                if key != "params"
+            },
+            "params": sorted({names[one] for one in group["params"] if one in names}),
+        }
+        for i, group in enumerate(engine.optimizer.param_groups)
+    ]
+    kind = type(engine.optimizer).__name__
+    return {"class": kind, "groups": groups, "peak_lrs": encode(engine._peak_lrs, "peak_lrs")}
+
+
+def _check_optimizer(engine: Any, saved: dict[str, Any]) -> None:
+    here = _optimizer_state(engine)
+    if saved["class"] is not None and here["class"] != saved["class"]:
+        raise ConfigError(
+            f"[front::load] the checkpoint is of optimizer {saved['class']}, the engine of "
+            f"{here['class']}: load(..., weights_only=True) takes the weights without its state"
+        )
+    if len(here["groups"]) != len(saved["groups"]):
+        raise ConfigError(
+            f"[front::load] the checkpoint's optimizer has {len(saved['groups'])} parameter "
+            f"groups, the engine's {len(here['groups'])}"
+        )
+    frozen = {n for param, n in engine._structure.own.items() if not param.requires_grad}
+    for i, (ours, theirs) in enumerate(zip(here["groups"], saved["groups"], strict=True)):
+        other = sorted(set(ours["params"]) ^ set(theirs["params"]))
+        if saved["class"] is None:  # of others: without frozen parameters
+            other = sorted(set(other) - frozen)
+        if other:
+            raise ConfigError(
+                f"[front::load] parameter group {i} of the optimizer has other parameters than in "
+                f"the checkpoint: {', '.join(other[:10])}"
+            )
+
+
+def _scheduler_state(engine: Any) -> dict[str, Any] | None:
+    scheduler = engine.lr_scheduler
+    if scheduler is None:
+        return None
+    kind = type(scheduler).__name__
+    return {"class": kind, "state": encode(scheduler.state_dict(), f"state_dict() of {kind}")}
+
+
+def _check_scheduler(engine: Any, saved: dict[str, Any] | None) -> None:
+    here = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
+    there = None if saved is None else saved["class"]
+    if saved is not None and there is None:  # of others: known by what it keeps
+        if here is None or saved["state"].keys() == engine.lr_scheduler.state_dict().keys():
+            return
+        there = f"one that keeps {', '.join(saved['state'])}"
+    if here != there:
+        raise ConfigError(
+            f"[front::load] lr_scheduler is {there} in the checkpoint and {here} here: pass the "
+            f"same to initialize(), or load(..., weights_only=True)"
+        )
+
+
+def _object_state(of_ranks: list[dict[str, Any]], index: int, one: Any) -> Any:
+    states = [rank.get("objects", [])[index : index + 1] for rank in of_ranks]
+    kind = type(one).__name__
+    if not states[0] or states[0][0][0] != kind:
+        there = states[0][0][0] if states[0] else "missing"
+        raise ConfigError(
+            f"[front::load] registered object {index} is {there} in the checkpoint and {kind} here"
+        )
+    if len(of_ranks) == ranks.world():
+        return _checked(one, decode(states[ranks.rank()][0][1]))
+    if any(state != states[0] for state in states):
+        raise ConfigError(
+            f"[front::load] object {index} ({kind}) has a state of its own on each of "
+            f"{len(of_ranks)} ranks, and there are {ranks.world()} now: start as many, or "
+            f"load(..., weights_only=True)"
+        )
+    return _checked(one, decode(states[0][0][1]))
+
+
+def _checked(one: Any, state: Any) -> Any:
+    """The state, which an object that can say so before anything has changed agrees to."""
+    check = getattr(one, "check_state_dict", None)
+    if callable(check):
+        check(state)
+    return state
+
+
+def _own_state(
+    optimizer: torch.optim.Optimizer, external: ShardStep
+) -> tuple[list[Any], dict[str, dict[str, Any]]]:
+    """What the user's optimizer keeps on this rank: tensors by element, and single values."""
+    tensors: list[Any] = []
+    scalars: dict[str, dict[str, Any]] = defaultdict(dict)
+    masters = {master for _, _, _, master in external.pieces()}
+    for key in optimizer.state:
+        if key not in masters:
+            raise ConfigError(
+                f"[front::save] {type(optimizer).__name__} keeps state under {key!r:.80}, which is "
+                f"no parameter: it cannot be saved"
+            )
+    for name, begin, param, master in external.pieces():
+        for key, value in optimizer.state.get(master, {}).items():
+            what = f'state {key!r} of parameter "{name}"'
+            if not isinstance(value, torch.Tensor) or (value.dim() == 0 and master.dim() > 0):
+                scalars[name][key] = encode_scalar(value, what)
+            elif value.shape == master.shape:
+                if value.numel() > 0:
+                    role, shape = _OWN + key, list(param.shape)
+                    tensors.append(_Tensor(role, name, shape, begin, _Tensor.PIECES, value))
+            else:
+                raise ConfigError(
+                    f"[front::save] {what} has shape {tuple(value.shape)}, not one value for each "
+                    f"element: it cannot be cut into other shards"
+                )
+    return tensors, scalars

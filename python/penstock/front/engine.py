@@ -1,0 +1,596 @@
+"""The engine's Python front: no mathematics, no collectives, no state machine."""
+
+import atexit
+import contextlib
+import functools
+import inspect
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.front import (
+    checkpoint,
+    config_file,
+    module_tree,
+    ranks,
+    recompute,
+    schedules,
+    sharded_init,
+    tiling,
+)
+from penstock.front import optimizer as optim
+from penstock.front.batches import Batches
+from penstock.front.config_file import ConfigLike
+from penstock.front.device_backends import warn_of_idle
+from penstock.front.forward_guard import Forwards, Pace, Uneven, remove
+from penstock.front.model_structure import Structure
+from penstock.front.param_state import ParamState
+from penstock.monitor.monitored import Monitored
+from penstock.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
+
+OptimizerLike = (
+    torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | Mapping[str, Any] | None
+)
+
+
+class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
+    """Trains one model. Made by `initialize()`; use it like the model.
+
+    Attributes:
+        module: the model.
+        config: every setting in effect, in read-only sections: `config.offload.optimizer`.
+        optimizer: the torch optimizer that has the parameter groups.
+        lr_scheduler: the one that was given, or None.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        values: dict[str, Any],
+        optimizer: OptimizerLike,
+        lr_scheduler: Any,
+        of_deepspeed: Mapping[str, Any],
+    ) -> None:
+        self.module = model
+        self._of_deepspeed = of_deepspeed
+        _refuse_model(model)
+        given, values = optim.prepare(optimizer, model, values)
+        config = tiling.with_head(model, _penstock.Config(values))
+        config = tensor_parallel.with_rules(model, config)
+        if given is None:
+            given = optim.from_config(model, config.optimizer)
+        self.optimizer = self._given = given
+        self._native = optim.is_native(given)
+        self._structure = Structure(model)
+        self.lr_scheduler = self._scheduler(lr_scheduler, config)
+        described = module_tree.model_tree(
+            model, optim.group_of(given, self._structure.own), sharded_init.waiting()
+        )
+        super().__init__()
+        self._installed: list[Any] = []  # on modules
+        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        warn_of_idle(device)
+        self._ranks = ranks.of_config(config.comm, device)
+        try:
+            self._adopt(described, config)
+        except BaseException as error:
+            if "_core" not in self.__dict__:
+                self._ranks.close()
+            else:  # a ConfigError came on every rank, which needs no telling
+                alike = isinstance(error, ConfigError)
+                self._end(True, "" if alike else f"{type(error).__name__}: {error}")
+            raise
+        _alive.add(self)
+        self._watch_signals()
+
+    def _adopt(self, described: Any, config: Any) -> None:
+        self._core = _penstock.Core(described, config, self._ranks.group, not self._native)
+        _cores.add(self)
+        self.config = self._core.config
+        self._pipeline = pipeline_parallel.PipelineParallel(self.module, self._core, self.config)
+        sharded_init.let_go()
+        if self.config.seed >= 0:
+            torch.manual_seed(self.config.seed + self._of_stage() // self.config.mesh.tensor)
+        self._structure.set_to_itself = self._core.values.set_to_itself
+        pace = Pace()
+        tiling.install(self.module, self._core, self.config, pace, self._installed)
+        self._tensor = tensor_parallel.TensorParallel(
+            self.module, self._core, self.config, self._installed
+        )
+        self._sequence = sequence_parallel.SequenceParallel(
+            self.module, self._core, self.config, self._installed
+        )
+        self._forwards = Forwards(
+            self.module, self._core, self._structure, pace, self._installed, self._tensor
+        )
+        self._finish_setup(self._given)
+        self._pipeline.install(self._tensor, self._installed)
+        self._watch()
+
+    def _open(self) -> bool:
+        return self in _alive
+
+    def _finish_setup(self, given: torch.optim.Optimizer) -> None:
+        self._external = (
+            None if self._native else optim.ShardStep(given, self._core.values, ranks.world())
+        )
+        optim.take_over(given, self._native, self._core)
+        self._groups_seen = optim.group_members(given)
+        if self.lr_scheduler is None:
+            self._schedule_lr()
+        self._install_hooks()
+
+    def _scheduler(self, given: Any, config: Any) -> Any:
+        """The scheduler that was given, made where it is a callable."""
+        optimizer = self.optimizer
+        self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._scheduled = config.schedule.type != "none"
+        if given is not None and self._scheduled:
+            raise ConfigError(
+                "[front::initialize] a scheduler is given both as an argument and as the key "
+                '"schedule": keep one'
+            )
+        if callable(given) and not hasattr(given, "step"):
+            given = given(optimizer)
+        return given
+
+    # ---- training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, on the same arguments."""
+        self._forwards.reset()
+        model: Callable[..., Any] = self.module
+        if self._pipeline.active:
+            model = functools.partial(self._pipeline.until_its_end, model)
+        with self._seen(kwargs, args):
+            if self._sequence.active:
+                run = functools.partial(self._forwards.run, model)
+                return self._sequence.run(run, args, kwargs)
+            return self._forwards.run(model, *args, **kwargs)
+
+    def uneven(self) -> Uneven:
+        """Within this context ranks may call the model a different number of times, without
+        gradients: who leaves it first takes part in the others' forwards until all have left."""
+        return self._forwards.uneven()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Gradients of `loss`; any number of times before `step()`, adding up as in torch.
+
+        Keyword arguments (`gradient`, `retain_graph`, `inputs`) go to `torch.Tensor.backward`; with
+        fp16 the loss is scaled on the way. For a gradient that is differentiated again (a gradient
+        penalty) use `torch.autograd.grad(..., create_graph=True)` before this call.
+
+        Raises:
+            ConfigError: `loss` is no tensor; `create_graph`.
+            RuntimeFault: no forward since the last step; a peer that is gone.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"[front::backward] the loss is a {type(loss).__name__}, not a tensor: pass the "
+                f"model's loss, such as engine.backward(output.loss)"
+            )
+        if kwargs.get("create_graph"):
+            raise ConfigError(
+                "[front::backward] create_graph is not supported: gradients are taken out of .grad "
+                "as they arrive. Use torch.autograd.grad(..., create_graph=True)"
+            )
+        gradient = self._core.start_backward(loss, kwargs.pop("gradient", None))
+        try:
+            loss.backward(gradient=gradient, **kwargs)  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            # Throws ours, as what it was before autograd passed it on.
+            self._core.backward_failed(f"{type(error).__name__}: {error}")
+            raise
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call a plain `.backward()` on: with fp16 by the loss scale, else as it is.
+
+        Raises RuntimeFault: no forward since the last step.
+        """
+        gradient = self._core.start_backward(loss, None)
+        return loss if gradient is None else loss * gradient
+
+    def step(self, force: bool = False) -> bool:
+        """Updates the weights once `batch.accumulate` backwards were seen.
+
+        Args:
+            force: update now, averaged over the backwards seen so far.
+
+        Returns:
+            True when the weights changed. False in the middle of a window, and when fp16 gradients
+            overflowed: then all ranks skip the step, `loss_scale` is smaller and `overflow` names
+            the first parameter.
+
+        Raises:
+            RuntimeFault: no backward since the last step; gradients that are not finite (names
+                parameter, rank and micro-step; the weights stay); a dead or diverged peer.
+        """
+        if not self._core.window_complete(force):
+            return False
+        if self._saving:
+            self._say_failure()
+        self._structure.look()
+        optimizer = self.optimizer
+        optim.check_ours(optimizer, self._given, self._native)
+        self._follow_groups()
+        if self._native:
+            optim.call_hooks(optimizer, before=True)
+        groups = optim.settings(optimizer) if self._native else []
+        options = "" if self._native else optim.options_text(optimizer)
+        self._seen_options(optimizer, self._native)
+        if not self._core.step(groups, self._external, options):
+            self._step_events.tell(self, applied=False)
+            return False
+        self._stepped()
+        if self._native:
+            optim.call_hooks(optimizer, before=False)
+        if self.lr_scheduler is None:
+            self._schedule_lr()
+        elif optim.steps_alone(self.lr_scheduler):
+            # torch's schedulers warn unless they see the optimizer step.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            self.lr_scheduler.step()
+        self._step_events.tell(self, applied=True)
+        if self.config.checkpoint.signals:
+            self._save_if_asked()
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients accumulated since the last step, as in torch.
+
+        `step()` drops those it applied, so a loop does not need this. `set_to_none` makes no
+        difference: the engine decides where gradients are.
+        """
+        self._core.zero_grad()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accepted for loops written for DDP, and exact: backwards add up with or without it.
+
+        To reduce once per window set `batch.accumulate`.
+        """
+        yield
+
+    @property
+    def grad_norm(self) -> float:
+        """Global L2 norm of the last applied step's averaged gradient, before clipping."""
+        return float(self._core.report.grad_norm)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next backward multiplies the loss by; 1 without fp16."""
+        return float(self._core.report.loss_scale)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped because fp16 gradients overflowed."""
+        return int(self._core.report.skipped_steps)
+
+    @property
+    def overflow(self) -> str:
+        """What the last skipped step found: the first parameter, rank and micro-step; or ""."""
+        return str(self._core.report.overflow)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first parameter group for the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def steps(self) -> int:
+        """Number of updates so far."""
+        return int(self._core.steps)
+
+    # ---- looking inside; every rank calls these together
+
+    @contextlib.contextmanager
+    def gathered(
+        self, params: Iterable[torch.Tensor] | None = None, write: bool = False
+    ) -> Iterator[None]:
+        """Within the context these parameters (default: all) are whole on every rank.
+
+        Args:
+            params: parameters of the model; their whole units are gathered.
+            write: on exit rank 0's values go to every rank and become the weights.
+        """
+        own = self._structure.own
+        chosen = list(own) if params is None else list(params)
+        if any(param not in own for param in chosen):
+            raise ConfigError("[front::gathered] a tensor is no parameter of the engine's model")
+        names = [own[param] for param in chosen]
+        values = self._core.values
+        units = values.units_of(names) if names else []
+        values.gather(units, write)
+        if params is None:
+            self._pipeline.bring_buffers()
+        try:
+            with self._tensor if params is None else contextlib.nullcontext():
+                yield
+        except BaseException:
+            values.let_go(units)
+            raise
+        values.release(units, write)
+        if params is None and write:
+            self._pipeline.write_buffers()
+
+    def state_dict(
+        self,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        rank0_only: bool = True,
+    ) -> dict[str, Any]:
+        """Full weights by name on rank 0, {} elsewhere. All ranks call it.
+
+        Trained parameters come from their fp32 masters; frozen ones have no master and carry the
+        precision they compute in. Buffers are as they are. All tensors are copies, and what a
+        module's `get_extra_state()` gives is in the dict as in torch's.
+
+        A unit's parameters come together at a time: rank 0 holds the dict and at most one unit
+        beside it (which counts as "buffers" in the ledger and towards a budget), other ranks at
+        most their shard of a unit.
+
+        State-dict hooks of modules see full values in the dict. They run on rank 0, after the last
+        collective, so one that raises (since it reads a sharded parameter of a module itself, say)
+        raises there alone; inside `with engine.gathered():` it may read them.
+
+        Args:
+            dtype: of the parameters; default: float32. Each unit is converted as it comes.
+            device: where the tensors go; default: the CPU.
+            rank0_only: False gives every rank the whole dict.
+
+        Raises:
+            RuntimeFault: a rank without room for a unit (on all ranks); a peer that is gone.
+            ConfigError: a dtype that is not a floating one.
+        """
+        made = torch.float32 if dtype is None else dtype
+        if not made.is_floating_point:
+            raise ConfigError(f"[front::state_dict] dtype is {made}: a floating dtype is needed")
+        place = torch.device("cpu" if device is None else device)
+        full = dict(self._core.values.weights(made, place, not rank0_only))
+        self._pipeline.bring_buffers()
+        if rank0_only and ranks.rank() != 0:
+            return {}
+        by_param = {id(param): full[name] for param, name in self._structure.own.items()}
+        with self._tensor:
+            return module_tree.filled_state_dict(self.module, by_param, device)
+
+    def ledger(self) -> dict[str, Any]:
+        """Bytes per rank: predicted for each strategy, and measured for the one running.
+
+        Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
+        peaks of "param", "grad", "optim", "buffers" and of their "total", in memory; "device" and
+        "host", the total by tier; and "disk". "exchanges" counts those with other ranks in a step
+        (measured: in the last one). "measured" also counts the bytes moved so far:
+        "disk_read" and "disk_written"; and "act", beside the total: what of offloaded activations
+        was in host memory (how large they are shows in the first forward).
+        """
+        return dict(self._core.report.ledger())
+
+    def explain(self) -> str:
+        """Every effective setting, the table, the units and the plan of each section."""
+        made = type(self.optimizer)
+        given = f"optimizer {made.__module__}.{made.__qualname__}, as given\n"
+        return ("" if self._native else given) + str(self._core.report.explain())
+
+    # ---- the model's own
+
+    def eval(self) -> "Engine":
+        """As `torch.nn.Module.eval`."""
+        return self.train(False)
+
+    def train(self, mode: bool = True) -> "Engine":
+        """As `torch.nn.Module.train`."""
+        self.module.train(mode)
+        return self
+
+    def __repr__(self) -> str:
+        core, config = self.__dict__.get("_core"), self.__dict__.get("config")
+        if core is None or config is None:
+            return "<penstock.Engine, without a core>"
+        shapes = dict(core.values.shapes()) if self in _alive else {}
+        whole = [shapes.get(name, param.shape) for param, name in self._structure.own.items()]
+        count = sum(math.prod(shape) for shape in whole)
+        return (
+            f"<penstock.Engine strategy={config.strategy} "
+            f"precision={config.precision or 'as-built'} ranks={ranks.world()} "
+            f"parameters={count} steps={core.steps}{'' if self in _alive else ' closed'}>"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module" or name.startswith("_core"):
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    # ---- the end
+
+    def close(self, gather: bool = True) -> None:
+        """Gives the model its full parameters back and returns all memory. All ranks call it.
+
+        Views of parameters (`state_dict()` of the model, `detach()`, `data`) stay views of them. In
+        a `finally:` it gives the weights back after an error too, on this rank or another, when
+        every rank comes: those before the step that failed. After a `step()` that was cut short
+        some may be new already; a RuntimeWarning says so.
+
+        With ``gather=False`` the values are dropped, which a model larger than memory needs:
+        reading a parameter that was sharded, or a view of it, raises RuntimeError from then on.
+
+        Raises:
+            RuntimeFault: the weights could not be gathered, and why (a rank is gone, or did not
+                come within `comm.timeout_s`). All memory is returned before; what was sharded
+                reads as with ``gather=False``.
+        """
+        error = sys.exc_info()[1]  # on its way through a `finally:`
+        self._end(gather, "" if error is None else f"{type(error).__name__}: {error}")
+
+    def _end(self, gather: bool, why: str) -> None:
+        _alive.discard(self)
+        self._structure.forget()
+        remove(self._installed)
+        self._end_watch()
+        try:
+            self._pipeline.set_buffers()
+            said = self._core.close(gather, why)
+        finally:
+            self._ranks.close()
+        if said:
+            warnings.warn(f"[front::close] {said}", RuntimeWarning, stacklevel=3)
+
+    # ---- set-up
+
+    def _follow_groups(self) -> None:
+        if optim.group_members(self.optimizer) != self._groups_seen:
+            self._regroup()
+
+    def _regroup(self) -> None:
+        """The optimizer's parameter groups changed since they were last looked at."""
+        if self._external is not None:
+            raise ConfigError(
+                f"[front::step] the groups of {type(self.optimizer).__name__} changed: it works "
+                f"on shards, so its groups stay as they were at initialize()"
+            )
+        group_of = optim.group_of(self.optimizer, self._structure.own)
+        self._core.set_groups([group_of.get(param, 0) for param in self._structure.own])
+        for group in self.optimizer.param_groups[len(self._peak_lrs) :]:
+            self._peak_lrs.append(float(group["lr"]))
+        self._groups_seen = optim.group_members(self.optimizer)
+
+    def _schedule_lr(self) -> None:
+        if not self._scheduled:  # the user may change lr at any time
+            return
+        factor = self.config.schedule.lr_factor(self._core.steps + 1)
+        for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=False):
+            group["lr"] = peak * factor
+
+    def _install_hooks(self) -> None:
+        core = self._core
+        units = core.units
+        recomputed = any(unit.recomputed for unit in units)
+        if not core.needs_unit_events and not recomputed:
+            return
+        whole = type(self.module).__name__ == "OptimizedModule"  # of torch.compile()
+        if whole or module_tree.is_compiled_in_place(self.module):
+            why = (
+                '"activations.checkpoint" runs its blocks again'
+                if recomputed
+                else f'strategy "{self.config.strategy}" moves its parameters'
+            )
+            raise ConfigError(
+                f"[front::initialize] the whole model is compiled and {why}: compile its blocks "
+                f"instead (block.compile())"
+            )
+        modules = {}
+        for index, unit in enumerate(units):
+            if index > 0 and not unit.is_tile and not unit.away:
+                module = modules[index] = module_tree.place_of_hooks(self.module, unit.module)
+                if unit.recomputed:
+                    made = recompute.Recomputed(module, unit.module, index, core.recomputation)
+                    self._installed.append(made)
+                if core.needs_unit_events:
+                    self._forwards.watch(module, index)
+        if core.needs_unit_events:
+            for module in module_tree.parts_around(self.module, list(modules.values())):
+                self._forwards.watch_part(module)
+
+
+_alive: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+def engine_of(param: torch.Tensor) -> Engine | None:
+    """The open engine whose model has this parameter."""
+    return next((engine for engine in list(_alive) if param in engine._structure.own), None)
+
+
+def _refuse_model(model: torch.nn.Module) -> None:
+    """Raises ConfigError for scripted modules and for a parameter that another engine trains."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f'[front::initialize] module "{name}" is scripted (torch.jit.script), and what '
+                f"runs in it is not seen from Python: train the module itself, and script a copy "
+                f"of it afterwards"
+            )
+    taken = [engine._structure.own for engine in _alive]
+    for param, names in module_tree.names_of(model).items():
+        if any(param in own for own in taken):
+            raise ConfigError(
+                f'[front::initialize] parameter "{names[0]}" is in another engine already: '
+                f"close() that one first"
+            )
+
+
+_cores: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # of engines that have one, closed or not
+
+
+def _forget() -> None:
+    """At exit, lets go of the C++ side while torch is still whole."""
+    for engine in list(_cores):
+        engine.__dict__.pop("_core", None)
+
+
+atexit.register(_forget)
+
+
+def initialize(
+    model: torch.nn.Module,
+    config: ConfigLike = None,
+    *,
+    optimizer: OptimizerLike = None,
+    lr_scheduler: Any = None,
+    **overrides: Any,
+) -> Engine:
+    """Shards a model in place and returns the engine that trains it. All ranks call it together.
+
+    Args:
+        model: any nn.Module on the CPU. Rank 0's values are used on every rank.
+        config: dict, JSON text or path; see docs/config.md. One of DeepSpeed's is translated
+            (docs/deepspeed.md).
+        optimizer: torch optimizer over the model's parameters, or a callable that takes the
+            parameters and returns one, or a dict that replaces the config's `optimizer` section
+            (the default).
+        lr_scheduler: torch scheduler of that optimizer, or a callable that takes the optimizer.
+            Stepped after each applied step. Default: the config's `schedule` (or `scheduler`, of
+            DeepSpeed's).
+        overrides: top-level config keys that replace those of `config`.
+
+    Raises:
+        ConfigError: a setting that cannot work; names key, value, what is allowed.
+        RuntimeFault: ranks that disagree on model or config, with the first difference.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"[front::initialize] model must be an nn.Module, not {type(model).__name__}"
+        )
+    if inspect.isclass(optimizer):
+        raise ConfigError(
+            "[front::initialize] optimizer is a class: pass an object, or a callable such as "
+            "lambda params: torch.optim.AdamW(params, lr=1e-3)"
+        )
+    if next(model.parameters(), None) is None:
+        raise ConfigError("[front::initialize] the model has no parameters: there is nothing to do")
+    for name, param in model.named_parameters():
+        if torch.nn.parameter.is_lazy(param):
+            raise ConfigError(
+                f'[front::initialize] parameter "{name}" has no shape yet: call the model once, so '
+                f"that its lazy modules see an input"
+            )
+        if param.is_inference():
+            raise ConfigError(
+                f'[front::initialize] parameter "{name}" was made in inference mode, so nothing '
+                f"can train it: clone it outside"
+            )
+    if isinstance(optimizer, Mapping):  # the config key of that name
+        overrides["optimizer"] = dict(optimizer)
+        optimizer = None
+    values, scheduler, given = config_file.read(config)
+    if scheduler and lr_scheduler is None:
+        lr_scheduler = schedules.from_section(scheduler)
+    return Engine(model, {**values, **overrides}, optimizer, lr_scheduler, given)
+
+
+__all__ = ["Engine", "RuntimeFault", "initialize"]

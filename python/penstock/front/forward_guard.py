@@ -1,0 +1,259 @@
+"""Where a model's forwards begin and end, whoever calls them: the engine, the model itself, one of
+its modules alone, or its `generate`.
+
+What the engine puts on modules (hooks, a `forward` in place of the class's) belongs to these very
+objects: a copy or a pickle of the model has none of it and is a plain model.
+"""
+
+import copy
+import dataclasses
+import functools
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock._native import RuntimeFault
+from penstock.front import module_tree
+from penstock.front.model_structure import Structure
+
+
+def nothing(*_args: Any, **_kwargs: Any) -> None:
+    """What a hook of the engine is on a copy of its module."""
+
+
+def _plain_hook() -> Callable[..., None]:
+    return nothing
+
+
+class Hook:
+    """A forward hook that works on one module alone, and on no copy of it."""
+
+    def __init__(self, module: torch.nn.Module, call: Callable[..., None]) -> None:
+        self._module, self._call = id(module), call
+
+    def __call__(self, module: torch.nn.Module, *others: Any) -> None:
+        if id(module) == self._module:
+            self._call(*others)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return nothing
+
+    def __reduce__(self) -> Any:
+        return _plain_hook, ()
+
+
+class Forward:
+    """Stands in for a method: `around(method, *args, **kwargs)` is called instead."""
+
+    def __init__(
+        self, module: torch.nn.Module, around: Callable[..., Any], name: str = "forward"
+    ) -> None:
+        # The compiled call is what runs, and what is around it stays out of the compiled code.
+        compiled = name == "forward" and module_tree.is_compiled_in_place(module)
+        self._name = "_compiled_call_impl" if compiled else name
+        self._module, self._around = module, around
+        self._had = module.__dict__.get(self._name)  # None: the class has it
+        self._inner: Callable[..., Any] = getattr(module, self._name)
+        functools.update_wrapper(self, self._inner, updated=())  # its signature is looked at
+        module.__dict__[self._name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self._inner, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Gives the module its own forward back."""
+        if self._had is None:
+            self._module.__dict__.pop(self._name, None)
+        else:
+            self._module.__dict__[self._name] = self._had
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._had is not None:
+            return copy.deepcopy(self._had, memo)
+        return self._plain(memo.get(id(self._module), self._module))
+
+    def __reduce__(self) -> Any:
+        if self._had is not None:
+            return copy.copy, (self._had,)
+        return getattr, (self._module, self._name)  # of a module that has no such attribute yet
+
+    def _plain(self, module: torch.nn.Module) -> Any:
+        return types.MethodType(getattr(type(module), self._name), module)
+
+
+@dataclasses.dataclass
+class Pace:
+    """Whether another rank may run no forward while this one does: inside of `uneven()`."""
+
+    uneven: bool = False
+
+
+class Forwards:
+    """The forwards of an engine's model, one at a time; a call within a call is part of it."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        core: Any,
+        structure: Structure,
+        pace: Pace,
+        installed: list[Any],
+        around: Any,
+    ) -> None:
+        self._core, self._structure, self._pace = core, structure, pace
+        self._model, self._around = module, around  # around.begin() and .end() of each forward
+        self._open = False
+        self._process, self._thread = os.getpid(), 0  # of the forward
+        self._installed = installed  # what is on modules, the engine's
+        self._installed.append(Forward(module, self.run))
+        if core.needs_unit_events and hasattr(module, "generate"):
+            self._installed.append(Forward(module, self._generate, "generate"))
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`forward` as a forward of the whole model."""
+        if self._open:
+            return forward(*args, **kwargs)
+        try:
+            self._begin()
+            if not in_backward():
+                self._around.begin(self._model, (args, kwargs))
+            output = forward(*args, **kwargs)
+            if not in_backward():
+                self._around.end()
+        except BaseException as error:
+            if not in_backward():  # where checkpointing ends what it computes again early
+                self._fail(error)
+            raise
+        finally:  # a signal may raise anywhere
+            self._open = False
+        self._end(output)
+        return output
+
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._pace.uneven:
+            return generate(*args, **kwargs)
+        with self.uneven():
+            return generate(*args, **kwargs)
+
+    def reset(self) -> None:
+        """No forward runs, whatever an interrupted one left."""
+        self._open = False
+
+    def uneven(self) -> "Uneven":
+        """Within the context ranks may call the model a different number of times."""
+        return Uneven(self._pace, self._core)
+
+    def watch(self, module: torch.nn.Module, unit: int) -> None:
+        """Begin and end of a unit are those of its module."""
+        core = self._core
+        alone = False  # called by itself: that is a forward of the model, of which the rest is idle
+
+        def begin(*inputs: Any) -> None:
+            nonlocal alone
+            if not in_backward():
+                if not self._open:
+                    alone = True
+                    self._begin()
+                    self._around.begin(self._model, inputs)
+                elif self._thread != threading.get_ident():
+                    raise RuntimeFault(
+                        f"[front::forward] a {type(module).__name__} was called from another "
+                        f"thread while a forward of the model runs: sharded parameters are "
+                        f'gathered in the order of one thread. Call it there, or use "zero2"'
+                    )
+            core.unit_begin(unit, True)
+
+        def end(_inputs: Any = None, output: Any = None) -> None:
+            nonlocal alone
+            error = sys.exc_info()[1] if output is None else None
+            if error is None:
+                core.unit_end(unit, list(module_tree.tensors_in(output)))
+            was_alone, alone = alone, False
+            if was_alone and error is None:
+                self._around.end()
+                self._end(output)
+            elif was_alone and error is not None:
+                self._fail(error)
+
+        if module_tree.is_compiled_in_place(module):
+            self._installed.append(Forward(module, _around(begin, end)))
+            return
+        self._installed.append(module.register_forward_pre_hook(Hook(module, begin), prepend=True))
+        self._installed.append(module.register_forward_hook(Hook(module, end), always_call=True))
+
+    def watch_part(self, module: torch.nn.Module) -> None:
+        """A module that holds units, or parameters of the root, and may be called by itself."""
+        self._installed.append(Forward(module, self.run_part))
+
+    def run_part(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `run`, where it is not computed again in a backward."""
+        if self._open or in_backward():
+            return forward(*args, **kwargs)
+        return self.run(forward, *args, **kwargs)
+
+    def _begin(self) -> None:
+        if not in_backward():
+            if self._core.needs_unit_events and os.getpid() != self._process:
+                raise RuntimeFault(
+                    "[front::forward] the model was called in another process than its engine's "
+                    "(a worker of a DataLoader, say), where no rank sends it parameters: give the "
+                    "worker a copy of the model, made inside engine.gathered()"
+                )
+            self._thread = threading.get_ident()
+            if self._structure.look():
+                self._core.relearn()
+            if self._pace.uneven:
+                self._core.any_forward(True)
+            self._open = True
+        self._core.unit_begin(0, torch.is_grad_enabled())
+
+    def _end(self, output: Any) -> None:
+        self._open = False  # also of a module by itself
+        self._core.unit_end(0, list(module_tree.tensors_in(output)))
+
+    def _fail(self, error: BaseException) -> None:
+        self._open = False
+        self._core.forward_failed(f"{type(error).__name__}: {error}")
+
+
+class Uneven:
+    """See `Forwards.uneven`: who is done keeps the others company until all are."""
+
+    def __init__(self, pace: Pace, core: Any) -> None:
+        self._pace, self._core = pace, core
+
+    def __enter__(self) -> None:
+        self._pace.uneven = self._core.needs_unit_events
+
+    def __exit__(self, kind: Any, _error: Any, _trace: Any) -> None:
+        uneven, self._pace.uneven = self._pace.uneven, False
+        while uneven and kind is None and self._core.any_forward(False):
+            self._core.unit_begin(0, False)
+            self._core.unit_end(0, [])
+
+
+def remove(installed: list[Any]) -> None:
+    """Gives the modules back as they were; may be called again where it was interrupted."""
+    for one in reversed(installed):  # one may be around another
+        one.remove()
+    installed.clear()
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward, which may compute a forward again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _around(begin: Callable[..., None], end: Callable[..., None]) -> Callable[..., Any]:
+    def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin(args, kwargs)
+        output = inner(*args, **kwargs)
+        end(args, output)
+        return output
+
+    return call

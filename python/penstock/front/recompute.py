@@ -1,0 +1,140 @@
+"""Activation checkpointing (arXiv:1604.06174): a unit keeps its inputs and runs again in backward.
+
+torch.utils.checkpoint does it (random numbers, autocast, early stop). Where activations are
+offloaded its saved inputs go to the engine, through saved-tensor hooks around the call: what is
+saved inside the unit never sees these.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from penstock._native import RuntimeFault
+from penstock.front import module_tree
+from penstock.front.forward_guard import Forward
+
+
+class _Buffers:
+    """The buffers that a forward changes (batch norm's statistics, say), as they were before it.
+
+    When the forward runs again it changes copies of these: its numbers are those of the first time,
+    and the module's own buffers change once.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._kept = [
+            (owner._buffers, name, buffer, buffer.detach().clone())
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    def keep_changed(self) -> None:
+        """After the forward. Values are compared: batch norm writes past version counters."""
+        self._kept = [
+            (place, name, buffer, before)
+            for place, name, buffer, before in self._kept
+            if place.get(name) is not buffer or not torch.equal(buffer, before)
+        ]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        now = [(place, name, place.get(name)) for place, name, _, _ in self._kept]
+        for place, name, _, before in self._kept:
+            place[name] = before.clone()
+        try:
+            yield
+        finally:
+            for place, name, buffer in now:
+                place[name] = buffer
+
+
+class _Objects:
+    """What a forward changes in the objects among its arguments (a cache of keys and values, say).
+
+    When it runs again they are as they were before it, for as long as that lasts. A tensor in them
+    that was written to in place cannot be.
+    """
+
+    def __init__(self, unit: str, arguments: Any) -> None:
+        self._unit = unit
+        self._kept = [(one, module_tree.State(one)) for one in module_tree.objects_in(arguments)]
+        self._tensors = [
+            (type(one).__name__, tensor, tensor._version)
+            for one, state in self._kept
+            for tensor in state.values()
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+        ]
+
+    def keep_changed(self) -> None:
+        """After the forward. Raises RuntimeFault for a tensor that was written to."""
+        for kind, tensor, version in self._tensors:
+            if tensor._version != version:
+                raise RuntimeFault(
+                    f'[front::checkpoint] unit "{self._unit}" wrote in place to a tensor that an '
+                    f"argument of it holds (in a {kind}), so it cannot be computed again in "
+                    f'backward: give it none (use_cache=False, say), or leave out "activations.'
+                    f'checkpoint"'
+                )
+        self._tensors.clear()
+        self._kept = [(one, before) for one, before in self._kept if not before.is_of(one)]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        now = [(one, module_tree.State(one)) for one, _ in self._kept]
+        for one, before in self._kept:
+            before.put_in(one)
+        try:
+            yield
+        finally:
+            for one, state in now:
+                state.put_in(one)
+
+
+class Recomputed:
+    """A unit's forward, computed again in backward. `remove()` gives the module its own back."""
+
+    def __init__(self, module: torch.nn.Module, name: str, unit: int, recomputation: Any) -> None:
+        self._module, self._name, self._unit = module, name, unit
+        self._recomputation = recomputation
+        self._forward = Forward(module, self._around)
+
+    def remove(self) -> None:
+        self._forward.remove()
+
+    def _around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        return self._checkpoint(inner, args, kwargs)
+
+    def _checkpoint(
+        self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tensors, left = module_tree.take_out((args, kwargs))
+        first = [(args, kwargs)]  # not held any longer than the first time
+        buffers, objects = _Buffers(self._module), _Objects(self._name, (args, kwargs))
+
+        def run(*inputs: torch.Tensor) -> Any:
+            if first:
+                own_args, own_kwargs = first.pop()
+                return inner(*own_args, **own_kwargs)
+            again_args, again_kwargs = module_tree.put_in(inputs, left)
+            self._recomputation.begin(self._unit)
+            with buffers.as_before(), objects.as_before():
+                return inner(*again_args, **again_kwargs)
+
+        with self._hooks():
+            output = checkpoint(run, *tensors, use_reentrant=False)
+        buffers.keep_changed()
+        objects.keep_changed()
+        return output
+
+    def _hooks(self) -> contextlib.AbstractContextManager[Any]:
+        if not self._recomputation.moves_inputs:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: self._recomputation.save(self._unit, tensor), lambda fetch: fetch()
+        )

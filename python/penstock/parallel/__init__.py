@@ -1,0 +1,1 @@
+"""What tensor, pipeline and sequence ranks do to a model in Python."""

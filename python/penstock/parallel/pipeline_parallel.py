@@ -1,0 +1,535 @@
+"""Stages of a pipeline: each rank runs the model's own forward, of which it computes its stages.
+
+Until the first module of the stage is called, modules of earlier stages are stood in for
+(`absent`): their outputs have shapes and no values. That first module gets the arguments that it
+was called with where the stage before ended. The first module of a later stage ends the forward.
+"""
+
+import ctypes
+import dataclasses
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.front import module_tree
+from penstock.front.forward_guard import Forward, in_backward
+from penstock.parallel.pipeline_layers import PipelineLayers
+from penstock.parallel.stand_in import Absent, fake_of, is_absent, like, value_of
+
+
+class _StageEnd(BaseException):  # noqa: N818 - no error: it leaves the model's forward
+    """A module of a later stage was called."""
+
+    def __init__(self, module: str, given: Any) -> None:
+        super().__init__(module)
+        self.module, self.given = module, given
+
+
+@dataclasses.dataclass
+class Handed:
+    """What a stage hands on: the arguments of the module that the next one begins with."""
+
+    text: bytes = b""
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Running:
+    """A forward of one stage."""
+
+    stage: int
+    given: Handed | None  # by the stage before
+    begun: bool
+    micro: "Micro"
+    trains: bool  # gradients are enabled
+    leaves: "list[Arrived | None]" = dataclasses.field(default_factory=list)
+
+
+_STAGE_BITS = 12  # of a seed, where each stage has one of its own
+
+
+@dataclasses.dataclass
+class Micro:
+    """A micro-batch as all stages have it.
+
+    Attributes:
+        part: what this rank was given of it.
+        batch: a checksum of the tensors in it; None where there are none.
+        seed: of what the model draws at random, the same on all ranks that compute it.
+    """
+
+    part: Any
+    batch: int | None
+    seed: int
+
+    @classmethod
+    def of(cls, part: Any, name: str) -> "Micro":
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
+        found = None
+        for one in module_tree.tensors_in(part):
+            if one.device.type == "cpu" and one.layout == torch.strided and one.nbytes:
+                whole = one.detach().contiguous()
+                bytes_of = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
+                found = zlib.crc32(bytes_of, found or 0)
+        return cls(part, found, seed << _STAGE_BITS)
+
+
+class Arrived:
+    """A tensor that came from the stage before, where it needs a gradient.
+
+    Attributes:
+        grad: the gradient, when a backward has come to it.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value: torch.Tensor | None = value
+        self.grad: torch.Tensor | None = None
+        self.anchor = torch.empty(0, requires_grad=True)
+
+
+class _Arrive(torch.autograd.Function):
+    """Where the graph of a stage begins: no leaf and no view, so it may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, arrived: Arrived) -> Any:
+        ctx.arrived = arrived
+        value, arrived.value = arrived.value, None
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.arrived.grad = grad
+        return None, None
+
+
+class PipelineParallel:
+    """Of one engine: its stages, and the forward of one of them that runs now.
+
+    Attributes:
+        active: whether there are several.
+    """
+
+    def __init__(self, model: nn.Module, core: Any, config: Any) -> None:
+        self.active = config.mesh.pipeline > 1
+        self._running: _Running | None = None
+        self._inferring = False
+        self._outputs: dict[Any, _Shape] = {}
+        self._model = model
+        self._pieces: list[tuple[str, int, nn.Module]] = []
+        if self.active:
+            self.ranks = _penstock.PipelineRanks(core)
+            for name, stage in self.ranks.pieces:
+                self._pieces.append((name, stage, model.get_submodule(name)))
+
+    def install(self, tensor: Any, installed: list[Any]) -> None:
+        """Around the modules of stages, and around all else there: what is computed again in
+        backward is given values. Raises ConfigError: a module that cannot be in a stage."""
+        self._tensor = tensor
+        for name, stage, module in self._pieces:
+            _check_saves(module, name, stage)
+            installed.append(Forward(module, self._around(module, name, stage)))
+        if self.active and isinstance(self._model, PipelineLayers):
+            installed.append(Forward(self._model, self._entry, "pipeline_entry"))
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return int(self.ranks.num_stages) - 1
+
+    def run(
+        self, forward: Callable[[], Any], stage: int, given: Handed | None, micro: Micro
+    ) -> "tuple[Any, list[Arrived | None]]":
+        """One stage's forward of `forward`, which calls the model.
+
+        Returns what it hands on (`Handed`), or in the last stage the model's outputs; and the
+        tensors that came from the stage before and need gradients, None in place of others.
+        """
+        if given is not None:
+            _check_batch(json.loads(given.text), micro, stage)
+        running = _Running(stage, given, stage == 0, micro, torch.is_grad_enabled())
+        self._running = running
+        before = [(one, one._version) for _, one in self._outside()]
+        kept = torch.get_rng_state()
+        torch.default_generator.manual_seed(micro.seed)
+        try:
+            outputs = forward()
+        finally:
+            self._running = None
+            torch.set_rng_state(kept)
+        if stage < self.last:
+            self._check_outside(before)
+        handed = isinstance(outputs, Handed)
+        if handed == (stage == self.last) or not running.begun:
+            raise RuntimeFault(
+                f"[front::train_batch] the model's forward ended in stage {stage} of "
+                f"{self.last + 1} without calling a module of the next one: stages are "
+                f"{self._text()}"
+            )
+        return outputs, running.leaves
+
+    def until_its_end(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`forward`, ended where a later stage begins: then what that one is given."""
+        try:
+            return forward(*args, **kwargs)
+        except _StageEnd as end:
+            assert self._running is not None
+            return self._hand_on(end, self._running.micro)
+
+    def set_buffers(self) -> None:
+        """The engine may bring each from where it changes."""
+        if self.active:
+            self.ranks.set_buffers(list(self._buffers()))
+
+    def bring_buffers(self) -> None:
+        """Every rank's buffers are those of the stages that compute with them. All ranks call."""
+        if self.active:
+            self.set_buffers()
+            self.ranks.bring_buffers()
+
+    def write_buffers(self) -> None:
+        """Every rank's buffers are those of the first stage's. All ranks call."""
+        if self.active:
+            self.ranks.set_buffers([(name, 0, one) for name, _, one in self._buffers()])
+            self.ranks.bring_buffers()
+
+    def _buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """With their stages, each once."""
+        seen: set[int] = set()
+        for piece, stage, outer in self._pieces:
+            for inner, module in outer.named_modules(prefix=piece):
+                for name, one in module.named_buffers(recurse=False):
+                    if id(one) not in seen:
+                        seen.add(id(one))
+                        yield f"{inner}.{name}", stage, one
+        for name, one in self._outside():
+            if id(one) not in seen:
+                yield name, self.last, one
+
+    def _outside(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers of modules that enclose stages."""
+        inside = tuple(f"{name}." for name, _ in self.ranks.pieces)
+        for path, module in self._model.named_modules():
+            if not f"{path}.".startswith(inside):
+                for name, one in module_tree.saved_buffers(module):
+                    yield f"{path}.{name}" if path else name, one
+
+    def _check_outside(self, before: list[tuple[torch.Tensor, int]]) -> None:
+        for (name, one), (was, version) in zip(self._outside(), before, strict=True):
+            if one is not was or one._version != version:
+                raise RuntimeFault(
+                    f'[front::train_batch] buffer "{name}" is changed by a forward that all stages '
+                    f"run, of a module that no stage has alone: keep it in a module of its own"
+                )
+
+    def _text(self) -> str:
+        first: dict[int, str] = {}
+        for name, stage in self.ranks.pieces:
+            first.setdefault(stage, name)
+        return ", ".join(f'{stage} from "{name}"' for stage, name in first.items())
+
+    # ---- modules
+
+    def _around(self, module: nn.Module, name: str, stage: int) -> Callable[..., Any]:
+        def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._inferring:
+                return inner(*args, **kwargs)
+            if in_backward():  # computed again
+                args, kwargs = module_tree.filled((args, kwargs), value_of)
+                return inner(*args, **kwargs)
+            running = self._running
+            if running is None:
+                raise RuntimeFault(
+                    f'[front::forward] this rank has a part of the model (mesh.pipeline), and "'
+                    f'{name}" is of stage {stage}: call engine.train_batch() and eval_batch(), '
+                    f"which run all stages, not the model itself"
+                )
+            if stage > running.stage:
+                raise _StageEnd(name, (args, kwargs))
+            if stage == running.stage:
+                args, kwargs = self._arguments(running, name, (args, kwargs))
+                return inner(*args, **kwargs)
+            if running.begun:
+                raise RuntimeFault(
+                    f'[front::train_batch] "{name}" of stage {stage} is called after stage '
+                    f"{running.stage} began, but stages follow each other: begin them elsewhere "
+                    f'("parallel.stages"). They are {self._text()}'
+                )
+            return self._stand_in(module, name, inner, (args, kwargs))
+
+        return call
+
+    def _arguments(self, running: _Running, name: str, given: Any) -> Any:
+        """What a module of this stage is called with, with values."""
+        if not running.begun:
+            self._take(running, name, given)
+            running.begun = True
+            # Layers of other stages draw other numbers; what is before is alike on all stages.
+            torch.default_generator.manual_seed(running.micro.seed + running.stage)
+        for one in module_tree.take_out(given)[0]:
+            if is_absent(one):
+                raise RuntimeFault(
+                    f'[front::train_batch] "{name}" of stage {running.stage} is called with what '
+                    f"an earlier stage has computed and the module that this stage begins with "
+                    f"was not given: pass it on through its arguments, or begin stages elsewhere "
+                    f'("parallel.stages")'
+                )
+        return module_tree.filled(given, value_of)
+
+    # ---- between stages
+
+    def _entry(self, inner: Callable[..., Any], inputs: Any) -> Any:
+        """Of a list of layers: nothing before this stage is run, not even without values."""
+        running = self._running
+        if running is None or running.given is None or in_backward():
+            return inner(inputs)
+        told = json.loads(running.given.text)
+        tensors = [like(one.shape, one.dtype, one.device) for one in running.given.tensors]
+        if told["places"] is None:
+            raise RuntimeFault(
+                f'[front::train_batch] layer "{told["module"]}", with which stage {running.stage} '
+                f"begins, is called with {told['arguments']}: between stages layers return tensors "
+                f"or tuples of tensors"
+            )
+        return int(told["module"].partition(".")[0]), _placed(told["places"], tensors)
+
+    def _hand_on(self, end: _StageEnd, micro: Micro) -> Handed:
+        tensors, left = module_tree.take_out(end.given)
+        tensors = [value_of(one) for one in tensors]
+        for one in tensors:
+            if one.layout != torch.strided or one.is_nested or one.is_quantized:
+                raise RuntimeFault(
+                    f'[front::train_batch] "{end.module}", with which the next stage begins, is '
+                    f"called with a {'nested' if one.is_nested else one.layout} tensor, and "
+                    f"stages exchange dense ones (torch's TransformerEncoder: "
+                    f"enable_nested_tensor=False)"
+                )
+        if any(is_absent(one) for one in tensors):
+            raise RuntimeFault(
+                f'[front::train_batch] "{end.module}", with which the next stage begins, is called '
+                f"with what an earlier stage than this has computed: pass it on through the module "
+                f"that this stage begins with"
+            )
+        told = {
+            "module": end.module,
+            "arguments": _signature(left),
+            "grads": [one.requires_grad for one in tensors],
+            "places": _places(*left),
+            "batch": micro.batch,
+        }
+        return Handed(json.dumps(told).encode(), [one for one in tensors])
+
+    def _take(self, running: _Running, name: str, given: Any) -> None:
+        """The stage before has come to this module: its arguments get their values."""
+        assert running.given is not None
+        told = json.loads(running.given.text)
+        tensors, left = module_tree.take_out(given)
+        if told["module"] != name or told["arguments"] != _signature(left):
+            raise RuntimeFault(
+                f"[front::train_batch] stage {running.stage} begins with "
+                f'"{name}" {_signature(left)}, and the stage before ended at "{told["module"]}" '
+                f"{told['arguments']}: all ranks of a pipeline are given the same batch, and the "
+                f"model's way through its modules must not depend on values"
+            )
+        running.leaves = []
+        for one, value, has_gradient in zip(
+            tensors, running.given.tensors, told["grads"], strict=True
+        ):
+            if not isinstance(one, Absent) or not is_absent(one):  # made of the batch, here too
+                running.leaves.append(None)
+                continue
+            wanted = has_gradient and torch.is_grad_enabled()
+            if has_gradient and running.trains and not wanted:
+                raise RuntimeFault(
+                    f'[front::train_batch] "{name}", with which stage {running.stage} begins, is '
+                    f"called without gradients, by torch.utils.checkpoint(use_reentrant=True), "
+                    f'say: use_reentrant=False, or "activations.checkpoint" in the config'
+                )
+            leaf = Arrived(value) if wanted else None
+            running.leaves.append(leaf)
+            one.resolve(value if leaf is None else _Arrive.apply(leaf.anchor, leaf))  # type: ignore[no-untyped-call]
+
+    # ---- stand-ins
+
+    def _stand_in(self, module: nn.Module, name: str, inner: Callable[..., Any], given: Any) -> Any:
+        """Outputs of a module of an earlier stage, by the shapes of its inputs."""
+        tensors, left = module_tree.take_out(given)
+        shapes = tuple((one.shape, one.dtype, one.device) for one in tensors)
+        own = tuple((n, one) for n, one in vars(module).items() if isinstance(one, _PLAIN))
+        key = (name, _signature(left), shapes, own, _autocast())
+        if key not in self._outputs:
+            self._outputs[key] = self._infer(module, name, inner, tensors, left)
+        return self._outputs[key].made(module_tree.objects_in(left))
+
+    def _infer(
+        self,
+        module: nn.Module,
+        name: str,
+        inner: Callable[..., Any],
+        tensors: list[torch.Tensor],
+        left: Any,
+    ) -> "_Shape":
+        fakes = [fake_of(one) for one in tensors]
+        versions = [one._version for one in fakes]
+        args, kwargs = module_tree.put_in([Absent(one) for one in fakes], left)
+        objects = module_tree.objects_in(left)
+        kept = [(one, module_tree.State(one)) for one in objects]
+        aside: list[tuple[Any, str, _Template]] = []
+        self._inferring = True
+        try:
+            with torch.no_grad(), self._tensor.shapes_alone(), _without_values(module, aside):
+                outputs = inner(*args, **kwargs)
+            changed = [
+                not is_absent(one) and fake._version > before
+                for one, fake, before in zip(tensors, fakes, versions, strict=True)
+            ]
+            if any(changed) or _signature(module_tree.take_out((args, kwargs))[1]) != _signature(
+                left
+            ):
+                raise RuntimeFault(_puts_into(name))
+            for index, (one, _) in enumerate(kept):
+                fields = getattr(one, "__dict__", {})
+                aside += [(index, n, _Template(v)) for n, v in fields.items() if is_absent(v)]
+        except RuntimeFault:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f'[front::train_batch] the shapes of what "{name}" returns could not be told from '
+                f"those of its inputs, which other stages of the pipeline need: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            self._inferring = False
+            for one, state in kept:
+                state.put_in(one)
+        return _Shape(_Template(outputs), aside)
+
+
+class _Template:
+    """A value with stand-ins in it, to be made anew."""
+
+    def __init__(self, value: Any) -> None:
+        tensors, self._left = module_tree.take_out(value)
+        self._tensors = [(one.shape, one.dtype, one.device) for one in tensors]
+
+    def made(self) -> Any:
+        return module_tree.put_in([like(*one) for one in self._tensors], self._left)
+
+
+@dataclasses.dataclass
+class _Shape:
+    """Of a module without values: what it returns, and what it leaves as an attribute of modules,
+    or of objects among its arguments, by their index: whoever reads that is told."""
+
+    outputs: _Template
+    aside: list[tuple[Any, str, _Template]]
+
+    def made(self, objects: list[Any]) -> Any:
+        for owner, name, value in self.aside:
+            vars(objects[owner] if isinstance(owner, int) else owner)[name] = value.made()
+        return self.outputs.made()
+
+
+def _check_saves(module: nn.Module, name: str, stage: int) -> None:
+    for one in module.modules():
+        own = type(one).get_extra_state is not nn.Module.get_extra_state
+        if own and stage > 0:
+            raise ConfigError(
+                f'[front::initialize] a {type(one).__name__} in "{name}" has get_extra_state(), '
+                f"which is not brought from stage {stage} to the others yet"
+            )
+
+
+class _without_values:  # noqa: N801 - a context
+    """Parameters and buffers of a module have shapes alone, and what it notes is forgotten."""
+
+    def __init__(self, module: nn.Module, aside: list[tuple[Any, str, _Template]]) -> None:
+        self._module, self._aside = module, aside
+        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._noted: list[tuple[nn.Module, dict[str, Any]]] = []
+
+    def __enter__(self) -> None:
+        for one in self._module.modules():
+            self._noted.append((one, dict(vars(one))))
+            both: tuple[dict[str, Any], dict[str, Any]] = (one._parameters, one._buffers)
+            for kept in both:
+                self._kept.append((kept, dict(kept)))
+                for name, value in kept.items():
+                    if value is not None:
+                        kept[name] = Absent(fake_of(value))
+
+    def __exit__(self, *_: Any) -> None:
+        for now, before in self._kept:
+            now.clear()
+            now.update(before)
+        for module, fields in self._noted:
+            for name, value in vars(module).items():
+                new = fields.get(name) is not value and name not in ("_parameters", "_buffers")
+                if new and any(is_absent(one) for one in module_tree.tensors_in(value)):
+                    self._aside.append((module, name, _Template(value)))
+            vars(module).clear()
+            vars(module).update(fields)
+
+
+def _places(args: Any, kwargs: Any) -> Any:
+    """Of one argument, a tensor or tuples of tensors: their indices in nested lists. Else None."""
+
+    def of(one: Any) -> Any:
+        if isinstance(one, module_tree.Place):
+            return one.index
+        if type(one) is not tuple:
+            return None
+        inner = [of(item) for item in one]
+        return None if None in inner else inner
+
+    return of(args[0]) if len(args) == 1 and not kwargs else None
+
+
+def _placed(places: Any, tensors: list[Any]) -> Any:
+    if isinstance(places, int):
+        return tensors[places]
+    return tuple(_placed(one, tensors) for one in places)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _puts_into(name: str) -> str:
+    return (
+        f'[front::train_batch] "{name}" changes what it is given (a tensor in place, a list), and '
+        f"on stages after its own that would be lost: return it instead"
+    )
+
+
+def _check_batch(told: dict[str, Any], micro: Micro, stage: int) -> None:
+    """The stage before has the same micro-batch."""
+    if micro.batch is not None and told["batch"] is not None and told["batch"] != micro.batch:
+        raise RuntimeFault(
+            f"[front::train_batch] stage {stage} was given another batch than stage {stage - 1}: "
+            f"all ranks of a pipeline get the samples of engine.data_rank (of engine.data_size). A "
+            f"loader that shuffles needs a generator of its own, with the same seed on all of "
+            f"them, or a DistributedSampler(num_replicas=engine.data_size, rank=engine.data_rank)"
+        )
+    micro.batch = told["batch"] if micro.batch is None else micro.batch
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def _signature(left: Any) -> str:
+    """Of what is not in tensors: containers, numbers and texts; of other objects their class."""
+    if isinstance(left, dict):
+        return "{" + ", ".join(f"{key}: {_signature(value)}" for key, value in left.items()) + "}"
+    if isinstance(left, (list, tuple)):
+        return "(" + ", ".join(_signature(value) for value in left) + ")"
+    if left is None or isinstance(left, (bool, int, float, str, torch.dtype, torch.device)):
+        return repr(left)
+    if isinstance(left, module_tree.Place):
+        return f"tensor {left.index}"
+    return type(left).__name__

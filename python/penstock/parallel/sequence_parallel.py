@@ -1,0 +1,278 @@
+"""Sequences in parts: ranks that have tokens of the same samples, and meet in attention.
+
+Each rank of `mesh.sequence` computes its part of every sequence; around attention they exchange
+tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), so that each sees whole sequences of some
+heads. The exchanges are the engine's (`_penstock.SequenceRanks`); here is how models of
+transformers come to call them.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.front.forward_guard import in_backward
+from penstock.parallel import stand_in
+from penstock.parallel.pipeline_parallel import Handed
+
+# Causal models whose positions come from `position_ids`, whose attention is in transformers'
+# registry and whose loss is its `loss_function`, by `config.model_type`: test_sequence.py trains
+# each of them.
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2")
+_ALONG_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels")
+_IGNORED = -100  # label that does not count, of torch and transformers
+
+
+class SequenceParallel:
+    """Of one engine: cuts batches, and what attention of its model is in the meantime."""
+
+    def __init__(
+        self, model: torch.nn.Module, core: Any, config: Any, installed: list[Any]
+    ) -> None:
+        self._count = config.mesh.sequence
+        if self._count == 1:
+            return
+        self._model, self._tensor = model, config.mesh.tensor
+        self._check()
+        self._ranks = _penstock.SequenceRanks(core)
+        self._modules = set(model.modules())
+        self._cut = False  # what runs is a part
+        self._mask: torch.Tensor | None = None  # of whole sequences
+        installed.append(_Attention(self, model))
+
+    @property
+    def active(self) -> bool:
+        return bool(self._count > 1)
+
+    def _loss_name(self) -> str:
+        return getattr(getattr(self._model, "loss_function", None), "__name__", "")
+
+    def _refuse(self, what: str) -> None:
+        raise ConfigError(f'[front::initialize] "mesh.sequence" is {self._count}: {what}')
+
+    def _check(self) -> None:
+        config = getattr(self._model, "config", None)
+        kind = getattr(config, "model_type", type(self._model).__name__)
+        if kind not in KNOWN or self._loss_name() != "ForCausalLMLoss":
+            self._refuse(
+                f"of transformers' causal models {', '.join(KNOWN)} are known, and this is a "
+                f"{type(self._model).__name__}"
+            )
+        if config._attn_implementation != "sdpa":  # type: ignore[union-attr]
+            self._refuse(
+                f'the model\'s attention is "{config._attn_implementation}", and only "sdpa" '  # type: ignore[union-attr]
+                f"is exchanged as yet"
+            )
+        if length_dependent_rotary(config):
+            self._refuse("its rotary embedding depends on the length of what a rank sees")
+        heads = config.num_attention_heads  # type: ignore[union-attr]
+        keys = getattr(config, "num_key_value_heads", None) or heads
+        own, own_keys = heads // self._tensor, max(1, keys // self._tensor)
+        if own % self._count or (own_keys % self._count and self._count % own_keys):
+            self._refuse(
+                f"the model has {own} attention heads and {own_keys} of keys and values (on each "
+                f"tensor rank), which have to divide by it; keys and values may also divide it"
+            )
+
+    # ---- a forward
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """`forward` of this rank's part of the batch; its loss is that of the whole sequences.
+
+        Raises ConfigError for inputs that cannot be cut.
+        """
+        if args:
+            raise ConfigError(
+                "[front::forward] with mesh.sequence > 1 inputs are passed by name: engine(**batch)"
+            )
+        part = self._part_of({name: value for name, value in kwargs.items() if value is not None})
+        self._cut = True
+        try:
+            output = forward(**part)
+        finally:
+            self._cut, self._mask = False, None
+        if isinstance(output, Handed):  # not the last stage of a pipeline
+            return output
+        loss = getattr(output, "loss", None)
+        if "labels" in part and loss is None:
+            raise ConfigError(
+                "[front::forward] with mesh.sequence > 1 the model returns its outputs by name: "
+                "leave return_dict as it is"
+            )
+        if loss is None:
+            return output
+        output = copy.copy(output)
+        output["loss"] = self._ranks.sum_losses(loss)
+        return output
+
+    def _part_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+        tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
+        known = {*_ALONG_TOKENS, "attention_mask", "num_items_in_batch"}
+        self._ranks.compare([tensors[name] for name in sorted(tensors)], " ".join(sorted(tensors)))
+        unknown = set(tensors) - known
+        if unknown or batch.get("past_key_values") is not None:
+            name = min(unknown, default="past_key_values")
+            raise ConfigError(
+                f'[front::forward] with mesh.sequence > 1 "{name}" cannot be cut: allowed are '
+                f"{', '.join(sorted(known))}"
+            )
+        first = batch.get("input_ids", batch.get("inputs_embeds"))
+        if first is None:
+            raise ConfigError("[front::forward] neither input_ids nor inputs_embeds are given")
+        length = first.shape[1]
+        self._check_positions(batch, length)
+        window = getattr(self._model.config, "sliding_window", None)
+        if window is not None and length > window:
+            raise ConfigError(
+                f"[front::forward] with mesh.sequence > 1 attention is whole, and this model's "
+                f"looks back {window} tokens of {length}"
+            )
+        padded = -(-length // self._count) * self._count
+        self._mask = self._whole_mask(batch.pop("attention_mask", None), first, padded)
+        if "labels" in batch:
+            self._count_labels(batch)
+        positions = torch.arange(padded, device=first.device).expand(first.shape[0], -1)
+        batch.setdefault("position_ids", positions)
+        own = padded // self._count
+        for name in (*_ALONG_TOKENS, "shift_labels"):
+            if torch.is_tensor(batch.get(name)):
+                fill = _IGNORED if "labels" in name else 0
+                whole = _padded(batch[name], padded, fill)
+                batch[name] = whole.narrow(1, self._ranks.index * own, own).contiguous()
+        return batch
+
+    def _count_labels(self, batch: dict[str, Any]) -> None:
+        """The loss becomes a sum over this rank's tokens, divided by the number of all."""
+        # The last token of a part keeps its target.
+        labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
+        batch["labels"] = batch["shift_labels"] = labels
+        if batch.get("num_items_in_batch") is None:
+            batch["num_items_in_batch"] = (labels != _IGNORED).sum()
+
+    def _check_positions(self, batch: dict[str, Any], length: int) -> None:
+        positions = batch.get("position_ids")
+        if positions is None:
+            return
+        if (
+            batch.get("attention_mask") is None
+            and length > 1
+            and (positions.diff(dim=-1) != 1).any()
+        ):
+            raise ConfigError(
+                "[front::forward] with mesh.sequence > 1 position_ids that begin anew (several "
+                "sequences in one) are not known yet"
+            )
+
+    def _whole_mask(self, given: Any, first: torch.Tensor, padded: int) -> torch.Tensor | None:
+        """[batch, 1, tokens, tokens], True where a token may be looked at; None: all before it."""
+        if given is not None and given.dim() != 2:
+            raise ConfigError("[front::forward] attention_mask has to be [batch, tokens]")
+        if given is None or bool(given.bool().all()):
+            return None  # what pads to even parts comes last, where nobody looks
+        mask = _padded(given.bool(), padded, False)[:, None, None, :].expand(-1, 1, padded, -1)
+        # A token before all that count looks at nothing, and torch gives zeros for it.
+        return mask & torch.ones(padded, padded, dtype=torch.bool, device=first.device).tril()
+
+    # ---- attention
+
+    def mask(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of the mask that transformers makes of a part."""
+        if in_backward():
+            raise RuntimeFault(
+                "[front::backward] with mesh.sequence > 1 a unit that is computed again makes its "
+                "own attention mask, which is not known any more: recompute its layers instead"
+            )
+        return self._mask if self._cut else inner(*args, **kwargs)
+
+    def attention(  # noqa: PLR0913 - transformers' arguments
+        self,
+        inner: Callable[..., Any],
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **options: Any,
+    ) -> Any:
+        """query [batch, heads, own tokens, size] -> [batch, own tokens, heads, size]
+
+        A backward computes a part again; whole sequences (of `generate`) have no gradients.
+        """
+        if module not in self._modules:  # of a copy
+            return inner(module, query, key, value, mask, **options)
+        if stand_in.is_stand_in(query):  # of another stage
+            batch, heads, tokens, _ = query.shape
+            return query.new_empty((batch, tokens, heads, value.shape[-1])), None
+        if not self._cut and not in_backward():
+            if query.requires_grad:
+                raise RuntimeFault(
+                    "[front::forward] with mesh.sequence > 1 call the engine, not the model, where "
+                    "gradients are wanted: it cuts the batch"
+                )
+            return inner(module, query, key, value, mask, **options)
+        if options.get("position_bias") is not None:
+            raise ConfigError(
+                "[front::forward] mesh.sequence > 1: a position bias is not known yet"
+            )
+        count, exchange = self._count, self._ranks.all_to_all
+        if key.shape[1] % count:  # fewer than ranks
+            more = count // key.shape[1]
+            key, value = (part.repeat_interleave(more, dim=1) for part in (key, value))
+        query, key, value = (exchange(part, 1, 2) for part in (query, key, value))
+        groups = getattr(module, "num_key_value_groups", None)
+        if groups is not None:
+            module.num_key_value_groups = query.shape[1] // key.shape[1]
+        try:
+            output, weights = inner(module, query, key, value, mask, **options)
+        finally:
+            if groups is not None:
+                module.num_key_value_groups = groups
+        return exchange(output, 1, 2), weights
+
+
+class _Attention:
+    """The model's attention is one of its own, until it is removed."""
+
+    def __init__(self, owner: SequenceParallel, model: Any) -> None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
+        self._config, self._had = model.config, model.config._attn_implementation
+        self._tables = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+        inner, mask = self._inner = [table[self._had] for table in self._tables]
+        self._name = f"penstock-{id(self)}"
+        ALL_ATTENTION_FUNCTIONS.register(
+            self._name, lambda *args, **kwargs: owner.attention(inner, *args, **kwargs)
+        )
+        ALL_MASK_ATTENTION_FUNCTIONS.register(
+            self._name, lambda *args, **kwargs: owner.mask(mask, *args, **kwargs)
+        )
+        self._config._attn_implementation = self._name
+
+    def remove(self) -> None:
+        """The model has its own again; copies of it, which name this one, too."""
+        self._config._attn_implementation = self._had
+        for table, inner in zip(self._tables, self._inner, strict=True):
+            table.register(self._name, inner)
+
+
+def length_dependent_rotary(config: Any) -> bool:
+    """Whether a transformers config's rotary embedding differs with the length of what is seen."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return bool({"dynamic", "longrope"} & set(_texts_in(rope)))
+
+
+def _padded(values: torch.Tensor, length: int, fill: Any) -> torch.Tensor:
+    missing = length - values.shape[1]
+    if missing == 0:
+        return values
+    shape = (values.shape[0], missing, *values.shape[2:])
+    return torch.cat([values, values.new_full(shape, fill)], dim=1)
+
+
+def _texts_in(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        return [text for one in value.values() for text in _texts_in(one)]
+    return [value] if isinstance(value, str) else []

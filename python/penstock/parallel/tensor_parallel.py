@@ -1,0 +1,367 @@
+"""What tensor ranks put on a model: layers that compute with this rank's part of their weights.
+
+The mathematics and the exchanges are the engine's (`_penstock.TensorRanks`); here is which modules
+call them, and what else of a module has to be a part's: numbers of heads.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.front import module_tree
+from penstock.front.forward_guard import Forward, Hook
+from penstock.parallel import parallel_plans
+from penstock.parallel.lazy_logits import CutHead, LazyLogits
+from penstock.parallel.token_parts import TokenParts, partial_rules
+
+
+def with_rules(model: torch.nn.Module, config: Any) -> Any:
+    """The config with rules for this model, where it asks for tensor ranks and has none itself."""
+    if config.mesh.tensor == 1:
+        return config
+    rules = dict(config.parallel.rules) or parallel_plans.rules_for(model, config.mesh.tensor)
+    if rules and not config.parallel.rules and config.parallel.norms == "tokens":
+        rules = parallel_plans.with_tokens(model, rules)
+    rules |= partial_rules(model, rules)
+    return config.with_rules(list(rules.items()))
+
+
+class TensorParallel:
+    """Of one engine: its layers, and whether the model's parameters are whole just now.
+
+    Attributes:
+        whole: how many blocks (`gathered()`, say) have made them whole.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, core: Any, config: Any, installed: list[Any]
+    ) -> None:
+        self.whole = 0
+        self._shapes_alone = False
+        self._tokens: TokenParts | None = None
+        self._cut_logits = config.parallel.cut_logits
+        self._core, self._count = core, config.mesh.tensor
+        self._attributes: list[_Attribute] = []
+        if self._count == 1:
+            return
+        self._ranks = _penstock.TensorRanks(core)
+        self._draws = _Draws()
+        self._tokens = TokenParts.of(model, config, self._ranks, installed)
+        self._parts: list[tuple[str, torch.nn.Parameter]] = []
+        for how in self._ranks.modules:
+            module = model.get_submodule(how.name)
+            self._cut(module, how, installed)
+            if how.style != "whole":
+                _see_calls(model.get_submodule(how.name.rpartition(".")[0]), how, installed)
+                self._parts += module.named_parameters(how.name, recurse=False)
+        self._divide(model, config.parallel.rules, installed)
+        if self._cut_logits and not any(_is_head(model, how) for how in self._ranks.modules):
+            raise ConfigError(
+                '[front::initialize] "parallel.cut_logits" is set and no Linear is cut in style '
+                '"vocab": the rules leave this model\'s logits whole'
+            )
+
+    def _cut(self, module: Any, how: Any, installed: list[Any]) -> None:
+        if how.style in ("partial", "whole"):
+            return
+        _refuse(module, how)
+        installed.append(_Layer(module, self._standing_in(module, how), self))
+        installed.append(
+            module.register_state_dict_pre_hook(Hook(module, lambda *_: self.refuse_parts()))
+        )
+
+    def _standing_in(self, module: Any, how: Any) -> Callable[..., Any]:
+        ranks, tokens = self._ranks, self._tokens
+        if tokens is not None:
+            how = tokens.marked(how)
+
+        def embedding(_inner: Any, input: torch.Tensor) -> Any:
+            if self._shapes_alone:
+                return module.weight.new_empty((*input.shape, module.weight.shape[1]))
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            return ranks.embedding(how, input, module.weight, padding)
+
+        def linear(_inner: Any, input: torch.Tensor) -> Any:
+            if self._shapes_alone:
+                made = input.new_empty((*input.shape[:-1], _columns(module, how)))
+                return tokens.part_of(made) if tokens and how.style == "row_tokens" else made
+            if tokens is not None and how.style == "row_tokens" and not tokens.cut:
+                return ranks.linear(tokens.as_row(how), input, module.weight, module.bias)
+            if self._cut_logits and how.style == "vocab":
+                own = ranks.cut_logits(how, input, module.weight, module.bias)
+                return LazyLogits.of(CutHead(ranks, how, how.size), own)
+            return ranks.linear(how, input, module.weight, module.bias)
+
+        return embedding if isinstance(module, torch.nn.Embedding) else linear
+
+    @contextlib.contextmanager
+    def shapes_alone(self) -> Iterator[None]:
+        """Within, layers give outputs of the right shapes and exchange nothing."""
+        self._set_shapes_alone(True)
+        try:
+            yield
+        finally:
+            self._set_shapes_alone(False)
+
+    def _set_shapes_alone(self, alone: bool) -> None:
+        self._shapes_alone = alone
+        if self._tokens is not None:
+            self._tokens.shapes_alone = alone
+
+    def _divide(self, model: torch.nn.Module, rules: Any, installed: list[Any]) -> None:
+        known = parallel_plans.attributes(model)
+        for pattern, style in rules.items():
+            name, _, by = style.partition(":")
+            if name != "divide":
+                continue
+            count = int(by or self._count)
+            found = [one for one in known if parallel_plans.matches(one, pattern)]
+            if not found:
+                raise ConfigError(
+                    f'[front::initialize] "parallel.rules.{pattern}" is "{style}": no module has '
+                    f"an attribute of that name that is a whole number"
+                )
+            for one in found:
+                made = _Attribute(*known.pop(one), one, count)
+                self._attributes.append(made)
+                installed.append(made)
+                if made.is_of("BloomAttention", "num_heads"):
+                    installed.append(_cut_slopes(made, self._ranks.index))
+                if made.is_of("FalconAttention", "num_heads"):
+                    _refuse_falcon(made.module)
+
+    def refuse_parts(self) -> None:
+        """Raises RuntimeFault where a rank's parts of parameters would be taken for all of them."""
+        if self.whole == 0:
+            raise RuntimeFault(
+                f"[front::parameters] this rank has a part of some parameters (mesh.tensor "
+                f"{self._count}), so a copy or a state_dict() of the model itself is not whole: "
+                f"use engine.state_dict(), or copy inside `with engine.gathered():`"
+            )
+
+    def __enter__(self) -> None:
+        """Parameters are whole within, and so is what depends on their sizes."""
+        self.whole += 1
+        if self.whole == 1:
+            for one in self._attributes:
+                one.make_whole()
+
+    def __exit__(self, *_: Any) -> None:
+        self.whole -= 1
+        if self.whole == 0:
+            for one in self._attributes:
+                one.divide()
+
+    def begin(self, model: torch.nn.Module, inputs: Any) -> None:
+        """A forward begins: raises RuntimeFault where tensor ranks were given other inputs."""
+        if self._count == 1:
+            return
+        if self._tokens is not None:
+            self._tokens.begin(model, inputs)
+        self._refuse_hooks()
+        # What other objects hold (a cache of keys and values) may be a rank's own part.
+        given, _ = module_tree.take_out(inputs)
+        others = f"{model.training} {torch.is_grad_enabled()}"
+        self._draws.begin(self._ranks.compare(given, others, self._draws.now()))
+
+    def _refuse_hooks(self) -> None:
+        """Raises ConfigError for a hook that would see what this rank has of a gradient."""
+        for name, param in self._parts:
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                raise ConfigError(
+                    f'[front::forward] "{name}" has a hook, which would see this rank\'s part of '
+                    f"its gradient (mesh.tensor {self._count}): use engine.full_grads() and "
+                    f"engine.set_grads() before step()"
+                )
+
+    def end(self) -> None:
+        """It ends: raises RuntimeFault where it drew other random numbers than its tensor ranks."""
+        if self._tokens is not None:
+            self._tokens.end()
+        if self._count > 1:
+            self._draws.end()
+
+
+class _SlowPath:
+    """torch's TransformerEncoderLayer calls its layers in evaluation, too.
+
+    Its fast path computes with their weights itself; it is not taken with this activation.
+    """
+
+    def __init__(self, module: torch.nn.TransformerEncoderLayer) -> None:
+        self._module, self._had = module, module.activation_relu_or_gelu
+        module.activation_relu_or_gelu = 0
+
+    def remove(self) -> None:
+        self._module.activation_relu_or_gelu = self._had
+
+
+def _see_calls(parent: torch.nn.Module, how: Any, installed: list[Any]) -> None:
+    """Makes a module that computes with a cut layer's weight call the layer.
+
+    Raises ConfigError where it never does.
+    """
+    if isinstance(parent, torch.nn.MultiheadAttention):
+        raise ConfigError(
+            f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}": '
+            f"torch.nn.MultiheadAttention computes with its weights itself, and is not cut"
+        )
+    if isinstance(parent, torch.nn.TransformerEncoderLayer) and parent.activation_relu_or_gelu:
+        installed.append(_SlowPath(parent))
+
+
+def _is_head(model: torch.nn.Module, how: Any) -> bool:
+    module = model.get_submodule(how.name)
+    return how.style == "vocab" and not isinstance(module, torch.nn.Embedding)
+
+
+def _columns(module: torch.nn.Module, how: Any) -> int:
+    """Of what a layer gives on this rank."""
+    own = module.weight.shape[1 if how.transposed else 0]  # type: ignore[index]
+    if how.style in ("column_gather", "vocab"):
+        return int(how.size)
+    return int(own) // how.heads if how.style == "shared" else int(own)
+
+
+def _refuse(module: torch.nn.Module, how: Any) -> None:
+    kinds = (torch.nn.Linear, torch.nn.Embedding)
+    plain = [kind.forward for kind in kinds]
+    # FalconLinear's forward is torch's, with one more rounding before the bias.
+    known = type(module).__name__ in ("Conv1D", "FalconLinear")
+    own = "forward" in vars(module) or not known
+    if type(module).forward not in plain and own:
+        raise ConfigError(
+            f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}", a '
+            f"{type(module).__name__} with a forward of its own: torch's Linear and Embedding and "
+            f"transformers' Conv1D and FalconLinear are cut"
+        )
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option, None):
+            raise ConfigError(
+                f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}", which '
+                f"has {option}: that needs the whole weight on every rank"
+            )
+
+
+class _Layer(Forward):
+    """A layer whose forward is the tensor ranks'. A copy of the model has its own again."""
+
+    def __init__(
+        self, module: torch.nn.Module, around: Callable[..., Any], owner: TensorParallel
+    ) -> None:
+        super().__init__(module, around)
+        self._owner = owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._owner.refuse_parts()
+        return super().__deepcopy__(memo)
+
+    def __reduce__(self) -> Any:
+        self._owner.refuse_parts()
+        return super().__reduce__()
+
+
+class _Attribute:
+    """A module's whole number, of which this rank has a part."""
+
+    def __init__(self, module: torch.nn.Module, key: str, name: str, count: int) -> None:
+        self.module, self._key, self._count = module, key, count
+        self.whole = getattr(module, key)
+        if self.whole % count:
+            raise ConfigError(
+                f'[front::initialize] "{name}" is {self.whole}, which does not divide by {count} '
+                f"tensor ranks"
+            )
+        self.divide()
+
+    def is_of(self, kind: str, key: str) -> bool:
+        return type(self.module).__name__ == kind and self._key == key
+
+    def divide(self) -> None:
+        setattr(self.module, self._key, self.whole // self._count)
+
+    def make_whole(self) -> None:
+        setattr(self.module, self._key, self.whole)
+
+    def remove(self) -> None:
+        """The engine is closed: it is whole for good."""
+        self._count = 1
+        self.make_whole()
+
+
+def _cut_slopes(heads: _Attribute, rank: int) -> Any:
+    """BLOOM's model makes one bias of all heads, `alibi` [batch x heads, 1, keys], and gives it to
+    each attention: here it becomes that of the rank's heads. Returns what removes it.
+
+    Raises ConfigError where attention reads slices of its weight itself (`slow_but_exact`).
+    """
+    module: Any = heads.module
+    if module.slow_but_exact and module.pretraining_tp > 1:
+        raise ConfigError(
+            "[front::initialize] this BLOOM has slow_but_exact, which reads whole weights, and "
+            '"mesh.tensor" gives each rank a part: set slow_but_exact to False'
+        )
+
+    def cut(_: Any, args: Any, given: dict[str, Any]) -> Any:
+        own, alibi, batch = module.num_heads, given.get("alibi"), args[0].shape[0]
+        if alibi is None or alibi.shape[0] != batch * heads.whole:
+            raise RuntimeFault(
+                f"[front::forward] BLOOM's attention was not given an `alibi` of {heads.whole} "
+                f"heads by name: divide num_heads of attention alone, not that of the model"
+            )
+        if own == heads.whole:
+            return None
+        parts = alibi.view(batch, heads.whole, *alibi.shape[1:])
+        part = parts[:, rank * own : (rank + 1) * own].flatten(0, 1)
+        return args, given | {"alibi": part}
+
+    return module.register_forward_pre_hook(_Given(module, cut), with_kwargs=True)
+
+
+def _refuse_falcon(module: Any) -> None:
+    """Raises ConfigError where the parts of Falcon's attention are not all of one head."""
+    if module.multi_query and not module.new_decoder_architecture:
+        raise ConfigError(
+            "[front::initialize] this Falcon has multi_query without new_decoder_architecture: one "
+            "key and value head, inside query_key_value, which every tensor rank needs whole. Set "
+            '"mesh.tensor" to 1'
+        )
+    if module.config.alibi:
+        raise ConfigError(
+            "[front::initialize] this Falcon has alibi: its model makes one bias of all heads, and "
+            '"mesh.tensor" gives each rank a part of them. Set "mesh.tensor" to 1'
+        )
+
+
+class _Given(Hook):
+    """One that changes what the module is given."""
+
+    def __call__(self, module: torch.nn.Module, *others: Any) -> Any:
+        return self._call(module, *others) if id(module) == self._module else None
+
+
+class _Draws:
+    """Whether what tensor ranks compute alike would be alike: the random numbers of a forward."""
+
+    def __init__(self) -> None:
+        self._alike, self._before = True, ""
+
+    @staticmethod
+    def now() -> str:
+        return hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).hexdigest()
+
+    def begin(self, alike: bool) -> None:
+        self._alike = alike
+        self._before = "" if alike else self.now()
+
+    def end(self) -> None:
+        if not self._alike and self._before != self.now():
+            raise RuntimeFault(
+                "[front::forward] the model drew random numbers (dropout, say), and tensor ranks "
+                "that compute it together draw different ones: seed them alike, with the config's "
+                '"seed" or torch.manual_seed(seed + engine.data_rank)'
+            )

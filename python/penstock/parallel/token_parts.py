@@ -1,0 +1,279 @@
+"""Hidden states between layers, of which each tensor rank has its tokens: norms, dropout and
+residuals are computed once, not by every rank (arXiv:2205.05198, section 4.2.2).
+
+Before the first block of a stack whole hidden states [batch, tokens, size] are cut along their
+tokens; modules that begin with cut weights ("gather_tokens": attention, an MLP) gather them, and
+the row layers at their ends ("row_tokens") add up and cut again; after the last block they are
+whole. So gathers and sums move what the sums of whole hidden states did.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from penstock._native import ConfigError, RuntimeFault
+from penstock.front.forward_guard import Forward, in_backward
+from penstock.parallel import parallel_plans
+
+_INSIDE = ("column", "shared", "row_tokens", "partial")
+_OF_FRONT = ("tokens", "gather_tokens", "divide")
+_TOKENS = 1  # their dimension
+
+
+class TokenParts:
+    """Of one engine: the stacks of blocks between which tokens are cut.
+
+    Attributes:
+        shapes_alone: outputs have the right shapes and nothing is exchanged.
+    """
+
+    def __init__(self, model: torch.nn.Module, rules: Any, ranks: Any, pipeline: bool) -> None:
+        self.shapes_alone = False
+        self._ranks, self._pipeline = ranks, pipeline
+        self._open = False  # a forward of the model runs
+        self._on: bool | None = None  # whether its tokens are cut; None: no stack has begun
+        self._parts = False  # they are parts now
+        names = dict(model.named_modules())
+        styles = {name: _style_of(name, rules) for name in names}
+        self._stacks = [name for name, style in styles.items() if style == "tokens"]
+        self._gathering = [name for name, style in styles.items() if style == "gather_tokens"]
+        self._rows = {
+            one.name: one.with_style("row") for one in ranks.modules if one.style == "row_tokens"
+        }
+        for name in self._stacks:
+            stack = names[name]
+            if not isinstance(stack, torch.nn.ModuleList) or len(stack) == 0:
+                raise ConfigError(
+                    f'[front::initialize] "parallel.rules" say "tokens" of "{name}", a '
+                    f"{type(stack).__name__}: it is for a ModuleList of blocks"
+                )
+            if len(set(stack)) < len(stack):
+                raise ConfigError(
+                    f'[front::initialize] "parallel.rules" say "tokens" of "{name}", which has a '
+                    f"block several times: its first and last one could not be told apart"
+                )
+        self._check(ranks.modules)
+
+    @classmethod
+    def of(
+        cls, model: torch.nn.Module, config: Any, ranks: Any, installed: list[Any]
+    ) -> "TokenParts | None":
+        """None where no tokens are cut. Raises ConfigError: rules that do not fit together."""
+        rules = dict(config.parallel.rules)
+        styles = {style.partition(":")[0] for style in rules.values()}
+        if not styles & {"tokens", "gather_tokens", "row_tokens"}:
+            if config.parallel.norms == "tokens":
+                raise ConfigError(
+                    '[front::initialize] "parallel.norms" is "tokens" and no rule in '
+                    '"parallel.rules" has the style "tokens"'
+                )
+            return None
+        made = cls(model, rules, ranks, config.mesh.pipeline > 1)
+        made._install(model, installed)
+        return made
+
+    def _check(self, modules: list[Any]) -> None:
+        used = False
+        for how in modules:
+            inside = self._is_inside(how.name, self._gathering)
+            between = self._is_inside(how.name, self._stacks)
+            used |= how.style == "row_tokens"
+            wrong = (
+                (how.style == "row_tokens" and not between)
+                or (between and inside and how.style not in _INSIDE)
+                or (between and not inside and how.style not in ("row_tokens", "partial"))
+                or (inside and not between)
+            )
+            if wrong:
+                raise ConfigError(
+                    f'[front::initialize] "parallel.rules" cut tokens, and "{how.name}" is '
+                    f'"{how.style}": between the blocks of a module that is "tokens" there are '
+                    f'"row_tokens" and "partial", and {", ".join(_INSIDE)} in modules that are '
+                    f'"gather_tokens"; nowhere else'
+                )
+        if not (used and self._stacks and self._gathering):
+            raise ConfigError(
+                '[front::initialize] "parallel.rules" cut tokens: that takes modules of all three '
+                'styles, "tokens", "gather_tokens" and "row_tokens"'
+            )
+
+    @staticmethod
+    def _is_inside(name: str, others: list[str]) -> bool:
+        return any(name == one or name.startswith(f"{one}.") for one in others)
+
+    def marked(self, how: Any) -> Any:
+        """The module as it is called here: whether what it is given was gathered."""
+        how.gathered = how.style != "row_tokens" and self._is_inside(how.name, self._gathering)
+        return how
+
+    def as_row(self, how: Any) -> Any:
+        """A "row_tokens" where tokens are whole."""
+        return self._rows[how.name]
+
+    def _install(self, model: torch.nn.Module, installed: list[Any]) -> None:
+        for name in self._stacks:
+            stack: Any = model.get_submodule(name)
+            blocks = list(stack)
+            for block in blocks:
+                around = self._around(block, block is blocks[0], block is blocks[-1])
+                installed.append(Forward(block, around))
+        for name in self._gathering:
+            module = model.get_submodule(name)
+            installed.append(Forward(module, self._gather(module, name)))
+
+    # ---- a forward
+
+    @property
+    def cut(self) -> bool:
+        """Whether tokens are cut in what runs now."""
+        if in_backward() or self.shapes_alone:
+            return True
+        self._check_open()
+        if self._on is None:
+            raise RuntimeFault(
+                "[front::forward] a block was called before the first of its stack, at which "
+                'tokens are cut ("parallel.norms": "tokens"): every forward begins with that one'
+            )
+        return self._on
+
+    def _check_open(self) -> None:
+        """Raises RuntimeFault where no forward of the model runs."""
+        if not (self._open or in_backward() or self.shapes_alone):
+            raise RuntimeFault(
+                "[front::forward] a module of the model was called by itself, and "
+                '"parallel.norms": "tokens" gives it a part of the tokens: call the model'
+            )
+
+    def begin(self, model: torch.nn.Module, inputs: Any) -> None:
+        """A forward of the model begins."""
+        self._open, self._parts = True, False
+        self._on = True if self._pipeline else None
+        given = inputs[1] if isinstance(inputs, tuple) and len(inputs) == 2 else {}
+        asked = given.get("output_hidden_states") if isinstance(given, dict) else None
+        if asked or (
+            asked is None and getattr(getattr(model, "config", None), "output_hidden_states", False)
+        ):
+            raise RuntimeFault(
+                "[front::forward] output_hidden_states: those between layers are parts, with "
+                '"parallel.norms": "tokens"'
+            )
+
+    def end(self) -> None:
+        """It ends. Raises RuntimeFault where tokens stayed cut."""
+        self._open = False
+        if self._parts and not self._pipeline:
+            raise RuntimeFault(
+                "[front::forward] tokens were cut before the first block of a stack "
+                '("parallel.norms": "tokens"), and its last one, after which they are whole, was '
+                "not called: call it in every forward, and the model, not a block by itself"
+            )
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Of that shape, without values."""
+        count = int(self._ranks.count)
+        return whole.new_empty((whole.shape[0], whole.shape[1] // count, *whole.shape[2:]))
+
+    def _enter(self, whole: torch.Tensor) -> torch.Tensor:
+        count = int(self._ranks.count)
+        if whole.dim() != _TOKENS + 2 or whole.shape[_TOKENS] % count:
+            if torch.is_grad_enabled() or self._pipeline or in_backward():
+                raise RuntimeFault(
+                    f"[front::forward] hidden states of shape {list(whole.shape)} cannot be cut "
+                    f'along their tokens over {count} tensor ranks ("parallel.norms" is '
+                    f'"tokens"): pad sequences to a multiple of {count}'
+                )
+            self._on = False
+            return whole
+        if not (in_backward() or self.shapes_alone):
+            self._on = self._parts = True
+        return self.part_of(whole) if self.shapes_alone else self._ranks.cut_tokens(whole)
+
+    def _leave(self, part: torch.Tensor) -> torch.Tensor:
+        if not self.cut:
+            return part
+        if self.shapes_alone:
+            return self._whole_of(part)
+        if not in_backward():
+            self._parts = False
+        whole: torch.Tensor = self._ranks.whole_tokens(part)
+        return whole
+
+    def _whole_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Of that shape, without values."""
+        tokens = part.shape[_TOKENS] * int(self._ranks.count)
+        return part.new_empty((part.shape[0], tokens, *part.shape[2:]))
+
+    def _around(self, block: Any, first: bool, last: bool) -> Callable[..., Any]:
+        name = _first_name(block)
+
+        def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._check_open()
+            if first:
+                args, kwargs = _with_first(name, args, kwargs, self._enter)
+            output = inner(*args, **kwargs)
+            if not last:
+                return output
+            if torch.is_tensor(output):
+                return self._leave(output)
+            changed = list(output)
+            changed[0] = self._leave(changed[0])
+            return type(output)(changed)
+
+        return run
+
+    def _gather(self, module: Any, module_name: str) -> Callable[..., Any]:
+        name = _first_name(module)
+
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            if self.shapes_alone:
+                return self._whole_of(part)
+            whole: torch.Tensor = self._ranks.gather_tokens(module_name, part)
+            return whole
+
+        def run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.cut:
+                args, kwargs = _with_first(name, args, kwargs, gather)
+            return inner(*args, **kwargs)
+
+        return run
+
+
+def _style_of(name: str, rules: Any) -> str:
+    """Of the first rule that matches; "": none does."""
+    found = (style for pattern, style in rules.items() if parallel_plans.matches(name, pattern))
+    return next(found, "").partition(":")[0]
+
+
+def partial_rules(model: torch.nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
+    """Rules for parameters in stacks whose tokens are cut that none is about: on each rank they
+    see a part of the tokens, or all of them on a part of the heads, and have an addend each."""
+    stacks = [n for n, _ in model.named_modules() if _style_of(n, rules) == "tokens"]
+    ours = {p: s for p, s in rules.items() if s.partition(":")[0] not in _OF_FRONT}
+    made = {}
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        inside = any(name.startswith(f"{stack}.") for stack in stacks)
+        if inside and not _style_of(owner, ours) and not _style_of(name, ours):
+            made[name] = "partial"
+    return made
+
+
+def _first_name(module: torch.nn.Module) -> str:
+    """Of a forward's first argument."""
+    names = list(inspect.signature(type(module).forward).parameters)
+    return names[1] if len(names) > 1 else ""
+
+
+def _with_first(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], made: Callable[..., torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (made(args[0]), *args[1:]), kwargs
+    if name not in kwargs:
+        raise RuntimeFault(
+            f'[front::forward] hidden states are the first argument, "{name}", of a module whose '
+            f"tokens are cut, and it was not given"
+        )
+    return args, kwargs | {name: made(kwargs[name])}
