@@ -37,7 +37,7 @@ class ActivationsTest : public testing::TestWithParam<Tier> {
   std::optional<Activations> acts_;
 };
 
-// A disk that hangs: writes end at once, reads fill their memory when the gate is opened.
+// A disk that hangs: writes end at once; reads fill their memory when the gate opens.
 class HeldReads final : public mem::BlockIo {
  public:
   struct Gate {
@@ -91,9 +91,9 @@ TEST(Activations, WhatAHangingReadMayStillFillIsNotUsedAgain) {
     return fetch;
   };
   Fetch hangs = put(1, at::ones({1 << 16}));
-  put(2, at::ones({1 << 16}));  // the write of the first has ended
+  put(2, at::ones({1 << 16}));  // the first write has ended
   EXPECT_THROW(hangs(), RuntimeFault);
-  hangs = {};  // the graph goes
+  hangs = {};  // frees the graph
   const at::Tensor kept = at::ones({1 << 16});
   const Fetch later = put(3, kept);
   acts.bring(3);
@@ -139,7 +139,7 @@ TEST_P(ActivationsTest, ValuesAndStridesComeBackWhateverTheViewIs) {
         };
         EXPECT_EQ(at(back), at(tensors[i])) << i;
         if (!back.is_non_overlapping_and_dense()) continue;
-        back.fill_(7);  // a copy of its own
+        back.fill_(7);  // a separate copy
       }
     }
   }
@@ -164,7 +164,7 @@ TEST_P(ActivationsTest, MemoryHoldsOneUnitOnItsWayToDisk) {
   EXPECT_EQ(acts_->peak_bytes(), in_memory * bytes);
   EXPECT_EQ(acts_->disk_bytes(), GetParam() == Tier::kDisk ? 8 * bytes : 0);
   for (int unit = 8; unit-- > 0;) {
-    acts_->bring(unit - 1);  // one ahead
+    acts_->bring(unit - 1);  // one unit ahead
     fetches[unit]();
     fetches.pop_back();
   }
@@ -177,7 +177,7 @@ TEST_P(ActivationsTest, MemoryHoldsOneUnitOnItsWayToDisk) {
 TEST_P(ActivationsTest, WhatUnitsShareIsKeptOnceInAForward) {
   at::Tensor mask = at::randn({4096});
   const Fetch a = put(1, mask), b = put(2, mask), c = put(3, mask.view({64, 64}));
-  EXPECT_TRUE(at::equal(a(), mask));  // no window of it is left in memory
+  EXPECT_TRUE(at::equal(a(), mask));  // no memory of it is left
   const int64_t once = acts_->live_bytes();
   EXPECT_EQ(once, 4096 * 4);
   const at::Tensor pieces[] = {mask.slice(0, 1000, 3000), mask.slice(0, 1, 4000, 2),
@@ -192,7 +192,7 @@ TEST_P(ActivationsTest, WhatUnitsShareIsKeptOnceInAForward) {
   for (const Fetch& fetch : {a, b, c}) EXPECT_TRUE(at::equal(fetch().view(-1), before));
   EXPECT_TRUE(at::equal(changed(), mask));
   const int64_t bytes = acts_->live_bytes();
-  acts_->begin_forward();  // who fills one buffer anew for each forward may do so unseen
+  acts_->begin_forward();  // a buffer that is refilled for each forward may change here
   const Fetch later = put(1, mask);
   EXPECT_GT(acts_->live_bytes(), bytes);
 }
@@ -246,7 +246,7 @@ TEST_P(ActivationsTest, BringsTheLastForwardThatIsStillWanted) {
   EXPECT_TRUE(at::equal((*second)(), other));
   second.reset();
   acts_->bring(1);
-  acts_->bring(2);  // has nothing
+  acts_->bring(2);  // unit 2 has nothing saved
   EXPECT_TRUE(at::equal(first(), one));
 }
 

@@ -74,7 +74,7 @@ int64_t age_of(const std::string& path) {
 
 // Returns whether the draft's writer has died: no process holds its lock. A young draft without a
 // lock may belong to a writer that is just starting. A replaced or pruned checkpoint has no lock
-// either, but its name or its manifest tells.
+// either; its name ends in "old", or it has a manifest.
 bool is_abandoned(const std::string& draft) {
   const Descriptor lock(draft + "/" + kLock, O_RDWR);
   if (lock.get() >= 0) return ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0;

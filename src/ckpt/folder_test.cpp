@@ -110,7 +110,8 @@ TEST_F(FolderTest, WhatWasReplacedOrIsNotKeptGoesWithTheNextSave) {
   std::filesystem::create_directories(root_ + "/.a.saving-old");
   std::filesystem::create_directories(root_ + "/.b.saving-12ab");
   write_text(root_ + "/.b.saving-12ab/" + kManifest, "of a checkpoint that was replaced");
-  std::filesystem::create_directories(root_ + "/.c.saving-34cd");  // it may just be beginning
+  // Its writer may just be starting.
+  std::filesystem::create_directories(root_ + "/.c.saving-34cd");
   save("d");
   EXPECT_FALSE(exists(root_ + "/.a.saving-old"));
   EXPECT_FALSE(exists(root_ + "/.b.saving-12ab"));

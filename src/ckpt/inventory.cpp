@@ -27,12 +27,14 @@ struct Walker {
            num_shards(place, executor.mesh());
   }
 
+  // The resting parameters of a flat without masters.
   void rest(int unit, exec::Flat& flat) {
     const Placement& place = flat.rest().place;
     found.push_back({unit, &flat, &flat.rest().one(), mem::Account::kParam, place, "param",
                      begin_of(place, flat), place == whole() || lent});
   }
 
+  // Masters (buffer 0) and moments of one chunk. Users can edit parameters that rest whole.
   void state(int unit, exec::Flat& flat, exec::ChunkState& chunk) {
     exec::Copy& copy = chunk.optim.front();
     for (size_t i = 0; i < copy.buffers.size(); ++i) {
@@ -75,6 +77,8 @@ std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, i
   const int stage = mesh.coordinate(rank, Axis::kPipeline);
   const std::vector<int>& stages = holding.flat->owners;
   if (!stages.empty() && stages.front() != stage) return {0, 0};  // that stage writes it
+  // Counts the ranks that hold the same values: same stage, same shard and, if tensor ranks have
+  // cut the flat, same tensor coordinate.
   int64_t index = 0, count = 0;
   for (int other = 0; other < mesh.world(); ++other) {
     if (mesh.coordinate(other, Axis::kPipeline) != stage) continue;

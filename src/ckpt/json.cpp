@@ -16,7 +16,9 @@ constexpr int kMaxDepth = 256;
 }  // namespace
 
 Json parse_json(std::string_view text, const std::string& what) {
-  std::vector<std::set<std::string>> open;
+  // The library keeps the last value of a repeated key; two readers of one file could then
+  // disagree.
+  std::vector<std::set<std::string>> open;  // keys of the objects that are being read
   const auto watch = [&](int depth, Json::parse_event_t event, Json& value) {
     if (depth > kMaxDepth) throw Damaged(concat("[ckpt::json] ", what, " is nested too deeply"));
     if (event == Json::parse_event_t::object_start) open.emplace_back();
@@ -79,6 +81,7 @@ int64_t JsonReader::whole(const std::string& key, int64_t least, int64_t most) c
 }
 
 int64_t JsonReader::number(const Json& value, int64_t least, int64_t most) const {
+  // Excludes fractions, and unsigned values that int64 cannot hold.
   const bool fits =
       value.is_number_integer() &&
       (!value.is_number_unsigned() || value.get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX));

@@ -94,7 +94,7 @@ TEST(Manifest, AnyChangedByteIsSeen) {
   EXPECT_NE(error_of(""), "");
 }
 
-// With a checksum that fits, so that the parser itself is what refuses.
+// The checksum matches, so the parser itself must refuse the text.
 TEST(Manifest, TenThousandMutations) {
   const std::string text = good().text();
   const size_t body = text.find('\n') + 1;

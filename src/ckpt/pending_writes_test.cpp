@@ -28,7 +28,7 @@ class PendingTest : public testing::Test {
     pending_.add(std::move(on_disk), false);
   }
 
-  // `work` on a thread; whether it has returned after a while.
+  // Runs `work` on a thread. Returns whether it has returned after a while.
   bool returns(const std::function<void()>& work) {
     waiter_ = std::thread([this, work] {
       work();
@@ -61,7 +61,7 @@ TEST_F(PendingTest, WhatWaitsIsCopiedBeforeItChanges) {
   values_[100] = 'b';
   EXPECT_EQ(pending_.next(), 0U);
   EXPECT_EQ(pending_.at(0).data[100], 'a');
-  pending_.memory_changes(values_.data(), kBytes);  // what is written is the copy
+  pending_.memory_changes(values_.data(), kBytes);  // the copy is written
 }
 
 TEST_F(PendingTest, WhatIsBeingWrittenIsWaitedFor) {
@@ -78,7 +78,7 @@ TEST_F(PendingTest, WhatIsOnDiskIsWrittenFirst) {
 }
 
 TEST_F(PendingTest, WhatNobodySavesMayChange) {
-  pending_.memory_changes(values_.data() + kBytes, kBytes);  // stays, by its owner's word
+  pending_.memory_changes(values_.data() + kBytes, kBytes);  // its owner promised not to change it
   pending_.memory_changes(values_.data() + 2 * kBytes, kBytes);
   pending_.disk_changes((1 << 20) + kBytes, kBytes);
   pending_.disk_changes((1 << 20) - kBytes, kBytes);

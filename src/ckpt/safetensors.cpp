@@ -16,7 +16,7 @@ namespace penstock::ckpt {
 namespace {
 
 constexpr int64_t kLengthBytes = 8;
-constexpr int64_t kMaxHeadBytes = 1LL << 30;
+constexpr int64_t kMaxHeadBytes = 1LL << 30;  // more is taken for damage
 
 constexpr std::array<std::pair<std::string_view, int64_t>, 14> kDtypes = {{{"F64", 8},
                                                                            {"F32", 4},
@@ -47,6 +47,7 @@ TensorHead parse_tensor(const std::string& name, const Json& value, int64_t data
   tensor.end = entry.number(offsets[1], tensor.begin, data_bytes);
   const int64_t size = value_bytes(tensor.dtype), numel = num_elements(tensor.shape);
   if (size == 0) entry.fail("unknown dtype " + tensor.dtype);
+  // The second condition keeps the product from overflowing.
   if (numel < 0 || numel > data_bytes || numel * size != tensor.end - tensor.begin) {
     entry.fail("shape and dtype do not match its bytes");
   }
@@ -80,6 +81,7 @@ std::string write_head(const std::vector<TensorHead>& tensors, int64_t align) {
   std::string text = dump(json);
   const auto used = kLengthBytes + static_cast<int64_t>(text.size());
   text.append(static_cast<size_t>((used + align - 1) / align * align - used), ' ');
+  // The length is little-endian and does not count itself.
   const uint64_t length = text.size();
   std::string head(kLengthBytes, '\0');
   for (size_t i = 0; i < head.size(); ++i) head[i] = static_cast<char>(length >> (8 * i));
@@ -116,6 +118,7 @@ std::vector<TensorHead> parse_head(std::string_view head, int64_t file_bytes) {
   std::sort(tensors.begin(), tensors.end(), [](const TensorHead& a, const TensorHead& b) {
     return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
   });
+  // The format requires that tensors leave no bytes unused.
   int64_t end = 0;
   for (const TensorHead& tensor : tensors) {
     if (tensor.begin != end) {

@@ -80,7 +80,7 @@ TEST(Safetensors, DeepNestingIsRefusedAndNotFollowed) {
   EXPECT_THROW(parse_head(head, static_cast<int64_t>(head.size())), Damaged);
 }
 
-// A mutated head is read as something or refused, and never anything else.
+// A mutated header is either parsed or refused; nothing else may happen.
 TEST(Safetensors, TenThousandMutations) {
   const std::string good = write_head(kTwo, 64);
   std::mt19937 random(7);

@@ -96,7 +96,7 @@ TEST_F(ShardTest, AFewBytesTakeAFewGranules) {
   char byte = 0;
   reader.read(regions_[0].offset + 700, 1, &byte);
   EXPECT_EQ(reader.bytes_read(), 512 + 8);
-  reader.read(regions_[0].offset + 900, 1, &byte);  // of the same granule
+  reader.read(regions_[0].offset + 900, 1, &byte);  // in the same granule
   EXPECT_EQ(reader.bytes_read(), 512 + 8);
 }
 
@@ -110,7 +110,7 @@ TEST_F(ShardTest, EveryFlippedByteIsSeen) {
     } catch (const Damaged&) {
       seen = true;
     }
-    // The JSON's own blanks and the names of pads say nothing that is used.
+    // Blanks in the JSON and names of padding tensors are not used.
     if (!seen) {
       EXPECT_LT(at, layout_.file.data) << at;
     }

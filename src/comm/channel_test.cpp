@@ -19,7 +19,7 @@ namespace {
 thread_local int64_t allocations = 0;
 }  // namespace
 
-// Replaces the allocation of this test program, to count it.
+// Counts allocations: replaces the allocation functions of this test program.
 void* operator new(size_t bytes) {
   ++allocations;
   void* memory = std::malloc(bytes == 0 ? 1 : bytes);
@@ -36,7 +36,7 @@ Staging lent(std::vector<char>& memory) {
   return {memory.data(), static_cast<int64_t>(memory.size())};
 }
 
-// Runs `body(group)` on every rank and returns what each threw ("" for nothing).
+// Runs `body(group)` on every rank. Returns what each rank threw ("" for nothing).
 template <typename Body>
 std::vector<std::string> on_ranks(int size, const Body& body,
                                   std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
@@ -103,7 +103,7 @@ TEST_P(Channels, CollectivesGiveTheSumsAndCopiesTheyPromise) {
   });
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
-// Fused buffers: shards of each of `kShards` values, the last too large to be packed.
+// Fused buffers with shards of `kShards` values; the last is too large to be packed.
 constexpr int64_t kShards[] = {5, 1000, 1, 0, 77, kPackBytes / 4 + 3};
 
 struct Fused {
@@ -179,7 +179,7 @@ TEST(Channel, RanksThatDivergeEndWithAnErrorThatShowsBothSteps) {
   }
 }
 
-// Rank 0 of several whose peers all send back what they are sent. Keeps the last tag and position.
+// Rank 0 of a group whose peers send back what they receive. Keeps the last tag and position.
 class Echo final : public Group {
  public:
   explicit Echo(int size) : size_(size) {}
@@ -188,7 +188,7 @@ class Echo final : public Group {
   void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
                 uint32_t tag_of_call) override {
     for (size_t i = 0; i < receives.size(); ++i) {
-      // A rank may hold nothing of what is gathered: its piece has no bytes and no address.
+      // A rank may hold nothing of the gathered buffer: its piece has no bytes and no address.
       if (sends[i].bytes > 0) {
         std::memcpy(receives[i].data, sends[i].data, static_cast<size_t>(sends[i].bytes));
       }
@@ -307,12 +307,12 @@ TEST(Channel, AllocatesNothingOnceWarm) {
     channel.all_reduce(label, all, reduces, lent(staging));
     channel.broadcast(label, all, full.data(), 8);
   }
-  EXPECT_GT(before, 0);  // it counts
+  EXPECT_GT(before, 0);  // the counter works
   EXPECT_EQ(allocations, before);
   EXPECT_EQ(channel.exchanges(), 5 * 9);
 }
 
-// A rank of several on nodes of eight. Counts what it sends.
+// A rank of a group on nodes of eight ranks. Counts the bytes that it sends.
 class Counted final : public Group {
  public:
   explicit Counted(Group& inner) : inner_(inner) {}
@@ -376,7 +376,7 @@ TEST(Channel, OfManyRanksNoGatherSendsToAll) {
     EXPECT_EQ(small[rank][0], 6);
     EXPECT_EQ(small[rank][1], 6);
     EXPECT_EQ(ring[rank][1], kRanks - 1);
-    // Of a node one rank sends to another node.
+    // One rank of each node sends to another node.
     EXPECT_EQ(ring[rank][2], rank % 8 == 0 ? (kRanks - 1) * kLarge : 0);
     EXPECT_EQ(tree[rank][0], 6);
   }

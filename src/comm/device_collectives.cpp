@@ -79,8 +79,8 @@ void DeviceCollectives::forget_ended() {
   while (!queued_.empty() && queued_.front().end) {
     try {
       if (!queued_.front().end->query()) return;
-    } catch (
-        const std::exception&) {  // of a device that failed, which whoever waits for it is told
+    } catch (const std::exception&) {
+      // The device failed: the next wait on it throws.
     }
     queued_.pop_front();
     ended_ = std::chrono::steady_clock::now();

@@ -17,7 +17,7 @@ TEST(LostRanks, NamesTheRankThatDoesNotAnswerAndKeepsTheFirstVerdict) {
   std::vector<std::unique_ptr<LostRanks>> ranks;
   for (int rank = 0; rank < 3; ++rank) {
     if (rank == 1) {
-      ranks.push_back(nullptr);  // never there
+      ranks.push_back(nullptr);  // a rank that never starts
       continue;
     }
     ranks.push_back(std::make_unique<LostRanks>(store, "g", rank, 3, grace));
@@ -30,7 +30,7 @@ TEST(LostRanks, NamesTheRankThatDoesNotAnswerAndKeepsTheFirstVerdict) {
   EXPECT_EQ(ranks[2]->call("rank 0 left"), verdict);
 }
 
-// The answer of each rank's last call, "!" and the error where it threw.
+// Returns the answer of each rank's last call; "!" and the error if it threw.
 std::vector<std::string> last_calls(const std::vector<std::string>& faults, int world,
                                     std::vector<std::string>* ended) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -52,7 +52,7 @@ std::vector<std::string> last_calls(const std::vector<std::string>& faults, int 
     });
   }
   for (std::thread& thread : threads) thread.join();
-  ranks.clear();  // joins the watches, which write to `ended`
+  ranks.clear();  // joins the watch threads, which write to `ended`
   return answers;
 }
 
@@ -61,7 +61,7 @@ TEST(LostRanks, TheLastCallTellsEveryRankOfTheFirstFault) {
   EXPECT_EQ(last_calls({"", "", ""}, 3, &ended), (std::vector<std::string>{"", "", ""}));
   const std::vector<std::string> all(3, "rank 1: no data");
   EXPECT_EQ(last_calls({"", "no data", ""}, 3, &ended), all);
-  EXPECT_EQ(ended, std::vector<std::string>(3));  // all came at once
+  EXPECT_EQ(ended, std::vector<std::string>(3));  // all ranks called at about the same time
 }
 
 TEST(LostRanks, ARankThatFailedEndsTheWaitsOfThoseThatDoNotCome) {

@@ -76,6 +76,7 @@ ProcessWatch::~ProcessWatch() {
 
 void ProcessWatch::run() {
   while (true) {
+    // A pidfd becomes readable when its process ends.
     std::vector<pollfd> files{{wake_, POLLIN, 0}};
     for (const auto& [file, index] : watched_) files.push_back({file, POLLIN, 0});
     if (poll(files.data(), files.size(), -1) < 0) continue;  // interrupted by a signal

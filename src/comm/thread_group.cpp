@@ -95,6 +95,7 @@ class ThreadGroup final : public Group {
     ++box.came;
     box.changed.notify_all();
     const auto decided = [&] { return box.came == size_ || !box.refusal.empty(); };
+    // A failed rank first lets messages in flight arrive ([Note: Last call]).
     if (!mine.empty() && !box.changed.wait_for(lock, comm::kInFlight, decided)) {
       for (std::string& ended : box.ended) {
         if (ended.empty()) ended = concat("rank ", rank_, " failed and is closing: ", mine);
@@ -121,6 +122,7 @@ class ThreadGroup final : public Group {
   void renew() override {
     const std::shared_ptr<Mailbox> old = mailbox_;
     const std::lock_guard lock(old->mutex);
+    // The first rank to call makes the new mailbox for all.
     if (!old->next) old->next = make_mailbox(size_);
     mailbox_ = old->next;
   }

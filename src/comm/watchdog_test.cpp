@@ -36,7 +36,7 @@ TEST(Watchdog, SaysOnceWhichWaitIsLong) {
                    0),
         0U)
         << line;
-    // Another lane's wait is another line, so by then the first was looked at again.
+    // The wait of another lane is another line. When it appears, the first lane was checked again.
     const Waiting other(&watch.board(), reduce, {7, 3, 98}, "move u1 grad");
     while (lines < 2) std::this_thread::yield();
   }

@@ -48,7 +48,8 @@ TEST(Arena, HoldsNoMoreThanItsPeak) {
     const Lease b = arena.take(2000, Account::kParam);
   }
   EXPECT_EQ(arena.usage().held, 5000);
-  const Lease c = arena.take(2500, Account::kGrad);  // 3000 + 2000 unused are too much beside it
+  // The 3000 + 2000 unused bytes do not fit beside it.
+  const Lease c = arena.take(2500, Account::kGrad);
   EXPECT_EQ(arena.usage().held, 4500);
   const Lease d = arena.take(2000, Account::kGrad);
   EXPECT_EQ(arena.usage().held, 4500);

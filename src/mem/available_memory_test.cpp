@@ -13,7 +13,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Files of a system that is not this one.
+// Files of a simulated system.
 class FoundTest : public testing::Test {
  protected:
   void SetUp() override {
@@ -67,7 +67,7 @@ TEST_F(FoundTest, ThisMachineHasSome) {
   const std::string folder = root_.string();
   EXPECT_GT(free_disk_bytes({folder}), 0);
   EXPECT_EQ(free_disk_bytes({"/no/such/folder"}), 0);
-  // Not equal: others write to the disk meanwhile.
+  // The numbers may differ, because other processes write to the disk meanwhile.
   EXPECT_LT(free_disk_bytes({folder, folder}), free_disk_bytes({folder}) * 3 / 2);
 }
 

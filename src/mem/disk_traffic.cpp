@@ -15,6 +15,7 @@ void DiskTraffic::settle(int64_t begin, int64_t end) {
     const auto found = std::find_if(writing_.begin(), writing_.end(), overlaps);
     if (found == writing_.end()) return;
     const auto [ticket, number] = std::pair(found->ticket, found->number);
+    // Other threads may add and remove writes during the wait, so the search starts again.
     lock.unlock();
     tiers_.disk->wait(ticket);
     lock.lock();

@@ -6,6 +6,7 @@
 namespace penstock::mem {
 
 int64_t Extents::take(int64_t bytes) {
+  // First fit. A larger free extent is split; its rest stays free.
   bytes = block_padded(bytes);
   {
     const std::lock_guard lock(mutex_);
@@ -24,6 +25,7 @@ int64_t Extents::take(int64_t bytes) {
 void Extents::give_back(int64_t offset, int64_t bytes) {
   bytes = block_padded(bytes);
   const std::lock_guard lock(mutex_);
+  // Merges the extent with free neighbours on both sides.
   auto after = free_.lower_bound(offset);
   if (after != free_.end() && after->first == offset + bytes) {
     bytes += after->second;

@@ -42,7 +42,7 @@ TEST(Extents, NeverOverlapAndAreUsedAgain) {
   }
   for (const auto& [offset, bytes] : taken) extents.give_back(offset, bytes);
   EXPECT_EQ(extents.bytes_in_use(), 0);
-  // All that was given back is one piece.
+  // All returned extents are merged into one.
   const int64_t reserved = extents.disk().reserved();
   EXPECT_EQ(extents.take(reserved), 0);
   EXPECT_EQ(extents.disk().reserved(), reserved);

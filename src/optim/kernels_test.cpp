@@ -73,7 +73,7 @@ TEST_P(AdamTest, MatchesDoubleForEveryGradientDtypeAndSize) {
         for (int64_t i = 0; i < numel; ++i) reference[i].step(grad[i], options);
       }
       for (int64_t i = 0; i < numel; i += 1 + numel / 999) {
-        // Absolute parts: a weight near zero keeps the rounding of the larger terms it came from.
+        // Absolute tolerance: a weight near zero keeps the rounding errors of larger terms.
         EXPECT_NEAR(master[i], reference[i].p, 3e-7) << numel << " p " << i;
         EXPECT_NEAR(m[i], reference[i].m, 3e-7) << numel << " m " << i;
         expect_near(v[i], reference[i].v, 1e-6, "v");
@@ -99,11 +99,10 @@ AdamOptions adam_options(float weight_decay, bool decoupled, float beta1 = 0.9F,
 
 INSTANTIATE_TEST_SUITE_P(Options, AdamTest,
                          testing::Values(AdamCase{"Plain", adam_options(0, true)},
-                                               AdamCase{"AdamW", adam_options(0.1F, true)},
-                                               AdamCase{"Adam", adam_options(0.1F, false)},
-                                               AdamCase{"NoMomentum", adam_options(0, true, 0.0F)},
-                                               AdamCase{"SmallBeta1",
-                                                        adam_options(0, true, 0.25F)}),
+                                         AdamCase{"AdamW", adam_options(0.1F, true)},
+                                         AdamCase{"Adam", adam_options(0.1F, false)},
+                                         AdamCase{"NoMomentum", adam_options(0, true, 0.0F)},
+                                         AdamCase{"SmallBeta1", adam_options(0, true, 0.25F)}),
                          [](const auto& info) { return info.param.name; });
 
 TEST(Adam, WritesEveryOutputDtype) {
@@ -123,8 +122,8 @@ TEST(Adam, WritesEveryOutputDtype) {
   }
 }
 
-// Whatever the thread count, the cut into ranges and the alignment: the same bits. The large sizes
-// take the non-temporal path, pieces of them the plain one.
+// Thread count, split into ranges and alignment do not change the bits. Large sizes use
+// non-temporal stores; parts of them use plain stores.
 void check_cuts(Dtype moments) {
   struct Run {
     int threads;
@@ -160,7 +159,8 @@ void check_cuts(Dtype moments) {
 TEST(Adam, BitsDoNotDependOnThreadsCutsOrAlignment) { check_cuts(Dtype::kFp32); }
 TEST(Adam, NorWithBf16Moments) { check_cuts(Dtype::kBf16); }
 
-// A weight nobody decays may be infinite (a mask); the unused weight decay must not make it NaN.
+// A weight without weight decay may be infinite (a mask); an unused weight decay must not make it
+// NaN.
 TEST(Adam, InfiniteWeightWithoutGradientStays) {
   for (const bool decoupled : {true, false}) {
     std::vector<float> p(20, -INFINITY), m(20, 0.0F), v(20, 0.0F), g(20, 0.0F);
@@ -206,7 +206,7 @@ TEST_P(SgdTest, MatchesDouble) {
           out(Dtype::kBf16, numel);
       SampleValues grad(grad_dtype, numel);
       master.randomize(1, -1, 1);
-      buffer.randomize(9, NAN, NAN);  // what `first` must not read
+      buffer.randomize(9, NAN, NAN);  // `first` must not read them
       std::vector<SgdReference> reference;
       for (int64_t i = 0; i < numel; ++i) reference.push_back({master[i], 0});
       for (int step = 1; step <= 3; ++step) {
@@ -237,14 +237,13 @@ SgdOptions sgd_options(float momentum, float dampening, float weight_decay, bool
   return options;
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Options, SgdTest,
-    testing::Values(SgdCase{"Plain", sgd_options(0, 0, 0, false)},
-                          SgdCase{"Decay", sgd_options(0, 0, 0.1F, false)},
-                          SgdCase{"Momentum", sgd_options(0.9F, 0, 0, false)},
-                          SgdCase{"Dampened", sgd_options(0.9F, 0.2F, 0.1F, false)},
-                          SgdCase{"Nesterov", sgd_options(0.9F, 0, 0.1F, true)}),
-    [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Options, SgdTest,
+                         testing::Values(SgdCase{"Plain", sgd_options(0, 0, 0, false)},
+                                         SgdCase{"Decay", sgd_options(0, 0, 0.1F, false)},
+                                         SgdCase{"Momentum", sgd_options(0.9F, 0, 0, false)},
+                                         SgdCase{"Dampened", sgd_options(0.9F, 0.2F, 0.1F, false)},
+                                         SgdCase{"Nesterov", sgd_options(0.9F, 0, 0.1F, true)}),
+                         [](const auto& info) { return info.param.name; });
 
 struct LionReference {
   double p, m;
@@ -266,7 +265,7 @@ struct AdagradReference {
   }
 };
 
-// A kernel with one moment against its formula in double.
+// Compares a kernel with one moment with its formula in double.
 template <class Reference, class Options, class Kernel>
 void check_one_moment(Options options, const Kernel& kernel) {
   options.grad_scale = 0.5F;
@@ -309,7 +308,7 @@ TEST(Adagrad, MatchesDouble) {
   }
 }
 
-// What a kernel writes, zeros but for the master weights.
+// The output of a kernel on zeros, except for the master weights.
 struct Written {
   Written(int64_t numel, Dtype moments)
       : moments(moments), master(Dtype::kFp32, numel), m(moments, numel), v(moments, numel) {
@@ -329,7 +328,7 @@ struct Written {
   SampleValues master, m, v;
 };
 
-// bf16 moments against the same kernel on fp32 moments, which c10's cast rounds after each step.
+// Compares bf16 moments with the same kernel on fp32 moments, which are rounded after each step.
 void check_bf16_moments(int64_t numel) {
   for (const int kernel : {0, 1, 2}) {
     for (const Dtype dtype : kDtypes) {
@@ -360,7 +359,7 @@ TEST(Bf16Moments, NotWithAdagrad) {
   EXPECT_THROW(adagrad(range, &value, {}), Bug);
 }
 
-// The other tests run on the best instruction set of this machine; these on each that it has.
+// The other tests use the best instruction set of this machine; these use each one that it has.
 class TargetTest : public OnTarget<testing::TestWithParam<int64_t>> {};
 
 TEST_P(TargetTest, CutsDoNotChangeBits) { check_cuts(Dtype::kFp32); }

@@ -14,10 +14,10 @@ namespace {
 
 using enum OptimizerType;
 
-constexpr double kGrad[] = {0.5, -0.125, 0.25};  // of three steps
+constexpr double kGrad[] = {0.5, -0.125, 0.25};  // in three steps
 constexpr float kScale = 0.5F;
 
-// One value in double, as the papers and torch.optim write it.
+// One value in double, with the formulas of the papers and of torch.optim.
 struct Value {
   double p = 2.0, m = 0.0, v = 0.0;
 };
@@ -81,7 +81,7 @@ TEST(OptimizerStep, EachTypeRunsItsOwnFormula) {
   }
 }
 
-// Values of their own, so that none stands where another should.
+// Every setting has a value of its own, so that a mix-up changes the result.
 TEST(OptimizerStep, EverySettingArrives) {
   for (const OptimizerKind& kind : optimizer_kinds()) {
     OptimizerConfig group = kind.defaults;

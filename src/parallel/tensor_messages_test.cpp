@@ -16,14 +16,14 @@ namespace {
 std::vector<TensorMessage> examples() {
   const at::Tensor values = at::arange(24, at::kFloat).view({2, 3, 4});
   return {{"first", {values, at::ones({3}, at::kLong)}},
-          {"first", {values * 2, at::zeros({3}, at::kLong)}},  // as the one before
+          {"first", {values * 2, at::zeros({3}, at::kLong)}},  // as in the previous message
           {"longer", {values.slice(1, 0, 2), at::Tensor(), at::ones({2}, at::kBFloat16)}},
           {"", {at::zeros({0, 5}), values.transpose(0, 2)}},
           {"nothing", {}},
           {"scalar", {at::ones({}, at::kBool)}}};
 }
 
-// What rank 1 is told, where the ranks call the lane so.
+// Returns the messages that rank 1 receives if it names the lane `name`; rank 0 names it "lane".
 std::vector<TensorMessage> told(const std::string& name) {
   auto groups = Group::threads(2, std::chrono::seconds(2));
   std::vector<TensorMessage> received;
@@ -32,7 +32,7 @@ std::vector<TensorMessage> told(const std::string& name) {
     Messages messages(groups[0], 0, {1}, "lane");
     try {
       for (const TensorMessage& one : examples()) messages.send("message", one);
-    } catch (const RuntimeFault&) {  // of whom nobody listens to
+    } catch (const RuntimeFault&) {  // no rank receives this message
     }
   });
   Messages messages(groups[1], 0, {1}, name);

@@ -24,7 +24,8 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// What body(peers) returns on each of `size` ranks, which are threads. Throws what the first threw.
+// Returns what body(peers) returns on each of `size` ranks, which are threads. Throws the first
+// error.
 std::vector<Tensors> on_ranks(int size, const std::function<Tensors(const OperatorPeers&)>& body) {
   auto groups = Group::threads(size, std::chrono::seconds(20));
   std::vector<Tensors> results(size);
@@ -63,8 +64,8 @@ at::Tensor part(const at::Tensor& whole, int64_t dim, int rank, int size) {
   return whole.narrow(dim, rank * own, own);
 }
 
-// Of no memory of their own, as autograd hands them on: transposed, expanded, or of every second
-// column.
+// Gradients without memory of their own, as autograd passes them: transposed, expanded, or every
+// second column.
 Tensors strided(const at::Tensor& values) {
   const at::Tensor wide = at::randn({values.size(0), 2 * values.size(1)});
   wide.slice(1, 0, 2 * values.size(1), 2).copy_(values);
@@ -77,7 +78,7 @@ class Operators : public testing::TestWithParam<int> {
   const int size_ = GetParam();
 };
 
-// Forward and backward by their definitions, of whatever strides.
+// Compares forward and backward with their definitions, for several strides.
 TEST_P(Operators, WaysOverTheAxis) {
   const at::Tensor base = at::randn({8, 12}), grad_base = at::randn({8, 12});
   const auto addend = [](const at::Tensor& values, int rank) { return values.mul(rank + 1); };
@@ -119,7 +120,8 @@ TEST_P(Operators, WaysOverTheAxis) {
           EXPECT_EQ(apart(some.grad(), grad_base), 0);
           EXPECT_TRUE(made.is_contiguous());
         }
-        return {sum(addend(input, rank).narrow(1, 0, 5), peers)};  // 40 values: no even shards
+        // 40 values: the shards are not even.
+        return {sum(addend(input, rank).narrow(1, 0, 5), peers)};
       });
       for (const Tensors& one : results) EXPECT_TRUE(one[0].equal(results[0][0]));
       EXPECT_LT(apart(results[0][0], base.narrow(1, 0, 5).mul(total)), 1e-4);
@@ -129,7 +131,7 @@ TEST_P(Operators, WaysOverTheAxis) {
 
 TEST_P(Operators, SumsOfLowPrecisionAreMadeInFp32) {
   const auto results = on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
-    // 256 + 1 rounds to 256 in bf16, so a running sum would stay there.
+    // 256 + 1 rounds to 256 in bf16, so a running bf16 sum would not grow.
     const at::Tensor one = at::tensor({peers->rank() == 0 ? 256.0F : 1.0F}).to(at::kBFloat16);
     return {sum(one, peers)};
   });
@@ -162,7 +164,7 @@ TEST_P(Operators, ColumnThenRow) {
   });
 }
 
-// As `output += residual` in a model. What the change is of keeps its gradient.
+// `output += residual` in a model: the changed value must keep its gradient.
 TEST_P(Operators, OutputsAreChangedInPlace) {
   const at::Tensor x = at::randn({4, 8}), ids = at::arange(8).remainder(4);
   on_ranks(size_, [&](const OperatorPeers& peers) -> Tensors {
@@ -179,7 +181,7 @@ TEST_P(Operators, OutputsAreChangedInPlace) {
     changed(all, gather_whole(all, 0, 4 * size_, peers), 2);
     changed(some, cut(some, 1, peers), 2);
     changed(row, row_linear(row, at::ones({3, 8 / size_}), std::nullopt, peers), 6);
-    changed(weight, embedding(ids, weight, 4, -1, peers), 4);  // each is looked up twice
+    changed(weight, embedding(ids, weight, 4, -1, peers), 4);  // each row is looked up twice
     return {};
   });
 }

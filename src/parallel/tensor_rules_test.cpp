@@ -83,7 +83,7 @@ TEST(Rules, SharedHeadsStayWhole) {
   EXPECT_EQ(ruled.front().heads, 2);
   EXPECT_EQ(model.params[1].cut.kind, TensorCut::kPartial);
   EXPECT_EQ(model.params[2].cut.kind, TensorCut::kPartial);
-  for (const int count : {1, 2}) {  // where there are enough of them
+  for (const int count : {1, 2}) {  // at least as many heads as ranks
     ModelTree other = tree();
     EXPECT_EQ(apply({{"attn.qkv", "shared:2"}}, count, &other).front().style, Style::kColumn);
     EXPECT_EQ(other.params[1].cut, (Cut{TensorCut::kCut, 0, {24}}));

@@ -102,6 +102,7 @@ class Splitter {
     tiled.name = info.name;
     tiled.whole = info.param;
     tiled.trainable = info.param.requires_grad();
+    // The tiles' numbers of rows differ by at most one.
     for (int64_t i = 0; i <= count; ++i) tiled.first.push_back(i * rows / count);
     const int owner = users_[p].front();
     for (const int m : users_[p]) std::erase(split_.tree.modules[m].params, p);

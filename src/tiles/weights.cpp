@@ -65,6 +65,7 @@ void TiledWeights::let_wholes_go() {
 }
 
 void TiledWeights::detach(TiledWeight& one, const std::string& why) {
+  // Leaves the parameter without memory. The guard makes a read throw `why`.
   c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
   exec::set_guard(*storage, why);
@@ -100,6 +101,7 @@ void copy_rows(const TiledWeight& one, device::Address whole, bool to_tiles) {
 void TiledWeights::gather(const std::vector<int>& units, mem::Arena& memory) {
   for (TiledWeight& one : weights_) {
     if (one.gathered || !any_in(one, units)) continue;
+    // The lease owns the memory; the storage only points to it.
     one.gathered = memory.take(static_cast<int64_t>(one.whole.nbytes()), mem::Account::kParam);
     copy_rows(one, one.gathered.data(), false);
     c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();

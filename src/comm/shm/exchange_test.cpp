@@ -17,7 +17,7 @@ using std::chrono::milliseconds;
 
 const ShmWait kPatient{std::chrono::seconds(20), {}};
 
-// Ranks that are threads, over one mapping: what a thread sanitizer can follow.
+// Ranks that are threads share one mapping, so that a thread sanitizer can check them.
 struct Host {
   Host(int size, bool spans) {
     const auto segment = std::make_shared<ShmSegment>(ShmSegment::make({size, spans}, 7));
@@ -26,7 +26,7 @@ struct Host {
           std::make_unique<ShmFabric>(segment, rank, std::vector<int64_t>(size, getpid())));
     }
   }
-  // body(fabric) on every rank; what each threw, "" for nothing.
+  // Runs body(fabric) on every rank. Returns what each rank threw ("" for nothing).
   template <class Body>
   std::vector<std::string> run(const Body& body) {
     std::vector<std::string> errors(fabrics.size());
@@ -52,7 +52,7 @@ std::vector<char> content(int from, int to, int64_t bytes) {
   return data;
 }
 
-// Everyone sends everyone messages of these sizes, as one exchange.
+// Every rank sends messages of these sizes to every rank, as one exchange.
 void all_to_all(ShmFabric& fabric, const std::vector<int64_t>& sizes, uint32_t tag) {
   std::vector<std::vector<char>> sent, received;
   std::vector<Piece> sends, receives;
@@ -111,7 +111,7 @@ TEST_P(Forms, SeveralThreadsOfARankExchangeAtOnce) {
   EXPECT_EQ(errors, std::vector<std::string>(2));
 }
 
-// More than there are slots; those of one tag arrive in the order in which they were sent.
+// More messages than slots. Messages of one tag arrive in the order in which they were sent.
 TEST_P(Forms, ManyMessagesUnderWayKeepTheirOrder) {
   constexpr int kMany = 100;
   Host host(2, GetParam());
@@ -126,7 +126,7 @@ TEST_P(Forms, ManyMessagesUnderWayKeepTheirOrder) {
                                                   fabric.rank() == 0 ? none : one, 5));
     }
     for (int i = 0; i < kMany; ++i) {
-      // Rank 0 posts what it can, in order.
+      // Rank 0 posts as many as there are slots, in order.
       for (int next = i; next < kMany && fabric.rank() == 0; ++next) {
         all[next]->advance();
         if (!all[next]->posted()) break;
@@ -188,7 +188,7 @@ TEST_P(Forms, ARankThatGivesUpEndsItsPeersWaitsForItAndNoOthers) {
     if (fabric.rank() == 1) ShmExchange(fabric, {{2, data.data(), 8}}, {}, 4).finish(kPatient);
     if (fabric.rank() == 2) ShmExchange(fabric, {}, {{1, data.data(), 8}}, 4).finish(kPatient);
   });
-  // A message that needs no answer may still have gone.
+  // A message that needs no answer may have been sent.
   EXPECT_EQ(later[1] + later[2], "");
 }
 
@@ -226,7 +226,7 @@ TEST_P(Forms, AKilledProcessIsFoundAtOnce) {
   const ShmAddress at = made.address();
   const pid_t parent = getpid(), child = fork();
   if (child == 0) {
-    // The parent's mapping is not there; the memory is found as any rank finds it.
+    // The child does not inherit the parent's mapping; it opens the memory as any rank does.
     auto segment = std::make_shared<ShmSegment>(ShmSegment::open({2, GetParam()}, at));
     ShmFabric fabric(segment, 1, {parent, getpid()});
     std::vector<char> data(1 << 20);

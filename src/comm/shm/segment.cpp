@@ -32,6 +32,7 @@ ShmSegment ShmSegment::make(const ShmShape& shape, uint64_t key) {
   const int error = posix_fallocate(made.file_, 0, shape.bytes());
   if (error != 0) fail(concat("no ", format_bytes(shape.bytes()), " of shared memory"), error);
   made.map(shape.bytes());
+  // The header is written last, after the words that others will use.
   auto* header = new (made.memory_) ShmHeader;
   for (int rank = 0; rank < shape.size; ++rank) new (&made.bell(rank)) ShmBell;
   for (int64_t i = 0; i < shape.links(); ++i) new (&made.link(0, static_cast<int>(i))) ShmLink;
