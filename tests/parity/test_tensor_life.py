@@ -346,9 +346,9 @@ def steps_inside_gathered(engine):
 
 
 ERRORS = [
-    (steps_inside_gathered, "step\\(\\) inside gathered"),
+    (steps_inside_gathered, "step\\(\\) was called inside gathered"),
     (edits_without_write, "was changed in place inside engine.gathered"),
-    (calls_inside_gathered, "inside gathered\\(\\): parameters are whole there"),
+    (calls_inside_gathered, "inside gathered\\(\\): the parameters are full tensors"),
     (copies, "this rank has a part of some parameters"),
     (asks_the_model_for_its_state, "use engine.state_dict"),
     (gives_other_inputs, "ranks 0 and 1 compute one model together"),
@@ -422,7 +422,7 @@ def test_dropout_is_drawn_alike(pools):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tiling": {"max_bytes": 1024}}, "are not cut further yet"),
+    ({"tiling": {"max_bytes": 1024}}, "is not supported with tensor ranks yet"),
     ({"parallel": {"rules": {"tokens": "vocab"}}}, 'module "head" also uses'),
     ({"parallel": {"rules": {"*.qkv": "column:7"}}}, "which is not 7 equal parts"),
     ({"parallel": {"rules": {"*.nothing": "row"}}}, "no module and no parameter has such a name"),
@@ -476,7 +476,7 @@ def closes(gather: bool, inside: bool) -> Any:
         engine.close(gather=gather)
     model = engine.module
     assert model.blocks[0].attention.heads == tensor_models.HEADS
-    with pytest.raises(RuntimeError, match="this looks at the part|has no values"):
+    with pytest.raises(RuntimeError, match="is a view of the part|has no values"):
         part.sum()
     try:
         value = model.blocks[0].qkv.weight.sum()

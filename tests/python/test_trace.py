@@ -202,7 +202,7 @@ def test_what_the_config_asked_for_is_never_silent(tmp_path, capfd):
         engine.close()
         said = capfd.readouterr().err
         if name == "short":
-            assert 'ended after step 3, so the trace from "monitor.trace_first" 5 is incomplete' in said
+            assert 'so the trace from "monitor.trace_first" 5 is incomplete' in said
             read_trace(tmp_path / name / "trace.json")
         else:
             assert f"is replaced by {tmp_path / 'x.json'}" in said

@@ -200,7 +200,8 @@ TEST(PipelineStages, SayWhatTheyAreNotGiven) {
                   [&](const Tensors& in) { return (in[0] * in[1]).sum(); });
     });
   });
-  EXPECT_NE(concat(skips[0], skips[1]).find("\"head\" is called in stage 1 with what an earlier"),
+  EXPECT_NE(concat(skips[0], skips[1])
+                .find("\"head\" is called in stage 1 with a tensor that only an earlier"),
             std::string::npos)
       << skips[0] << skips[1];
 }

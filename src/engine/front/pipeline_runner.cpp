@@ -18,11 +18,11 @@ namespace penstock::engine {
 namespace {
 
 constexpr const char* kPassOn =
-    "pass it on as an input of the units that stages begin with, or begin them elsewhere "
+    "pass it as an input of the units that stages begin with, or begin the stages elsewhere "
     "(\"parallel.stages\")";
 
-// A unit of the next stage was called. No error: it leaves the model's forward, and users who catch
-// those do not catch it.
+// Thrown when a unit of the next stage is called, to leave the model's forward. It is not a
+// std::exception, so code in the model that catches errors does not catch it.
 struct StageEnd {
   std::string module;
   std::vector<at::Tensor> inputs;
@@ -32,12 +32,13 @@ at::Tensor stand_in() { return at::empty({0}, at::TensorOptions(at::kMeta)); }
 
 }  // namespace
 
-// A tensor that came from the stage before, where it needs a gradient.
+// A received tensor that needs a gradient, which is sent back to the previous stage.
 struct PipelineRunner::StageInput final : torch::CustomClassHolder {
   at::Tensor value, gradient;
 };
 
-// Where the graph of a stage begins: no leaf and no view, so that it may be changed in place.
+// The first node of a stage's graph. Its output is neither a leaf nor a view, so the model may
+// change it in place. The backward stores the gradient in the StageInput.
 struct PipelineRunner::Arrive final : torch::autograd::Function<Arrive> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& /*anchor*/,
                             const c10::intrusive_ptr<StageInput>& arrival) {
@@ -122,10 +123,10 @@ std::unique_ptr<PipelineRunner::StagePass> PipelineRunner::forward(
   if (ended == is_last || !pass->begun) {
     throw RuntimeFault(concat("[front::train_batch] the model's forward ended in stage ",
                               action.stage, " of ", ranks_.num_stages(),
-                              " without calling a unit of the next one"));
+                              " without calling a unit of the next stage"));
   }
   if (is_last && (pass->loss.numel() != 1 || pass->loss.is_meta())) {
-    throw RuntimeFault("[front::train_batch] loss_of() returned no loss of one element");
+    throw RuntimeFault("[front::train_batch] loss_of() must return a loss of one element");
   }
   if (!is_last) {
     StageMessage message{pass->made.text, {}};
@@ -168,15 +169,15 @@ at::Tensor PipelineRunner::call(const torch::nn::Module& module, const Tensors& 
   const StagePiece& piece = stage_of_.at(&module);
   if (pass_ == nullptr) {
     throw RuntimeFault(concat("[front::unit] this rank has a part of the model (mesh.pipeline), ",
-                              "and \"", piece.module, "\" is of stage ", piece.stage,
-                              ": call Engine::train_batch() and eval_batch()"));
+                              "and \"", piece.module, "\" belongs to stage ", piece.stage,
+                              ". Call Engine::train_batch() or eval_batch()"));
   }
   const int stage = pass_->action.stage;
   if (piece.stage < stage) {
     if (!pass_->begun) return stand_in();
     throw RuntimeFault(concat("[front::train_batch] \"", piece.module, "\" of stage ", piece.stage,
                               " is called after stage ", stage,
-                              " began, but stages follow each other: begin them elsewhere "
+                              " began, but stages follow each other. Begin the stages elsewhere "
                               "(\"parallel.stages\")"));
   }
   if (piece.stage > stage) throw StageEnd{piece.module, with_values(piece.module, inputs)};
@@ -185,7 +186,7 @@ at::Tensor PipelineRunner::call(const torch::nn::Module& module, const Tensors& 
   return forward(with_values(piece.module, inputs));
 }
 
-// The stage before has come to this unit: its inputs get their values.
+// Called by the first unit of this stage: its inputs get the values that the previous stage sent.
 void PipelineRunner::take(const std::string& module, const Tensors& inputs) {
   const std::string& text = pass_->given.text;
   const std::string told = text.substr(0, text.find('\n'));
@@ -193,12 +194,12 @@ void PipelineRunner::take(const std::string& module, const Tensors& inputs) {
   if (told != module || trains.size() != inputs.size()) {
     throw RuntimeFault(concat("[front::train_batch] stage ", pass_->action.stage, " begins with \"",
                               module, "\" and ", inputs.size(),
-                              " inputs, and the stage before ended at \"", told, "\" with ",
-                              trains.size(), ": all ranks of a pipeline are given the same batch"));
+                              " inputs, but the previous stage ended at \"", told, "\" with ",
+                              trains.size(), ". Give all ranks of a pipeline the same batch"));
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     pass_->arrivals.emplace_back();
-    if (!inputs[i].is_meta()) continue;  // made of the batch, here too
+    if (!inputs[i].is_meta()) continue;  // computed from the batch on this rank, too
     at::Tensor value = pass_->given.tensors.at(i);
     if (trains[i] == '1' && at::GradMode::is_enabled()) {
       const auto arrival = c10::make_intrusive<StageInput>();
@@ -221,7 +222,7 @@ PipelineRunner::Tensors PipelineRunner::with_values(const std::string& module,
     if (all.back().defined() && !all.back().is_meta()) continue;
     throw RuntimeFault(concat("[front::train_batch] \"", module, "\" is called in stage ",
                               pass_->action.stage,
-                              " with what an earlier stage has computed: ", kPassOn));
+                              " with a tensor that only an earlier stage has: ", kPassOn));
   }
   return all;
 }

@@ -20,11 +20,11 @@ namespace {
 
 constexpr const char* kGuard =
     "[engine::init] this parameter was built under penstock.init(): until penstock.initialize() "
-    "it is in pieces over the ranks. Read or load it inside `with penstock.init():`.";
+    "each rank has only a shard of it. Read or load it inside `with penstock.init():`.";
 
 struct ShardPart {
-  // Of the hollow tensor: its key stays unique. Weak, as Python's storage objects hold references
-  // that end with the last but theirs.
+  // The storage of the hollow tensor. The weak reference keeps its address, which is the key in
+  // `parts`, from being reused. A strong reference would keep it alive after the model dropped it.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
@@ -62,14 +62,14 @@ struct ShardedInit::Impl {
     return (bytes + 4 * members.size() - 1) / (4 * members.size()) * 4;
   }
 
-  // One dimension of values on top of the bytes of every rank's part.
+  // Makes a one-dimensional tensor of the values, with memory for the padded parts of all ranks.
   at::Tensor scratch(const ShardPart& part) const {
     const auto size = static_cast<int64_t>(c10::elementSize(part.dtype));
     const int64_t padded = (part_bytes(part) * members.size() + size - 1) / size;
     return at::empty({padded}, at::TensorOptions(part.dtype)).narrow(0, 0, part.numel);
   }
 
-  // Tensors that the model let go of since.
+  // Frees the parts of tensors that the model has dropped.
   void forget_dropped() {
     traffic.settle();
     std::erase_if(parts, [](const auto& one) { return one.second.storage.expired(); });

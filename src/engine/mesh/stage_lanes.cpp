@@ -11,7 +11,7 @@ namespace penstock::engine {
 
 namespace {
 
-// What an action needs, by what it is for.
+// Returns the label of the message that `action` needs.
 comm::Label label_of(const Action& action) {
   return concat(action.forward ? "inputs" : "output gradients", " of stage ", action.stage,
                 ", micro-batch ", action.micro);
@@ -61,7 +61,7 @@ void StageLanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
   watch(*sends_backward_, "to the stage before");
 }
 
-// Evaluations are the forwards of "gpipe".
+// An evaluation runs the forwards of the schedule "gpipe".
 Schedule StageLanes::schedule_of(int num_micro, bool trains) const {
   const PipelineShape shape{members_.size(), virtual_stages_, num_micro};
   Schedule schedule = make_schedule(trains ? schedule_ : "gpipe", shape);
@@ -89,8 +89,8 @@ void StageLanes::post(NeighbourLane& way, size_t count) {
 std::vector<Action> StageLanes::begin(int num_micro, bool trains) {
   if (open_) {
     throw RuntimeFault(
-        "[engine::train_batch] the batch before was cut short by an error, with messages between "
-        "stages still under way: close() this engine");
+        "[engine::train_batch] the previous batch was cut short by an error, and messages between "
+        "stages are still in flight. close() this engine");
   }
   const Schedule schedule = schedule_of(num_micro, trains);
   const int size = members_.size(), index = members_.index;
@@ -99,7 +99,7 @@ std::vector<Action> StageLanes::begin(int num_micro, bool trains) {
   arriving_.clear();
   receives_forward_->expected.clear();
   receives_backward_->expected.clear();
-  // In the order in which the neighbours make them.
+  // The messages that this rank will receive, in the order in which the neighbours make them.
   for (const Action& made : schedule.ranks[static_cast<size_t>((index + size - 1) % size)]) {
     if (made.forward && made.stage + 1 < num_stages_) {
       receives_forward_->expected.push_back({made.stage + 1, true, made.micro});
@@ -117,11 +117,11 @@ parallel::TensorMessage StageLanes::receive(const Action& action) {
   NeighbourLane& way = action.forward ? *receives_forward_ : *receives_backward_;
   while (!arriving_.contains(action) && !way.expected.empty()) post(way, 1);
   const auto found = arriving_.find(action);
-  PENSTOCK_ASSERT(found != arriving_.end(), concat("nothing comes for ", action.text()));
+  PENSTOCK_ASSERT(found != arriving_.end(), concat("no message is expected for ", action.text()));
   const std::shared_ptr<Arriving> arriving = std::move(found->second);
   arriving_.erase(found);
   arriving->fence.wait();
-  post(way, 1);  // travels while this stage computes
+  post(way, 1);  // the next message arrives while this stage computes
   return std::move(arriving->message);
 }
 
@@ -148,8 +148,8 @@ void StageLanes::bring_buffers(const Share& share) {
   const std::string different = first_difference(share_text("names of buffers", names, share));
   if (!different.empty()) {
     throw RuntimeFault(
-        concat("[engine::stages] ranks have other buffers, so those of their stages "
-               "stay there: build modules with all of them (",
+        concat("[engine::stages] ranks have other buffers than rank 0, so stages cannot exchange "
+               "them. Build the modules with the same buffers on every rank (",
                different, ")"));
   }
   for (int owner = 0; owner < members_.size(); ++owner) {

@@ -17,7 +17,7 @@ namespace {
   throw ConfigError("[engine::find_stages] " + why);
 }
 
-// What pieces are made of.
+// Finds the pieces of a model and the parameters that every stage has.
 class StageFinder {
  public:
   StageFinder(const ModelTree& tree, const std::vector<UnitSpec>& specs, int64_t layer_bytes)
@@ -31,10 +31,10 @@ class StageFinder {
   }
 
   const std::vector<size_t>& pieces() const { return pieces_; }
-  // Of modules that enclose pieces.
+  // Returns the own parameters of modules that enclose pieces.
   const std::set<int>& enclosing() const { return enclosing_; }
 
-  // Weights that one token is multiplied with.
+  // Returns the number of weights that one token is multiplied with.
   int64_t work(size_t module) const {
     int64_t sum = 0;
     const ModuleInfo& info = tree_.modules[module];
@@ -67,11 +67,12 @@ class StageFinder {
   std::set<std::string> units_;
   std::vector<std::vector<size_t>> children_;
   std::vector<size_t> pieces_;
-  std::set<int> enclosing_;  // params
+  std::set<int> enclosing_;  // parameter indices
 };
 
-// Where each stage but the first begins, so that the squares of what they compute add up to least;
-// nothing where there are too few pieces that may begin one.
+// Returns the first piece of each stage after the first. The split minimizes the sum of the squared
+// work of the stages, by dynamic programming. Returns an empty list if too few pieces may begin a
+// stage.
 std::vector<size_t> balance(const std::vector<int64_t>& work, const std::vector<bool>& may_begin,
                             int count) {
   const size_t size = work.size();
@@ -112,7 +113,8 @@ std::vector<size_t> find_begins(const std::vector<std::string>& names,
                                 const std::vector<std::string>& begins, int count) {
   if (static_cast<int>(begins.size()) + 1 != count) {
     refuse(concat("\"parallel.stages\" names ", begins.size(),
-                  " modules with which stages begin, and ", count, " stages have ", count - 1));
+                  " modules that begin stages, but for ", count, " stages it must name ",
+                  count - 1));
   }
   std::vector<size_t> found;
   for (const std::string& module : begins) {
@@ -125,9 +127,10 @@ std::vector<size_t> find_begins(const std::vector<std::string>& names,
     }
     const auto place = static_cast<size_t>(piece - names.begin());
     if (place <= (found.empty() ? 0 : found.back())) {
-      refuse(concat("\"parallel.stages\": \"", module,
-                    "\" does not come after the stage before it: names in model order, and not ",
-                    "the model's first, \"", names.front(), "\""));
+      refuse(concat(
+          "\"parallel.stages\": \"", module,
+          "\" does not come after the stage before it. Name modules in model order, and not ",
+          "the model's first, \"", names.front(), "\""));
     }
     found.push_back(place);
   }
@@ -152,15 +155,16 @@ Stages find_stages(const ModelTree& tree, const std::vector<UnitSpec>& specs,
   std::vector<bool> may_begin;
   for (const size_t module : walker.pieces()) {
     names.push_back(tree.modules[module].name);
-    // An Embedding is given none of what came before.
+    // An Embedding takes no input from the previous stage.
     may_begin.push_back(tree.modules[module].type != "Embedding");
     work.push_back(walker.work(module));
   }
   const std::vector<size_t> firsts =
       begins.empty() ? balance(work, may_begin, count) : find_begins(names, begins, count);
   if (static_cast<int>(firsts.size()) + 1 < count) {
-    refuse(concat("the pipeline has ", count, " stages, and the model too few modules that can ",
-                  "begin one. It has ", names.size(), " (blocks, and layers of ",
+    refuse(concat("the pipeline has ", count,
+                  " stages, but the model has too few modules that can ", "begin one. It has ",
+                  names.size(), " (blocks, and layers of ",
                   "\"units.layer_bytes\"): ", join(names, ", ")));
   }
   Stages stages;

@@ -11,8 +11,8 @@ namespace penstock::engine {
 
 namespace {
 
-// Graphs that were built before go on: autograd's node for the gradient stays, and it is asked when
-// the parameter is a part again.
+// Points a parameter to `storage` without replacing autograd's node for its gradient. So graphs
+// that were built before stay valid when the parameter is a part again.
 void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayRef sizes) {
   at::Tensor window = at::empty({0}, param.options().requires_grad(false));
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
@@ -22,7 +22,7 @@ void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayR
 
 }  // namespace
 
-// action(part, slot): of what is not all here by itself.
+// Calls action(part, slot) for the slots that this rank does not hold whole.
 template <class Action>
 void WholeParams::for_each(int unit, const Action& action) {
   for (const exec::Part& part : executor_.units()[static_cast<size_t>(unit)].parts()) {
@@ -31,17 +31,17 @@ void WholeParams::for_each(int unit, const Action& action) {
   }
 }
 
-// Where it computes.
+// Returns the copy of the flat that computes.
 const exec::Buffer& WholeParams::computing(const exec::Flat& flat) const {
   const Placement& computes = executor_.table().at(Role::kParam, Phase::kForward);
   for (const exec::Copy& copy : flat.params) {
     if (copy.valid && copy.place == computes) return copy.buffers.front();
   }
   throw Bug(
-      concat("[engine::WholeParams] \"", flat.slots.front().name, "\" is not where it computes"));
+      concat("[engine::WholeParams] \"", flat.slots.front().name, "\" has no copy that computes"));
 }
 
-// A view of it.
+// Returns a view of the slot in the copy that computes.
 at::Tensor WholeParams::part(const exec::Flat& flat, const exec::Slot& slot) const {
   return device::view(computing(flat).at(slot.offset), flat.dtype, slot.numel).view(slot.sizes);
 }
@@ -67,7 +67,7 @@ void WholeParams::show(int unit) {
     if (one.here && !flat.owners.empty()) {
       all = device::view(computing(flat).data(), flat.dtype, flat.numel);
     }
-    // Stages may have it shown already, others not: none of them knows of the others.
+    // A stage does not know whether the others show the flat already, so every stage takes part.
     all = values.across_stages(flat, all, concat("shown u", unit, ".", flat.number));
     if (shown) continue;
     for (exec::Slot& slot : flat.slots) {
@@ -104,7 +104,7 @@ std::string WholeParams::edited(int unit) {
     }
     const at::Tensor seen = executor_.values().part_of(slot, slot.param.detach());
     const at::Tensor kept = part(*one.flat, slot);
-    // By bits, so that a NaN is what it was.
+    // Compares bits, so that an unchanged NaN is equal.
     const bool same = seen.sizes() == kept.sizes() && seen.scalar_type() == kept.scalar_type() &&
                       at::equal(seen.contiguous().view(at::kByte), kept.view(at::kByte));
     if (!same) name = slot.name;

@@ -26,7 +26,8 @@ bool is_tile(const exec::Slot& slot, const ModelTree& tree) {
 at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
   if (!tree.init || !tree.init->holds(slot.param)) return slot.param.detach();
   if (!is_tile(slot, tree)) return tree.init->take(slot.param);
-  // A tile: the parameter is taken when all its tiles have their values.
+  // A tile reads its rows; take() frees the parameter's values after all its tiles have read
+  // theirs.
   return tree.init->whole(slot.param)
       .narrow(0, slot.param.storage_offset(), slot.param.numel())
       .clone();
@@ -37,7 +38,8 @@ at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
 void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
                 at::IntArrayRef sizes) {
   const auto options = param.options().dtype(dtype).requires_grad(false);
-  // torch lets go of a node that expects the old sizes where the dtype changes.
+  // set_data() drops autograd's node, which expects the old sizes, only if the dtype changes. So
+  // the dtype is changed once in between.
   if (param.sizes() != sizes) param.set_data(at::empty({0}, options.dtype(at::kDouble)));
   at::Tensor window = at::empty({0}, options);
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
@@ -55,8 +57,8 @@ void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
 
 namespace {
 
-// Whoever looks at the parameter's memory so far goes on looking at the parameter, or is told that
-// it is no longer there.
+// Frees a parameter's memory and gives it an engine storage. Views of the old storage stay views of
+// the parameter if dtype, layout and sizes stay the same; otherwise reading them raises an error.
 void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
   const c10::Storage storage = param.storage();
   c10::StorageImpl* old = storage.unsafeGetStorageImpl();
@@ -69,9 +71,9 @@ void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
   if (stays) return old->set_resizable(false);
   exec::set_guard(
       *old,
-      "[engine::initialize] this looks at a parameter as it was before initialize(), "
-      "which gave it another dtype, layout or part: take views after that, and clone what is "
-      "to be kept");
+      "[engine::initialize] this tensor is a view of a parameter from before initialize(), which "
+      "changed the parameter's dtype, layout or part. Take views after initialize(), and clone "
+      "values that you keep");
   own_storage(param, dtype, sizes);
 }
 
@@ -105,7 +107,7 @@ void Adoption::claim(const Config& config, const ModelDesc& model, bool external
   }
 }
 
-// Says where each copy rests, and finds a disk that is too full.
+// Reserves the resting copies of this rank. Throws if a disk is too full.
 void Adoption::claim_here(const Config& config, const ModelDesc& model, bool external_optimizer) {
   const Table& table = executor_.table();
   mem::DiskOptions options;
@@ -114,7 +116,7 @@ void Adoption::claim_here(const Config& config, const ModelDesc& model, bool ext
   options.stall_s = config.offload.timeout_s;
   options.recorder = tiers_.recorder;
   if (table.uses_disk()) tiers_.disk.emplace(options);
-  // How large activations are is known when they are there: their file grows.
+  // The sizes of activations are only known at run time, so their file grows.
   if (table.at(Role::kAct, Phase::kHold).tier == Tier::kDisk) {
     executor_.activations().open_disk(options);
   }
@@ -128,11 +130,11 @@ void Adoption::check_moments(const Config& config, bool external_optimizer) cons
   const OptimizerKind& kind = kind_of(config.optimizer.value_or(OptimizerConfig{}).type);
   if (!external_optimizer && kind.takes("moments_dtype")) return;
   throw ConfigError(concat("[engine::initialize] table.optim.rest is \"", rest.text(),
-                           "\": moments: bf16 moments (optimizer.moments_dtype) are not for ",
+                           "\", but bf16 moments (optimizer.moments_dtype) do not work with ",
                            external_optimizer
                                ? "an optimizer of your own, which keeps its state itself"
                                : concat(kind.name, ", whose state has to be fp32"),
-                           ": leave it at \"fp32\""));
+                           ". Leave it at \"fp32\""));
 }
 
 void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>& tiled) {
@@ -155,7 +157,8 @@ void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>
   }
 }
 
-// Rank 0's, fp32: to become the resting copy and the master shard. The parameters get windows.
+// [all ranks] Returns rank 0's values of the flat, in fp32, and gives the parameters their windows.
+// Of a cut parameter the full tensor is broadcast, and each rank takes its part.
 at::Tensor Adoption::take_values(exec::Flat& flat, const std::string& label,
                                  const ModelTree& tree) {
   at::Tensor full = at::zeros({flat.numel}, at::TensorOptions(at::kFloat));
@@ -170,13 +173,13 @@ at::Tensor Adoption::take_values(exec::Flat& flat, const std::string& label,
     full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
     if (is_tile(slot, tree)) {
       own_storage(slot.param, flat.dtype,
-                  slot.sizes);  // its memory is the whole's, which may be looked at
+                  slot.sizes);  // its memory belongs to the user's parameter, which may have views
     } else {
       take_storage(slot.param, flat.dtype, slot.sizes);
     }
     slot.window = slot.param.storage();
   }
-  if (flat.tensor != TensorCut::kCut) {  // else each has come by itself
+  if (flat.tensor != TensorCut::kCut) {  // cut parameters were broadcast one by one
     executor_.broadcast(label, full.data_ptr(), flat.numel * 4);
   }
   return full;

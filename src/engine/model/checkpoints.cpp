@@ -1,4 +1,10 @@
-// Checkpoints: when a core may save and load, and what of it is no tensor.
+// Checkpoints: save and load of a core: when they are allowed, how the ranks agree, and the state
+// that is not a tensor (counts, loss scale, config). src/ckpt reads and writes the tensors.
+//
+// [Note: A load] Rank 0 chooses the newest checkpoint whose manifest and files look whole. The
+// other ranks must see the same manifest. All ranks check names and shapes before any state is
+// changed. Then they read the data; State::unloaded makes every call fail until the load has
+// finished. If any rank finds damaged data, all ranks try the next checkpoint.
 #include "penstock/checkpoint.h"
 
 #include <ATen/core/grad_mode.h>
@@ -28,7 +34,8 @@ namespace {
 
 using ckpt::Json;
 
-// What a parameter is called outside: a tile is rows of the user's weight.
+// Returns a function from slots to names in a checkpoint: a tile is a range of rows of the user's
+// weight.
 ckpt::GlobalOf names_of(const tiles::TiledWeights& tiled) {
   std::map<int, ckpt::Global> of_tile;
   for (const tiles::TiledWeight& one : tiled.all()) {
@@ -57,7 +64,8 @@ Json parse(const std::string& text, const char* what) {
   }
 }
 
-// Every rank writes a tensor of its own, or rank 0 the one of all.
+// Returns the front's tensors that this rank writes: tensors of its own, or on rank 0 the ones that
+// are equal on all ranks.
 std::vector<ckpt::Extra> extras_of(const std::vector<CheckpointTensor>& tensors,
                                    exec::Executor& executor, int rank) {
   uint64_t own = 0;
@@ -83,7 +91,8 @@ std::vector<ckpt::Extra> extras_of(const std::vector<CheckpointTensor>& tensors,
   return extras;
 }
 
-// Where ranks had their own, this rank's, or with other ranks rank 0's.
+// Returns the front's tensors to read. If ranks saved tensors of their own, a rank reads its own,
+// or rank 0's if the number of ranks has changed.
 std::vector<ckpt::Extra> wanted_of(const std::vector<CheckpointTensor>& tensors,
                                    const ckpt::Manifest& manifest, int rank, int world) {
   std::vector<ckpt::Extra> extras;
@@ -120,7 +129,7 @@ FoundCheckpoint describe(const std::string& path, const ckpt::Manifest& manifest
   return found;
 }
 
-// A checkpoint whose manifest and files are as they should be, but for what is in them.
+// A checkpoint whose manifest and file sizes are right. The data is not checked yet.
 struct Candidate {
   std::string path, text;
   ckpt::Manifest manifest{};
@@ -148,7 +157,7 @@ void say_passed_over(const std::string& path, const std::string& why) {
 
 }  // namespace
 
-// What both have in common, for one call.
+// One save() or load().
 struct Core::State::Checkpointing {
   Core::State& state;
   const ckpt::GlobalOf names = names_of(*state.tiled);
@@ -176,30 +185,30 @@ std::vector<std::string> Core::State::Checkpointing::share(const std::string& la
   });
 }
 
-// Why nothing can be saved now, or nothing.
+// Returns the error text if nothing can be saved now, else "".
 std::string Core::State::Checkpointing::refusal() const {
   const auto seen = state.window->seen();
   if (seen > 0 || state.window->armed()) {
     return concat("[engine::save] in the middle of a window: the gradients of ", seen, " of ",
                   state.config.batch.accumulate,
                   " backwards would be lost. Save after step() (force=True closes a window early), "
-                  "or drop them with zero_grad()");
+                  "or drop the gradients with zero_grad()");
   }
   if (std::any_of(state.written.begin(), state.written.end(),
                   [](int times) { return times > 0; })) {
-    return "[engine::save] inside gathered(write=True): what is written there becomes the weights "
-           "at its end. Save after it";
+    return "[engine::save] inside gathered(write=True): values written there become the weights "
+           "when the block ends. Save after the block";
   }
   return "";
 }
 
-// No window, no working copies: what comes now is another state.
+// Drops the window and the working copies before the state is replaced.
 void Core::State::Checkpointing::rest() const {
   state.driver->abandon();
   state.drop_gradients();
 }
 
-// The engine's numbers: those of parameters from their stages. [all ranks]
+// [all ranks] Returns the counts of the engine. Those of parameters are collected from all stages.
 Json Core::State::Checkpointing::numbers() const {
   Json updates = Json::object();
   const std::vector<exec::UnitState>& units = state.executor->units();
@@ -242,7 +251,7 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
   state.model_ranks.set_step(state.steps + 1);
   const ckpt::JsonReader scale(numbers.object("loss_scale"), "the manifest's loss_scale");
   const Json& value = scale.at("value");
-  if (!value.is_number()) scale.fail("\"value\" is no number");
+  if (!value.is_number()) scale.fail("\"value\" is not a number");
   if (scale.at("active") == true) {
     state.loss_scale.restore(value.get<double>(), scale.whole("good_steps", 0, kMost));
   }
@@ -262,14 +271,14 @@ void Core::State::Checkpointing::restore(const ckpt::Manifest& manifest) const {
   }
 }
 
-// One load(): looks at candidates until one is read without damage.
+// One load(): tries candidates until one is read without damage ([Note: A load]).
 struct Core::State::Checkpointing::Load {
   const Checkpointing& shared;
   const std::string& path;
   const LoadOptions& options;
   Core::State& state = shared.state;
   std::vector<std::string> passed_over{};
-  std::string last{};  // why the last was passed over
+  std::string last{};  // why the last candidate was passed over
 
   FoundCheckpoint run() {
     while (true) {
@@ -284,7 +293,7 @@ struct Core::State::Checkpointing::Load {
     }
   }
 
-  // On rank 0: the first that looks whole, or why there is none.
+  // On rank 0: finds the first candidate that looks whole. Returns the error text if there is none.
   std::string look(Candidate& chosen) {
     std::vector<std::string> found;
     try {
@@ -310,7 +319,8 @@ struct Core::State::Checkpointing::Load {
                   last.empty() ? "" : concat(" (", last, ")"));
   }
 
-  // Rank 0 chooses; the others must see the same. Without a path where there is none.
+  // [all ranks] Rank 0 chooses a checkpoint and the others must see the same one. The path is "" if
+  // there is none.
   Candidate choose() {
     const int rank = state.group->rank();
     Candidate chosen;
@@ -329,14 +339,15 @@ struct Core::State::Checkpointing::Load {
     const std::vector<std::string> hashes =
         shared.share("load manifest", ckpt::hex(hash_text(chosen.text)));
     if (problem.empty() && hashes[rank] != hashes.front()) {
-      problem = "it sees another checkpoint than rank 0: every rank needs the same folder";
+      problem = "it sees another checkpoint than rank 0. Every rank needs the same folder";
     }
     problem = shared.agree("load sees", problem);
     if (!problem.empty()) throw RuntimeFault(concat("[engine::load] \"", there, "\": ", problem));
     return chosen;
   }
 
-  // The damage, on every rank alike. Where it throws nothing was changed.
+  // [all ranks] Reads a checkpoint. Returns the damage that any rank found, or "". If it throws,
+  // nothing was changed.
   std::string read(const Candidate& chosen, const FoundCheckpoint& found) {
     const int rank = state.group->rank();
     exec::Executor& executor = *state.executor;
@@ -346,7 +357,7 @@ struct Core::State::Checkpointing::Load {
     std::string problem;
     try {
       if (state.driver->holds()) {
-        throw RuntimeFault("[engine::load] inside gathered(): leave the block before");
+        throw RuntimeFault("[engine::load] load() inside gathered(): leave the block before");
       }
       executor.updates().finish();
       if (options.tensors) {
@@ -370,9 +381,10 @@ struct Core::State::Checkpointing::Load {
     problem = shared.agree("load names", problem);
     if (!problem.empty()) throw ConfigError(problem);
     shared.rest();
-    state.unloaded = concat("[engine::load] the load of \"", chosen.path,
-                            "\" did not end: the weights are neither the old nor those of the "
-                            "checkpoint. Load another one, or close()");
+    state.unloaded =
+        concat("[engine::load] the load of \"", chosen.path,
+               "\" did not finish, so the weights are neither the old nor those of the "
+               "checkpoint. Load another checkpoint, or close() the engine");
     ckpt::TensorReader reader(chosen.path, chosen.manifest);
     const at::NoGradGuard no_grad;
     const std::string damage = ckpt::fill(reader, chosen.manifest, target, wanted);
@@ -397,20 +409,22 @@ const CheckpointTensor* FoundCheckpoint::find(const std::string& role,
   return nullptr;
 }
 
-// Throws ConfigError on every rank where one cannot save now, or is asked for something else.
+// [all ranks] Throws ConfigError on every rank if one rank cannot save now, or if ranks were given
+// different arguments.
 void Core::State::Checkpointing::check_asked(const std::string& path, const std::string& tag,
                                              const SaveOptions& options) const {
   std::string problem = options.problem.empty() ? refusal() : options.problem;
   if (problem.empty() && !ckpt::is_tag(tag)) {
     problem = concat("[engine::save] the tag \"", tag,
-                     "\" is no name of a folder: it must not be empty, begin with a dot, hold a "
+                     "\" is no name of a folder: it must not be empty, begin with a dot, contain a "
                      "slash or be \"latest\"");
   }
   const std::vector<std::string> asked = share("save", concat(path, "\n", tag, "\n", options.wait));
   for (size_t other = 0; other < asked.size(); ++other) {
     if (!problem.empty() || asked[other] == asked.front()) continue;
     problem = concat("[engine::save] rank 0 and rank ", other,
-                     " save to other places: every rank passes the same path, tag and wait");
+                     " called save() with different arguments. Pass the same path, tag and wait on "
+                     "every rank");
   }
   problem = agree("save when", problem);
   if (!problem.empty()) throw ConfigError(problem);
@@ -419,7 +433,7 @@ void Core::State::Checkpointing::check_asked(const std::string& path, const std:
 std::string Core::State::Checkpointing::save(const std::string& path, const SaveOptions& options) {
   state.check_open("save");
   const int rank = state.group->rank();
-  const std::string before = state.saver.finish();  // one at a time
+  const std::string before = state.saver.finish();  // only one save runs at a time
   if (!before.empty()) state.save_failure = before;
   state.border->look_at_params();
   const std::string tag = options.tag.empty() ? concat("step-", state.steps) : options.tag;
@@ -453,7 +467,7 @@ std::string Core::State::Checkpointing::save(const std::string& path, const Save
   try {
     if (!ckpt::exists(folder)) {
       throw RuntimeFault(concat("[engine::save] this rank does not see \"", folder,
-                                "\", which rank 0 made: every rank needs the same folder"));
+                                "\", which rank 0 made. Every rank needs the same folder"));
     }
     save->open(folder);
     save->capture(!options.wait);
@@ -497,7 +511,7 @@ std::string Checkpoints::failure() {
 
 FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& options) {
   if (state_->closed) throw RuntimeFault("[engine::load] the engine is closed");
-  const std::string before = state_->saver.finish();  // it may be what is to be loaded
+  const std::string before = state_->saver.finish();  // it may write the checkpoint to load
   if (!before.empty()) state_->save_failure = before;
   const Core::State::Checkpointing shared{*state_};
   return Core::State::Checkpointing::Load{shared, path, options}.run();
@@ -506,8 +520,9 @@ FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& op
 void Checkpoints::taken(const std::string& problem) {
   const std::string first = engine::first_problem(*state_->executor, "load taken", problem);
   if (first.empty()) return;
-  state_->unloaded = concat("[engine::load] a part of the checkpoint could not be taken over (",
-                            first, "), after the weights were. Load again, or close()");
+  state_->unloaded =
+      concat("[engine::load] a part of the checkpoint could not be taken over (", first,
+             ") after the weights were loaded. Load again, or close() the engine");
   throw RuntimeFault(state_->unloaded);
 }
 

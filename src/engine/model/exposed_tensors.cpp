@@ -34,8 +34,8 @@ void take_back(std::vector<at::Tensor>& lent) {
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
     exec::set_guard(*storage,
                     "[engine::take_back] this shard of a parameter or of its gradient belonged to "
-                    "an engine that is closed, or to a step that has ended: its values are not "
-                    "here. Clone what is to outlive them.");
+                    "an engine that is closed, or to a step that has ended. Its values are not "
+                    "here any more. Clone shards that you need for longer.");
   }
   lent.clear();
 }

@@ -1,6 +1,11 @@
-// Core::State: the end. Parameters become ordinary tensors, in the storages that they have had all
-// along, so views that the user keeps stay theirs; what is not there any more raises when it is
-// read.
+// Core::State::close(): gives the model back.
+//
+// [Note: Closing] All ranks meet without exchanges (Group::last_call), so this also works after a
+// failure: the exchanges of ranks that still wait are ended, and new connections are made. Then
+// each unit's resting parameters are gathered. Each parameter keeps its storage, which gets memory
+// of its own, so views that users keep stay views of it. If the weights cannot be gathered, reading
+// a parameter without values raises an error. Errors are collected and thrown at the end, after all
+// memory is released.
 #include <cstdio>
 #include <exception>
 
@@ -15,17 +20,18 @@ namespace penstock {
 
 namespace {
 
-constexpr const char* kUpdateRaised = ", where its update raised ";  // as failed() says it
+// Must be part of the text that State::failed() makes for an error in an update.
+constexpr const char* kUpdateRaised = ", where its update raised ";
 
 }  // namespace
 
-// One close().
+// The state of one close().
 struct Core::State::Closing {
   State& state;
-  const bool gathers;   // asks the other ranks for what they have of the weights
-  std::string lost{};   // why that, or giving them back, has failed
-  std::string stale{};  // why buffers are not those of their stages
-  std::string torn{};   // the collective, cut off, that brought whole parameters their new values
+  const bool gathers;   // gathers weights from other ranks
+  std::string lost{};   // why gathering or giving back the weights failed
+  std::string stale{};  // why buffers were not copied from their stages
+  std::string torn{};   // an aborted device collective that published new weights
 
   std::string drained();
   void discard();
@@ -39,13 +45,13 @@ struct Core::State::Closing {
   at::Tensor sent_across(const exec::Part& part, int unit, int index, const at::Tensor& own);
 };
 
-// What the lanes ended with, or nothing.
+// Waits for all lanes. Returns the error that they ended with, or "".
 std::string Core::State::Closing::drained() {
   try {
     state.executor->drain();
-    if (state.tiers.disk) state.tiers.disk->wait_for_all();  // reads of an update that did not come
+    if (state.tiers.disk) state.tiers.disk->wait_for_all();  // reads ahead of an update not made
     return "";
-  } catch (const std::exception& error) {  // thrown where it happened, if anybody waited for it
+  } catch (const std::exception& error) {  // a call that waited for the lane has thrown it already
     return reason(error);
   }
 }
@@ -54,12 +60,12 @@ void Core::State::Closing::discard() {
   try {
     state.executor->discard();
   } catch (const std::exception&) {
-    // Of gradients, which nobody wants any more.
+    // The gradients are discarded anyway.
   }
 }
 
-// Meets the other ranks, whatever became of them. Returns what the first of those that failed said.
-// After it the lanes are idle.
+// Meets the other ranks, also if ranks have failed. Returns the error of the first rank that
+// failed, or "". The lanes are idle afterwards.
 std::string Core::State::Closing::part(const std::string& why) {
   std::string fault = state.faulted ? state.trouble : why;
   if (fault.empty()) fault = state.model_ranks.cut_short();
@@ -96,12 +102,13 @@ void Core::State::Closing::bring_buffers() {
     state.model_ranks.stages->bring_buffers([this](const auto& label, const auto& payload) {
       return state.executor->share(label, payload);
     });
-  } catch (const std::exception& error) {  // thrown by close(), when all is let go of
+  } catch (const std::exception& error) {  // close() throws it after releasing everything
     stale = reason(error);
   }
 }
 
-// Of a whole flat, in fp32; undefined where its parameters have theirs, or there are none.
+// Returns the values of a full flat, in fp32. Undefined if the parameters have their values
+// already, or if they cannot be gathered.
 at::Tensor Core::State::Closing::values_of(int unit, int flat) {
   const bool rests_whole = state.executor->table().rests_whole();
   if (rests_whole && state.executor->units()[unit].attached) return {};
@@ -117,7 +124,7 @@ void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tenso
   if (flat.tensor == TensorCut::kCut) return give_back_cut(flat, values);
   for (exec::Slot& slot : flat.slots) {
     if (slot.param.storage().unsafeGetStorageImpl() != slot.window.unsafeGetStorageImpl()) {
-      flat.let_go(slot);  // users have put other memory in its place, which stays
+      flat.let_go(slot);  // users gave the parameter other memory, which it keeps
       continue;
     }
     engine::own_values(slot.param, values.defined() ? values.narrow(0, slot.offset, slot.numel)
@@ -128,7 +135,7 @@ void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tenso
   flat.detach();
 }
 
-// Parameters of which this rank had a part are all there again, where every rank came.
+// Makes cut parameters full tensors again, if every rank takes part.
 void Core::State::Closing::give_back_cut(exec::Flat& flat, const at::Tensor& values) {
   if (!gathers || !lost.empty()) {
     flat.say_gone();
@@ -136,9 +143,10 @@ void Core::State::Closing::give_back_cut(exec::Flat& flat, const at::Tensor& val
   }
   for (exec::Slot& slot : flat.slots) {
     slot.guard =
-        concat("[exec::guard] this looks at the part of \"", slot.name,
-               "\" that a rank had while its engine was open: the parameter is whole again");
-    if (slot.shown) continue;  // closed inside gathered()
+        concat("[exec::guard] this tensor is a view of the part of \"", slot.name,
+               "\" that this rank had while its engine was open. The parameter is a full tensor "
+               "again: take a new view");
+    if (slot.shown) continue;  // close() inside gathered(): it is a full tensor already
     const at::Tensor part =
         values.defined() ? values.narrow(0, slot.offset, slot.numel) : slot.param.variable_data();
     const at::Tensor whole = state.executor->values().whole_of(slot, part).to(slot.param.options());
@@ -147,7 +155,7 @@ void Core::State::Closing::give_back_cut(exec::Flat& flat, const at::Tensor& val
   flat.detach();
 }
 
-// Another stage's parameters, where every rank came.
+// Gives another stage's parameters their values, if every rank takes part.
 void Core::State::Closing::give_back_away(exec::Flat& flat, const at::Tensor& values) {
   if (!gathers || !lost.empty()) {
     flat.say_gone();
@@ -161,13 +169,13 @@ void Core::State::Closing::give_back_away(exec::Flat& flat, const at::Tensor& va
   }
 }
 
-// Every stage gets what some of them have.
+// Sends a flat that not all stages have to the other stages.
 at::Tensor Core::State::Closing::sent_across(const exec::Part& part, int unit, int index,
                                              const at::Tensor& own) {
   if (!gathers || !lost.empty() || part.flat->owners.empty()) return own;
   exec::GatheredValues& values = state.executor->values();
   at::Tensor sent = own;
-  if (part.here && !own.defined()) sent = values.resting(unit, index);  // it rests whole
+  if (part.here && !own.defined()) sent = values.resting(unit, index);  // a full resting copy
   const at::Tensor got = values.across_stages(
       *part.flat, sent, concat("last u", unit, ".", part.flat->number, " of its stage"));
   return part.here ? own : got;
@@ -175,7 +183,7 @@ at::Tensor Core::State::Closing::sent_across(const exec::Part& part, int unit, i
 
 void Core::State::Closing::give_back(int unit) {
   exec::UnitState& parts = state.executor->units()[unit];
-  int index = -1;  // among this rank's
+  int index = -1;  // among this rank's flats
   for (const exec::Part& part : parts.parts()) {
     exec::Flat& flat = *part.flat;
     index += part.here ? 1 : 0;
@@ -188,7 +196,7 @@ void Core::State::Closing::give_back(int unit) {
       } else {
         give_back_away(flat, values);
       }
-    } catch (const std::exception& error) {  // thrown by close(), when all is let go of
+    } catch (const std::exception& error) {  // close() throws it after releasing everything
       if (lost.empty()) lost = reason(error);
       state.tiers.close_disk();
       flat.say_gone();
@@ -206,7 +214,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   if (closed) return "";
   closed = true;
   Observer{*this}.end();
-  // What it writes from goes.
+  // A background save reads buffers that are freed below, so it must end first.
   const bool all_come = gather && why.empty() && !faulted;
   const std::string unsaved = all_come ? saver.finish() : saver.finish_alone();
   if (!unsaved.empty()) std::fprintf(stderr, "penstock: not saved: %s\n", unsaved.c_str());
@@ -223,7 +231,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   engine::take_back(lent_gradients);
   border->hide_gradients();
   tiled->close();
-  // Waits for what is still in flight into the copies below.
+  // Waits for I/O that still reads into or writes from the copies below.
   if (!closing.gathers || !closing.lost.empty()) tiers.close_disk();
   for (size_t unit = 0; unit < executor->units().size(); ++unit) {
     closing.give_back(static_cast<int>(unit));
@@ -235,20 +243,20 @@ std::string Core::State::close(bool gather, const std::string& why) {
   model_ranks.close();
   group->close();
   if (gather && !closing.lost.empty()) {
-    throw RuntimeFault(concat("[engine::close] the weights could not be gathered, so what was ",
-                              "sharded of the model has no values any more: ", closing.lost));
+    throw RuntimeFault(concat("[engine::close] the weights could not be gathered, so sharded ",
+                              "parameters have no values any more: ", closing.lost));
   }
   if (!closing.stale.empty()) throw RuntimeFault(closing.stale);
   if (!closing.torn.empty()) {
-    throw RuntimeFault(concat("[engine::close] a rank failed while ", closing.torn,
-                              ", was under way, so some parameters have values of no step: load a "
-                              "checkpoint (",
-                              first, ")"));
+    throw RuntimeFault(
+        concat("[engine::close] a rank failed while ", closing.torn,
+               ", was in progress, so some parameters mix values of two steps. Load a "
+               "checkpoint (",
+               first, ")"));
   }
   if (!gather || first.find(kUpdateRaised) == std::string::npos) return "";
   return concat("a step was cut short (", first,
-                "): parameters that were updated by then have their new values, the others those "
-                "before that step");
+                "): some parameters have the values after that step, the others those before it");
 }
 
 }  // namespace penstock

@@ -11,6 +11,7 @@ namespace penstock::engine {
 
 namespace {
 
+// Finds blocks and large layers in a module tree (see find_units()).
 class Finder {
  public:
   Finder(const ModelTree& tree, const UnitsConfig& config) : tree_(tree), config_(config) {
@@ -40,7 +41,7 @@ class Finder {
     return blocks_;
   }
 
-  // Large layers outside of blocks(), where there are any.
+  // Returns the large layers outside of the blocks. Must follow blocks().
   std::vector<int> layers() {
     if (!blocks_.empty()) large(0);
     return layers_;
@@ -103,8 +104,9 @@ class Finder {
     return type == "ModuleList" || type == "ModuleDict" || type == "Sequential";
   }
 
-  // Whether a list in it repeats modules whose own children have children. So an encoder and a
-  // decoder of one class are stacks of blocks, and a block with a list of plain experts is a block.
+  // Returns whether a list inside the module repeats modules that have grandchildren. Then the
+  // module is a stack of blocks (an encoder and a decoder of one class), and not a block. A block
+  // with a list of plain experts stays a block.
   bool has_blocks(int module) const {
     std::map<std::string, int> count;
     for (const int child : children_[module]) {
@@ -138,7 +140,8 @@ class Finder {
     }
   }
 
-  // Without what it shares, which the root keeps. A layer in tiles has units as it is.
+  // Returns the bytes of the parameters that only this module uses; the root keeps shared ones. A
+  // layer in tiles returns 0, because its tiles are units already.
   int64_t own_bytes(int module) const {
     const ModuleInfo& info = tree_.modules[module];
     int64_t bytes = 0;
@@ -155,12 +158,13 @@ class Finder {
   const UnitsConfig& config_;
   std::vector<std::vector<int>> children_;
   std::vector<int64_t> bytes_;
-  std::vector<int> num_users_;  // modules, by parameter
+  std::vector<int> num_users_;  // by parameter: modules that own it
   std::vector<int> blocks_, layers_;
   std::set<std::string> found_;
 };
 
-// Walks the modules in order; a unit is open while its descendants come.
+// Writes the assumed order of visits. It visits the modules in order; a unit is open while its
+// descendants are visited.
 class OrderWriter {
  public:
   OrderWriter(const ModelTree& tree, const std::vector<UnitSpec>& specs)
@@ -198,7 +202,7 @@ class OrderWriter {
   }
 
  private:
-  // A table of rows needs no weight in backward.
+  // The backward of an embedding does not read its weight.
   static Mark backward_of(const ModuleInfo& module) {
     return module.rows >= 0 && module.type == "Embedding" ? Mark::kGradient : Mark::kWhole;
   }
@@ -230,7 +234,7 @@ class OrderWriter {
   const ModelTree& tree_;
   const std::vector<UnitSpec>& specs_;
   std::map<std::string, int> unit_named_;
-  std::map<int, std::vector<int>> tiles_;  // units, by parameter
+  std::map<int, std::vector<int>> tiles_;  // by parameter: units of its tiles
   std::vector<Visit> forward_, backward_;
   int open_ = 0, open_module_ = 0;
 };
@@ -266,7 +270,7 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
     const ModuleInfo& info = tree.modules[module];
     specs.push_back({info.name, info.type, {}, blocks.contains(module)});
   }
-  // Parents come first, so one pass hands each unit down to what it contains.
+  // Parents come first, so one pass gives each module the unit that encloses it.
   for (size_t m = 1; m < tree.modules.size(); ++m) {
     if (unit_of_module[m] == 0) unit_of_module[m] = unit_of_module[tree.modules[m].parent];
   }
@@ -281,10 +285,10 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
     }
   }
   for (size_t p = 0; p < tree.params.size(); ++p) {
-    if (wholes.contains(static_cast<int>(p))) continue;  // its tiles stand for it
+    if (wholes.contains(static_cast<int>(p))) continue;  // its tiles have units
     specs[std::max(0, unit_of_param[p])].params.push_back(static_cast<int>(p));
   }
-  // A unit that gave all its parameters to the root moves nothing.
+  // A unit without parameters (all of them are shared and belong to the root) is removed.
   specs.erase(std::remove_if(specs.begin() + 1, specs.end(),
                              [](const UnitSpec& spec) { return spec.params.empty(); }),
               specs.end());

@@ -32,6 +32,7 @@ Monitor::Monitor(const Config& config, std::shared_ptr<trace::Recorder> recorder
   }
 }
 
+// A loss on a device stays there until the norm reads it, so that the host does not wait.
 void Monitor::saw(const at::Tensor& loss) {
   ++counted_.told.losses;
   const at::Tensor value = loss.detach().reshape({});
@@ -52,7 +53,7 @@ void Monitor::drop() { counted_ = exec::Counted(); }
 
 void Monitor::ask(TraceWish wish) {
   if (wish_ && wish_->by_config && !wish.by_config && recorder_->about.rank == 0) {
-    std::fprintf(stderr, "penstock: the trace of \"monitor.trace_first\" gives way to %s\n",
+    std::fprintf(stderr, "penstock: the trace of \"monitor.trace_first\" is replaced by %s\n",
                  wish.path.c_str());
   }
   wish.path = std::filesystem::absolute(wish.path);
@@ -86,6 +87,7 @@ void Monitor::begins() {
   if (before_.at_ns == 0) before_ = recorded();
 }
 
+// Communication time excludes waits for the update lane and for the disk.
 SoFar Monitor::recorded() const {
   SoFar sums;
   sums.at_ns = trace::now_ns();

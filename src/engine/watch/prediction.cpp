@@ -8,7 +8,7 @@ namespace penstock {
 
 namespace {
 
-// As the driver runs them: one window.
+// Returns the sections of one window, in the order in which the driver runs them.
 std::vector<Section> sections_of(int64_t micro_batches) {
   std::vector<Section> sections;
   for (int64_t micro = 0; micro < micro_batches; ++micro) {
@@ -19,8 +19,9 @@ std::vector<Section> sections_of(int64_t micro_batches) {
   return sections;
 }
 
-// A forward's FLOPs by unit. Where units have no events all were counted in the root: each has its
-// share by its parameters then. A backward takes two forwards where it trains.
+// Returns the work of each unit from the measured FLOPs of a forward. If units have no events, all
+// FLOPs were counted in the root and are divided by the units' parameters. A backward of a
+// trainable unit takes twice its forward.
 std::vector<UnitWork> work_of_units(const ModelDesc& model, std::vector<double> flops) {
   const double total = std::accumulate(flops.begin(), flops.end(), 0.0);
   flops.resize(model.units.size(), 0.0);
@@ -68,7 +69,7 @@ std::optional<Core::State::Observer::Prediction> Core::State::Observer::predict(
     const Step& step = planned[line].step;
     const double seconds = timeline.ranks.front().lines[line];
     if (step.mark == Mark::kBegin || step.mark == Mark::kUse) continue;
-    if (step.op == Op::kForward && !state.unit_events) {  // then the root's is all there is
+    if (step.op == Op::kForward && !state.unit_events) {  // only the root has a compute event
       root_forward += seconds;
       continue;
     }

@@ -9,7 +9,7 @@ namespace penstock {
 
 namespace {
 
-// What cannot rest away from the device stays there, for the comparison.
+// Copies the simulator's ledger. Accounts are summed over device and host memory.
 LedgerEntry entry_of(const Ledger& ledger) {
   LedgerEntry entry;
   entry.disk = ledger.tier[static_cast<size_t>(Tier::kDisk)].total;

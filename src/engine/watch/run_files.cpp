@@ -24,7 +24,8 @@ nlohmann::json number(double value) {
   return whole ? nlohmann::json(static_cast<int64_t>(value)) : nlohmann::json(value);
 }
 
-// As a process leaves it that was killed while it wrote. The position is at the end after.
+// Returns whether the file ends within a line, because a process was killed while it wrote. Leaves
+// the position at the end.
 bool ends_within_a_line(std::fstream& file) {
   file.seekg(0, std::ios::end);
   if (file.tellg() <= 0) return false;
@@ -63,7 +64,7 @@ void RunFiles::take() {
   close(std::exchange(lock_, -1));
   if (!taken) return;
   throw ConfigError(
-      concat(where, ", where another open engine writes: each needs a folder of its own"));
+      concat(where, ", where another open engine writes. Give each engine its own folder"));
 }
 
 RunFiles::~RunFiles() {
@@ -74,10 +75,10 @@ RunFiles::~RunFiles() {
   }
   thread_.join();
   if (dropped_ > 0) {
-    say(concat(dropped_, " rows found no room: the disk is slower than the steps"));
+    say(concat(dropped_, " rows were dropped: the disk is slower than the steps"));
   }
   if (lock_ < 0) return;
-  flock(lock_, LOCK_UN);  // forked processes have the file, too
+  flock(lock_, LOCK_UN);  // close() is not enough: forked processes share the open file
   close(lock_);
 }
 
@@ -142,7 +143,7 @@ void RunFiles::write(const FileTask& task) {
   append("metrics.csv", join(names, ",") + "\n", join(cells, ",") + "\n");
 }
 
-// Opened each time, so that a folder that somebody moves away or fills up is seen.
+// Opens the file for each row, so that a moved folder or a full disk is noticed.
 void RunFiles::append(const std::string& name, const std::string& heading,
                       const std::string& line) {
   const std::string path = concat(folder_, "/", name);
@@ -159,8 +160,8 @@ void RunFiles::append(const std::string& name, const std::string& heading,
 void RunFiles::say(const std::string& what) {
   if (said_) return;
   said_ = true;
-  const std::string line =
-      concat("[penstock] monitor: ", what, "; training goes on, and more of this is not said\n");
+  const std::string line = concat("[penstock] monitor: ", what,
+                                  "; training continues, further errors are not reported\n");
   std::fputs(line.c_str(), stderr);
 }
 
