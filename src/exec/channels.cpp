@@ -6,7 +6,8 @@
 
 namespace penstock::exec {
 
-// A channel's name is part of every tag, so names differ between sets of owners.
+// A channel's name is part of every tag, so each set of owners has a name of its own. See [Note:
+// Channels of a pipeline].
 Channels::Channels(const Mesh& mesh, Group& peers, const std::vector<UnitState>& units)
     : gather(peers, "gather"), reduce(peers, "reduce"), control(peers, "control") {
   if (mesh.size(Axis::kPipeline) == 1) return;

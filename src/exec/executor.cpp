@@ -49,6 +49,8 @@ std::vector<PlannedStep> Executor::prepare(const Plan& plan) const {
     for (const int unit : step.units) names.push_back(rank_.units.at(unit).name);
     prepared.push_back({step, concat(step.text(), " (", join(names, ", "), ")")});
   }
+  // If the next publish of a unit begins with a local pass, the optimizer writes its output during
+  // the update, while the values are in the cache (Updates::publish_from).
   for (size_t i = 0; i < prepared.size(); ++i) {
     if (plan.steps[i].op != Op::kUpdate) continue;
     const auto next =
@@ -103,6 +105,7 @@ void Executor::move(const PlannedStep& planned) {
     case Role::kParam:
       return params_.run(planned);
     case Role::kGrad:
+      // Gradients that wait on disk are read chunk by chunk on the update lane.
       if (rank_.grads_in_chunks && planned.step.moves.front().from == Tier::kDisk &&
           planned.step.moves.front().kind == MoveKind::kCopy) {
         return updates_.move(planned);
@@ -156,6 +159,7 @@ std::vector<std::string> Executor::collect(const std::string& label, std::string
   for (const std::string& one : share(label, {reinterpret_cast<const char*>(&own), sizeof(own)})) {
     std::memcpy(&sizes.emplace_back(), one.data(), sizeof(own));
   }
+  // Texts are padded to the longest one: a collective needs equal sizes.
   const auto most = static_cast<size_t>(*std::max_element(sizes.begin(), sizes.end()));
   const bool first = rank_.group.rank() == 0;
   text.resize(first ? most * sizes.size() : most);

@@ -39,6 +39,7 @@ void Flat::add(const Slot& described, const std::string& unit) {
   slot.numel = c10::multiply_integers(slot.sizes);
   slot.room = std::max(slot.room, slot.numel);
   slot.window = slot.param.storage();
+  // Offsets count `room` and not `numel`, so that they are equal on all tensor ranks.
   if (!slots.empty()) {
     slot.offset = round_up(slots.back().offset + slots.back().room, kAlignBytes / element_bytes());
   }
@@ -54,6 +55,7 @@ void Flat::seal(int num_ranks) {
   numel = round_up(std::max<int64_t>(used, 1), num_ranks * kShardBytes / element_bytes());
 }
 
+// See [Note: Windows]. The storage keeps its nbytes, so shapes and views of a freed parameter work.
 void Flat::point(Slot& slot, device::Address base) {
   c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
   char* data = base ? base.data + slot.offset * element_bytes() : nullptr;
@@ -92,6 +94,8 @@ void Flat::say_gone() {
 void Flat::let_params_go() {
   if (params.empty()) return;
   const Buffer& kept = rest().one();
+  // Before commit() a parameter may still have its own memory. Only pointers into the flat are
+  // cleared.
   const char* begin = kept.data().data;
   for (Slot& slot : slots) {
     c10::StorageImpl* storage = slot.window.unsafeGetStorageImpl();
@@ -109,6 +113,7 @@ void Flat::complete(Buffer& sum) {
     for (Slot& slot : slots) slot.written = true;
     return;
   }
+  // Zeroes everything between the slots that were written.
   int64_t done = 0;
   for (Slot& slot : slots) {
     const int64_t begin = slot.written ? slot.offset : slot.offset + slot.numel;

@@ -144,6 +144,7 @@ void Rank::claim_state(Flat& flat, int num_chunks, int num_moments) {
     chunk.numel = end - begin;
     Copy& state = chunk.optim.emplace_back();
     state.place = optim;
+    // Buffer 0 is the fp32 master. It stays empty if the resting parameter is the master.
     for (int i = 0; i <= num_moments; ++i) {
       Buffer& buffer = state.buffers.emplace_back();
       buffer.dtype = i == 0 ? Dtype::kFp32 : optim.dtype;
@@ -156,6 +157,7 @@ void Rank::claim_state(Flat& flat, int num_chunks, int num_moments) {
   }
 }
 
+// An invalid copy under the placement is reused: it keeps its extent on disk.
 Copy& Rank::open(std::vector<Copy>& copies, const Placement& place, const Flat& flat,
                  mem::Account account) {
   auto found = copies.begin();

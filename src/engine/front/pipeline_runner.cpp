@@ -119,6 +119,8 @@ std::unique_ptr<PipelineRunner::StagePass> PipelineRunner::forward(
     pass_ = nullptr;
     throw;
   }
+  // Every stage must have called its first unit, and all but the last must end at a unit of the
+  // next.
   const bool is_last = action.stage + 1 == ranks_.num_stages();
   if (ended == is_last || !pass->begun) {
     throw RuntimeFault(concat("[front::train_batch] the model's forward ended in stage ",
@@ -151,6 +153,7 @@ void PipelineRunner::backward(const StageAction& action, StagePass& pass) {
     }
     core_.resume_backward();
   }
+  // A stage without roots (no output needs a gradient) still counts its backward and answers.
   try {
     if (!roots.empty()) torch::autograd::backward(roots, gradients);
   } catch (const std::exception& error) {

@@ -16,6 +16,7 @@ TensorAxis::TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
     const std::string& name = tree.modules[one.module].name;
     const char* style = parallel::style_name(one.style);
     params_.push_back(tree.modules[one.module].params);
+    // These two styles leave the weight whole, so other code may read it.
     if (one.style != parallel::Style::kPartial && one.style != parallel::Style::kWhole) {
       for (const int param : params_.back()) {
         if (here.contains(param)) uncalled_.emplace(param, modules_.size());
@@ -73,6 +74,8 @@ void ModelRanks::close() {
   if (stages) stages->close();
 }
 
+// autograd passes on only the text of an exception, so Peers keep the exceptions of their
+// exchanges.
 std::exception_ptr ModelRanks::take_fault() {
   std::exception_ptr fault;
   if (tensor) fault = tensor->peers().take_fault();

@@ -113,6 +113,7 @@ std::vector<Action> StageLanes::begin(int num_micro, bool trains) {
   return schedule.ranks[static_cast<size_t>(index)];
 }
 
+// See [Note: No deadlock] for the order of the posted receives.
 parallel::TensorMessage StageLanes::receive(const Action& action) {
   NeighbourLane& way = action.forward ? *receives_forward_ : *receives_backward_;
   while (!arriving_.contains(action) && !way.expected.empty()) post(way, 1);
@@ -152,6 +153,7 @@ void StageLanes::bring_buffers(const Share& share) {
                "them. Build the modules with the same buffers on every rank (",
                different, ")"));
   }
+  // Each rank of the pipeline sends the buffers of its stages to the others, one rank at a time.
   for (int owner = 0; owner < members_.size(); ++owner) {
     parallel::TensorMessage own;
     std::vector<StageBuffer> theirs;

@@ -8,7 +8,7 @@
 namespace penstock::engine {
 namespace {
 
-// Tokens, four blocks, a small norm and a head; the model has a parameter of its own.
+// A model with an embedding, four blocks, a small norm and a head. The root has its own parameter.
 ModelTree chain(bool tied) {
   ModelTree tree;
   const auto param = [&tree](const std::string& name, int64_t numel) {
@@ -78,7 +78,7 @@ TEST(Stages, TiedWeightsAreOnTheFirstAndTheLast) {
 
 TEST(Stages, AsNamed) {
   EXPECT_EQ(stages_of(found(chain(false), 2, {"blocks.3"})), (std::vector<int>{0, 0, 0, 0, 1, 1}));
-  // A module stands for the first piece in it.
+  // The name of a module means the first piece inside it.
   EXPECT_EQ(stages_of(found(chain(false), 2, {"blocks"})), (std::vector<int>{0, 1, 1, 1, 1, 1}));
 }
 

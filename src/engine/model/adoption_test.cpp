@@ -47,7 +47,7 @@ struct Rank {
   std::optional<exec::Executor> executor;
 };
 
-// Each rank on a thread of its own; what it threw, or "".
+// Runs each rank on its own thread. Returns the error text of each rank, or "".
 template <class Work>
 std::array<std::string, 2> on_two_ranks(const Work& work) {
   const std::vector<std::shared_ptr<Group>> groups =

@@ -10,7 +10,7 @@
 namespace penstock::engine {
 namespace {
 
-// A root with a parameter and two blocks of 64 x 64.
+// A root with its own parameter and two blocks of 64 x 64.
 ModelTree blocks() {
   ModelTree tree;
   tree.modules = {{"", "Net", -1, {0}}};

@@ -51,13 +51,13 @@ TEST(FindUnits, ByClassNameAndAWrongNameSuggestsTheNearest) {
 TEST(FindUnits, BySizeWhereNothingRepeats) {
   ModelTree tree = gpt();
   tree.modules[5].type = "Other";
-  EXPECT_EQ(find_units(tree, {}).size(), 1U);  // small: the root alone
+  EXPECT_EQ(find_units(tree, {}).size(), 1U);  // small: one unit, the root
   UnitsConfig config;
   config.max_bytes = 128;
   EXPECT_EQ(find_units(tree, config).size(), 3U);
 }
 
-// The model above with a head and a norm of their own, and 64 bytes a parameter.
+// The model above with a head and a norm of its own; each parameter has 64 bytes.
 ModelTree untied() {
   ModelTree tree = gpt();
   for (const char* name : {"head.weight", "norm.weight"}) {
@@ -77,7 +77,8 @@ std::vector<std::string> names(const std::vector<UnitSpec>& units) {
 
 using Names = std::vector<std::string>;
 
-// Two parts of one class, each with a list of two `kind`s; their layers lie that deep.
+// Two parts of one class, each with a list of two modules of class `kind`, with layers nested
+// inside.
 ModelTree two_stacks(const char* kind, bool deep) {
   ModelTree tree;
   tree.modules = {{"", "Net", -1, {}}};
@@ -170,7 +171,7 @@ TEST(AssumeOrder, LayersAreWhereTheModelHasThem) {
   EXPECT_EQ(model.forward, forward);
   const std::vector<Visit> backward = {{0, Mark::kBegin}, {4}, {3}, {2}, {1, Mark::kGradient},
                                        {0, Mark::kEnd}};
-  EXPECT_EQ(model.backward, backward);  // the embedding needs no weight there
+  EXPECT_EQ(model.backward, backward);  // the embedding's backward reads no weight
 }
 
 TEST(FindUnits, AModelWithoutParametersIsAnError) {

@@ -17,7 +17,7 @@ AccumulationWindow after(AccumulationWindow window, const std::initializer_list<
   return window;
 }
 
-// One letter per call: which are refused.
+// Returns one letter per call that is refused.
 std::string refused(const AccumulationWindow& window) {
   const std::vector<std::pair<Call, char>> letters = {
       {Call::kForward, 'f'},     {Call::kBackward, 'b'},  {Call::kBackwardBegin, 'a'},
@@ -36,8 +36,8 @@ TEST(AccumulationWindow, EachStateRefusesWhatItCannotServe) {
   const struct {
     const char* state;
     std::initializer_list<Call> calls;
-    const char* refused;         // where the loss is not scaled
-    const char* refused_scaled;  // where it is
+    const char* refused;         // if the loss is not scaled
+    const char* refused_scaled;  // if the loss is scaled
   } cases[] = {
       {"idle", {}, "bgsw", "bagsw"},
       {"forward seen", {f}, "gsw", "agsw"},
@@ -92,7 +92,7 @@ TEST(AccumulationWindow, BackwardsThatGaveNothingAnywhereAreNoneOfIt) {
   EXPECT_EQ(window.gave(), "0101");
   EXPECT_TRUE(window.keep("01"));
   EXPECT_EQ(window.gave(), "101");
-  EXPECT_FALSE(window.keep("11"));  // another rank's gave something
+  EXPECT_FALSE(window.keep("11"));  // another rank had gradients
   EXPECT_TRUE(window.keep("10"));
   EXPECT_EQ(window.gave(), "11");
   EXPECT_TRUE(window.complete());

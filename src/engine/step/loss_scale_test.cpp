@@ -11,7 +11,7 @@ TEST(LossScale, HalvesOnOverflowAndDoublesAfterAWindow) {
   EXPECT_TRUE(scale.overflow());
   EXPECT_EQ(scale.value(), 4.0);
   scale.good_step();
-  EXPECT_TRUE(scale.overflow());  // and the window begins again
+  EXPECT_TRUE(scale.overflow());  // the count of good steps starts again
   EXPECT_EQ(scale.value(), 3.0);
   EXPECT_FALSE(scale.overflow());
   scale.good_step();

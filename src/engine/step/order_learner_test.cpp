@@ -37,7 +37,7 @@ void run(OrderLearner& learner, Op pass, const std::vector<int>& units) {
 
 std::vector<std::string> alone(const std::string&, const std::string& text) { return {text}; }
 
-// A second rank with other texts.
+// A second rank that shares other texts.
 OrderLearner::ShareText beside(const std::string& order, const std::string& off_plan) {
   const std::map<std::string, std::string> theirs = {{"order of step one", order},
                                                      {"off plan in step one", off_plan}};
@@ -119,7 +119,7 @@ TEST(OrderLearner, ATileThatIsNotUsedInForwardIsNotBroughtThere) {
   learner.begin(kBackward, 0);
   learner.add(kBackward, {2, Mark::kUse});
   learner.add(kBackward, {2, Mark::kGradient});
-  learner.end(kBackward, 1);  // which was not entered
+  learner.end(kBackward, 1);  // it was not entered
   learner.end(kBackward, 0);
   const ModelDesc model = learner.agree(0, alone);
   EXPECT_EQ(visits_text(model.forward), "u0 begin\nu1\nu0 end");

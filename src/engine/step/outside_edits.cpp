@@ -42,6 +42,7 @@ OutsideEdits::OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& 
     params_.push_back(
         {name, tensor, tensor.sizes().vec(), exec::python_object(tensor), {}, trainable, tiled});
   };
+  // A weight in tiles is one parameter with a place per tile. Any other parameter has one place.
   std::map<int, size_t> tiled_at;
   for (const tiles::TiledWeight& one : tiled.all()) {
     for (const int unit : one.units) tiled_at[unit] = params_.size();
@@ -188,6 +189,7 @@ OutsideEdits::SeenGradients OutsideEdits::look_at_gradients(bool adds) {
            "engine.backward() to add to them");
   }
   if (dropped.empty()) return SeenGradients::kKept;
+  // All dropped means zero_grad(): the caller drops the whole window.
   if (dropped.size() == num_shown) return SeenGradients::kAllDropped;
   for (Param* param : dropped) forget(*param);
   return SeenGradients::kSomeDropped;

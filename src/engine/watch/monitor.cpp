@@ -64,6 +64,7 @@ void Monitor::ask(TraceWish wish) {
 
 std::optional<TraceWish> Monitor::take_finished() {
   if (!wish_) return std::nullopt;
+  // The wish was made before its first step; recording starts now.
   if (!records_ && applied_ + 1 >= wish_->first) ask(std::move(*wish_));
   if (!records_ || applied_ < wish_->last) return std::nullopt;
   records_ = false;
@@ -105,6 +106,7 @@ void Monitor::end_step(StepMetrics made, const exec::Told& all, SoFar now) {
   if (before_.at_ns == 0) before_ = now;
   made.step_s = static_cast<double>(now.at_ns - before_.at_ns) * 1e-9;
   if (all.losses > 0.0) made.loss = all.loss / all.losses;
+  // Ranks that compute one model together counted the same samples.
   made.samples = static_cast<int64_t>(all.samples) / copies_;
   made.tokens = static_cast<int64_t>(all.tokens) / copies_;
   made.flops = flops_per_sample * static_cast<double>(made.samples);

@@ -111,7 +111,7 @@ void RunFiles::run() {
     const FileTask task = std::move(waiting_.front());
     waiting_.pop_front();
     writing_ = true;
-    lock.unlock();
+    lock.unlock();  // add() must not wait for the disk
     write(task);
     lock.lock();
     writing_ = false;
@@ -121,6 +121,7 @@ void RunFiles::run() {
 
 void RunFiles::write(const FileTask& task) {
   if (!task.name.empty()) {
+    // A new file that is renamed, so that readers never see half of it.
     const std::string path = concat(folder_, "/", task.name), made = path + ".new";
     std::ofstream file(made);
     file << task.text;
