@@ -75,6 +75,7 @@ ckpt::ShardLayout CheckpointWriter::Impl::describe(const StoredState& state) {
     }
     regions.push_back(std::move(region));
   }
+  // A tensor that shares its values has an empty region; its slices are set after the layout.
   ckpt::ShardLayout layout = ckpt::lay_out(regions, manifest.tensors);
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i].same_as < 0) continue;

@@ -137,6 +137,7 @@ std::string read_text(const std::string& path) {
 }
 
 void write_text(const std::string& path, const std::string& text) {
+  // A rename is atomic, so a reader sees the old text or the new one.
   const std::string draft = path + ".new";
   {
     const Descriptor file(draft, O_WRONLY | O_CREAT | O_TRUNC);
@@ -181,6 +182,7 @@ Draft::Draft(const std::string& root, const std::string& tag) : root_(root), tag
   }
   for (const std::string& one : dead) discard(one);
   std::random_device random;
+  // A random name: other runs may save to the same folder.
   path_ = concat(root, "/.", tag, kSaving, std::hex, random(), random());
   if (::mkdir(path_.c_str(), 0777) != 0) fail("create", path_, errno);
   Descriptor lock(path_ + "/" + kLock, O_RDWR | O_CREAT);
@@ -212,6 +214,7 @@ std::string Draft::commit(int keep) {
     if (::rename(path_.c_str(), target.c_str()) != 0) fail("rename", path_, errno);
     remove_all(away);
   }
+  // From here on the checkpoint exists, and errors say so.
   path_.clear();
   try {
     sync_folder(root_);

@@ -91,6 +91,7 @@ struct Comparison {
       return different.push_back(concat(key, " has shape ", text(found->shape), " there and ",
                                         text(tensor.shape), " here"));
     }
+    // Floating-point values are converted on loading.
     if (found->dtype == tensor.dtype || (is_float(found->dtype) && is_float(tensor.dtype))) return;
     different.push_back(
         concat(key, " has dtype ", found->dtype, " there and ", tensor.dtype, " here"));
@@ -125,6 +126,7 @@ TensorReader::TensorReader(const std::string& folder, const Manifest& manifest)
 }
 
 void TensorReader::read(const Tensor& tensor, int64_t begin, int64_t numel, char* to) {
+  // Slices are sorted and have no gaps (Manifest::parse), so the first one is found by its end.
   const int64_t size = value_bytes(tensor.dtype), end = begin + numel;
   auto slice = std::upper_bound(tensor.slices.begin(), tensor.slices.end(), begin,
                                 [](int64_t at, const Slice& one) { return at < one.end; });
@@ -297,6 +299,7 @@ struct Filling {
 
 std::string fill(TensorReader& reader, const Manifest& manifest, const Target& target,
                  const TensorLoadOptions& options) {
+  // Holdings are listed flat by flat; all masters of a flat are loaded together.
   Filling filling{reader, manifest, target, options};
   std::vector<Holding> masters;
   const auto flush = [&] {

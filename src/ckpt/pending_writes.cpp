@@ -49,6 +49,8 @@ std::optional<size_t> PendingWrites::next() {
       stages_[index] = Stage::kGivenOut;
       return index;
     }
+    // A source that is being copied becomes available when the copy ends; until then others come
+    // first.
     bool copying = false;
     for (size_t index = next_; index < stages_.size(); ++index) {
       if (stages_[index] == Stage::kWaiting) {
@@ -118,6 +120,7 @@ void PendingWrites::memory_changes(const char* data, int64_t bytes) {
     changed_.wait(lock, [&] { return stages_[index] != Stage::kCopying; });
     if (sources_[index].copy || stages_[index] == Stage::kDone) return;
     if (stages_[index] == Stage::kWaiting) return copy(lock, index);
+    // Already given out: waits until it is written.
     ++hurries_;
     changed_.wait(lock, [&] { return stages_[index] == Stage::kDone; });
     --hurries_;

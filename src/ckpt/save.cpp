@@ -117,6 +117,7 @@ void Save::add(const Holding& holding, const GlobalOf& global_of, const Mesh& me
     region.runs.push_back(
         {tensor, piece.global.begin, piece.numel, (piece.at - holding.first - from) * size});
   }
+  // tensor_of() has put empty tensors into the manifest; the file needs no run for them.
   std::erase_if(region.runs, [](const Run& run) { return run.numel == 0; });
   Source& source = sources_.emplace_back();
   source.holding = holding;
@@ -184,6 +185,8 @@ void Save::capture(Source& source, bool behind, bool* stays) {
 }
 
 void Save::capture(bool behind) {
+  // What users can change, and device memory, is copied now; the rest is copied only if training
+  // changes it before it is written.
   executor_.traffic().settle();
   for (Source& source : std::exchange(sources_, {})) {
     bool stays = !behind;

@@ -109,6 +109,7 @@ ShardWriter::ShardWriter(std::string path, const ShardLayout& layout)
   do {
     error = ::fallocate(fd_, 0, 0, file_.bytes) == 0 ? 0 : errno;
   } while (error == EINTR);
+  // Without space claims, a full disk is noticed only by a later write.
   if (error == EOPNOTSUPP || error == ENOSYS)
     error = ::ftruncate(fd_, file_.bytes) == 0 ? 0 : errno;
   if (error != 0) {
@@ -241,6 +242,7 @@ void ShardReader::read(int64_t offset, int64_t bytes, char* to) {
   PENSTOCK_ASSERT(offset >= file_.data && offset + bytes <= file_.table, path_);
   std::vector<uint64_t> sums;
   while (bytes > 0) {
+    // Reads whole granules, up to kReadBytes at once, and keeps them for the next call.
     if (offset < block_at_ || offset >= block_at_ + block_bytes_) {
       const int64_t first = (offset - file_.data) / file_.granule;
       const int64_t wanted = offset + bytes - file_.data - first * file_.granule;

@@ -45,6 +45,7 @@ void DeviceBackends::abort(const std::string& why) {
     if (refused_.empty()) refused_ = why;
     for (const auto& one : all_) one->refuse(refused_);
   }
+  // New collectives are refused from here on; queued ones may still finish.
   const auto deadline = std::chrono::steady_clock::now() + kInFlight;
   while (!idle() && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(kPoll);
@@ -89,6 +90,7 @@ std::chrono::milliseconds DeviceBackends::look(std::chrono::milliseconds limit,
     const auto pending = one->oldest();
     if (pending && (!oldest || pending->since < oldest->since)) oldest = pending;
   }
+  // Short waits are normal on a device, so a collective is shown only after kShown.
   const auto age = oldest ? std::chrono::steady_clock::now() - oldest->since : kLook - kLook;
   show(oldest && age > kShown ? &*oldest : nullptr);
   if (oldest && age > limit) {

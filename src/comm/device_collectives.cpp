@@ -23,6 +23,8 @@ void DeviceCollectives::run(const Position& position, const c10::Stream& stream,
     forget_ended();
     queued_.push_back({{position, std::chrono::steady_clock::now()}, {}});
   }
+  // queue() runs without the lock: it may wait for a peer, and abort() must be able to end that
+  // wait.
   try {
     queue();
     c10::Event end(stream.device_type());
@@ -41,6 +43,7 @@ void DeviceCollectives::all_gather(std::vector<Gather>& gathers) {
   c10d::AllgatherOptions options;
   options.asyncOp = false;
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  // One launch for all buffers, if the back end can do it.
   const bool together = gathers.size() > 1 && back_end_->supportsCoalescing();
   if (together) back_end_->startCoalescing();
   for (Gather& one : gathers) {

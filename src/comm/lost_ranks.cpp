@@ -80,6 +80,7 @@ std::string LostRanks::here() {
 }
 
 void LostRanks::wake(int rank, const std::string& why) {
+  // Each wake-up has a number, so that none is lost or seen twice.
   const int64_t number = store_->add(key("wakes", rank), 1);
   store_->set(concat(key("wake", rank), "/", number), bytes_of(why));
 }
@@ -126,6 +127,8 @@ std::string LostRanks::collect(const std::string& error) {
       alive.push_back(concat("rank ", rank, " is at ", at));
     }
   }
+  // If all ranks answer, the fault is an error or a divergence on this rank, and they can still
+  // close together. If one is dead, they cannot: the verdict becomes the answer to the last call.
   const bool all_answer = failed.empty();
   if (all_answer) failed.push_back("every rank answers");
   failed.insert(failed.end(), alive.begin(), alive.end());

@@ -109,6 +109,8 @@ void StoreGroup::look_at_device() {
 
 // Runs on the thread that notices a neighbour's end.
 void StoreGroup::neighbour_left(const std::string& error) {
+  // A neighbour that closes its engine ends, too, but is no failure: the last call tells them
+  // apart.
   std::string why;
   const LostRanks::Ending ending = roll_call_->ending(&why);
   if (ending == LostRanks::Ending::kTogether) return;

@@ -55,6 +55,7 @@ class ThreadGroup final : public Group {
 
   void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
                 uint32_t tag) override {
+    // A send copies its bytes, so it never waits for its receiver.
     std::unique_lock lock(mailbox_->mutex);
     for (const Piece& piece : sends) {
       const char* data = static_cast<const char*>(piece.data);
@@ -157,6 +158,7 @@ class ThreadGroup final : public Group {
              !ended.empty();
     };
     const bool in_time = mailbox_->changed.wait_until(lock, deadline, ready);
+    // A letter counts even if its sender has failed or closed since.
     const auto found = letters.find(key);
     if (found == letters.end()) {
       if (!ended.empty()) throw std::runtime_error(ended);

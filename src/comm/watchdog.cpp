@@ -46,6 +46,7 @@ void Watchdog::to_stderr(const std::string& line) { std::fputs(line.c_str(), std
 void Watchdog::run() {
   std::unique_lock lock(mutex_);
   while (!closing_) {
+    // The looks run without the lock: `also` may end exchanges, which takes other locks.
     const Look also = also_;
     renewed_ = false;
     lock.unlock();
@@ -64,6 +65,7 @@ std::chrono::milliseconds Watchdog::look() {
   for (const RankStatus::Lane& lane : status.lanes) {
     if (!lane.waits) continue;
     const auto warned = warned_.find(lane.name);
+    // One warning for each collective, however long it takes.
     if (warned != warned_.end() && warned->second == lane.sequence) continue;
     if (lane.line.age_s < warn_s) {
       quiet_s = std::min(quiet_s, warn_s - lane.line.age_s);

@@ -170,12 +170,14 @@ Pool::Buffers::iterator Pool::choose(Buffers& buffers, const void* wanted) const
 
 c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
   const std::lock_guard lock(mutex_);
+  // An arena checks its own budget first; this one is shared by all arenas of the pool.
   check_budget(budget_, bytes, in_use_);
   c10::DataPtr data;
   const int64_t slot = slot_bytes(bytes);
   const auto unused = unused_.find(slot);
   if (unused != unused_.end()) {
     const auto chosen = choose(unused->second, wanted);
+    // Device memory is ordered on the stream; pinned memory is used by the host, which must wait.
     if (chosen->after && kind_ == MemoryKind::kDevice) chosen->after->block(device_.current());
     if (chosen->after && kind_ == MemoryKind::kPinned) chosen->after->synchronize();
     data = std::move(chosen->data);
@@ -234,6 +236,7 @@ void Pool::forget(int64_t bytes) {
 }
 
 void Pool::evict(int64_t room) {
+  // Never holds more than the highest use so far.
   const int64_t in_use = in_use_ + room;
   const int64_t most = std::max(most_in_use_, in_use);
   while (!unused_.empty() && in_use + unused_bytes_ > most) {

@@ -19,6 +19,7 @@ int64_t Extents::take(int64_t bytes) {
       return offset;
     }
   }
+  // No free extent is large enough: the file grows.
   return disk_.claim(bytes);
 }
 

@@ -33,6 +33,7 @@ SwapFile::~SwapFile() {
 
 SwapFile SwapFile::nameless(const std::string& folder) {
   constexpr int kOwnerOnly = 0600;
+  // O_EXCL: nothing can give the file a name later.
   return {folder, ::open(folder.c_str(), O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, kOwnerOnly)};
 }
 
@@ -58,6 +59,7 @@ void SwapFile::claim(int64_t from, int64_t to) const {
   do {
     error = bytes <= 0 || fallocate(descriptor_, 0, from, bytes) == 0 ? 0 : errno;
   } while (error == EINTR);
+  // For the error text, and for file systems that cannot claim.
   struct statvfs system{};
   fstatvfs(descriptor_, &system);
   const auto free = static_cast<int64_t>(system.f_bavail * system.f_frsize);

@@ -77,6 +77,7 @@ TensorMessage message_of(const std::string& head) {
   return message;
 }
 
+// The sender is member 0, whose bytes Channel::broadcast() sends.
 Members ends_of(int from, const std::vector<int>& to, int rank) {
   Members ends{{from}, 0};
   for (const int one : to) {
@@ -105,6 +106,7 @@ void Messages::send(const comm::Label& label, const TensorMessage& message) {
     head_ = head;
     channel_.broadcast(label, ends_, head_.data(), length);
   }
+  // Contiguous tensors, held until all of them are sent. Empty ones have no bytes to send.
   std::vector<at::Tensor> held;
   for (const at::Tensor& tensor : message.tensors) {
     if (!tensor.defined() || tensor.numel() == 0) continue;

@@ -69,6 +69,7 @@ struct Kept : torch::CustomClassHolder {
         c10::IValue::make_capsule(c10::intrusive_ptr<Kept>::reclaim_copy(this));
   }
   static Kept& of(AutogradContext* context) {
+    // Autograd enables gradients in a backward only with create_graph.
     if (at::GradMode::is_enabled()) {
       throw RuntimeFault(
           "[parallel::backward] operators of several tensor ranks have no second derivative "
@@ -180,6 +181,7 @@ struct VocabCrossEntropyFunction : torch::autograd::Function<VocabCrossEntropyFu
         at::stack({local.most, local.exponentials, local.target, local.sum}).unsqueeze(0), 0, -1,
         kept->peers.label);
     const at::Tensor most = std::get<0>(all.select(1, 0).max(0));
+    // log(sum exp) over all ranks, relative to the largest logit.
     const at::Tensor scales = all.select(1, 0).sub(most).exp();
     const at::Tensor log_sum = all.select(1, 1).mul(scales).sum(0).log().add(most);
     const double smoothing = options.label_smoothing;
@@ -203,6 +205,7 @@ struct VocabCrossEntropyFunction : torch::autograd::Function<VocabCrossEntropyFu
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &z = saved[0], &log_sum = saved[1], &own = saved[2], &here = saved[3];
     const at::Tensor &counts = saved[4], &divisor = saved[5];
+    // softmax - (1 - smoothing) onehot - smoothing / vocabulary, for this rank's columns.
     at::Tensor gradient = z.sub(log_sum.unsqueeze(1)).exp_();
     if (kept.smoothing > 0) {
       gradient.sub_(kept.smoothing / static_cast<double>(kept.vocabulary));

@@ -59,6 +59,7 @@ class Splitter {
     }
   }
 
+  // Bytes of the whole weight in the dtype that it computes in.
   int64_t bytes(int p) const {
     const ParamInfo& info = split_.tree.params[p];
     return info.param.numel() * dtype_bytes(dtype_of_(info));

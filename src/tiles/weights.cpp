@@ -166,6 +166,7 @@ void TiledWeights::return_rows(int unit) {
       one.returned = at::empty(one.whole.sizes(), one.whole.options().requires_grad(false));
     }
     const size_t tile = found - one.units.begin();
+    // Tiles return one by one; the parameter gets its values when the last one has.
     one.returned.narrow(0, one.first[tile], one.rows(tile)).copy_(one.tiles[tile].detach());
     if (++one.num_returned < one.tiles.size()) continue;
     // The parameter keeps its storage object, so the user's views of it stay valid.

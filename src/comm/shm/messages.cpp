@@ -38,6 +38,7 @@ void ShmMessages::add(const c10::intrusive_ptr<ShmWork>& work, const Message& me
 void ShmMessages::run() {
   std::deque<PendingMessage> entries;
   while (true) {
+    // Read before the attempt, so that a change after it is not missed.
     const uint32_t seen = fabric_.bell();
     if (!wait_for_work(entries)) return;
     if (!advance(entries) && !entries.empty()) sleep(seen, entries);
@@ -84,6 +85,7 @@ bool ShmMessages::advance(std::deque<PendingMessage>& entries) {
                                         " s"));
       }
     } catch (const std::exception&) {
+      // Destroying the exchange gives up the connection before the waiting thread continues.
       const auto work = std::move(entry.work);
       entry.exchange.reset();
       work->end(std::current_exception());

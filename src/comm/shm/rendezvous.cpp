@@ -156,6 +156,7 @@ class Meeting {
       std::vector<int64_t> pids;
       for (const Who& one : who_) pids.push_back(one.pid);
       watch_.emplace(pids, [this](int dead) { say_for(dead); });
+      // kChunked of one rank makes all ranks copy through chunks.
       for (const Who& one : who_) {
         if (one.pid != getpid() && !reads(one)) return kChunked;
       }

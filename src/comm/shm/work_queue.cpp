@@ -62,6 +62,7 @@ void ShmQueue::add(const c10::intrusive_ptr<ShmWork>& work, std::function<void()
     lock.unlock();
     return work->run(std::move(body));
   }
+  // The calling thread waits for the queued works and runs this one itself.
   changed_.wait(lock, [this] { return entries_.empty() && !busy_; });
   busy_ = true;
   lock.unlock();
