@@ -24,12 +24,12 @@ struct SoFar {
   double disk_busy_s = 0.0;
 };
 
-// A trace that the user or the config asked for.
+// A trace that the user or the config requested.
 struct TraceWish {
   std::string path;
   int64_t first = 1, last = 1;               // steps of this run, counted from 1, also after a load
   std::function<std::string(int64_t)> more;  // further events; gets the clock offset in ns
-  bool by_config = false;                    // asked for by "monitor.trace_first"
+  bool by_config = false;                    // requested by "monitor.trace_first"
 };
 
 class Monitor {
@@ -49,7 +49,7 @@ class Monitor {
   void end_step(StepMetrics made, const exec::Told& all, SoFar now);
   const StepMetrics& last() const { return last_; }
   int64_t applied() const { return applied_; }  // by this run
-  // Ends the run: closes the files. Returns the trace that was asked for and not written.
+  // Ends the run: closes the files. Returns the requested trace that was not written.
   std::optional<TraceWish> end();
   // Returns the tokens of the last step per rank.
   double tokens_of_rank() const { return static_cast<double>(last_.tokens) * copies_ / size_; }
@@ -64,7 +64,7 @@ class Monitor {
   std::vector<double> forward_flops;  // by unit, per micro-batch; empty: not counted
   std::optional<Machine> machine;     // the measured machine ("monitor.machine")
   bool said_dump = false;             // the dump file was announced on stderr
-  // Asks for a trace, which replaces an earlier wish. Recording starts at its first step.
+  // Requests a trace; it replaces an earlier request. Recording starts at its first step.
   void ask(TraceWish wish);
   // Returns and clears the wish if its last step was recorded.
   std::optional<TraceWish> take_finished();
