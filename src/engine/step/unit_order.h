@@ -32,7 +32,7 @@ class OrderRecord {
   std::vector<UnitEvent> events_;
 };
 
-std::string visits_text(const std::vector<Visit>& visits);  // "u0 begin u1 u2 u0 end"
+std::string visits_text(const std::vector<Visit>& visits);  // one a line: "u0 begin", "u1", ...
 
 // A collective over payloads of equal length; returns every rank's payload, in rank order.
 using Share =
