@@ -1,4 +1,4 @@
-// The C++ front: torch::nn modules in, Core events out.
+// The C++ front: turns calls of torch::nn modules into events of the Core.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding.h>
@@ -42,7 +42,7 @@ namespace {
 
 thread_local engine::Running running;
 
-// In scope all modules are in eval mode, then as they were.
+// Sets all modules to eval mode; the destructor restores each module's mode.
 class InEval {
  public:
   explicit InEval(torch::nn::Module& model) {
@@ -56,7 +56,8 @@ class InEval {
   InEval& operator=(const InEval&) = delete;
 
  private:
-  // train() is of a module and all inside: from the outermost on, each has the last word on itself.
+  // train() also changes the modules inside. Modules are restored from the outermost to the
+  // innermost, so each one's own mode is set last.
   static void set(torch::nn::Module& module, bool training) {
     if (module.is_training() != training) module.train(training);
   }
@@ -75,6 +76,7 @@ ModelTree tree_of(const torch::nn::Module& model) {
   ModelTree tree;
   std::map<const at::TensorImpl*, int> index_of;
   for (const auto& item : model.named_parameters()) {
+    // Tied parameters appear once, under their first name.
     const auto [at, added] =
         index_of.emplace(item.value().unsafeGetTensorImpl(), static_cast<int>(tree.params.size()));
     if (added) tree.params.push_back({item.key(), item.value(), 0});
@@ -103,9 +105,9 @@ ModelTree tree_of(const torch::nn::Module& model) {
 Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& config,
                std::shared_ptr<Group> group)
     : state_(std::make_unique<Impl>()) {
-  if (config.activations.checkpoint != 0) {  // before the model is taken
+  if (config.activations.checkpoint != 0) {  // checked before the model is changed
     throw ConfigError(
-        "[engine::Engine] \"activations.checkpoint\": the C++ front computes no unit again; set it "
+        "[engine::Engine] \"activations.checkpoint\": the C++ front cannot recompute units; set it "
         "to \"none\"");
   }
   state_->model = model;
@@ -130,6 +132,7 @@ Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& co
 
 Engine::~Engine() = default;
 
+// `running` is restored at the end, because a forward may run another engine's model inside.
 at::Tensor Engine::Impl::run(const std::function<at::Tensor()>& forward) {
   core->unit_begin(0, at::GradMode::is_enabled());
   const engine::Running outer =
@@ -150,7 +153,7 @@ at::Tensor Engine::Impl::run(const std::function<at::Tensor()>& forward) {
 at::Tensor Engine::run(const std::function<at::Tensor()>& forward) {
   if (!state_->stages) return state_->run(forward);
   throw RuntimeFault(
-      "[front::run] this rank has a part of the model (mesh.pipeline): call train_batch() and "
+      "[front::run] this rank has only a part of the model (mesh.pipeline): call train_batch() or "
       "eval_batch(), which run all stages");
 }
 
@@ -171,7 +174,7 @@ double Engine::train_batch(const std::function<at::Tensor(int)>& loss_of) {
     if (step() && micro + 1 < count) {
       throw RuntimeFault(
           "[front::train_batch] there were backwards since the last step already, so the window "
-          "was over before this batch was");
+          "ended inside this batch. Call step(true) before train_batch()");
     }
   }
   return state.mean(losses);
@@ -194,6 +197,7 @@ double Engine::eval_batch(const std::function<at::Tensor(int)>& loss_of) {
   return state.mean(losses);
 }
 
+// In a pipeline only ranks with the last stage have losses; the others do not count.
 double Engine::Impl::mean(const std::vector<at::Tensor>& losses) const {
   double sum = 0.0;
   for (const at::Tensor& one : losses) sum += one.item<double>();
@@ -201,6 +205,7 @@ double Engine::Impl::mean(const std::vector<at::Tensor>& losses) const {
   return core->mean(sum / count, !losses.empty());
 }
 
+// Ranks are numbered with the tensor axis innermost, then sequence, data and pipeline.
 int Engine::data_rank() const {
   const MeshConfig& mesh = state_->core->config().mesh;
   return state_->rank % (state_->world / mesh.pipeline) / (mesh.tensor * mesh.sequence);
@@ -212,8 +217,8 @@ at::Tensor unit(const torch::nn::Module& module, const std::function<at::Tensor(
   if (running.core == nullptr) return forward();
   if (running.stages != nullptr && running.stages->has(module)) {
     throw RuntimeFault(concat("[front::unit] a ", module.name(),
-                              " is of one stage of a pipeline: give unit() its inputs, too, since "
-                              "they may come from another rank"));
+                              " belongs to one pipeline stage, so its inputs may come from another "
+                              "rank: give unit() its inputs, too"));
   }
   const auto found = running.unit_of->find(&module);
   if (found == running.unit_of->end()) return forward();
@@ -240,7 +245,7 @@ at::Tensor unit(const torch::nn::Module& module, const std::vector<at::Tensor>& 
 
 namespace {
 
-// Null where the layer is this rank's alone.
+// Returns how tensor ranks cut the layer; null if it is not cut.
 const TensorModule* cut_of(const torch::nn::Module& layer) {
   if (running.core == nullptr) return nullptr;
   const auto found = running.cut->find(&layer);

@@ -23,7 +23,7 @@ const std::vector<TensorModule>& TensorRanks::modules() const {
 
 namespace {
 
-// The rows of the head that this rank's queries look at.
+// Returns the rows of the key or value head that this rank's queries attend to.
 at::Tensor head_of(const at::Tensor& rows, int64_t heads, const parallel::Peers& peers) {
   const int64_t each = rows.size(0) / heads, head = peers.rank() * heads / peers.size();
   return rows.narrow(0, head * each, each);
@@ -37,11 +37,13 @@ at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
   state_->check_open("forward");
   const parallel::OperatorPeers peers = state_->model_ranks.tensor->ranks_of(how);
   const at::Tensor rows = how.transposed ? weight.t() : weight;
+  // The row styles sum partial outputs over the ranks: the input is cut like the weight's columns.
   if (how.style == "row") return parallel::row_linear(input, rows, bias, peers);
   if (how.style == "row_tokens") return parallel::row_linear_tokens(input, rows, bias, peers);
   if (how.style == "row_cut") {
     return parallel::row_linear(parallel::cut(input, -1, peers), rows, bias, peers);
   }
+  // The other styles cut the output. The gradient of the replicated input is summed over the ranks.
   const at::Tensor replicated =
       how.gathered ? input : state_->model_ranks.tensor->replicated.of(input, peers);
   if (how.style == "shared") {
@@ -72,7 +74,9 @@ at::Tensor TensorRanks::cross_entropy(const TensorModule& how, const at::Tensor&
                                       const CrossEntropyOptions& options) const {
   state_->check_open("forward");
   if (options.reduction == "none") {
-    throw ConfigError("[engine::TensorRanks] the cross-entropy of cut logits is a mean or a sum");
+    throw ConfigError(
+        "[engine::TensorRanks] the cross-entropy of cut logits cannot have the reduction \"none\". "
+        "Use \"mean\" or \"sum\"");
   }
   return parallel::cross_entropy(
       logits, target, how.size,
@@ -119,8 +123,8 @@ bool TensorRanks::compare(const std::vector<at::Tensor>& inputs, const std::stri
   throw RuntimeFault(concat(
       "[engine::forward] ranks ", first, " and ", first + different,
       " compute one model together (mesh.tensor ", count(),
-      ") and were given other inputs: hand samples out by engine.data_rank and engine.data_size, "
-      "not by the rank"));
+      ") but were given other inputs. Choose samples by engine.data_rank and engine.data_size, not "
+      "by the rank"));
 }
 
 }  // namespace penstock

@@ -15,12 +15,12 @@ namespace penstock::engine {
 
 namespace {
 
-// What a rank's flats depend on of its place in the mesh.
+// The facts about the mesh and a rank's place in it that its flats depend on.
 struct Axes {
   int num_data, tensor, num_tensor, pipeline, num_pipeline;
 };
 
-// The ranks of the pipeline that have it; none where there is one stage.
+// Returns the pipeline ranks that have the parameter; an empty list if there is one stage.
 std::vector<int> owners_of(const Stages& stages, int param, int num_pipeline) {
   if (num_pipeline == 1) return {};
   std::set<int> ranks;
@@ -47,7 +47,7 @@ exec::Slot slot_of(const ParamInfo& info, int named, const Axes& axes) {
   return slot;
 }
 
-// One flat per unit, dtype, trainability, what tensor ranks have of it and which stages have it.
+// Makes one flat per unit, dtype, trainability, cut and set of owning stages.
 std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<UnitSpec>& specs,
                                      const Config& config, const Stages& stages, const Axes& axes) {
   std::vector<exec::UnitState> units;
@@ -83,7 +83,7 @@ std::vector<exec::UnitState> lay_out(const ModelTree& tree, const std::vector<Un
   return units;
 }
 
-// What other ranks of the pipeline have is only known here.
+// Moves flats of other pipeline ranks to UnitState::away, which has names and shapes but no memory.
 void keep_own(std::vector<exec::UnitState>& units, int pipeline) {
   for (exec::UnitState& unit : units) {
     std::vector<exec::Flat> own;
@@ -99,7 +99,7 @@ void keep_own(std::vector<exec::UnitState>& units, int pipeline) {
                    " of the pipeline, and this "
                    "rank is in stage ",
                    pipeline,
-                   ". Read it inside `with engine.gathered():`; in a forward, use it through a "
+                   ". Read it inside `with engine.gathered():`. In a forward, use it through a "
                    "module that shares it (head.weight = tokens.weight).");
       }
     }
@@ -135,46 +135,46 @@ Question question_of(const Blueprint& blueprint, const Room& room, bool external
           external_optimizer};
 }
 
-// What does not go together with it yet.
+// Refuses settings that do not work with tensor ranks yet.
 void check_tensor(const ModelTree& tree, const Config& config) {
   const auto fail = [&](const std::string& what) {
     throw ConfigError(concat("[engine::draw] \"mesh.tensor\" is ", config.mesh.tensor, ": ", what));
   };
   if (config.parallel.rules.empty()) {
-    fail(
-        concat("nothing says how the model's layers are cut: give \"parallel.rules\" a style for "
-               "each of them (docs/parallel.md). Those that could be: ",
-               parallel::names_of_matrices(tree)));
+    fail(concat(
+        "\"parallel.rules\" is empty, so no layer is cut. Give a style to each layer that is "
+        "to be cut (docs/parallel.md). Layers that can be cut: ",
+        parallel::names_of_matrices(tree)));
   }
-  if (config.tiling.any()) fail("tiles of one rank's layers (\"tiling\") are not cut further yet");
+  if (config.tiling.any()) fail("\"tiling\" is not supported with tensor ranks yet; remove it");
   for (const ParamInfo& info : tree.params) {
     if (info.param.is_cpu()) continue;
-    fail(concat("tensor ranks exchange host memory as yet, and parameter \"", info.name,
+    fail(concat("tensor ranks exchange only host memory yet, but parameter \"", info.name,
                 "\" is on ", info.param.device().str()));
   }
 }
 
-// What does not go together with it yet.
+// Refuses settings that do not work with pipelines yet.
 void check_pipeline(const ModelTree& tree, const Config& config) {
   const auto fail = [&](const std::string& what) {
     throw ConfigError(
         concat("[engine::draw] \"mesh.pipeline\" is ", config.mesh.pipeline, ": ", what));
   };
-  if (config.tiling.any()) fail("layers in tiles (\"tiling\") are not in pipelines yet");
+  if (config.tiling.any()) fail("\"tiling\" is not supported in pipelines yet; remove it");
   if (leaves_tiers_open(config)) {
     fail(
-        "stages are of different sizes, so say where things are (\"offload.optimizer\" and "
-        "\"offload.params\"): \"auto\" chooses for one model on every rank");
+        "\"auto\" cannot choose tiers for stages of different sizes. Set \"offload.optimizer\" and "
+        "\"offload.params\"");
   }
   if (config.batch.accumulate < config.mesh.pipeline && config.parallel.schedule != "gpipe") {
     fail(concat("\"batch.accumulate\" is ", config.batch.accumulate,
-                ": so many micro-batches are under way at once, and fewer than stages leave ",
-                "ranks idle all the time; raise it to a multiple of ", config.mesh.pipeline,
-                " or more, or take the schedule \"gpipe\""));
+                ", fewer micro-batches than pipeline ranks, so some ranks would always ",
+                "be idle. Raise it to a multiple of ", config.mesh.pipeline,
+                ", or use the schedule \"gpipe\""));
   }
   for (const ParamInfo& info : tree.params) {
     if (info.param.is_cpu() || info.param.is_meta()) continue;
-    fail(concat("stages exchange host memory as yet, and parameter \"", info.name, "\" is on ",
+    fail(concat("stages exchange only host memory yet, but parameter \"", info.name, "\" is on ",
                 info.param.device().str()));
   }
 }
@@ -195,6 +195,8 @@ Dtype compute_dtype(const Config& config, const ParamInfo& param) {
   return own == at::kHalf ? Dtype::kFp16 : Dtype::kFp32;
 }
 
+// The order matters: rules cut parameters, then large weights are split into tiles, then units are
+// found among modules and tiles, then stages get their modules.
 Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   Blueprint drawn;
   drawn.config = config;
@@ -218,7 +220,7 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   drawn.units = lay_out(
       split, drawn.specs, config, drawn.stages,
       {drawn.mesh.data(), drawn.mesh.coordinate(rank, Axis::kTensor), tensor, at, pipeline});
-  drawn.print = fingerprint(drawn.units);
+  drawn.print = fingerprint(drawn.units);  // before keep_own(): it must be equal on all stages
   if (pipeline > 1) keep_own(drawn.units, at);
   drawn.model = describe(drawn.units, drawn.specs);
   return drawn;
@@ -227,6 +229,7 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
 void foresee(Blueprint& blueprint) {
   ModelDesc& model = blueprint.model;
   assume_order(model, blueprint.split.tree, blueprint.specs);
+  // A unit of another stage has no flats here. This rank has no events for it.
   const auto is_away = [&](const Visit& visit) {
     return visit.unit > 0 && model.units[static_cast<size_t>(visit.unit)].flats.empty();
   };
@@ -238,11 +241,12 @@ void foresee(Blueprint& blueprint) {
 std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_optimizer) {
   const bool open = leaves_tiers_open(blueprint.config);
   Question question = question_of(blueprint, room, external_optimizer);
-  // A disk that is too full is found when its space is claimed, with its path.
+  // A full disk is reported later, when its space is claimed: that error names the path.
   if (!open) question.asked.room.disk = Room::kNoLimit;
   const std::vector<Alternative> tried = alternatives(question, blueprint.model);
   if (tried.empty()) throw ConfigError(refusal(question, blueprint.model));
   const Alternative& best = tried.front();
+  // The error lists alternatives: other tiers with this strategy, and all strategies.
   if (!best.fits) {
     leave_tiers_open(question);
     std::vector<Alternative> others = alternatives(question, blueprint.model);
@@ -269,7 +273,7 @@ Budgets budgets_of(const Blueprint& blueprint, const Room& room, bool external_o
     return mem::Budget{limit, name, advice};
   };
   const char* found = config.memory.host_bytes < 0
-                          ? "memory found free (memory.host_bytes says otherwise)"
+                          ? "free memory at initialize() (memory.host_bytes overrides it)"
                           : "device and host memory (memory.host_bytes)";
   return {budget("device memory (memory.device_bytes)", room.device, &Alternative::device),
           budget("host memory (memory.host_bytes)", room.host, &Alternative::host),
@@ -283,8 +287,8 @@ Table settle(Blueprint& blueprint) {
                                   [](const FlatDesc& flat) { return flat.stages; });
     if (!tied || !table.grads_wait_on_disk()) continue;
     throw ConfigError(concat("[engine::settle] \"", unit.name,
-                             "\" has weights of several stages of the pipeline (tied), and their "
-                             "gradients wait on disk: set \"offload.gradients\": \"host\""));
+                             "\" has weights that several pipeline stages share (tied), so their "
+                             "gradients cannot wait on disk. Set \"offload.gradients\": \"host\""));
   }
   set_chunks(blueprint.config, table.on(blueprint.mesh), blueprint.model);
   return table;
@@ -295,6 +299,7 @@ void check_stages(const ModelTree& tree, const Config& config, const Room& room,
   const Mesh mesh = mesh_of(config);
   const int stages = mesh.size(Axis::kPipeline);
   for (int stage = 0; stage < stages && stages > 1; ++stage) {
+    // The pipeline axis is outermost, so this is the first rank of the stage.
     Blueprint one = draw(tree, config, mesh.world() / stages * stage);
     foresee(one);
     choose_tiers(one, room, external_optimizer);

@@ -22,7 +22,7 @@ AvailableMemory AvailableMemory::parse(const std::string& text) {
   AvailableMemory found;
   std::istringstream words(text);
   words >> found.memory >> found.model >> found.disk >> found.pid >> found.when_ns >> found.host;
-  PENSTOCK_ASSERT(!words.fail(), concat("not what a rank found: ", text));
+  PENSTOCK_ASSERT(!words.fail(), concat("cannot parse the memory that a rank found: ", text));
   return found;
 }
 
@@ -38,6 +38,7 @@ AvailableMemory find_room(const Config& config, const ModelTree& tree, int world
   found.pid = getpid();
   found.when_ns = std::chrono::steady_clock::now().time_since_epoch().count();
   found.memory = mem::free_host_bytes();
+  // A hollow parameter (penstock.init()) has only a shard on each rank.
   found.disk = mem::free_disk_bytes(swap_folders(config.offload));
   for (const ParamInfo& info : tree.params) {
     const bool hollow = tree.init && tree.init->holds(info.param);

@@ -26,9 +26,9 @@ namespace {
 
 using ckpt::Holding;
 
-constexpr const char* kParam = "param";  // the role of masters
+constexpr const char* kParam = "param";  // role name of masters
 
-// Elements of the parameter that this rank holds, from `begin` on.
+// Elements of the parameter, from `begin` on, that this rank holds.
 struct OwnedRange {
   int64_t begin = 0;
   std::vector<float> values{};
@@ -38,19 +38,20 @@ char* bytes_of(std::vector<float>& values) { return reinterpret_cast<char*>(valu
 
 }  // namespace
 
-// One parameter, one role.
+// The state of one parameter in one role, for one call.
 struct Values::ParamState {
   Core::State& state;
   const std::string& name;
   const std::string& role;
   std::vector<int64_t> shape{};
-  std::vector<Holding> found{};  // of its flats, in order
+  std::vector<Holding> found{};  // the buffers with this state, in order
 
   ParamState(Core::State& core, const std::string& param, const std::string& wanted)
       : state(core), name(param), role(wanted) {
     state.check_open("state");
     if (state.driver->holds())
-      throw RuntimeFault("[engine::state] inside gathered(): leave the block before");
+      throw RuntimeFault(
+          "[engine::state] this call does not work inside gathered(). Leave the block before");
     state.executor->updates().finish();
     state.border->look_at_params();
     const OptimizerKind& kind = kind_of(state.config.optimizer.value_or(OptimizerConfig{}).type);
@@ -65,7 +66,7 @@ struct Values::ParamState {
       shape = mine->global.shape;
       if (one.role == role) found.push_back(std::move(one));
     }
-    for (exec::UnitState& unit : state.executor->units()) {  // of other stages
+    for (exec::UnitState& unit : state.executor->units()) {  // parameters of other stages
       for (const exec::Flat& flat : unit.away) {
         for (const exec::Slot& slot : flat.slots) {
           if (slot.name == name) shape = slot.whole;
@@ -92,17 +93,17 @@ struct Values::ParamState {
     throw ConfigError(concat("[engine::state] the optimizer keeps no \"", role, "\""));
   }
 
-  // Throws on every rank where no rank has any.
+  // [all ranks] Throws ConfigError on every rank if no rank has this state.
   void check_known() const {
     const std::string mine = found.empty() ? "0" : "1";
     const std::vector<std::string> all = state.executor->share("state of " + role, mine);
     if (std::count(all.begin(), all.end(), "1") > 0) return;
     throw ConfigError(concat("[engine::state] the engine keeps no \"", role, "\" of \"", name,
-                             "\": it does not train, or the optimizer keeps none"));
+                             "\": the parameter is frozen, or the optimizer keeps none"));
   }
 
-  // action(holding, piece) for the elements that this rank holds; of those that several ranks hold,
-  // where `once`, for one rank's.
+  // Calls action(holding, piece) for the elements that this rank holds. With `once`, elements that
+  // several ranks hold are visited on one of them only.
   template <class Action>
   void for_each(bool once, const Action& action) {
     for (Holding& one : found) {
@@ -116,7 +117,7 @@ struct Values::ParamState {
     }
   }
 
-  // Of buffers that rest elsewhere, too.
+  // Calls `action` with the buffer's values in memory, also if the buffer rests on disk.
   template <class Action>
   void with_values(Holding& one, const Action& action) {
     mem::DiskTraffic& traffic = state.executor->traffic();
@@ -127,7 +128,7 @@ struct Values::ParamState {
 
   mem::Tiers& tiers() { return state.tiers; }
 
-  // What users wrote to low-precision parameters, into fp32 values in host memory.
+  // Copies user edits of low-precision parameters to their fp32 values in host memory.
   static void take_edits(void* values, const exec::Buffer& edits, int64_t first, int64_t numel) {
     const at::Tensor seen = device::brought(edits.at(first), edits.dtype, numel, nullptr);
     device::take_edits(values, Dtype::kFp32, device::address_of(seen, nullptr), edits.dtype, numel);
@@ -167,7 +168,7 @@ struct Values::ParamState {
       std::memcpy(&one, other.data(), sizeof(one));
       longest = std::max(longest, one);
     }
-    mine.resize(static_cast<size_t>(longest) + sizeof(int64_t) * 2, '\0');  // and an end
+    mine.resize(static_cast<size_t>(longest) + sizeof(int64_t) * 2, '\0');  // zeros mark the end
     at::Tensor full = at::zeros(shape, at::TensorOptions(at::kFloat));
     auto* const to = static_cast<float*>(full.data_ptr());
     for (const std::string& other : state.executor->share("state of " + name, mine)) {
@@ -183,9 +184,9 @@ struct Values::ParamState {
     return full;
   }
 
-  // This rank's elements of `full` (fp32, whole) replace those that are kept. [all ranks]
+  // [all ranks] Replaces this rank's elements by those of `full`, the full tensor in fp32.
   void write(const float* full) {
-    state.driver->abandon();  // working copies have the old values
+    state.driver->abandon();  // frees working copies, which have the old values
     std::vector<const exec::Flat*> done;
     for (Holding& one : found) {
       const bool master = one.account == mem::Account::kOptim && role == kParam;
@@ -218,7 +219,8 @@ struct Values::ParamState {
     if (one.account == mem::Account::kParam) state.executor->values().show(*one.flat);
   }
 
-  // All masters of the flat that this rank has, for the resting parameters that are made of them.
+  // Writes the masters of a flat. The resting parameters are made from all masters of the flat, so
+  // this reads them all and replaces this parameter's elements.
   void write_masters(const Holding& first, const float* full) {
     std::vector<Holding*> parts;
     int64_t numel = 0;
@@ -258,7 +260,7 @@ void Values::set_state(const std::string& param, const std::string& role,
   std::string problem;
   if (values.sizes() != at::IntArrayRef(one.shape)) {
     problem = concat("[engine::set_state] \"", param, "\" has shape ", at::IntArrayRef(one.shape),
-                     ", the values ", values.sizes());
+                     ", but the values have ", values.sizes());
   }
   problem = engine::first_problem(*state_->executor, "set state", problem);
   if (!problem.empty()) throw ConfigError(problem);
@@ -268,7 +270,7 @@ void Values::set_state(const std::string& param, const std::string& role,
       "set state values", {reinterpret_cast<const char*>(&hash), sizeof(hash)});
   if (std::count(all.begin(), all.end(), all.front()) != static_cast<int64_t>(all.size())) {
     throw ConfigError(concat("[engine::set_state] ranks were given other values of \"", param,
-                             "\": every rank passes the same"));
+                             "\" than rank 0. Pass the same values on every rank"));
   }
   one.write(static_cast<const float*>(full.const_data_ptr()));
 }
@@ -283,7 +285,7 @@ std::pair<int64_t, at::Tensor> Values::local_state(const std::string& param,
     if (part.begin != parts.front().begin + numel) {
       throw ConfigError(
           concat("[engine::local_state] this rank has several pieces of \"", param,
-                 "\", which is in tiles or cut over tensor ranks: look at the whole of it"));
+                 "\", which is in tiles or cut over tensor ranks. Use the full tensor instead"));
     }
     numel += static_cast<int64_t>(part.values.size());
   }
@@ -302,7 +304,7 @@ void Values::set_local_state(const std::string& param, const std::string& role,
   std::string problem;
   if (values.numel() != now.numel()) {
     problem = concat("[engine::set_local_state] this rank has ", now.numel(), " elements of \"",
-                     param, "\" from ", begin, ", and is given ", values.numel());
+                     param, "\" from element ", begin, ", but was given ", values.numel());
   }
   problem = engine::first_problem(*state_->executor, "set local state", problem);
   if (!problem.empty()) throw ConfigError(problem);

@@ -47,7 +47,7 @@ std::vector<at::Tensor> Values::shard_gradients() {
 
 std::vector<std::pair<std::string, at::Tensor>> Values::full(const std::string& role) {
   if (role != "grad" && role != "param") {
-    throw ConfigError(concat("[engine::full] no role \"", role, "\": grad or param"));
+    throw ConfigError(concat("[engine::full] unknown role \"", role, "\"; use grad or param"));
   }
   return role == "param" ? weights() : gradients("");
 }
@@ -59,7 +59,7 @@ at::Tensor Values::gradient(const std::string& param) {
   return {};
 }
 
-// Of one parameter, or of all where `only` is empty.
+// [all ranks] Returns the gradients of all parameters, or of parameter `only` if it is not empty.
 std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::string& only) {
   state_->check_open("full_grads");
   state_->look_at_gradients(false);
@@ -70,7 +70,7 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
   std::map<int, at::Tensor> rows_of = state_->tiled->whole_values(
       true, at::TensorOptions(at::kFloat).device(state_->tiers.computes.where()), &tensors);
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
-    int index = -1;  // among this rank's
+    int index = -1;  // among this rank's flats
     for (const exec::Part& part : state_->executor->units()[unit].parts()) {
       const exec::Flat& flat = *part.flat;
       const std::vector<exec::Slot>& slots = flat.slots;
@@ -102,7 +102,7 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
 
 namespace {
 
-// Memory for the largest flat where it arrives, elsewhere for a rank's part of it.
+// Takes memory for the largest flat on ranks where it arrives, on other ranks for this rank's part.
 mem::Lease room_for_a_flat(exec::Executor& executor, mem::Arena& memory, bool arrives) {
   int64_t numel = 0;
   for (const exec::UnitState& unit : executor.units()) {
@@ -113,7 +113,7 @@ mem::Lease room_for_a_flat(exec::Executor& executor, mem::Arena& memory, bool ar
   return memory.take(numel / parts * 4, mem::Account::kBuffers);
 }
 
-// As room_for_a_flat(), or an error on every rank.
+// [all ranks] Like room_for_a_flat(), but throws on every rank if one rank has no memory.
 mem::Lease agreed_room(exec::Executor& executor, mem::Arena& memory, bool arrives) {
   mem::Lease room;
   std::string problem;
@@ -145,7 +145,9 @@ bool holds_first_part(const Mesh& mesh, int rank) {
 
 }  // namespace
 
-// sink(unit, slot, its whole values), where they arrive. One flat after the other.
+// [all ranks] Calls sink(unit, slot, full tensor) on the ranks where values arrive, flat by flat,
+// so that one flat is in memory at a time. Inside gathered(write=True) it writes the user's values
+// first.
 template <class Sink>
 void Values::for_each_weight(bool everywhere, const Sink& sink) {
   state_->check_open("state_dict");
@@ -156,13 +158,13 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
     state_->executor->values().refresh(static_cast<int>(unit));
   }
   exec::Executor& executor = *state_->executor;
-  // Of what tensor ranks have cut, the parts arrive at rank 0 and its tensor ranks.
+  // Parts of cut parameters arrive at rank 0 and its tensor ranks, which send them to rank 0.
   const bool arrives = everywhere || holds_first_part(executor.mesh(), state_->group->rank());
   const bool wanted = everywhere || state_->group->rank() == 0;
   const mem::Lease room = agreed_room(executor, state_->tiers.on_host(), arrives);
   for (size_t u = 0; u < executor.units().size(); ++u) {
     const auto unit = static_cast<int>(u);
-    int index = -1;  // among this rank's
+    int index = -1;  // among this rank's flats
     for (const exec::Part& one : executor.units()[u].parts()) {
       const exec::Flat& flat = *one.flat;
       at::Tensor full;
@@ -222,7 +224,7 @@ void Values::stream(const Take& take) {
   const Take keep = [&](const std::string& name, int64_t begin, const at::Tensor& values) {
     try {
       if (problem.empty()) take(name, begin, values);
-    } catch (const std::exception& error) {  // the ranks meet for every unit
+    } catch (const std::exception& error) {  // kept: all ranks must finish the collectives
       problem = error.what();
     }
   };
@@ -250,7 +252,7 @@ void refuse_other_values(exec::Executor& executor, const std::map<std::string, a
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank] == all.front()) continue;
     throw ConfigError(concat("[engine::set_grads] rank 0 and rank ", rank,
-                             " were given other gradients: every rank passes the same values"));
+                             " were given other gradients. Pass the same values on every rank"));
   }
 }
 
@@ -258,7 +260,7 @@ void refuse_other_values(exec::Executor& executor, const std::map<std::string, a
 
 namespace {
 
-// Of all stages.
+// Checks names and shapes, also for parameters of other stages.
 void check_gradients(std::vector<exec::UnitState>& units,
                      const std::map<std::string, at::Tensor>& given) {
   std::set<std::string> unknown;
@@ -271,14 +273,14 @@ void check_gradients(std::vector<exec::UnitState>& units,
         unknown.erase(slot.name);
         if (found->second.sizes() == at::IntArrayRef(slot.whole)) continue;
         throw ConfigError(concat("[engine::set_grads] \"", slot.name, "\" has shape ",
-                                 found->second.sizes(), ", its parameter ",
+                                 found->second.sizes(), ", but its parameter has ",
                                  at::IntArrayRef(slot.whole)));
       }
     }
   }
   if (unknown.empty()) return;
   throw ConfigError(
-      concat("[engine::set_grads] \"", *unknown.begin(), "\" is no parameter that trains"));
+      concat("[engine::set_grads] \"", *unknown.begin(), "\" is not a trainable parameter"));
 }
 
 }  // namespace
@@ -333,7 +335,7 @@ void Values::gather(const std::vector<int>& units, bool write) {
       state_->wholes->show(unit);
     }
     state_->tiled->gather(units, state_->tiers.device);
-  } catch (const RuntimeFault&) {  // no memory, say: as if nobody had asked
+  } catch (const RuntimeFault&) {  // for example no memory: undo everything
     for (const int unit : units) {
       if (state_->driver->held(unit) == 0) state_->wholes->hide(unit);
     }
@@ -345,7 +347,7 @@ void Values::gather(const std::vector<int>& units, bool write) {
 }
 
 void Values::release(const std::vector<int>& units, bool write) {
-  if (state_->closed) return;  // inside: the parameters are the model's own again
+  if (state_->closed) return;  // close() inside the block has given the model back
   try {
     state_->border->look_at_params();
     state_->tiled->release(units, write);
@@ -363,7 +365,8 @@ void Values::release(const std::vector<int>& units, bool write) {
   let_go_of(units);
 }
 
-// The last to let go of a unit whose parameters were whole: they are this rank's parts again.
+// Releases units. When the last gathered() block of a unit ends, its parameters are this rank's
+// parts again.
 void Values::let_go_of(const std::vector<int>& units) {
   for (const int unit : units) {
     if (state_->driver->held(unit) == 1) state_->wholes->hide(unit);
@@ -371,13 +374,14 @@ void Values::let_go_of(const std::vector<int>& units) {
   state_->driver->let_go(units);
 }
 
-// On every rank alike: one compares only its own part.
+// [all ranks] Throws if users edited gathered parameters without write=True. Each rank compares
+// only its own shard, so the ranks share what they found and all throw.
 void Values::refuse_edits(const std::vector<int>& units) {
   const bool rests_whole = state_->executor->table().rests_whole();
   if (rests_whole && !state_->wholes->used()) return;
   std::string mine;
   for (const int unit : units) {
-    // Inside another gathered() that one sees to it.
+    // Inside another gathered() of the unit, the outer block checks it.
     if (!mine.empty() || state_->driver->held(unit) != 1) continue;
     mine = state_->wholes->edited(unit);
     if (mine.empty() && !rests_whole) mine = state_->border->edited(unit, true);
@@ -407,7 +411,7 @@ void Values::set_to_itself(const std::string& param) {
       }
     }
   }
-  // It has another accumulator now; in backward gradients still come to the one of the forward.
+  // The parameter has a new accumulator. In a backward, gradients still arrive at the old one.
   if (engine::in_backward()) return;
   for (engine::GradientHook& hook : state_->hooks) hook.follow();
 }

@@ -69,6 +69,7 @@ bool Core::any_forward(bool mine) {
   return any;
 }
 
+// Adds up in rank order, so the result has the same bits on every rank.
 double Core::mean(double mine, bool counts) const {
   state_->check_open("mean");
   const std::array<double, 2> own = {counts ? mine : 0.0, counts ? 1.0 : 0.0};
@@ -91,6 +92,7 @@ void Core::relearn() {
 void Core::resume_backward() {
   state_->check_open("backward");
   state_->window->on(engine::Call::kBackward);
+  // Exceptions kept from an earlier backward are stale now.
   state_->fault = nullptr;
   state_->model_ranks.take_fault();
   state_->seen_before = state_->window->seen();
@@ -127,7 +129,7 @@ bool Core::window_complete(bool force) {
 
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
                 const std::string& options) {
-  show(state_->group->board(), "update");
+  show(state_->group->board(), "update");  // for `penstock status`
   // The optimizer's gradients are views of memory that the step frees, so they are taken back.
   const std::function<void()> lending = [&] {
     try {

@@ -88,7 +88,7 @@ void Core::State::Observer::begin() {
   const std::string& reports = state.config.comm.report_dir;
   about.folder = reports.empty() ? state.config.monitor.path : reports;
   if (!about.folder.empty()) {
-    std::error_code later;  // is said where something is to be written there
+    std::error_code later;  // ignored: the write reports the error
     about.folder = std::filesystem::absolute(about.folder);
     std::filesystem::create_directories(about.folder, later);
   }
@@ -180,7 +180,7 @@ void Core::State::Observer::end_step(const std::vector<OptimizerConfig>& groups)
     const std::string path = rank == 0 ? wish->path : concat(wish->path, ".rank", rank);
     write_own(path, state.monitor->recorder().end_record());
     say(concat("rank ", other, " asked for no trace of these steps, so ", path,
-               " has this rank alone: all ranks call trace() alike"));
+               " has only this rank. Call trace() with the same arguments on all ranks"));
   }
   state.executor->set_step(state.steps + 1);
   state.model_ranks.set_step(state.steps + 1);
@@ -192,19 +192,19 @@ void Core::State::Observer::write_trace(const engine::TraceWish& wish) {
     try {
       const std::string more = wish.more(state.tiers.recorder->about.offset_ns);
       own += (own.empty() || more.empty() ? "" : ",\n") + more;
-    } catch (const std::exception& error) {  // the other ranks wait for this one's part
-      say(concat("the trace has no more than the lanes: ", reason(error)));
+    } catch (const std::exception& error) {  // reported only: other ranks wait in collect()
+      say(concat("the trace has only the lanes' events: ", reason(error)));
     }
   }
   if (const int64_t dropped = state.monitor->recorder().dropped()) {
-    say(concat("the trace is without ", dropped, " events: more than ",
-               trace::Recorder::kMostRecorded, " are not kept"));
+    say(concat("the trace is without ", dropped, " events: at most ",
+               trace::Recorder::kMostRecorded, " are kept"));
   }
   const std::vector<std::string> parts = state.executor->collect("trace", std::move(own));
   if (state.group->rank() != 0) return;
   try {
     write_file(wish.path, trace::chrome_trace(parts, "{}"));
-  } catch (const RuntimeFault& error) {  // the step was applied
+  } catch (const RuntimeFault& error) {  // reported only: the step was applied
     say(error.what());
   }
 }
@@ -236,9 +236,9 @@ void Core::State::Observer::end() {
   if (!wish || !wish->by_config || state.group->rank() != 0 || state.monitor->applied() == 0)
     return;
   write_own(wish->path, state.monitor->recorder().last());
-  say(concat("the last step was ", state.monitor->applied(), ", so \"monitor.trace_first\" ",
-             wish->first, " has not all of its steps: ", wish->path,
-             " has what this rank alone did last"));
+  say(concat("the run ended after step ", state.monitor->applied(),
+             ", so the trace from \"monitor.trace_first\" ", wish->first,
+             " is incomplete: ", wish->path, " has only the last events of this rank"));
 }
 
 void Metrics::count(int64_t samples, int64_t tokens) { state_->monitor->count(samples, tokens); }

@@ -1,5 +1,5 @@
-// plan_report, mesh_report: src/plan/cost/strategy_comparison.h and mesh_choice.h for a model that
-// is at hand.
+// plan_report(), mesh_report(): apply src/plan/cost/strategy_comparison.h and mesh_choice.h to a
+// real model.
 #include "penstock/core.h"
 #include "penstock/mesh_plan.h"
 #include "penstock/plan.h"
