@@ -84,6 +84,22 @@ picture: package  ## docs/report.png, a part of the report of make demo; needs c
 	@echo "[picture] tools/report_picture.py build/demo docs/report.png"
 	@$(BIN)/python tools/report_picture.py build/demo docs/report.png $(PART)
 
+# mkdocs and its plugins are not wanted in .venv: they come when this is asked for.
+DOCS := build/docs-venv
+$(DOCS)/.installed: requirements-docs.txt | $(SETUP)
+	@echo "[docs] pip install -r requirements-docs.txt"
+	@$(BIN)/python -m venv --clear $(DOCS)
+	@$(DOCS)/bin/pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
+.PHONY: docs
+docs: $(DOCS)/.installed  ## the documentation with the API reference, a site in build/site
+	@$(DOCS)/bin/python tools/docs_site.py
+	@echo "[docs] mkdocs build --strict"
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --config-file build/docs/mkdocs.yml \
+	  >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
+	@echo "[docs] build/site/index.html"
+
 lint: $(SETUP)  ## format, types, spelling, layers, sizes, names
 	@echo "[lint] clang-format"
 	@$(BIN)/clang-format --dry-run -Werror $(CPP)
