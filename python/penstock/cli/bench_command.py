@@ -1,4 +1,4 @@
-"""penstock bench: what this machine reaches, for the simulator."""
+"""penstock bench: measures the speeds of this machine for the simulator."""
 
 from __future__ import annotations
 

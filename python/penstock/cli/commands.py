@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock import __version__
 
-# Name -> what `penstock --help` says of it.
+# Command -> its line in `penstock --help`.
 _SUMMARIES = {
     "run": "start the ranks of a script, here or on several nodes",
     "plan": "will it fit, how fast: every strategy and offload choice for a model",
@@ -27,13 +27,13 @@ _SUMMARIES = {
 
 
 def _module_of(name: str) -> Any:
-    """It has add_to(commands, summary). The ranks import the launcher, so it is a package apart."""
+    """Imports the command's module, which has add_to(commands, summary)."""
     place = "penstock.launch.command" if name == "run" else f"penstock.cli.{name}_command"
     return importlib.import_module(place)
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
-    """With the options of the chosen command; of the others only their names and summaries."""
+    """Makes a parser with the options of one command, and only the summaries of the others."""
     parser = argparse.ArgumentParser(prog="penstock", description="Sharded training on torch.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -52,7 +52,7 @@ def _unknown(word: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. A wrong value is one line and code 2."""
+    """Runs one command and returns its exit code. A wrong value gives one line and code 2."""
     words = sys.argv[1:] if argv is None else list(argv)
     chosen = next((word for word in words if not word.startswith("-")), "")
     if chosen and chosen not in _SUMMARIES:

@@ -1,4 +1,4 @@
-"""penstock convert: checkpoints of DeepSpeed, torch and Hugging Face, in and out."""
+"""penstock convert: converts checkpoints from and to DeepSpeed, torch and Hugging Face."""
 
 from __future__ import annotations
 

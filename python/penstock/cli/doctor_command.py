@@ -1,4 +1,4 @@
-"""penstock doctor: versions and the machine, for a bug report."""
+"""penstock doctor: prints versions and facts about the machine for a bug report."""
 
 from __future__ import annotations
 

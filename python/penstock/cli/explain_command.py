@@ -1,4 +1,4 @@
-"""penstock explain: every effective value of a config."""
+"""penstock explain: prints every effective value of a config."""
 
 from __future__ import annotations
 

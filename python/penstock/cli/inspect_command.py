@@ -1,4 +1,4 @@
-"""penstock inspect: what is in a checkpoint, and whether it is whole."""
+"""penstock inspect: lists the contents of a checkpoint and verifies its checksums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock._native import _penstock
 
 _MANIFEST = "checkpoint.json"
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
-_MOST_SLICES = 3  # that a line shows
+_MOST_SLICES = 3  # shown in one line
 
 
 def _size(tensor: dict[str, Any]) -> int:
@@ -35,7 +35,7 @@ def _manifest(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _health(folder: pathlib.Path) -> str:
-    """ "whole", or what is wrong; reads every byte."""
+    """Reads every byte; returns "whole", or a description of the damage."""
     try:
         _penstock.CheckpointReader(str(folder)).verify()
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""What the ranks of this machine keep in memory of themselves, for `penstock status` and `top`.
+"""Reads the status of this machine's ranks for `penstock status` and `top`.
 
-Each rank keeps a board (src/base/board.h), an anonymous file in memory that is read through
-/proc/PID/fd: the rank does nothing for it and may be stuck.
+Each rank keeps a board (src/base/board.h), an anonymous file in memory. It is read through
+/proc/PID/fd, so a rank that hangs can be read too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pids() -> list[int]:
 
 
 def field(pid: int, name: str) -> list[str]:
-    """Words of a line of /proc/PID/status; empty when the process is gone."""
+    """Returns the words of one line of /proc/PID/status; empty if the process has ended."""
     try:
         text = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -41,18 +41,18 @@ def field(pid: int, name: str) -> list[str]:
 
 
 def began(pid: int) -> float:
-    """When the process began, in seconds since 1970, to within a tick; 0 when it is gone."""
+    """Returns when the process started, in seconds since 1970; 0 if it has ended."""
     try:
         words = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0.0
-    ticks = int(words.rpartition(")")[2].split()[19])  # since the machine began
+    ticks = int(words.rpartition(")")[2].split()[19])  # since boot
     up = time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a process and itself, which comes first."""
+    """Returns the process and all its descendants; the process comes first."""
     children: dict[int, list[int]] = collections.defaultdict(list)
     for other in pids():
         for parent in field(other, "PPid"):
@@ -67,16 +67,16 @@ def descendants(pid: int) -> list[int]:
 
 
 def of(pid: int) -> list[Any]:
-    """The boards of a process, without those that a fork left it."""
+    """Returns the boards of a process, without boards that it inherited through a fork."""
     folder = _PROC / str(pid) / "fd"
-    own = {str(pid), *field(pid, "NSpid")[-1:]}  # as it is called here, and in its container
+    own = {str(pid), *field(pid, "NSpid")[-1:]}  # its id here, and its id in its container
     found = []
     try:
         for entry in sorted(folder.iterdir(), key=lambda entry: int(entry.name)):
             if os.readlink(entry).startswith(_LINK):
                 found.append(_penstock.RankStatus.read(str(entry)))
     except (FileNotFoundError, ProcessLookupError, RuntimeError):
-        pass  # it ended meanwhile
+        pass  # the process has ended
     return [board for board in found if board is not None and str(board.pid) in own]
 
 
@@ -86,12 +86,15 @@ def readable(processes: Iterable[int]) -> Found:
         try:
             found.extend((pid, board) for board in of(pid))
         except PermissionError:
-            continue  # somebody else's
+            continue  # another user's process
     return found
 
 
 def of_process(pid: int, command: str) -> Found:
-    """The boards of a rank or a launcher, and of the ranks that these have met."""
+    """Returns the boards of a rank or of a launcher's ranks, and of all other ranks of their run.
+
+    Raises ValueError if there are none.
+    """
     try:
         own = of(pid)
     except PermissionError:
@@ -113,33 +116,33 @@ def of_process(pid: int, command: str) -> Found:
 
 
 def run_of(pid: int, board: Any) -> Any:
-    """The same for all ranks of a run."""
-    # Ranks that have not met yet are told apart by nothing but their launcher.
+    """Returns a key that is equal for all ranks of a run."""
+    # Before the ranks have connected, only their launcher identifies the run.
     return board.run or (*field(pid, "PPid"), board.size)
 
 
 def by_run(found: Found) -> list[Found]:
-    """The ranks of each run, in order."""
+    """Returns the boards of each run, in order of rank."""
     runs: dict[Any, Found] = collections.defaultdict(list)
     for pid, board in found:
         runs[run_of(pid, board)].append((pid, board))
     return [sorted(run, key=lambda one: int(one[1].rank)) for run in runs.values()]
 
 
-# ---- what they say
+# ---- what the boards show
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """The position of one rank in its training step.
 
     Attributes:
-        pid: its process, on the host that it is on.
-        step: that it is in; None: it has no board here.
-        for_s: how long `what` has taken, in seconds.
-        what: a phrase.
-        waits: for another rank.
-        numbers: of its last step, by the names of docs/monitoring.md; NaN: not known.
+        pid: process id on the rank's own host.
+        step: the training step that the rank works at; None if its board is not on this machine.
+        for_s: seconds since `what` began.
+        what: a phrase that describes what the rank does.
+        waits: whether the rank waits for another one.
+        numbers: metrics of its last step, by the names of docs/monitoring.md; NaN if not known.
     """
 
     rank: int
@@ -156,17 +159,17 @@ def _waits(board: Any) -> list[Any]:
 
 
 def _behind(lane: Any, peer: Any) -> bool:
-    """Whether the peer has not come to the collective that the lane waits in."""
+    """Whether the peer has not reached the collective that the lane waits in."""
     theirs = next((other for other in peer.lanes if other.name == lane.name), None)
     if theirs is None:
         return True
     here = (lane.line.step, lane.sequence)
     at = (theirs.line.step, theirs.sequence)
-    return at < here or (at == here and not theirs.line.text)  # its first is still to come
+    return at < here or (at == here and not theirs.line.text)  # it has not begun its first line
 
 
 def late(boards: Mapping[int, Any]) -> list[int]:
-    """Who keeps the others waiting: ranks that are waited for and wait for nobody."""
+    """Returns the ranks that others wait for and that do not wait themselves."""
     found = {
         lane.peer
         for board in boards.values()
@@ -178,8 +181,8 @@ def late(boards: Mapping[int, Any]) -> list[int]:
 
 
 def _all_wait(boards: Iterable[Any]) -> str:
-    """One look cannot tell ranks that exchange from ranks that block each other; how long the last
-    of them has waited can."""
+    """Describes a run whose ranks all wait. Only a long wait shows that they block each other; in a
+    healthy run all ranks may wait in one exchange for a moment."""
     seconds = min(max(float(lane.line.age_s) for lane in _waits(board)) for board in boards)
     if seconds < _LONG_S:
         return "every rank waits for another at this moment"
@@ -187,7 +190,7 @@ def _all_wait(boards: Iterable[Any]) -> str:
 
 
 def verdict(found: Found) -> str:
-    """Of one run: who is late; "" for a run of one rank."""
+    """Returns one sentence that names the late ranks of a run; "" for a run of one rank."""
     boards = {board.rank: board for _, board in found}
     any_board = found[0][1]
     if any_board.size == 1:
@@ -223,7 +226,7 @@ def _place(pid: int, board: Any) -> Place:
 
 
 def _missing(roster: Sequence[str], there: set[int]) -> Iterator[Place]:
-    """Ranks that have no board here."""
+    """Yields the ranks whose boards are not on this machine."""
     here = socket.gethostname()
     for rank, entry in enumerate(roster):
         if rank not in there:
@@ -233,7 +236,7 @@ def _missing(roster: Sequence[str], there: set[int]) -> Iterator[Place]:
 
 
 def places(found: Found) -> list[Place]:
-    """Of every rank of one run, in order."""
+    """Returns the position of every rank of one run, in order of rank."""
     made = [_place(pid, board) for pid, board in found]
     made += _missing(found[0][1].roster, {place.rank for place in made})
     return sorted(made, key=lambda place: place.rank)

@@ -1,4 +1,4 @@
-"""penstock plan --gpus: meshes of a cluster, with bytes, seconds and why."""
+"""penstock plan --gpus: proposes meshes for a cluster, with bytes, seconds and the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MICRO = "1,2,4,8"
 
 
 def rate(text: str) -> float:
-    """Bytes/s of "400GB/s", "50 GiB/s" or a plain number."""
+    """Returns bytes/s from "400GB/s", "50 GiB/s" or a plain number."""
     read = re.fullmatch(
         r"([0-9.]+(?:e[+]?[0-9]+)?)\s*(?:([KMGT]?)(i?)B(?:/s)?)?", text.strip(), re.I
     )
@@ -44,7 +44,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _native_shape(shape: dict[str, int]) -> Any:
-    """The heads that tensor ranks share out are those of keys and values, if these are fewer."""
+    """Tensor ranks divide the heads of keys and values if these are fewer."""
     heads = min(shape["heads"], shape.get("key_value_heads", shape["heads"]))
     native = _penstock.TransformerShape()
     for key, value in {**shape, "heads": heads}.items():
@@ -59,7 +59,7 @@ def report(
     """Prints the meshes. Raises ValueError for options that do not go together."""
     _check(args)
     shape, known = model.shape()
-    config.pop("mesh", None)  # what --nodes made of it
+    config.pop("mesh", None)  # which --nodes has set
     offload = config.setdefault("offload", {})
     if isinstance(offload, dict):
         offload.setdefault("optimizer", "none")
@@ -84,7 +84,7 @@ def report(
 
 
 def add_options(plan: argparse.ArgumentParser) -> None:
-    """Those of a cluster."""
+    """Adds the options that describe a cluster."""
     cluster = plan.add_argument_group("meshes: with --gpus, those of --nodes x --gpus are proposed")
     cluster.add_argument("--gpus", type=int, metavar="N", help="ranks of a node")
     cluster.add_argument(

@@ -1,4 +1,4 @@
-"""Modules named on the command line, built without memory for their values."""
+"""Builds the modules that the command line names, without memory for their values."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _gpt(text: str) -> nn.Module:
 
 def _module_of(name: str) -> Any:
     if not name.endswith(".py"):
-        sys.path.insert(0, "")  # as for a script started here
+        sys.path.insert(0, "")  # as Python does for a script in this folder
         return importlib.import_module(name)
     path = pathlib.Path(name)
     if not path.is_file():
@@ -103,7 +103,7 @@ def _module_of(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
+    sys.modules[path.stem] = module  # dataclasses look up their module
     sys.path.insert(0, str(path.parent))
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Models that `penstock plan` is asked about, as it needs them; those that need no torch."""
+"""Descriptions of models for `penstock plan` that need no torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def num_heads(hidden: int) -> int:
 
 
 def nearest(word: str, words: Sequence[str]) -> str:
-    """What an error adds about a wrong word: the nearest right one, else all of them."""
+    """Returns advice about a wrong word: the nearest known word, or all of them."""
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.4)
     return f'did you mean "{near[0]}"?' if near else f"known are {', '.join(words)}"
 
@@ -102,7 +102,7 @@ def whole(text: str, what: str) -> int:
 
 
 def num_blocks(numel: int) -> int:
-    """Layers of a plausible transformer of so many parameters.
+    """Returns the layers of a plausible transformer with `numel` parameters.
 
     It is 128 times as wide as deep (GPT-3, arXiv:2005.14165, and LLaMA, arXiv:2302.13971, from 7e9
     on) with 12 x width^2 parameters a layer; embeddings are not counted.

@@ -1,4 +1,4 @@
-"""penstock plan: every strategy and offload choice for a model, with bytes and seconds."""
+"""penstock plan: lists every strategy and offload choice for a model, with bytes and seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""penstock report: a page about a run, or two."""
+"""penstock report: writes one HTML page about one run or two."""
 
 from __future__ import annotations
 

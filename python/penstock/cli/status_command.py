@@ -1,4 +1,4 @@
-"""penstock status: where every rank of a run is, and whom it waits for."""
+"""penstock status: the position of every rank of a run, and which rank it waits for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.cli.live_status import Found, Place
 
 
 def _row(place: Place) -> list[str]:
-    """Rank, process, step, how long, and what."""
+    """Returns the cells rank, process, step, seconds and activity."""
     step = "" if place.step is None else str(place.step)
     seconds = "" if place.for_s is None else f"{place.for_s:.1f} s"
     return [str(place.rank), place.pid, step, seconds, place.what]
 
 
 def _table(found: Found) -> str:
-    """Of one run."""
+    """Returns the table of one run, with the verdict below it."""
     any_board = found[0][1]
     rows = [_row(place) for place in live_status.places(found)]
     rows.insert(0, ["rank", "pid", "step", "for", "what"])

@@ -1,4 +1,4 @@
-"""A terminal that is drawn on and left as it was."""
+"""Draws on the terminal, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def styled(line: Line, colours: bool) -> str:
 
 
 def is_terminal() -> bool:
-    """Whether stdout can be drawn on."""
+    """Whether stdout is a terminal that can be drawn on."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def has_colours() -> bool:
-    """no-color.org."""
+    """Whether lines may have colours (no-color.org)."""
     return is_terminal() and not os.environ.get("NO_COLOR")
 
 
 class Screen:
-    """Of stdout, with keys from stdin where that is a terminal, too. The main thread's."""
+    """The terminal of stdout. Reads keys from stdin if that is a terminal too. Main thread only."""
 
     def __init__(self) -> None:
         self._keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else -1
@@ -46,13 +46,13 @@ class Screen:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Also an exception, SIGTERM and SIGHUP leave the terminal as it was, and so does Ctrl-Z
-        while others have it."""
+        """Takes the terminal, and restores it on exit, on an exception, on SIGTERM and on SIGHUP.
+        Ctrl-Z restores it until the process continues."""
         handlers = {
             signal.SIGTERM: self._end,
             signal.SIGHUP: self._end,
             signal.SIGTSTP: self._stop,
-            signal.SIGINT: signal.default_int_handler,  # also where a shell has it ignored
+            signal.SIGINT: signal.default_int_handler,  # also if the shell ignores it
         }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -64,7 +64,8 @@ class Screen:
                 signal.signal(number, handler)
 
     def size(self) -> tuple[int, int]:
-        """Columns and rows that can be drawn on: at the last column terminals differ."""
+        """Returns the columns and rows to draw on. It leaves out the last column, because terminals
+        differ there."""
         try:
             found = os.get_terminal_size(sys.stdout.fileno())
         except OSError:
@@ -73,12 +74,15 @@ class Screen:
 
     def draw(self, lines: Sequence[Line]) -> None:
         colours = has_colours()
-        # Line by line over what is there: an erased screen would flicker.
+        # Overwrites line by line, because erasing the screen first would flicker.
         text = "\r\n".join(f"{styled(line, colours)}\x1b[K" for line in lines)
         self._write(f"\x1b[H{text}\x1b[J")
 
     def key(self, seconds: float) -> str:
-        """Waits for it so long; "" when none came. EOFError: the terminal is gone."""
+        """Waits up to `seconds` for a key; returns "" if there was none.
+
+        Raises EOFError if the terminal is closed.
+        """
         if self._keys < 0:
             time.sleep(seconds)
             return ""
@@ -116,5 +120,5 @@ class Screen:
 
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         self._leave()
-        os.kill(os.getpid(), signal.SIGSTOP)  # goes on here after SIGCONT
+        os.kill(os.getpid(), signal.SIGSTOP)  # continues here after SIGCONT
         self._enter()

@@ -1,4 +1,4 @@
-"""penstock top: every rank of a run on this machine, once a second."""
+"""penstock top: shows every rank of a run on this machine, once a second."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ from penstock.cli.top_text import View
 from penstock.monitor import run
 
 _EVERY_S = 1.0
-_ALL_EACH = 10  # looks, of which one is at every process
-_SLACK_S = 60.0  # of clocks that were set meanwhile
-_PACE_STEPS = 10  # that are needed to measure one
+_ALL_EACH = 10  # every tenth look searches all processes
+_SLACK_S = 60.0  # allowance for clocks that were set during the run
+_PACE_STEPS = 10  # steps needed to measure the pace
 _NO_ENGINE = "no engine of yours runs on this machine"
 
 
 class _Pace:
-    """Seconds a step, since it was first looked at."""
+    """Seconds per step, measured since the first look."""
 
     def __init__(self, step: float) -> None:
         self._step, self._at = step, time.monotonic()
 
     def seconds(self, step: float, last: float | None) -> float | None:
-        """`last`: of the last step, which is taken until there are enough."""
+        """Returns seconds per step; those of the last step (`last`) until enough steps are done."""
         done = step - self._step
         return (time.monotonic() - self._at) / done if done >= _PACE_STEPS else last
 
 
 class Watch:
-    """The ranks that RUN names, looked at again and again.
+    """Reads the ranks that RUN names again at every look.
 
     Attributes:
-        last_step, last_loss: what was seen last.
+        last_step, last_loss: the values of the last look that found an engine.
     """
 
     def __init__(self, what: str | None) -> None:
-        """A process, a folder, or None for all. Raises ValueError: there is none of that name."""
+        """`what` is a process id, a folder, or None for all runs.
+
+        Raises ValueError if it is neither a process id nor the folder of a run.
+        """
         self.last_step: int | None = None
         self.last_loss: float | None = None
         self._pid = int(what) if what is not None and what.isdecimal() else None
         self._folder = pathlib.Path(what) if what is not None and self._pid is None else None
         self._about: dict[str, Any] = {}
         self._runs: set[Any] = set()
-        self._processes: list[int] = []  # that had engines
-        self._count = 0  # of engines
+        self._processes: list[int] = []  # ids of processes that have engines
+        self._count = 0  # number of engines
         self._is_launcher = False
         self._looks = 0
         self._paces: dict[Any, _Pace] = {}
@@ -67,7 +70,7 @@ class Watch:
         return "" if self._folder is None else self._folder.resolve().name
 
     def look(self) -> list[View]:
-        """Empty: there is no engine now."""
+        """Returns one view per run; empty if no engine is open now."""
         found = [one for one in live_status.readable(self._processes) if self._wanted(one)]
         if not found or len(found) < self._count or self._looks % _ALL_EACH == 0:
             found = self._search()
@@ -80,12 +83,12 @@ class Watch:
         return views
 
     def ended(self) -> bool:
-        """Of one that has no engine now: whether there will be none."""
+        """Whether a run without an open engine cannot open another one."""
         state = live_status.field(self._pid, "State")[:1] if self._pid is not None else []
         return not self._is_launcher or state in ([], ["Z"])
 
     def last_words(self) -> str:
-        """Raises ValueError: the run is not this machine's."""
+        """Returns the sentence to end with. Raises ValueError if the run is on another machine."""
         host = self._about.get("host")
         if not self._runs and host not in (None, socket.gethostname()):
             raise ValueError(
@@ -100,7 +103,7 @@ class Watch:
             return _NO_ENGINE
         return top_text.last_words(self.name, self.last_step, self.last_loss)
 
-    # ---- which
+    # ---- search
 
     def _search(self) -> Found:
         if self._pid is not None:
@@ -124,10 +127,10 @@ class Watch:
         first = f"{self._about.get('host')} {self._about.get('pid')}"
         if list(board.roster[:1]) != [first]:
             return False
-        # Else it is another's that has the number now.
+        # A later start means that another process has the same id now.
         return live_status.began(pid) <= float(self._about.get("started", math.inf)) + _SLACK_S
 
-    # ---- what of them
+    # ---- view
 
     def _view(self, found: Found) -> View:
         (pid, board), places = found[0], live_status.places(found)
@@ -171,7 +174,7 @@ def _once(watch: Watch) -> int:
 
 
 def _live(watch: Watch, every_s: float) -> int:
-    views = watch.look()  # what is wrong is said before the screen is taken
+    views = watch.look()  # raises its error before the terminal is taken
     screen = terminal.Screen()
     try:
         with screen.open():

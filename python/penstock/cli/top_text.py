@@ -1,4 +1,4 @@
-"""What `penstock top` shows, as lines of text made of plain data."""
+"""Formats what `penstock top` shows: plain data in, lines of text out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from penstock.monitor.console import amount
 from penstock.monitor.report import size
 
 _BAR = 20
-_PHRASE = 24  # columns for what a rank does, before all but the first numbers
-_LEAST = 7  # rows that a run is given, of several
+_PHRASE = 24  # columns reserved for the phrase of a rank
+_LEAST = 7  # rows of each run if several are shown
 _GAP = "  "
 
 
@@ -22,14 +22,14 @@ class View:
     """One run at one moment.
 
     Attributes:
-        name: of its folder, or "".
-        ranks: how many it has.
-        places: of all ranks, in order.
-        late: ranks that keep others waiting.
-        verdict: what `penstock status` says of them; "" for a run of one rank.
-        elapsed_s: since it began.
-        about: its run.json; {} where that is not known.
-        pace_s: seconds a step to expect of the rest; None: not known.
+        name: name of the run's folder, or "".
+        ranks: number of ranks.
+        places: positions of all ranks, in order.
+        late: ranks that others wait for.
+        verdict: the sentence of `penstock status`; "" for a run of one rank.
+        elapsed_s: seconds since the run began.
+        about: contents of its run.json; {} if there is none.
+        pace_s: expected seconds per remaining step; None if not known.
     """
 
     name: str
@@ -44,7 +44,7 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Text as wide as the terminal at most, and its style: "", "bold", "dim" or "late"."""
+    """Text no wider than the terminal, and its style: "", "bold", "dim" or "late"."""
 
     text: str
     style: str = ""
@@ -54,14 +54,14 @@ class Line:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03."""
+    """Formats seconds as hours, minutes and seconds: 1:02:03."""
     whole = int(max(seconds, 0.0))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def clipped(text: str, width: int) -> str:
-    """At most so wide, and without anything that a terminal would obey."""
+    """Cuts the text to `width`, and replaces control characters."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if len(text) <= width else text[: max(width - 3, 0)] + "..."[:width]
 
@@ -76,7 +76,7 @@ def _values(places: Sequence[Place], name: str) -> list[float]:
 
 
 def first(places: Sequence[Place], name: str) -> float | None:
-    """A number of the run, of the first rank that knows it."""
+    """Returns a metric of the run from the first rank that has it."""
     return next(iter(_values(places, name)), None)
 
 
@@ -105,7 +105,7 @@ def _three_digits(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """`need`: those with higher numbers are left out sooner; 0: never."""
+    """`need`: columns with higher numbers are dropped first; 0 is never dropped."""
 
     name: str
     need: int
@@ -129,7 +129,7 @@ def _steps(places: Sequence[Place]) -> str:
 
 
 def _of_step(name: str, column: str, need: int, text: Callable[[float], str]) -> _Column:
-    """Of a rank, and of the slowest."""
+    """A column with the value of each rank, and in total the largest one."""
     return _Column(
         column,
         need,
@@ -139,7 +139,7 @@ def _of_step(name: str, column: str, need: int, text: Callable[[float], str]) ->
 
 
 def _memory(tier: str, need: int) -> _Column:
-    """Nothing is said where nothing is taken."""
+    """A column with the bytes of one tier; a cell is empty if no bytes are used."""
     name = f"{tier}_bytes"
     return _Column(
         tier,
@@ -169,7 +169,7 @@ _COLUMNS = (
 
 
 def _chosen(places: Sequence[Place], columns: int) -> list[tuple[_Column, int]]:
-    """Those that say something and leave room for the phrase, and their widths."""
+    """Returns the columns that have values and leave room for the phrase, with their widths."""
     widths = {}
     for column in _COLUMNS:
         cells = [column.cell(place) for place in places]
@@ -189,7 +189,8 @@ def _chosen(places: Sequence[Place], columns: int) -> list[tuple[_Column, int]]:
 
 
 def _urgency(place: Place, late: Sequence[int]) -> tuple[int, float]:
-    """Late ones before those that have gone, who work, and who wait; each the longest first."""
+    """Sorts late ranks first, then ranks that have ended, that work and that wait; in each group
+    the longest first."""
     if place.rank in late:
         group = 0
     elif place.step is None:
@@ -206,7 +207,8 @@ def _style(place: Place, late: Sequence[int]) -> str:
 
 
 def _table(view: View, columns: int, rows: int) -> list[Line]:
-    """A head, a line a rank, and one of all; of many ranks those that matter most."""
+    """Returns a heading, one line per rank and a total. If there are too many ranks for the rows,
+    it keeps the most urgent ones."""
     chosen = _chosen(view.places, columns)
 
     def line(cells: Sequence[str], phrase: str, style: str) -> Line:
@@ -258,7 +260,7 @@ def _progress(view: View) -> str:
 
 
 def _numbers(view: View, columns: int) -> str:
-    """Those of the run that fit."""
+    """Returns the metrics of the run that fit in one line."""
     places = view.places
     tokens = first(places, "tokens_per_s")
     told = {
@@ -291,7 +293,7 @@ def _run(view: View, columns: int, rows: int) -> list[Line]:
 
 
 def frame(views: Sequence[View], columns: int, rows: int) -> list[Line]:
-    """All runs, in a terminal of that size."""
+    """Returns the lines of all runs for a terminal of that size."""
     most = max(rows // _LEAST, 1)
     shown = views[:most]
     more = len(views) - len(shown)
@@ -307,7 +309,7 @@ def frame(views: Sequence[View], columns: int, rows: int) -> list[Line]:
 
 
 def last_words(name: str, step: int | None, loss: float | None) -> str:
-    """Of a run that has ended."""
+    """Returns the sentence about a run that has ended."""
     subject = f"{name}: the run" if name else "the run"
     if step is None:
         return f"{subject} has ended"

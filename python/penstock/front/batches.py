@@ -1,4 +1,4 @@
-"""Whole steps from whole batches: a loop that is the same on every mesh."""
+"""Training and evaluation by whole batches: the same loop on every mesh."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ _NOTHING = object()
 
 
 class Batches:
-    """The part of an engine that takes a step's samples at once."""
+    """The methods of an engine that take all samples of a step at once."""
 
     config: Any
     module: torch.nn.Module
@@ -24,38 +24,38 @@ class Batches:
 
     @property
     def data_rank(self) -> int:
-        """Which of `data_size` this is: ranks that compute one model together are one."""
+        """This rank's part of a global batch. Ranks that compute one copy of the model share it."""
         mesh = self.config.mesh
         return self._of_stage() // int(mesh.tensor * mesh.sequence)
 
     def _of_stage(self) -> int:
-        """This rank's number among those of its pipeline stage."""
+        """This rank's number among the ranks of its pipeline stage."""
         return int(ranks.rank() % (ranks.world() // self.config.mesh.pipeline))
 
     @property
     def data_size(self) -> int:
-        """How many parts a global batch has."""
+        """The number of parts of a global batch."""
         return int(self.config.mesh.data)
 
     def train_batch(self, data: Any, loss_of: LossOf | None = None) -> torch.Tensor:
-        """Forwards, backwards and the step of one whole window. All ranks call it.
+        """Runs forwards, backwards and the step of one accumulation window. All ranks call it.
 
         Args:
             data: the samples of this data rank (`data_rank` of `data_size`) for
                 `batch.accumulate` backwards: a tensor, tuple, list or mapping of tensors, cut in
-                equal parts along dimension 0; or an iterator, which gives one part after the other.
-                A mapping goes to the model by name, a tuple or list by place.
-            loss_of: loss_of(outputs, part) -> []. Default: the outputs where they are a tensor of
-                one element, else their `loss`. In a pipeline the ranks of the last stage call it.
+                equal parts along dimension 0; or an iterator of parts. A mapping is passed to the
+                model by keyword, a tuple or list by position.
+            loss_of: loss_of(outputs, part) -> []. Default: the outputs if they are a tensor of one
+                element, else their `loss`. In a pipeline only ranks of the last stage call it.
 
         Returns:
             The mean loss over all parts and data ranks, [] fp32 on the CPU, the same on every rank.
 
         Raises:
-            StopIteration: an iterator has nothing more, on every rank alike.
-            ConfigError: rows that do not divide by `batch.accumulate`; outputs without a loss.
-            RuntimeFault: an iterator that ends within a window; backwards before this call; as
-                `step()`.
+            StopIteration: if the iterator is exhausted, on every rank.
+            ConfigError: if the rows do not divide by `batch.accumulate`, or outputs have no loss.
+            RuntimeFault: if an iterator ends inside a window, if there were backwards before this
+                call, or as `step()`.
         """
         if not torch.is_grad_enabled():
             raise ConfigError(
@@ -82,9 +82,9 @@ class Batches:
     def eval_batch(
         self, data: Any, loss_of: LossOf | None = None, parts: int | None = None
     ) -> torch.Tensor:
-        """The mean loss as of `train_batch`, without gradients and with the model in eval mode.
+        """Returns the mean loss as `train_batch`, without gradients and in eval mode.
 
-        `parts`: how many `data` is cut in, or gives; default: `batch.accumulate`.
+        `parts`: the number of parts of `data`; default: `batch.accumulate`.
         """
         count = int(self.config.batch.accumulate) if parts is None else parts
         if count < 1:
@@ -94,7 +94,7 @@ class Batches:
         try:
             with torch.no_grad():
                 each = _parts(data, count)
-                if self._pipeline.active:  # stages hand on tensors with versions
+                if self._pipeline.active:  # stages pass on tensors that have version counters
                     with torch.inference_mode(False):
                         return self._mean(pipeline_window.evaluate(self, list(each), loss_of))
                 return self._mean([self._loss(part, loss_of) for part in each])
@@ -103,7 +103,7 @@ class Batches:
                 module.training = training
 
     def _outputs(self, part: Any) -> Any:
-        """The model's, of one part of a batch."""
+        """Returns the model's outputs for one part of a batch."""
         if isinstance(part, Mapping):
             return self(**part)  # type: ignore[operator]
         if isinstance(part, (tuple, list)):
@@ -114,7 +114,7 @@ class Batches:
         return loss_in(self._outputs(part), part, loss_of)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Over the ranks that have any."""
+        """Returns the mean over the ranks that have losses."""
         own = 0.0
         if losses:
             own = float(
@@ -124,7 +124,7 @@ class Batches:
 
 
 def _parts(data: Any, count: int) -> Iterable[Any]:
-    """`count` parts. Of an iterator the first is taken now."""
+    """Returns `count` parts of the data. Takes the first item of an iterator now."""
     if not hasattr(data, "__next__"):
         return _cut(data, count)
     return itertools.chain([next(data)], _others(data, count))
@@ -142,7 +142,7 @@ def _others(data: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _cut(data: Any, count: int) -> Iterator[Any]:
-    if isinstance(data, Mapping):  # transformers' BatchEncoding is no dict
+    if isinstance(data, Mapping):  # BatchEncoding of transformers is not a dict
         data = dict(data)
     tensors, left = module_tree.take_out(data)
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}

@@ -1,4 +1,4 @@
-"""A data loader that goes on where a checkpoint was saved, on any number of ranks."""
+"""A data loader that resumes at the position of a checkpoint, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.front import ranks
 
 
 class _Batches:
-    """Indices of this rank's batches, from a position on: the batch sampler of a DataLoader."""
+    """A batch sampler that yields indices of this rank's batches from a position on."""
 
     def __init__(self, order: torch.Tensor, first: int, batch: int, rank: int, world: int):
         self._order, self._first, self._batch = order, first, batch
@@ -32,10 +32,10 @@ class _Batches:
 class ResumableLoader:
     """A `torch.utils.data.DataLoader` with a position.
 
-    All ranks go through one order of the samples together: of each global batch a rank has its
-    part. The position counts the samples of the epoch that the loop has got, not those that workers
-    have fetched, so `state_dict()` between two steps is where the loop is. It is the same on every
-    rank and does not depend on their number: a run with other ranks goes on with the next sample.
+    All ranks follow one order of the samples, and each rank takes its part of every global batch.
+    The position counts the samples of the epoch that the loop has received, not those that workers
+    have fetched. It is the same on every rank and does not depend on the number of ranks, so a run
+    on other ranks continues with the next sample.
 
     Register it before `engine.save()` and `engine.load()`:
 
@@ -47,17 +47,17 @@ class ResumableLoader:
                 ...
 
     Args:
-        dataset: with a length and items by index.
-        batch_size: samples of this rank.
-        shuffle: another order in each epoch, by `seed`; else the dataset's.
-        seed: of the order.
-        place: which of how many parts of a global batch is this rank's. Default: its rank, of all;
-            with `mesh.tensor` or `mesh.sequence`: (engine.data_rank, engine.data_size).
-        options: more of DataLoader's arguments (num_workers, collate_fn, pin_memory, ...), but for
-            its own ways to choose samples.
+        dataset: a dataset with a length and items by index.
+        batch_size: samples per batch of this rank.
+        shuffle: a new order in each epoch, from `seed`; False keeps the order of the dataset.
+        seed: seed of the order.
+        place: (part, number of parts) of a global batch for this rank. Default: (rank, world
+            size). With `mesh.tensor` or `mesh.sequence`: (engine.data_rank, engine.data_size).
+        options: further arguments of DataLoader (num_workers, collate_fn, pin_memory, ...), except
+            those that choose samples.
 
-    Samples at an epoch's end that do not fill a batch on every rank are left out, as by DDP's
-    sampler with drop_last.
+    The loader drops samples at the end of an epoch that do not fill a batch on every rank, as the
+    sampler of DDP with drop_last.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ResumableLoader:
         self.epoch = 0
         self._dataset, self._batch_size, self._length = dataset, batch_size, length
         self._shuffle, self._seed, self._options = shuffle, seed, options
-        self._samples = 0  # of this epoch, over all ranks
+        self._samples = 0  # samples of this epoch over all ranks
 
     def _order(self) -> torch.Tensor:
         if not self._shuffle:
@@ -92,9 +92,9 @@ class ResumableLoader:
         return torch.randperm(self._length, generator=generator)
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of this epoch; then the next one begins."""
+        """Yields the rest of this epoch, then begins the next epoch."""
         batches = _Batches(self._order(), self._samples, self._batch_size, self._rank, self._world)
-        # Of its own, for its workers' seeds: beginning in the middle draws nothing from torch's.
+        # Its own generator for the seeds of workers, so that torch's generator does not change.
         place = hash((self._seed, self.epoch, self._samples, self._rank))
         generator = torch.Generator().manual_seed(place & (2**62 - 1))
         options = {"generator": generator} | self._options
@@ -105,7 +105,7 @@ class ResumableLoader:
         self._samples = 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """The number of batches in a whole epoch."""
         return self._length // (self._batch_size * self._world)
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class ResumableLoader:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError for a state of another dataset's length, or another order."""
+        """Raises ConfigError if the state has another dataset length or another order."""
         for name, now in self.state_dict().items():
             if name not in ("epoch", "samples") and state[name] != now:
                 raise ConfigError(
@@ -127,10 +127,10 @@ class ResumableLoader:
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the next `iter()`; one that is under way goes on as it was.
+        """Sets the position for the next `iter()`. An open iterator does not change.
 
         Raises:
-            ConfigError: of another dataset's length, or another order.
+            ConfigError: if the state has another dataset length or another order.
         """
         self.check_state_dict(state)
         self.epoch, self._samples = state["epoch"], state["samples"]

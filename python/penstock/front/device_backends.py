@@ -1,5 +1,5 @@
-"""Back ends of torch.distributed with collectives on a device's memory: NCCL, RCCL, XCCL, UCC, and
-what is registered as one."""
+"""Back ends of torch.distributed with collectives on device memory: NCCL, RCCL, XCCL, UCC, and
+back ends that are registered with torch."""
 
 import datetime
 import itertools
@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-# Of the engines of this process: all ranks make the same ones, so their groups find each other.
+# Number of the next engine. All ranks make the same engines, so their keys in the store match.
 _engines = itertools.count()
-# A back end's own timeout ends the process; before that the engine says which rank is missing.
+# A back end's own timeout ends the process. The engine's comes first and names the missing rank.
 _LATER = datetime.timedelta(seconds=60)
 
 
 def name_for(device: torch.device, wanted: str) -> str | None:
-    """Of the back end for that device. None where there is none that can be made by its
-    name, or another than "auto" is `wanted`: then what is exchanged goes through host memory."""
+    """Returns the name of the back end for that device. Returns None if there is none that can be
+    made by its name, or if `wanted` is not "auto": then exchanges go through host memory."""
     if device.type in ("cpu", "meta") or wanted != "auto":
         return None
     found = dist.Backend.default_device_backend_map.get(device.type)
@@ -31,7 +31,7 @@ def name_for(device: torch.device, wanted: str) -> str | None:
 
 
 def warn_of_idle(device: torch.device) -> None:
-    """Of a machine's accelerator, where the model (on `device`) is on the CPU."""
+    """Warns of an accelerator that is not used, if the model (on `device`) is on the CPU."""
     if device.type != "cpu" or not torch.accelerator.is_available():
         return
     idle = torch.accelerator.current_accelerator()
@@ -44,16 +44,16 @@ def warn_of_idle(device: torch.device) -> None:
 
 
 class DeviceGroups:
-    """Makes groups of ranks of one engine. The engine's own, not registered with torch: torch names
-    groups by their ranks and number, and one that is made after another was destroyed would meet
-    what that one left in the store."""
+    """Makes the groups of one engine. They are not registered with torch, because torch names a
+    group by its ranks and number, so a new group could find keys of a destroyed one in the store.
+    """
 
     def __init__(self, name: str, timeout: datetime.timedelta) -> None:
         self._name, self._timeout = name, timeout + _LATER
         self._engine, self._made = next(_engines), itertools.count()
 
     def __call__(self, members: list[int]) -> typing.Any:
-        """A back end among these ranks, of which this is one; all call it in the same order."""
+        """Makes a back end among these ranks, including this one. All call it in the same order."""
         ranks = "-".join(map(str, members)) if len(members) < 64 else str(hash(tuple(members)))
         prefix = f"penstock/{self._engine}/{next(self._made)}/{ranks}"
         store = PrefixStore(prefix, distributed_c10d._get_default_store())

@@ -82,7 +82,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         except BaseException as error:
             if "_core" not in self.__dict__:
                 self._ranks.close()
-            else:  # a ConfigError came on every rank, which needs no telling
+            else:  # every rank raises the same ConfigError, so no rank has to report it
                 alike = isinstance(error, ConfigError)
                 self._end(True, "" if alike else f"{type(error).__name__}: {error}")
             raise
@@ -127,7 +127,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._install_hooks()
 
     def _scheduler(self, given: Any, config: Any) -> Any:
-        """The scheduler that was given, made where it is a callable."""
+        """Returns the scheduler that was given, and calls it first if it is a callable."""
         optimizer = self.optimizer
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._scheduled = config.schedule.type != "none"
@@ -143,7 +143,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
     # ---- training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, on the same arguments."""
+        """Runs the model's forward on the same arguments."""
         self._forwards.reset()
         model: Callable[..., Any] = self.module
         if self._pipeline.active:
@@ -155,20 +155,22 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             return self._forwards.run(model, *args, **kwargs)
 
     def uneven(self) -> Uneven:
-        """Within this context ranks may call the model a different number of times, without
-        gradients: who leaves it first takes part in the others' forwards until all have left."""
+        """In this context ranks may call the model a different number of times, without gradients.
+
+        A rank that leaves first takes part in the forwards of the other ranks until all have left.
+        """
         return self._forwards.uneven()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Gradients of `loss`; any number of times before `step()`, adding up as in torch.
+        """Computes the gradients of `loss`. Several calls before `step()` add up, as in torch.
 
         Keyword arguments (`gradient`, `retain_graph`, `inputs`) go to `torch.Tensor.backward`; with
         fp16 the loss is scaled on the way. For a gradient that is differentiated again (a gradient
         penalty) use `torch.autograd.grad(..., create_graph=True)` before this call.
 
         Raises:
-            ConfigError: `loss` is no tensor; `create_graph`.
-            RuntimeFault: no forward since the last step; a peer that is gone.
+            ConfigError: if `loss` is not a tensor, or for `create_graph`.
+            RuntimeFault: if there was no forward since the last step, or a peer has ended.
         """
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(
@@ -184,32 +186,33 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         try:
             loss.backward(gradient=gradient, **kwargs)  # type: ignore[no-untyped-call]
         except BaseException as error:
-            # Throws ours, as what it was before autograd passed it on.
+            # Autograd wraps our errors; this raises the original one.
             self._core.backward_failed(f"{type(error).__name__}: {error}")
             raise
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call a plain `.backward()` on: with fp16 by the loss scale, else as it is.
+        """Returns the loss for a plain `.backward()`: with fp16 it is multiplied by the loss scale.
 
-        Raises RuntimeFault: no forward since the last step.
+        Raises RuntimeFault if there was no forward since the last step.
         """
         gradient = self._core.start_backward(loss, None)
         return loss if gradient is None else loss * gradient
 
     def step(self, force: bool = False) -> bool:
-        """Updates the weights once `batch.accumulate` backwards were seen.
+        """Updates the weights after `batch.accumulate` backwards.
 
         Args:
-            force: update now, averaged over the backwards seen so far.
+            force: update now, with the average over the backwards so far.
 
         Returns:
-            True when the weights changed. False in the middle of a window, and when fp16 gradients
-            overflowed: then all ranks skip the step, `loss_scale` is smaller and `overflow` names
-            the first parameter.
+            True if the weights changed. False inside an accumulation window, and if fp16 gradients
+            overflowed. After an overflow all ranks skip the step, `loss_scale` is smaller, and
+            `overflow` names the first parameter.
 
         Raises:
-            RuntimeFault: no backward since the last step; gradients that are not finite (names
-                parameter, rank and micro-step; the weights stay); a dead or diverged peer.
+            RuntimeFault: if there was no backward since the last step; if gradients are not finite
+                (names parameter, rank and micro-step; the weights stay); if a peer has ended or
+                diverged.
         """
         if not self._core.window_complete(force):
             return False
@@ -244,14 +247,14 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated since the last step, as in torch.
 
-        `step()` drops those it applied, so a loop does not need this. `set_to_none` makes no
-        difference: the engine decides where gradients are.
+        `step()` drops the gradients that it applied, so a loop does not need this call.
+        `set_to_none` has no effect, because the engine owns the gradients.
         """
         self._core.zero_grad()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accepted for loops written for DDP, and exact: backwards add up with or without it.
+        """Does nothing, for loops written for DDP: backwards add up with and without it.
 
         To reduce once per window set `batch.accumulate`.
         """
@@ -264,7 +267,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
 
     @property
     def loss_scale(self) -> float:
-        """What the next backward multiplies the loss by; 1 without fp16."""
+        """The factor on the loss of the next backward; 1 without fp16."""
         return float(self._core.report.loss_scale)
 
     @property
@@ -274,7 +277,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
 
     @property
     def overflow(self) -> str:
-        """What the last skipped step found: the first parameter, rank and micro-step; or ""."""
+        """The first overflow of the last skipped step: parameter, rank and micro-step; or ""."""
         return str(self._core.report.overflow)
 
     @property
@@ -293,11 +296,11 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
     def gathered(
         self, params: Iterable[torch.Tensor] | None = None, write: bool = False
     ) -> Iterator[None]:
-        """Within the context these parameters (default: all) are whole on every rank.
+        """Gathers these parameters (default: all) on every rank for the context.
 
         Args:
-            params: parameters of the model; their whole units are gathered.
-            write: on exit rank 0's values go to every rank and become the weights.
+            params: parameters of the model; the call gathers their whole units.
+            write: on exit, copies the values of rank 0 to every rank as the new weights.
         """
         own = self._structure.own
         chosen = list(own) if params is None else list(params)
@@ -325,28 +328,28 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         device: torch.device | str | None = None,
         rank0_only: bool = True,
     ) -> dict[str, Any]:
-        """Full weights by name on rank 0, {} elsewhere. All ranks call it.
+        """Returns the full weights by name on rank 0, {} on other ranks. All ranks call it.
 
-        Trained parameters come from their fp32 masters; frozen ones have no master and carry the
-        precision they compute in. Buffers are as they are. All tensors are copies, and what a
-        module's `get_extra_state()` gives is in the dict as in torch's.
+        Trained parameters are copies of their fp32 masters. Frozen parameters have no master, and
+        keep their own dtype until `dtype` converts them. The dict also has copies of buffers and
+        the values of `get_extra_state()`, as torch's.
 
-        A unit's parameters come together at a time: rank 0 holds the dict and at most one unit
-        beside it (which counts as "buffers" in the ledger and towards a budget), other ranks at
-        most their shard of a unit.
+        The call gathers one unit at a time. Rank 0 holds the dict and at most one more unit, which
+        counts as "buffers" in the ledger and towards a budget. Other ranks hold at most their shard
+        of a unit.
 
-        State-dict hooks of modules see full values in the dict. They run on rank 0, after the last
-        collective, so one that raises (since it reads a sharded parameter of a module itself, say)
-        raises there alone; inside `with engine.gathered():` it may read them.
+        State-dict hooks of modules see full values in the dict. They run on rank 0 after the last
+        collective, so an error in a hook is raised on rank 0 alone. A hook that reads a sharded
+        parameter of a module needs `with engine.gathered():` around the call.
 
         Args:
-            dtype: of the parameters; default: float32. Each unit is converted as it comes.
-            device: where the tensors go; default: the CPU.
-            rank0_only: False gives every rank the whole dict.
+            dtype: dtype of the parameters; default: float32. Each unit is converted by itself.
+            device: device of the tensors; default: the CPU.
+            rank0_only: False returns the whole dict on every rank.
 
         Raises:
-            RuntimeFault: a rank without room for a unit (on all ranks); a peer that is gone.
-            ConfigError: a dtype that is not a floating one.
+            RuntimeFault: if a rank has no memory for a unit (on all ranks), or a peer has ended.
+            ConfigError: if `dtype` is not a floating dtype.
         """
         made = torch.float32 if dtype is None else dtype
         if not made.is_floating_point:
@@ -361,24 +364,24 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             return module_tree.filled_state_dict(self.module, by_param, device)
 
     def ledger(self) -> dict[str, Any]:
-        """Bytes per rank: predicted for each strategy, and measured for the one running.
+        """Returns bytes per rank, predicted for each strategy and measured for the current one.
 
         Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
         peaks of "param", "grad", "optim", "buffers" and of their "total", in memory; "device" and
-        "host", the total by tier; and "disk". "exchanges" counts those with other ranks in a step
-        (measured: in the last one). "measured" also counts the bytes moved so far:
-        "disk_read" and "disk_written"; and "act", beside the total: what of offloaded activations
-        was in host memory (how large they are shows in the first forward).
+        "host", the total by tier; and "disk". "exchanges" is the number of exchanges with other
+        ranks in a step (measured: in the last step). "measured" also has "disk_read" and
+        "disk_written", the bytes moved so far, and "act", the offloaded activations in host
+        memory, which are not part of the total (their size is known after the first forward).
         """
         return dict(self._core.report.ledger())
 
     def explain(self) -> str:
-        """Every effective setting, the table, the units and the plan of each section."""
+        """Returns a text with every effective setting, the table, the units and the plans."""
         made = type(self.optimizer)
         given = f"optimizer {made.__module__}.{made.__qualname__}, as given\n"
         return ("" if self._native else given) + str(self._core.report.explain())
 
-    # ---- the model's own
+    # ---- methods of the model
 
     def eval(self) -> "Engine":
         """As `torch.nn.Module.eval`."""
@@ -410,22 +413,22 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
     # ---- the end
 
     def close(self, gather: bool = True) -> None:
-        """Gives the model its full parameters back and returns all memory. All ranks call it.
+        """Restores the model's full parameters and frees the engine's memory. All ranks call it.
 
-        Views of parameters (`state_dict()` of the model, `detach()`, `data`) stay views of them. In
-        a `finally:` it gives the weights back after an error too, on this rank or another, when
-        every rank comes: those before the step that failed. After a `step()` that was cut short
-        some may be new already; a RuntimeWarning says so.
+        Views of parameters (`state_dict()` of the model, `detach()`, `data`) stay views of them.
+        In a `finally:` it also restores the weights after an error on this rank or another, if
+        every rank calls it. They are the weights before the failed step. If a `step()` was
+        interrupted, some weights may already be new; a RuntimeWarning reports this.
 
-        With ``gather=False`` the values are dropped, which a model larger than memory needs:
-        reading a parameter that was sharded, or a view of it, raises RuntimeError from then on.
+        ``gather=False`` drops the values, for a model larger than memory. Then reading a sharded
+        parameter or a view of it raises RuntimeError.
 
         Raises:
-            RuntimeFault: the weights could not be gathered, and why (a rank is gone, or did not
-                come within `comm.timeout_s`). All memory is returned before; what was sharded
-                reads as with ``gather=False``.
+            RuntimeFault: if the weights could not be gathered; names the reason (a rank has ended,
+                or did not call within `comm.timeout_s`). The memory is freed first, and sharded
+                parameters are as after ``gather=False``.
         """
-        error = sys.exc_info()[1]  # on its way through a `finally:`
+        error = sys.exc_info()[1]  # an error that passes through a `finally:`
         self._end(gather, "" if error is None else f"{type(error).__name__}: {error}")
 
     def _end(self, gather: bool, why: str) -> None:
@@ -448,7 +451,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             self._regroup()
 
     def _regroup(self) -> None:
-        """The optimizer's parameter groups changed since they were last looked at."""
+        """Called after a change of the optimizer's parameter groups."""
         if self._external is not None:
             raise ConfigError(
                 f"[front::step] the groups of {type(self.optimizer).__name__} changed: it works "
@@ -502,7 +505,7 @@ _alive: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
 def engine_of(param: torch.Tensor) -> Engine | None:
-    """The open engine whose model has this parameter."""
+    """Returns the open engine whose model has this parameter."""
     return next((engine for engine in list(_alive) if param in engine._structure.own), None)
 
 
@@ -524,11 +527,11 @@ def _refuse_model(model: torch.nn.Module) -> None:
             )
 
 
-_cores: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # of engines that have one, closed or not
+_cores: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # engines with a core, open or closed
 
 
 def _forget() -> None:
-    """At exit, lets go of the C++ side while torch is still whole."""
+    """At exit, destroys the C++ engines while torch can still free their memory."""
     for engine in list(_cores):
         engine.__dict__.pop("_core", None)
 
@@ -548,19 +551,19 @@ def initialize(
 
     Args:
         model: any nn.Module on the CPU. Rank 0's values are used on every rank.
-        config: dict, JSON text or path; see docs/config.md. One of DeepSpeed's is translated
+        config: dict, JSON text or path; see docs/config.md. A config of DeepSpeed is translated
             (docs/deepspeed.md).
         optimizer: torch optimizer over the model's parameters, or a callable that takes the
             parameters and returns one, or a dict that replaces the config's `optimizer` section
             (the default).
         lr_scheduler: torch scheduler of that optimizer, or a callable that takes the optimizer.
-            Stepped after each applied step. Default: the config's `schedule` (or `scheduler`, of
-            DeepSpeed's).
+            Stepped after each applied step. Default: the config's `schedule` (in a config of
+            DeepSpeed: `scheduler`).
         overrides: top-level config keys that replace those of `config`.
 
     Raises:
-        ConfigError: a setting that cannot work; names key, value, what is allowed.
-        RuntimeFault: ranks that disagree on model or config, with the first difference.
+        ConfigError: if a setting cannot work; names the key, its value and the allowed values.
+        RuntimeFault: if ranks have different models or configs; names the first difference.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(

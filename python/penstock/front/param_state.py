@@ -1,4 +1,4 @@
-"""What an engine keeps for parameters: fp32 masters, gradients and optimizer state."""
+"""Access to an engine's fp32 masters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock._native import ConfigError
 
 
 class ParamState:
-    """The part of an engine that shows it; every rank calls these together."""
+    """The methods of an engine that read and write this state; all ranks call them together."""
 
     config: Any
     _core: Any
@@ -19,7 +19,7 @@ class ParamState:
     _external: Any
 
     def full_grads(self) -> dict[str, torch.Tensor]:
-        """Averaged full fp32 gradients by name, after backward and before step, on all ranks."""
+        """Returns averaged full fp32 gradients by name on all ranks, between backward and step."""
         return dict(self._core.values.full("grad"))
 
     def set_grads(self, grads: Mapping[str, torch.Tensor]) -> None:
@@ -30,8 +30,8 @@ class ParamState:
                 same values on every rank.
 
         Raises:
-            RuntimeFault: in the middle of a window.
-            ConfigError: a name that does not train, or a shape that is not its parameter's.
+            RuntimeFault: inside an accumulation window.
+            ConfigError: if a name is not a trained parameter, or the shape is not its shape.
         """
         for name, value in grads.items():
             if not isinstance(value, torch.Tensor):
@@ -42,41 +42,41 @@ class ParamState:
         self._core.values.set_gradients(list(grads.items()))
 
     def name_of(self, param: torch.Tensor) -> str:
-        """The parameter's name in the model. Raises ConfigError for a tensor that is none of it."""
+        """Returns the parameter's name in the model. Raises ConfigError for any other tensor."""
         name = self._structure.own.get(param)
         if name is None:
             raise ConfigError("[front::name_of] the tensor is no parameter of the engine's model")
         return str(name)
 
     def state_names(self) -> list[str]:
-        """What the engine's optimizer keeps beside the masters, by torch's names."""
+        """The names, as in torch, of the state that the engine's optimizer keeps beside masters."""
         return [] if self._external is not None else list(self.config.optimizer.moments)
 
     def param_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """A copy of what is kept, fp32 in the parameter's shape.
+        """Returns a copy of the state, fp32 in the parameter's shape.
 
         Args:
-            param: of the model.
+            param: a parameter of the model.
             name: "param" for the master, or a moment ("exp_avg").
 
         Raises:
-            ConfigError: the engine keeps none of that name for it.
+            ConfigError: if the engine keeps no state of that name for the parameter.
             RuntimeFault: inside `gathered()`.
         """
         kept: torch.Tensor = self._core.values.state(self.name_of(param), name)
         return kept
 
     def set_param_state(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Replaces it by values that are equal on every rank; the weight follows its master."""
+        """Replaces the state by values equal on every rank. A new master also sets the weight."""
         self._core.values.set_state(self.name_of(param), name, values)
 
     def param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The averaged fp32 gradient, after backward and before step; None where none is kept."""
+        """Returns the averaged fp32 gradient between backward and step; None if there is none."""
         found: torch.Tensor | None = self._core.values.gradient(self.name_of(param))
         return found
 
     def local_state(self, param: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
-        """This rank's elements of it: the first one's index in the flat parameter, and a copy."""
+        """Returns this rank's elements: their first index in the flat parameter, and a copy."""
         begin, values = self._core.values.local_state(self.name_of(param), name)
         return int(begin), values
 

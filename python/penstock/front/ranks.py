@@ -1,4 +1,4 @@
-"""The ranks that train together, from torch.distributed or the launcher's environment."""
+"""Connects the ranks of a run, from torch.distributed or the environment of the launcher."""
 
 import datetime
 import itertools
@@ -17,13 +17,13 @@ from penstock.front import device_backends, environment
 from penstock.front.process_group import rank as rank
 from penstock.front.process_group import world as world
 
-# Of the groups of this process: all ranks make the same ones, so they meet in the store.
+# Number of the next group. All ranks make the same groups, so their keys in the store match.
 _numbers = itertools.count()
 
 
 class _Made:
-    """Process groups of one engine, which torch keeps until they are destroyed: by `close()`, or
-    when nobody has this any more. No rank needs to be there."""
+    """The process groups of one engine. torch keeps them until `close()`, or until this object is
+    deleted. Neither waits for other ranks."""
 
     def __init__(self) -> None:
         groups: list[dist.ProcessGroup] = []
@@ -40,12 +40,14 @@ def _destroy(groups: list[dist.ProcessGroup]) -> None:
 
 
 class Ranks:
-    """A group of our own over all ranks: through shared memory where they are on one host, else
-    over gloo process groups, one a direction. None of them for a single rank.
+    """An engine's own group over all ranks.
 
-    They are let go of by `close()`, or when neither this nor the group is used any more.
-    `back_end`: what has collectives on the memory of the device that the model is on, or none.
-    `transport`: the key comm.backend. Raises ConfigError on all ranks for a "shm" that cannot be.
+    It uses shared memory if all ranks are on one host, else two gloo process groups, one per
+    direction. A single rank needs neither. `close()` frees them, or the end of this object and the
+    group.
+
+    `back_end` names the back end with collectives on the model's device, or is None. `transport` is
+    the key comm.backend. Raises ConfigError on all ranks if "shm" is asked for and impossible.
     """
 
     def __init__(
@@ -83,18 +85,18 @@ class Ranks:
             self.group.set_device_groups(device_backends.DeviceGroups(back_end, timeout))
 
     def close(self) -> None:
-        """Lets go of the process groups; no rank needs to be there."""
+        """Destroys the process groups, without waiting for other ranks."""
         self._made.close()
 
 
 def of_config(comm: Any, device: torch.device) -> Ranks:
-    """By the section "comm" of a config, for a model on that device."""
+    """Makes the group that the section "comm" of a config describes, for a model on `device`."""
     back_end = device_backends.name_for(device, comm.backend)
     return Ranks(comm.timeout_s, comm.warn_s, comm.report_dir, back_end, comm.backend)
 
 
 def _on_one_host(wanted: str, timeout_s: float, warn_s: float, report_dir: str) -> Any:
-    """A group through shared memory, or None on all ranks alike."""
+    """Returns a group through shared memory, or None on all ranks."""
     prefix = f"penstock/ranks/{next(_numbers)}"
     store = PrefixStore(prefix, distributed_c10d._get_default_store())
     group, why_not = _penstock.Group.on_one_host(

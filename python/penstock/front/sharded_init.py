@@ -1,4 +1,4 @@
-"""Building a model that is larger than one rank's memory: `with penstock.init(): ...`."""
+"""Builds a model that is larger than the memory of one rank: `with penstock.init(): ...`."""
 
 import atexit
 import contextlib
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.front import ranks
 from penstock.front import (
-    storage_guard as storage_guard,  # is_shared() of parameters without values
+    storage_guard as storage_guard,  # fixes is_shared() for parameters without values
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,16 +32,16 @@ _OVERWRITES = {
     torch.ops.aten.random_.default,
 }
 
-# One for the process while any parameter built under init() waits for its engine.
+# The process has one store while a parameter built under init() waits for its engine.
 _shared: list[tuple[Any, ranks.Ranks, str]] = []
 
 
 def waiting() -> Any:
-    """Where the parameters are that were built under `init()` and have no engine yet, or None."""
+    """Returns the store of parameters built under `init()` that have no engine yet, or None."""
     return _shared[0][0] if _shared else None
 
 
-_num_open = 0  # contexts, one inside the other
+_num_open = 0  # number of nested contexts
 
 
 def _nothing_waits(held: Any) -> bool:
@@ -52,7 +52,7 @@ def _nothing_waits(held: Any) -> bool:
 
 
 def let_go(at_exit: bool = False) -> None:
-    """Ends the ranks' group of `init()` once nothing waits any more."""
+    """Closes the group of ranks of `init()` when no parameter waits for an engine."""
     if _shared and (at_exit or (_num_open == 0 and _nothing_waits(_shared[0][0]))):
         _, own_ranks, _ = _shared.pop()
         own_ranks.group.close()
@@ -63,7 +63,7 @@ atexit.register(let_go, at_exit=True)
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """What the op writes to: its own first argument, `out=`, or tensors in a list."""
+    """Returns the tensors that the op writes: its first argument, `out=`, or tensors in a list."""
     written: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -73,14 +73,14 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _is_view(func: Any) -> bool:
-    """Whether the op gives another look at the same storage and touches no value."""
+    """Whether the op returns a view of the same storage and reads no value."""
     aliases = any(result.alias_info is not None for result in func._schema.returns)
     writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
     return aliases and not writes
 
 
 class _Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs each op that touches hollow parameters on their whole values, gathered for that op."""
+    """Runs each op on parameters without values on their full values, gathered for that op."""
 
     def __init__(self, held: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,7 +126,8 @@ class _Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _same_generator(held: Any) -> torch.Tensor | None:
-    """Gives every rank rank 0's CPU generator; this rank's own state when that was another."""
+    """Sets the CPU generator of every rank to that of rank 0. Returns this rank's previous state if
+    it was different."""
     own = torch.get_rng_state()
     shared = own.clone()
     held.broadcast(shared)
@@ -136,28 +137,28 @@ def _same_generator(held: Any) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def init(timeout_s: float = 600.0, path: str | os.PathLike[str] = "") -> Iterator[None]:
-    """Parameters of modules built (or loaded) in this context are sharded as they are made.
+    """Shards the parameters of modules that are built or loaded in this context.
 
-    Each rank keeps an equal part of every parameter, so at most its share of the model and one
-    whole parameter are in its memory. Shapes, dtypes and `torch.nn.init` are as ever, and the
-    values are those of a plain build: any op on such a parameter runs on its gathered values.
-    Loading works in the same way, tensor by tensor, here or in a later `with penstock.init():`.
-    Reading one outside raises an error that says so. `penstock.initialize()` takes them over.
+    Each rank keeps an equal shard of every parameter, so its memory holds its share of the model
+    and at most one full parameter. Shapes, dtypes and `torch.nn.init` work as usual, and the values
+    equal those of a plain build: an op on such a parameter runs on its gathered values. Loading
+    works tensor by tensor, here or in a later `with penstock.init():`. Reading such a parameter
+    outside of the context raises an error. `penstock.initialize()` takes the parameters over.
 
-    All ranks build the same model, from rank 0's random state. Buffers stay whole.
+    All ranks build the same model, from the random state of rank 0. Buffers stay whole.
 
     Args:
-        timeout_s: of every wait on a peer, in seconds.
-        path: folders (`:` between them) for an unlinked file with this rank's parts, in place of
-            memory.
+        timeout_s: seconds until a wait for a peer fails.
+        path: folders, separated by `:`, for an unlinked file that holds this rank's shards instead
+            of memory.
 
     Raises:
-        RuntimeFault: a peer that is gone, or that built something else; a disk that is too full.
-        ConfigError: a folder that takes no files, or another than an earlier context's whose
-            parameters still wait for their engine.
+        RuntimeFault: if a peer has ended or built another model, or the disk is full.
+        ConfigError: if the folder cannot be written, or an earlier context had another folder and
+            its parameters still wait for their engine.
     """
     global _num_open
-    let_go()  # of a model that could not be built
+    let_go()  # shards of a model that could not be built
     place = os.fspath(path)
     if not _shared:
         own_ranks = ranks.Ranks(timeout_s)
