@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("fp32", "bf16", "fp16", "auto"),
         default="fp32",
-        help="of what is computed and exchanged; give the one that you train in (default "
+        help="precision of compute and exchanges; use the precision of your training (default "
         "%(default)s; auto: bf16 where the device multiplies it fast, else fp32)",
     )
     parser.add_argument(
@@ -31,35 +31,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=512,
         metavar="W",
-        help="of the transformer block that is timed (default %(default)s)",
+        help="width of the transformer block to time (default %(default)s)",
     )
     parser.add_argument(
         "--tokens",
         type=int,
         default=1024,
         metavar="T",
-        help=f"that a rank gives the block, in sequences of {SEQUENCE} (default %(default)s)",
+        help=f"tokens per rank, in sequences of {SEQUENCE} (default %(default)s)",
     )
     parser.add_argument(
         "--disk",
         metavar="DIR",
-        help="on the disk to measure, as in offload.path (default: the system's folder for "
-        "temporary files)",
+        help="folder on the disk to measure, as in offload.path (default: the system's folder "
+        "for temporary files)",
     )
     parser.add_argument(
         "--seconds",
         type=_seconds,
         default=16.0,
         metavar="S",
-        help="to measure for, all parts together (default %(default)g); starting the ranks and "
-        "first steps come on top",
+        help="total time to measure (default %(default)g), without the start of the ranks and the "
+        "first steps",
     )
     parser.add_argument(
         "-o",
         "--output",
         default="machine.json",
         metavar="FILE",
-        help="what is written (default %(default)s)",
+        help="file to write (default %(default)s)",
     )
 
 

@@ -19,15 +19,15 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     bench = commands.add_parser(
         "bench",
         help=summary,
-        description="Measures compute, links, memory and disk as ranks reach them, all at the same "
-        "time, and writes the medians as JSON. On an accelerator where there is one, else on the "
-        "CPU. Takes about half a minute; what else runs on the machine shows in the figures.",
+        description="Measures compute, links, memory and disk on all ranks at the same time, and "
+        "writes the medians as JSON. It uses an accelerator if there is one, else the CPU. It "
+        "takes about half a minute. Other programs on the machine change the figures.",
         epilog="example: penstock bench --nproc 2 -o machine.json && penstock plan --machine "
         "machine.json --params 1e8 --world 2. On several nodes: penstock run --nnodes ... --module "
         "penstock.bench, with the same options but --nproc.",
     )
     bench.add_argument(
-        "--nproc", type=int, default=1, metavar="N", help="ranks that share it (default 1)"
+        "--nproc", type=int, default=1, metavar="N", help="number of ranks (default 1)"
     )
     arguments.add_options(bench)
     bench.set_defaults(command=_bench)

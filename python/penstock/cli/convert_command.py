@@ -44,9 +44,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     convert = commands.add_parser(
         "convert",
         help=summary,
-        description="What SOURCE is, is found out: a checkpoint of Penstock, of DeepSpeed (ZeRO "
-        "1, 2, 3, universal), of torch.distributed.checkpoint, a folder of Hugging Face, or a "
-        "file of torch.save() or safetensors. No code from it is run.",
+        description="Detects the format of SOURCE: a checkpoint of Penstock, DeepSpeed (ZeRO 1, 2, "
+        "3, universal) or torch.distributed.checkpoint, a folder of Hugging Face, or a file of "
+        "torch.save() or safetensors. It runs no code from SOURCE.",
     )
     convert.add_argument("source", metavar="SOURCE")
     convert.add_argument("out", metavar="OUT", help="see --to")
@@ -54,27 +54,31 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
         "--to",
         choices=FORMATS,
         default="penstock",
-        help='"penstock" (the default): OUT is a folder of checkpoints, where it becomes "step-N"; '
-        '"dcp": an empty folder; "safetensors": a folder, the weights under Hugging Face\'s '
-        'file names; "torch": a file, a state dict of them (in memory as a whole)',
+        help='"penstock" (the default): OUT is a folder of checkpoints that gets a new "step-N"; '
+        '"dcp": OUT is an empty folder; "safetensors": OUT is a folder for the weights, in files '
+        'named as by Hugging Face; "torch": OUT is a file for a state dict (held in memory)',
     )
-    convert.add_argument("--tag", default="", help="which checkpoint of SOURCE; else the newest")
     convert.add_argument(
-        "--key", default="", help="of a torch file or DCP: the weights' key (model.encoder)"
+        "--tag", default="", help="checkpoint of SOURCE to convert (default: the newest)"
     )
-    convert.add_argument("--dtype", default="", metavar="fp32|bf16|fp16", help="of the weights")
+    convert.add_argument(
+        "--key", default="", help="key of the weights in a torch file or DCP (model.encoder)"
+    )
+    convert.add_argument(
+        "--dtype", default="", metavar="fp32|bf16|fp16", help="dtype of the weights"
+    )
     convert.add_argument(
         "--inert",
         action="append",
         default=[],
         metavar="CLASS",
-        help="objects of this class in a pickle are passed over (may be repeated)",
+        help="skip objects of this class in a pickle (may be repeated)",
     )
     convert.add_argument(
         "--rules",
         default="",
         metavar="FILE",
-        help="of DeepSpeed with several ranks of a model, where the checkpoint does not say how "
-        'they cut its weights: JSON, {"*.qkv": "column:3", "*.proj": "row"}',
+        help="how tensor ranks of DeepSpeed cut the weights, if the checkpoint does not record it: "
+        'JSON, {"*.qkv": "column:3", "*.proj": "row"}',
     )
     convert.set_defaults(command=_convert)

@@ -113,7 +113,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     inspect = commands.add_parser("inspect", help=summary)
-    inspect.add_argument("checkpoint", help="its folder, or a folder of several")
-    inspect.add_argument("--tensors", action="store_true", help="a line for each tensor")
-    inspect.add_argument("--quick", action="store_true", help="do not read the values")
+    inspect.add_argument(
+        "checkpoint", help="folder of a checkpoint, or a folder of several checkpoints"
+    )
+    inspect.add_argument("--tensors", action="store_true", help="print a line for each tensor")
+    inspect.add_argument("--quick", action="store_true", help="do not read and verify the values")
     inspect.set_defaults(command=_inspect)

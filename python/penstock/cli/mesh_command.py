@@ -85,14 +85,14 @@ def report(
 
 def add_options(plan: argparse.ArgumentParser) -> None:
     """Adds the options that describe a cluster."""
-    cluster = plan.add_argument_group("meshes: with --gpus, those of --nodes x --gpus are proposed")
-    cluster.add_argument("--gpus", type=int, metavar="N", help="ranks of a node")
+    cluster = plan.add_argument_group("meshes: --gpus proposes meshes of --nodes x --gpus ranks")
+    cluster.add_argument("--gpus", type=int, metavar="N", help="number of ranks per node")
     cluster.add_argument(
-        "--batch", metavar="B", help="samples of a step over all ranks (default 8 a rank)"
+        "--batch", metavar="B", help="samples per step over all ranks (default: 8 per rank)"
     )
     cluster.add_argument(
         "--micro",
         metavar="M,...",
         default=_MICRO,
-        help="samples of a micro-batch to be tried (default %(default)s)",
+        help="sizes of micro-batches to try, in samples (default %(default)s)",
     )

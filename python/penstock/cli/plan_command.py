@@ -98,49 +98,54 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
         "plan",
         help=summary,
         description=summary + ". Bytes are peaks on one rank as the engine counts them, without "
-        "activations; seconds are those of a step whose links and compute overlap in each phase.",
+        "activations. Seconds are those of a step whose links and compute overlap in each phase.",
         epilog="example: penstock plan --model gpt:layers=48,hidden=1600 --world 8 "
         "--budget device=80GiB,host=200GiB",
     )
     which = plan.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", metavar="SPEC", help=model_spec.SPECS)
-    which.add_argument("--params", metavar="P", help="all parameters, such as 7e9, in equal blocks")
+    which.add_argument(
+        "--params", metavar="P", help="number of parameters, such as 7e9, in equal blocks"
+    )
     plan.add_argument(
         "--units",
         metavar="N",
-        help="blocks for --params (default: the layers of a transformer 128 times as wide as deep)",
+        help="number of blocks for --params (default: those of a transformer 128 times as wide as "
+        "deep)",
     )
     plan.add_argument("--world", type=int, metavar="N", help="number of ranks")
     plan.add_argument(
-        "--node", "--nodes", type=int, metavar="M", help="nodes that the ranks are spread over"
+        "--node", "--nodes", type=int, metavar="M", help="number of nodes that the ranks run on"
     )
     plan.add_argument(
         "--budget",
         action="append",
         metavar="TIER=BYTES,...",
-        help="most for a rank, such as device=80GiB,host=64GiB, also as two options; "
-        "without it everything fits",
+        help="memory limits of a rank, such as device=80GiB,host=64GiB; may be repeated "
+        "(default: no limits)",
     )
-    plan.add_argument("--config", metavar="JSON", help="text or path: precision, optimizer, ...")
+    plan.add_argument(
+        "--config", metavar="JSON", help="config as JSON text or a path: precision, optimizer, ..."
+    )
     plan.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
-        help="default: that of --config; without one bf16",
+        help="default: the precision of --config, or bf16 without --config",
     )
     plan.add_argument(
         "--tokens",
         type=_positive,
         metavar="T",
-        help=f"per rank and step; default one sequence of a gpt, else {_TOKENS}",
+        help=f"tokens per rank and step (default: one sequence of a gpt, else {_TOKENS})",
     )
     mesh_command.add_options(plan)
-    plan.add_argument("--json", action="store_true", help="for other programs")
+    plan.add_argument("--json", action="store_true", help="print JSON for other programs")
     defaults = _penstock.Machine()
-    machine = plan.add_argument_group("the machine, by rank: what it reaches")
+    machine = plan.add_argument_group("speeds of the machine, for each rank")
     machine.add_argument(
         "--machine",
         metavar="FILE",
-        help="what `penstock bench` has measured; the options below count before it",
+        help="speeds measured by `penstock bench`; the options below override them",
     )
     for field, options in _MACHINE.items():
         default = f"default: as measured, or {getattr(defaults, field):g}"

@@ -20,10 +20,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     made = commands.add_parser(
         "report",
         help=summary,
-        description="Reads the folder that monitor.path names, also while the run goes on or after "
-        "it was killed, and writes one HTML file, which needs no network.",
+        description="Reads the folder that monitor.path names, and writes one HTML file that needs "
+        "no network. It also works while the run continues and after it was killed.",
     )
-    made.add_argument("run", metavar="RUN", help="the run's folder")
-    made.add_argument("other", metavar="RUN2", nargs="?", help="another beside it")
+    made.add_argument("run", metavar="RUN", help="folder of the run")
+    made.add_argument(
+        "other", metavar="RUN2", nargs="?", help="folder of another run to compare with"
+    )
     made.add_argument("-o", "--output", metavar="FILE", help="default: report.html in RUN")
     made.set_defaults(command=_report)

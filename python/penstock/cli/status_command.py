@@ -61,12 +61,16 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     status = commands.add_parser(
         "status",
         help=summary,
-        description=f"{summary}. Reads what the ranks keep in memory, and asks none of them.",
+        description=f"{summary}. Reads the memory of the ranks, so it also works if they hang.",
     )
     status.add_argument(
-        "pid", type=int, nargs="?", metavar="PID", help="of any rank or the launcher; default: all"
+        "pid",
+        type=int,
+        nargs="?",
+        metavar="PID",
+        help="process id of any rank or of the launcher (default: all runs)",
     )
     status.add_argument(
-        "--log", action="store_true", help="the last lines of the plan on that rank instead"
+        "--log", action="store_true", help="print the last plan lines of that rank instead"
     )
     status.set_defaults(command=_status)

@@ -210,26 +210,26 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     top = commands.add_parser(
         "top",
         help=summary,
-        description=f"{summary}. Reads what the ranks keep in memory, and asks none of them. Ends "
-        f"with the run, with q and with Ctrl-C.",
+        description=f"{summary}. Reads the memory of the ranks, so it also works if they hang. "
+        f"Ends when the run ends, and on q or Ctrl-C.",
     )
     top.add_argument(
         "run",
         nargs="?",
         metavar="RUN",
-        help="the folder that monitor.path names, or the pid of any rank or of the launcher; "
-        "default: all engines of yours",
+        help="the folder that monitor.path names, or the process id of any rank or of the launcher "
+        "(default: all your engines)",
     )
     top.add_argument(
         "--every",
         type=_seconds,
         default=_EVERY_S,
         metavar="S",
-        help=f"seconds between two looks (default {_EVERY_S:g})",
+        help=f"seconds between updates (default {_EVERY_S:g})",
     )
     top.add_argument(
         "--once",
         action="store_true",
-        help="print it once, all ranks; so also where stdout is no terminal",
+        help="print all ranks once and exit; the default if stdout is not a terminal",
     )
     top.set_defaults(command=_top)

@@ -1,6 +1,6 @@
 """The options of `penstock run`, which are also those of the `deepspeed` command.
 
-Each is spelt with hyphens, as ours are, and with underscores, as DeepSpeed's; --help shows one.
+Each option may be spelt with hyphens or, as in DeepSpeed, with underscores. --help shows hyphens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.monitor.trace_request import DEFAULT_STEPS
 
 
 class Formatter(argparse.HelpFormatter):
-    """Shows of two spellings of an option the one with hyphens."""
+    """Shows only the spelling with hyphens of each option."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=100)
@@ -56,8 +56,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=15.0,
         metavar="S",
-        help="seconds the other ranks get to end by themselves after one failed, all of them "
-        "to save when the run is told to stop, and nodes to come (back)",
+        help="seconds that the launcher waits for other ranks to end after a failure, for ranks to "
+        "save after a signal, and for nodes to join",
     )
     group.add(
         "--max-restarts",
@@ -76,64 +76,71 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--trace",
         default="",
         metavar="FILE",
-        help="rank 0 writes a timeline of all ranks there, which ui.perfetto.dev opens",
+        help="rank 0 writes a timeline of all ranks to FILE, for ui.perfetto.dev",
     )
     group.add(
         "--trace-steps",
         default="",
         metavar="FIRST:LAST",
-        help=f"of these steps (default {DEFAULT_STEPS})",
+        help=f"steps of the timeline (default {DEFAULT_STEPS})",
     )
     group.add(
-        "--trace-profiler", action="store_true", help="with what torch's profiler sees in them"
+        "--trace-profiler",
+        action="store_true",
+        help="add events of torch's profiler to the timeline",
     )
-    group.add("--dry-run", action="store_true", help="print what would be started, start nothing")
+    group.add("--dry-run", action="store_true", help="print the commands and start nothing")
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "ranks of this node", "each node starts its own, or there is only one")
+    group = _Group(parser, "ranks of this node", "every node runs this command for its own ranks")
     group.add("--nproc", type=int, metavar="N", help="ranks on this node (default 1)")
     group.add(
         "--nnodes",
         type=node_range,
         metavar="N|MIN:MAX",
-        help="a range: the run goes on with the nodes that there are (needs --max-restarts)",
+        help="number of nodes; with a range the run continues when nodes join or fail (needs "
+        "--max-restarts)",
     )
-    group.add("--node-rank", type=int, metavar="I", help="which node this is, from 0")
+    group.add("--node-rank", type=int, metavar="I", help="number of this node, from 0")
     group.add(
         "--rdzv-endpoint",
         default="",
         metavar="HOST:PORT",
-        help="of node 0; or --master-addr and --master-port",
+        help="address of node 0 (or use --master-addr and --master-port)",
     )
     group.add(
         "--layout",
         default="",
         metavar="0-7@0-3",
-        help="slots of each node where they differ, instead of --nproc and --nnodes",
+        help="slots of each node if nodes differ, instead of --nproc and --nnodes",
     )
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    group = _Group(parser, "hosts and slots", "all nodes are started from here")
+    group = _Group(parser, "hosts and slots", "this command starts the ranks of all nodes")
     group.add(
         "-H",
         "--hostfile",
         default="",
         metavar="FILE",
-        help=f"lines NAME slots=N (default {DEFAULT} where it exists)",
+        help=f"file with lines NAME slots=N (default {DEFAULT} if it exists)",
     )
     group.add(
         "-i",
         "--include",
         default="",
         metavar="HOST[:SLOT,...][@...]",
-        help="use these only, such as node1@node2:0,2",
+        help="use only these slots, such as node1@node2:0,2",
     )
     group.add(
-        "-e", "--exclude", default="", metavar="HOST[:SLOT,...][@...]", help="use all but these"
+        "-e",
+        "--exclude",
+        default="",
+        metavar="HOST[:SLOT,...][@...]",
+        help="use all slots except these",
     )
-    group.add("--num-nodes", type=int, default=-1, metavar="N", help="the first N hosts")
+    group.add("--num-nodes", type=int, default=-1, metavar="N", help="use the first N hosts")
     group.add(
         "--num-gpus",
         "--num-accelerators",
@@ -141,14 +148,14 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         default=-1,
         dest="num_gpus",
         metavar="N",
-        help="the first N slots of each host: ranks per node, on a machine without GPUs too",
+        help="use the first N slots of each host: N ranks per node, also without GPUs",
     )
-    group.add("--master-addr", default="", metavar="HOST", help="of the first node")
+    group.add("--master-addr", default="", metavar="HOST", help="address of the first node")
     group.add("--master-port", type=int, metavar="PORT", help="default 29500")
     group.add(
         "--elastic-training",
         action="store_true",
-        help="nodes may come and go, with 100 restarts unless --max-restarts says otherwise",
+        help="nodes may join and leave; restarts up to 100 times, or --max-restarts",
     )
     group.add("--min-elastic-nodes", type=int, default=-1, metavar="N", help="default 1")
     group.add("--max-elastic-nodes", type=int, default=-1, metavar="N", help="default all")
@@ -160,22 +167,30 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         default="",
         metavar="|".join(BACKENDS),
-        help="default pdsh where it is installed, else ssh",
+        help="default pdsh if it is installed, else ssh",
     )
-    group.add("--launcher-args", default="", metavar="ARGS", help="for it, as one word")
-    group.add("--ssh-port", type=int, default=0, metavar="PORT")
-    group.add("--no-ssh-check", action="store_true", help="do not try the hosts first")
     group.add(
-        "--no-ssh", action="store_true", help="start node --node-rank of the hosts, here and alone"
+        "--launcher-args", default="", metavar="ARGS", help="arguments of the launcher, as one word"
     )
-    group.add("--force-multi", action="store_true", help="go to the host even if it is one")
-    group.add("--venv-script", default="", metavar="FILE", help="source it on each node first")
+    group.add("--ssh-port", type=int, default=0, metavar="PORT")
+    group.add(
+        "--no-ssh-check", action="store_true", help="do not test the connection to the hosts first"
+    )
+    group.add(
+        "--no-ssh",
+        action="store_true",
+        help="start only the ranks of node --node-rank, on this machine",
+    )
+    group.add("--force-multi", action="store_true", help="use the launcher even for a single host")
+    group.add(
+        "--venv-script", default="", metavar="FILE", help="source this file on each node first"
+    )
     group.add(
         "--env-file",
         default="",
         metavar="FILE",
-        help="NAME=VALUE lines for the ranks; on several nodes .deepspeed_env of the home and of "
-        "this folder too",
+        help="file with NAME=VALUE lines for the ranks; on several nodes the launcher also reads "
+        ".deepspeed_env in the home folder and in this folder",
     )
 
 
@@ -184,20 +199,24 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     group.add("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     group.add("--no-python", action="store_true", help="SCRIPT is a program")
     group.add(
-        "--bind-cores-to-rank", action="store_true", help="each rank gets its share of the cores"
+        "--bind-cores-to-rank",
+        action="store_true",
+        help="bind each rank to an equal share of the cores",
     )
-    group.add("--bind-core-list", default="", metavar="0-3,8", help="share out these")
+    group.add("--bind-core-list", default="", metavar="0-3,8", help="cores to bind ranks to")
     group.add(
         "--enable-each-rank-log",
         default="",
         metavar="DIR",
-        help="output goes to a file for each rank in DIR",
+        help="write the output of each rank to a file in DIR",
     )
-    group.add("--as-deepspeed", action="store_true", help="the script is one of DeepSpeed's")
+    group.add(
+        "--as-deepspeed", action="store_true", help="run a script that was written for DeepSpeed"
+    )
     group.add(
         "--no-local-rank",
         action="store_true",
-        help="with --as-deepspeed: no --local_rank=N before the script's arguments",
+        help="with --as-deepspeed: do not pass --local_rank=N to the script",
     )
 
 
@@ -208,12 +227,12 @@ def _add_messages(parser: argparse.ArgumentParser, prog: str) -> None:
     group.add(
         "--save-pid",
         action="store_true",
-        help=f"keep the process id of {prog} in a file PID.deepspeed of the temporary folder",
+        help=f"write the process id of {prog} to a file PID.deepspeed in the temporary folder",
     )
 
 
 def add_options(parser: argparse.ArgumentParser, prog: str) -> None:
-    """All of them, the script and its arguments."""
+    """Adds all options, the script and its arguments."""
     parser.formatter_class = Formatter
     parser.usage = f"{prog} [OPTION ...] SCRIPT [ARGUMENT ...]"
     _add_run(parser)
@@ -222,7 +241,7 @@ def add_options(parser: argparse.ArgumentParser, prog: str) -> None:
     _add_launcher(parser)
     _add_ranks(parser)
     _add_messages(parser, prog)
-    # Said on the nodes by the one that starts them; and DeepSpeed's, to be refused.
+    # The launcher sets the first one on other nodes. The second one is DeepSpeed's, and is refused.
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--autotuning", nargs="?", const="tune", help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT")

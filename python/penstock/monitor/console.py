@@ -1,4 +1,4 @@
-"""The line that a person reads."""
+"""Console output: one line of text per reported step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Row = dict[str, Any]
 
 
 def amount(value: float | None) -> str:
-    """Three digits and a letter: 12.3k."""
+    """Returns the value with three digits and a unit letter ("12.3k"), "" for None."""
     return "" if value is None else svg.number(value, digits=3)
 
 
 def line(row: Row) -> str:
-    """Of a step; what is not known is left out."""
+    """Returns the text for one step's metrics. Unknown values are left out."""
     memory = row["device_peak_bytes"] + row["host_peak_bytes"]
     share = row["exposed_s"] / row["step_s"] if row["step_s"] else 0.0
     parts = {
@@ -36,7 +36,7 @@ def line(row: Row) -> str:
 
 
 class Console:
-    """A progress bar on a terminal (tqdm, where it is installed), else a line a row, on stderr."""
+    """Writes to stderr: a progress bar on a terminal if tqdm is installed, else a line per row."""
 
     name = "console"
 

@@ -1,7 +1,7 @@
-"""Monitors as DeepSpeed has them: events (name, value, samples) go where its config says.
+"""DeepSpeed's monitors: they write events (name, value, samples) to the sinks in its config.
 
-`MonitorMaster` writes from a thread of its own, its parts from the thread that calls them. Names,
-files and folders are those of DeepSpeed 0.19.8; what differs is in docs/deepspeed.md.
+`MonitorMaster` writes on its own thread; the single monitors write on the calling thread. Names,
+files and folders match DeepSpeed 0.19.8; docs/deepspeed.md lists the differences.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from penstock._native import ConfigError, RuntimeFault
 from penstock.monitor.deepspeed_config import get_monitor_config
 from penstock.monitor.sinks import Sinks, summary_writer, wandb_run
 
-Event = Sequence[Any]  # (name, value, samples); a fourth is the time, in seconds since 1970
+Event = Sequence[Any]  # (name, value, samples[, time in seconds since 1970])
 
-# What a section needs, and what pip calls it.
+# Config section -> (module that it imports, package name for pip).
 _PACKAGES = {
     "tensorboard": ("tensorboard", "tensorboard"),
     "wandb": ("wandb", "wandb"),
@@ -35,7 +35,7 @@ _PACKAGES = {
 
 
 def _rank() -> int:
-    """Also where the launcher's environment alone says it."""
+    """Returns the rank from torch.distributed, or from RANK before a process group exists."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
@@ -44,7 +44,10 @@ def _asks(section: str) -> str:
 
 
 def _require(config: Any) -> None:
-    """On every rank alike: nothing is imported."""
+    """Raises ConfigError if an enabled section's package is not installed.
+
+    It imports nothing, so every rank gets the same result.
+    """
     for section, (module, package) in _PACKAGES.items():
         if not getattr(config, section).enabled:
             continue
@@ -55,11 +58,11 @@ def _require(config: Any) -> None:
 
 
 class Monitor:
-    """One place. Rank 0 writes, where the section is enabled.
+    """Base class of one monitor. Only rank 0 writes, and only if the section is enabled.
 
     Attributes:
-        monitor_config: the section.
-        enabled: as it says, on every rank.
+        monitor_config: the config section.
+        enabled: the section's "enabled", on every rank.
     """
 
     name = ""
@@ -70,7 +73,7 @@ class Monitor:
         self._writes = self.enabled and _rank() == 0
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        """Writes each (name, value, samples) now."""
+        """Writes each (name, value, samples) before it returns. No effect on other ranks than 0."""
         if self._writes:
             self._write(event_list)
 
@@ -84,17 +87,17 @@ class Monitor:
 
 
 def _folder(section: Any) -> pathlib.Path:
-    """output_path/job_name, made."""
+    """Creates the folder output_path/job_name. Raises RuntimeFault if that fails."""
     made = pathlib.Path(section.output_path, section.job_name).absolute()
     try:
         made.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RuntimeFault(f'[monitor] the folder "{made}" cannot be made: {error}') from None
+        raise RuntimeFault(f'[monitor] cannot create the folder "{made}": {error}') from None
     return made
 
 
 class TensorBoardMonitor(Monitor):
-    """TensorBoard's event files, by torch's `summary_writer` (None on other ranks than 0)."""
+    """Writes TensorBoard event files with torch's `summary_writer` (None on ranks above 0)."""
 
     name = "tensorboard"
 
@@ -121,7 +124,10 @@ class TensorBoardMonitor(Monitor):
 
 
 class CsvMonitor(Monitor):
-    """A file for each name in `log_dir`, with columns "step" and the name's last part."""
+    """Writes one CSV file per event name to `log_dir`.
+
+    The columns are "step" and the part of the name after the last "/".
+    """
 
     name = "csv_monitor"
 
@@ -145,7 +151,10 @@ class CsvMonitor(Monitor):
 
 
 class WandbMonitor(Monitor):
-    """A run of Weights & Biases: the script's own where it has one, which stays open then."""
+    """Logs to a Weights & Biases run.
+
+    If the script has an open run, the monitor uses it and does not finish it.
+    """
 
     name = "wandb"
 
@@ -165,7 +174,7 @@ class WandbMonitor(Monitor):
     def log(
         self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None
     ) -> None:
-        """As wandb.log()."""
+        """Calls wandb's `Run.log()` on rank 0."""
         if self._writes:
             self.run.log(data, step=step, commit=commit)
 
@@ -179,8 +188,10 @@ class WandbMonitor(Monitor):
 
 
 class CometMonitor(Monitor):
-    """An experiment of Comet. Of each name the first event, then one after every
-    `samples_log_interval` samples."""
+    """Logs to a Comet experiment.
+
+    For each name it logs the first event, then at most one per `samples_log_interval` samples.
+    """
 
     name = "comet"
 
@@ -188,16 +199,17 @@ class CometMonitor(Monitor):
         super().__init__(comet_config)
         self.samples_log_interval = comet_config.samples_log_interval
         self.experiment: Any = None
-        self._logged: dict[str, int] = {}  # samples, by name
+        self._logged: dict[str, int] = {}  # name -> samples at its last logged event
         if not self._writes:
             return
         import comet_ml  # type: ignore[import-not-found]  # noqa: PLC0415
 
         if not hasattr(comet_ml, "start"):
-            version = getattr(comet_ml, "__version__", "an old one")
+            version = getattr(comet_ml, "__version__", "(unknown version)")
             package = _PACKAGES["comet"][1]
             raise ConfigError(
-                f"[monitor] {_asks('comet')}: pip install {package} (it is {version})"
+                f"[monitor] {_asks('comet')}, and comet_ml {version} has no start(): "
+                f"pip install {package}"
             )
         given = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
         self.experiment = comet_ml.start(**{key: getattr(comet_config, key) for key in given})
@@ -217,22 +229,24 @@ class CometMonitor(Monitor):
 
 
 class MonitorMaster:
-    """All places that a config enables.
+    """All monitors that a config enables.
 
     Attributes:
-        enabled: whether there is any, on every rank.
-        tb_monitor, wandb_monitor, csv_monitor, comet_monitor: on rank 0; None where not enabled.
+        enabled: whether any section is enabled, on every rank.
+        tb_monitor, wandb_monitor, csv_monitor, comet_monitor: the monitors on rank 0. None on
+            other ranks and for sections that are not enabled.
     """
 
     def __init__(self, monitor_config: Any) -> None:
-        """All ranks make one together.
+        """Checks the config and opens the monitors on rank 0. All ranks must call it.
 
         Args:
-            monitor_config: of get_monitor_config(), or a whole config as a dict.
+            monitor_config: the result of get_monitor_config(), or a whole DeepSpeed config as a
+                dict.
 
         Raises:
-            ConfigError: a package that is not installed; a section with what it cannot have.
-            RuntimeFault: a folder that cannot be made.
+            ConfigError: a package is not installed; a section has an unknown key or a wrong value.
+            RuntimeFault: a folder cannot be created.
         """
         if isinstance(monitor_config, Mapping):
             monitor_config = get_monitor_config(monitor_config)
@@ -265,17 +279,20 @@ class MonitorMaster:
         except BaseException:
             self.close()
             raise
-        # Scripts of DeepSpeed end without a word. After those of the libraries, so it runs first.
+        # DeepSpeed scripts do not close their monitors. This is registered after the libraries'
+        # own exit handlers, so it runs before them.
         atexit.register(self.close)
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        """Hands on each (name, value, samples); `close()` waits until they are written. What a
-        place raises then is one warning, and the end of that place."""
+        """Queues each (name, value, samples) for the writer thread; `close()` waits for it.
+
+        If a monitor raises, the writer thread issues one warning and drops that monitor.
+        """
         if not self.enabled or _rank() != 0:
             return
         if not self._open:
             warnings.warn(
-                "[monitor] events after the end of the engine are not written",
+                "[monitor] write_events() was called after close(): these events are not written",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -284,7 +301,7 @@ class MonitorMaster:
         self._sinks.put([_kept(*event, now) for event in event_list])
 
     def close(self) -> None:
-        """Writes what waits, and lets go of the places. The engine's end calls it."""
+        """Writes the queued events and closes the monitors. The engine's close() calls it."""
         if self._open:
             self._open = False
             atexit.unregister(self.close)
@@ -292,15 +309,21 @@ class MonitorMaster:
 
 
 def _kept(name: str, value: Any, samples: int, *time_s: float) -> Event:
-    """As it is now: tensors change."""
+    """Returns the event with its current value, since the tensor may change before the write."""
     return name, value.item() if isinstance(value, torch.Tensor) else value, samples, time_s[0]
 
 
 def step_events(
     samples: int, lr: float, loss_scale: float | None, loss: float | None
 ) -> list[Event]:
-    """Of one step, at DeepSpeed's global_samples after it. `loss_scale`: with fp16; `loss`: where
-    it is known. `lr` and `loss_scale` are the next step's, as there."""
+    """Returns DeepSpeed's events for one step.
+
+    Args:
+        samples: DeepSpeed's global_samples after the step.
+        lr: the learning rate of the next step, as in DeepSpeed.
+        loss_scale: the loss scale of the next step, as in DeepSpeed; None without fp16.
+        loss: None if unknown.
+    """
     told: list[Event] = [("Train/Samples/lr", lr, samples)]
     if loss_scale is not None:
         told.append(("Train/Samples/loss_scale", loss_scale, samples))
@@ -310,14 +333,17 @@ def step_events(
 
 
 class StepEvents:
-    """What penstock.Engine tells the monitors of a DeepSpeed config; nothing where it has none."""
+    """Sends penstock.Engine's events to the monitors of a DeepSpeed config.
+
+    It does nothing if the config enables no monitor.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._master = MonitorMaster(config)
-        self._counted = 0  # samples, where the config does not say how many a step has
+        self._counted = 0  # samples so far, used if the config does not give samples per step
 
     def tell(self, engine: Any, applied: bool) -> None:
-        """After a step, and after the scheduler."""
+        """Sends the step's events. Must be called after the step and the scheduler."""
         if not self._master.enabled:
             return
         row = engine.metrics if applied else {}

@@ -1,4 +1,4 @@
-"""The monitors' sections of DeepSpeed's config: tensorboard, csv_monitor, wandb, comet."""
+"""The monitor sections of DeepSpeed's config: tensorboard, csv_monitor, wandb, comet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODES = ("get", "create", "get_or_create")
 
 @dataclasses.dataclass
 class TensorBoardConfig:
-    """`output_path` "": the folder that the script is started in."""
+    """The "tensorboard" section. An `output_path` of "" is the working directory."""
 
     enabled: bool = False
     output_path: str = ""
@@ -24,12 +24,12 @@ class TensorBoardConfig:
 
 @dataclasses.dataclass
 class CSVConfig(TensorBoardConfig):
-    """As TensorBoardConfig."""
+    """The "csv_monitor" section, with the keys of TensorBoardConfig."""
 
 
 @dataclasses.dataclass
 class WandbConfig:
-    """`team` is wandb's entity."""
+    """The "wandb" section. `team` is passed as wandb's entity."""
 
     enabled: bool = False
     group: str | None = None
@@ -39,7 +39,7 @@ class WandbConfig:
 
 @dataclasses.dataclass
 class CometConfig:
-    """None: what comet_ml finds in its own settings."""
+    """The "comet" section. For None, comet_ml uses its own settings."""
 
     enabled: bool = False
     samples_log_interval: int = 100
@@ -54,7 +54,7 @@ class CometConfig:
 
 @dataclasses.dataclass
 class DeepSpeedMonitorConfig:
-    """All sections; each may be given as a dict."""
+    """All monitor sections. Each may be given as a dict."""
 
     tensorboard: TensorBoardConfig = dataclasses.field(default_factory=TensorBoardConfig)
     comet: CometConfig = dataclasses.field(default_factory=CometConfig)
@@ -80,9 +80,11 @@ SECTIONS = tuple(one.name for one in dataclasses.fields(DeepSpeedMonitorConfig))
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """The sections of a whole config; what is not there, null or "auto" has its default.
+    """Reads the monitor sections of a whole DeepSpeed config.
 
-    Raises ConfigError: a key that a section does not have, a value of another type.
+    A missing key, null or "auto" takes the default.
+
+    Raises ConfigError for an unknown key in a section or a value of the wrong type.
     """
     given: dict[str, Any] = {one: param_dict[one] for one in SECTIONS if one in param_dict}
     return DeepSpeedMonitorConfig(**{key: one for key, one in given.items() if not _left_out(one)})

@@ -1,4 +1,4 @@
-"""FLOPs of a model's forward, from what it computes; and what a device can do."""
+"""Counts the FLOPs of a model's forward from its operators; knows the peak FLOP/s of devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 Shape = tuple[int, ...]
 
-# Dense peaks in FLOP/s of the vendors' data sheets: part of the device's name -> precision -> peak.
+# Dense peaks in FLOP/s from the vendors' data sheets: part of device name -> precision -> peak.
 PEAKS: dict[str, dict[str, float]] = {
     "B200": {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12},
     "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12},
@@ -32,20 +32,20 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _matmul(args: Any, out: Any) -> int:
-    """[..., n, k] x [..., k, m]; the last two tensors are the factors."""
+    """Returns the FLOPs of [..., n, k] x [..., k, m]. The last two tensors are the factors."""
     factors = [one for one in args if torch.is_tensor(one)][-2:]
     return 2 * int(factors[0].numel()) * int(factors[1].shape[-1])
 
 
 def _conv(args: Any, out: Any) -> int:
-    """Each place sums over a window: of the output, and of the input where it is transposed."""
+    """Each position sums over one window: output positions, or input positions if transposed."""
     given, weight, transposed = args[0], args[1], args[6]
     places = given if transposed else out
     return 2 * int(places.numel()) * int(weight[0].numel())
 
 
 def _attention(args: Any, out: Any) -> int:
-    """Scores and their product with the values, over all pairs of tokens, masked or not."""
+    """Counts scores and score-value products over all pairs of tokens, masked ones included."""
     query, key, value = args[:3]
     pairs = math.prod(query.shape[:-1]) * int(key.shape[-2])
     return int(2 * pairs * (int(query.shape[-1]) + int(value.shape[-1])))
@@ -67,11 +67,13 @@ _RULES: dict[Any, Callable[[Any, Any], int]] = {
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, FLOPs of matrix products, convolutions and attention: two for each product and
-    sum. What is elementwise is left out, as in the literature.
+    """Counts the FLOPs of matrix products, convolutions and attention inside its context.
+
+    A multiply-add is two FLOPs. Elementwise operators are not counted, as in the literature.
 
     Attributes:
-        by_unit: FLOPs by what `unit()` returns when they are computed; 0 without it.
+        by_unit: FLOPs by the value that `unit()` returns when the operator runs. The key is 0 if
+            no `unit` was given.
     """
 
     def __init__(self, unit: Callable[[], int] | None = None) -> None:
@@ -95,7 +97,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def hidden(module: torch.nn.Module) -> bool:
-    """Whether parts of it are compiled, which a counter cannot look into."""
+    """Whether parts of the module are compiled. A Counter cannot see operators in compiled code."""
     return any(
         type(one).__name__ == "OptimizedModule" or one._compiled_call_impl is not None
         for one in module.modules()
@@ -103,7 +105,7 @@ def hidden(module: torch.nn.Module) -> bool:
 
 
 def peak(device: torch.device, precision: str) -> float:
-    """FLOP/s that the device can do at most: from the table, on the CPU measured; 0: not known."""
+    """Returns the device's peak FLOP/s: from PEAKS, or measured on the CPU. 0 if unknown."""
     if device.type != "cpu":
         if not hasattr(torch, device.type) or not hasattr(
             getattr(torch, device.type), "get_device_name"
@@ -112,12 +114,12 @@ def peak(device: torch.device, precision: str) -> float:
         name = str(getattr(torch, device.type).get_device_name(device))
         names = (part for part in PEAKS if re.search(rf"\b{part}\b", name))
         return PEAKS.get(next(names, ""), {}).get(precision, 0.0)
-    # fp16 is no type that processors multiply fast: what is measured would say nothing.
+    # CPUs multiply fp16 slowly, so a measured value would be no useful peak.
     return 0.0 if precision == "fp16" else measured(_DTYPES.get(precision, torch.float32))
 
 
 def measured(dtype: torch.dtype, size: int = 1024, seconds: float = 0.1) -> float:
-    """FLOP/s of a product of two [size, size] matrices here, with torch's threads as they are."""
+    """Measures the FLOP/s of a [size, size] matrix product on the CPU with torch's threads."""
     with torch.no_grad():
         left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
         out = torch.empty(size, size, dtype=dtype)

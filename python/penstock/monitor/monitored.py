@@ -1,4 +1,4 @@
-"""The part of an engine that is looked at."""
+"""Monitored: the engine's methods for metrics, sinks and traces."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ Row = dict[str, Any]
 
 
 def batch_size(given: Any) -> tuple[int, int]:
-    """Samples and tokens of a model's inputs: the rows of the first tensor, and the elements of the
-    first that has whole numbers in two dimensions (`input_ids` before others); 0 where none is."""
+    """Returns the numbers of samples and tokens in a model's inputs.
+
+    Samples are the rows of the first tensor. Tokens are the elements of the first 2-D integer
+    tensor. `input_ids` is looked at first. A number is 0 if there is no such tensor.
+    """
     tensors = [value for _, value in sorted(_tensors(given), key=lambda one: one[0] != "input_ids")]
     if not tensors:
         return 0, 0
@@ -44,20 +47,20 @@ def _tensors(given: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Monitored:
-    """The part of an engine that says what it does."""
+    """The monitoring part of an engine: metrics, callbacks, traces and FLOP counts."""
 
     config: Any
     module: torch.nn.Module
     _core: Any
     _pipeline: Any
-    _of_deepspeed: Mapping[str, Any]  # a config
-    _peak: float  # FLOP/s of a rank; 0: not known
+    _of_deepspeed: Mapping[str, Any]  # the DeepSpeed config, if one was given
+    _peak: float  # FLOP/s of a rank; 0 if unknown
     _sinks: Sinks[Row]
     _step_events: StepEvents
     _timelines: Timelines
 
     def _watch(self) -> None:
-        """Once there is a core."""
+        """Creates sinks, step events and timelines. `_core` must exist."""
         monitor = self.config.monitor
         self._sinks = Sinks(int(monitor.every))
         self._step_events = StepEvents(self._of_deepspeed)
@@ -79,18 +82,21 @@ class Monitored:
 
     @property
     def metrics(self) -> Row:
-        """Of the last applied step, by the names of docs/monitoring.md; None: not known."""
+        """Metrics of the last applied step, with the names and units of docs/monitoring.md.
+
+        A value is None if it is unknown.
+        """
         return dict(self._core.metrics.last)
 
     def on_step(self, call: Callable[[Row], None]) -> None:
         """Calls `call(metrics)` after each `monitor.every`-th applied step, on another thread.
 
-        Give it on every rank or on one: it is called where it was given. What it raises is one
-        warning, and it is not called again. `close()`, and the end of the process, wait for its
-        last call. It runs beside training, so it must not call what all ranks call together.
+        Any rank may register a callback; it runs on that rank only. If it raises, one warning is
+        issued and it is not called again. `close()` and the end of the process wait for its last
+        call. It runs concurrently with training, so it must not call collective functions.
 
         Raises:
-            ConfigError: it cannot be called.
+            ConfigError: `call` is not callable.
             RuntimeFault: the engine is closed.
         """
         if not callable(call):
@@ -105,19 +111,19 @@ class Monitored:
         """Writes a timeline that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
         Args:
-            path: the file, made on rank 0.
-            steps: the next so many steps, of all ranks, who call this together; it is written when
-                the last of them ends. None: what this rank did in the last steps, written now; for
-                one rank alone, so give each its own path.
-            profiler: torch's profiler runs over these steps on each rank, and its operators (with a
-                model on CUDA its kernels, too) are in the file below the rank's lanes.
+            path: the file. Rank 0 writes it, or the calling rank if `steps` is None.
+            steps: the number of next steps to trace. All ranks must make this call; the file has
+                all ranks and is written when the last of these steps ends. None: writes this rank's
+                last steps at once; give each calling rank its own path.
+            profiler: runs torch's profiler over these steps on each rank. Its operators (and its
+                kernels, if the model is on CUDA) appear below the rank's lanes.
 
-        A trace that is under way gives way, with a warning. One that has not all of its steps at
-        `close()` is a warning, and the file then has what rank 0 did last.
+        A trace that is still in progress is stopped with a warning. If a trace lacks steps at
+        `close()`, rank 0 warns, and the file has rank 0's last events.
 
         Raises:
-            ConfigError: `monitor.events` is 0; `steps` below 1; `profiler` without `steps`, or
-                where one of torch's profilers is running.
+            ConfigError: `monitor.events` is 0; `steps` is below 1; `profiler` is given without
+                `steps`, or while another torch profiler is running.
             RuntimeFault: the file cannot be written.
         """
         if steps is not None:
@@ -127,15 +133,18 @@ class Monitored:
             return
         if profiler:
             raise ConfigError(
-                "[front::trace] profiler=True is of steps to come: give steps, such as steps=3"
+                "[front::trace] profiler=True needs steps, since it records only future steps: "
+                "give steps, such as steps=3"
             )
         self._core.metrics.write_last(str(path))
 
-    # ---- what the engine tells
+    # ---- called by the engine
 
     def _seen(self, *given: Any) -> contextlib.AbstractContextManager[Any]:
-        """The inputs of a forward, which runs in the context. (In a pipeline: of each stage's, and
-        `_seen_batch()` has the inputs.)"""
+        """Records the inputs of a forward; the forward must run inside the returned context.
+
+        In a pipeline this does nothing: `_seen_batch()` records the inputs.
+        """
         if not torch.is_grad_enabled() or self._pipeline.active:
             return contextlib.nullcontext()
         self._timelines.before_step()
@@ -162,12 +171,15 @@ class Monitored:
             yield
         told.set_work([float(counter.by_unit[unit]) for unit in range(len(self._core.units))])
         mesh = self.config.mesh
-        copies = int(mesh.tensor * mesh.sequence)  # each has its part of the same samples
-        # Of a backward twice a forward's: arXiv:2001.08361, section 2.1.
+        copies = int(mesh.tensor * mesh.sequence)  # these ranks share the same samples
+        # A backward has twice the FLOPs of a forward: arXiv:2001.08361, section 2.1.
         self._core.metrics.set_flops(3.0 * counter.total / samples * copies, self._peak)
 
     def _seen_options(self, optimizer: torch.optim.Optimizer, native: bool) -> None:
-        """Of the step that begins. Those of the config are known."""
+        """Records the learning rate of a user's optimizer for the step that begins.
+
+        The core knows the rate of a native optimizer.
+        """
         if not native and "lr" in optimizer.param_groups[0]:
             self._core.metrics.set_lr(float(optimizer.param_groups[0]["lr"]))
 

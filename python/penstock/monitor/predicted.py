@@ -1,4 +1,4 @@
-"""Seconds that the simulator has for each line of the plan, beside those that a trace has."""
+"""Compares the simulator's time for each plan line with the time in a trace."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _UNITS = re.compile(r" u\d+(\+u\d+)*(\[\d+/\d+\])?")
 
 @dataclasses.dataclass
 class Line:
-    """Of one rank and step, in milliseconds.
+    """Predicted and measured time of plan lines on one rank in one step, in milliseconds.
 
     Attributes:
-        name: of a line; or what lines of one kind have in common.
-        count: how many of them a step has.
-        predicted, measured: their sums; measured is the mean over the steps of the trace.
+        name: the text of the plan line, or the common part of the lines of one kind.
+        count: the number of these lines in a step.
+        predicted, measured: sums over these lines. `measured` is the mean over the trace's steps.
     """
 
     name: str
@@ -35,8 +35,10 @@ class Line:
 
 
 def _own(slices: Sequence[Event]) -> Iterable[tuple[Event, float]]:
-    """Slices of a thread, which lie within each other or apart, each with its time outside those
-    within it."""
+    """Yields each slice of one thread with its own time: its duration minus that of slices inside.
+
+    Slices must be nested or disjoint.
+    """
     stack: list[tuple[Event, list[float]]] = []
     for event in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
         while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= event["ts"]:
@@ -50,9 +52,11 @@ def _own(slices: Sequence[Event]) -> Iterable[tuple[Event, float]]:
 
 
 def lines(trace: Sequence[Event]) -> list[Line]:
-    """By line of the first rank that the trace has, those with a prediction; [] where none has one.
-    What a unit computes is without its waits, and a line of a lane without what the model's thread
-    did to hand it over."""
+    """Returns the predicted plan lines of the trace's first rank; [] if no line has a prediction.
+
+    The time of a unit's compute excludes its waits. The time of a lane's line excludes the time in
+    which the model's thread queued it.
+    """
     rank = slices_of.first_rank(trace)
     slices = [e for e in trace if e.get("ph") == "X" and e["pid"] == rank]
     steps = {e["args"]["step"] for e in slices if e["cat"] == "step"}
@@ -71,7 +75,7 @@ def lines(trace: Sequence[Event]) -> list[Line]:
 
 
 def kinds(found: Sequence[Line]) -> list[Line]:
-    """Lines that differ in their units alone, together; those that are furthest off come first."""
+    """Groups lines that differ only in their units. The largest difference comes first."""
     grouped: dict[str, list[Line]] = collections.defaultdict(list)
     for line in found:
         grouped[_UNITS.sub("", line.name.partition(" (")[0])].append(line)
