@@ -30,6 +30,7 @@ CSS = """.md-grid { max-width: 72rem; }
 """
 # Page of the site -> file of the repository.
 OTHERS = {
+    "readme.md": "README.md",
     "benchmarks.md": "benchmarks/README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
@@ -69,6 +70,7 @@ NAV: dict[str, str | dict[str, str]] = {
     "Python API": {},
     "C++ API": {},
     "Project": {
+        "README": "readme.md",
         "Design": "design.md",
         "Decisions": "decisions.md",
         "Benchmarks": "benchmarks.md",
@@ -253,7 +255,6 @@ def lay_out(allow_missing: bool) -> list[str]:
     write("site.css", CSS)
     files = sources()
     page_of = {file.resolve(): name for name, file in files.items()}
-    page_of[ROOT / "README.md"] = "index.md"
     problems = []
     for name, file in files.items():
         if not file.exists():
