@@ -1,8 +1,8 @@
 """Switches on the package `deepspeed` that runs on Penstock, for scripts written for DeepSpeed.
 
 Three ways, all before the first `import deepspeed`: `penstock run --as-deepspeed script.py`, the
-environment variable PENSTOCK_AS_DEEPSPEED=1, or `penstock.deepspeed.install()`. It is in a folder
-of its own (as_deepspeed/), so that it is never found by accident.
+environment variable PENSTOCK_AS_DEEPSPEED=1, or `penstock.deepspeed.install()`. The package is in a
+folder of its own (as_deepspeed/), so that Python does not find it otherwise.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import sys
 
 from penstock._native import ConfigError
 
-# What looks for deepspeed once, when it is imported.
+# Modules that look for deepspeed once, when they are imported.
 _DECIDE = ("accelerate.accelerator", "transformers.integrations.deepspeed")
 FOLDER = pathlib.Path(__file__).parent / "as_deepspeed"
 
 
 def installed() -> bool:
-    """Whether `import deepspeed` finds ours."""
+    """Whether `import deepspeed` finds Penstock's package."""
     return str(FOLDER) in sys.path
 
 
 def install() -> None:
-    """From here on `import deepspeed` is Penstock's, and so is its distribution's metadata.
+    """Makes `import deepspeed` find Penstock's package and its distribution metadata.
 
-    Raises ConfigError where another `deepspeed` was imported already.
+    Raises ConfigError if another `deepspeed` was imported already.
     """
     loaded = sys.modules.get("deepspeed")
     if loaded is not None and not str(getattr(loaded, "__file__", "")).startswith(str(FOLDER)):
@@ -46,7 +46,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Ends it for what is imported from now on."""
+    """Undoes install() for later imports."""
     while str(FOLDER) in sys.path:
         sys.path.remove(str(FOLDER))
     importlib.invalidate_caches()

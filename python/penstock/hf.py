@@ -4,8 +4,8 @@
     config = penstock.hf.config(strategy="zero3", offload={"optimizer": "host"})
     args = TrainingArguments(..., deepspeed=config)      # or DeepSpeedPlugin(hf_ds_config=config)
 
-Both reach it by the door that they have for DeepSpeed; importing this module puts Penstock behind
-it (penstock.deepspeed.install()).
+Both use Penstock through their support for DeepSpeed: importing this module calls
+penstock.deepspeed.install().
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def config(strategy: str = "zero3", **native: Any) -> dict[str, Any]:
         native: other keys of docs/config.md: `offload`, `tiling`, `activations`, `dtypes`, ...
 
     Raises:
-        ConfigError: a key that the framework sets.
+        ConfigError: if a key is one that the framework sets.
     """
     for key, said in _THEIRS.items():
         if key in native:

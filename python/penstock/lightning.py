@@ -1,7 +1,7 @@
 """Lightning: `Trainer(accelerator="cpu", strategy=PenstockStrategy(stage=3))`.
 
-Lightning's own strategy for DeepSpeed, over Penstock, without its wish for CUDA. Importing this
-module switches the package `deepspeed` on (penstock.deepspeed.install()).
+This is Lightning's strategy for DeepSpeed on Penstock; it does not need CUDA. Importing this module
+calls penstock.deepspeed.install().
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class PenstockStrategy(of_pytorch.DeepSpeedStrategy):
     """For lightning.pytorch.Trainer.
 
     Args:
-        options: of Lightning's DeepSpeedStrategy: `stage`, `offload_optimizer`, `config`, ...
+        options: arguments of Lightning's DeepSpeedStrategy: `stage`, `offload_optimizer`, ...
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**_quiet(options))
 
     def setup_environment(self) -> None:
-        # Past DeepSpeedStrategy's own, which wants CUDA.
+        # Skips the method of DeepSpeedStrategy, which needs CUDA.
         super(of_pytorch.DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:

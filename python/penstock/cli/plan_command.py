@@ -92,6 +92,25 @@ def _positive(text: str) -> float:
     return number
 
 
+def _add_machine(plan: argparse.ArgumentParser) -> None:
+    defaults = _penstock.Machine()
+    machine = plan.add_argument_group("speeds of the machine, for each rank")
+    machine.add_argument(
+        "--machine",
+        metavar="FILE",
+        help="speeds measured by `penstock bench`; the options below override them",
+    )
+    for field, options in _MACHINE.items():
+        default = f"default: as measured, or {getattr(defaults, field):g}"
+        machine.add_argument(
+            *options.split(),
+            dest=f"machine_{field}",
+            type=_positive if field == "flops" else mesh_command.rate,
+            metavar="F",
+            help=f"{machine_file.FIELDS[field]} ({default})",
+        )
+
+
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
     """Adds the command to the command line."""
     plan = commands.add_parser(
@@ -140,20 +159,5 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     )
     mesh_command.add_options(plan)
     plan.add_argument("--json", action="store_true", help="print JSON for other programs")
-    defaults = _penstock.Machine()
-    machine = plan.add_argument_group("speeds of the machine, for each rank")
-    machine.add_argument(
-        "--machine",
-        metavar="FILE",
-        help="speeds measured by `penstock bench`; the options below override them",
-    )
-    for field, options in _MACHINE.items():
-        default = f"default: as measured, or {getattr(defaults, field):g}"
-        machine.add_argument(
-            *options.split(),
-            dest=f"machine_{field}",
-            type=_positive if field == "flops" else mesh_command.rate,
-            metavar="F",
-            help=f"{machine_file.FIELDS[field]} ({default})",
-        )
+    _add_machine(plan)
     plan.set_defaults(command=_plan)

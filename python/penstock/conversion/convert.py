@@ -1,4 +1,4 @@
-"""From one format to another: finds out what the source is, and writes what is asked for."""
+"""Converts checkpoints: detects the format of the source, and writes another format."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def convert(
     out: str | os.PathLike[str],
     options: Options | None = None,
 ) -> str:
-    """Converts a checkpoint; runs no code from it, and holds one tensor at a time.
+    """Converts a checkpoint. It runs no code from the source, and holds one tensor at a time.
 
     Args:
-        source: a checkpoint of ours (or a folder of them), of DeepSpeed (ZeRO 1, 2, 3, universal),
-            a file of torch.save() or safetensors, a folder of Hugging Face or of
+        source: a checkpoint of Penstock (or a folder of them) or DeepSpeed (ZeRO 1, 2, 3,
+            universal), a file of torch.save() or safetensors, or a folder of Hugging Face or
             torch.distributed.checkpoint.
-        out: for "penstock" a folder of checkpoints, where it becomes "step-N"; for "dcp" an empty
-            folder; for "safetensors" a folder, the weights under Hugging Face's file names (no
-            config.json); for "torch" a file, a state dict of them (which is in memory as a whole).
-        options: see there.
+        out: for "penstock" a folder of checkpoints, which gets a new "step-N"; for "dcp" an empty
+            folder; for "safetensors" a folder for the weights, in files named as by Hugging Face
+            (no config.json); for "torch" a file for a state dict, which is held in memory.
+        options: see Options.
 
     Returns:
-        What was written.
+        The path that was written.
 
     Raises:
-        ConfigError: what cannot be converted.
-        RuntimeFault: a file is damaged or missing.
+        ConfigError: if the source or the options cannot be converted.
+        RuntimeFault: if a file is damaged or missing.
     """
     wanted = options or Options()
     if wanted.to not in FORMATS:

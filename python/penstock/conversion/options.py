@@ -1,4 +1,4 @@
-"""How to convert."""
+"""The options of a conversion."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass
 class Options:
-    """What is converted to what.
+    """The source and target of a conversion.
 
     Attributes:
         to: "penstock", "dcp", "safetensors" or "torch".
-        tag: which of the checkpoints in the source; default: the newest.
-        key: of a torch file or DCP: the key of the weights, dots between levels.
-        dtype: of the weights that "safetensors" and "torch" write; default: as they are (fp32
+        tag: name of a checkpoint in the source; default: the newest.
+        key: key of the weights in a torch file or DCP, with dots between levels.
+        dtype: dtype of the weights for "safetensors" and "torch"; default: unchanged (fp32
             masters).
-        rules: of DeepSpeed with several ranks of a model: how they have cut its weights, by name
-            patterns (docs/checkpoints.md); empty: as the checkpoint says.
-        inert: classes whose objects in a pickle are passed over, by full name.
-        say: called with lines about what goes on and what is left out.
+        rules: how tensor ranks of DeepSpeed have cut the weights, by name patterns
+            (docs/checkpoints.md); empty: as the checkpoint records it.
+        inert: full names of classes whose objects in a pickle are skipped.
+        say: called with lines about progress and about parts that are left out.
     """
 
     to: str = "penstock"

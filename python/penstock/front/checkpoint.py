@@ -1,7 +1,7 @@
-"""What the front keeps of a training run, for its checkpoints: everything that is not the core's.
+"""The state that the Python front adds to a checkpoint of the core.
 
-The optimizer's groups, the scheduler, buffers, generators of random numbers, what an optimizer of
-the user's own keeps, and objects that users register. The format is in docs/formats.md.
+This is the optimizer's groups, the scheduler, buffers, random generators, the state of a user's own
+optimizer, and registered objects. docs/formats.md has the format.
 """
 
 import json
@@ -59,7 +59,7 @@ class _Signals:
 
 
 class Checkpointing:
-    """The part of an engine that saves and loads; every rank calls these together."""
+    """The methods of an engine that save and load; all ranks call them together."""
 
     config: Any
     module: torch.nn.Module
@@ -81,28 +81,29 @@ class Checkpointing:
         client_state: Any = None,
         wait: bool = True,
     ) -> str:
-        """Saves all that training goes on from, below a folder; between step() and a backward.
+        """Saves all state that training needs to continue. Call it between step() and a backward.
 
-        Each rank writes what it holds; nothing is gathered. The checkpoint appears under its name
-        when it is complete and durable, and then `path/latest` names it.
+        Each rank writes its own shards; nothing is gathered. The checkpoint gets its name when it
+        is complete and durable, and then `path/latest` names it.
 
         Args:
-            path: folder of the run's checkpoints, the same for every rank; default: the key
+            path: folder of the run's checkpoints, the same on every rank; default: the key
                 `checkpoint.path`.
-            tag: the checkpoint's name in it; default: "step-N". One of that name is replaced.
-            client_state: numbers, texts, and lists, tuples and dicts of them: `load()` gives them
-                back.
-            wait: False returns when the state was copied, and writes while training goes on. What
-                goes wrong then is a RuntimeWarning in a later call; `close()` and the next `save()`
-                wait for it.
+            tag: name of the checkpoint; default: "step-N". Replaces a checkpoint of that name.
+            client_state: numbers, strings, and lists, tuples and dicts of them. `load()` returns
+                them.
+            wait: False returns after the state was copied, and writes while training continues. An
+                error in the write is a RuntimeWarning in a later call. `close()` and the next
+                `save()` wait for the write.
 
         Returns:
-            The checkpoint's folder.
+            The folder of the checkpoint.
 
         Raises:
-            ConfigError: in the middle of a window or inside `gathered(write=True)`; what cannot be
-                saved (names it); arguments that are not the same on every rank.
-            RuntimeFault: a rank could not save (names rank, path, bytes): nothing is left of it.
+            ConfigError: inside an accumulation window or `gathered(write=True)`; if a value cannot
+                be saved (names it); if ranks give different arguments.
+            RuntimeFault: if a rank could not save (names rank, path, bytes). The incomplete
+                checkpoint is removed.
         """
         self._say_failure()
         where = self._checkpoints_in(path, "save")
@@ -117,26 +118,26 @@ class Checkpointing:
         *,
         weights_only: bool = False,
     ) -> Any:
-        """Takes over a checkpoint: of any number of ranks, strategy, offload and tiling.
+        """Loads a checkpoint of any number of ranks, strategy, offload and tiling.
 
-        Weights, buffers, the optimizer's state and its groups' options, the scheduler, generators
-        of random numbers and registered objects are as they were when it was saved.
+        Restores weights, buffers, the optimizer's state and the options of its groups, the
+        scheduler, random generators and registered objects.
 
         Args:
-            path: folder of checkpoints, or one of them; "auto" (or None): the key
-                `checkpoint.path`, or what `penstock run --resume` says.
-            tag: the checkpoint's name; default: the newest that is whole (one that is damaged is
-                passed over, with a line on stderr).
-            weights_only: parameters and buffers alone.
+            path: a folder of checkpoints, or the folder of one checkpoint. "auto" (or None): the
+                key `checkpoint.path`, or the value of `penstock run --resume`.
+            tag: name of the checkpoint; default: the newest undamaged one (a line on stderr names
+                each damaged one).
+            weights_only: loads only parameters and buffers.
 
         Returns:
-            The `client_state` that it was saved with. With "auto", None where there is none yet.
+            The `client_state` of the save. With "auto", None if there is no checkpoint yet.
 
         Raises:
-            ConfigError: another model or optimizer: names everything that is missing, too many or
-                different; nothing is changed.
-            RuntimeFault: none that is whole. When values were already replaced, the engine can
-                only load another one or be closed.
+            ConfigError: if the model or the optimizer does not match: names all missing, extra and
+                different entries, and changes nothing.
+            RuntimeFault: if no checkpoint is undamaged. If values were already replaced, the
+                engine can only load another checkpoint or close.
         """
         self._say_failure()
         auto = path is None or path == "auto"
@@ -150,9 +151,9 @@ class Checkpointing:
         return _load(self, where, tag, weights_only, auto and tag is None)[1]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Objects whose state_dict() is saved and loaded with the engine: a loader, a counter.
+        """Registers objects whose state_dict() is saved and loaded: a loader, a counter.
 
-        Their states are those of each rank, and hold what `client_state` may. Register the same
+        Each rank saves its own state, of the types that `client_state` allows. Register the same
         objects in the same order before `save()` and `load()`.
         """
         for one in objects:
@@ -170,20 +171,20 @@ class Checkpointing:
         dtype: torch.dtype | None = None,
         max_shard_bytes: int = 5_000_000_000,
     ) -> None:
-        """Writes the weights as `from_pretrained()` loads them; all ranks call it, rank 0 writes.
+        """Writes the weights for `from_pretrained()`. All ranks call it, and rank 0 writes.
 
-        `model.safetensors`, or shards of it and `model.safetensors.index.json`; tied weights once;
-        the model's config where it has one of transformers. Parameters come one unit at a time:
-        rank 0 holds a unit and one tensor beside it.
+        Writes `model.safetensors`, or shards of it and `model.safetensors.index.json`, with tied
+        weights once, and the model's config if it is one of transformers. The call gathers one unit
+        at a time, so rank 0 holds one unit and one more tensor.
 
         Args:
-            path: a folder, which may exist; files of an earlier export in it are replaced.
-            dtype: of the parameters; default: those that they compute in.
-            max_shard_bytes: of a file; a larger tensor has one of its own.
+            path: a folder, which may exist; replaces the files of an earlier export in it.
+            dtype: dtype of the parameters; default: the dtypes that they compute in.
+            max_shard_bytes: size limit of a file; a larger tensor gets a file of its own.
 
         Raises:
-            ConfigError: a dtype that is not a floating one.
-            RuntimeFault: what could not be written, on every rank.
+            ConfigError: if `dtype` is not a floating dtype.
+            RuntimeFault: if a file could not be written, on every rank.
         """
         export.export_hf(self, path, dtype, max_shard_bytes)
 

@@ -1,8 +1,8 @@
-"""Parameter groups: what the engine's kernels, or the user's own optimizer, are asked for.
+"""Parameter groups, and the optimizers that update them.
 
-The torch optimizer object the user sees keeps its parameter groups (so any torch scheduler works on
-it). The kinds of `_penstock.OPTIMIZER_KINDS` run on the engine's kernels; any other elementwise
-class steps on fp32 shards.
+The user's torch optimizer keeps its parameter groups, so any torch scheduler works on it. The kinds
+of `_penstock.OPTIMIZER_KINDS` run on the engine's kernels. Any other elementwise class steps on
+fp32 shards.
 """
 
 import copy
@@ -28,7 +28,7 @@ class Lion(torch.optim.Optimizer):
     Args:
         params: parameters or groups, as for any torch optimizer.
         lr: learning rate, a third to a tenth of AdamW's.
-        betas: of the update and of the momentum.
+        betas: coefficients of the update and of the momentum.
         weight_decay: as in AdamW.
     """
 
@@ -136,7 +136,7 @@ def _kind_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | N
 
 
 def is_native(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the engine's kernels compute what this optimizer does."""
+    """Whether the engine's kernels compute the same update as this optimizer."""
     return all(_kind_of(optimizer, group) is not None for group in optimizer.param_groups)
 
 
@@ -149,7 +149,7 @@ def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
 
 
 def group_members(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
-    """Which parameters are in which group; it changes when groups are added or edited."""
+    """Returns the parameters of each group; the value changes if groups are added or edited."""
     return [tuple(map(id, group["params"])) for group in optimizer.param_groups]
 
 
@@ -367,7 +367,7 @@ def _refuse_state_dict(*_: Any) -> None:
 
 
 def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None:
-    """From here on the engine steps this optimizer and keeps its gradients and its state."""
+    """Makes the engine step this optimizer and keep its gradients and state."""
     kept = weakref.ref(core)
 
     def step(_self: Any, closure: Any = None) -> Any:
