@@ -34,7 +34,7 @@ CLAIMS = [
     (DEEPSPEED, "from deepspeed.pipe import", "tests/drop_in/test_pipe.py"),
     (DEEPSPEED, "config = penstock.hf.config(", "tests/drop_in/test_trainers.py"),
     (DEEPSPEED, "penstock run --as-deepspeed", "tests/drop_in/test_switch.py"),
-    (DEEPSPEED, "| `optimizer.params.torch_adam`", "tools/deepspeed_page.py"),
+    (DEEPSPEED, "`optimizer.params.torch_adam`", "tools/deepspeed_page.py"),
     (ERRORS, "30 seconds", "src/plan/config/config_test.cpp"),
     (ERRORS, "penstock: rank 1, step 7: waiting", "tests/python/test_status.py::a_long_wait"),
     (ERRORS, "rank pid step for what", "tests/python/test_status.py"),

@@ -1,4 +1,4 @@
-"""Writes the table of keys in docs/deepspeed.md from the translator. --check: fails if it differs."""
+"""Writes the table of keys in docs/deepspeed.md from the translator. --check: fails if it is old."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs" / "deepspeed.md"
 HEAD = "| key | status | native key, or reason |\n|---|---|---|\n"
 
 
+FATES = ("taken", "no effect", "refused")
+
+
 def table() -> str:
-    rows = [f"| `{key}` | {fate} | {note} |\n" for key, fate, note in _penstock.deepspeed_keys()]
-    return HEAD + "".join(rows)
+    """One row for the keys that share a status and a reason; in the order of FATES."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for key, fate, note in _penstock.deepspeed_keys():
+        rows.setdefault((fate, note), []).append(f"`{key}`")
+    ordered = sorted(rows.items(), key=lambda row: FATES.index(row[0][0]))
+    return HEAD + "".join(
+        f"| {', '.join(keys)} | {fate} | {note} |\n" for (fate, note), keys in ordered
+    )
 
 
 def main() -> None:
@@ -29,7 +38,9 @@ def main() -> None:
     if not options.check:
         PAGE.write_text(made, encoding="utf-8")
     elif made != text:
-        sys.exit(f"{PAGE.name} differs from the table of the translator; run tools/deepspeed_page.py")
+        sys.exit(
+            f"{PAGE.name} differs from the table of the translator; run tools/deepspeed_page.py"
+        )
 
 
 if __name__ == "__main__":
