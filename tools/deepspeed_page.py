@@ -1,4 +1,4 @@
-"""Writes the table of keys in docs/deepspeed.md from the translator. --check: fails if it is old."""
+"""Writes the table of keys in docs/deepspeed.md from the translator. --check fails if it is old."""
 
 from __future__ import annotations
 
