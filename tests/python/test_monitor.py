@@ -106,7 +106,7 @@ def test_a_callback_that_ends_the_thread_does_not(tmp_path):
     engine.on_step(lambda row: sys.exit(3))
     seen = []
     engine.on_step(seen.append)
-    with pytest.warns(RuntimeWarning, match="on_step failed and is left out .*SystemExit: 3"):
+    with pytest.warns(RuntimeWarning, match="on_step failed and gets no more rows.*SystemExit: 3"):
         for _ in range(3):
             engine.backward(engine(torch.randn(4, 64)).square().mean())
             engine.step()

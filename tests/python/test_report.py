@@ -185,7 +185,7 @@ def test_a_picture_for_a_page(folder, tmp_path):
 def test_a_picture_of_no_run(tmp_path):
     command = [sys.executable, report_picture.__file__, str(tmp_path), str(tmp_path / "a.png")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "is no folder of a run" in done.stderr
+    assert done.returncode == 1 and "is not the folder of a run" in done.stderr
 
 
 def test_pictures_keep_to_their_bytes(tmp_path):
@@ -228,7 +228,7 @@ def test_what_a_kill_leaves(folder, tmp_path):
 
 def test_no_run(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "is not the folder of a run" in capsys.readouterr().err
 
 
 def test_a_step_that_was_trained_again_counts_once(tmp_path):

@@ -130,8 +130,8 @@ def test_steps_are_counted_from_where_a_run_begins(place, monkeypatch):
     ("made", "said", "there"),
     [
         (0, "has none of them: the last step was 0, and no file is written", None),
-        (1, "has none of them: the last step was 1, and the file has what rank 0", [1]),
-        (3, "is not complete: the last step was 3, and the file has what rank 0", [1, 2, 3]),
+        (1, "has none of them: the last step was 1, and the file has only the last", [1]),
+        (3, "is not complete: the last step was 3, and the file has only the last", [1, 2, 3]),
     ],
 )
 def test_a_run_that_ends_before(made, said, there, place, monkeypatch):
@@ -156,7 +156,7 @@ def test_a_run_that_ends_before(made, said, there, place, monkeypatch):
         ({TRACE: "t.json", STEPS: "0:2"}, "allowed: FIRST:LAST"),
         ({TRACE: "t.json", PROFILER: "yes"}, "PENSTOCK_TRACE_PROFILER .* is yes; allowed: 0 or 1"),
         ({TRACE: "."}, "is ., a folder: give a file"),
-        ({STEPS: "1:2", PROFILER: "1"}, "would do nothing without a file"),
+        ({STEPS: "1:2", PROFILER: "1"}, "has no effect without a file"),
     ],
 )
 def test_wrong_values(values, said, monkeypatch):
@@ -168,7 +168,7 @@ def test_wrong_values(values, said, monkeypatch):
 
 def test_what_cannot_be_written_is_said_at_once(monkeypatch):
     monkeypatch.setenv(TRACE, "none/t.json")
-    with pytest.raises(penstock.RuntimeFault, match="none is not there or cannot be written"):
+    with pytest.raises(penstock.RuntimeFault, match="none is missing or not writable"):
         start()
     monkeypatch.setenv(TRACE, "t.json")
     with pytest.raises(penstock.ConfigError, match='"monitor.events" is 0'):
@@ -180,7 +180,7 @@ def test_a_profiler_of_the_scripts_own_stays(place, monkeypatch):
         monkeypatch.setenv(name, value)
     engine = start()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        with pytest.warns(RuntimeWarning, match="has nothing of torch's profiler: another one"):
+        with pytest.warns(RuntimeWarning, match="has no events of torch's profiler: another"):
             steps(engine, 1)
         steps(engine, 1)
     engine.close()
@@ -267,4 +267,4 @@ def test_wrong_options(starts, place, monkeypatch, capsys):
     monkeypatch.setenv(STEPS, "six")
     assert "is six; allowed" in starts("")
     assert cli.main(["run", "--trace", "none/t.json", "--trace-steps", "1:1", "train.py"]) == 2
-    assert "none is not there or cannot be written" in capsys.readouterr().err
+    assert "none is missing or not writable" in capsys.readouterr().err

@@ -299,7 +299,7 @@ def test_off(tmp_path):
     assert engine._core.metrics.sums() == {}
     assert engine.metrics["step"] == 2 and engine.metrics["loss"] > 0
     for count in (1, None):
-        with pytest.raises(penstock.ConfigError, match="nothing of this run is recorded"):
+        with pytest.raises(penstock.ConfigError, match="so this run records no events"):
             engine.trace(tmp_path / "x.json", count)
     engine.close()
 

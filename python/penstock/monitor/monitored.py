@@ -24,7 +24,7 @@ def batch_size(given: Any) -> tuple[int, int]:
     """Returns the numbers of samples and tokens in a model's inputs.
 
     Samples are the rows of the first tensor. Tokens are the elements of the first 2-D integer
-    tensor. `input_ids` is looked at first. A number is 0 if there is no such tensor.
+    tensor; `input_ids` precedes other names. A number is 0 if there is no such tensor.
     """
     tensors = [value for _, value in sorted(_tensors(given), key=lambda one: one[0] != "input_ids")]
     if not tensors:

@@ -1,9 +1,10 @@
-"""What torch's profiler saw of some steps, as rows of a rank's timeline.
+"""Adds the events of torch's profiler to a rank's timeline.
 
-[Note: The profiler's clock] The timeline is in CLOCK_MONOTONIC, the profiler in a clock of its own
-that it derives from the processor's. A mark is an event of the profiler with readings of ours right
-around its two ends: each end bounds the difference of the clocks from both sides. There is one mark
-at each end of the steps, and what is between them is moved by what is between their differences.
+[Note: The profiler's clock] The timeline uses CLOCK_MONOTONIC. The profiler uses its own clock,
+derived from the processor's. A mark is a profiler event with CLOCK_MONOTONIC readings right before
+and after both of its ends, so each end bounds the difference of the clocks from both sides. A mark
+is taken before the first step and after the last. Events between the marks are shifted by the
+linear interpolation of the two differences.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from torch.profiler import ProfilerActivity, record_function
 from penstock._native import ConfigError
 from penstock.front import ranks
 
-MOST_EVENTS = 200_000  # of a rank in one file
-FIRST_ROW = 1000  # above all lanes of a rank
-_TRIES = 5  # of a mark, of which the narrowest counts
-_APART_NS = 1_000_000  # between two marks' differences: more makes a warning
-_LONGEST_NAME = 256  # kernels are named by their C++ types
+MOST_EVENTS = 200_000  # per rank in one file
+FIRST_ROW = 1000  # larger than the row number of any lane
+_TRIES = 5  # readings per mark; the narrowest one is used
+_APART_NS = 1_000_000  # a larger drift between the two marks gives a warning
+_LONGEST_NAME = 256  # kernel names contain C++ types and can be very long
 _MARK = "penstock clock"
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """An event of the profiler, in nanoseconds of its clock."""
+    """A profiler event. Times are in nanoseconds of the profiler's clock."""
 
     name: str
-    kind: str  # torch's: "cpu_op", "kernel"
-    row: tuple[str, int, int]  # "thread" or "stream", its device (-1: the host), its number
+    kind: str  # torch's name for it: "cpu_op", "kernel"
+    row: tuple[str, int, int]  # ("thread" or "stream", device (-1: host), number)
     begin_ns: int
     end_ns: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Our clock before, within and after an event of that name."""
+    """CLOCK_MONOTONIC before, inside and after the profiler event with this name."""
 
     name: str
     before_ns: int
@@ -55,7 +56,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """At that time of the profiler's clock it was so far ahead of ours, give or take."""
+    """The profiler's clock at `at_ns` was ahead of CLOCK_MONOTONIC by `ahead_ns` +- `doubt_ns`."""
 
     at_ns: int
     ahead_ns: int
@@ -63,7 +64,7 @@ class Difference:
 
 
 def read_mark(number: int) -> list[Reading]:
-    """Leaves a mark in the profiler's events."""
+    """Adds a mark to the profiler's events and returns its clock readings."""
     readings = []
     for index in range(_TRIES):
         name = f"{_MARK} {number}.{index}"
@@ -75,7 +76,10 @@ def read_mark(number: int) -> list[Reading]:
 
 
 def difference(readings: Iterable[Reading], events: dict[str, Seen]) -> Difference:
-    """Of the narrowest reading. Raises LookupError where the profiler has none of the events."""
+    """Returns the clock difference from the narrowest reading.
+
+    Raises LookupError if the profiler has none of the readings' events.
+    """
     found = []
     for one in readings:
         if one.name not in events:
@@ -86,19 +90,19 @@ def difference(readings: Iterable[Reading], events: dict[str, Seen]) -> Differen
         doubt = abs(high - low) // 2
         found.append(Difference(begin, (low + high) // 2, doubt))
     if not found:
-        raise LookupError("the profiler did not see our marks")
+        raise LookupError("the profiler did not record the clock marks")
     return min(found, key=lambda one: one.doubt_ns)
 
 
 class Clock:
-    """From the profiler's time to CLOCK_MONOTONIC, by marks at the two ends."""
+    """Converts the profiler's time to CLOCK_MONOTONIC with the first and the last mark."""
 
     def __init__(self, first: Difference, last: Difference) -> None:
         self._first, self._last = first, last
 
     @property
     def apart_ns(self) -> int:
-        """By how much the marks contradict each other beyond their doubts."""
+        """The drift between the two marks that exceeds their uncertainty, in nanoseconds."""
         apart = abs(self._last.ahead_ns - self._first.ahead_ns)
         return max(0, apart - self._first.doubt_ns - self._last.doubt_ns)
 
@@ -110,7 +114,7 @@ class Clock:
 
 
 def seen(event: Any) -> Seen:
-    """Of one of `kineto_results.events()`."""
+    """Converts one of `kineto_results.events()`."""
     begin, number = event.start_ns(), event.device_resource_id()
     on_host = event.device_type().name == "CPU"
     row = ("thread", -1, number) if on_host else ("stream", event.device_index(), number)
@@ -127,16 +131,20 @@ def _kind(event: Any, on_host: bool) -> str:
 
 
 def longest(events: Sequence[Any], most: int) -> Sequence[Any]:
-    """So many of `kineto_results.events()` at most. What is left out lasted no longer than what
-    stays, so around everything that stays there still is what it was called from."""
+    """Returns the `most` longest of `kineto_results.events()`.
+
+    No dropped event is longer than a kept one, so the callers of kept events are kept, too.
+    """
     if len(events) <= most:
         return events
     return heapq.nlargest(most, events, key=lambda one: one.duration_ns())
 
 
 def rows_of(events: Iterable[Seen]) -> list[tuple[str, list[Seen]]]:
-    """Rows with their names: threads by when they come first, then streams by number. In a row
-    slices are one after the other or one within the other; those that overlap go to one more."""
+    """Sorts events into named rows: threads by their first event, then streams by number.
+
+    Slices in one row are nested or disjoint. Slices that overlap otherwise get another row.
+    """
     by_row: dict[tuple[str, int, int], list[Seen]] = collections.defaultdict(list)
     for event in sorted(events, key=lambda one: (one.begin_ns, -one.end_ns)):
         by_row[event.row].append(event)
@@ -154,8 +162,8 @@ def rows_of(events: Iterable[Seen]) -> list[tuple[str, list[Seen]]]:
 
 
 def _nested(events: Iterable[Seen]) -> list[list[Seen]]:
-    """Of events in order, the fewest rows that can be drawn."""
-    rows: list[tuple[list[Seen], list[int]]] = []  # and the ends of what is open in it
+    """Splits events, ordered by begin, into rows in which slices are nested or disjoint."""
+    rows: list[tuple[list[Seen], list[int]]] = []  # (events, ends of the open slices)
     for event in events:
         for _, ends in rows:
             while ends and ends[-1] <= event.begin_ns:
@@ -175,8 +183,10 @@ def _micros(ns: int) -> str:
 
 
 def trace_text(rows: Iterable[tuple[str, list[Seen]]], clock: Clock, pid: int, offset: int) -> str:
-    """Events of a Chrome trace: JSON objects with commas between them and no brackets around.
-    `offset`: nanoseconds to be added to our clock."""
+    """Returns Chrome trace events: JSON objects separated by commas, without outer brackets.
+
+    `offset` is added to CLOCK_MONOTONIC, in nanoseconds.
+    """
     parts = []
     quoted: dict[str, str] = {}
     for tid, (title, events) in enumerate(rows, start=FIRST_ROW):
@@ -195,7 +205,7 @@ def trace_text(rows: Iterable[tuple[str, list[Seen]]], clock: Clock, pid: int, o
 
 
 def running() -> bool:
-    """Whether one of torch's profilers is."""
+    """Whether a torch profiler is running in this process or on this thread."""
     here = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return bool(here or torch.autograd.profiler._is_profiler_enabled)
 
@@ -205,18 +215,19 @@ def _stop(profiler: torch.profiler.profile) -> None:
 
 
 def check_free() -> None:
-    """Raises ConfigError where a profiler runs on this thread already."""
+    """Raises ConfigError if a torch profiler is already running."""
     if running():
         raise ConfigError(
-            "[front::trace] profiler=True and one of torch's profilers is running already, of "
-            "which a process has one: stop it before, or trace without profiler=True"
+            "[front::trace] profiler=True, but a torch profiler is running already, and a process "
+            "can have only one: stop it first, or trace without profiler=True"
         )
 
 
 class Profile:
-    """torch's profiler, running from here until `text()` or `stop()`, both on the same thread.
+    """torch's profiler. It runs from construction until `text()` or `stop()`.
 
-    Raises ConfigError where a profiler runs on this thread already.
+    Both must be called on the constructing thread. Raises ConfigError if a torch profiler is
+    already running.
     """
 
     def __init__(self, with_cuda: bool) -> None:
@@ -225,15 +236,17 @@ class Profile:
         if with_cuda:
             activities.append(ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities)
-        with warnings.catch_warnings():  # torch 2.11's, of a second cycle: there is one
+        with warnings.catch_warnings():  # torch 2.11 warns of a second cycle; there is only one
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             self._profiler.start()
         self.stop = weakref.finalize(self, _stop, self._profiler)  # once, and at the latest at exit
         self._first = read_mark(0)
 
     def text(self, offset_ns: int) -> str:
-        """Stops, and gives its events as part of a Chrome trace (see `trace_text`). What goes wrong
-        is a warning and "": a run does not end for a picture of it."""
+        """Stops the profiler and returns its events as part of a Chrome trace (see `trace_text`).
+
+        An error becomes a warning and "", so that it does not end the run.
+        """
         if not self.stop.alive:
             return ""
         try:
@@ -257,15 +270,15 @@ class Profile:
         clock = Clock(difference(self._first, marks), difference(last, marks))
         if clock.apart_ns > _APART_NS:
             _warn(
-                f"the profiler's clock went off by {clock.apart_ns / 1e6:.1f} ms while it ran: its "
-                f"events are so far off at most"
+                f"the profiler's clock drifted by {clock.apart_ns / 1e6:.1f} ms while it ran: its "
+                f"events are misplaced by up to this much"
             )
         kept = longest(events, MOST_EVENTS)
         if len(kept) < len(events):
             bound = min(event.duration_ns() for event in kept)
             _warn(
                 f"the profiler saw {len(events)} events, of which the trace has the {MOST_EVENTS} "
-                f"longest (of {bound / 1e3:.1f} us and more): trace fewer steps for all of them"
+                f"longest ({bound / 1e3:.1f} us or more): trace fewer steps to keep all of them"
             )
         return trace_text(rows_of(map(seen, kept)), clock, ranks.rank(), offset_ns)
 

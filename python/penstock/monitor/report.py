@@ -1,4 +1,4 @@
-"""report.html: one file that says what a run did, or compares two; it needs no network."""
+"""Writes report.html: one page that describes a run or compares two. It needs no network."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _share(value: float) -> str:
     return f"{value:.3g} %"
 
 
-# name of the picture, its title, column or function of a row, text of a value, from zero
+# (figure id, title, column name or function of a row, value formatter, whether y begins at zero)
 _CHARTS: tuple[tuple[str, str, str | Callable[[dict[str, Any]], float | None], Any, bool], ...] = (
     ("loss", "Loss", "loss", svg.number, False),
     ("grad_norm", "Gradient norm", "grad_norm", svg.number, False),
@@ -134,7 +134,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def facts(run: Run) -> dict[str, str]:
-    """The run in a few numbers."""
+    """Returns the summary values of a run as text by name. Unknown values are left out."""
     last = run.rows[-1] if run.rows else {}
     about = run.about
     started = about.get("started")
@@ -200,7 +200,7 @@ def _plan(run: Run) -> str:
 
 
 def _predicted(run: Run) -> str:
-    """The simulator's seconds beside the trace's."""
+    """Returns the tables of predicted and measured times; "" if the trace has no predictions."""
     found = predicted.lines(run.trace)
     if not found:
         return ""
@@ -228,15 +228,15 @@ def _predicted(run: Run) -> str:
     measured = _median([row["step_s"] for row in run.rows])
     text = (
         f"<p>A step is predicted to take {_millis(step)}, and the median took {_millis(measured)}. "
-        f"Lanes overlap with what computes, so lines do not add up, and an exchange with a rank "
-        f"that is late is as long as that makes it.</p>"
+        f"Lanes overlap with compute, so the lines do not add up to the step. An exchange includes "
+        f"the wait for ranks that are late.</p>"
         if step is not None
         else ""
     )
     return (
         f"<h2>Predicted and measured</h2>{text}"
         f"{_table(heads, rows(predicted.kinds(found)), 'predicted')}"
-        f"<details><summary>The lines that are furthest off</summary>"
+        f"<details><summary>Lines with the largest difference</summary>"
         f"{_table(heads, rows(worst), 'furthest')}</details>"
     )
 
@@ -262,7 +262,10 @@ def _flat(value: Any, path: str = "") -> dict[str, str]:
 
 
 def write(folders: Sequence[str | pathlib.Path], path: str | pathlib.Path) -> None:
-    """A page about the runs of these folders, one or two. Raises ValueError: one is no run's."""
+    """Writes the page about the runs in one or two folders.
+
+    Raises ValueError if a folder has no run or the page cannot be written.
+    """
     text = page([read(folder) for folder in folders])
     try:
         pathlib.Path(path).write_text(text, encoding="utf-8")
@@ -271,7 +274,7 @@ def write(folders: Sequence[str | pathlib.Path], path: str | pathlib.Path) -> No
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The HTML of one run, or of two beside each other."""
+    """Returns the HTML for one run, or for two runs side by side."""
     first = runs[0]
     title = html.escape(" and ".join(_labels(runs)))
     parts = [_summary(runs), '<h2>Curves</h2><div class="grid2">', _curves(runs)]
@@ -282,7 +285,7 @@ def page(runs: Sequence[Run]) -> str:
     parts.append(_predicted(first))
     if not first.rows:
         kept = first.about.get("config", {}).get("monitor", {}).get("formats", ["jsonl"])
-        why = "" if "jsonl" in kept else ' that could be read: "monitor.formats" is without "jsonl"'
+        why = "" if "jsonl" in kept else ' to read: "monitor.formats" does not include "jsonl"'
         parts.append(f"<p>There are no steps yet{html.escape(why)}.</p>")
     if len(runs) > 1:
         parts.append(_differences(first, runs[1]))

@@ -1,4 +1,4 @@
-"""A run's folder, read: also of a run that was killed while it wrote."""
+"""Reads the folder of a run, even if the run was killed while it wrote."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclasses.dataclass
 class Run:
-    """What a folder has.
+    """The contents of a run's folder.
 
     Attributes:
-        name: the folder's.
-        about: run.json; {} where there is none.
-        rows: of metrics.jsonl, one a step. Where a step was trained again, what had come after it
-            is left out.
-        trace: events of trace.json, or of what an error has left; [] where there is none.
+        name: the folder's name.
+        about: the contents of run.json; {} if it is missing.
+        rows: the rows of metrics.jsonl, one per step. If a step was trained again, the earlier rows
+            from that step on are left out.
+        trace: events of trace.json, or of the trace that an error left; [] if there is none.
     """
 
     name: str
@@ -27,13 +27,13 @@ class Run:
     trace: list[dict[str, Any]]
 
     def column(self, name: str) -> list[tuple[float, float]]:
-        """(step, value) where the value is known."""
+        """Returns (step, value) for each row with a finite value."""
         pairs = ((float(row["step"]), row.get(name)) for row in self.rows)
         return [(x, float(y)) for x, y in pairs if y is not None and math.isfinite(y)]
 
 
 def rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Of a metrics.jsonl, as Run has them; [] where there is none."""
+    """Returns the rows of a metrics.jsonl, as in `Run.rows`; [] if the file is missing."""
     by_step: dict[int, dict[str, Any]] = {}
     last = 0
     if not path.exists():
@@ -42,9 +42,9 @@ def rows(path: pathlib.Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # cut short
+            continue  # the write of this line was cut short
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-            if row["step"] <= last:  # a run that began again, or went back
+            if row["step"] <= last:  # the run started again or loaded an earlier checkpoint
                 by_step = {step: one for step, one in by_step.items() if step < row["step"]}
             last = row["step"]
             by_step[last] = row
@@ -52,7 +52,7 @@ def rows(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def json_object(path: pathlib.Path) -> dict[str, Any]:
-    """What a file of one JSON object has; {} where there is none."""
+    """Reads a file with one JSON object; {} if it is missing or holds anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -61,7 +61,10 @@ def json_object(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _trace(place: pathlib.Path, started: float) -> list[dict[str, Any]]:
-    """The newest of trace.json and what ranks have left after an error, since the run began."""
+    """Returns the events of the run's newest trace: trace.json or one that an error left.
+
+    Traces that are older than the run (`started`, seconds since 1970) are ignored.
+    """
     files = [place / "trace.json", *place.glob("penstock-rank*.trace.json")]
     dated = [(path.stat().st_mtime, path) for path in files if path.exists()]
     for when, path in sorted(dated, reverse=True):
@@ -72,13 +75,13 @@ def _trace(place: pathlib.Path, started: float) -> list[dict[str, Any]]:
 
 
 def read(folder: str | pathlib.Path) -> Run:
-    """Raises ValueError where the folder has no metrics of a run."""
+    """Reads a run's folder. Raises ValueError if it has neither run.json nor metrics.jsonl."""
     place = pathlib.Path(folder)
     told, steps = json_object(place / "run.json"), rows(place / "metrics.jsonl")
     if not told and not steps:
         raise ValueError(
-            f'[report] "{folder}" is no folder of a run: there is no run.json and no metrics.jsonl '
-            f'("monitor": {{"path": ...}} makes them)'
+            f'[report] "{folder}" is not the folder of a run: it has no run.json and no '
+            f'metrics.jsonl (a run with "monitor": {{"path": ...}} writes them)'
         )
     started = told.get("started")
     trace = _trace(place, started if isinstance(started, float) else 0.0)

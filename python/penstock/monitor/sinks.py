@@ -1,4 +1,4 @@
-"""Where metrics go from Python: a thread of its own hands rows on, so that training never waits."""
+"""Metric sinks in Python. Their own thread writes the rows, so training never waits for them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from penstock._native import ConfigError
 
 Row = dict[str, Any]
 _MOST_WAITING = 1024
-_Told = TypeVar("_Told")  # a row of metrics, say
+_Told = TypeVar("_Told")  # the type of one item, such as a row of metrics
 _Taken = TypeVar("_Taken", contravariant=True)
 
 
 class Sink(Protocol[_Taken]):
-    """One place. Its thread calls these alone."""
+    """One destination of metrics. Only the thread of its Sinks calls write()."""
 
     name: str
 
@@ -34,7 +34,7 @@ class Sink(Protocol[_Taken]):
 
 
 class Sinks(Generic[_Told]):
-    """All places of one engine. What one of them raises is one warning, and its end."""
+    """All sinks of one engine. If a sink raises, one warning is issued and the sink is removed."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -46,7 +46,7 @@ class Sinks(Generic[_Told]):
     def add(self, sink: Sink[_Told]) -> None:
         self._sinks.append(sink)
         if self._thread is None:
-            atexit.register(self.close)  # of scripts that end without a word
+            atexit.register(self.close)  # for scripts that do not close their engine
             self._thread = threading.Thread(target=self._run, name="penstock-monitor", daemon=True)
             self._thread.start()
 
@@ -60,7 +60,7 @@ class Sinks(Generic[_Told]):
             self._dropped += 1
 
     def close(self) -> None:
-        """After what waits was written."""
+        """Writes the queued rows, then ends the thread and closes the sinks."""
         if self._thread is None:
             return
         atexit.unregister(self.close)
@@ -71,8 +71,8 @@ class Sinks(Generic[_Told]):
             self._try(sink, sink.close)
         if self._dropped:
             warnings.warn(
-                f"[monitor] {self._dropped} rows found no room: who takes them is slower than the "
-                f"steps",
+                f"[monitor] {self._dropped} rows were dropped: a sink is slower than the steps; "
+                f"raise monitor.every",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -85,11 +85,11 @@ class Sinks(Generic[_Told]):
     def _try(self, sink: Sink[_Told], call: Callable[[], None]) -> None:
         try:
             call()
-        except BaseException as error:  # sys.exit() in a callback, too: the thread goes on
+        except BaseException as error:  # includes sys.exit() in a callback: the thread goes on
             if sink in self._sinks:
                 self._sinks.remove(sink)
             warnings.warn(
-                f"[monitor] {sink.name} failed and is left out from now on: "
+                f"[monitor] {sink.name} failed and gets no more rows: "
                 f"{type(error).__name__}: {error}",
                 RuntimeWarning,
                 stacklevel=2,
@@ -97,7 +97,7 @@ class Sinks(Generic[_Told]):
 
 
 class Callback:
-    """A function of the user's."""
+    """A sink that calls the user's function."""
 
     name = "on_step"
 
@@ -115,7 +115,11 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 def summary_writer(folder: str | pathlib.Path, asks: str) -> Any:
-    """torch's. `asks`: what of the config wants it, for the error where it is not installed."""
+    """Creates torch's TensorBoard writer.
+
+    `asks` names the config setting that requires it. Raises ConfigError with that text if
+    tensorboard is not installed.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
     except ImportError as error:
@@ -124,7 +128,7 @@ def summary_writer(folder: str | pathlib.Path, asks: str) -> Any:
 
 
 class TensorBoard:
-    """torch's writer, in the folder "tensorboard" of the run."""
+    """A sink that writes to the folder "tensorboard" of the run."""
 
     name = "tensorboard"
 
@@ -141,15 +145,17 @@ class TensorBoard:
 
 
 def _logged_in() -> bool:
-    """Whether `wandb login` left a key."""
+    """Whether `wandb login` has stored a key in the user's netrc file."""
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         return netrc.netrc().authenticators("api.wandb.ai") is not None
     return False
 
 
 def wandb_run(asks: str, **options: Any) -> Any:
-    """One of wandb.init(**options): on this machine alone without a key, or with
-    WANDB_MODE=offline. `asks` as of summary_writer()."""
+    """Calls wandb.init(**options), offline if there is no key or WANDB_MODE is "offline".
+
+    `asks` is the same as in summary_writer(). Raises ConfigError if wandb is not installed.
+    """
     try:
         import wandb  # noqa: PLC0415
     except ImportError as error:
@@ -161,7 +167,10 @@ def wandb_run(asks: str, **options: Any) -> Any:
 
 
 class Wandb:
-    """Weights & Biases. Without a key, or with WANDB_MODE=offline, in the run's folder only."""
+    """A sink for Weights & Biases.
+
+    Without a key, or with WANDB_MODE=offline, it writes to the run's folder only.
+    """
 
     name = "wandb"
 

@@ -1,4 +1,4 @@
-"""One step of a trace as a picture: a row a lane, a box a slice."""
+"""Draws one step of a trace as SVG: a row for each lane, a box for each slice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROW, _MOST = 22, 4000
 
 
 def _closed(events: Sequence[Event]) -> list[Event]:
-    """Slices, those of the disk made of their two ends."""
+    """Returns the slices. A disk request becomes a slice from its begin and end events."""
     found, begun = [], {}
     for event in events:
         if event["ph"] == "X" and event["cat"] in _KINDS:
@@ -28,12 +28,12 @@ def _closed(events: Sequence[Event]) -> list[Event]:
 
 
 def first_rank(events: Sequence[Event]) -> int:
-    """Of those that the trace has."""
+    """Returns the lowest rank in the trace."""
     return min((int(event["pid"]) for event in events if event["ph"] == "X"), default=0)
 
 
 def last_step(events: Sequence[Event]) -> tuple[int, list[Event]]:
-    """The last step that is whole on the first rank: its number and everyone's slices in it."""
+    """Returns the number of the first rank's last complete step and all ranks' slices in it."""
     first = first_rank(events)
     ends = [e for e in events if e["ph"] == "X" and e["cat"] == "step" and e["pid"] == first]
     if not ends:
@@ -45,7 +45,7 @@ def last_step(events: Sequence[Event]) -> tuple[int, list[Event]]:
 
 
 def picture(events: Sequence[Event]) -> str:
-    """ "" where the trace has no whole step."""
+    """Returns the figure of the last complete step; "" if the trace has none."""
     step, slices = last_step(events)
     if not slices:
         return ""
@@ -61,7 +61,7 @@ def picture(events: Sequence[Event]) -> str:
             f"rank {row[0]} {html.escape(names.get(row, ''))}</text>"
         )
     place = {row: index for index, row in enumerate(rows)}
-    # What lies within others is drawn after them.
+    # A slice inside another one is drawn after it.
     shown = sorted(slices, key=lambda e: (e["ts"], -e["dur"]))[:_MOST]
     for event in shown:
         x = left + (event["ts"] - begin) / span * (width - left)

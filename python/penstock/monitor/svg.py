@@ -1,7 +1,7 @@
-"""Charts as SVG, without a library: lines, stacked areas and rows of slices.
+"""Draws charts as SVG without a library: lines, stacked areas and rows of slices.
 
-Sizes are in units of the picture, which scales to the page. A chart's figure tells what it draws in
-attributes (`data-x`, `data-y`: what the axes begin and end with), so that a reader can check it.
+Sizes are in SVG user units; the picture scales to the page. Each chart's figure has the ranges of
+its axes in the attributes `data-x` and `data-y`, so that a program can check the chart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MOST_POINTS = 600
 
 
 def thinned(points: Points) -> Points:
-    """Of many points so many, with the first and the last."""
+    """Returns at most _MOST_POINTS of the points, evenly spaced, with the first and the last."""
     if len(points) <= _MOST_POINTS:
         return points
     stride = (len(points) - 1) / (_MOST_POINTS - 1)
@@ -25,7 +25,7 @@ def thinned(points: Points) -> Points:
 
 
 def ticks(low: float, high: float, count: int = 4, binary: bool = False) -> list[float]:
-    """Round values between the two: of bytes, powers of two."""
+    """Returns round values from low to high. With `binary` their step is a power of two."""
     span = high - low
     if span <= 0:
         return [low]
@@ -39,7 +39,7 @@ def ticks(low: float, high: float, count: int = 4, binary: bool = False) -> list
 
 
 def number(value: float, digits: int = 4) -> str:
-    """So many digits, and a letter from a thousand on."""
+    """Returns the value with that many digits, and with a unit letter from 1000 on ("12.3k")."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.{digits}g}{letter}"
@@ -47,7 +47,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 class Axes:
-    """From values to the picture."""
+    """Maps values to positions in the picture."""
 
     def __init__(self, x: tuple[float, float], y: tuple[float, float]) -> None:
         self.x, self.y = x, y
@@ -85,7 +85,7 @@ def _range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
 
 
 def figure(name: str, title: str, body: str, axes: Axes | None = None, legend: str = "") -> str:
-    """A titled picture."""
+    """Returns a <figure> with a title, the SVG body and the legend."""
     told = ""
     if axes is not None:
         told = f' data-x="{axes.x[0]!r} {axes.x[1]!r}" data-y="{axes.y[0]!r} {axes.y[1]!r}"'
@@ -97,7 +97,7 @@ def figure(name: str, title: str, body: str, axes: Axes | None = None, legend: s
 
 
 def legend(names: Sequence[str]) -> str:
-    """Colours by number, with their names."""
+    """Returns the legend: each name with its colour, which is its index."""
     items = (
         f'<span><i class="swatch c{index}"></i>{html.escape(name)}</span>'
         for index, name in enumerate(names)
@@ -112,7 +112,7 @@ def lines(
     text: Callable[[float], str] = number,
     from_zero: bool = False,
 ) -> str:
-    """One line a series over one pair of axes; "" where there are no values."""
+    """Returns a chart with one line per series on shared axes; "" if there are no values."""
     series = {label: thinned(points) for label, points in series.items() if points}
     if not series:
         return ""
@@ -140,7 +140,10 @@ def stacked(
     text: Callable[[float], str] = number,
     limit: tuple[str, float] | None = None,
 ) -> str:
-    """Areas of bytes upon each other, over the same steps; `limit`: a dashed line with its name."""
+    """Returns a chart of stacked areas in bytes; "" if there are no values.
+
+    All series must have the same steps. `limit` is the name and the value of a dashed line.
+    """
     series = {label: thinned(points) for label, points in series.items() if points}
     if not series:
         return ""

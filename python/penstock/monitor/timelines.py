@@ -1,4 +1,4 @@
-"""Timelines that somebody asked an engine for: what they are of, and what becomes of them."""
+"""Starts and ends the traces that the user requests from an engine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from penstock.monitor.trace_request import TRACE, Wish, check_folder, of_environ
 
 
 class _Process:
-    """What the engines of this process have in common."""
+    """State that all engines of this process share."""
 
-    engines: weakref.WeakSet[Any] = weakref.WeakSet()  # open ones
-    next: Wish | None = None  # of the engine that is made next
-    named = 0  # traces by the environment
-    ends = False  # at exit
+    engines: weakref.WeakSet[Any] = weakref.WeakSet()  # the open engines
+    next: Wish | None = None  # the request for the next engine that is created
+    named = 0  # traces that the environment has requested so far
+    ends = False  # whether _end_all() is registered to run at exit
 
 
 def _file_of(path: str) -> str:
-    """For one more engine that the environment asks a trace of."""
+    """Returns the trace file for the next engine; the environment gives a path for the first."""
     _Process.named += 1
     whole = pathlib.Path(path).absolute()
     if _Process.named == 1:
@@ -43,15 +43,19 @@ def _file_of(path: str) -> str:
 
 
 class Timelines:
-    """Those of one engine, which it belongs to."""
+    """The traces of one engine. The engine owns this object."""
 
     def __init__(self, engine: Any) -> None:
-        """Takes what waits for an engine. Raises ConfigError for wrong values in the environment,
-        RuntimeFault on rank 0 for a folder that is not there."""
+        """Takes the requests from the environment and from trace() before initialize().
+
+        Raises:
+            ConfigError: an environment variable has a wrong value.
+            RuntimeFault: the trace's folder is missing or not writable (on rank 0).
+        """
         self._engine = weakref.ref(engine)
-        self._rank = ranks.rank()  # at exit nobody may know
-        self._made = 0  # steps
-        self._waiting: list[Wish] = []  # for their first step
+        self._rank = ranks.rank()  # kept, since at exit the process group may be gone
+        self._made = 0  # steps so far
+        self._waiting: list[Wish] = []  # requests whose first step is in the future
         self._under_way: tuple[Wish, Profile | None] | None = None
         wish = of_environment(os.environ)
         if wish is not None:
@@ -62,38 +66,38 @@ class Timelines:
         _Process.engines.add(engine)
         if not _Process.ends:
             _Process.ends = True
-            # Now, so that it comes before what was registered on import.
+            # Registered now, so that it runs before the handlers that were registered on import.
             atexit.register(_end_all)
 
     def _take(self, wish: Wish, monitor: Any) -> None:
         if monitor.events == 0:
             raise ConfigError(
-                f'[front::initialize] {TRACE} is set and "monitor.events" is 0: nothing of this '
-                f"run is recorded; drop one of them"
+                f'[front::initialize] {TRACE} is set and "monitor.events" is 0, so this run '
+                f"records no events: drop one of them"
             )
         if self._rank == 0:
             check_folder(wish.path)
             if monitor.path and 0 < wish.first < monitor.trace_first + monitor.trace_steps:
                 warnings.warn(
-                    f'[front::initialize] {TRACE} takes the place of "monitor.trace_first"',
+                    f'[front::initialize] {TRACE} replaces "monitor.trace_first"',
                     UserWarning,
                     stacklevel=2,
                 )
         self._waiting.append(dataclasses.replace(wish, path=_file_of(wish.path)))
 
     def ask(self, path: str, steps: int, profiler: bool) -> None:
-        """Of the next steps. All ranks call it."""
+        """Starts a trace of the next `steps` steps. All ranks must call it."""
         if steps < 1:
             raise ConfigError(f"[front::trace] steps is {steps}; allowed: 1 or more")
         self._begin(Wish(path, self._made + 1, self._made + steps, profiler))
 
     def before_step(self) -> None:
-        """A forward of the first step is about to run: it begins what was asked for before."""
+        """Starts the waiting requests. Called before each forward; acts before the first step."""
         if self._waiting and self._made == 0:
             self._begin_waiting()
 
     def after_step(self) -> None:
-        """One was applied."""
+        """Ends the trace after its last step and starts requests that begin with the next step."""
         self._made += 1
         if self._under_way is not None and self._made >= self._under_way[0].last:
             (_, profile), self._under_way = self._under_way, None
@@ -106,22 +110,22 @@ class Timelines:
         due = [wish for wish in self._waiting if wish.first <= self._made + 1]
         self._waiting = [wish for wish in self._waiting if wish not in due]
         for wish in due:
-            if wish.profiler and running():  # this is in the middle of a run: no error ends it
+            if wish.profiler and running():  # a warning only: an error here would end the run
                 _say(
-                    f"{_of(wish)} has nothing of torch's profiler: another one is running, and a "
-                    f"process has one"
+                    f"{_of(wish)} has no events of torch's profiler: another profiler is running, "
+                    f"and a process can have only one"
                 )
                 wish = dataclasses.replace(wish, profiler=False)
-            # Where the model was called by itself the first step was not seen to begin.
+            # If the model was called without the engine, before_step() did not run for step 1.
             late = self._made + 1 - wish.first
             self._begin(dataclasses.replace(wish, first=wish.first + late, last=wish.last + late))
 
     def _begin(self, wish: Wish) -> None:
-        """From the next step on. What is under way gives way: there is one at a time."""
+        """Starts a trace from the next step on. It stops the current one: only one can run."""
         engine: Any = self._engine()
         ours = self._under_way is not None and self._under_way[1] is not None
         if wish.profiler and not ours:
-            check_free()  # before another trace gives way
+            check_free()  # raises before the current trace is stopped
         self._stop(f"and it gives way to {wish.path}")
         profile = Profile(_on_cuda(engine.module)) if wish.profiler else None
         steps = wish.last - self._made
@@ -137,7 +141,7 @@ class Timelines:
         self._under_way = wish, profile
 
     def _stop(self, then: str) -> None:
-        """Ends what is under way before its last step."""
+        """Ends the current trace before its last step, with a warning on rank 0."""
         if self._under_way is None:
             return
         (wish, profile), self._under_way = self._under_way, None
@@ -147,7 +151,7 @@ class Timelines:
             _say(f"{_of(wish)} is not complete: the last step was {self._made}, {then}")
 
     def end(self) -> None:
-        """No step comes any more."""
+        """Ends all traces and requests. Called at close() or at exit, after the last step."""
         engine = self._engine()
         _Process.engines.discard(engine)
         if self._under_way is not None:
@@ -158,14 +162,14 @@ class Timelines:
         self._waiting = []
 
     def _rest(self, engine: Any, wish: Wish) -> str:
-        """Writes what rank 0 has, and tells of it."""
+        """Writes rank 0's last events to the trace's file. Returns the text for the warning."""
         if self._rank != 0 or self._made == 0:
             return "and no file is written"
         try:
             engine._core.metrics.write_last(wish.path)
         except RuntimeFault as error:
             return f"and {error}"
-        return "and the file has what rank 0 alone did last"
+        return "and the file has only the last events of rank 0"
 
 
 def _of(wish: Wish) -> str:
@@ -186,7 +190,7 @@ def _nobody_came() -> None:
 
 
 def _end_all() -> None:
-    """At exit, of engines that nobody closed."""
+    """Ends the traces of engines that are still open at exit."""
     for engine in list(_Process.engines):
         engine._timelines.end()
 
@@ -194,32 +198,33 @@ def _end_all() -> None:
 def trace(
     path: str | pathlib.Path = "trace.json", steps: int | None = 3, profiler: bool = False
 ) -> None:
-    """`Engine.trace()` of the one open engine of this process, for where it is not at hand.
+    """Calls `Engine.trace()` of the only open engine, for code that has no reference to it.
 
     Args:
-        path: the file, made on rank 0.
-        steps: the next so many steps, of all ranks, who call this together. Before `initialize()`:
-            the first so many steps of the engine that is made next. None: what this rank did in the
-            last steps, written now.
-        profiler: torch's profiler runs over these steps, too.
+        path: the file. Rank 0 writes it, or the calling rank if `steps` is None.
+        steps: the number of next steps to trace. All ranks must make this call. Before
+            `initialize()` these are the first steps of the next engine. None: writes this rank's
+            last steps at once.
+        profiler: runs torch's profiler over these steps, too.
 
     Raises:
-        ConfigError: several engines are open; none is, and `steps` is None; as `Engine.trace()`.
+        ConfigError: several engines are open; no engine is open and `steps` is None; any reason of
+            `Engine.trace()`.
         RuntimeFault: the file cannot be written.
     """
     engines = list(_Process.engines)
     if len(engines) > 1:
         raise ConfigError(
-            f"[front::trace] {len(engines)} engines are open: call engine.trace() of the one that "
-            f"is meant"
+            f"[front::trace] {len(engines)} engines are open: call engine.trace() on the one to "
+            f"trace"
         )
     if engines:
         engines[0].trace(path, steps, profiler)
         return
     if steps is None:
         raise ConfigError(
-            "[front::trace] steps is None, and no engine is open whose last steps could be "
-            "written: give steps, or call it after initialize()"
+            "[front::trace] steps is None, and no engine is open, so there are no last steps to "
+            "write: give steps, or call it after initialize()"
         )
     if steps < 1:
         raise ConfigError(f"[front::trace] steps is {steps}; allowed: 1 or more")

@@ -1,4 +1,4 @@
-"""Timelines that the environment or a call asks an engine for: the request, before any is made."""
+"""Trace requests: from the environment (`penstock run --trace`) or from a call of trace()."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from collections.abc import Mapping
 
 from penstock._native import ConfigError, RuntimeFault
 
-# In the environment of the ranks, by `penstock run --trace` or by hand.
+# Environment variables of the ranks. `penstock run --trace` or the user sets them.
 TRACE, STEPS, PROFILER = "PENSTOCK_TRACE", "PENSTOCK_TRACE_STEPS", "PENSTOCK_TRACE_PROFILER"
 DEFAULT_STEPS = "10:12"
 
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """A trace of the steps that an engine makes, of which the first is 1, whatever was loaded."""
+    """A request to trace an engine's steps `first` to `last`.
+
+    Steps are counted from 1 for each engine, even if it loaded a checkpoint.
+    """
 
     path: str
     first: int
@@ -27,18 +30,18 @@ class Wish:
 
 
 def _spelt(variable: str) -> str:
-    """The variable and the option of `penstock run` that sets it."""
+    """Returns the variable with the option of `penstock run` that sets it."""
     return f"{variable} ({variable.replace('PENSTOCK', '-').replace('_', '-').lower()})"
 
 
 def of_environment(environ: Mapping[str, str]) -> Wish | None:
-    """What the variables ask for; None: nothing. Raises ConfigError for a value that is wrong."""
+    """Returns the request in the variables, or None. Raises ConfigError for a wrong value."""
     path = environ.get(TRACE, "")
     if not path:
         idle = ", ".join(_spelt(name) for name in (STEPS, PROFILER) if environ.get(name))
         if idle:
             raise ConfigError(
-                f"[front::trace] {idle} would do nothing without a file: give {_spelt(TRACE)} too"
+                f"[front::trace] {idle} has no effect without a file: give {_spelt(TRACE)} too"
             )
         return None
     if path.endswith(os.sep) or pathlib.Path(path).is_dir():
@@ -48,8 +51,8 @@ def of_environment(environ: Mapping[str, str]) -> Wish | None:
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ConfigError(
-            f"[front::trace] {_spelt(STEPS)} is {text}; allowed: FIRST:LAST, the numbers of two "
-            f"steps from 1 on, such as {DEFAULT_STEPS}"
+            f"[front::trace] {_spelt(STEPS)} is {text}; allowed: FIRST:LAST, two step numbers of 1 "
+            f"or more, such as {DEFAULT_STEPS}"
         )
     flag = environ.get(PROFILER, "")
     if flag not in ("", "0", "1"):
@@ -58,9 +61,12 @@ def of_environment(environ: Mapping[str, str]) -> Wish | None:
 
 
 def check_folder(path: str) -> None:
-    """Raises RuntimeFault where a file could not be made; after ten steps it is late to say so."""
+    """Raises RuntimeFault if the trace's folder is not writable.
+
+    Checked before training, since the trace is written only after its last step.
+    """
     folder = pathlib.Path(path).absolute().parent
     if not os.access(folder, os.W_OK):
         raise RuntimeFault(
-            f"[front::trace] {_spelt(TRACE)} is {path}: {folder} is not there or cannot be written"
+            f"[front::trace] {_spelt(TRACE)} is {path}: {folder} is missing or not writable"
         )
