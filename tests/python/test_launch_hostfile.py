@@ -42,16 +42,19 @@ def test_a_hostfile_keeps_its_order(write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", f"hosts: no host in it; {GRAMMAR}"),
-        ("# nobody\n\n", f"hosts: no host in it; {GRAMMAR}"),
-        ("a slots=2\nb\n", f"hosts:2: 'b' is no entry; {GRAMMAR}"),
-        ("a slots=two\n", f"hosts:1: 'a slots=two' is no entry; {GRAMMAR}"),
-        ("a slots=0\n", f"hosts:1: 'a slots=0' is no entry; {GRAMMAR}"),
-        ("a slots=-1\n", f"hosts:1: 'a slots=-1' is no entry; {GRAMMAR}"),
-        ("a slots=2 max_slots=4\n", "hosts:1: 'a slots=2 max_slots=4' is no entry; " + GRAMMAR),
-        ("a slots=2\nb slots=1\na slots=1\n", "hosts:3: a is there already, in hosts:1; name each"),
-        ("-oProxyCommand=x slots=1\n", "hosts:1: '-oProxyCommand=x' is no host name; allowed are"),
-        ("a;b slots=1\n", "hosts:1: 'a;b' is no host name; allowed are letters, digits and . _"),
+        ("", f"hosts has no host; {GRAMMAR}"),
+        ("# nobody\n\n", f"hosts has no host; {GRAMMAR}"),
+        ("a slots=2\nb\n", f"hosts:2: 'b' is not an entry; {GRAMMAR}"),
+        ("a slots=two\n", f"hosts:1: 'a slots=two' is not an entry; {GRAMMAR}"),
+        ("a slots=0\n", f"hosts:1: 'a slots=0' is not an entry; {GRAMMAR}"),
+        ("a slots=-1\n", f"hosts:1: 'a slots=-1' is not an entry; {GRAMMAR}"),
+        ("a slots=2 max_slots=4\n", "hosts:1: 'a slots=2 max_slots=4' is not an entry; " + GRAMMAR),
+        (
+            "a slots=2\nb slots=1\na slots=1\n",
+            "hosts:3: a was already listed in hosts:1; name each",
+        ),
+        ("-oProxyCommand=x slots=1\n", "hosts:1: '-oProxyCommand=x' is not a host name; allowed"),
+        ("a;b slots=1\n", "hosts:1: 'a;b' is not a host name; allowed are letters, digits and"),
     ],
 )
 def test_a_wrong_hostfile_is_refused(text, message, write):
@@ -93,7 +96,7 @@ def test_filters(include, exclude, expected):
 @pytest.mark.parametrize(
     ("include", "exclude", "message"),
     [
-        ("a", "b", "--include and --exclude exclude each other: give one"),
+        ("a", "b", "--include and --exclude are both given: give only one"),
         ("d", "", "--include d: no host 'd'; allowed are a, b, me@c"),
         ("d:0", "", "--include d:0: no host 'd'; allowed are a, b, me@c"),
         ("", "a@d", "--exclude a@d: no host 'd'; allowed are a, b, me@c"),
@@ -141,7 +144,9 @@ def test_cores_are_shared_out(monkeypatch):
     assert cores.usable_cores() == (0, 1, 8, 9)
     assert cores.cores_of_ranks(2, "") == [(0, 1), (8, 9)]
     assert cores.cores_of_ranks(2, "0-3,8") == [(0, 1), (2, 3)]
-    with pytest.raises(ValueError, match=r"--bind-core-list 0-4: allowed here are 0-3,8-9$"):
+    with pytest.raises(
+        ValueError, match=r"--bind-core-list 0-4: this process may use only cores 0-3,8-9$"
+    ):
         cores.cores_of_ranks(1, "0-4")
     with pytest.raises(ValueError, match=r"5 ranks cannot be bound to 4 cores \(0-1,8-9\)"):
         cores.cores_of_ranks(5, "")
@@ -160,7 +165,7 @@ def test_env_files(write):
 
 @pytest.mark.parametrize("line", ["A", "=1", "1A=2", "A B=1"])
 def test_a_wrong_env_file_is_refused(line, write):
-    message = f"[launch::env_file] env:2: {line!r} is no variable; allowed are NAME=VALUE"
+    message = f"[launch::env_file] env:2: {line!r} sets no variable; allowed are NAME=VALUE"
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         exports.read_env_file(write(f"OK=1\n{line}\n", "env"))
 

@@ -294,8 +294,8 @@ def test_deepspeed_goes_on_with_a_warning(capsys):
     words = ["--hostfile", "none", "--launcher", "pdsh", "--ssh_port", "4", "--dry-run", "train.py"]
     assert command.deepspeed_main(words) == 0
     assert capsys.readouterr().err.splitlines() == [
-        "penstock run: there is no hostfile none: going on with this machine alone",
-        "penstock run: without effect without a hostfile: --launcher, --ssh-port",
+        "penstock run: there is no hostfile none: only this machine is used",
+        "penstock run: no effect without a hostfile: --launcher, --ssh-port",
     ]
 
 
@@ -307,7 +307,7 @@ MULTI = "-H hosts train.py"
     [
         ("--hostfile none train.py", "[launch::hostfile] cannot read the hostfile none: "),
         (f"-i d {MULTI}", "[launch::select] --include d: no host 'd'; allowed are b, a, me@c"),
-        (f"-i b -e a {MULTI}", "[launch::select] --include and --exclude exclude each other"),
+        (f"-i b -e a {MULTI}", "[launch::select] --include and --exclude are both given"),
         (
             f"-i b --num_gpus 1 --num_nodes 2 {MULTI}",
             "[launch::command] --num-nodes, --num-gpus with --include or --exclude: the filter",
@@ -324,12 +324,12 @@ MULTI = "-H hosts train.py"
         ),
         (
             f"--launcher mpich {MULTI}",
-            "[launch::backends] --launcher mpich starts as many ranks on each node, not b: 2, a: "
-            "4, me@c: 2; allowed then are pdsh, ssh and openmpi, or --num-gpus",
+            "[launch::backends] --launcher mpich needs equal numbers of ranks on the nodes, not b: "
+            "2, a: 4, me@c: 2: use pdsh, ssh or openmpi, or --num-gpus",
         ),
         (
             f"--launcher slurm -i a:1 --force_multi {MULTI}",
-            "[launch::backends] --launcher slurm cannot choose slots 1 of a: it starts a number of",
+            "[launch::backends] --launcher slurm cannot choose slots 1 of a, only how many",
         ),
         (
             f"--launcher impi --ssh_port 3 {MULTI}",
@@ -337,14 +337,14 @@ MULTI = "-H hosts train.py"
         ),
         (
             f"--launcher openmpi --bind_cores_to_rank --enable_each_rank_log d {MULTI}",
-            "[launch::command] --bind-cores-to-rank, --enable-each-rank-log would do nothing with "
+            "[launch::command] --bind-cores-to-rank, --enable-each-rank-log has no effect with "
             "--launcher openmpi, which starts the ranks itself: drop it",
         ),
         (
             "--launcher pdsh --venv_script v train.py",
-            "[launch::command] --launcher, --venv-script would do nothing without a hostfile",
+            "[launch::command] --launcher, --venv-script has no effect without a hostfile",
         ),
-        (f"--nproc 2 {MULTI}", "[launch::command] --hostfile start all nodes from here, --nproc"),
+        (f"--nproc 2 {MULTI}", "[launch::command] --hostfile start all nodes from here, but"),
         (f"--no_ssh {MULTI}", "[launch::command] --no-ssh needs --node-rank, 0 to 2"),
         (f"--no_ssh --node_rank 3 {MULTI}", "[launch::command] --node-rank must be 0 to 2"),
         ("--layout 0@1 --node-rank 2 train.py", "[launch::command] --node-rank must be 0 to 1"),
@@ -357,7 +357,7 @@ MULTI = "-H hosts train.py"
         ),
         (
             "--autotuning run train.py",
-            "[launch::command] --autotuning is not there: `penstock plan`",
+            "[launch::command] --autotuning is not supported: `penstock plan`",
         ),
         ("--module --no_python x", "[launch::options] --module needs Python"),
         (
@@ -374,7 +374,7 @@ MULTI = "-H hosts train.py"
         ("--env-file none train.py", "[launch::env_file] cannot read the env file none: "),
         (
             "--bind_core_list 0-9999 train.py",
-            "[launch::cores] --bind-core-list 0-9999: allowed here",
+            "[launch::cores] --bind-core-list 0-9999: this process",
         ),
     ],
 )

@@ -16,7 +16,7 @@ __all__ = ["RESUME", "LaunchOptions", "RankOptions", "deepspeed_main", "launch"]
 
 def deepspeed_main(argv: Sequence[str] | None = None) -> int:
     """The `deepspeed` command (penstock.launch.command). Returns the exit code."""
-    # The engine imports this package, and has no use for a command line.
+    # Imported here, since the engine imports this package but does not need the command line.
     from penstock.launch import command  # noqa: PLC0415
 
     return command.deepspeed_main(argv)

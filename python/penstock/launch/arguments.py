@@ -34,7 +34,7 @@ class _Group:
         self._group = parser.add_argument_group(title, description or None)
 
     def add(self, *names: str, **settings: Any) -> None:
-        """An option; a long name with a hyphen is also spelt with underscores."""
+        """Adds an option, and the underscore spelling of each long name that has a hyphen."""
         spelt: list[str] = []
         for name in names:
             spelt.append(name)
@@ -44,7 +44,7 @@ class _Group:
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """ "2" or "1:4"."""
+    """Parses "N" or "MIN:MAX" into (min, max)."""
     least, _, most = text.partition(":")
     return int(least), int(most or least)
 
@@ -69,8 +69,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--resume",
         default="auto",
         metavar="auto|never|CHECKPOINT",
-        help='what engine.load("auto") loads: the newest of "checkpoint.path" (the default), '
-        "nothing, or this one",
+        help='what engine.load("auto") loads: the newest checkpoint in "checkpoint.path" '
+        "(default), nothing, or this checkpoint",
     )
     group.add(
         "--trace",
@@ -222,8 +222,8 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def _add_messages(parser: argparse.ArgumentParser, prog: str) -> None:
     group = _Group(parser, "messages")
-    group.add("--log-level", default="info", choices=LEVELS, help="default info")
-    group.add("-q", "--quiet", action="store_true", help="errors only")
+    group.add("--log-level", default="info", choices=LEVELS, help="default: info")
+    group.add("-q", "--quiet", action="store_true", help="print only errors")
     group.add(
         "--save-pid",
         action="store_true",

@@ -1,8 +1,8 @@
 """Argument vectors that start a job on several nodes, one function for each back end.
 
-ssh and pdsh start a `penstock run` on each node; MPI and Slurm start one task per rank, and the
-rank reads its place from what they set (penstock/environment.py). Only what ssh and pdsh hand to a
-shell on the other side is text, with each word quoted.
+ssh and pdsh start a `penstock run` on each node. MPI and Slurm start one task per rank, which reads
+its rank from their environment variables (front/environment.py). ssh and pdsh pass text to a remote
+shell, in which each word is quoted; all other commands are argument vectors.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.launch.layout import Node, format_layout
 from penstock.launch.options import AS_DEEPSPEED, RESUME, RankOptions
 
-FAN_OUT = 1024  # connections at a time
-# A host that is gone is noticed after a minute; nobody is there to type a password.
+FAN_OUT = 1024  # simultaneous connections
+# A lost host is noticed after a minute. BatchMode: no user is present to type a password.
 _SSH = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=4")
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Ranks on several nodes, and how to reach those."""
+    """The ranks of a job on several nodes, and how to reach the nodes."""
 
     command: Sequence[str]  # script and its arguments
     nodes: Sequence[Node]
     endpoint: str  # HOST:PORT of node 0
-    env: Mapping[str, str]  # what the nodes get of our environment
+    env: Mapping[str, str]  # variables of this process that the nodes receive
     rank: RankOptions
-    run_options: Sequence[str] = ()  # of `penstock run` on each node, beside its place
+    run_options: Sequence[str] = ()  # further options of each node's `penstock run`
     resume: str = "auto"
-    ssh_port: int = 0  # 0: ssh's own
+    ssh_port: int = 0  # 0: ssh's default
     launcher_args: Sequence[str] = ()
-    ssh_args: Sequence[str] = ()  # of every ssh
+    ssh_args: Sequence[str] = ()  # arguments of every ssh call
     venv_script: str = ""  # sourced on each node first
 
     @property
     def world_size(self) -> int:
-        """Ranks on all nodes."""
+        """The number of ranks on all nodes."""
         return sum(len(node.slots) for node in self.nodes)
 
     def even(self, launcher: str) -> int:
-        """Ranks on each node. Raises ValueError unless there are as many on each."""
+        """Returns the number of ranks per node. Raises ValueError if the nodes differ."""
         counts = {node.name: len(node.slots) for node in self.nodes}
         if len(set(counts.values())) > 1:
             told = ", ".join(f"{name}: {count}" for name, count in counts.items())
             raise ValueError(
-                f"[launch::backends] --launcher {launcher} starts as many ranks on each node, not "
-                f"{told}; allowed then are pdsh, ssh and openmpi, or --num-gpus"
+                f"[launch::backends] --launcher {launcher} needs equal numbers of ranks on the "
+                f"nodes, not {told}: use pdsh, ssh or openmpi, or --num-gpus"
             )
         return len(self.nodes[0].slots)
 
 
 def _node_words(job: Job, node_rank: str) -> list[str]:
-    """What is run on one node."""
+    """Returns the command that runs on one node."""
     layout = format_layout([node.slots for node in job.nodes])
     place = ["--layout", layout, "--node-rank", node_rank, "--rdzv-endpoint", job.endpoint]
     run = [sys.executable, "-m", "penstock", "run", *place, *job.run_options]
@@ -65,20 +65,20 @@ def _node_words(job: Job, node_rank: str) -> list[str]:
 
 
 def _text(words: Sequence[str], venv_script: str) -> str:
-    """The words for a shell of the other side."""
+    """Returns the words as a command for a remote shell, run in this working directory."""
     first = f". {shlex.quote(os.path.abspath(venv_script))} && " if venv_script else ""
     return f"{first}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
 
 
 def ssh_words(job: Job, host: str) -> list[str]:
-    """ssh to a host, up to what is run there."""
+    """Returns the ssh command for a host, without the remote command."""
     words = ["ssh", *(word for option in _SSH for word in ("-o", option))]
     words += ["-p", str(job.ssh_port)] if job.ssh_port else []
     return [*words, *job.ssh_args, host]
 
 
 def ssh(job: Job) -> list[list[str]]:
-    """One connection to each node."""
+    """Returns one ssh command per node."""
     return [
         [*ssh_words(job, node.name), _text(_node_words(job, str(index)), job.venv_script)]
         for index, node in enumerate(job.nodes)
@@ -86,7 +86,7 @@ def ssh(job: Job) -> list[list[str]]:
 
 
 def pdsh(job: Job) -> list[list[str]]:
-    """One pdsh for all nodes; it puts a node's number in the place of %n."""
+    """Returns one pdsh command for all nodes. pdsh replaces %n by the number of the node."""
     place = "\0"
     text = _text(_node_words(job, place), job.venv_script).replace("%", "%%")
     given = [os.environ.get("PDSH_SSH_ARGS_APPEND", ""), "-o BatchMode=yes"]
@@ -102,7 +102,7 @@ def pdsh(job: Job) -> list[list[str]]:
 
 
 def _task_env(job: Job, **beside: str) -> dict[str, str]:
-    """What one task per rank gets of us."""
+    """Returns the environment variables for launchers that start one task per rank."""
     host, _, port = job.endpoint.rpartition(":")
     env = dict(job.env) | {RESUME: job.resume, "PYTHONUNBUFFERED": "1"} | beside
     if host:
@@ -113,13 +113,13 @@ def _task_env(job: Job, **beside: str) -> dict[str, str]:
 
 
 def _with_env(env: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """The command with those variables that it lacks so far."""
+    """Puts `env` and the variables that differ from this process's before the command."""
     new = [f"{k}={v}" for k, v in sorted(env.items()) if os.environ.get(k) != v]
     return ["env", *new, *words] if new else list(words)
 
 
 def _given(job: Job, *names: str) -> bool:
-    """Whether the user's arguments have one of the options; a short one may end in its value."""
+    """Whether launcher_args has one of the options. A short option may include its value."""
     short = tuple(name for name in names if len(name) == 2)
     words = job.launcher_args
     return any(word.split("=")[0] in names or word.startswith(short) for word in words)
@@ -130,13 +130,13 @@ def _whole_slots(job: Job, launcher: str) -> None:
         if node.slots != tuple(range(len(node.slots))):
             raise ValueError(
                 f"[launch::backends] --launcher {launcher} cannot choose slots "
-                f"{','.join(map(str, node.slots))} of {node.name}: it starts a number of ranks; "
-                f"allowed then are pdsh and ssh, or the first slots of each host"
+                f"{','.join(map(str, node.slots))} of {node.name}, only how many: use pdsh or "
+                f"ssh, or the first slots of each host"
             )
 
 
 def openmpi(job: Job) -> list[list[str]]:
-    """mpirun of Open MPI. Without --bind-to of ours it would put each rank on a single core."""
+    """Returns Open MPI's mpirun. By default it would bind each rank to one core (--bind-to)."""
     _whole_slots(job, "openmpi")
     env = _task_env(job)
     hosts = ",".join(f"{node.name}:{len(node.slots)}" for node in job.nodes)
@@ -152,12 +152,12 @@ def openmpi(job: Job) -> list[list[str]]:
 
 
 def _hydra(job: Job, launcher: str, **beside: str) -> list[list[str]]:
-    """mpirun of MPICH and those that descend from it."""
+    """Returns the mpirun of MPICH and of its descendants."""
     _whole_slots(job, launcher)
     if job.ssh_port:
         raise ValueError(
-            f"[launch::backends] --ssh-port with --launcher {launcher}: set the port in "
-            f"~/.ssh/config, or use openmpi, pdsh or ssh"
+            f"[launch::backends] --ssh-port with --launcher {launcher} is not supported: set the "
+            f"port in ~/.ssh/config, or use openmpi, pdsh or ssh"
         )
     env = _task_env(job, **beside)
     each = job.even(launcher)
@@ -168,23 +168,25 @@ def _hydra(job: Job, launcher: str, **beside: str) -> list[list[str]]:
 
 
 def mpich(job: Job) -> list[list[str]]:
-    """mpirun of MPICH."""
+    """Returns MPICH's mpirun."""
     return _hydra(job, "mpich")
 
 
 def impi(job: Job) -> list[list[str]]:
-    """mpirun of Intel MPI; its pinning would put each rank on its share of the cores."""
+    """Returns Intel MPI's mpirun without its pinning of ranks to cores."""
     return _hydra(job, "impi", I_MPI_PIN="0")
 
 
 def mvapich(job: Job) -> list[list[str]]:
-    """mpirun of MVAPICH2, without its pinning."""
+    """Returns MVAPICH2's mpirun without its pinning of ranks to cores."""
     return _hydra(job, "mvapich", MV2_ENABLE_AFFINITY="0")
 
 
 def slurm(job: Job) -> list[list[str]]:
-    """srun, inside of an allocation or for one of its own. Nodes without names are Slurm's
-    choice, and no nodes are those of the allocation."""
+    """Returns srun, which uses the current allocation or requests one.
+
+    Slurm chooses nodes that have no name. An empty `job.nodes` means all nodes of the allocation.
+    """
     _whole_slots(job, "slurm")
     env = _task_env(job)
     words = ["srun"]
@@ -204,10 +206,10 @@ def slurm(job: Job) -> list[list[str]]:
 class Backend:
     """A way to start a job."""
 
-    program: str  # has to be installed here
+    program: str  # must be installed on this machine
     vectors: Callable[[Job], list[list[str]]]
-    per_node: bool = False  # starts a `penstock run` on each node; else a task for each rank
-    ends_with_stdin: bool = False
+    per_node: bool = False  # starts a `penstock run` on each node; else one task per rank
+    ends_with_stdin: bool = False  # the remote command ends when its stdin closes
 
 
 BACKENDS = {
@@ -222,14 +224,17 @@ BACKENDS = {
 
 
 def ssh_args(launcher: str, launcher_args: Sequence[str]) -> list[str]:
-    """What the user wants every ssh to get, where the back end goes over it."""
+    """Returns the user's arguments for every ssh call; [] if the back end does not use ssh."""
     if launcher == "pdsh":
         return shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     return list(launcher_args) if launcher == "ssh" else []
 
 
 def choose(name: str) -> str:
-    """The back end that --launcher names; without it pdsh where it is installed, else ssh."""
+    """Returns the back end in --launcher; by default pdsh if it is installed, else ssh.
+
+    Raises ValueError for an unknown name.
+    """
     if not name:
         return "pdsh" if shutil.which("pdsh") else "ssh"
     if name.lower() not in BACKENDS:

@@ -1,4 +1,4 @@
-"""`penstock run` and the `deepspeed` command: from their options to what is started where."""
+"""`penstock run` and the `deepspeed` command: turn the options into ranks to start on nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.launch.remote import check_ssh, master_address, run_job
 from penstock.launch.supervision import Patience, stop_on_end_of_stdin
 from penstock.monitor import trace_request
 
-_ELASTIC_RESTARTS = 100  # DeepSpeed's
+_ELASTIC_RESTARTS = 100  # DeepSpeed's default
 _OF_HOSTS = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "force_multi")
 _OF_CONNECTIONS = ("launcher", "launcher_args", "ssh_port", "force_multi", "venv_script")
 _OF_OUR_RANKS = (
@@ -44,22 +44,25 @@ def _spelt(name: str) -> str:
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Those of the options that were set, as they are spelt."""
+    """Returns the options that were set, in their command line spelling."""
     unset = (None, "", 0, -1, False)
     return [_spelt(name) for name in names if getattr(args, name) not in unset]
 
 
 def _without_effect(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """An error natively, a warning for DeepSpeed's scripts."""
+    """Handles options that have no effect: an error, or a warning with --as-deepspeed."""
     given = ", ".join(_given(args, names))
     if given and not args.as_deepspeed:
-        raise ValueError(f"[launch::command] {given} would do nothing {why}: drop it")
+        raise ValueError(f"[launch::command] {given} has no effect {why}: drop it")
     if given:
-        LOG.warning(f"without effect {why}: {given}")
+        LOG.warning(f"no effect {why}: {given}")
 
 
 def _trace_variables(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, str]:
-    """Of --trace and what goes with it. Raises ConfigError for a wrong value, whoever gave it."""
+    """Returns the environment variables for the --trace options.
+
+    Raises ConfigError for a wrong value in an option or in a variable that is already set.
+    """
     told = {
         trace_request.TRACE: os.path.abspath(args.trace) if args.trace else "",
         trace_request.STEPS: args.trace_steps,
@@ -86,13 +89,16 @@ def _rank_options(args: argparse.Namespace) -> RankOptions:
 
 
 def _elastic_range(args: argparse.Namespace, nnodes: int) -> tuple[int, int]:
-    """The fewest and the most nodes of --elastic-training."""
+    """Returns the minimum and maximum number of nodes of --elastic-training.
+
+    Raises ValueError if they are out of range.
+    """
     least, most = max(1, args.min_elastic_nodes), args.max_elastic_nodes
     most = nnodes if most < 1 else most
     if not least <= most <= nnodes:
         raise ValueError(
             f"[launch::command] --min-elastic-nodes {least} --max-elastic-nodes {most}: allowed "
-            f"are 1 to {nnodes} nodes, the least not above the most"
+            f"are 1 to {nnodes} nodes, and a minimum that is not above the maximum"
         )
     return least, most
 
@@ -104,7 +110,7 @@ def _restarts(args: argparse.Namespace) -> int:
 
 
 def _endpoint(args: argparse.Namespace, nnodes: int, place: NodePlace) -> str:
-    """HOST:PORT of node 0; empty on a single node for which none was asked."""
+    """Returns HOST:PORT of node 0; "" on a single node if no address or port was given."""
     if args.rdzv_endpoint and (args.master_addr or args.master_port):
         raise ValueError("[launch::command] give --rdzv-endpoint or --master-addr, not both")
     if args.rdzv_endpoint:
@@ -124,17 +130,17 @@ def _node_rank(args: argparse.Namespace, nnodes: int, place: NodePlace) -> int:
 
 
 def _nodes_of_pod(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Kubeflow's, which are those of torchrun; elsewhere one node is what no option means."""
+    """Returns the node range in Kubeflow's (torchrun's) PET_NNODES; one node if it is not set."""
     return node_range(environ.get("PET_NNODES") or "1")
 
 
 def _num_devices() -> int:
-    """Accelerators of this machine, or 1. Imports torch, which other options do not need."""
+    """Returns the number of accelerators, at least 1. Imports torch only when it is called."""
     return int(importlib.import_module("torch").accelerator.device_count()) or 1
 
 
 def _nproc(args: argparse.Namespace) -> int:
-    """Ranks on this node: as told, as Kubeflow says, or one."""
+    """Returns the number of ranks on this node: --nproc, PET_NPROC_PER_NODE (Kubeflow), or 1."""
     if args.nproc is not None:
         return int(args.nproc)
     each = os.environ.get("PET_NPROC_PER_NODE", "1")
@@ -142,11 +148,11 @@ def _nproc(args: argparse.Namespace) -> int:
 
 
 def _this_node(args: argparse.Namespace) -> LaunchOptions:
-    """Ranks of this node, by its own options or by what the cluster says of it."""
+    """Returns what to start on this node, from --nproc and related options or the cluster."""
     if given := _given(args, _OF_HOSTS):
         raise ValueError(
-            f"[launch::command] {', '.join(given)} start all nodes from here, --nproc, --nnodes, "
-            f"--rdzv-endpoint and --layout the ranks of this one: use either"
+            f"[launch::command] {', '.join(given)} start all nodes from here, but --nproc, "
+            f"--nnodes, --rdzv-endpoint and --layout start only this node's ranks: use one kind"
         )
     place = node_place(os.environ)
     slots = parse_layout(args.layout) if args.layout else ()
@@ -175,7 +181,7 @@ def _this_node(args: argparse.Namespace) -> LaunchOptions:
 
 
 def _selected(args: argparse.Namespace, hosts: Sequence[Host]) -> list[Node]:
-    """The slots that the options choose."""
+    """Returns the nodes and slots that the options choose."""
     counts = _given(args, ("num_nodes", "num_gpus"))
     for name in ("num_nodes", "num_gpus"):
         if getattr(args, name) != -1 and getattr(args, name) < 1:
@@ -184,14 +190,14 @@ def _selected(args: argparse.Namespace, hosts: Sequence[Host]) -> list[Node]:
         if counts:
             raise ValueError(
                 f"[launch::command] {', '.join(counts)} with --include or --exclude: the filter "
-                f"says which slots are used already; drop one of them"
+                f"already chooses the slots; drop one of them"
             )
         return select(hosts, args.include, args.exclude)
     return first(hosts, max(0, args.num_nodes), max(0, args.num_gpus))
 
 
 def _this_machine(args: argparse.Namespace) -> LaunchOptions:
-    """Ranks on this machine alone, where there is no hostfile."""
+    """Returns what to start on this machine if there is no hostfile."""
     _without_effect(args, _OF_CONNECTIONS, "without a hostfile")
     if args.num_nodes > 1:
         raise ValueError(f"[launch::command] --num-nodes {args.num_nodes} needs a --hostfile")
@@ -208,14 +214,14 @@ def _this_machine(args: argparse.Namespace) -> LaunchOptions:
     nodes = _selected(args, [Host("localhost", devices, "this machine")])
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen and seen:
-        LOG.info(f"CUDA_VISIBLE_DEVICES={seen} gives way to {' '.join(chosen)}")
+        LOG.info(f"CUDA_VISIBLE_DEVICES={seen} is replaced because of {' '.join(chosen)}")
     return _on_node(args, nodes, 0, devices=bool(chosen))
 
 
 def _on_node(
     args: argparse.Namespace, nodes: Sequence[Node], node_rank: int, *, devices: bool = True
 ) -> LaunchOptions:
-    """The ranks of one of the nodes, here."""
+    """Returns what to start here as node `node_rank` of the nodes."""
     if not 0 <= node_rank < len(nodes):
         raise ValueError(f"[launch::command] --node-rank must be 0 to {len(nodes) - 1}")
     slots = nodes[node_rank].slots
@@ -227,7 +233,7 @@ def _on_node(
         command=[args.script, *args.args],
         nproc=len(slots),
         nnodes=most,
-        node_rank=min(node_rank, most - 1),  # elastic: only node 0's matters
+        node_rank=min(node_rank, most - 1),  # elastic runs only distinguish node 0
         rdzv_endpoint=_endpoint(args, len(nodes), place),
         grace_s=args.grace_s,
         max_restarts=_restarts(args),
@@ -239,7 +245,7 @@ def _on_node(
 
 
 def _run_options(args: argparse.Namespace) -> list[str]:
-    """What is said again on each node."""
+    """Returns the options that are passed on to `penstock run` on each node."""
     words = ["--grace-s", str(args.grace_s), "--resume", args.resume]
     words += ["--max-restarts", str(_restarts(args))]
     flags = ["module", "no_python", "bind_cores_to_rank", "as_deepspeed", "no_local_rank"]
@@ -254,7 +260,7 @@ def _run_options(args: argparse.Namespace) -> list[str]:
 
 
 def _job(args: argparse.Namespace, nodes: Sequence[Node], launcher: str) -> Job:
-    """What is started on the nodes; its endpoint is still open."""
+    """Returns the job for the nodes, with an empty endpoint."""
     if not BACKENDS[launcher].per_node:
         why = f"with --launcher {launcher}, which starts the ranks itself"
         _without_effect(args, _OF_OUR_RANKS, why)
@@ -280,7 +286,7 @@ def _job(args: argparse.Namespace, nodes: Sequence[Node], launcher: str) -> Job:
 
 
 def _run_job(args: argparse.Namespace, nodes: Sequence[Node], launcher: str) -> int:
-    """On several nodes, or on one other."""
+    """Runs a job through a launcher, on several nodes or on one other node."""
     lost = len(nodes) - _elastic_range(args, len(nodes))[0] if args.elastic_training else 0
     job = _job(args, nodes, launcher)
     per_node = BACKENDS[launcher].per_node
@@ -319,17 +325,17 @@ def _run_here(args: argparse.Namespace, options: LaunchOptions) -> int:
 
 
 def _hostfile(args: argparse.Namespace) -> str:
-    """The hostfile to use; empty for none."""
+    """Returns the path of the hostfile; "" for none."""
     if not args.hostfile:
         return DEFAULT if os.path.isfile(DEFAULT) else ""
     if args.as_deepspeed and not os.path.isfile(args.hostfile):
-        LOG.warning(f"there is no hostfile {args.hostfile}: going on with this machine alone")
+        LOG.warning(f"there is no hostfile {args.hostfile}: only this machine is used")
         return ""
     return str(args.hostfile)
 
 
 def _nodes_of_slurm(args: argparse.Namespace) -> list[Node]:
-    """As many nodes as were asked for, whichever Slurm gives; none: those of the allocation."""
+    """Returns as many unnamed nodes as the options ask for; [] for the allocation's nodes."""
     if given := _given(args, ("include", "exclude")):
         raise ValueError(f"[launch::command] {', '.join(given)} needs a --hostfile")
     if args.num_nodes < 1 and args.num_gpus < 1:
@@ -362,13 +368,15 @@ def _start(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _pid_file(wanted: bool) -> Iterator[None]:
-    """PID.deepspeed in the temporary folder for as long as we run, which is where and how scripts
-    that start DeepSpeed look for it."""
+    """Keeps the file PID.deepspeed in the temporary folder while the launcher runs.
+
+    Scripts that start DeepSpeed read it there.
+    """
     path = pathlib.Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
     if not wanted:
         yield
         return
-    path.unlink(missing_ok=True)  # of a process that had our number
+    path.unlink(missing_ok=True)  # left by an earlier process with the same id
     with open(path, "x", encoding="ascii") as file:
         file.write(str(os.getpid()))
     try:
@@ -378,12 +386,12 @@ def _pid_file(wanted: bool) -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does what the options say, and returns the exit code."""
+    """Runs the command with the given options and returns the exit code."""
     speak("error" if args.quiet else args.log_level)
     if args.autotuning:
         raise ValueError(
-            "[launch::command] --autotuning is not there: `penstock plan` compares strategies and "
-            "tiers without a run"
+            "[launch::command] --autotuning is not supported: `penstock plan` compares strategies "
+            "and tiers without a run"
         )
     if args.end_with_stdin:
         stop_on_end_of_stdin()
@@ -392,16 +400,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
-    """Adds the command to the command line."""
+    """Adds the command `run` to Penstock's command line."""
     parser = commands.add_parser("run", help=summary)
     add_options(parser, "penstock run")
     parser.set_defaults(command=run)
 
 
 def deepspeed_main(argv: Sequence[str] | None = None) -> int:
-    """The `deepspeed` command: `penstock run --as-deepspeed`, on all of this machine's devices
-    where no hostfile says otherwise. A wrong value is one line and code 2."""
-    parser = argparse.ArgumentParser(prog="deepspeed", description="Penstock in DeepSpeed's place.")
+    """The `deepspeed` command, which is `penstock run --as-deepspeed`.
+
+    Without a hostfile it starts one rank for each device of this machine. Returns the exit code;
+    an error prints one line and returns 2.
+    """
+    parser = argparse.ArgumentParser(
+        prog="deepspeed", description="Runs DeepSpeed scripts with Penstock."
+    )
     add_options(parser, "deepspeed")
     args = parser.parse_args(argv)
     args.as_deepspeed = True

@@ -1,4 +1,4 @@
-"""Which cores each rank of a node is bound to."""
+"""Chooses the cores to which each rank of a node is bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CPU = pathlib.Path("/sys/devices/system/cpu")
 
 
 def _siblings(core: int) -> set[int]:
-    """The hardware threads of this one's physical core."""
+    """Returns the hardware threads of the physical core that has this thread."""
     try:
         text = (_CPU / f"cpu{core}/topology/thread_siblings_list").read_text(encoding="ascii")
         return set(parse_numbers(text.strip(), "siblings"))
@@ -20,7 +20,7 @@ def _siblings(core: int) -> set[int]:
 
 
 def usable_cores() -> Slots:
-    """One hardware thread of each physical core that this process may use."""
+    """Returns one hardware thread of each physical core that this process may use."""
     usable: list[int] = []
     seen: set[int] = set()
     for core in sorted(os.sched_getaffinity(0)):
@@ -31,9 +31,10 @@ def usable_cores() -> Slots:
 
 
 def cores_of_ranks(nproc: int, core_list: str) -> list[Slots]:
-    """Equal parts of the cores in their order, one for each rank; what does not divide is left out.
+    """Returns equal parts of the cores, in order, one for each rank. A remainder is not used.
 
-    Raises ValueError for cores that this process may not use, and for fewer cores than ranks.
+    Raises ValueError if this process may not use a core in `core_list`, or if there are fewer
+    cores than ranks.
     """
     allowed = sorted(os.sched_getaffinity(0))
     cores = usable_cores()
@@ -41,7 +42,7 @@ def cores_of_ranks(nproc: int, core_list: str) -> list[Slots]:
         cores = parse_numbers(core_list, "[launch::cores] --bind-core-list")
         if not set(cores) <= set(allowed):
             raise ValueError(
-                f"[launch::cores] --bind-core-list {core_list}: allowed here are "
+                f"[launch::cores] --bind-core-list {core_list}: this process may use only cores "
                 f"{format_numbers(allowed)}"
             )
     each = len(cores) // nproc

@@ -1,7 +1,7 @@
-"""Runs over nodes that come and go, on torch's elastic agent and its rendezvous.
+"""Runs on nodes that may join and leave, with torch's elastic agent and its rendezvous.
 
-Each node runs `penstock run --nnodes MIN:MAX`; the agents agree on who is there, start the ranks,
-and start them again when one fails or a node is lost or comes.
+Each node runs `penstock run --nnodes MIN:MAX`. The agents agree on the present nodes and start the
+ranks. They restart the ranks when a rank fails, a node is lost or a node joins.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from penstock.launch.messages import LOG
 from penstock.launch.options import LaunchOptions
 from penstock.launch.processes import bootstrap
 
-_MONITOR_S = 0.2  # between two looks at the ranks
+_MONITOR_S = 0.2  # interval at which the agent checks the ranks
 
 
 def launch_elastic(options: LaunchOptions) -> int:
-    """Runs this node's ranks. Returns 0, or the exit code of a rank when no restart is left."""
+    """Runs this node's ranks. Returns 0, or a failed rank's exit code when no restart is left.
+
+    A signal to the agent returns 128 + signal. Raises ValueError if a log folder is given.
+    """
     if options.rank.log_dir:
         raise ValueError(
-            "[launch::elastic] --enable-each-rank-log is not there for restarts over several nodes"
+            "[launch::elastic] --enable-each-rank-log is not supported with restarts on several "
+            "nodes: drop one of them"
         )
     cores = options.rank.cores(options.nproc)
     os.environ.update(node_environment(options, cores))

@@ -1,4 +1,4 @@
-"""Which environment variables go along to other nodes, and files of variables."""
+"""Chooses the environment variables that other nodes receive, and reads env files."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import pathlib
 import re
 from collections.abc import Mapping
 
-# DeepSpeed's, gloo's beside NCCL's, and ours.
+# DeepSpeed's prefixes, plus gloo's and Penstock's.
 PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "GLOO", "PENSTOCK")
-# Said by an option of `penstock run` on each node instead.
+# Each node gets its value from an option of `penstock run` instead.
 _NOT_CARRIED = ("PENSTOCK_RESUME",)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 def read_env_file(path: str) -> dict[str, str]:
-    """Variables of a file of NAME=VALUE lines; quotes around a value are dropped, nothing is
-    expanded. Raises ValueError with file and line for any other line."""
+    """Reads the variables in a file of NAME=VALUE lines.
+
+    Quotes around a value are dropped; nothing is expanded. Raises ValueError if the file cannot be
+    read, and with file and line number for any other kind of line.
+    """
     try:
         lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -29,8 +32,8 @@ def read_env_file(path: str) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals or not _NAME.match(name.strip()):
             raise ValueError(
-                f"[launch::env_file] {path}:{number}: {line.strip()!r} is no variable; allowed are "
-                f"NAME=VALUE, empty lines, and lines that start with #"
+                f"[launch::env_file] {path}:{number}: {line.strip()!r} sets no variable; allowed "
+                f"are NAME=VALUE, empty lines, and lines that start with #"
             )
         value = value.strip()
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
@@ -40,16 +43,20 @@ def read_env_file(path: str) -> dict[str, str]:
 
 
 def default_env_files(environ: Mapping[str, str]) -> list[str]:
-    """The `.deepspeed_env` files that are there, of the home and of the working directory.
-    DS_ENV_FILE is another name for them, or one path."""
+    """Returns the existing `.deepspeed_env` files of the home and of the working directory.
+
+    DS_ENV_FILE sets another file name, or one path.
+    """
     name = environ.get("DS_ENV_FILE") or ".deepspeed_env"
     found = [os.path.join(folder, name) for folder in (os.path.expanduser("~"), os.getcwd())]
     return list(dict.fromkeys(path for path in found if os.path.isfile(path)))
 
 
 def carried(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of this process that the other nodes get, by the prefixes of their names.
-    PYTHONPATH begins with the working directory, where the nodes start."""
+    """Returns the variables of this process that the other nodes receive, chosen by PREFIXES.
+
+    The working directory is put in front of PYTHONPATH, since the nodes start there.
+    """
     found = {
         name: value
         for name, value in environ.items()

@@ -1,4 +1,4 @@
-"""Hostfiles (`name slots=N`, as MPI and DeepSpeed write them), and filters over their slots."""
+"""Reads hostfiles (`name slots=N`, the format of MPI and DeepSpeed) and filters their slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GRAMMAR = "allowed are `NAME slots=N` with N from 1, empty lines, and comments 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """One entry, and where it stands (FILE:LINE)."""
+    """One entry of a hostfile, with its position (FILE:LINE)."""
 
     name: str
     slots: int
@@ -25,7 +25,10 @@ class Host:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """The hosts in the file's order. Raises ValueError with file and line for what is wrong."""
+    """Returns the hosts in the order of the file.
+
+    Raises ValueError, with file and line, if the file cannot be read or has a wrong entry.
+    """
     try:
         lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -38,36 +41,37 @@ def read_hostfile(path: str) -> list[Host]:
         host = _entry(text, f"{path}:{number}")
         if host.name in hosts:
             raise ValueError(
-                f"[launch::hostfile] {host.where}: {host.name} is there already, in "
+                f"[launch::hostfile] {host.where}: {host.name} was already listed in "
                 f"{hosts[host.name].where}; name each host once, with all its slots"
             )
         hosts[host.name] = host
     if not hosts:
-        raise ValueError(f"[launch::hostfile] {path}: no host in it; {_GRAMMAR}")
+        raise ValueError(f"[launch::hostfile] {path} has no host; {_GRAMMAR}")
     return list(hosts.values())
 
 
 def _entry(text: str, where: str) -> Host:
     match = _ENTRY.match(text)
     if match is None or int(match["slots"]) == 0:
-        raise ValueError(f"[launch::hostfile] {where}: {text!r} is no entry; {_GRAMMAR}")
+        raise ValueError(f"[launch::hostfile] {where}: {text!r} is not an entry; {_GRAMMAR}")
     if not _NAME.match(match["name"]):
         raise ValueError(
-            f"[launch::hostfile] {where}: {match['name']!r} is no host name; allowed are letters, "
-            f"digits and . _ : @ - after a letter or digit"
+            f"[launch::hostfile] {where}: {match['name']!r} is not a host name; allowed are "
+            f"letters, digits and . _ : @ - after a letter or digit"
         )
     return Host(match["name"], int(match["slots"]), where)
 
 
 def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Node]:
-    """The slots that --include names, or all but those that --exclude names.
+    """Returns the slots that --include names, or all slots except those that --exclude names.
 
-    A filter is NAME[:SLOT,...] joined by @; a name alone is all of its slots. Nodes come in the
-    order of `hosts`. Raises ValueError for both filters, unknown names and slots, and when
-    nothing is left.
+    A filter consists of NAME[:SLOT,...] parts joined by @. A name alone means all slots of that
+    host. Nodes are in the order of `hosts`.
+
+    Raises ValueError if both filters are given, a name or slot is unknown, or no slot is left.
     """
     if include and exclude:
-        raise ValueError("[launch::select] --include and --exclude exclude each other: give one")
+        raise ValueError("[launch::select] --include and --exclude are both given: give only one")
     named = _parse(include or exclude, {host.name: host for host in hosts}, bool(include))
     nodes = []
     for host in hosts:
@@ -81,7 +85,7 @@ def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Node]:
 
 
 def _parse(text: str, hosts: dict[str, Host], included: bool) -> dict[str, set[int]]:
-    """Slots by host name of a filter."""
+    """Returns the slots in a filter by host name."""
     option = "--include" if included else "--exclude"
     named: dict[str, set[int]] = {}
     for spec in _specs(text, hosts) if text else []:
@@ -104,7 +108,7 @@ def _parse(text: str, hosts: dict[str, Host], included: bool) -> dict[str, set[i
 
 
 def _specs(text: str, hosts: dict[str, Host]) -> list[str]:
-    """The filter's parts; an @ inside of a host's name (user@host) does not end one."""
+    """Splits a filter at each @ that is not inside a host name such as user@host."""
     pieces = text.split("@")
     specs = []
     while pieces:
@@ -116,9 +120,9 @@ def _specs(text: str, hosts: dict[str, Host]) -> list[str]:
 
 
 def first(hosts: Sequence[Host], num_nodes: int, num_slots: int) -> list[Node]:
-    """The first `num_nodes` hosts with the first `num_slots` slots of each; 0 is all.
+    """Returns the first `num_nodes` hosts with the first `num_slots` slots of each; 0 means all.
 
-    Raises ValueError when there are not so many.
+    Raises ValueError if there are fewer hosts or slots.
     """
     if num_nodes > len(hosts):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Which ranks run where: nodes in the order of their ranks, each with the slots it uses.
+"""The layout of a run: nodes in the order of their ranks, each with the slots that it uses.
 
-A slot is a device of the node, or just a place for a rank where there is none. Ranks are numbered
-through the nodes in order, and on each node through its slots.
+A slot is a device of the node, or a plain number if the node has no devices; each slot has one
+rank. Ranks are numbered node by node, and within a node slot by slot.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ Slots = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A host and the slots that are used on it, in ascending order."""
+    """A host and its used slots in ascending order."""
 
     name: str
     slots: Slots
 
 
 def parse_numbers(text: str, what: str) -> Slots:
-    """ "0-2,5" is (0, 1, 2, 5). Raises ValueError that names `what` for anything else."""
+    """Parses a list of numbers: "0-2,5" gives (0, 1, 2, 5).
+
+    Raises ValueError, with `what` in its text, if the list is malformed or not ascending.
+    """
     numbers: list[int] = []
     for piece in text.split(","):
         first, dash, last = piece.partition("-")
@@ -46,7 +49,10 @@ def format_numbers(numbers: Iterable[int]) -> str:
 
 
 def parse_layout(text: str) -> tuple[Slots, ...]:
-    """ "0-3@0,2" is two nodes, of four ranks and of two."""
+    """Parses --layout: "0-3@0,2" is a node with four ranks and a node with two.
+
+    Raises ValueError for a malformed list.
+    """
     what = "[launch::layout] --layout:"
     return tuple(parse_numbers(piece, what) for piece in text.split("@"))
 

@@ -1,7 +1,7 @@
 """Starts the ranks of a run on one node.
 
-The launcher also hosts the rendezvous store, so the store survives rank 0 and no port is guessed.
-Must be called from the main thread.
+The launcher on node 0 also hosts the rendezvous store. The store therefore outlives rank 0, and
+its port is known before the ranks start. Must be called from the main thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from penstock.launch.supervision import Patience, report, signals_to, supervise
 
 
 def node_environment(options: LaunchOptions, cores: list[Slots]) -> dict[str, str]:
-    """What all ranks of the node have in common: defaults, ours, and then what they are told."""
+    """Returns the environment that all ranks of the node share.
+
+    It consists of defaults, then this process's environment, then the variables of the options.
+    """
     mine = len(cores[0]) if cores else max(1, len(os.sched_getaffinity(0)) // options.nproc)
     defaults = {
         "OMP_NUM_THREADS": str(mine),
@@ -38,7 +41,7 @@ def node_environment(options: LaunchOptions, cores: list[Slots]) -> dict[str, st
     if options.rank.as_deepspeed:
         told |= {
             AS_DEEPSPEED: "1",
-            # Also for interpreters that have not Penstock's .pth file; and the command `deepspeed`.
+            # For interpreters without Penstock's .pth file, and for the command `deepspeed`.
             "PYTHONPATH": _before("PYTHONPATH", FOLDER, ""),
             "PATH": _before("PATH", FOLDER / "bin", os.defpath),
             "LOCAL_SIZE": str(options.nproc),
@@ -49,14 +52,14 @@ def node_environment(options: LaunchOptions, cores: list[Slots]) -> dict[str, st
 
 
 def _before(variable: str, folder: pathlib.Path, otherwise: str) -> str:
-    """The list of folders with one more in front."""
+    """Returns the variable's list of folders with `folder` in front."""
     return os.pathsep.join(filter(None, [str(folder), os.environ.get(variable, otherwise)]))
 
 
 def rank_environment(
     options: LaunchOptions, local_rank: int, host: str, port: int
 ) -> dict[str, str]:
-    """The place of one rank in the world."""
+    """Returns the variables that differ between ranks, and the address of the store."""
     return {
         "RANK": str(options.first_rank + local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -64,7 +67,7 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(options.nproc),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # env:// then connects to our store as a client
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # env:// connects to the launcher's store as client
     }
 
 
@@ -86,12 +89,14 @@ def _task(options: LaunchOptions, env: dict[str, str], cores: list[Slots], stamp
 
 
 def launch(options: LaunchOptions) -> int:
-    """Runs the ranks of this node to their end, and again up to `max_restarts` times where one
-    failed.
+    """Runs this node's ranks until they end. After a failure it restarts them.
 
-    Returns 0, or the exit code of the rank that failed first (128 + signal when it was killed), or
-    128 + signal when the launcher itself was told to stop. The error of the rank that failed first
-    is the last thing printed.
+    It restarts them up to `max_restarts` times. The error of the rank that failed first is printed
+    last.
+
+    Returns:
+        0 if all ranks succeeded; the exit code of the rank that failed first (128 + signal if it
+        was killed); or 128 + signal if a signal stopped the launcher.
     """
     if not LOG.handlers:
         speak("warning")
@@ -105,7 +110,7 @@ def launch(options: LaunchOptions) -> int:
 
 
 def _run_once(options: LaunchOptions) -> tuple[int, bool]:
-    """The exit code, and whether the launcher was told to stop."""
+    """Runs the ranks once. Returns the exit code and whether a signal stopped the launcher."""
     events: Events = queue.SimpleQueue()
     children: list[Child] = []
     cores = options.rank.cores(options.nproc)
@@ -141,7 +146,7 @@ def _run_once(options: LaunchOptions) -> tuple[int, bool]:
 
 
 def dry_run(options: LaunchOptions) -> list[list[str]]:
-    """The argument vectors of the ranks, with the part of their environment that is theirs."""
+    """Returns the argument vectors of the ranks, each with the variables that Penstock sets."""
     vectors = []
     cores = options.rank.cores(options.nproc)
     common = node_environment(options, cores)
@@ -152,7 +157,7 @@ def dry_run(options: LaunchOptions) -> list[list[str]]:
         place = rank_environment(options, local_rank, host, port)
         del place["TORCHELASTIC_USE_AGENT_STORE"]
         if port == 0:
-            del place["MASTER_PORT"]  # the kernel chooses it
+            del place["MASTER_PORT"]  # the kernel chooses the port when the run starts
         told = {name: common[name] for name in names} | dict(options.rank.env) | place
         argv = options.rank.argv(options.command)
         if at := options.rank.local_rank_at(options.command):

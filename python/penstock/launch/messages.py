@@ -1,4 +1,4 @@
-"""What the launcher says, on stderr and by level."""
+"""The launcher's log messages, written to stderr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to what is stderr at that moment, and goes on when nobody reads it any more."""
+    """Writes to the current sys.stderr, and ignores errors, such as a closed pipe."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -22,7 +22,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def speak(level: str) -> None:
-    """From here on messages of at least this level are printed."""
+    """Prints messages of this level and above from now on."""
     if not LOG.handlers:
         handler = _Stderr()
         handler.setFormatter(logging.Formatter("penstock run: %(message)s"))

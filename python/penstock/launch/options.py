@@ -1,4 +1,4 @@
-"""What to start on this node, checked before anything is."""
+"""Options of the launch on this node. They are checked before a process is started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from penstock.launch.cores import cores_of_ranks
 from penstock.launch.layout import Slots
 
-RESUME = "PENSTOCK_RESUME"  # in a rank's environment
+RESUME = "PENSTOCK_RESUME"  # environment variables of a rank
 AS_DEEPSPEED = "PENSTOCK_AS_DEEPSPEED"
 
 
@@ -19,18 +19,18 @@ AS_DEEPSPEED = "PENSTOCK_AS_DEEPSPEED"
 class RankOptions:
     """How each rank is started.
 
-    Raises ValueError when the values do not fit each other.
+    Raises ValueError if values contradict each other or `log_dir` is a file.
     """
 
     module: bool = False  # the script is the name of a module
     no_python: bool = False  # the script is a program
-    as_deepspeed: bool = False  # tells the ranks; sets what DeepSpeed's launcher sets
+    as_deepspeed: bool = False  # set AS_DEEPSPEED and the variables of DeepSpeed's launcher
     local_rank: bool = False  # --local_rank=N is the script's first argument
-    bind_cores: bool = False  # each rank has its own share of the cores
-    core_list: str = ""  # which cores are shared out, such as "0-3,8"; default: all usable
-    log_dir: str = ""  # output goes to a file for each rank in it
-    devices: Slots | None = None  # what the ranks see of the node's devices; None: all
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside ours
+    bind_cores: bool = False  # bind each rank to an equal part of the cores
+    core_list: str = ""  # the cores to divide, such as "0-3,8"; default: all usable
+    log_dir: str = ""  # folder for one output file per rank
+    devices: Slots | None = None  # devices of the node that the ranks can see; None: all
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # additional variables
 
     def __post_init__(self) -> None:
         if self.module and self.no_python:
@@ -41,25 +41,27 @@ class RankOptions:
             )
 
     def check_script(self, command: Sequence[str]) -> None:
-        """Raises ValueError when there is no such script or program."""
+        """Raises ValueError if the script or program does not exist."""
         script = command[0] if command else ""
         found = self.module or pathlib.Path(script).is_file()
         if not found and not (self.no_python and shutil.which(script)):
             raise ValueError(f"[launch::options] no such script: {script}")
 
     def argv(self, command: Sequence[str]) -> list[str]:
-        """The script and its arguments as the words that start it."""
+        """Returns the argument vector that runs the script with its arguments."""
         if self.no_python:
             return list(command)
         return [sys.executable, *(["-m"] if self.module else []), *command]
 
     def local_rank_at(self, command: Sequence[str]) -> int:
-        """Where --local_rank=N goes in `argv`; 0 is nowhere."""
+        """Returns the index in `argv` at which --local_rank=N is inserted; 0 for none."""
         return len(self.argv(command[:1])) if self.local_rank else 0
 
     def cores(self, nproc: int) -> list[Slots]:
-        """Cores of each of the node's ranks; empty when they are not bound. Raises ValueError when
-        there are fewer cores than ranks."""
+        """Returns the cores of each rank of the node; [] if ranks are not bound.
+
+        Raises ValueError if there are fewer cores than ranks.
+        """
         return cores_of_ranks(nproc, self.core_list) if self.bind_cores or self.core_list else []
 
 
@@ -67,7 +69,8 @@ class RankOptions:
 class LaunchOptions:
     """What to start on this node.
 
-    Raises ValueError when the values do not fit each other.
+    Raises ValueError if a value is out of range, values contradict each other, or the script does
+    not exist.
     """
 
     command: Sequence[str]  # script and its arguments
@@ -75,11 +78,11 @@ class LaunchOptions:
     nnodes: int = 1
     node_rank: int = 0
     rdzv_endpoint: str = ""  # HOST:PORT of node 0; needed when nnodes > 1
-    grace_s: float = 15.0  # for the other ranks to end by themselves after one failed
-    max_restarts: int = 0  # after failures
-    resume: str = "auto"  # what engine.load("auto") means: "auto", "never" or a checkpoint
-    min_nodes: int = 0  # below nnodes: nodes may come and go (elastic.py)
-    ranks_on: Sequence[int] = ()  # each node's number of ranks; empty: nproc on each
+    grace_s: float = 15.0  # time for the other ranks to end by themselves after a rank failed
+    max_restarts: int = 0  # restarts after failures
+    resume: str = "auto"  # what engine.load("auto") loads: "auto", "never" or a checkpoint
+    min_nodes: int = 0  # if below nnodes, nodes may join and leave (elastic.py)
+    ranks_on: Sequence[int] = ()  # number of ranks of each node; empty: nproc on each
     rank: RankOptions = dataclasses.field(default_factory=RankOptions)
 
     def __post_init__(self) -> None:
@@ -105,18 +108,21 @@ class LaunchOptions:
 
     @property
     def first_rank(self) -> int:
-        """Of this node's ranks."""
+        """The lowest rank on this node."""
         if not self.ranks_on:
             return self.node_rank * self.nproc
         return sum(self.ranks_on[: self.node_rank])
 
     @property
     def world_size(self) -> int:
-        """Ranks on all nodes."""
+        """The number of ranks on all nodes."""
         return sum(self.ranks_on) if self.ranks_on else self.nnodes * self.nproc
 
     def endpoint(self) -> tuple[str, int]:
-        """Host and port of the store; port 0 lets the kernel choose (single node only)."""
+        """Returns host and port of the store. On a single node port 0 lets the kernel choose.
+
+        Raises ValueError if `rdzv_endpoint` is not HOST:PORT.
+        """
         if not self.rdzv_endpoint:
             return "127.0.0.1", 0
         host, _, port = self.rdzv_endpoint.rpartition(":")

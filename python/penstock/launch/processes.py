@@ -1,7 +1,7 @@
-"""Processes that are started together and end together: ranks, or the launchers of nodes.
+"""Child processes that start and end together: ranks, or the launchers of nodes.
 
-Each is a process of its own session: a failure, a signal to the launcher or the launcher's own
-death ends them all. Must be used from the main thread.
+Each child runs in its own session. A failure of one child, a signal to the launcher or the death
+of the launcher ends all of them. Must be used from the main thread.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from penstock.launch.layout import Slots
 
 _TAIL_LINES = 40
 
-# What a child runs first: ask the kernel to signal it when the launcher dies (PR_SET_PDEATHSIG = 1,
-# kept across exec), check that this has not happened yet, become the command. A preexec_fn would do
-# the same but is unsafe beside the store's threads. Arguments: the launcher's process, the signal,
-# where --local_rank=N goes in the command (0: nowhere), the cores of each local rank, the command.
+# A child runs this first. It asks the kernel for a signal when the launcher dies (PR_SET_PDEATHSIG
+# = 1, kept across exec), checks that the launcher is still alive, and then execs the command. A
+# preexec_fn could do the same but is unsafe, since the store has threads. Arguments: the launcher's
+# process id, the signal, the index of --local_rank=N in the command (0: none), the cores of each
+# local rank, the command.
 BOOTSTRAP = """
 import ctypes, os, sys
 parent, signum, place = map(int, sys.argv[1:4])
@@ -53,23 +54,27 @@ class Task:
     name: str  # "rank 3"
     argv: Sequence[str]
     env: Mapping[str, str]
-    prefix: bytes = b""  # of each line of stderr that is copied
-    # "inherit": its stdout is our stdout; "stdout", "stderr": its stdout is copied to that of ours.
+    prefix: bytes = b""  # precedes each copied line of stderr
+    # "inherit": the launcher's stdout; "stdout", "stderr": copied to this stream of the launcher.
     stdout: str = "inherit"
-    pipe_stderr: bool = True  # copied; else it is our stderr
-    prefix_stdout: bytes = b""  # of each line of stdout that is copied
-    log: str = ""  # both streams go to this file instead
-    # It gets an open stdin and ends when that closes: how it is told to, and what our death does.
+    pipe_stderr: bool = True  # stderr is copied; else it is the launcher's stderr
+    prefix_stdout: bytes = b""  # precedes each copied line of stdout
+    log: str = ""  # file that both streams are written to instead
+    # The process gets an open stdin and must end when it closes. The launcher closes it to stop the
+    # process; the launcher's death closes it, too.
     ends_with_stdin: bool = False
     death_signal: signal.Signals = signal.SIGKILL
     local_rank_at: int = 0
-    cores: Sequence[Slots] = ()  # of each local rank
+    cores: Sequence[Slots] = ()  # cores of each local rank
 
 
 def first_stdout(num_tasks: int) -> str:
-    """Task.stdout of the first task; that of the others is "stderr". It has our stdout. If our
-    stdout and stderr are one terminal or file, it is copied by whole lines, so that no line of
-    another task begins inside one of its own."""
+    """Returns Task.stdout for the first task; the other tasks use "stderr".
+
+    The first task inherits the launcher's stdout. If the launcher's stdout and stderr are the same
+    terminal or file, its output is copied in whole lines instead, so that lines of different tasks
+    do not mix.
+    """
     return "stdout" if num_tasks > 1 and _is_one_file(1, 2) else "inherit"
 
 
@@ -81,15 +86,17 @@ def _is_one_file(first: int, second: int) -> bool:
 
 
 def bootstrap(death_signal: int, local_rank_at: int, cores: Sequence[Slots]) -> list[str]:
-    """Python's arguments before the command."""
+    """Returns the arguments of Python that run BOOTSTRAP; the command follows them."""
     text = ":".join(",".join(map(str, one)) for one in cores)
     numbers = (os.getpid(), int(death_signal), local_rank_at)
     return ["-I", "-S", "-c", BOOTSTRAP, *map(str, numbers), text]
 
 
 class Child:
-    """A running task. Signalled and reaped by the main thread only, so its id is never a
-    stranger's."""
+    """A running task.
+
+    Only the main thread signals and reaps it, so its process id cannot belong to another process.
+    """
 
     def __init__(self, task: Task):
         self.name = task.name
@@ -109,7 +116,7 @@ class Child:
         self._pumps: list[threading.Thread] = []
 
     def watch(self, events: Events) -> None:
-        """Starts copying its output, and puts the child in `events` once it has ended."""
+        """Starts threads that copy its output and put the child in `events` when it ends."""
 
         def wait() -> None:
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
@@ -129,7 +136,7 @@ class Child:
         threading.Thread(target=wait, daemon=True).start()
 
     def kill(self, signum: int) -> None:
-        """Signals the process and what it started. Until reaped, the group id stays its own."""
+        """Signals the process group of the child. The group id stays valid until reap()."""
         if self.returncode is not None:
             return
         if self._process.stdin is not None and signum == signal.SIGTERM:
@@ -138,7 +145,7 @@ class Child:
             os.killpg(self._process.pid, signum)
 
     def reap(self) -> None:
-        """Collects an ended (or just killed) process, and kills what it left running."""
+        """Waits for the process and kills the remaining processes of its group."""
         self.kill(signal.SIGKILL)
         _, status, usage = os.wait4(self._process.pid, 0)
         self.returncode = self._process.returncode = os.waitstatus_to_exitcode(status)
@@ -150,12 +157,12 @@ class Child:
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it: 128 + signal for one that was killed."""
+        """The exit code as in a shell: 128 + signal if the process was killed."""
         code = self.returncode or 0
         return code if code >= 0 else 128 - code
 
     def failure(self) -> str:
-        """One line that says how it ended."""
+        """Returns one line that describes how the process ended."""
         code = self.returncode or 0
         if code > 0:
             return f"{self.name} failed first, with exit code {code}"
@@ -168,12 +175,12 @@ class Child:
         return text
 
 
-# An ended child, a signal that we got, or how another node failed.
+# An ended child, the number of a received signal, or the text of another node's failure.
 Events = queue.SimpleQueue[Child | int | str]
 
 
 class _Copy:
-    """Our stderr or stdout, with a prefix before each line."""
+    """Writes to the launcher's stderr or stdout, with a prefix before each line."""
 
     def __init__(self, prefix: bytes, on_stdout: bool):
         self._prefix, self._on_stdout = prefix, on_stdout
@@ -187,7 +194,7 @@ class _Copy:
 
 
 class _File:
-    """A log that both streams of a rank go to."""
+    """A log file for both streams of a rank."""
 
     def __init__(self, path: str):
         self._file = open(path, "ab", buffering=0)
@@ -203,14 +210,14 @@ def _open_log(path: str) -> _File:
 
 
 def _pump(source: IO[bytes], out: _Copy | _File, tail: collections.deque[bytes] | None) -> None:
-    """Copies output line by line; a carriage return ends a piece like a newline does."""
+    """Copies output line by line. A carriage return also ends a line."""
     pending = b""
     with source:
         while True:
             chunk = os.read(source.fileno(), 1 << 16)
             pieces = (pending + chunk).splitlines(keepends=True)
             ended = not pieces or pieces[-1].endswith((b"\n", b"\r"))
-            if not ended and not chunk:  # it died in the middle of a line
+            if not ended and not chunk:  # the process ended in the middle of a line
                 pieces[-1] += b"\n"
             pending = b"" if ended or not chunk else pieces.pop()
             if tail is not None:

@@ -1,4 +1,4 @@
-"""Runs a job on several nodes: starts it there, and ends all of it when a part of it fails."""
+"""Runs a job on several nodes. If one part fails, all parts are ended."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from penstock.launch.messages import LOG
 from penstock.launch.processes import Child, Events, Task, first_stdout
 from penstock.launch.supervision import Patience, report, signals_to, supervise
 
-_PROBE_S = 30.0  # for ssh to answer
-_REPORT_S = 10.0  # for a node to say how it ended, and its connection to close
+_PROBE_S = 30.0  # time limit for an ssh probe
+_REPORT_S = 10.0  # time for a node to report how it ended, and for its connection to close
 _OF_THE_LAUNCHER = 255  # ssh's own exit code
 _TASK_OF_SRUN = re.compile(
     r"^srun: error: [^:]+: tasks? [^:]+: (?:Exited with exit code (?P<code>\d+)|(?P<signal>[^(]+))"
 )
-# pdsh, mpirun and srun take their ranks along on SIGTERM, not when they are killed, and mpirun not
-# when a second SIGTERM comes soon. The kernel sends as many as we have threads when we die. So this
-# stands between: it passes on the first one, and its own death is another.
+# pdsh, mpirun and srun end their ranks on SIGTERM but not when they are killed, and mpirun does not
+# if a second SIGTERM follows soon. When the launcher dies, the kernel sends one death signal per
+# launcher thread. This guard process runs in between: it passes on only the first SIGTERM, and its
+# own death sends one SIGTERM.
 _GUARD = """
 import ctypes, os, signal, subprocess, sys
 guard, told = os.getpid(), []
@@ -53,7 +54,7 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_sig
 
 
 def _probe(job: Job, hosts: Sequence[str]) -> list[str]:
-    """What ssh says of those hosts that it cannot log in to."""
+    """Returns "HOST (reason)" for each host that ssh cannot log in to."""
     probes = {
         host: subprocess.Popen(
             [*ssh_words(job, host), "true"],
@@ -79,7 +80,7 @@ def _probe(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def check_ssh(job: Job) -> None:
-    """Raises RuntimeError that names every node which cannot be logged in to without a password."""
+    """Raises RuntimeError with all nodes that ssh cannot log in to without a password."""
     names = [node.name for node in job.nodes]
     problems: list[str] = []
     for start in range(0, len(names), FAN_OUT):
@@ -87,12 +88,15 @@ def check_ssh(job: Job) -> None:
     if problems:
         raise RuntimeError(
             f"[launch::check_ssh] ssh without a password does not reach {'; '.join(problems)}. Set "
-            f"up keys, take the hosts out by --exclude, or skip this check by --no-ssh-check"
+            f"up keys, exclude the hosts with --exclude, or skip this check with --no-ssh-check"
         )
 
 
 def _is_known(host: str, *, alone: bool) -> bool:
-    """Whether the name has an address that serves the others too, if there are any."""
+    """Whether the name resolves to an address that other nodes can use.
+
+    A loopback address is sufficient if the node is `alone`.
+    """
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -101,8 +105,11 @@ def _is_known(host: str, *, alone: bool) -> bool:
 
 
 def master_address(job: Job) -> str:
-    """An address of the first node for the others: its name, or where that is known to ssh alone
-    or is this machine's loopback, the first one that `hostname -I` prints there."""
+    """Returns an address of the first node that the other nodes can use.
+
+    This is its name. If only ssh knows the name, or if it is a loopback address, it is the first
+    address that `hostname -I` prints there. Raises RuntimeError if that prints none.
+    """
     name = job.nodes[0].name
     host = name.rpartition("@")[2]
     if _is_known(host, alone=len(job.nodes) == 1):
@@ -117,10 +124,10 @@ def master_address(job: Job) -> str:
     addresses = asked.stdout.split()
     if asked.returncode != 0 or not addresses:
         raise RuntimeError(
-            f"[launch::master_address] {host} has no address that other nodes know, and `hostname "
-            f"-I` there gave none ({asked.stderr.strip()}): give --master-addr"
+            f"[launch::master_address] {host} does not resolve to an address for other nodes, and "
+            f"`hostname -I` there printed none ({asked.stderr.strip()}): give --master-addr"
         )
-    LOG.info(f"{host} is {addresses[0]} for the other nodes")
+    LOG.info(f"other nodes use the address {addresses[0]} for {host}")
     return addresses[0]
 
 
@@ -128,7 +135,8 @@ def _tasks(job: Job, launcher: str, vectors: Sequence[Sequence[str]]) -> list[Ta
     backend = BACKENDS[launcher]
     if not backend.ends_with_stdin:
         argv = [sys.executable, "-I", "-S", "-c", _GUARD, *vectors[0]]
-        # On our death a pipe would break under mpirun. Of srun we read the first failure.
+        # mpirun keeps the launcher's stderr, since a pipe would break when the launcher dies.
+        # srun's stderr is copied, since it names the task that failed first.
         copied, end = launcher == "slurm", signal.SIGTERM
         return [Task(launcher, argv, os.environ, pipe_stderr=copied, death_signal=end)]
     tasks = []
@@ -148,8 +156,10 @@ def _tasks(job: Job, launcher: str, vectors: Sequence[Sequence[str]]) -> list[Ta
 
 
 def _first_code_of_srun(lines: Sequence[bytes]) -> int:
-    """The code of the task that srun names first: its own is the largest one, which is often that
-    of a task which it ended. 0 when it names none."""
+    """Returns the exit code of the task that srun names first; 0 if it names none.
+
+    srun itself returns the largest code, often from a task that srun ended.
+    """
     for line in lines:
         match = _TASK_OF_SRUN.search(line.decode(errors="replace").rstrip())
         if match and match["code"]:
@@ -160,8 +170,11 @@ def _first_code_of_srun(lines: Sequence[bytes]) -> int:
 
 
 def run_job(job: Job, launcher: str, patience: Patience) -> int:
-    """Starts the job and waits for its end. Returns 0, or the exit code of what failed first, or
-    128 + signal when we were told to stop."""
+    """Starts the job and waits until it ends.
+
+    Returns 0, the exit code of the process that failed first, or 128 + signal if a signal stopped
+    the launcher. Raises RuntimeError if the back end's program is not installed.
+    """
     program = BACKENDS[launcher].program
     if shutil.which(program) is None:
         raise RuntimeError(
@@ -172,7 +185,7 @@ def run_job(job: Job, launcher: str, patience: Patience) -> int:
         LOG.debug(shlex.join(vector))
     events: Events = queue.SimpleQueue()
     children: list[Child] = []
-    # A node needs its own patience to end, and then time to say so.
+    # A node needs its own waiting time to end, and then time to report.
     patience = dataclasses.replace(patience, kill_s=patience.stop_s + _REPORT_S)
     with signals_to(events):
         try:
@@ -189,7 +202,7 @@ def run_job(job: Job, launcher: str, patience: Patience) -> int:
         if launcher == "slurm":
             code = _first_code_of_srun(list(end.failed.tail)) or code
         if launcher == "ssh" and code == _OF_THE_LAUNCHER:
-            LOG.error("255 is what ssh ends with when the connection fails or breaks")
+            LOG.error("ssh returns 255 if the connection fails or breaks")
         return code
     if end.stopped_by:
         LOG.warning(f"stopped by {signal.Signals(end.stopped_by).name}")

@@ -1,4 +1,4 @@
-"""The store where the nodes' launchers and the ranks meet, and which failure was the first."""
+"""The rendezvous store of launchers and ranks. It also records which rank failed first."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from penstock.launch.processes import Events
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-_CONNECT_S = 300.0  # for the other nodes' launchers to appear
+_CONNECT_S = 300.0  # time limit for the launchers of the nodes to connect
 _KEYS = "penstock/launch"
 _FIRST = f"{_KEYS}/first"
 _WHOLE_RUN = datetime.timedelta(days=3650)
 
 
 class Meeting:
-    """Where the ranks meet. Of several nodes each learns at once when a rank of another fails, and
-    all end with the code of the one that failed first."""
+    """One node's connection to the rendezvous store.
+
+    With several nodes, each node is notified when a rank on another node fails. All nodes then end
+    with the exit code of the rank that failed first.
+    """
 
     def __init__(self, options: LaunchOptions, events: Events):
         self.host, port = options.endpoint()
@@ -44,8 +47,8 @@ class Meeting:
         return make(self.host, port, is_master=hosting, wait_for_workers=False, timeout=timeout)
 
     def _wait(self, events: Events) -> None:
-        """Until a node fails, or this one is over."""
-        with contextlib.suppress(RuntimeError):  # the store is gone: node 0 ends the run then
+        """Blocks until a node fails or this node's run is over. Puts a failure in `events`."""
+        with contextlib.suppress(RuntimeError):  # the store has closed: node 0 ends the run
             store = self._connect(self.port, hosting=False)
             store.wait([f"{_KEYS}/over/{self._options.node_rank}"], _WHOLE_RUN)
             if store.check([_FIRST]):
@@ -57,7 +60,7 @@ class Meeting:
         return int(code), text
 
     def fail(self, code: int, text: str) -> None:
-        """Tells all nodes; the first one counts."""
+        """Reports a failure of this node to all nodes. Only the first report is recorded."""
         if self._options.nnodes == 1:
             return
         with contextlib.suppress(RuntimeError):
@@ -67,14 +70,17 @@ class Meeting:
                 self._store.set(f"{_KEYS}/over/{other}", "")
 
     def first_failure(self) -> tuple[int, str] | None:
-        """Exit code and text of the rank that failed first on any node, if that is known."""
+        """Returns exit code and text of the rank that failed first on any node; None if unknown."""
         with contextlib.suppress(RuntimeError):
             if self._options.nnodes > 1 and self._store.check([_FIRST]):
                 return self._first(self._store)
         return None
 
     def close(self) -> None:
-        """On node 0 keeps the store until the other nodes' ranks have ended too."""
+        """Ends this node's part. On node 0 it waits until the other nodes have ended.
+
+        The store stays open for that time, at most `grace_s` (at least one second).
+        """
         if self._watch is None:
             return
         key = _KEYS + "/ended/{}"
@@ -88,12 +94,14 @@ class Meeting:
                 nodes = range(1, self._options.nnodes)
                 self._store.wait([key.format(node) for node in nodes], grace)
         except RuntimeError as error:
-            LOG.warning(f"another node's launcher is gone or late: {str(error).splitlines()[0]}")
+            LOG.warning(
+                f"the launcher of another node has ended or is late: {str(error).splitlines()[0]}"
+            )
 
 
 @contextlib.contextmanager
 def rendezvous(options: LaunchOptions, events: Events) -> Iterator[Meeting]:
-    """Hosts the store on node 0, and connects to it on the others."""
+    """Hosts the store on node 0 and connects to it on the other nodes."""
     meeting = Meeting(options, events)
     try:
         yield meeting

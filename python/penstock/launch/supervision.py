@@ -1,4 +1,4 @@
-"""Waits for processes that run together, and ends all of them when one fails or we are told to."""
+"""Waits for child processes. A failure of one, or a signal to the launcher, ends all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.launch.processes import Child, Events
 
 @contextlib.contextmanager
 def signals_to(events: Events) -> Iterator[None]:
-    """Signals that ask us to end become events."""
+    """Puts SIGINT, SIGTERM and SIGHUP in `events` while the context is open."""
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         events.put(signum)
@@ -34,25 +34,25 @@ def signals_to(events: Events) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """How long the children get, in seconds."""
+    """Time limits for the children, in seconds."""
 
-    grace_s: float  # to end by themselves after one failed
-    kill_s: float = 5.0  # from SIGTERM to SIGKILL after a failure
-    num_lost: int = 0  # this many may fail, and the others go on
+    grace_s: float  # time to end by themselves after a child failed
+    kill_s: float = 5.0  # time from SIGTERM to SIGKILL after a failure
+    num_lost: int = 0  # number of children that may fail while the others go on
 
     @property
     def stop_s(self) -> float:
-        """From SIGTERM to SIGKILL, when we were told to stop."""
+        """The time from SIGTERM to SIGKILL after a signal to the launcher."""
         return max(self.kill_s, self.grace_s)
 
 
 @dataclasses.dataclass
 class Outcome:
-    """How it ended."""
+    """How the children ended."""
 
     failed: Child | None = None  # the child that failed first
-    stopped_by: int = 0  # the signal that we got
-    elsewhere: str = ""  # another node failed before any child did
+    stopped_by: int = 0  # the signal that the launcher received; 0 for none
+    elsewhere: str = ""  # failure text of another node that failed before any child
 
 
 class _Supervisor:
@@ -64,20 +64,20 @@ class _Supervisor:
         self._patience = patience
         self._on_failure = on_failure
         self._lost: list[Child] = []
-        self._due: list[tuple[float, int]] = []  # (time, signal) for whoever is still alive then
+        self._due: list[tuple[float, int]] = []  # (time, signal to send to the living children)
 
     def left_s(self) -> float | None:
-        """Until the next signal is due; None when none is."""
+        """Returns the seconds until the next signal is due; None if none is scheduled."""
         return max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
 
     def signal_alive(self) -> None:
-        """Sends what is due."""
+        """Sends the next scheduled signal to the living children."""
         _, signum = self._due.pop(0)
         for child in self.alive:
             child.kill(signum)
 
     def stop(self, signum: int) -> None:
-        """We were told to; the second time it is meant."""
+        """Schedules SIGTERM now and SIGKILL later. A second signal kills the children now."""
         again, self.end.stopped_by = self.end.stopped_by != 0, signum
         now = time.monotonic()
         self._due = [(now if again else now + self._patience.stop_s, signal.SIGKILL)]
@@ -85,13 +85,13 @@ class _Supervisor:
             self._due.insert(0, (now, signal.SIGTERM))
 
     def failed_elsewhere(self, text: str) -> None:
-        """On another node."""
+        """Handles a failure on another node: the children get `grace_s` to end."""
         if self.end.failed is None and not self.end.stopped_by:
             self.end.elsewhere = text
             self._give_up()
 
     def ended(self, child: Child) -> None:
-        """One of ours; the first that may not fail ends the others."""
+        """Handles the end of a child. More failures than `num_lost` end the other children."""
         child.reap()
         self.alive.discard(child)
         over = self.end.failed or self.end.stopped_by or self.end.elsewhere
@@ -119,7 +119,7 @@ def supervise(
     patience: Patience,
     on_failure: Callable[[Child], None] = lambda child: None,
 ) -> Outcome:
-    """Waits for all; what fails, here or on another node, or a signal ends the others."""
+    """Waits for all children. A failure, here or on another node, or a signal ends the others."""
     run = _Supervisor(children, patience, on_failure)
     while run.alive:
         try:
@@ -137,7 +137,7 @@ def supervise(
 
 
 def report(failed: Child) -> int:
-    """Prints the error of the child that failed first, as the last thing. Returns its code."""
+    """Logs how the child failed, with the last lines of its stderr. Returns its exit code."""
     lines = [piece.decode(errors="replace").rstrip("\n") for piece in failed.tail]
     text = failed.failure() + (
         f"; the last {len(lines)} lines it wrote to stderr:" if lines else ""
@@ -147,8 +147,10 @@ def report(failed: Child) -> int:
 
 
 def stop_on_end_of_stdin() -> None:
-    """Sends this process SIGTERM when its stdin ends: when whoever started it over a connection
-    closes that, or is gone."""
+    """Sends SIGTERM to this process when its stdin ends.
+
+    The remote launcher that started it has then closed the connection or has died.
+    """
 
     def wait() -> None:
         with contextlib.suppress(OSError):
