@@ -134,8 +134,8 @@ def test_across_nodes(folder):
     [
         (["--width", "100"], "--width 100: give a multiple of 64, or a number below it"),
         (["--tokens", "200"], "--tokens 200: give a multiple of 128, or a number below it"),
-        (["--disk", "nowhere"], "--disk nowhere is no folder that can be written to"),
-        (["-o", "no/m.json"], "--output no/m.json is no file that could be written"),
+        (["--disk", "nowhere"], "--disk nowhere is not a writable folder"),
+        (["-o", "no/m.json"], "--output no/m.json is not a writable file"),
         (["--nproc", "0"], "--nproc and --nnodes must be at least 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a machine reaches when all ranks use it at once (docs/monitoring.md, "Calibration").
+"""Measures a machine's speed while all ranks use it at once (docs/monitoring.md, "Calibration").
 
 `penstock bench` starts the ranks; each runs `python -m penstock.bench`.
 """

@@ -14,10 +14,12 @@ from penstock.bench.setting import Setting
 
 @dataclass(frozen=True)
 class Part:
-    """Attributes:
-    says: what is measured.
-    share: of the time.
-    measure: this rank's samples by field, in so many seconds.
+    """One measurement.
+
+    Attributes:
+        says: the text that describes it.
+        share: its share of the total time.
+        measure: runs it for that many seconds and returns this rank's samples by field.
     """
 
     says: str
@@ -30,7 +32,7 @@ PARTS = (
     Part("links: all-gather and reduce-scatter of 8 MiB", 0.15, links.links),
     Part("copies between device and host", 0.1, memory.device_host),
     Part("memory: AdamW on 8.4M parameters", 0.15, engines.memory),
-    Part("disk: the same with its state there", 0.2, engines.disk),
+    Part("disk: the same with the optimizer's state on disk", 0.2, engines.disk),
     Part("overlap: matrix products beside a thread that copies", 0.15, compute.overlap),
 )
 
@@ -48,7 +50,7 @@ def _measure(
 
 
 def main() -> None:
-    """Measures, and on rank 0 writes and prints."""
+    """Measures on all ranks. Rank 0 prints the result and writes it to the file."""
     parser = argparse.ArgumentParser(prog="python -m penstock.bench", description=__doc__)
     arguments.add_options(parser)
     options = parser.parse_args()
@@ -56,7 +58,7 @@ def main() -> None:
         arguments.check(options)
     except ValueError as error:
         parser.error(str(error))
-    load = os.getloadavg()[0]  # before ours
+    load = os.getloadavg()[0]  # read before this process adds to it
     ranks = RankGroup()
     how = setting.of(options, ranks)
     first = ranks.rank == 0
@@ -66,7 +68,10 @@ def main() -> None:
         result.write(options.output, spreads, told)
         print(result.table(spreads))
         if load > told["cores"] / 2:
-            print(f"others were busy here: a load of {load:.1f} on {told['cores']} cores before")
+            print(
+                f"other processes used this machine: before the start its load was {load:.1f} on "
+                f"{told['cores']} cores"
+            )
         print(f"written: {options.output}", flush=True)
     ranks.close()
 

@@ -18,7 +18,7 @@ def _seconds(text: str) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All but --nproc."""
+    """Adds all options except --nproc."""
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16", "auto"),
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for what cannot be measured or written, before anything is."""
+    """Raises ValueError if an option cannot be measured or the output cannot be written."""
     if options.width < 1 or (options.width > HEAD and options.width % HEAD):
         raise ValueError(
             f"[bench] --width {options.width}: give a multiple of {HEAD}, or a number below it"
@@ -75,15 +75,15 @@ def check(options: argparse.Namespace) -> None:
             f"it"
         )
     if options.disk is not None and not os.access(options.disk, os.W_OK | os.X_OK):
-        raise ValueError(f"[bench] --disk {options.disk} is no folder that can be written to")
+        raise ValueError(f"[bench] --disk {options.disk} is not a writable folder")
     output = pathlib.Path(options.output)
     there = output if output.exists() else output.absolute().parent
     if output.is_dir() or not output.absolute().parent.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"[bench] --output {output} is no file that could be written")
+        raise ValueError(f"[bench] --output {output} is not a writable file")
 
 
 def words(options: argparse.Namespace) -> list[str]:
-    """The options again, for the ranks."""
+    """Returns the options as arguments for the ranks."""
     given = {"precision": options.precision, "width": options.width, "tokens": options.tokens}
     given |= {"disk": options.disk, "seconds": options.seconds, "output": options.output}
     return [f"--{name}={value}" for name, value in given.items() if value is not None]

@@ -1,4 +1,4 @@
-"""What a rank computes in a second, and what copies beside it take from that."""
+"""Measures the compute speed of a rank, and how much simultaneous copies slow it down."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock.bench.memory import PART, HostCopy
 from penstock.bench.setting import Setting
 from penstock.monitor.flops import Counter
 
-_WINDOW_S = 0.06  # of matrix products that are timed at once, at least
-_SIZE = 512  # of the matrices
+_WINDOW_S = 0.06  # least duration of the matrix products in one timing
+_SIZE = 512  # rows and columns of the matrices
 
 
 class Block(nn.Module):
-    """Of a transformer, with the norms before attention and the two linear layers."""
+    """A transformer block with norms before attention and before the two linear layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[sequences, tokens, width] to the same."""
+        """Maps [sequences, tokens, width] to the same shape."""
         parts = self.keys(self.before(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 def flops(setting: Setting, seconds: float) -> dict[str, list[float]]:
-    """FLOP/s of forward and backward of a block; a backward counts as two forwards."""
+    """Measures the FLOP/s of a block's forward and backward. A backward counts as two forwards."""
     block = Block(setting.width).to(setting.device, setting.dtype)
     length = min(setting.tokens, SEQUENCE)
     given = torch.randn(setting.tokens // length, length, setting.width)
@@ -61,7 +61,7 @@ def flops(setting: Setting, seconds: float) -> dict[str, list[float]]:
 
 
 class _Products:
-    """As many matrix products as take a window."""
+    """A number of matrix products that takes at least _WINDOW_S."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._matrices = [torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in range(3)]
@@ -78,7 +78,7 @@ class _Products:
 
 
 def _both(products: _Products, copy: HostCopy) -> tuple[float, float]:
-    """Seconds of the products beside a thread that copies all the while; bytes that it copied."""
+    """Runs the products while another thread copies. Returns their seconds and the bytes copied."""
     begun, over = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -98,11 +98,11 @@ def _both(products: _Products, copy: HostCopy) -> tuple[float, float]:
 
 
 def overlap(setting: Setting, seconds: float) -> dict[str, list[float]]:
-    """Share of a copying thread's seconds that do not slow down matrix products; on a device, where
-    it has engines of its own to copy, not measured.
+    """Measures the share of a copying thread's time that does not slow down matrix products.
 
-    Such a thread would take `lane` seconds alone for what it copies while the products run. They
-    take longer by (1 - overlap) * lane.
+    Let `lane` be the seconds that the thread alone needs for the bytes that it copies while the
+    products run. The products then take longer by (1 - overlap) * lane. It is not measured on a
+    device, which has separate copy engines.
     """
     if not setting.on_host:
         return {}

@@ -1,4 +1,4 @@
-"""What an engine reaches: its optimizer, and its disk tier."""
+"""Measures an engine's optimizer and its disk tier."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 from penstock.bench.setting import Setting
 from penstock.front import engine as engines
 
-_WIDTH = 2048  # of two layers: 8.4M parameters, which each rank updates
-_UPDATE_BYTES = 28  # of memory for a parameter: kUpdateBytes of src/plan/cost/step_time.h
+_WIDTH = 2048  # width of the two layers: 8.4M parameters, all updated by each rank
+_UPDATE_BYTES = 28  # memory traffic per parameter: kUpdateBytes in src/plan/cost/step_time.h
 
 
 @contextlib.contextmanager
 def _engine(setting: Setting, offload: dict[str, str]) -> Iterator[tuple[Any, Callable[[], None]]]:
-    """One that trains in fp32, and its forward and backward, which are next to nothing."""
+    """Yields an fp32 engine, and a function that runs its forward and its (very short) backward."""
     model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH))
     model.to(setting.device)
     given = torch.randn(1, _WIDTH, device=setting.device)
@@ -36,18 +36,23 @@ def _engine(setting: Setting, offload: dict[str, str]) -> Iterator[tuple[Any, Ca
 
 
 def _moved(engine: Any) -> float:
-    """Bytes of memory for one update."""
+    """Returns the bytes that one update reads and writes in memory."""
     return float(_UPDATE_BYTES * sum(param.numel() for param in engine.module.parameters()))
 
 
 def _update_s(engine: Any) -> float:
-    """Of all updates so far: with an optimizer in host memory its lane has no other lines."""
+    """Returns the seconds of all updates so far.
+
+    With optimizer state in host memory, the update lane has no other plan lines.
+    """
     return float(engine._core.metrics.sums().get(("update", "line"), (0, 0, 0.0))[2])
 
 
 def memory(setting: Setting, seconds: float) -> dict[str, list[float]]:
-    """Bytes/s of AdamW's update, by what it has to read and write: on the host, and on the device,
-    which on the CPU is the same."""
+    """Measures the bytes/s that AdamW's update reads and writes, on the host and on the device.
+
+    On the CPU both values are the same.
+    """
     share = seconds if setting.on_host else seconds / 2
     with _engine(setting, {"optimizer": "host"}) as (engine, passes):
 
@@ -62,7 +67,7 @@ def memory(setting: Setting, seconds: float) -> dict[str, list[float]]:
         return {"host_memory": host, "device_memory": host}
     with _engine(setting, {}) as (engine, passes):
 
-        def on_device() -> float:  # the norm, which reads the gradients, is in its time
+        def on_device() -> float:  # includes the time of the norm, which reads the gradients
             passes()
             setting.wait()
             begin = time.perf_counter()
@@ -74,7 +79,10 @@ def memory(setting: Setting, seconds: float) -> dict[str, list[float]]:
 
 
 def disk(setting: Setting, seconds: float) -> dict[str, list[float]]:
-    """Bytes/s read and written while the disk had requests, with the optimizer's state there."""
+    """Measures the bytes/s read and written while the disk has requests.
+
+    The optimizer state is on disk.
+    """
     with _engine(setting, {"optimizer": "disk", "path": setting.disk}) as (engine, passes):
 
         def run() -> float:

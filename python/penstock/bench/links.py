@@ -1,4 +1,4 @@
-"""What a rank sends to others in a second."""
+"""Measures how many bytes per second a rank sends to other ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from penstock.bench.setting import Setting
 from penstock.front import device_backends, registration
 
 _BYTES = 8 << 20
-# Under their names of torch 2.13, or the older ones.
+# Named *_single since torch 2.13.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _exchanges(setting: Setting, group: Any, seconds: float) -> list[float]:
-    """Bytes/s sent by this rank in an all-gather and a reduce-scatter in turn."""
+    """Measures the bytes/s that this rank sends in alternating all-gathers and reduce-scatters."""
     size = dist.get_world_size(group)
     numel = _BYTES // setting.dtype.itemsize // size
     whole = torch.zeros(numel * size, dtype=setting.dtype, device=setting.device)
@@ -37,8 +37,11 @@ def _exchanges(setting: Setting, group: Any, seconds: float) -> list[float]:
 
 
 def links(setting: Setting, seconds: float) -> dict[str, list[float]]:
-    """Inside a node, and across nodes among the ranks of the same number on their node; each where
-    there are others. Over what comm.backend "auto" takes."""
+    """Measures "local", inside a node, and "node", across the ranks with equal local rank.
+
+    A field is left out if one of its groups has a single rank. The back end is the one that
+    comm.backend "auto" chooses.
+    """
     ranks = setting.ranks
     if ranks.world == 1:
         return {}
@@ -57,7 +60,7 @@ def links(setting: Setting, seconds: float) -> dict[str, list[float]]:
         ("node", columns, ranks.local_rank),
     ):
         if any(len(one) == 1 for one in members.values()):
-            continue  # nobody to send to, at least for some
+            continue  # at least one rank would have no peer
         groups = {key: dist.new_group(one, backend=back_end) for key, one in members.items()}
         found[field] = _exchanges(setting, groups[own], seconds / 2)
         dist.destroy_process_group(groups[own])

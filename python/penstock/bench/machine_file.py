@@ -1,8 +1,8 @@
-"""A calibration file: what a rank reaches on a machine, measured (`penstock bench`).
+"""The calibration file: the speed of one rank on a machine, as measured by `penstock bench`.
 
-JSON, one object with the fields of `_penstock.Machine` by name. A field that is null or left out
-was not measured: whoever reads the file keeps what is assumed of it. "about" says how they were
-measured.
+It is one JSON object with the fields of `_penstock.Machine`. A field that is null or missing was
+not measured; a reader then keeps the default value. "about" records the conditions of the
+measurement.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock._native import _penstock
 
 ABOUT = "about"
 OVERLAP = "overlap"
-# Field -> what it is.
+# Field -> its meaning.
 FIELDS = {
     "flops": "FLOP/s of forward and backward",
     "local": "bytes/s sent to ranks of the same node",
@@ -22,12 +22,14 @@ FIELDS = {
     "device_host": "bytes/s copied between device and host memory",
     "host_disk": "bytes/s read from and written to disk",
     "host_memory": "bytes/s of host memory, for an optimizer on the CPU",
-    "device_memory": "bytes/s of device memory, for one on the device",
-    OVERLAP: "share of the seconds of copies and exchanges that slow down no compute",
+    "device_memory": "bytes/s of device memory, for an optimizer on the device",
+    OVERLAP: "share of the time of copies and exchanges that does not slow down compute",
 }
 
 
 def load(path: str | pathlib.Path) -> Any:
-    """A `_penstock.Machine` with what the file knows, the rest as it is by default. Raises
-    ConfigError, which names the file and its fault."""
+    """Reads a file into a `_penstock.Machine`. Fields that were not measured keep their defaults.
+
+    Raises ConfigError, with the file and the fault, if the file cannot be read.
+    """
     return _penstock.read_machine(str(path), _penstock.Machine())

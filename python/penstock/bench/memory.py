@@ -1,4 +1,4 @@
-"""Copies of memory, as lanes make them."""
+"""Measures memory copies of the kind that lanes make."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PART = 1 << 20
 
 
 class HostCopy:
-    """Copies of host memory on the calling thread, without Python's lock, a part at a time."""
+    """Copies host memory on the calling thread, PART bytes at a time, without the GIL."""
 
     def __init__(self) -> None:
         self._from, self._to = (torch.ones(_BYTES, dtype=torch.uint8) for _ in range(2))
@@ -22,21 +22,21 @@ class HostCopy:
         self.copied = 0.0  # bytes so far
 
     def next(self) -> None:
-        """One part."""
+        """Copies the next PART bytes."""
         target, source = (one.data_ptr() + self._at for one in (self._to, self._from))
         ctypes.memmove(target, source, PART)
         self._at = (self._at + PART) % _BYTES
         self.copied += PART
 
     def rate(self, seconds: float) -> float:
-        """Bytes/s over so long at least."""
+        """Copies for at least `seconds`. Returns bytes/s."""
         before, begin = self.copied, time.perf_counter()
         while (takes := time.perf_counter() - begin) < seconds:
             self.next()
         return (self.copied - before) / takes
 
     def whole(self) -> float:
-        """Bytes/s of copying all of it once."""
+        """Copies the whole buffer once. Returns bytes/s."""
         begin = time.perf_counter()
         for _ in range(_BYTES // PART):
             self.next()
@@ -44,7 +44,10 @@ class HostCopy:
 
 
 def device_host(setting: Setting, seconds: float) -> dict[str, list[float]]:
-    """Bytes/s copied to and from the device in turn; on the CPU from memory to memory."""
+    """Measures the bytes/s of alternating copies to and from the device.
+
+    On the CPU it copies from host memory to host memory.
+    """
     if setting.on_host:
         copy = HostCopy()
         return {"device_host": setting.ranks.samples(copy.whole, seconds)}

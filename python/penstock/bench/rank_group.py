@@ -1,4 +1,4 @@
-"""The ranks that measure at the same time, since they share cores, links and disk in training."""
+"""The ranks that measure. They do so at the same time, since training shares cores, links, disk."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-_FEWEST = 3  # runs, whatever the time
+_FEWEST = 3  # least number of runs, even if the time is over
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Quartiles of what all ranks measured."""
+    """Quartiles of the samples of all ranks."""
 
     median: float
-    low: float  # quartiles
-    high: float
-    runs: int
+    low: float  # lower quartile
+    high: float  # upper quartile
+    runs: int  # samples per rank
 
 
 class RankGroup:
-    """All ranks of the launcher; one alone without it. `close()` ends it."""
+    """All ranks of the launcher, or a single rank without one. `close()` must be called."""
 
     def __init__(self) -> None:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -37,13 +37,13 @@ class RankGroup:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
 
     def close(self) -> None:
-        """All ranks call it, or none."""
+        """Ends the group. All ranks must call it, or none."""
         if self.world > 1:
             dist.barrier()
             dist.destroy_process_group()
 
     def agree(self, wanted: bool) -> bool:
-        """Rank 0's answer on all ranks, which go on from here at the same time."""
+        """Returns rank 0's value on all ranks. It is also a barrier."""
         if self.world == 1:
             return wanted
         answer = torch.tensor([float(wanted)])
@@ -51,15 +51,17 @@ class RankGroup:
         return bool(answer.item())
 
     def all_of(self, own: T) -> list[T]:
-        """What each rank has, by rank."""
+        """Returns the values of all ranks, by rank. All ranks must call it."""
         found = [own] * self.world
         if self.world > 1:
             dist.all_gather_object(found, own)
         return found
 
     def samples(self, run: Callable[[], float], seconds: float) -> list[float]:
-        """What `run()` returns, again and again for so long, on all ranks as often. The first run
-        warms up and does not count."""
+        """Calls `run()` repeatedly for `seconds`, equally often on all ranks. Returns its values.
+
+        The first call is a warm-up, and its value is dropped.
+        """
         found: list[float] = []
         self.agree(True)
         run()
@@ -69,7 +71,7 @@ class RankGroup:
         return found
 
     def spread(self, own: list[float]) -> Spread:
-        """Over the samples of all ranks."""
+        """Returns the quartiles over the samples of all ranks. All ranks must call it."""
         pooled = [one for samples in self.all_of(own) for one in samples]
         low, median, high = statistics.quantiles(pooled, n=4, method="inclusive")
         return Spread(median, low, high, len(own))

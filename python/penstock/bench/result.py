@@ -1,4 +1,4 @@
-"""What was measured, as a file and as a table."""
+"""Writes the result of a measurement as a file and as a table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def _processor() -> str:
-    """As /proc/cpuinfo has it, where there is one."""
+    """Returns the processor's name from /proc/cpuinfo, else its architecture."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -40,12 +40,12 @@ def _device(device: torch.device) -> str:
 
 
 def _rounded(number: float) -> float:
-    """To 4 digits: more were not the same in the next run."""
+    """Rounds to 4 digits, since further digits differ between runs."""
     return float(f"{number:.4g}")
 
 
 def about(setting: Setting, options: Namespace, spreads: Mapping[str, Spread]) -> dict[str, Any]:
-    """Where, when and how."""
+    """Returns the conditions of the measurement: machine, versions, options, date, quartiles."""
     return {
         "host": socket.gethostname(),
         "cpu": _processor(),
@@ -70,20 +70,20 @@ def _figures(spread: Spread) -> dict[str, float]:
 
 
 def value(field: str, spread: Spread) -> float:
-    """What the file has."""
+    """Returns the value for the file: the median, with overlap limited to 0..1."""
     number = min(1.0, max(0.0, spread.median)) if field == OVERLAP else spread.median
     return _rounded(number)
 
 
 def write(path: str, spreads: Mapping[str, Spread], how: Mapping[str, Any]) -> None:
-    """The calibration file."""
+    """Writes the calibration file."""
     values = {field: value(field, spreads[field]) if field in spreads else None for field in FIELDS}
     text = json.dumps({**values, ABOUT: how}, indent=1) + "\n"
     pathlib.Path(path).write_text(text, encoding="utf-8")
 
 
 def _scale(number: float) -> tuple[float, str]:
-    """By which a number is divided to be easy to read, and the letter for it."""
+    """Returns a divisor that makes the number easy to read, and its unit prefix."""
     power = 0
     while abs(number) >= 1000.0 ** (power + 1) and power < len(_PREFIXES) - 1:
         power += 1
@@ -91,7 +91,7 @@ def _scale(number: float) -> tuple[float, str]:
 
 
 def table(spreads: Mapping[str, Spread]) -> str:
-    """A line a field: median, quartiles, runs, what it is."""
+    """Returns the table: a line per field with median, quartiles, number of runs and meaning."""
     lines = [f"{'':<14}{'median':>15}{'half of runs':>18}{'runs':>6}  what it is"]
     for field, meaning in FIELDS.items():
         told = meaning.removeprefix("FLOP/s of ").removeprefix("bytes/s ")

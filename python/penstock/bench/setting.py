@@ -1,4 +1,4 @@
-"""What is measured, and by whom."""
+"""The setting of a measurement: ranks, device and options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Setting:
-    """One rank's."""
+    """The setting of one rank."""
 
     ranks: RankGroup
     device: torch.device
@@ -33,13 +33,13 @@ class Setting:
         return self.device.type == "cpu"
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Blocks until the device has finished all queued work."""
         if not self.on_host:
             torch.accelerator.synchronize(self.device)
 
 
 def of(options: Namespace, ranks: RankGroup) -> Setting:
-    """On the machine's accelerator where there is one."""
+    """Returns the setting for the options. It uses the machine's accelerator if there is one."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         number = ranks.local_rank % torch.accelerator.device_count()
