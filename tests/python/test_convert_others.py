@@ -177,7 +177,7 @@ def test_half_precision_and_an_index_that_leads_away(tmp_path):
     folder.mkdir()
     index = {"weight_map": {"a": "../theirs.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(penstock.RuntimeFault, match="elsewhere"):
+    with pytest.raises(penstock.RuntimeFault, match="outside"):
         convert(folder, tmp_path / "never")
 
 
@@ -327,11 +327,11 @@ def test_deepspeed_to_fp32(tmp_path):
 
 def test_ours_into_ours_is_refused(ours, tmp_path, capsys):
     assert main(["convert", str(ours[0]), str(tmp_path)]) == 2
-    assert "load() takes it" in capsys.readouterr().err
+    assert "load it with load()" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none"), str(tmp_path)]) == 2
     (tmp_path / "empty").mkdir()
     assert main(["convert", str(tmp_path / "empty"), str(tmp_path)]) == 2
-    assert "no checkpoint that is known" in capsys.readouterr().err
+    assert "not a known checkpoint" in capsys.readouterr().err
 
 
 # ---- files that would run code
@@ -364,7 +364,7 @@ def test_files_of_dcp_are_in_its_folder(tmp_path):
     for info in metadata.storage_data.values():
         info.relative_path = "../" + info.relative_path
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(penstock.RuntimeFault, match="elsewhere"):
+    with pytest.raises(penstock.RuntimeFault, match="outside"):
         convert(folder, tmp_path / "ours")
 
 
@@ -390,7 +390,7 @@ def test_parts_of_dcp_are_the_whole(tmp_path):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.a"].chunks[0].sizes = torch.Size([5])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(penstock.RuntimeFault, match="not the whole"):
+    with pytest.raises(penstock.RuntimeFault, match="not add up to the whole"):
         convert(folder, tmp_path / "ours")
 
 
@@ -456,10 +456,10 @@ def test_what_is_no_place_for_the_result(ours, tmp_path):
     torch.save({"a": torch.ones(2)}, source)
     os.mkfifo(tmp_path / "pipe")
     for out in (source, tmp_path / "pipe", tmp_path):
-        with pytest.raises(penstock.ConfigError, match="not written to|is a folder"):
+        with pytest.raises(penstock.ConfigError, match="cannot write|is a folder"):
             convert(source, out, Options(to="torch"))
     assert torch.load(source, weights_only=True)["a"].equal(torch.ones(2))
-    with pytest.raises(penstock.ConfigError, match="no name of a folder"):
+    with pytest.raises(penstock.ConfigError, match="not the name of a folder"):
         convert(ours[0], tmp_path / "out", Options(to="torch", tag="../x"))
 
 

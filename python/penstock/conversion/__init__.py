@@ -1,8 +1,8 @@
-"""Checkpoints of other libraries, read and written: DeepSpeed, torch, Hugging Face.
+"""Reads and writes checkpoints of other libraries: DeepSpeed, torch, Hugging Face.
 
-A reader (`deepspeed`, `state_dicts`, `dcp`) makes a `Foreign` of a file or folder; `writers` makes
-a checkpoint of ours of it, or files of others of a checkpoint of ours. No reader runs code from
-what it reads.
+A reader (`deepspeed`, `state_dicts`, `dcp`) turns a file or folder into a `Foreign`. `writers`
+turns that into a Penstock checkpoint, and a Penstock checkpoint into files of other libraries. No
+reader runs code from its source.
 """
 
 from penstock.conversion.convert import convert

@@ -1,4 +1,4 @@
-"""Converts checkpoints: detects the format of the source, and writes another format."""
+"""Converts checkpoints: detects the format of the source and writes another format."""
 
 from __future__ import annotations
 
@@ -46,13 +46,15 @@ def convert(
     if not path.exists():
         raise ConfigError(f'[convert] there is no "{path}"')
     if "/" in wanted.tag:
-        raise ConfigError(f'[convert] the tag "{wanted.tag}" is no name of a folder')
+        raise ConfigError(f'[convert] the tag "{wanted.tag}" is not the name of a folder')
     if target.exists() and (target.samefile(path) or not (target.is_file() or target.is_dir())):
-        raise ConfigError(f'[convert] "{target}" is not written to: it is the source, or no file')
+        raise ConfigError(
+            f'[convert] cannot write "{target}": it is the source, or neither a file nor a folder'
+        )
     if target.exists() and target.is_dir() == (wanted.to == "torch"):
         raise ConfigError(
-            f'[convert] "{target}" is a {"folder" if target.is_dir() else "file"}; "{wanted.to}" '
-            f"is a {'file' if wanted.to == 'torch' else 'folder'}"
+            f'[convert] "{target}" is a {"folder" if target.is_dir() else "file"}, but '
+            f'"{wanted.to}" writes a {"file" if wanted.to == "torch" else "folder"}'
         )
     ours = (path / _MANIFEST).is_file() or any(path.glob(f"*/{_MANIFEST}"))
     try:
@@ -61,19 +63,23 @@ def convert(
         raise
     except Exception as error:
         raise RuntimeFault(
-            f'[convert] "{path}" is not laid out as it seemed to be: {error!r}'
+            f'[convert] "{path}" does not have the layout of its detected format: {error!r}'
         ) from error
 
 
 def state_dict(
     source: str | os.PathLike[str], tag: str = "", trained_only: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Weights and buffers of a checkpoint of ours, of DeepSpeed or of another kind, in memory.
+    """Reads the weights and buffers of a checkpoint into memory, on the CPU.
 
     Args:
-        source: as convert() takes it.
-        tag: which of the checkpoints in it.
-        trained_only: without parameters that the optimizer does not have.
+        source: the same sources as in convert().
+        tag: the name of a checkpoint in the source; "" for the newest.
+        trained_only: leave out parameters that the optimizer does not have.
+
+    Raises:
+        ConfigError: the source cannot be converted.
+        RuntimeFault: a file is damaged or missing.
     """
     path = pathlib.Path(source)
     if (path / _MANIFEST).is_file() or any(path.glob(f"*/{_MANIFEST}")):
@@ -86,7 +92,9 @@ def state_dict(
 def _convert(path: pathlib.Path, target: pathlib.Path, wanted: Options, ours: bool) -> str:
     if ours:
         if wanted.to == "penstock":
-            raise ConfigError(f'[convert] "{path}" is a checkpoint of Penstock: load() takes it')
+            raise ConfigError(
+                f'[convert] "{path}" is already a checkpoint of Penstock: load it with load()'
+            )
         _refuse_without_effect(wanted, "Penstock", {"tag"})
         held = writers.of_ours(path, wanted.tag, wanted.say)
         return writers.write_others(held, target, wanted)
@@ -100,7 +108,10 @@ def _convert(path: pathlib.Path, target: pathlib.Path, wanted: Options, ours: bo
 
 
 def _refuse_without_effect(wanted: Options, kind: str, takes: set[str]) -> None:
-    """`takes`: settings that a source of that kind has a use for."""
+    """Raises ConfigError for an option that is set and has no effect.
+
+    `takes` names the options that a source of this kind uses.
+    """
     if wanted.to in ("safetensors", "torch"):
         takes = takes | {"dtype"}
     for name in ("tag", "key", "inert", "dtype", "rules"):
@@ -124,9 +135,9 @@ def _read(path: pathlib.Path, wanted: Options) -> Foreign:
         _refuse_without_effect(wanted, "Hugging Face", {"tag", "inert"})
         return state_dicts.read_hf(inner, wanted.inert)
     raise ConfigError(
-        f'[convert] "{inner}" is no checkpoint that is known: neither of Penstock nor of DeepSpeed '
-        f"(latest, *_model_states.pt, zero/), of torch.distributed.checkpoint (.metadata) or of "
-        f"Hugging Face (model.safetensors, pytorch_model.bin, or an index of them)"
+        f'[convert] "{inner}" is not a known checkpoint: allowed are Penstock, DeepSpeed (latest, '
+        f"*_model_states.pt, zero/), torch.distributed.checkpoint (.metadata) and Hugging Face "
+        f"(model.safetensors, pytorch_model.bin, or an index of them)"
     )
 
 

@@ -1,8 +1,9 @@
-"""How the parts that ranks of a model have of a tensor are joined: who says so, and the joining.
+"""Joins the parts of a tensor that model-parallel ranks have, and finds out how it was cut.
 
-The user's rules say it first, then `universal_checkpoint_info`, which the checkpoint holds where
-its writer knew, then the values: what is equal on all ranks is whole. Nothing is guessed: parts
-of a fused [Q|K|V], joined as if it were one, have the right shape and the wrong rows.
+The user's rules have precedence. The next source is the checkpoint's `universal_checkpoint_info`,
+if its writer recorded it. The last one is the values: a tensor that is equal on all ranks is whole.
+A cut is never guessed, since a wrong one can give the right shape: the parts of a fused [Q|K|V]
+that are joined as one matrix have their rows in the wrong order.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ _MEANT = 'allowed: a dim (0, 1), "column", "column:3", "column:64,16,16", "row",
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A dim, and what lies in it one behind the other, each cut by itself; dim -1: whole."""
+    """How a tensor was cut: along one dim, in which fused blocks were cut one by one."""
 
-    dim: int
-    count: int = 1  # of equal parts, or
-    sizes: tuple[int, ...] = ()  # theirs, whole
-    rows: int = -1  # without padding
-    average: bool = False
+    dim: int  # -1: not cut, each rank has the whole tensor
+    count: int = 1  # number of fused blocks of equal size, or
+    sizes: tuple[int, ...] = ()  # their uncut sizes along `dim`
+    rows: int = -1  # rows without padding; -1: not padded
+    average: bool = False  # the whole is the mean over ranks
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:
-        """Of the whole, or None where these are not parts of one."""
+        """Returns the shape of the whole tensor; None if these cannot be its parts."""
         first, dim = shapes[0], self.dim
         if dim < 0:
             return first if all(shape == first for shape in shapes) else None
@@ -51,7 +52,7 @@ class Cut:
         return (*first[:dim], self.rows if self.rows >= 0 else size, *first[dim + 1 :])
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Of parts whose shapes shape() takes."""
+        """Joins the parts, by rank. shape() must accept their shapes."""
         if self.average:
             return torch.stack(parts).mean(0)
         if self.dim < 0:
@@ -67,7 +68,7 @@ class Cut:
         return whole.narrow(self.dim, 0, self.rows) if self.rows >= 0 else whole
 
     def _pieces(self, part: tuple[int, ...], ranks: int) -> list[int] | None:
-        """Sizes of what one rank's part is put together of."""
+        """Returns the sizes of the blocks in one rank's part; None if they do not fit."""
         if not self.sizes:
             size = part[self.dim]
             return None if size % self.count else [size // self.count] * self.count
@@ -80,10 +81,12 @@ WHOLE = Cut(-1)
 
 
 def of_rules(rules: Rules, name: str, dims: int) -> tuple[str, Cut] | None:
-    """The first rule whose pattern is of the parameter or of its module, and what it says.
+    """Returns the first rule that matches the parameter or its module: its pattern and its cut.
 
     Args:
-        dims: of the parameter. A vector (a bias) of a "row" is whole.
+        dims: number of dims of the parameter. A vector (a bias) of style "row" is whole.
+
+    Raises ConfigError for an unknown style.
     """
     module = name.rpartition(".")[0]
     for pattern, style in rules.items():
@@ -109,13 +112,15 @@ def _of_style(pattern: str, style: str | int, dims: int) -> Cut:
 
 
 def checked(rules: Rules) -> Rules:
-    """Rules without what says nothing of a parameter.
+    """Returns the rules without the styles that do not describe a parameter.
 
     Raises:
-        ConfigError: a style that is none.
+        ConfigError: the rules are no mapping from patterns, or a style is unknown.
     """
     if not isinstance(rules, Mapping) or not all(isinstance(one, str) for one in rules):
-        raise ConfigError(f"[convert::rules] {rules!r:.80} is no object of patterns; {_MEANT}")
+        raise ConfigError(
+            f"[convert::rules] {rules!r:.80} is not an object with patterns as keys; {_MEANT}"
+        )
     of_modules = ("divide", "tokens", "gather_tokens")
     kept = {p: s for p, s in rules.items() if str(s).partition(":")[0] not in of_modules}
     for pattern, style in kept.items():
@@ -123,20 +128,22 @@ def checked(rules: Rules) -> Rules:
     return kept
 
 
-# ---- what a checkpoint says
+# ---- the cut that a checkpoint records
 
 
 def of_info(info: dict[str, Any], name: str, dims: int) -> Cut | None:
-    """What `universal_checkpoint_info` says; what is in no pattern is cut along dim 0.
+    """Returns the cut in `universal_checkpoint_info`; None if this reader cannot tell.
+
+    A parameter that matches no pattern is cut along dim 0.
 
     Raises:
-        ConfigError: it says what is not known here, or two things.
+        ConfigError: the version is unknown, or the info is contradictory or incomplete.
     """
     version = info.get("universal_checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version > _INFO_VERSION:
         raise ConfigError(
-            f"[convert::deepspeed] universal_checkpoint_info is of version {version}; known are "
-            f"those up to {_INFO_VERSION}. Say how weights are cut with --rules"
+            f"[convert::deepspeed] universal_checkpoint_info has version {version}; allowed are "
+            f"versions up to {_INFO_VERSION}. Describe how weights are cut with --rules"
         )
     if _matches(_beyond(info), name):
         return None
@@ -150,22 +157,25 @@ def of_info(info: dict[str, Any], name: str, dims: int) -> Cut | None:
     if len(said) > 1:
         raise ConfigError(
             f'[convert::deepspeed] universal_checkpoint_info has "{name}" in several kinds of '
-            f"patterns: say how it is cut with --rules"
+            f"patterns: describe how it is cut with --rules"
         )
     cut = said[0] if said else Cut(0)
     if _matches(info.get("vocabulary_parameter_patterns") or [], name):
         rows = info.get("original_vocab_size")
         if type(rows) is not int or cut.dim != 0 or cut.count > 1:
             raise ConfigError(
-                f'[convert::deepspeed] "{name}" is padded, and universal_checkpoint_info does not '
-                f"say to how many rows (original_vocab_size)"
+                f'[convert::deepspeed] "{name}" is padded, but universal_checkpoint_info does not '
+                f"give its number of rows (original_vocab_size): describe its cut with --rules"
             )
         return Cut(0, rows=rows)
     return cut if cut.dim < dims else None
 
 
 def _beyond(info: dict[str, Any]) -> list[str]:
-    """Patterns of what is described in ways that are not read here: rules have to name it."""
+    """Returns patterns of parameters whose description is not supported here.
+
+    The user's rules must name these parameters.
+    """
     affine = (info.get("affine_map") or {}).get("params") or {}
     fused = [p for one in info.get("parameter_with_sub_params") or [] for p in _patterns(one)]
     return [*affine, *fused, *(info.get("autotp_unsupported_parameter_patterns") or [])]
@@ -173,14 +183,14 @@ def _beyond(info: dict[str, Any]) -> list[str]:
 
 def _patterns(one: Any) -> list[str]:
     held = one if isinstance(one, dict) else getattr(one, "__dict__", {})
-    return list(held.get("patterns") or [".*"])  # all, where it cannot be told
+    return list(held.get("patterns") or [".*"])  # if unknown, it may concern all parameters
 
 
 def _matches(patterns: Any, name: str) -> bool:
     return any(re.match(pattern, name) for pattern in patterns)
 
 
-# ---- what the values say
+# ---- the cut that the values show
 
 
 def equal(parts: list[torch.Tensor]) -> bool:
@@ -189,7 +199,7 @@ def equal(parts: list[torch.Tensor]) -> bool:
 
 
 def telling(value: torch.Tensor) -> bool:
-    """Whether parts of it would differ: those of zeros, or of ones, do not."""
+    """Whether parts of this value would differ. Parts of all zeros or all ones do not."""
     if math.prod(value.shape) <= 1:
-        return value.dim() == 0  # nothing that could be cut
+        return value.dim() == 0  # a scalar cannot be cut
     return bool((value != value.flatten()[0]).any())

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, in and out, on one process."""
+"""Reads and writes folders of torch.distributed.checkpoint, in one process."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def is_one(folder: pathlib.Path) -> bool:
     return (folder / _METADATA).is_file()
 
 
-# ---- in
+# ---- reading
 
 
 class _Reader(FileSystemReader):
-    """Its metadata are made of what the file says, and were looked at."""
+    """A reader whose metadata come from records of the file and are checked."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         super().__init__(folder)
@@ -63,7 +63,7 @@ class _Reader(FileSystemReader):
             )
         except (AttributeError, TypeError, ValueError, IndexError) as error:
             raise RuntimeFault(
-                f'[convert::dcp] the metadata of "{folder}" are not as they should be: {error}'
+                f'[convert::dcp] the metadata of "{folder}" are damaged: {error}'
             ) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -79,7 +79,7 @@ def _sizes(given: Any) -> torch.Size:
 def _stored(name: str, one: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(one).__name__ == "BytesStorageMetadata":
         return BytesStorageMetadata()
-    args = one.properties.args  # in its own order, or by name where it is of an older torch
+    args = one.properties.args  # positional; an older torch stored the properties by name
     dtype = args[0][0] if args else one.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f'"{name}" has no dtype')
@@ -92,7 +92,7 @@ def _stored(name: str, one: Any) -> TensorStorageMetadata | BytesStorageMetadata
     )
     whole = sum(c.sizes.numel() for c in chunks) == size.numel()
     if not inside or not whole or len({tuple(c.offsets) for c in chunks}) != len(chunks):
-        raise ValueError(f'the parts of "{name}" are not the whole of it')
+        raise ValueError(f'the parts of "{name}" do not add up to the whole tensor')
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
@@ -105,12 +105,12 @@ def _index(one: Any) -> MetadataIndex:
 def _place(one: Any) -> _StorageInfo:
     path = str(one.relative_path)
     if path.startswith("/") or ".." in path.split("/"):
-        raise ValueError(f'a file "{path}" elsewhere')
+        raise ValueError(f'the file "{path}" is outside the folder')
     return _StorageInfo(path, int(one.offset), int(one.length))
 
 
 class _Planner(DefaultLoadPlanner):
-    """Values that are no tensors are plain ones."""
+    """A planner that loads only plain values besides tensors."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -120,10 +120,11 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read(folder: pathlib.Path, key: str) -> Foreign:
-    """What `save()` wrote there of a model, and of an optimizer by parameters' names.
+    """Reads a folder that `save()` wrote: a model, and optimizer state keyed by parameter names.
 
     Raises:
-        ConfigError: it is not clear which tensors are the weights; objects that are no values.
+        ConfigError: it is not clear which tensors are the weights; the folder has objects other
+            than tensors and plain values.
         RuntimeFault: a file is missing or damaged.
     """
     reader = _Reader(folder)
@@ -145,7 +146,7 @@ def _load(reader: _Reader, name: str, into: Any) -> Any:
     held = {name: into}
     try:
         load(held, storage_reader=reader, planner=_Planner(), no_dist=True)
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # a BaseException
         why = next(iter(error.failures.values()))[0]
         raise RuntimeFault(f'[convert::dcp] cannot read "{name}": {why}') from error
     return held[name]
@@ -157,25 +158,25 @@ def _values(
     def values() -> torch.Tensor:
         read = _load(reader, name, torch.zeros(shape, dtype=dtype))
         if not isinstance(read, torch.Tensor):
-            raise RuntimeFault(f'[convert::dcp] "{name}" is no tensor')
+            raise RuntimeFault(f'[convert::dcp] "{name}" is not a tensor')
         return read
 
     return values
 
 
 def _scalars(values: dict[state_dicts.Path, Any]) -> dict[state_dicts.Path, Any]:
-    """Tensors of one element, as steps are, by their value."""
+    """Replaces entries without dims, such as step counts, by their values."""
     return {
         path: one.read() if isinstance(one, Entry) and one.shape == () else one
         for path, one in values.items()
     }
 
 
-# ---- out
+# ---- writing
 
 
 class _Lazy(DefaultSavePlanner):
-    """Takes tensors as they are wanted; the plan is made of their shapes."""
+    """A planner that reads a tensor only when it is written; it plans with the shapes."""
 
     def __init__(self, values: dict[str, Callable[[], torch.Tensor]]) -> None:
         super().__init__()
@@ -192,11 +193,18 @@ def write(
     state: dict[str, dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
-    """As FSDP users save: {"model": {...}, "optim": {"state": {...}, "param_groups": [...]}}.
+    """Writes the layout that is usual with FSDP.
+
+    This is {"model": {...}, "optim": {"state": {...}, "param_groups": [...]}}.
 
     Args:
-        state: by parameter, what the optimizer keeps: entries and numbers.
-        groups: options and "params", names.
+        folder: must be missing or empty.
+        state: optimizer state by parameter name: entries and numbers.
+        groups: parameter groups: options, and "params" with parameter names.
+
+    Raises:
+        ConfigError: the folder is not empty.
+        RuntimeFault: the folder cannot be written.
     """
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f'[convert::dcp] "{folder}" is not empty')
@@ -222,7 +230,7 @@ def write(
             planner=_Lazy(values),
             no_dist=True,
         )
-        draft.replace(folder)  # takes the place of an empty one
+        draft.replace(folder)  # replaces an empty folder
     except CheckpointException as error:
         why = next(iter(error.failures.values()))[0]
         if isinstance(why, (ConfigError, RuntimeFault, OSError)):

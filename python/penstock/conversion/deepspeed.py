@@ -1,9 +1,9 @@
-"""DeepSpeed's checkpoints: ZeRO 1, 2 and 3, and universal ones; of several ranks of a model, too.
+"""Reads DeepSpeed's checkpoints: ZeRO 1, 2 and 3, and universal ones, also with model parallelism.
 
 A rank's file of optimizer states holds its parts of flat buffers. In ZeRO 1 and 2 the parameters of
-a group lie one behind the other in a buffer that is cut in as many parts as there are ranks; in
-ZeRO 3 each parameter is cut, and a rank's parts of all of them lie one behind the other, in one or
-more buffers (sub-groups). Universal checkpoints have a folder for each parameter.
+a group follow one another in one buffer, which is cut into one part per rank. In ZeRO 3 each
+parameter is cut; a rank's parts of all parameters follow one another in one or more buffers
+(sub-groups). Universal checkpoints have a folder for each parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_sta
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _OTHERS = re.compile(r"layer_.*|.*expert.*_states\.pt|expp_rank_.*")
-# Of a file of model states; what else is in it is the user's client_state.
+# DeepSpeed's keys in a file of model states. All other keys are the user's client_state.
 _OURS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params lr_scheduler "
     "frozen_param_fragments data_sampler random_ltd sparse_tensor_module_names skipped_steps "
@@ -37,7 +37,10 @@ _WEIGHTS = "fp32"
 
 
 def find(path: pathlib.Path, tag: str) -> pathlib.Path | None:
-    """The folder of a checkpoint: `path`, or the one in it that the tag or `latest` names."""
+    """Returns the checkpoint's folder: `path`, or the subfolder that the tag or `latest` names.
+
+    Returns None if that is not a DeepSpeed checkpoint.
+    """
     if tag:
         return path / tag if _is_one(path / tag) else None
     if _is_one(path):
@@ -61,19 +64,21 @@ def _is_universal(folder: pathlib.Path) -> bool:
 
 
 def read(folder: pathlib.Path, inert: Sequence[str], rules: Rules | None = None) -> Foreign:
-    """Everything but generators of random numbers and the position in the data.
+    """Reads a checkpoint, except the states of random generators and the position in the data.
 
     Args:
-        rules: how ranks of the model have cut its weights, by name patterns.
+        folder: the result of find().
+        inert: full names of more classes that the pickles may have (see pickles.load).
+        rules: how model-parallel ranks cut the weights, by name pattern.
 
     Raises:
-        ConfigError: of expert parallel training; it is not known how weights are cut.
+        ConfigError: the checkpoint has expert parallel training; the cut of weights is unknown.
         RuntimeFault: a file is missing or damaged.
     """
     files = _Files.of(folder, inert)
     tensor = len(files.layers) or len(files.models)
     if tensor == 1 and rules:
-        raise ConfigError("[convert] rules have no effect: one rank has each weight whole")
+        raise ConfigError("[convert] rules have no effect: the weights are not cut; drop the rules")
     by_stage = [
         [_read_rank(files, stage * tensor + rank) for stage in range(len(files.models) // tensor)]
         for rank in range(tensor)
@@ -91,12 +96,12 @@ def read(folder: pathlib.Path, inert: Sequence[str], rules: Rules | None = None)
 
 @dataclasses.dataclass
 class _Files:
-    """What is in a folder. Ranks of the model count stages and, within these, tensor ranks."""
+    """The files of a folder. A model rank is stage * (tensor ranks) + tensor rank."""
 
     folder: pathlib.Path
     inert: Sequence[str]
-    models: list[list[dict[str, Any]]]  # by rank of the model, by data rank
-    layers: dict[int, dict[int, Any]]  # of a pipeline: by tensor rank, by place among the layers
+    models: list[list[dict[str, Any]]]  # model states by model rank, then by data rank
+    layers: dict[int, dict[int, Any]]  # pipeline layers by tensor rank, then by layer index
 
     @staticmethod
     def of(folder: pathlib.Path, inert: Sequence[str]) -> _Files:
@@ -112,39 +117,40 @@ class _Files:
                 held[int(layer[1])] = pickles.load(path, inert)
             elif _OTHERS.fullmatch(path.name):
                 raise ConfigError(
-                    f'[convert::deepspeed] "{path.name}" is of expert parallel training, or of '
-                    f"axes that are not pipe, data and model, which is not supported"
+                    f'[convert::deepspeed] "{path.name}" comes from expert parallel training, or '
+                    f"from axes other than pipe, data and model, which is not supported"
                 )
         models = [_of_ranks(folder, _MODEL, rank, inert) for rank in range(max(ranks) + 1)]
         if len(models) > 1 and _is_universal(folder):
             raise ConfigError(
-                f'[convert::deepspeed] "{folder}" is universal and of {len(models)} ranks of a '
-                f"model, which is not supported: convert the checkpoint that it was made of"
+                f'[convert::deepspeed] "{folder}" is a universal checkpoint of {len(models)} model '
+                f"ranks, which is not supported: convert the checkpoint that it was made from"
             )
         found = _Files(folder, inert, models, layers)
         found.check()
         return found
 
     def check(self) -> None:
-        """Raises RuntimeFault: a rank's file is missing, or files are of another number of them."""
+        """Raises RuntimeFault if a rank's file is missing or the number of ranks differs."""
         for rank, held in enumerate(self.models):
             if not held:
                 raise RuntimeFault(
-                    f'[convert::deepspeed] "{self.folder}" has no file of model states of '
+                    f'[convert::deepspeed] "{self.folder}" has no file of model states for '
                     f"mp_rank_{rank:02d}"
                 )
             ranks = int(held[0].get("mp_world_size") or 1)
             if ranks != len(self.models):
                 raise RuntimeFault(
-                    f'[convert::deepspeed] "{self.folder}" has files of {len(self.models)} rank(s) '
-                    f"of the model, mp_rank_00 and on; mp_rank_{rank:02d} says that the run had "
+                    f'[convert::deepspeed] "{self.folder}" has files of {len(self.models)} model '
+                    f"rank(s), from mp_rank_00 on, but mp_rank_{rank:02d} records a run with "
                     f"{ranks}"
                 )
             if (held[0].get("module") is None) != bool(self.layers):
                 raise RuntimeFault(
-                    f'[convert::deepspeed] "{self.folder}" has {len(self.layers) or "no"} files of '
-                    f"layers, and mp_rank_{rank:02d} is {'' if self.layers else 'not '}of a model "
-                    f"that is no pipeline"
+                    f'[convert::deepspeed] "{self.folder}" has {len(self.layers) or "no"} sets of '
+                    f"layer files, but mp_rank_{rank:02d} has "
+                    f"{'weights' if self.layers else 'no weights'}: files are missing or belong to "
+                    f"another checkpoint"
                 )
         self._check_layers()
 
@@ -153,7 +159,7 @@ class _Files:
         if tensor and (sorted(self.layers) != list(range(tensor)) or len(self.models) % tensor):
             raise RuntimeFault(
                 f'[convert::deepspeed] "{self.folder}" has layers of the tensor ranks '
-                f"{sorted(self.layers)} and files of {len(self.models)} ranks of the model"
+                f"{sorted(self.layers)}, which do not match its {len(self.models)} model ranks"
             )
         places = {frozenset(held) for held in self.layers.values()}
         if len(places) > 1:
@@ -164,20 +170,20 @@ class _Files:
             )
         if tensor and not _shapes(self.models[0][0]):
             raise ConfigError(
-                f'[convert::deepspeed] "{self.folder}" is of a pipeline without ZeRO, whose files '
-                f"do not say what is tied: not supported"
+                f'[convert::deepspeed] "{self.folder}" comes from a pipeline without ZeRO, which '
+                f"is not supported: its files do not record which weights are tied"
             )
 
 
 def _read_rank(files: _Files, rank: int) -> Foreign:
-    """As if there were no other rank of the model."""
+    """Reads the files of one model rank, as if the run had no other model rank."""
     folder, models = files.folder, files.models[rank]
     if files.layers:
         models = [model | {"module": {}} for model in models]
     elif not isinstance(models[0]["module"], dict):
         raise ConfigError(f'[convert::deepspeed] "{folder}" has no weights by name')
     found = Foreign("DeepSpeed, universal" if _is_universal(folder) else "DeepSpeed")
-    found.tied = dict(files.models[0][0].get("shared_params") or {})  # rank 0 alone writes them
+    found.tied = dict(files.models[0][0].get("shared_params") or {})  # only rank 0 writes them
     _take_model(found, models)
     if _is_universal(folder):
         _take_universal(found, folder, models[0], files.inert)
@@ -192,7 +198,7 @@ def _read_rank(files: _Files, rank: int) -> Foreign:
 def _of_ranks(
     folder: pathlib.Path, pattern: re.Pattern[str], rank: int, inert: Sequence[str]
 ) -> list[Any]:
-    """The contents of the files of a rank of the model, by data rank."""
+    """Returns the contents of one model rank's files, by data rank."""
     found: dict[int, pathlib.Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
@@ -201,25 +207,25 @@ def _of_ranks(
         other = found.setdefault(int(match[1] or 0), path)
         if other != path:
             raise RuntimeFault(
-                f'[convert::deepspeed] "{path.name}" and "{other.name}" are of one rank: the '
-                f"folder holds two checkpoints"
+                f'[convert::deepspeed] "{path.name}" and "{other.name}" are for the same rank: the '
+                f"folder has two checkpoints; remove the files of one"
             )
     missing = sorted(set(range(len(found))) - set(found))
     if missing:
         raise RuntimeFault(
-            f'[convert::deepspeed] "{folder}" has files of ranks {sorted(found)} with '
-            f"mp_rank_{rank:02d}: those of {missing} are missing"
+            f'[convert::deepspeed] "{folder}" has files of the data ranks {sorted(found)} for '
+            f"mp_rank_{rank:02d}: the files of {missing} are missing"
         )
     return [pickles.load(found[data], inert) for data in range(len(found))]
 
 
 def _shapes(model: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of the parameters that train, in the order of their groups."""
+    """Returns the shapes of the trainable parameters, in the order of their groups."""
     return {n: tuple(s) for group in model.get("param_shapes") or [] for n, s in group.items()}
 
 
 def _take_model(found: Foreign, models: list[dict[str, Any]]) -> None:
-    """Buffers, frozen parameters, and what is no tensor."""
+    """Takes buffers, frozen parameters, counts, the scheduler and client_state."""
     first = models[0]
     for name in first.get("buffer_names") or []:
         if name in first["module"]:
@@ -228,7 +234,9 @@ def _take_model(found: Foreign, models: list[dict[str, Any]]) -> None:
         parts = [model["frozen_param_fragments"][name] for model in models]
         _add_cut(found, "param", name, tuple(shape), [_Part([part], 0) for part in parts])
     if not first.get("param_shapes"):
-        found.notes.append("not of ZeRO: the weights alone, as the model computed with them")
+        found.notes.append(
+            "the checkpoint is not from ZeRO: only the weights are read, in the model's dtype"
+        )
     _take_module(found, first)
     found.skipped = int(first.get("skipped_steps") or 0)
     found.steps = int(first.get("global_steps") or 0) - found.skipped
@@ -237,24 +245,27 @@ def _take_model(found: Foreign, models: list[dict[str, Any]]) -> None:
 
 
 def _take_module(found: Foreign, model: dict[str, Any]) -> None:
-    """What is whole in it and nowhere else; in ZeRO 3 there is nothing in its parameters."""
+    """Takes tensors of the module that other files do not have.
+
+    In ZeRO 3 the module's parameters are empty.
+    """
     taken = {entry.name for entry in found.entries} | found.tied.keys() | _shapes(model).keys()
     for name, value in model["module"].items():
         if name in taken:
             continue
         if not isinstance(value, torch.Tensor):
-            found.notes.append(f'"{name}" is left out: no tensor')
+            found.notes.append(f'"{name}" is left out: it is not a tensor')
         elif value.numel() > 0:
             found.add("weight", name, value)
 
 
 @dataclasses.dataclass
 class _Part:
-    """A rank's elements of a parameter: from `begin` on of its buffers, one behind the other."""
+    """A rank's elements of a parameter: a range of the concatenation of its buffers."""
 
     buffers: list[torch.Tensor]
     begin: int
-    numel: int = -1  # to the end
+    numel: int = -1  # -1: to the end
 
     def read(self) -> torch.Tensor:
         pieces, at = [], self.begin
@@ -276,7 +287,7 @@ def _add_cut(
         whole = torch.cat([part.read() for part in parts])
         if whole.numel() < numel:
             raise RuntimeFault(
-                f"[convert::deepspeed] the files have {whole.numel()} of {numel} elements of "
+                f"[convert::deepspeed] the files have only {whole.numel()} of {numel} elements of "
                 f'"{name}" ({role})'
             )
         return whole[:numel].reshape(shape)
@@ -289,13 +300,13 @@ def _add_cut(
 
 @dataclasses.dataclass
 class _Shard:
-    """What a rank's file of optimizer states holds; by buffer: fp32 weights, and the state."""
+    """The contents of a rank's file of optimizer states."""
 
-    third: bool  # ZeRO 3
-    weights: list[torch.Tensor]
-    states: dict[int, dict[str, Any]]
+    third: bool  # whether this is ZeRO 3
+    weights: list[torch.Tensor]  # fp32 weights, by buffer
+    states: dict[int, dict[str, Any]]  # optimizer state, by buffer
     groups: list[dict[str, Any]]
-    paddings: list[list[int]]  # of ZeRO 1 and 2: elements behind each parameter
+    paddings: list[list[int]]  # ZeRO 1 and 2: padding elements after each parameter
     scaler: Any
 
     @staticmethod
@@ -305,14 +316,14 @@ class _Shard:
         inner = held.get("optimizer_state_dict" if third else "base_optimizer_state")
         if not isinstance(inner, dict) or "param_groups" not in inner:
             raise ConfigError(
-                '[convert::deepspeed] written with "elastic_checkpoint": not supported. Load it '
-                "with DeepSpeed, and save it without"
+                '[convert::deepspeed] the checkpoint was written with "elastic_checkpoint", which '
+                "is not supported: load it with DeepSpeed and save it without"
             )
         counts = held.get("partition_count", world)
         if any(count != world for count in (counts if isinstance(counts, list) else [counts])):
             raise ConfigError(
-                f"[convert::deepspeed] state is cut in {counts} parts on {world} ranks: that of "
-                f"MiCS, or of groups of ranks, is not supported"
+                f"[convert::deepspeed] state is cut into {counts} parts on {world} ranks: MiCS and "
+                f"other partitions within groups of ranks are not supported"
             )
         return _Shard(
             third=third,
@@ -326,7 +337,7 @@ class _Shard:
     def buffer(self, key: str, index: int) -> torch.Tensor:
         found = self.weights[index] if key == _WEIGHTS else self.states[index][key]
         if not isinstance(found, torch.Tensor) or found.numel() < self.weights[index].numel():
-            raise RuntimeFault(f'[convert::deepspeed] "{key}" has not one value for each element')
+            raise RuntimeFault(f'[convert::deepspeed] "{key}" does not have one value per element')
         return found
 
 
@@ -340,15 +351,15 @@ def _take_zero(
     world = int(model.get("dp_world_size") or len(contents))
     if world != len(contents):
         raise RuntimeFault(
-            f'[convert::deepspeed] "{folder}" has optimizer states of {len(contents)} rank(s); the '
-            f"run had {world} (mp_rank_{rank:02d})"
+            f'[convert::deepspeed] "{folder}" has optimizer states of {len(contents)} rank(s), but '
+            f"the run had {world} (mp_rank_{rank:02d})"
         )
     shards = [_Shard.of(content, world) for content in contents]
     first, shapes = shards[0], model["param_shapes"]
     if any(len(shard.weights) != len(shapes) for shard in shards):
         raise RuntimeFault(
-            f"[convert::deepspeed] {len(first.weights)} buffers of weights, and shapes of "
-            f"{len(shapes)}"
+            f"[convert::deepspeed] the files have {len(first.weights)} buffers of weights, but "
+            f"shapes of {len(shapes)}"
         )
     for index in range(len(shapes)):
         _take_buffer(found, shards, index, shapes[index])
@@ -357,7 +368,7 @@ def _take_zero(
 
 
 def _take_weights(found: Foreign, folder: pathlib.Path, model: dict[str, Any]) -> None:
-    """Without optimizer states, as the model computed with them: ZeRO 1 and 2."""
+    """Takes the weights in the model's dtype if there are no optimizer states (ZeRO 1 and 2)."""
     for name, shape in _shapes(model).items():
         value = model["module"].get(name)
         if value is None or tuple(value.shape) != shape:
@@ -366,12 +377,14 @@ def _take_weights(found: Foreign, folder: pathlib.Path, model: dict[str, Any]) -
             )
         found.add("weight", name, value)
     if _shapes(model):
-        found.notes.append("there are no optimizer states: the weights are those of the model")
+        found.notes.append(
+            "there are no optimizer states: the weights are read in the model's dtype"
+        )
 
 
-# "param_slice_mappings" of the files are not where parameters are with "round_robin_gradients".
+# The files' "param_slice_mappings" are wrong with "round_robin_gradients", so they are not used.
 def _take_buffer(found: Foreign, shards: list[_Shard], index: int, shapes: dict[str, Any]) -> None:
-    """The parameters of one buffer: one behind the other, in the order of the shapes."""
+    """Takes the parameters of one buffer; they follow one another in the order of the shapes."""
     first, world = shards[0], len(shards)
     paddings = first.paddings[index] if first.paddings else [0] * len(shapes)
     at = 0
@@ -391,24 +404,26 @@ def _take_buffer(found: Foreign, shards: list[_Shard], index: int, shapes: dict[
             if not isinstance(value, torch.Tensor) or value.numel() <= 1 < numel:
                 found.add_moment(name, key, value, shape)
             elif value.numel() < first.weights[index].numel():
-                found.notes.append(f'state "{key}" of "{name}" is left out: not by element')
+                found.notes.append(
+                    f'state "{key}" of "{name}" is left out: it has not one value per element'
+                )
             else:
                 _add_moment_cut(found, name, key, shape, parts(key))
         _count_by_group(found, name, first, index)
         at += part + padding
     held = [shard.weights[index].numel() for shard in shards]
-    align = 2 * world  # to which ZeRO 1 and 2 pad
+    align = 2 * world  # ZeRO 1 and 2 pad to a multiple of this
     fits = held[0] == at if first.third else -(-sum(held) // align) == -(-at // align)
     if not fits or (first.third and len(set(held)) > 1):
         raise RuntimeFault(
             f"[convert::deepspeed] the parameters {', '.join(shapes)} have {at} elements"
-            f"{' on each rank' if first.third else ''}, and the files {held}. (State that was "
+            f"{' on each rank' if first.third else ''}, but the files have {held}. (State that was "
             f"offloaded to NVMe is in other files.)"
         )
 
 
 def _count_by_group(found: Foreign, name: str, shard: _Shard, index: int) -> None:
-    """Optimizers that keep one count of steps for a group."""
+    """Takes the count of steps of optimizers that keep it for each group."""
     for group in shard.groups:
         if name not in found.updates and index in group.get("params", ()) and "step" in group:
             found.add_moment(name, "step", group["step"], ())
@@ -425,9 +440,11 @@ def _add_moment_cut(
 def _take_groups(
     found: Foreign, groups: list[dict[str, Any]], shapes: list[dict[str, Any]]
 ) -> None:
-    """`shapes`: by buffer; a group names those that it has."""
+    """Takes the groups' options. A group lists its buffers; `shapes` is by buffer."""
     if sorted(n for group in groups for n in group.get("params", [])) != list(range(len(shapes))):
-        found.notes.append("options of the optimizer are left out: its groups are of other buffers")
+        found.notes.append(
+            "options of the optimizer are left out: its groups do not match the buffers"
+        )
         return
     for group in groups:
         found.add_options(group, [name for n in group["params"] for name in shapes[n]])
@@ -465,8 +482,8 @@ def _take_universal(
         everywhere = next(iter(kinds.values()))
         if _WEIGHTS not in kind or kind != everywhere:
             raise RuntimeFault(
-                f'[convert::deepspeed] "{folder / "zero" / name}" has {sorted(kind)}, others '
-                f"{sorted(everywhere | {_WEIGHTS})}"
+                f'[convert::deepspeed] "{folder / "zero" / name}" has {sorted(kind)}, but other '
+                f"parameters have {sorted(everywhere | {_WEIGHTS})}"
             )
     groups = inner.get("param_groups") or whole.get("param_groups") or []
     _take_groups(found, groups, model.get("param_shapes") or [])

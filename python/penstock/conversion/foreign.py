@@ -1,4 +1,4 @@
-"""What a checkpoint of another library holds, in the words of ours."""
+"""The contents of another library's checkpoint, with Penstock's roles and names."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ import torch
 from penstock._native import ConfigError, _penstock
 from penstock.front.json_values import encode, encode_scalar
 
-OWN = "optim."  # begins the role of what a user's own optimizer keeps
-_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+OWN = "optim."  # prefix of the roles of state that a user's own optimizer keeps
+_WRAPPERS = ("module.", "_orig_mod.")  # prefixes of DistributedDataParallel and torch.compile
 MOMENTS = frozenset(_penstock.moment_names())
 
 
 @dataclasses.dataclass
 class Entry:
-    """A tensor; `read` gives its values, on the CPU."""
+    """A tensor of the checkpoint. `read` returns its values on the CPU."""
 
     role: str
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
-    same_as: str = ""  # name of another one of its role, whose values it shares
+    same_as: str = ""  # name of an entry with the same role whose values it shares
 
 
 @dataclasses.dataclass
 class Foreign:
-    kind: str
+    """The contents of a checkpoint that another library wrote."""
+
+    kind: str  # the name of its format
     entries: list[Entry] = dataclasses.field(default_factory=list)
     steps: int = 0
     skipped: int = 0
-    updates: dict[str, int] = dataclasses.field(default_factory=dict)  # by parameter
-    own: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    updates: dict[str, int] = dataclasses.field(default_factory=dict)  # updates by parameter
+    own: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # numbers by parameter
     loss_scale: dict[str, Any] | None = None
-    groups: list[dict[str, Any]] | None = None  # of the optimizer: "options", "params"
-    scheduler: Any = None  # its state
-    tied: dict[str, str] = dataclasses.field(default_factory=dict)  # other names of parameters
+    groups: list[dict[str, Any]] | None = None  # parameter groups: "options", "params"
+    scheduler: Any = None  # the scheduler's state
+    tied: dict[str, str] = dataclasses.field(default_factory=dict)  # other name -> parameter
     client_state: dict[str, Any] = dataclasses.field(default_factory=dict)
-    notes: list[str] = dataclasses.field(default_factory=list)  # what is not taken over
+    notes: list[str] = dataclasses.field(default_factory=list)  # messages about lost contents
 
     def add(self, role: str, name: str, value: torch.Tensor) -> None:
         shape = tuple(value.shape)
@@ -50,12 +52,12 @@ class Foreign:
     def add_moment(
         self, name: str, key: str, value: Any, shape: Iterable[int], read: Any = None
     ) -> None:
-        """What an optimizer keeps under `key` for a parameter.
+        """Adds the optimizer state `key` of a parameter.
 
         Args:
-            value: a number, or a tensor of one or of the parameter's elements.
-            shape: the parameter's.
-            read: gives the tensor, where `value` is an example of it alone.
+            value: a number, or a tensor with one element or as many elements as the parameter.
+            shape: the parameter's shape.
+            read: returns the tensor; `value` is then only an example with its dtype.
         """
         shape = tuple(shape)
         single = not isinstance(value, torch.Tensor) or value.dim() == 0
@@ -68,7 +70,9 @@ class Foreign:
             self.own.setdefault(name, {})[key] = encode_scalar(value, f'state "{key}" of "{name}"')
             return
         if read is None and value.numel() != torch.Size(shape).numel():
-            self.notes.append(f'state "{key}" of "{name}" is left out: not by element')
+            self.notes.append(
+                f'state "{key}" of "{name}" is left out: it has not one value per element'
+            )
             return
         role = key if key in MOMENTS else OWN + key
         self.entries.append(
@@ -76,15 +80,15 @@ class Foreign:
         )
 
     def finish(self) -> None:
-        """Names without what wrappers put before them; a count of steps for every moment.
+        """Removes the prefixes of wrappers from names, and completes the counts of updates.
 
         Raises:
-            ConfigError: Adam's moments without their count, by which they are corrected.
+            ConfigError: Adam's moments have no count of steps, which their bias correction needs.
         """
         weights = [one.name for one in self.entries if one.role in ("param", "weight", "buffer")]
         for prefix in _WRAPPERS:
             if weights and all(name.startswith(prefix) for name in weights):
-                self.notes.append(f'names lost their "{prefix}"')
+                self.notes.append(f'the prefix "{prefix}" was removed from all names')
                 self._strip(prefix)
                 return self.finish()
         uncounted = [
@@ -95,7 +99,7 @@ class Foreign:
         for one in uncounted:
             if one.role.removeprefix(OWN) == "exp_avg_sq":
                 raise ConfigError(
-                    f'[convert] "{one.name}" has moments of Adam and no count of steps'
+                    f'[convert] "{one.name}" has moments of Adam but no count of steps'
                 )
         self.updates |= {one.name: max(1, self.steps) for one in uncounted}
         return None
@@ -113,7 +117,7 @@ class Foreign:
             group["params"] = sorted(bare(name) for name in group["params"])
 
     def add_options(self, group: dict[str, Any], params: Iterable[str]) -> None:
-        """A parameter group: its options but those that have no form in JSON."""
+        """Adds a parameter group, without the options that JSON cannot represent."""
         options = {}
         for key, value in group.items():
             if key in ("params", "param_names"):
@@ -127,7 +131,7 @@ class Foreign:
         self.groups = [*(self.groups or []), {"options": options, "params": sorted(params)}]
 
     def take(self, what: str, value: Any) -> Any:
-        """The value in its form for JSON, or None with a note."""
+        """Returns the value in its JSON form; None, with a note, if it has none."""
         try:
             return encode(value, what)
         except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Pickles of others, read without running code from them.
+"""Reads pickles of other libraries without running code from them.
 
-torch's own weights-only reader does the work. What it does not know stands in for by an inert
-class of that name, if the name is on a list; any other name is an error.
+The reader is torch's weights-only unpickler. A class that it does not know is replaced by an inert
+class if its name is on a list; any other unknown class is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from penstock._native import ConfigError, RuntimeFault
 
-# What DeepSpeed's checkpoints hold beside tensors and plain values.
+# Classes in DeepSpeed's checkpoints besides tensors and plain values.
 _KNOWN = (
     "argparse.Namespace",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -29,21 +29,21 @@ _KNOWN = (
 
 
 class Inert:
-    """Stands for an object of a class that is not looked for; its attributes are plain values."""
+    """Replaces an object of a class that is not imported; its attributes are plain values."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
 
 def load(path: str | os.PathLike[str], inert: Sequence[str] = ()) -> Any:
-    """What torch.save() wrote; the tensors' values stay in the file until they are read.
+    """Reads a file of torch.save(). Tensor values stay in the file until they are used.
 
     Args:
-        inert: full names of more classes whose objects may be in it, and become `Inert`.
+        inert: full names of more classes that are allowed; their objects become `Inert`.
 
     Raises:
-        ConfigError: it holds something else (names it).
-        RuntimeFault: it is no such file, or is damaged.
+        ConfigError: the file has an object of another class, which the text names.
+        RuntimeFault: it is not a file of torch.save(), or it is damaged.
     """
     allowed: list[Any] = [
         (type(name.rpartition(".")[2], (Inert,), {}), name) for name in (*_KNOWN, *inert)
@@ -57,21 +57,21 @@ def load(path: str | os.PathLike[str], inert: Sequence[str] = ()) -> Any:
         name = _name_in(str(error))
         if name:
             raise ConfigError(
-                f'[convert::load] "{os.fspath(path)}" holds an object of {name}, which is neither '
-                f"a tensor nor a plain value{_advice(name, str(error))}"
+                f'[convert::load] "{os.fspath(path)}" has an object of {name}, which is neither a '
+                f"tensor nor a plain value{_advice(name, str(error))}"
             ) from error
         raise RuntimeFault(
-            f'[convert::load] "{os.fspath(path)}" is no file of torch.save(), or holds more than '
-            f"tensors and plain values"
+            f'[convert::load] "{os.fspath(path)}" is not a file of torch.save(), or has objects '
+            f"other than tensors and plain values"
         ) from error
     except (RuntimeError, EOFError, ValueError, OSError, KeyError, IndexError) as error:
         raise RuntimeFault(
-            f'[convert::load] cannot read "{os.fspath(path)}": {str(error) or "it ends too soon"}'
+            f'[convert::load] cannot read "{os.fspath(path)}": {str(error) or "it is too short"}'
         ) from error
 
 
 def _numpy_scalars() -> list[Any]:
-    """A number of numpy among others ("best_acc"), under both names of its module."""
+    """Returns what a numpy scalar ("best_acc") needs, under both names of numpy's module."""
     inner = "numpy._core" if numpy.__version__ >= "2" else "numpy.core"
     multiarray = importlib.import_module(f"{inner}.multiarray")
     kinds = {type(numpy.dtype(name)) for name in ("f8", "f4", "f2", "i8", "i4", "u1", "?")}
@@ -89,16 +89,16 @@ def _is_zip(path: str | os.PathLike[str]) -> bool:
 
 
 def _advice(name: str, error: str) -> str:
-    if "is blocked" in error:  # no checkpoint needs a function of the system
+    if "is blocked" in error:  # system functions: no checkpoint needs them
         return ""
     return (
-        f". If what it says is not needed, name it with --inert {name}: nothing of that name is "
-        f"run or imported"
+        f". If you do not need its contents, add --inert {name}: the class is neither imported nor "
+        f"run"
     )
 
 
 def _name_in(error: str) -> str:
-    """The class that torch's reader did not allow."""
+    """Returns the name of the class that torch's reader did not allow; "" if unknown."""
     for begin in ("GLOBAL ", "Unsupported class ", "Unsupported global: GLOBAL "):
         _, found, rest = error.partition(begin)
         if found:
@@ -110,7 +110,7 @@ def _name_in(error: str) -> str:
 
 
 class Record:
-    """Stands for one of its objects: what that holds, by name or in order."""
+    """Replaces an object of the metadata; has its contents by name, or in order in `args`."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -146,8 +146,11 @@ _RECORDS = frozenset(
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Its own classes, sizes and dtypes. What a pickle sets on a class it sets on one of ours that
-    is thrown away."""
+    """Reads the metadata's own classes as records, and sizes and dtypes.
+
+    The record classes belong to one unpickler, so a pickle that changes a class has no effect
+    outside it.
+    """
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -163,17 +166,17 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise ConfigError(
-            f"[convert::load] the metadata holds a {module}.{name}, which is none of "
-            f"torch.distributed.checkpoint's"
+            f"[convert::load] the metadata has a {module}.{name}, which is not a class of "
+            f"torch.distributed.checkpoint"
         )
 
 
 def load_metadata(path: pathlib.Path) -> Any:
-    """The file `.metadata` of torch.distributed.checkpoint, as records.
+    """Reads the file `.metadata` of torch.distributed.checkpoint as records.
 
     Raises:
-        ConfigError: it holds something else (names it).
-        RuntimeFault: it is no such file, or is damaged.
+        ConfigError: the file has an object of another class, which the text names.
+        RuntimeFault: it is not such a file, or it is damaged.
     """
     try:
         with open(path, "rb") as file:

@@ -1,6 +1,6 @@
-"""What ranks that computed one copy of a model have, as one: stages, and parts of weights.
+"""Merges the contents of the model-parallel ranks of one model: stages and parts of weights.
 
-Each rank's files are read as if the run had had no other, to a `Foreign`; these are put together.
+The files of each rank are read into a `Foreign` as if it were the only rank; then these are merged.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LAYER = re.compile(r"(\d+)\.")
 
 
 def of_stages(stages: list[Foreign]) -> Foreign:
-    """The layers of all; what several have (tied weights) has to be the same in each.
+    """Merges the layers of all stages.
 
     Raises:
-        RuntimeFault: it is not.
+        RuntimeFault: stages have different values of the same (tied) weight, or different counts.
     """
     whole = stages[0]
     for stage in stages[1:]:
@@ -43,18 +43,20 @@ def of_stages(stages: list[Foreign]) -> Foreign:
             elif not cuts.equal([other.read(), one.read()]):
                 raise RuntimeFault(
                     f'[convert::deepspeed] "{one.name}" ({one.role}) is on several stages of the '
-                    f"pipeline, which have different values of it"
+                    f"pipeline, but with different values"
                 )
         for name, kept in stage.own.items():
             if whole.own.setdefault(name, kept) != kept:
-                raise RuntimeFault(f'[convert::deepspeed] stages keep other numbers of "{name}"')
+                raise RuntimeFault(
+                    f'[convert::deepspeed] stages have different optimizer numbers for "{name}"'
+                )
         whole.updates |= stage.updates
     whole.groups = _groups(stages)
     return whole
 
 
 def _groups(stages: list[Foreign]) -> list[dict[str, Any]] | None:
-    """Of all stages: a group has the parameters that groups with the same options have."""
+    """Merges the parameter groups of all stages: groups with the same options become one."""
     found = list(stages[0].groups or [])
     for stage in stages[1:]:
         groups = stage.groups or []
@@ -64,7 +66,7 @@ def _groups(stages: list[Foreign]) -> list[dict[str, Any]] | None:
             alike = [found[i]] if by_place else alike
             if len(alike) > 1:
                 stages[0].notes.append(
-                    "options of the optimizer are left out: stages have other groups"
+                    "options of the optimizer are left out: the groups of the stages do not match"
                 )
                 return None
             if alike:
@@ -78,7 +80,7 @@ def _check_alike(first: Foreign, other: Foreign) -> None:
     for key in ("steps", "skipped"):
         if getattr(first, key) != getattr(other, key):
             raise RuntimeFault(
-                f"[convert::deepspeed] ranks' files are of different moments: {key} "
+                f"[convert::deepspeed] the ranks' files are from different times: {key} "
                 f"{getattr(first, key)} and {getattr(other, key)}"
             )
     first.notes += [note for note in other.notes if note not in first.notes]
@@ -88,14 +90,14 @@ def _check_alike(first: Foreign, other: Foreign) -> None:
 
 
 def add_layers(found: Foreign, layers: dict[int, Any], buffers: set[str]) -> None:
-    """What files of a pipeline's layers have beside the weights that train, and tied layers' names.
+    """Adds the buffers and frozen weights in the layer files, and renames tied parameters.
 
-    DeepSpeed calls tied parameters "tied_modules.KEY.weight"; here they are called by the first
-    layer that has them, as PipelineModule's are.
+    DeepSpeed names tied parameters "tied_modules.KEY.weight". Here they get the name in the first
+    layer that has them, as in PipelineModule.
 
     Args:
-        layers: by place in the list of layers, what the layer's state_dict() was.
-        buffers: names of buffers, as DeepSpeed has them.
+        layers: the layers' state_dict() by layer index.
+        buffers: DeepSpeed's names of buffers.
 
     Raises:
         RuntimeFault: a layer's file is missing; no layer has a tied module's weights.
@@ -106,7 +108,7 @@ def add_layers(found: Foreign, layers: dict[int, Any], buffers: set[str]) -> Non
         raise RuntimeFault(
             f"[convert::deepspeed] the files of layers {sorted(places - layers.keys())} are missing"
         )
-    owner: dict[str, str] = {}  # of tied modules, by their name: the layer's
+    owner: dict[str, str] = {}  # prefix of a tied module -> prefix of its first layer
     for index, held in sorted(layers.items()):
         prefix = _prefix(index, held, weights, buffers)
         if prefix in owner:
@@ -122,14 +124,14 @@ def add_layers(found: Foreign, layers: dict[int, Any], buffers: set[str]) -> Non
     unowned = sorted(n for n in weights if n.startswith(_TIED) and _of_tied(n) not in owner)
     if unowned:
         raise RuntimeFault(
-            f"[convert::deepspeed] no file of a layer has the values of {', '.join(unowned)}: only "
-            f"tied layers without forward_fn have one, and it says which layer they are of"
+            f"[convert::deepspeed] no layer file has the values of {', '.join(unowned)}, so their "
+            f"layer is unknown: DeepSpeed writes one only for tied layers without forward_fn"
         )
     _rename(found, owner)
 
 
 def _prefix(index: int, held: Any, weights: dict[str, Entry], buffers: set[str]) -> str:
-    """Of the names that a layer's parameters have in the module."""
+    """Returns the prefix of a layer's parameter names in the module."""
     own = f"{index}."
     known = weights.keys() | buffers
     if any(own + key in known for key in held):
@@ -150,7 +152,7 @@ def _of_tied(name: str) -> str:
 
 
 def _is(entry: Entry, value: torch.Tensor) -> bool:
-    """Whether the layer computed with these fp32 weights."""
+    """Whether the layer's value is this fp32 weight, cast to the layer's dtype."""
     return tuple(value.shape) == entry.shape and torch.equal(entry.read().to(value.dtype), value)
 
 
@@ -168,7 +170,7 @@ def _rename(found: Foreign, owner: dict[str, str]) -> None:
     found.tied = {named(other): named(name) for other, name in found.tied.items()}
     for group in found.groups or []:
         group["params"] = sorted(named(name) for name in group["params"])
-    found.notes += [f'"{tied[:-1]}" is called "{layer[:-1]}"' for tied, layer in owner.items()]
+    found.notes += [f'"{tied[:-1]}" is renamed "{layer[:-1]}"' for tied, layer in owner.items()]
 
 
 # ---- parts
@@ -176,7 +178,7 @@ def _rename(found: Foreign, owner: dict[str, str]) -> None:
 
 @dataclasses.dataclass
 class _Parts:
-    """Of a parameter or buffer, by role: what each rank has of it, and of its optimizer state."""
+    """The ranks' parts of a parameter or buffer, and of its optimizer state, by role."""
 
     name: str
     of_roles: dict[str, list[Entry]]
@@ -192,23 +194,23 @@ class _Parts:
 
 
 def of_parts(ranks: list[Foreign], rules: Rules, info: dict[str, Any]) -> Foreign:
-    """Each parameter of all ranks' parts, and its state of the optimizer likewise.
+    """Joins the ranks' parts of each parameter and of its optimizer state.
 
     Args:
-        rules: how the user says that they are cut.
-        info: what the checkpoint says, or {}.
+        rules: the user's description of the cuts.
+        info: the checkpoint's `universal_checkpoint_info`, or {}.
 
     Raises:
-        ConfigError: it is not known how parameters are cut (lists them), or what is said of them
-            is not true.
-        RuntimeFault: ranks have other parameters.
+        ConfigError: the cut of some parameters is unknown (the text lists them), or a description
+            contradicts the files.
+        RuntimeFault: the ranks have different parameters or counts.
     """
     whole = ranks[0]
     for other in ranks[1:]:
         _check_alike(whole, other)
     parts = _by_name(ranks)
     if any((whole.updates, whole.own) != (one.updates, one.own) for one in ranks):
-        raise RuntimeFault("[convert::deepspeed] ranks of the model count other steps")
+        raise RuntimeFault("[convert::deepspeed] the model ranks have different counts of steps")
     how: dict[str, Cut] = {}
     unknown: list[str] = []
     rules = cuts.checked(rules)
@@ -222,8 +224,8 @@ def of_parts(ranks: list[Foreign], rules: Rules, info: dict[str, Any]) -> Foreig
             how[name] = cut
     if unknown:
         raise ConfigError(
-            f"[convert::deepspeed] it is not known how ranks of the model cut {', '.join(unknown)}"
-            f" (shapes by rank). Say it with --rules FILE, a JSON object of name patterns: "
+            f"[convert::deepspeed] it is not known how the model ranks cut {', '.join(unknown)}"
+            f" (shapes by rank). Describe it with --rules FILE, a JSON object of name patterns: "
             f'{{"*.qkv": "column:3", "*.proj": "row", "*.norm": "whole"}}'
         )
     if unused:
@@ -232,8 +234,8 @@ def of_parts(ranks: list[Foreign], rules: Rules, info: dict[str, Any]) -> Foreig
         _joined(role, one, how[name]) for name, one in parts.items() for role in one.of_roles
     ]
     if any(other.groups != whole.groups for other in ranks):
-        whole.notes.append("options of the optimizer are those of the first rank of the model")
-    whole.notes.append("client_state is that of the first rank of the model")
+        whole.notes.append("options of the optimizer are taken from the first model rank")
+    whole.notes.append("client_state is taken from the first model rank")
     return whole
 
 
@@ -247,8 +249,7 @@ def _by_name(ranks: list[Foreign]) -> dict[str, _Parts]:
     )
     if uneven:
         raise RuntimeFault(
-            f"[convert::deepspeed] not all of {len(ranks)} ranks of the model have "
-            f"{', '.join(uneven)}"
+            f"[convert::deepspeed] not all of the {len(ranks)} model ranks have {', '.join(uneven)}"
         )
     return {name: _Parts(name, dict(roles)) for name, roles in found.items()}
 
@@ -273,18 +274,18 @@ def _check(one: _Parts, cut: Cut, who: str, by_user: bool = False) -> None:
     shapes = [entry.shape for entry in one.weights()]
     if cut.shape(shapes) is None:
         raise ConfigError(
-            f'[convert::deepspeed] {who} says that "{one.name}" is cut otherwise than its shapes '
-            f"{shapes} allow: {cut}"
+            f'[convert::deepspeed] the cut of "{one.name}" in {who} does not fit its shapes '
+            f"{shapes}: {cut}"
         )
     if cut.dim < 0 and not cut.average and not one.are_equal():
         raise ConfigError(
-            f'[convert::deepspeed] {who} says that "{one.name}" is whole on every rank of the '
-            f"model, and its values differ"
+            f'[convert::deepspeed] "{one.name}" is whole on every model rank according to {who}, '
+            f"but its values differ"
         )
     if cut.dim >= 0 and not by_user and one.tell() and one.are_equal():
         raise ConfigError(
-            f'[convert::deepspeed] {who} says that "{one.name}" is cut, and all ranks of the model '
-            f"have the same values of it: say how it is with --rules"
+            f'[convert::deepspeed] "{one.name}" is cut according to {who}, but all model ranks '
+            f"have the same values: describe it with --rules"
         )
 
 
@@ -293,7 +294,7 @@ def _joined(role: str, one: _Parts, cut: Cut) -> Entry:
     shape = cut.shape([entry.shape for entry in parts])
     if shape is None or any(entry.dtype != parts[0].dtype for entry in parts):
         raise RuntimeFault(
-            f'[convert::deepspeed] ranks\' parts of "{one.name}" ({role.removeprefix(OWN)}) do not '
+            f'[convert::deepspeed] the parts of "{one.name}" ({role.removeprefix(OWN)}) do not '
             f"fit together: {[(entry.shape, str(entry.dtype)) for entry in parts]}"
         )
     return Entry(role, one.name, shape, parts[0].dtype, _reading(parts, cut))

@@ -1,4 +1,4 @@
-"""State dicts: of plain torch, of Lightning, and folders of Hugging Face."""
+"""Reads state dicts of torch and Lightning, and folders of Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.conversion.foreign import Entry, Foreign
 Path = tuple[Any, ...]
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "app.model", "weights")
 _SCHEDULERS = ("scheduler", "lr_scheduler", "schedule")
-# In the order in which transformers looks.
+# In the order in which transformers tries them.
 _HF = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -31,14 +31,25 @@ _HF = (
 
 
 def read_file(path: pathlib.Path, inert: Sequence[str], key: str) -> Foreign:
-    """A file of torch.save() or of safetensors."""
+    """Reads a file of torch.save() or safetensors.
+
+    Args:
+        inert: full names of more classes that the pickle may have (see pickles.load).
+        key: the key of the weights, with dots between levels; "" to detect it.
+
+    Raises:
+        ConfigError: the file holds no state dict, or it is not clear which tensors are the weights.
+        RuntimeFault: the file is damaged.
+    """
     if path.suffix == ".safetensors":
         found = Foreign("safetensors")
         _add_safetensors(found, path)
         return found
     held = pickles.load(path, inert)
     if not isinstance(held, Mapping):
-        raise ConfigError(f'[convert::torch] "{path}" holds a {type(held).__name__}, no state dict')
+        raise ConfigError(
+            f'[convert::torch] "{path}" holds a {type(held).__name__}, not a state dict'
+        )
     found = Foreign("torch")
     sort_out(found, dict(leaves(held)), key)
     _share(found)
@@ -50,7 +61,10 @@ def is_hf(folder: pathlib.Path) -> bool:
 
 
 def read_hf(folder: pathlib.Path, inert: Sequence[str]) -> Foreign:
-    """Weights as from_pretrained() loads them: one file, or shards and their index."""
+    """Reads the weights that from_pretrained() loads: one file, or shards with an index.
+
+    Raises RuntimeFault if a file is missing or damaged, or the index does not match the files.
+    """
     found = Foreign("Hugging Face")
     index = next(folder / name for name in _HF if (folder / name).is_file())
     named = None
@@ -61,10 +75,12 @@ def read_hf(folder: pathlib.Path, inert: Sequence[str]) -> Foreign:
             named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = [folder / name for name in sorted(set(named.values()))]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise RuntimeFault(f'[convert::hf] "{index}" is no index: {error!r}') from error
+            raise RuntimeFault(f'[convert::hf] "{index}" is not an index: {error!r}') from error
         for file in files:
             if file.parent != folder or file.name.startswith("."):
-                raise RuntimeFault(f'[convert::hf] "{index}" names "{file.name}" elsewhere')
+                raise RuntimeFault(
+                    f'[convert::hf] "{index}" names "{file.name}", which is outside its folder'
+                )
     for file in files:
         if file.suffix == ".safetensors":
             _add_safetensors(found, file)
@@ -73,7 +89,9 @@ def read_hf(folder: pathlib.Path, inert: Sequence[str]) -> Foreign:
             found.entries += one.entries
     there = [entry.name for entry in found.entries]
     if len(set(there)) != len(there) or (named is not None and set(named) != set(there)):
-        raise RuntimeFault(f'[convert::hf] "{folder}": the index and the files have other names')
+        raise RuntimeFault(
+            f'[convert::hf] "{folder}": the tensor names in the index and in the files differ'
+        )
     return found
 
 
@@ -94,11 +112,11 @@ def _add_safetensors(found: Foreign, path: pathlib.Path) -> None:
         found.entries.append(Entry("weight", head.name, tuple(head.shape), head.dtype, values))
 
 
-# ---- what is what in nested dicts
+# ---- finding weights and optimizers in nested dicts
 
 
 def leaves(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
-    """Values by their keys; parameter groups and a scheduler are whole."""
+    """Returns the values of nested dicts by path. Lists and a scheduler's dict are not split."""
     scheduler = len(path) == 1 and path[0] in _SCHEDULERS
     if isinstance(tree, Mapping) and tree and not scheduler:
         return [leaf for key, value in tree.items() for leaf in leaves(value, (*path, key))]
@@ -106,10 +124,13 @@ def leaves(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
 
 
 def sort_out(found: Foreign, values: dict[Path, Any], key: str) -> None:
-    """Weights, what an optimizer keeps by parameters' names, its groups, and other values.
+    """Adds the weights, the optimizer's state and groups, and other values to `found`.
 
     Args:
-        key: the weights' key, dots between levels; default: the one that there is.
+        key: the key of the weights, with dots between levels; "" to detect it.
+
+    Raises:
+        ConfigError: it is not clear which tensors are the weights.
     """
     optims = _optimizers(values)
     others = {
@@ -125,7 +146,7 @@ def sort_out(found: Foreign, values: dict[Path, Any], key: str) -> None:
     for name, value in weights.pop(chosen).items():
         _add(found, "weight", name, value)
     for path in weights:
-        found.notes.append(f'tensors of "{_text(path)}" are left out: they are no weights')
+        found.notes.append(f'tensors of "{_text(path)}" are left out: they are not weights')
     _take_rest(found, {p: v for p, v in others.items() if not isinstance(v, (torch.Tensor, Entry))})
     if len(optims) > 1:
         found.notes.append("there are several optimizers: their state is left out")
@@ -135,7 +156,7 @@ def sort_out(found: Foreign, values: dict[Path, Any], key: str) -> None:
 
 
 def _take_rest(found: Foreign, values: dict[Path, Any]) -> None:
-    """A scheduler, and numbers and texts beside the weights ("epoch")."""
+    """Takes the scheduler's state, and top-level values such as "epoch" as client_state."""
     apart = {path: v for path, v in values.items() if path[0] in _SCHEDULERS}
     whole = next((v for path, v in apart.items() if len(path) == 1), None)
     schedule = whole or {str(path[1]): v for path, v in apart.items() if len(path) == 2}
@@ -147,7 +168,7 @@ def _take_rest(found: Foreign, values: dict[Path, Any]) -> None:
         if len(path) == 1:
             found.client_state[str(path[0])] = value
         else:
-            found.notes.append(f'"{_text(path)}" is left out: no tensor')
+            found.notes.append(f'"{_text(path)}" is left out: it is not a tensor')
 
 
 def _add(found: Foreign, role: str, name: str, value: Any) -> None:
@@ -162,7 +183,7 @@ def _text(path: Path) -> str:
 
 
 def _optimizers(values: dict[Path, Any]) -> set[Path]:
-    """Where there are both a state and parameter groups."""
+    """Returns the paths that have both "state" and "param_groups"."""
     found: dict[Path, set[str]] = defaultdict(set)
     for path in values:
         for i, one in enumerate(path):
@@ -183,8 +204,8 @@ def _choose(weights: dict[Path, dict[str, Any]], key: str) -> Path:
     if chosen is None:
         there = ", ".join(f'"{_text(path)}"' for path in weights) or "none"
         raise ConfigError(
-            f"[convert::torch] which tensors are the weights? There are those of {there}: say it "
-            f"with --key"
+            f"[convert::torch] it is not clear which tensors are the weights: choose one of "
+            f"{there} with --key"
         )
     return chosen
 
@@ -193,15 +214,15 @@ def _choose(weights: dict[Path, dict[str, Any]], key: str) -> Path:
 
 
 def _take_optimizer(found: Foreign, held: dict[Path, Any]) -> None:
-    """Of torch, by parameters' names, or with the groups' `param_names`."""
+    """Takes the state of a torch optimizer, if parameter names are keys or in `param_names`."""
     groups = held.pop(("param_groups",), None) or _groups_of(held)
     if isinstance(groups, list) and groups and all(isinstance(g, dict) for g in groups):
         numbers = [n for group in groups for n in group.get("params", [])]
         names = [n for group in groups for n in group.get("param_names", group.get("params", []))]
         if len(names) != len(numbers) or not all(isinstance(name, str) for name in names):
             found.notes.append(
-                "the optimizer's state is left out: it is by numbers. An optimizer that is made of "
-                "model.named_parameters() saves names"
+                "the optimizer's state is left out: its keys are numbers. An optimizer that is "
+                "created from model.named_parameters() saves names"
             )
             return
         by = dict(zip(numbers, names, strict=True))
@@ -215,7 +236,9 @@ def _take_optimizer(found: Foreign, held: dict[Path, Any]) -> None:
         if kind == "param_groups":
             options[str(name)][key] = value
         elif name not in shapes:
-            found.notes.append(f'the optimizer\'s state of "{name}" is left out: no such weight')
+            found.notes.append(
+                f'the optimizer\'s state of "{name}" is left out: there is no such weight'
+            )
         elif isinstance(value, Entry):
             example = torch.empty(0, dtype=value.dtype)
             found.add_moment(name, key, example, shapes[name], value.read)
@@ -229,7 +252,7 @@ def _take_optimizer(found: Foreign, held: dict[Path, Any]) -> None:
 
 
 def _groups_of(held: dict[Path, Any]) -> list[dict[str, Any]]:
-    """A list that was taken apart, into ("param_groups", 0, "lr"), put together again."""
+    """Rebuilds a list of groups from paths such as ("param_groups", 0, "lr")."""
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
     for path in [path for path in held if path[0] == "param_groups" and isinstance(path[1], int)]:
         groups[path[1]][_text(path[2:])] = held.pop(path)
@@ -237,7 +260,7 @@ def _groups_of(held: dict[Path, Any]) -> list[dict[str, Any]]:
 
 
 def _optimizer_key(path: Path) -> tuple[str, Any, str]:
-    """("state", parameter, key), also of names in which the three are joined by dots."""
+    """Splits a path into ("state", parameter, key), also if dots join the three."""
     if len(path) >= 3:
         return str(path[0]), path[1], str(path[2])
     kind, _, rest = _text(path).partition(".")
@@ -246,7 +269,7 @@ def _optimizer_key(path: Path) -> tuple[str, Any, str]:
 
 
 def _group(found: Foreign, options: dict[str, dict[str, Any]]) -> None:
-    """Options by parameter, as groups of those that have the same."""
+    """Adds groups for options by parameter: parameters with equal options form a group."""
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, one in options.items():
         same = next((names for other, names in groups if other == one), None)
@@ -259,7 +282,7 @@ def _group(found: Foreign, options: dict[str, dict[str, Any]]) -> None:
 
 
 def _share(found: Foreign) -> None:
-    """Tied weights, which a state dict has by each of their names, have their values once."""
+    """Marks tied weights, which have several names in a state dict, as sharing their values."""
     first: dict[Any, str] = {}
     for entry in found.entries:
         if entry.role != "weight":

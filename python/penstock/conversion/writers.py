@@ -1,4 +1,4 @@
-"""What is written: a checkpoint of ours, or files of others of one of ours."""
+"""Writes a Penstock checkpoint from a `Foreign`, or files of other libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EVERY_S = 2.0
 
 
 class _Progress:
-    """Says how far it is, now and then."""
+    """Reports the progress every _EVERY_S seconds."""
 
     def __init__(self, entries: list[Entry], say: Say) -> None:
         self._whole = sum(_size(one) for one in entries)
@@ -51,23 +51,26 @@ def _values(entry: Entry) -> torch.Tensor:
     if tuple(values.shape) != entry.shape or values.dtype != entry.dtype:
         raise RuntimeFault(
             f'[convert] "{entry.name}" ({entry.role}) has shape {tuple(values.shape)} and '
-            f"{values.dtype}; its file says {entry.shape} and {entry.dtype}"
+            f"{values.dtype}, but its file records {entry.shape} and {entry.dtype}"
         )
     return values.contiguous()
 
 
-# ---- ours
+# ---- Penstock checkpoints
 
 
 def write_ours(found: Foreign, root: pathlib.Path, source: str, say: Say) -> str:
-    """A checkpoint "step-N" below `root`."""
+    """Writes a checkpoint "step-N" in `root` and returns its path.
+
+    Raises ConfigError if there are no tensors or "step-N" exists.
+    """
     if not found.entries:
         raise ConfigError(f'[convert] "{source}" has no tensors')
     tag = f"step-{found.steps}"
     if (root / tag).exists():
-        raise ConfigError(f'[convert] "{root / tag}" is there already: choose another folder')
+        raise ConfigError(f'[convert] "{root / tag}" exists already: choose another folder')
     if root.is_dir() and any(root.iterdir()):
-        say(f'there is something in "{root}" already: its "latest" will name {tag}')
+        say(f'"{root}" is not empty: its "latest" will name {tag}')
     by_name = {(one.role, one.name): i for i, one in enumerate(found.entries)}
     tensors = [
         _penstock.StoredTensor(
@@ -105,7 +108,7 @@ def write_ours(found: Foreign, root: pathlib.Path, source: str, say: Say) -> str
                 progress.add(entry)
         return str(writer.commit())
     finally:
-        del writer  # and with it what was not finished, also while an error keeps this frame
+        del writer  # deletes an unfinished draft, even if an error keeps this frame alive
 
 
 def _front(found: Foreign, say: Say) -> dict[str, Any]:
@@ -127,12 +130,12 @@ def _front(found: Foreign, say: Say) -> dict[str, Any]:
     return front
 
 
-# ---- others'
+# ---- files of other libraries
 
 
 @dataclasses.dataclass
 class Held:
-    """What is to be written: weights, and what the optimizer keeps, by parameter."""
+    """The contents to write: weights, and optimizer state by parameter."""
 
     weights: list[Entry]
     tied: dict[str, str]
@@ -155,9 +158,9 @@ def of_foreign(found: Foreign) -> Held:
 
 
 def of_ours(path: pathlib.Path, tag: str, say: Say) -> Held:
-    """Of a checkpoint of ours."""
+    """Reads a Penstock checkpoint. `tag` "" is the newest in `path`."""
     reader = _penstock.CheckpointReader(str(path), tag)
-    say(f"reads {reader.path}")
+    say(f"reading {reader.path}")
     front, state = json.loads(reader.front), json.loads(reader.state)
     weights: list[Entry] = []
     moments: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -178,11 +181,14 @@ def of_ours(path: pathlib.Path, tag: str, say: Say) -> Held:
 
 
 def write_others(held: Held, out: pathlib.Path, how: Options) -> str:
-    """Weights as safetensors or a state dict of torch; as DCP also what the optimizer keeps."""
+    """Writes the weights as safetensors, a torch state dict or DCP; DCP has optimizer state, too.
+
+    Returns the path that was written.
+    """
     how.say(
         "counts of steps, the loss scale, the scheduler, client_state and generators are left out"
         if how.to == "dcp"
-        else "the weights alone are written"
+        else "only the weights are written"
     )
     if how.to == "safetensors":
         _write_safetensors(out, held.weights, how)
@@ -203,7 +209,7 @@ def write_others(held: Held, out: pathlib.Path, how: Options) -> str:
 def whole(
     held: Held, trained_only: bool = False, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Weights and buffers by name, those that are tied under all their names."""
+    """Returns weights and buffers by name. Tied weights appear under all their names."""
     trained = {name for group in held.groups for name in group["params"]}
     chosen = {
         one.name: _cast(_values(one), dtype)
@@ -236,7 +242,7 @@ def _write_safetensors(out: pathlib.Path, weights: list[Entry], how: Options) ->
 
 @contextlib.contextmanager
 def _replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A file that is whole, or not there."""
+    """Yields a draft path and renames it to `path` at the end, so `path` is never incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.part")
     try:
