@@ -12,7 +12,7 @@
 
 #include "penstock/export.h"
 #include "src/mem/arena.h"
-#include "src/mem/disk.h"
+#include "src/mem/disk_tier.h"
 
 namespace penstock::bench {
 

@@ -39,7 +39,8 @@ set_target_properties(penstock PROPERTIES
 install(TARGETS penstock EXPORT PenstockTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT cpp)
 install(DIRECTORY ${CMAKE_SOURCE_DIR}/include/penstock
-  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT cpp FILES_MATCHING PATTERN "*.h")
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT cpp FILES_MATCHING PATTERN "*.h"
+  PATTERN optimizer_kinds.h EXCLUDE)  # the planner and the kernels share it; no user needs it
 set(PENSTOCK_PACKAGE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/Penstock)
 install(EXPORT PenstockTargets
   NAMESPACE Penstock:: DESTINATION ${PENSTOCK_PACKAGE_DIR} COMPONENT cpp)

@@ -85,7 +85,8 @@ struct TilingConfig {
 
 struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
-  // optimizer and params may be "auto" until the engine has chosen (src/plan/cost/offload_choice.h)
+  // optimizer and params may be "auto" until the engine has chosen
+  // (src/plan/cost/strategy_choice.h)
   std::string gradients = "none";  // "none" (the tier of the optimizer's update) "host" "disk"
   std::string path;
   int64_t window_bytes = 192LL << 20;  // host memory through which optimizer state on disk streams

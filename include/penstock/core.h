@@ -44,7 +44,7 @@ struct ModelTree {
 // A unit that the engine made of the model: parameters that move together.
 struct UnitInfo {
   std::string module;       // the module's name; "" for the root, which is unit 0
-  bool is_tile = false;     // rows of a weight (penstock/tiling.h); not a module of the model
+  bool is_tile = false;     // rows of a weight (src/tiles/tiling.h); not a module of the model
   bool recomputed = false;  // the front computes its forward again in backward
   bool away = false;        // another rank of the pipeline computes it
 };

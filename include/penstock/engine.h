@@ -103,8 +103,9 @@ PENSTOCK_API at::Tensor unit(
     const std::function<at::Tensor(const std::vector<at::Tensor>&)>& forward);
 
 // Runs the layer's forward. If the ranks of `mesh.tensor` compute it together, it has the style
-// that "parallel.rules" give it (penstock/tensor_ranks.h); otherwise it is the layer's own forward.
-// A layer that is cut must be called this way before the first step; otherwise step() throws.
+// that "parallel.rules" give it (src/engine/mesh/tensor_ranks.h); otherwise it is the layer's own
+// forward. A layer that is cut must be called this way before the first step; otherwise step()
+// throws.
 PENSTOCK_API at::Tensor linear(const torch::nn::LinearImpl& layer, const at::Tensor& input);
 PENSTOCK_API at::Tensor embedding(const torch::nn::EmbeddingImpl& layer, const at::Tensor& ids);
 

@@ -1,7 +1,7 @@
 #include "penstock/checkpoint.h"
 
 #include "penstock/checkpoint_files.h"
-#include "src/plan/config/optimizer_kinds.h"
+#include "penstock/optimizer_kinds.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>

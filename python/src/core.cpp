@@ -1,6 +1,7 @@
 #include "penstock/core.h"
 #include "penstock/checkpoint.h"
 
+#include <ATen/ops/empty.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -30,7 +31,13 @@ void bind_tree(py::module_& module) {
       .def(py::init([](std::string name, at::Tensor param, int group) {
              return ParamInfo{std::move(name), std::move(param), group};
            }),
-           py::arg("name"), py::arg("param"), py::arg("group"));
+           py::arg("name"), py::arg("param"), py::arg("group"))
+      // A trainable fp32 parameter without values, for callers that have not imported torch.
+      .def(py::init([](std::string name, const std::vector<int64_t>& shape, int group) {
+             at::Tensor param = at::empty(shape, at::TensorOptions().device(at::kMeta));
+             return ParamInfo{std::move(name), param.set_requires_grad(true), group};
+           }),
+           py::arg("name"), py::arg("shape"), py::arg("group"));
   py::class_<ModelTree>(module, "ModelTree")
       .def(py::init([](std::vector<ModuleInfo> modules, std::vector<ParamInfo> params,
                        std::vector<at::Tensor> buffers, std::shared_ptr<ShardedInit> init) {

@@ -1,4 +1,4 @@
-#include "src/plan/config/optimizer_kinds.h"
+#include "penstock/optimizer_kinds.h"
 
 #include <pybind11/stl.h>
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <string_view>
 
-#include "penstock/status.h"
+#include "src/base/status.h"
 
 namespace penstock {
 

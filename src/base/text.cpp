@@ -1,5 +1,7 @@
 #include "src/base/text.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cctype>
@@ -75,6 +77,11 @@ std::string nearest(std::string_view word, const std::vector<std::string>& candi
 std::string reason(const std::exception& error) {
   const std::string_view text = error.what();
   return std::string(text.substr(0, text.find("\nException raised from")));
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
 }
 
 uint64_t hash_text(std::string_view text, uint64_t seed) {

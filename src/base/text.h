@@ -28,6 +28,9 @@ std::string nearest(std::string_view word, const std::vector<std::string>& candi
 // Returns the text of an error without the C++ stack that torch appends.
 std::string reason(const std::exception& error);
 
+// Returns the name of this machine; "" if the system does not give one.
+std::string host_name();
+
 // FNV-1a, 64 bit: equal on every machine, so ranks may compare hashes.
 uint64_t hash_text(std::string_view text, uint64_t seed = 0xcbf29ce484222325ULL);
 

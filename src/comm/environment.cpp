@@ -9,8 +9,8 @@
 
 #include "penstock/error.h"
 #include "penstock/group.h"
-#include "penstock/one_host.h"
 #include "src/base/text.h"
+#include "src/comm/shm/one_host.h"
 
 namespace penstock {
 namespace {
@@ -51,6 +51,7 @@ const Launcher* launcher() {
   for (const Launcher& one : kLaunchers) {
     const bool rank = !variable(one.rank).empty(), size = !variable(one.size).empty();
     if (rank && size) return &one;
+    // Only RANK without WORLD_SIZE is an error; an incomplete pair of MPI or Slurm is ignored.
     if (rank && one.job == nullptr) {
       throw ConfigError(concat("[comm::from_environment] ", one.rank, " is set and ", one.size,
                                " is not: a launcher sets both"));

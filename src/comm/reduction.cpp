@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "src/device/device.h"
 #include "src/device/sum.h"
 
 namespace penstock::comm {
@@ -13,19 +14,6 @@ namespace penstock::comm {
 namespace {
 
 using c10d::ReduceOp;
-
-std::optional<Dtype> summed_as(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return Dtype::kFp32;
-    case at::kBFloat16:
-      return Dtype::kBf16;
-    case at::kHalf:
-      return Dtype::kFp16;
-    default:
-      return std::nullopt;
-  }
-}
 
 bool is_sum(ReduceOp::RedOpType op) {
   return op == ReduceOp::SUM || op == ReduceOp::AVG || op == ReduceOp::PREMUL_SUM;
@@ -74,7 +62,7 @@ Reduction::Reduction(const ReduceOp& op, at::ScalarType dtype, int ranks)
 // Sums of floating-point values are added in fp32 ([Note: Many ranks], channel.h).
 void Reduction::run(void* to, std::span<const void* const> sources, int64_t count) const {
   if (count == 0) return;
-  const std::optional<Dtype> dtype = summed_as(dtype_);
+  const std::optional<Dtype> dtype = device::find_dtype(dtype_);
   if (!is_sum(op_) || !dtype) return run_generic(to, sources, count);
   device::sum_chunks({to, *dtype, sources, *dtype, count, static_cast<float>(scale_)});
 }
@@ -88,6 +76,7 @@ void Reduction::run_generic(void* to, std::span<const void* const> sources, int6
     at::Tensor next = view(source);
     add_one(op_, sum, next);
   }
+  // An average of integers is rounded toward zero.
   if (scale_ != 1.0 && c10::isIntegralType(dtype_, true)) {
     sum = sum.div(scale_ == 0.0 ? 1.0 : 1.0 / scale_, "trunc");
   } else if (scale_ != 1.0) {

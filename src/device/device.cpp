@@ -75,6 +75,19 @@ at::ScalarType scalar_type(Dtype dtype) {
   throw Bug("[device::scalar_type] unknown dtype");
 }
 
+std::optional<Dtype> find_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return Dtype::kFp32;
+    case at::kBFloat16:
+      return Dtype::kBf16;
+    case at::kHalf:
+      return Dtype::kFp16;
+    default:
+      return std::nullopt;
+  }
+}
+
 at::Tensor view(Address at, at::ScalarType type, int64_t numel) {
   const c10::Device where =
       at.device == nullptr ? c10::Device(c10::DeviceType::CPU) : at.device->where();

@@ -14,6 +14,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "src/device/address.h"
 #include "src/place/placement.h"
@@ -49,6 +50,8 @@ class Device {
 };
 
 at::ScalarType scalar_type(Dtype dtype);
+// The inverse; nothing for a type that the engine does not compute in.
+std::optional<Dtype> find_dtype(at::ScalarType type);
 // The values at `at` as a one-dimensional tensor that does not own them.
 at::Tensor view(Address at, Dtype dtype, int64_t numel);
 at::Tensor view(Address at, at::ScalarType type, int64_t numel);

@@ -10,6 +10,7 @@
 #include "src/base/text.h"
 #include "src/device/host_kernels.h"
 #include "src/device/kernels.h"
+#include "src/exec/gradient_clipping.h"
 #include "src/optim/kernels.h"
 #include "src/optim/optimizer_step.h"
 
@@ -152,9 +153,7 @@ void Updates::norm(const comm::Label& label) {
                     : "First seen: " + bad));
   }
   seen_.grad_norm = std::sqrt(total) / divisor;
-  double scale = 1.0 / divisor;
-  if (update_.clip > 0.0) scale *= std::min(1.0, update_.clip / (seen_.grad_norm + 1e-6));
-  grad_scale_ = static_cast<float>(scale);
+  grad_scale_ = static_cast<float>(gradient_scale(divisor, seen_.grad_norm, update_.clip));
   bump_versions();
   if (update_.external) {
     prepare_external();

@@ -5,7 +5,7 @@
 #include <map>
 #include <mutex>
 
-#include "src/mem/disk.h"
+#include "src/mem/disk_tier.h"
 
 namespace penstock::mem {
 

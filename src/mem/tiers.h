@@ -6,7 +6,7 @@
 
 #include "src/device/device.h"
 #include "src/mem/arena.h"
-#include "src/mem/disk.h"
+#include "src/mem/disk_tier.h"
 #include "src/place/placement.h"
 #include "src/trace/recorder.h"
 

@@ -14,7 +14,7 @@
 #include <memory>
 #include <optional>
 
-#include "src/parallel/peers.h"
+#include "src/parallel/peer_exchange.h"
 
 namespace penstock::parallel {
 

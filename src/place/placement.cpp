@@ -37,71 +37,6 @@ bool has(const Axes& axes, Axis axis) {
   return std::find(axes.begin(), axes.end(), axis) != axes.end();
 }
 
-// The layout that a kind of move needs on its axes, and the layout it leaves there.
-struct Change {
-  MoveKind kind;
-  Layout from, to;
-};
-constexpr std::array<Change, 4> kChanges = {{
-    {MoveKind::kAllGather, Layout::kSharded, Layout::kReplicated},
-    {MoveKind::kReduceScatter, Layout::kPartial, Layout::kSharded},
-    {MoveKind::kAllReduce, Layout::kPartial, Layout::kReplicated},
-    {MoveKind::kSlice, Layout::kReplicated, Layout::kSharded},
-}};
-
-const Change* change_of(MoveKind kind) {
-  for (const Change& change : kChanges)
-    if (change.kind == kind) return &change;
-  return nullptr;
-}
-
-bool cuts(const Change& change) {
-  return change.from == Layout::kSharded || change.to == Layout::kSharded;
-}
-
-// Appends the move; if the last move has the same kind, adds the axis to that move instead.
-void push(std::vector<Move>& moves, MoveKind kind, Axis axis) {
-  if (!moves.empty() && moves.back().kind == kind) {
-    auto& axes = moves.back().axes;
-    axes.push_back(axis);
-    std::sort(axes.begin(), axes.end());
-  } else {
-    moves.push_back({.kind = kind, .axes = {axis}});
-  }
-}
-
-// Axes that stay sharded inside an axis that changes. They must be gathered first and sliced again,
-// because otherwise shards would not be contiguous.
-std::vector<Axis> reopened_axes(const Placement& from, const Placement& to) {
-  std::vector<Axis> reopened;
-  bool outer_changes = false;
-  for (const AxisRow& row : kAxes) {
-    const bool was = from.on(row.axis) == Layout::kSharded;
-    const bool is = to.on(row.axis) == Layout::kSharded;
-    if (outer_changes && was && is) reopened.push_back(row.axis);
-    outer_changes = outer_changes || was != is;
-  }
-  return reopened;
-}
-
-// Gathers run from the inner axis outwards and cuts from the outer axis inwards, so shards stay
-// contiguous. Sums that are left run last, when they are smallest.
-std::vector<Move> layout_moves(const Placement& from, const Placement& to) {
-  const std::vector<Axis> reopened = reopened_axes(from, to);
-  std::vector<Move> moves;
-  const auto add = [&](Axis axis, MoveKind kind) {
-    const Change& change = *change_of(kind);
-    const bool wanted = from.on(axis) == change.from && to.on(axis) == change.to;
-    const bool reopens = kind == MoveKind::kAllGather || kind == MoveKind::kSlice;
-    if (wanted || (reopens && has(reopened, axis))) push(moves, kind, axis);
-  };
-  for (auto row = kAxes.rbegin(); row != kAxes.rend(); ++row) add(row->axis, MoveKind::kAllGather);
-  for (const AxisRow& row : kAxes)
-    for (const MoveKind kind : {MoveKind::kReduceScatter, MoveKind::kSlice}) add(row.axis, kind);
-  for (const AxisRow& row : kAxes) add(row.axis, MoveKind::kAllReduce);
-  return moves;
-}
-
 [[noreturn]] void refuse_placement(std::string_view text) {
   throw ConfigError(concat("[place::parse] placement '", text,
                            "' is unknown: write one of R S P for each of the axes node and local, "
@@ -151,18 +86,6 @@ std::vector<Axis> parse_axes(std::string_view text) {
   if (std::adjacent_find(axes.begin(), axes.end()) != axes.end())
     throw ConfigError(concat("[place::parse_move] '", text, "' names an axis twice"));
   return axes;
-}
-
-// Appends copies from tier to neighbouring tier.
-void climb(std::vector<Move>& moves, Tier from, Tier to) {
-  int at = static_cast<int>(from);
-  const int end = static_cast<int>(to);
-  while (at != end) {
-    const int next = at + (end > at ? 1 : -1);
-    moves.push_back(
-        {.kind = MoveKind::kCopy, .from = static_cast<Tier>(at), .to = static_cast<Tier>(next)});
-    at = next;
-  }
 }
 
 }  // namespace
@@ -275,58 +198,6 @@ Placement normalize(Placement place, const Mesh& mesh) {
   if (mesh.size(Axis::kNode) == 1) place.on(Axis::kNode) = place.on(Axis::kLocal);
   if (mesh.size(Axis::kLocal) == 1) place.on(Axis::kLocal) = place.on(Axis::kNode);
   return place;
-}
-
-bool applies(const Placement& place, const Move& move) {
-  if (move.kind == MoveKind::kCast) return true;
-  if (move.kind == MoveKind::kCopy) return place.tier == move.from;
-  if (move.axes.empty() || (move.is_collective() && place.tier != Tier::kDevice)) return false;
-  const Change& change = *change_of(move.kind);
-  for (const Axis axis : move.axes)
-    if (place.on(axis) != change.from) return false;
-  // Shards of an axis inside the gathered or cut axes would not stay contiguous.
-  const Axis outermost = *std::min_element(move.axes.begin(), move.axes.end());
-  return !cuts(change) || std::all_of(kAxes.begin(), kAxes.end(), [&](const AxisRow& row) {
-    return row.axis < outermost || has(move.axes, row.axis) ||
-           place.on(row.axis) != Layout::kSharded;
-  });
-}
-
-Placement apply(const Placement& place, const Move& move) {
-  if (!applies(place, move))
-    throw ConfigError(concat("[place::apply] ", move.text(), " cannot start from ", place.text()));
-  Placement after = place;
-  if (move.kind == MoveKind::kCast) {
-    after.dtype = move.dtype;
-  } else if (move.kind == MoveKind::kCopy) {
-    after.tier = move.to;
-  } else {
-    for (const Axis axis : move.axes) after.on(axis) = change_of(move.kind)->to;
-  }
-  return after;
-}
-
-std::vector<Move> hops(const Placement& from, const Placement& to) {
-  for (const AxisRow& row : kAxes)
-    if (to.on(row.axis) == Layout::kPartial && from.on(row.axis) != Layout::kPartial)
-      throw ConfigError(concat("[place::hops] no move takes ", from.text(), " to ", to.text(),
-                               ": a copy that is whole or sharded over ", row.name,
-                               " cannot become a partial sum"));
-  // Collectives need the device tier. A narrowing cast before them and a widening cast after them
-  // saves bytes.
-  const Move cast{.kind = MoveKind::kCast, .dtype = to.dtype};
-  const bool widens = dtype_bytes(to.dtype) > dtype_bytes(from.dtype);
-  std::vector<Move> moves;
-  if (to.dtype != from.dtype && !widens) moves.push_back(cast);
-  const std::vector<Move> relayout = layout_moves(from, to);
-  const bool needs_device = std::any_of(relayout.begin(), relayout.end(),
-                                        [](const Move& move) { return move.is_collective(); });
-  const Tier tier = needs_device ? Tier::kDevice : from.tier;
-  climb(moves, from.tier, tier);
-  moves.insert(moves.end(), relayout.begin(), relayout.end());
-  climb(moves, tier, to.tier);
-  if (widens) moves.push_back(cast);
-  return moves;
 }
 
 }  // namespace penstock

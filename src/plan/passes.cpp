@@ -11,18 +11,11 @@
 #include "src/base/text.h"
 #include "src/place/placement.h"
 #include "src/plan/copies.h"
+#include "src/plan/step_queries.h"
 
 namespace penstock {
 
 namespace {
-
-bool shares_unit(const Step& a, const Step& b) {
-  return std::any_of(a.units.begin(), a.units.end(), [&](int unit) {
-    return std::find(b.units.begin(), b.units.end(), unit) != b.units.end();
-  });
-}
-
-bool is_move(const Step& step, Role role) { return step.op == Op::kMove && step.role == role; }
 
 bool is_collective(const Step& step) {
   return std::any_of(step.moves.begin(), step.moves.end(),
@@ -35,105 +28,15 @@ bool is_fusible(const Step& step) {
          (is_move(step, Role::kParam) || is_move(step, Role::kGrad) || step.op == Op::kPublish);
 }
 
-// Whether the step sends or receives between pipeline stages.
-bool is_transfer(const Step& step) { return step.op == Op::kSend || step.op == Op::kReceive; }
-
-// Whether a parameter move must stay below this step. Activation moves and transfers do not touch
-// parameters.
-bool in_order(const Step& above, const Step& move) {
-  return shares_unit(above, move) && !is_move(above, Role::kAct) && !is_transfer(above);
-}
-
-// Whether the move makes parameters ready for use. Other moves (to `hold`) come after the use.
-bool is_gather(const Step& step) {
-  return is_move(step, Role::kParam) &&
-         std::any_of(step.moves.begin(), step.moves.end(), [](const Move& move) {
-           return move.kind == MoveKind::kAllGather ||
-                  (move.kind == MoveKind::kCopy && move.to == Tier::kDevice);
-         });
-}
-
 // Whether the move reads state of an update from disk.
 bool is_read(const Step& step) {
   return (is_move(step, Role::kOptim) || is_move(step, Role::kGrad)) &&
          step.moves.front().kind == MoveKind::kCopy && step.moves.front().from == Tier::kDisk;
 }
 
-// Whether gathers, joined collectives and activation moves stop at this step.
-bool is_wall(const Step& step) {
-  return step.op == Op::kMicro || step.op == Op::kNorm || step.op == Op::kUpdate ||
-         step.op == Op::kPublish;
-}
-
 bool sums(const Move& move) {
   return move.kind == MoveKind::kReduceScatter || move.kind == MoveKind::kAllReduce;
 }
-
-int64_t unit_bytes(const UnitDesc& unit) {
-  int64_t bytes = 0;
-  for (const FlatDesc& flat : unit.flats) bytes += flat.numel * dtype_bytes(flat.dtype);
-  return bytes;
-}
-
-int64_t param_bytes(const Step& step, const ModelDesc& model) {
-  int64_t bytes = 0;
-  for (const int unit : step.units) bytes += unit_bytes(model.units[unit]);
-  return bytes;
-}
-
-// Rebuilds the plan step by step. For every compute step it knows the bytes that are gathered
-// before it and first used after it.
-class Prefetcher {
- public:
-  Prefetcher(const ModelDesc& model, int64_t budget) : model_(model), budget_(budget) {}
-
-  void add(const Step& step) {
-    int64_t ahead = 0;
-    for (const auto& [unit, bytes] : unused_)
-      if (std::find(step.units.begin(), step.units.end(), unit) == step.units.end()) ahead += bytes;
-    if (step.is_compute())
-      for (const int unit : step.units) unused_.erase(unit);
-    if (!is_gather(step)) {
-      entries_.push_back({step, ahead});
-      return;
-    }
-    insert(step);
-    for (const int unit : step.units) unused_[unit] = unit_bytes(model_.units[unit]);
-  }
-
-  Plan finish() && {
-    Plan plan;
-    for (Entry& entry : entries_) plan.steps.push_back(std::move(entry.step));
-    return plan;
-  }
-
- private:
-  struct Entry {
-    Step step;
-    int64_t bytes_ahead = 0;  // counted at compute steps
-  };
-
-  // Moves the gather up past compute steps until a step of its unit, another gather or the budget
-  // stops it.
-  void insert(const Step& move) {
-    const int64_t bytes = param_bytes(move, model_);
-    size_t best = entries_.size();
-    for (size_t i = entries_.size(); i > 0; --i) {
-      const Entry& above = entries_[i - 1];
-      if (is_wall(above.step) || is_gather(above.step) || in_order(above.step, move)) break;
-      if (!above.step.is_compute()) continue;
-      if (above.bytes_ahead + bytes > budget_) break;
-      best = i - 1;
-    }
-    for (size_t i = best; i < entries_.size(); ++i) entries_[i].bytes_ahead += bytes;
-    entries_.insert(entries_.begin() + static_cast<std::ptrdiff_t>(best), {move, 0});
-  }
-
-  const ModelDesc& model_;
-  const int64_t budget_;
-  std::vector<Entry> entries_;
-  std::map<int, int64_t> unused_;
-};
 
 bool can_join(const Step& first, const Step& second, const ModelDesc& model, int64_t bucket) {
   return first.moves == second.moves && !shares_unit(first, second) &&
@@ -213,12 +116,6 @@ Position before_the_backward_above(std::vector<Step>& steps, const Step& move) {
 }
 
 }  // namespace
-
-Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes) {
-  Prefetcher prefetcher(model, budget_bytes);
-  for (const Step& step : plan.steps) prefetcher.add(step);
-  return std::move(prefetcher).finish();
-}
 
 Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes) {
   Plan fused;

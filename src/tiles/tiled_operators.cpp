@@ -18,7 +18,7 @@
 #include <utility>
 
 #include "penstock/error.h"
-#include "penstock/tiling.h"
+#include "src/tiles/tiling.h"
 #include "src/tiles/weights.h"
 
 namespace penstock {
@@ -87,6 +87,7 @@ struct TileOp : torch::CustomClassHolder {
         if (uses) host.enter_tile(unit);
         const at::Tensor gradient = work(one, tile, one.tiles[tile].detach());
         if (trains) host.take_tile_gradient(unit, gradient);
+        // Tells the engine whether the tile was gathered, has a gradient, or both.
         host.leave_tile(unit, !trains ? Mark::kUse : uses ? Mark::kWhole : Mark::kGradient);
       }
     });
@@ -108,6 +109,7 @@ struct TileOp : torch::CustomClassHolder {
 
 using MaybeBias = std::optional<at::Tensor>;
 
+// The bias as an input of the operator, so that autograd records an edge to its gradient.
 MaybeBias edge(const Bias& bias) {
   return bias.param.defined() ? MaybeBias(bias.param) : std::nullopt;
 }

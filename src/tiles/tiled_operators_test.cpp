@@ -1,12 +1,12 @@
-// The operators on tiles against torch's on the whole weight, with a host that only takes notes.
+// Compares the tiled operators with torch's on the whole weight, with a host that records calls.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <memory>
 
 #include "penstock/error.h"
-#include "penstock/tiling.h"
 #include "src/base/text.h"
+#include "src/tiles/tiling.h"
 #include "src/tiles/weights.h"
 
 namespace penstock::tiles {
@@ -29,7 +29,7 @@ class Notes : public Host {
   bool takes_gradients = true;
 };
 
-// A weight of 7 x 4 in tiles of 2, 2 and 3 rows, which are units 1 to 3.
+// A weight of 7 x 4 in tiles of 2, 2 and 3 rows; their units are 1 to 3.
 class OperatorsTest : public testing::Test {
  protected:
   OperatorsTest() {

@@ -281,9 +281,9 @@ MUTATIONS = [
     ),
     Mutation(
         "clip factor ignored",
-        UPDATES,
-        "if (update_.clip > 0.0) scale *=",
-        "if (update_.clip < 0.0) scale *=",
+        "src/exec/gradient_clipping.h",
+        "if (clip > 0.0) return",
+        "if (clip < 0.0) return",
     ),
     Mutation(
         "a fused publish is written for its first unit alone",

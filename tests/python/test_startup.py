@@ -63,6 +63,8 @@ def test_commands_that_need_no_torch(tmp_path):
     code, loaded, out, err = probe(["explain", "--config", config, "--world", "2"], HEAVY)
     assert (code, loaded) == (0, []), err
     assert json.loads(out)["strategy"] == "zero3"
+    code, loaded, out, err = probe(["plan", "--params", "7e9", "--world", "8"], HEAVY)
+    assert (code, loaded) == (0, []) and out.startswith("7000000000 parameters in 34 units"), err
     # They have the C++ module, and what they look for is not there.
     for words in (["inspect", str(tmp_path)], ["status", str(2**30)], ["top", str(tmp_path)]):
         code, loaded, out, err = probe(words, [*HEAVY, NATIVE])

@@ -15,7 +15,7 @@
 
 #include "penstock/config.h"
 #include "penstock/core.h"
-#include "penstock/values.h"
+#include "src/engine/model/values.h"
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 

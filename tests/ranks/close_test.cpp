@@ -7,7 +7,7 @@
 
 #include "penstock/engine.h"
 #include "penstock/error.h"
-#include "penstock/values.h"
+#include "src/engine/model/values.h"
 #include "src/base/text.h"
 #include "tests/ranks/thread_ranks.h"
 

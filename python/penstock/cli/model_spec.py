@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -50,7 +49,7 @@ class Blocks:
         for index, numel in enumerate(self.numel):
             name = f"blocks.{index}"
             modules.append(_penstock.ModuleInfo(name, "Block", 1, [index]))
-            params.append(_penstock.ParamInfo(f"{name}.weight", _without_values(numel), 0))
+            params.append(_penstock.ParamInfo(f"{name}.weight", [numel], 0))
         return _penstock.ModelTree(modules, params, [], None)
 
     def shape(self) -> tuple[dict[str, int], str]:
@@ -58,10 +57,6 @@ class Blocks:
         hidden = max(1, round((sum(self.numel) / layers / 12) ** 0.5))
         shape = {"layers": layers, "hidden": hidden, "heads": num_heads(hidden), **_ASSUMED}
         return shape, "all of it assumed: a transformer of 12 x hidden^2 parameters a layer"
-
-
-def _without_values(numel: int) -> Any:
-    return importlib.import_module("torch").empty(numel, device="meta", requires_grad=True)
 
 
 def num_heads(hidden: int) -> int:

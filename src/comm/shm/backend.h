@@ -66,7 +66,7 @@ class ShmCollectives {
 // Everything except the collectives: the queue, point-to-point messages and options.
 class ShmEndpoint : public c10d::Backend {
  public:
-  // `unlocked` runs its argument without the interpreter's lock (penstock/one_host.h).
+  // `unlocked` runs its argument without the interpreter's lock (one_host.h).
   using Unlocked = std::function<void(const std::function<void()>&)>;
   ShmEndpoint(std::unique_ptr<ShmFabric> fabric, std::chrono::milliseconds timeout,
               Unlocked unlocked);

@@ -3,9 +3,9 @@
 #include <utility>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "penstock/one_host.h"
 #include "src/comm/contiguous.h"
 #include "src/comm/shm/backend.h"
+#include "src/comm/shm/one_host.h"
 #include "src/comm/shm/rendezvous.h"
 
 namespace penstock::comm {
@@ -48,6 +48,7 @@ ShmEndpoint::Work ShmEndpoint::queue(const How& how, Tensors results, std::funct
   ++num_collectives_;
   auto work = c10::make_intrusive<ShmWork>(rank_, how.type, std::move(results));
   const auto within = limit(how.timeout);
+  // The limit is set on the queue's thread, because each collective has its own.
   queue_.add(
       work,
       [this, within, body = std::move(body)] {

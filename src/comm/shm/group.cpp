@@ -4,10 +4,10 @@
 #include <utility>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "penstock/one_host.h"
 #include "src/base/text.h"
 #include "src/comm/device_backends.h"
 #include "src/comm/shm/exchange.h"
+#include "src/comm/shm/one_host.h"
 #include "src/comm/shm/rendezvous.h"
 #include "src/comm/shm/tiled_exchange.h"
 #include "src/comm/store_group.h"

@@ -10,8 +10,8 @@
 
 #include "penstock/error.h"
 #include "penstock/group.h"
-#include "penstock/one_host.h"
 #include "src/comm/channel.h"
+#include "src/comm/shm/one_host.h"
 #include "src/comm/shm/rendezvous.h"
 
 namespace penstock::comm::group_test {
@@ -19,7 +19,7 @@ namespace {
 
 using Groups = std::vector<std::shared_ptr<Group>>;
 
-// body(rank) on a thread for each; what each threw, "" for nothing.
+// Runs body(rank) on one thread per rank. Returns what each rank threw ("" for nothing).
 template <class Body>
 std::vector<std::string> on_threads(int size, const Body& body) {
   std::vector<std::string> errors(static_cast<size_t>(size));
@@ -57,7 +57,7 @@ Members everyone(const Group& group) {
   return members;
 }
 
-// Buffers of which some are packed, some are smaller than a tile and some are many.
+// Buffers that are packed, buffers smaller than a tile, and a large number of buffers.
 struct Work {
   std::vector<std::vector<float>> full, scratch, result;
   std::vector<ReduceBuffer> reduces;
@@ -171,7 +171,7 @@ TEST(ShmGroup, APeerThatLeavesEndsTheOthers) {
   EXPECT_EQ(errors[2], "");
 }
 
-// One cannot do it: all say so alike.
+// One rank cannot share memory: all ranks report the same reason.
 TEST(ShmMeeting, RanksAgreeWhereOneCannot) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const std::string other = "another-host/pid:[1] 1 0 0";
@@ -186,7 +186,7 @@ TEST(ShmMeeting, RanksAgreeWhereOneCannot) {
       why[0] = meet_in_memory(*two, 0, 2, std::chrono::seconds(5)).why_not;
       return;
     }
-    // As a rank that sees no other process.
+    // Simulates a rank that sees no other process.
     const std::vector<uint8_t> who = two->get("who/0");
     two->set("who/1", who);
     const std::string text = "pidfd_open of process 5: No such process";

@@ -14,9 +14,9 @@
 
 #include "penstock/error.h"
 #include "penstock/report.h"
-#include "penstock/values.h"
 #include "src/base/text.h"
 #include "src/engine/front/engine_impl.h"
+#include "src/engine/model/values.h"
 
 namespace penstock {
 

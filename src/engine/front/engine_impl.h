@@ -11,8 +11,8 @@
 
 #include "penstock/checkpoint.h"
 #include "penstock/engine.h"
-#include "penstock/tensor_ranks.h"
 #include "src/engine/front/pipeline_runner.h"
+#include "src/engine/mesh/tensor_ranks.h"
 
 namespace penstock {
 

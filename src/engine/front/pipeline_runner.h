@@ -14,7 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "penstock/pipeline_ranks.h"
+#include "src/engine/mesh/pipeline_ranks.h"
 
 namespace penstock::engine {
 

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "penstock/tensor_ranks.h"
 #include "src/engine/mesh/stage_lanes.h"
+#include "src/engine/mesh/tensor_ranks.h"
 #include "src/exec/flat.h"
 #include "src/parallel/tensor_operators.h"
 #include "src/parallel/tensor_rules.h"

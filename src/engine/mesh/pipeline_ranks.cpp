@@ -1,4 +1,4 @@
-#include "penstock/pipeline_ranks.h"
+#include "src/engine/mesh/pipeline_ranks.h"
 
 #include <utility>
 

@@ -1,4 +1,4 @@
-#include "penstock/sequence_ranks.h"
+#include "src/engine/mesh/sequence_ranks.h"
 
 #include "penstock/error.h"
 #include "src/base/text.h"

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "penstock/pipeline_ranks.h"
 #include "src/device/lane.h"
+#include "src/engine/mesh/pipeline_ranks.h"
 #include "src/engine/mesh/stage_split.h"
 #include "src/engine/step/unit_order.h"
 #include "src/parallel/tensor_messages.h"

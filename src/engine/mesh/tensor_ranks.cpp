@@ -1,4 +1,4 @@
-#include "penstock/tensor_ranks.h"
+#include "src/engine/mesh/tensor_ranks.h"
 
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/linear.h>

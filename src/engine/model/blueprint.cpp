@@ -8,7 +8,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
-#include "src/plan/cost/offload_choice.h"
+#include "src/plan/cost/strategy_choice.h"
 #include "src/plan/strategy.h"
 
 namespace penstock::engine {

@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <filesystem>
 #include <sstream>
@@ -33,13 +32,13 @@ std::vector<std::string> swap_folders(const OffloadConfig& offload) {
 
 AvailableMemory find_room(const Config& config, const ModelTree& tree, int world_size) {
   AvailableMemory found;
-  std::array<char, 256> name{};
-  found.host = gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "?";
+  const std::string host = host_name();
+  found.host = host.empty() ? "?" : host;
   found.pid = getpid();
   found.when_ns = std::chrono::steady_clock::now().time_since_epoch().count();
   found.memory = mem::free_host_bytes();
-  // A hollow parameter (penstock.init()) has only a shard on each rank.
   found.disk = mem::free_disk_bytes(swap_folders(config.offload));
+  // A hollow parameter (penstock.init()) has only a shard on each rank.
   for (const ParamInfo& info : tree.params) {
     const bool hollow = tree.init && tree.init->holds(info.param);
     found.model += static_cast<int64_t>(info.param.nbytes()) / (hollow ? world_size : 1);

@@ -1,6 +1,7 @@
-// What is kept for one parameter: its fp32 master and the optimizer's moments, whole or this rank's
-// part, read and replaced between steps.
-#include "penstock/values.h"
+// Values: the optimizer state of one parameter (fp32 master and moments), read and replaced between
+// steps, as a full tensor or as this rank's part. The buffers are found by ckpt::holdings(), like
+// those of a checkpoint, so tables, tiers and tiles need no code here.
+#include "src/engine/model/values.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>

@@ -1,4 +1,4 @@
-#include "penstock/values.h"
+#include "src/engine/model/values.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "penstock/error.h"
-#include "penstock/tiling.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/engine/model/exposed_tensors.h"
@@ -16,6 +15,7 @@
 #include "src/engine/step/window_agreement.h"
 #include "src/engine/watch/observer.h"
 #include "src/plan/strategy.h"
+#include "src/tiles/tiling.h"
 
 namespace penstock {
 

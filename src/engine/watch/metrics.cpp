@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -26,11 +25,6 @@ namespace penstock {
 namespace {
 
 double of(int64_t value) { return static_cast<double>(value); }
-
-std::string host_name() {
-  std::array<char, 256> name{};
-  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
-}
 
 void check_on(const trace::Recorder& recorder) {
   if (recorder.on()) return;

@@ -1,11 +1,11 @@
 // plan_report(), mesh_report(): apply src/plan/cost/strategy_comparison.h and mesh_choice.h to a
 // real model.
 #include "penstock/core.h"
-#include "penstock/mesh_plan.h"
 #include "penstock/plan.h"
 #include "src/engine/model/blueprint.h"
 #include "src/engine/model/memory_budget.h"
 #include "src/plan/cost/mesh_choice.h"
+#include "src/plan/cost/mesh_plan.h"
 #include "src/plan/cost/strategy_comparison.h"
 
 namespace penstock {

@@ -9,7 +9,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/plan/check.h"
-#include "src/plan/cost/offload_choice.h"
+#include "src/plan/cost/strategy_choice.h"
 #include "src/plan/pipeline_plan.h"
 #include "src/plan/pipeline_schedule.h"
 #include "src/plan/strategy.h"
@@ -322,8 +322,8 @@ std::vector<MeshAlternative> mesh_alternatives(const MeshQuestion& question,
 std::string mesh_text(const MeshQuestion& question, const std::vector<MeshAlternative>& all) {
   std::string text = concat(
       question.nodes, " nodes of ", question.per_node, " ranks; ", question.batch,
-      " samples a step of ", question.shape.sequence, " tokens, ", question.shape.heads,
-      " heads; each rank has ", question.asked.room.text(), "\n",
+      " samples a step of ", question.shape.sequence, " tokens; each rank has ",
+      question.asked.room.text(), "\n",
       "mesh: tensor x pipeline x data; state as the engine counts, activations are an estimate\n",
       "not tried: hpz, mics, sequence ranks, and offload but that of --config\n",
       "mesh           v    state  opt/params acts   micro     state       activations    s/step  "

@@ -3,7 +3,7 @@
 // one rank per stage, and returns the best first. Pure. docs/parallel.md lists what is counted.
 #include <vector>
 
-#include "penstock/mesh_plan.h"
+#include "src/plan/cost/mesh_plan.h"
 #include "src/plan/model_desc.h"
 
 namespace penstock {

@@ -6,7 +6,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
-#include "src/plan/cost/offload_choice.h"
+#include "src/plan/cost/strategy_choice.h"
 #include "src/plan/pipeline_schedule.h"
 
 namespace penstock::mesh_choice_test {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "src/base/text.h"
-#include "src/plan/cost/offload_choice.h"
+#include "src/plan/cost/strategy_choice.h"
 #include "src/plan/strategy.h"
 
 namespace penstock {

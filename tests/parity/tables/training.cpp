@@ -15,7 +15,7 @@
 #include "penstock/checkpoint.h"
 #include "penstock/config.h"
 #include "penstock/report.h"
-#include "penstock/values.h"
+#include "src/engine/model/values.h"
 
 namespace penstock::tables {
 

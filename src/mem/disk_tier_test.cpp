@@ -1,4 +1,4 @@
-#include "src/mem/disk.h"
+#include "src/mem/disk_tier.h"
 
 #include <gtest/gtest.h>
 
@@ -25,7 +25,7 @@
 namespace penstock::mem {
 namespace {
 
-// Aligned memory with a pattern of `seed`.
+// Aligned memory filled with a pattern from `seed`.
 class Block {
  public:
   explicit Block(int64_t bytes, int seed = 0) : bytes_(block_padded(bytes)) {
@@ -122,7 +122,7 @@ TEST_F(DiskTest, AFolderThatIsNotThereIsNamed) {
   }
 }
 
-// Number of descriptors that this process has.
+// Number of open descriptors of this process.
 auto num_descriptors() {
   namespace fs = std::filesystem;
   return std::distance(fs::directory_iterator("/proc/self/fd"), fs::directory_iterator());
@@ -136,7 +136,7 @@ TEST_F(DiskTest, AFolderThatCannotBeUsedKeepsNothingOfTheOthers) {
   EXPECT_EQ(num_descriptors(), before);
 }
 
-// Threads whose requests are changed before they are made, and whose results after it.
+// An io that changes requests before they run, and results after they ran.
 class FaultyIo final : public BlockIo {
  public:
   using Before = std::function<void(BlockRequest&)>;
@@ -375,7 +375,7 @@ class Gate {
 };
 
 TEST_F(DiskTest, AStallNamesTheRequestAndItsMemoryIsNeverFreed) {
-  const int64_t sizes[] = {8 * kBlockBytes, 8 << 20};  // of the heap, and a mapping of its own
+  const int64_t sizes[] = {8 * kBlockBytes, 8 << 20};  // in the heap; a mapping of its own
   for (const int64_t bytes : sizes) {
     const auto gate = std::make_shared<Gate>();  // the io outlives this test
     DiskOptions hangs = options();
@@ -405,7 +405,7 @@ TEST_F(DiskTest, AStallNamesTheRequestAndItsMemoryIsNeverFreed) {
     tiers.host.trim();
     EXPECT_EQ(tiers.host.usage().held, 0);
     gate->open();
-    gate->wait_passed();  // it wrote to memory that is still there
+    gate->wait_passed();  // it wrote to memory that still exists
   }
 }
 
@@ -415,7 +415,7 @@ TEST_F(DiskTest, ASlowDiskIsNoStall) {
   slow.stripe_bytes = kBlockBytes;
   slow.make_io = [] {
     return std::make_unique<FaultyIo>(nullptr, [](const BlockRequest&, int64_t moved) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(75));  // what is tested
+      std::this_thread::sleep_for(std::chrono::milliseconds(75));  // the delay is what is tested
       return moved;
     });
   };

@@ -11,7 +11,7 @@
 
 #include "penstock/core.h"
 #include "penstock/export.h"
-#include "penstock/tiling.h"
+#include "src/tiles/tiling.h"
 
 namespace penstock {
 

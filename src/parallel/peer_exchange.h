@@ -2,7 +2,7 @@
 // Peers: the ranks of the tensor or the sequence axis that compute one operator together, as
 // operators see them. Every rank makes the same calls in the same order, in forward, in backward
 // and in recomputed forwards. The labels must be equal; they are compared. Results are contiguous
-// and share no memory with the arguments, whose strides may be any.
+// and share no memory with the arguments, which may have any strides.
 #include <ATen/core/Tensor.h>
 
 #include <exception>

@@ -1,4 +1,4 @@
-#include "src/mem/disk.h"
+#include "src/mem/disk_tier.h"
 
 #include <algorithm>
 #include <cerrno>

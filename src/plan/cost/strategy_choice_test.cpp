@@ -1,4 +1,4 @@
-#include "src/plan/cost/offload_choice.h"
+#include "src/plan/cost/strategy_choice.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "src/parallel/peers.h"
+#include "src/parallel/peer_exchange.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
