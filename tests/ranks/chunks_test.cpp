@@ -15,8 +15,8 @@
 
 #include "penstock/config.h"
 #include "penstock/core.h"
-#include "src/engine/model/values.h"
 #include "src/base/text.h"
+#include "src/engine/model/values.h"
 #include "tests/ranks/thread_ranks.h"
 
 namespace penstock::chunks_test {

@@ -7,8 +7,8 @@
 
 #include "penstock/engine.h"
 #include "penstock/error.h"
-#include "src/engine/model/values.h"
 #include "src/base/text.h"
+#include "src/engine/model/values.h"
 #include "tests/ranks/thread_ranks.h"
 
 namespace penstock::close_test {

@@ -152,7 +152,8 @@ TEST(DeepSpeedConfig, OneWarningListsWhatHasNoEffect) {
           "my_own_key": 3, "wall_clock_breakdown": false})",
       1);
   const std::string warning = translated.warning();
-  for (const char* key : {"overlap_comm", "reduce_bucket_size", "my_own_key", "not a DeepSpeed key"}) {
+  for (const char* key :
+       {"overlap_comm", "reduce_bucket_size", "my_own_key", "not a DeepSpeed key"}) {
     EXPECT_NE(warning.find(key), std::string::npos) << warning;
   }
   EXPECT_EQ(warning.find("stage"), std::string::npos);
