@@ -111,7 +111,8 @@ BESIDE_A_DEVICE = [
     Mutation(
         "a disk is written what has not come from the device yet",
         TRAFFIC,
-        "  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();  // work that fills the buffer\n",
+        "  if (!tiers_.computes.is_host()) tiers_.computes.synchronize();"
+        "  // work that fills the buffer\n",
         "",
         TABLES,
     ),

@@ -66,7 +66,8 @@ OVER_STAGES = [
     Mutation(
         "every stage saves tied weights",
         "src/ckpt/inventory.cpp",
-        "  if (!stages.empty() && stages.front() != stage) return {0, 0};  // that stage writes it\n",
+        "  if (!stages.empty() && stages.front() != stage) return {0, 0};"
+        "  // that stage writes it\n",
         "  if (stages.size() > 99 && stages.front() != stage) return {0, 0};\n",
         life("checkpoints"),
     ),
@@ -129,7 +130,8 @@ OVER_STAGES = [
     Mutation(
         "backwards of frozen stages are none of the window",
         "src/engine/step/core_state.cpp",
-        "  if (model_ranks.stages) window->contribute();  // another stage of this batch has a gradient\n",
+        "  if (model_ranks.stages) window->contribute();"
+        "  // another stage of this batch has a gradient\n",
         "",
         state("frozen and zero1"),
     ),
