@@ -362,7 +362,7 @@ def test_optimizer_null_is_not_set():
     [
         ({"optimizer": BF16}, "RMSprop", "optimizer.moments_dtype.*of your own"),
         ({"optimizer": BF16}, "Adagrad", "optimizer.moments_dtype.*Adagrad"),
-        ({"optimizer": BF16 | {"lr": 1e-3}}, "AdamW", "keep one"),
+        ({"optimizer": BF16 | {"lr": 1e-3}}, "AdamW", "Remove one"),
         ({"optimizer": BF16 | {"type": "SGD"}}, None, "momentum is 0"),
         ({"table": {"optim": {"rest": "SS@device:bf16"}}}, None, "optimizer.moments_dtype"),
     ],

@@ -52,7 +52,7 @@ def refusals(folder):
                 engine.save(folder, tag=tag)
     with pytest.raises(penstock.ConfigError, match="rank 0 and rank 1 called save"):
         engine.save(folder, tag=f"of-{dist.get_rank()}")
-    with pytest.raises(penstock.ConfigError, match="no path: pass one, or set the key"):
+    with pytest.raises(penstock.ConfigError, match="there is no path. Pass one, or set the key"):
         engine.save()
     with pytest.raises(penstock.RuntimeFault, match="no checkpoint that can be loaded"):
         engine.load(folder)
@@ -127,7 +127,7 @@ def other_models(folder):
         assert part in named, named
     named = error_of(nn.Sequential(nn.Linear(8, 8)), weights_only=True)
     assert "unexpected: param/1.weight, param/1.bias" in named
-    assert "optimizer AdamW, the engine of Adam" in error_of(
+    assert "optimizer AdamW, but the engine has Adam" in error_of(
         nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "Adam"
     )
 
@@ -181,7 +181,9 @@ def registered(folder):
         engine.register_for_checkpointing([])
     engine.close()
     other = tiny()
-    with pytest.raises(penstock.ConfigError, match="has 1 registered objects, the engine 0"):
+    with pytest.raises(
+        penstock.ConfigError, match="has 1 registered objects, but the engine has 0"
+    ):
         other.load(folder)
     other.close()
 

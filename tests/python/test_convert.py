@@ -79,7 +79,7 @@ def test_a_scheduler_of_another_kind_is_refused(tmp_path):
     optimizer = torch.optim.AdamW(trained.groups(model), **trained.GROUPS)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     engine = initialize(model, {}, optimizer=optimizer, lr_scheduler=cosine)
-    with pytest.raises(penstock.ConfigError, match="one that keeps step_size"):
+    with pytest.raises(penstock.ConfigError, match="a scheduler with the keys step_size"):
         engine.load(tmp_path)
     engine.close()
 

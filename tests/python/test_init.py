@@ -103,7 +103,7 @@ def another_path(path):
 
     with penstock.init():
         model = nn.Linear(4, 4)
-    with pytest.raises(penstock.ConfigError, match=r'"memory", and all go to one place'):
+    with pytest.raises(penstock.ConfigError, match=r'"memory", and all must go to one place'):
         with penstock.init(path=path):
             pass
     penstock.initialize(model).close()

@@ -137,7 +137,7 @@ def test_nothing_is_made_up(environ):
     ("environ", "message"),
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is no number from 0"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a number of 0 or more"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
         (
             TORCHRUN | {"LOCAL_WORLD_SIZE": "8"},
@@ -147,28 +147,28 @@ def test_nothing_is_made_up(environ):
         (SLURM | {"WORLD_SIZE": "4"}, "SLURM_PROCID=5 must be below WORLD_SIZE=4"),
         (
             without(SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-            "SLURM_STEP_NUM_TASKS is missing: set it, or WORLD_SIZE",
+            "SLURM_STEP_NUM_TASKS is missing. Set it, or WORLD_SIZE",
         ),
         (
             OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8"},
-            "OMPI_COMM_WORLD_SIZE=8 ranks are on several hosts and nothing says where rank 0 is: "
-            "set MASTER_ADDR",
+            "OMPI_COMM_WORLD_SIZE=8 ranks are on several hosts and the host of rank 0 is unknown. "
+            "Set MASTER_ADDR",
         ),
-        (HYDRA, "PMI_SIZE=4 ranks are on several hosts and nothing says where rank 0 is"),
+        (HYDRA, "PMI_SIZE=4 ranks are on several hosts and the host of rank 0 is unknown"),
         (
             {"PMI_RANK": "0", "PMI_SIZE": "2"},
-            "PMI_RANK is there, but neither MPI_LOCALRANKID nor PALS_LOCAL_RANKID",
+            "PMI_RANK is set, but neither MPI_LOCALRANKID nor PALS_LOCAL_RANKID",
         ),
         (
             POD_1 | {"PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "8"},
             "this pod is one of PET_NNODES=2 with PET_NPROC_PER_NODE=4 ranks each, so RANK=1 is "
-            "the pod's, not a process's (LOCAL_RANK is missing)",
+            "the pod's number, not a process's rank (LOCAL_RANK is missing)",
         ),
         (
             SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"},
             "SM_CURRENT_HOST=algo-3 is not in SM_HOSTS (algo-1, algo-2)",
         ),
-        (SAGEMAKER | {"SM_HOSTS": "algo-1"}, "SM_HOSTS is no JSON list of hosts"),
+        (SAGEMAKER | {"SM_HOSTS": "algo-1"}, "SM_HOSTS is not a JSON list of hosts"),
     ],
 )
 def test_contradictions_name_their_variables(environ, message):

@@ -91,7 +91,7 @@ def one_epoch():
 def refusals():
     import penstock  # noqa: PLC0415
 
-    with pytest.raises(penstock.ConfigError, match="sampler is the loader's own"):
+    with pytest.raises(penstock.ConfigError, match="sampler is not allowed"):
         loader_of(sampler=[1, 2])
     with pytest.raises(penstock.ConfigError, match="less than one batch of 100"):
         loader_of(batch=100)

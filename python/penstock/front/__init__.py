@@ -1,1 +1,1 @@
-"""The engine that users call, and what of it is written in Python."""
+"""The Python front: the engine that users call and the code around the C++ core."""

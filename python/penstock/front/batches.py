@@ -1,4 +1,4 @@
-"""Training and evaluation by whole batches: the same loop on every mesh."""
+"""Training and evaluation on whole batches, with the same loop on every mesh."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ _NOTHING = object()
 
 
 class Batches:
-    """The methods of an engine that take all samples of a step at once."""
+    """The engine's methods that take all samples of a step in one call."""
 
     config: Any
     module: torch.nn.Module
@@ -24,7 +24,10 @@ class Batches:
 
     @property
     def data_rank(self) -> int:
-        """This rank's part of a global batch. Ranks that compute one copy of the model share it."""
+        """Index of this rank's part of a global batch.
+
+        Ranks that compute one copy of the model together have the same index.
+        """
         mesh = self.config.mesh
         return self._of_stage() // int(mesh.tensor * mesh.sequence)
 
@@ -59,8 +62,8 @@ class Batches:
         """
         if not torch.is_grad_enabled():
             raise ConfigError(
-                "[front::train_batch] gradients are off (torch.no_grad(), inference_mode()): call "
-                "it outside, or eval_batch()"
+                "[front::train_batch] gradients are off (torch.no_grad(), inference_mode()). Call "
+                "train_batch() outside of these contexts, or call eval_batch()"
             )
         count = int(self.config.batch.accumulate)
         parts = list(_parts(data, count))
@@ -75,26 +78,36 @@ class Batches:
             if applied and index + 1 < count:
                 raise RuntimeFault(
                     "[front::train_batch] there were backwards since the last step already, so the "
-                    "window was over before this batch was"
+                    "window ended inside this batch. Call step(True) before train_batch()"
                 )
         return self._mean(losses)
 
     def eval_batch(
         self, data: Any, loss_of: LossOf | None = None, parts: int | None = None
     ) -> torch.Tensor:
-        """Returns the mean loss as `train_batch`, without gradients and in eval mode.
+        """Computes the mean loss as `train_batch` does, without gradients and in eval mode.
 
-        `parts`: the number of parts of `data`; default: `batch.accumulate`.
+        Args:
+            data: as in `train_batch`.
+            loss_of: as in `train_batch`.
+            parts: the number of parts of `data`; default: `batch.accumulate`.
+
+        Returns:
+            The mean loss over all parts and data ranks, [] fp32 on the CPU, the same on every rank.
+
+        Raises:
+            ConfigError: if `parts` is less than 1, if the rows do not divide by it, or if outputs
+                have no loss.
         """
         count = int(self.config.batch.accumulate) if parts is None else parts
         if count < 1:
-            raise ConfigError(f"[front::eval_batch] parts is {parts}; allowed: 1 or more")
+            raise ConfigError(f"[front::eval_batch] parts is {parts}. Allowed: 1 or more")
         was = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
             with torch.no_grad():
                 each = _parts(data, count)
-                if self._pipeline.active:  # stages pass on tensors that have version counters
+                if self._pipeline.active:  # stages send tensors that need version counters
                     with torch.inference_mode(False):
                         return self._mean(pipeline_window.evaluate(self, list(each), loss_of))
                 return self._mean([self._loss(part, loss_of) for part in each])
@@ -114,7 +127,7 @@ class Batches:
         return loss_in(self._outputs(part), part, loss_of)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the mean over the ranks that have losses."""
+        """Returns the mean loss over the ranks that have losses, [] fp32."""
         own = 0.0
         if losses:
             own = float(
@@ -124,7 +137,7 @@ class Batches:
 
 
 def _parts(data: Any, count: int) -> Iterable[Any]:
-    """Returns `count` parts of the data. Takes the first item of an iterator now."""
+    """Returns `count` parts of the data. Reads the first item of an iterator before it returns."""
     if not hasattr(data, "__next__"):
         return _cut(data, count)
     return itertools.chain([next(data)], _others(data, count))
@@ -148,8 +161,8 @@ def _cut(data: Any, count: int) -> Iterator[Any]:
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
     if len(rows) != 1 or min(rows) == 0 or min(rows) % count:
         raise ConfigError(
-            f"[front::train_batch] the batch has tensors of {sorted(rows)} rows: one number, which "
-            f"divides by batch.accumulate {count}, is needed"
+            f"[front::train_batch] the batch has tensors of {sorted(rows)} rows. All tensors need "
+            f"the same number of rows, which divides by batch.accumulate {count}"
         )
     size = rows.pop() // count
     for index in range(count):

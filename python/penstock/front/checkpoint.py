@@ -1,7 +1,7 @@
 """The state that the Python front adds to a checkpoint of the core.
 
-This is the optimizer's groups, the scheduler, buffers, random generators, the state of a user's own
-optimizer, and registered objects. docs/formats.md has the format.
+The front saves the optimizer's groups, the scheduler, buffers, random generators, the state of an
+optimizer that computes in Python, and registered objects. docs/formats.md describes the format.
 """
 
 import json
@@ -23,11 +23,11 @@ from penstock.front.optimizer import ShardStep
 from penstock.launch import RESUME
 
 _Tensor = _penstock.CheckpointTensor
-_OWN = "optim."  # begins the role of what an optimizer of the user's own keeps
+_OWN = "optim."  # prefix of the roles of the state that a Python optimizer keeps
 
 
 class _Signals:
-    """Handlers of signals on which engines save; those that were there before are called, too."""
+    """Signal handlers that make engines save. They also call the handlers installed before."""
 
     GOES_ON, ENDS = 1, 2
     engines: "dict[int, weakref.WeakSet[Checkpointing]]" = {}
@@ -38,8 +38,8 @@ class _Signals:
         if signum not in cls.engines:
             if threading.current_thread() is not threading.main_thread():
                 raise ConfigError(
-                    '[front::initialize] "checkpoint.signals" needs the main thread: Python sets '
-                    "handlers of signals there alone"
+                    '[front::initialize] "checkpoint.signals" needs the main thread, because '
+                    "Python sets signal handlers only there. Call initialize() in the main thread"
                 )
             cls.engines[signum] = weakref.WeakSet()
             cls.before[signum] = signal.signal(signum, cls.handle)
@@ -53,13 +53,13 @@ class _Signals:
         before = cls.before[signum]
         if callable(before):
             before(signum, frame)
-        elif not living and before == signal.SIG_DFL:  # nobody is left who would save
+        elif not living and before == signal.SIG_DFL:  # no open engine is left to save
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
 
 
 class Checkpointing:
-    """The methods of an engine that save and load; all ranks call them together."""
+    """The engine's methods that save and load. All ranks call them together."""
 
     config: Any
     module: torch.nn.Module
@@ -71,8 +71,8 @@ class Checkpointing:
 
     def __init__(self) -> None:
         self._registered: list[Any] = []
-        self._saving = False  # something was saved
-        self.client_state: Any = None  # what a save on a signal stores
+        self._saving = False  # True after the first save()
+        self.client_state: Any = None  # the client_state of a save that a signal starts
 
     def save(
         self,
@@ -83,8 +83,8 @@ class Checkpointing:
     ) -> str:
         """Saves all state that training needs to continue. Call it between step() and a backward.
 
-        Each rank writes its own shards; nothing is gathered. The checkpoint gets its name when it
-        is complete and durable, and then `path/latest` names it.
+        Each rank writes its own shards, and nothing is gathered. The checkpoint gets its final name
+        when it is complete and durable. Then `path/latest` names it.
 
         Args:
             path: folder of the run's checkpoints, the same on every rank; default: the key
@@ -92,9 +92,9 @@ class Checkpointing:
             tag: name of the checkpoint; default: "step-N". Replaces a checkpoint of that name.
             client_state: numbers, strings, and lists, tuples and dicts of them. `load()` returns
                 them.
-            wait: False returns after the state was copied, and writes while training continues. An
-                error in the write is a RuntimeWarning in a later call. `close()` and the next
-                `save()` wait for the write.
+            wait: False returns after the state is copied, and a thread writes while training
+                continues. A later call reports a failed write as a RuntimeWarning. `close()` and
+                the next `save()` wait for the write.
 
         Returns:
             The folder of the checkpoint.
@@ -118,7 +118,7 @@ class Checkpointing:
         *,
         weights_only: bool = False,
     ) -> Any:
-        """Loads a checkpoint of any number of ranks, strategy, offload and tiling.
+        """Loads a checkpoint, whatever the number of ranks, strategy, offload and tiling it has.
 
         Restores weights, buffers, the optimizer's state and the options of its groups, the
         scheduler, random generators and registered objects.
@@ -134,8 +134,8 @@ class Checkpointing:
             The `client_state` of the save. With "auto", None if there is no checkpoint yet.
 
         Raises:
-            ConfigError: if the model or the optimizer does not match: names all missing, extra and
-                different entries, and changes nothing.
+            ConfigError: if the model or the optimizer does not match. The error names all missing,
+                extra and different entries, and nothing changes.
             RuntimeFault: if no checkpoint is undamaged. If values were already replaced, the
                 engine can only load another checkpoint or close.
         """
@@ -151,10 +151,13 @@ class Checkpointing:
         return _load(self, where, tag, weights_only, auto and tag is None)[1]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Registers objects whose state_dict() is saved and loaded: a loader, a counter.
+        """Registers objects to save and load by state_dict(), such as a data loader or a counter.
 
         Each rank saves its own state, of the types that `client_state` allows. Register the same
         objects in the same order before `save()` and `load()`.
+
+        Raises:
+            ConfigError: if an object has no state_dict() or load_state_dict().
         """
         for one in objects:
             for name in ("state_dict", "load_state_dict"):
@@ -207,12 +210,12 @@ class Checkpointing:
         where = os.fspath(path) if path is not None else self.config.checkpoint.path
         if not where:
             raise ConfigError(
-                f'[front::{call}] no path: pass one, or set the key "checkpoint.path"'
+                f'[front::{call}] there is no path. Pass one, or set the key "checkpoint.path"'
             )
         return str(where)
 
     def _say_failure(self) -> None:
-        """What went wrong in a save that nobody waited for."""
+        """Warns of an error of the last save with wait=False."""
         failure = self._core.checkpoints.failure() if self._saving else ""
         if failure:
             warnings.warn(f"[front::save] not saved: {failure}", RuntimeWarning, stacklevel=3)
@@ -226,7 +229,7 @@ def _save(engine: Any, path: str, tag: str | None, client_state: Any, wait: bool
     problem = ""
     try:
         front, of_rank, tensors = _kept(engine, client_state)
-    except Exception as error:  # noqa: BLE001 - of users' objects; every rank is told
+    except Exception as error:  # noqa: BLE001 - from the user's objects; raised on every rank
         problem = str(error)
     made = engine._core.checkpoints.save(
         path, tag or "", wait, json.dumps(front), json.dumps(of_rank), tensors, problem
@@ -235,7 +238,7 @@ def _save(engine: Any, path: str, tag: str | None, client_state: Any, wait: bool
 
 
 def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """What the front keeps: the same on every rank, of this rank, and tensors."""
+    """Returns the front's state: values equal on all ranks, values of this rank, and tensors."""
     engine._follow_groups()
     front = {
         "optimizer": _optimizer_state(engine),
@@ -266,7 +269,7 @@ def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any
 def _load(
     engine: Any, path: str, tag: str | None, weights_only: bool, missing_ok: bool
 ) -> tuple[str, Any]:
-    """See `Checkpointing.load`. The checkpoint's path ("": there is none) and client_state."""
+    """Returns the checkpoint's path ("": there is none) and client_state; `Checkpointing.load`."""
     taken: list[_Taken] = []
     engine._follow_groups()
 
@@ -281,21 +284,21 @@ def _load(
     problem = ""
     try:
         taken[0].apply()
-    except Exception as error:  # noqa: BLE001 - of users' objects; every rank is told
+    except Exception as error:  # noqa: BLE001 - from the user's objects; raised on every rank
         problem = f"{type(error).__name__}: {error}"
     engine._core.checkpoints.taken(problem)
     return str(found.path), decode(taken[0].front.get("client_state"))
 
 
 class _Taken:
-    """What of a checkpoint the front takes: checked first, then applied."""
+    """The front's part of a checkpoint that is being loaded. It is checked first, then applied."""
 
     def __init__(self, engine: Any, found: Any, weights_only: bool) -> None:
         self.front = json.loads(found.front)
         self._engine, self._weights_only = engine, weights_only
         self._of_ranks = [json.loads(one) for one in found.of_ranks]
         self._extra = dict(_with_extra_state(engine.module))
-        # What a C++ program saved or what was converted has not all of the following.
+        # A checkpoint of a C++ program and a converted checkpoint lack some of these entries.
         self._has_options = "optimizer" in self.front
         if "extra_state" in self.front:
             _same_names("get_extra_state()", set(self.front["extra_state"]), set(self._extra))
@@ -315,7 +318,7 @@ class _Taken:
             self._take_objects()
         elif engine._registered:
             self._say_it_stays("registered objects")
-        # Tensor ranks draw alike: they go on from what the first of them had.
+        # Tensor ranks draw the same numbers, so they all load the first tensor rank's generator.
         tensor = engine.config.mesh.tensor
         self._place = ranks.rank() // tensor * tensor
         self._rank = min(self._place, found.world - 1)
@@ -337,14 +340,14 @@ class _Taken:
         saved = len(self._of_ranks[0].get("objects", []))
         if saved != len(self._objects):
             raise ConfigError(
-                f"[front::load] the checkpoint has {saved} registered objects, the engine "
-                f"{len(self._objects)} (register_for_checkpointing)"
+                f"[front::load] the checkpoint has {saved} registered objects, but the engine has "
+                f"{len(self._objects)}. Register the same objects (register_for_checkpointing)"
             )
 
     def _say_it_stays(self, what: str) -> None:
         warnings.warn(
-            f"[front::load] the checkpoint of {self.front['converted']} has no {what}: what the "
-            f"engine has stays as it is",
+            f"[front::load] the checkpoint of {self.front['converted']} has no {what}. The "
+            f"engine's {what} did not change",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -421,12 +424,12 @@ class _Taken:
 
 
 def _device_of(engine: Any) -> torch.device:
-    """Where this rank's parameters compute."""
+    """Returns the device on which this rank's parameters compute."""
     return next((one.device for one in engine.module.parameters()), torch.device("cpu"))
 
 
 def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that state_dict() has, each once."""
+    """Yields the buffers of state_dict() by name. A shared buffer comes once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, value in module_tree.saved_buffers(module):
@@ -448,13 +451,13 @@ def _with_extra_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mo
 def _same_names(what: str, there: set[str], here: set[str]) -> None:
     if there != here:
         raise ConfigError(
-            f"[front::load] {what} is of other modules: {sorted(there - here)} in the checkpoint "
-            f"alone, {sorted(here - there)} in the model alone"
+            f"[front::load] {what} belongs to other modules. Only in the checkpoint: "
+            f"{sorted(there - here)}. Only in the model: {sorted(here - there)}"
         )
 
 
 def _tied(engine: Any) -> dict[str, str]:
-    """Other names of parameters: the name that is theirs."""
+    """Maps each further name of a tied parameter to the name that the engine uses."""
     own = engine._structure.own
     named = engine.module.named_parameters(remove_duplicate=False)
     return {name: own[one] for name, one in named if one in own and own[one] != name}
@@ -488,23 +491,23 @@ def _check_optimizer(engine: Any, saved: dict[str, Any]) -> None:
     here = _optimizer_state(engine)
     if saved["class"] is not None and here["class"] != saved["class"]:
         raise ConfigError(
-            f"[front::load] the checkpoint is of optimizer {saved['class']}, the engine of "
-            f"{here['class']}: load(..., weights_only=True) takes the weights without its state"
+            f"[front::load] the checkpoint is of optimizer {saved['class']}, but the engine has "
+            f"{here['class']}. load(..., weights_only=True) loads the weights without its state"
         )
     if len(here["groups"]) != len(saved["groups"]):
         raise ConfigError(
             f"[front::load] the checkpoint's optimizer has {len(saved['groups'])} parameter "
-            f"groups, the engine's {len(here['groups'])}"
+            f"groups, but the engine's optimizer has {len(here['groups'])}"
         )
     frozen = {n for param, n in engine._structure.own.items() if not param.requires_grad}
     for i, (ours, theirs) in enumerate(zip(here["groups"], saved["groups"], strict=True)):
         other = sorted(set(ours["params"]) ^ set(theirs["params"]))
-        if saved["class"] is None:  # of others: without frozen parameters
+        if saved["class"] is None:  # converted from another library: no frozen parameters
             other = sorted(set(other) - frozen)
         if other:
             raise ConfigError(
-                f"[front::load] parameter group {i} of the optimizer has other parameters than in "
-                f"the checkpoint: {', '.join(other[:10])}"
+                f"[front::load] parameter group {i} of the optimizer differs from the checkpoint "
+                f"in these parameters: {', '.join(other[:10])}"
             )
 
 
@@ -519,14 +522,15 @@ def _scheduler_state(engine: Any) -> dict[str, Any] | None:
 def _check_scheduler(engine: Any, saved: dict[str, Any] | None) -> None:
     here = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
     there = None if saved is None else saved["class"]
-    if saved is not None and there is None:  # of others: known by what it keeps
+    # A checkpoint converted from another library has no class: the keys identify the scheduler.
+    if saved is not None and there is None:
         if here is None or saved["state"].keys() == engine.lr_scheduler.state_dict().keys():
             return
-        there = f"one that keeps {', '.join(saved['state'])}"
+        there = f"a scheduler with the keys {', '.join(saved['state'])}"
     if here != there:
         raise ConfigError(
-            f"[front::load] lr_scheduler is {there} in the checkpoint and {here} here: pass the "
-            f"same to initialize(), or load(..., weights_only=True)"
+            f"[front::load] lr_scheduler is {there} in the checkpoint and {here} here. Pass the "
+            f"same scheduler to initialize(), or call load(..., weights_only=True)"
         )
 
 
@@ -543,14 +547,17 @@ def _object_state(of_ranks: list[dict[str, Any]], index: int, one: Any) -> Any:
     if any(state != states[0] for state in states):
         raise ConfigError(
             f"[front::load] object {index} ({kind}) has a state of its own on each of "
-            f"{len(of_ranks)} ranks, and there are {ranks.world()} now: start as many, or "
-            f"load(..., weights_only=True)"
+            f"{len(of_ranks)} ranks, but there are {ranks.world()} ranks now. Start "
+            f"{len(of_ranks)} ranks, or call load(..., weights_only=True)"
         )
     return _checked(one, decode(states[0][0][1]))
 
 
 def _checked(one: Any, state: Any) -> Any:
-    """The state, which an object that can say so before anything has changed agrees to."""
+    """Returns the state. Calls the object's check_state_dict() first, if it has one.
+
+    The check runs before the load changes anything.
+    """
     check = getattr(one, "check_state_dict", None)
     if callable(check):
         check(state)
@@ -560,7 +567,10 @@ def _checked(one: Any, state: Any) -> Any:
 def _own_state(
     optimizer: torch.optim.Optimizer, external: ShardStep
 ) -> tuple[list[Any], dict[str, dict[str, Any]]]:
-    """What the user's optimizer keeps on this rank: tensors by element, and single values."""
+    """Returns the state of the user's optimizer on this rank: per-element tensors, single values.
+
+    Raises ConfigError for state that belongs to no parameter or cannot be cut into other shards.
+    """
     tensors: list[Any] = []
     scalars: dict[str, dict[str, Any]] = defaultdict(dict)
     masters = {master for _, _, _, master in external.pieces()}
@@ -568,7 +578,7 @@ def _own_state(
         if key not in masters:
             raise ConfigError(
                 f"[front::save] {type(optimizer).__name__} keeps state under {key!r:.80}, which is "
-                f"no parameter: it cannot be saved"
+                f"not a parameter, so the state cannot be saved"
             )
     for name, begin, param, master in external.pieces():
         for key, value in optimizer.state.get(master, {}).items():
@@ -582,6 +592,6 @@ def _own_state(
             else:
                 raise ConfigError(
                     f"[front::save] {what} has shape {tuple(value.shape)}, not one value for each "
-                    f"element: it cannot be cut into other shards"
+                    f"element, so it cannot be cut into other shards"
                 )
     return tensors, scalars

@@ -1,4 +1,4 @@
-"""What initialize() is given as a config: a dict, text or a file, in our dialect or DeepSpeed's."""
+"""Reads the config of initialize(): a dict, text or a file, with Penstock's or DeepSpeed's keys."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ ConfigLike = Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 def config_dict(config: ConfigLike) -> dict[str, Any]:
-    """The config in our own dialect; without a scheduler, which is not part of it."""
+    """Returns the config with Penstock's keys. DeepSpeed's `scheduler` section is left out."""
     return read(config)[0]
 
 
 def read(config: ConfigLike) -> tuple[dict[str, Any], str, dict[str, Any]]:
-    """The config in our own dialect, the `scheduler` section of DeepSpeed's (JSON, or ""), and all
-    of DeepSpeed's as it was given ({} where it is ours).
+    """Reads a config and translates it if it has DeepSpeed's keys (docs/deepspeed.md).
 
-    DeepSpeed's (docs/deepspeed.md) is translated; one warning on rank 0 lists what of it has no
-    effect.
+    One warning on rank 0 lists the DeepSpeed keys that have no effect.
 
     Args:
         config: a dict, JSON text, a path, or DeepSpeed's base64 of JSON text.
 
+    Returns:
+        The config with Penstock's keys, DeepSpeed's `scheduler` section (JSON, or ""), and the
+        DeepSpeed config as given ({} if the config has Penstock's keys).
+
     Raises:
-        ConfigError: it is none of these; a key of DeepSpeed's that is not supported.
+        ConfigError: if `config` is none of these, or has a DeepSpeed key that is not supported.
     """
     text = text_of(config)
     if _penstock.is_deepspeed_config(text):
@@ -43,9 +45,9 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str, dict[str, Any]]:
         asked = [one.key for one in translated.given if one.fate == "taken"]
         if any(one.startswith("tensor_parallel.partition_config.") for one in asked):
             raise ConfigError(
-                '[front::initialize] "tensor_parallel.partition_config" is read by '
-                'deepspeed.initialize(): say it with "parallel.rules" in the section '
-                '"penstock"'
+                "[front::initialize] only deepspeed.initialize() reads "
+                '"tensor_parallel.partition_config". Use "parallel.rules" in the section '
+                '"penstock" instead'
             )
         if translated.warning and process_group.rank() == 0 and os.environ.get("RANK", "0") == "0":
             warnings.warn(f"[front::initialize] {translated.warning}", UserWarning, stacklevel=3)
@@ -62,14 +64,24 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str, dict[str, Any]]:
 
 
 def translate(text: str, num_ranks: int = 0) -> tuple[dict[str, Any], Any]:
-    """DeepSpeed's config (JSON) in our own dialect, and what the translator said of each key.
+    """Translates a DeepSpeed config (JSON) to Penstock's keys.
 
-    Its section "penstock" has keys of our own, which replace what was translated.
+    Keys of its section "penstock" replace the translated keys.
+
+    Args:
+        text: JSON of the DeepSpeed config; it may have comments.
+        num_ranks: number of ranks; default: `world()`.
+
+    Returns:
+        The config with Penstock's keys, and the translator's report of each key.
+
+    Raises:
+        ConfigError: if "penstock" is not an object, or a key is not supported.
     """
     given: dict[str, Any] = json.loads(_penstock.plain_json(text))
     own = given.pop("penstock", None) or {}
     if not isinstance(own, Mapping):
-        raise ConfigError('[front::initialize] "penstock" is no JSON object')
+        raise ConfigError('[front::initialize] "penstock" is not a JSON object')
     translated = _penstock.translate_deepspeed_config(json.dumps(given), num_ranks or world())
     native: dict[str, Any] = json.loads(translated.native)
     for key, value in own.items():
@@ -79,21 +91,21 @@ def translate(text: str, num_ranks: int = 0) -> tuple[dict[str, Any], Any]:
 
 
 def world() -> int:
-    """Number of ranks, also where only the launcher's environment says it."""
+    """Returns the number of ranks. Before torch's process group exists, reads WORLD_SIZE."""
     if process_group.is_initialized():
         return process_group.world()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def text_of(config: ConfigLike) -> str:
-    """The JSON text of what `read()` takes, with numbers that JSON has.
+    """Returns the JSON text of a config that `read()` accepts. Infinities and NaN become strings.
 
-    Raises ConfigError: no JSON and no file; a key that is there twice.
+    Raises ConfigError if `config` is neither JSON nor a readable file, or has a key twice.
     """
     text = _given_text(config)
     try:
         return json.dumps(finite(json.loads(text, object_pairs_hook=_once)))
-    except json.JSONDecodeError:  # it may have comments, which the parser of DeepSpeed's takes
+    except json.JSONDecodeError:  # perhaps comments, which the DeepSpeed translator accepts
         return text
 
 
@@ -115,7 +127,7 @@ def _given_text(config: ConfigLike) -> str:
     if text.lstrip().startswith("{"):
         return text
     path = pathlib.Path(text)
-    with contextlib.suppress(OSError):  # a name that is too long: base64
+    with contextlib.suppress(OSError):  # the name is too long for a file: it may be base64
         if path.is_file():
             return path.read_text(encoding="utf-8")
     with contextlib.suppress(binascii.Error, UnicodeError):
@@ -128,7 +140,10 @@ def _given_text(config: ConfigLike) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Without numbers that JSON has no form for: frameworks write `"steps_per_print": inf`."""
+    """Returns the value with infinities and NaN as strings, because JSON cannot express them.
+
+    Frameworks write `"steps_per_print": inf`.
+    """
     if isinstance(value, Mapping):
         return {str(key): finite(inner) for key, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

@@ -58,6 +58,10 @@ class ResumableLoader:
 
     The loader drops samples at the end of an epoch that do not fill a batch on every rank, as the
     sampler of DDP with drop_last.
+
+    Raises:
+        ConfigError: if an option chooses samples, or if the dataset has less than one batch on
+            all ranks.
     """
 
     def __init__(
@@ -73,12 +77,15 @@ class ResumableLoader:
         self._rank, self._world = place or (ranks.rank(), ranks.world())
         for name in ("sampler", "batch_sampler", "drop_last"):
             if name in options:
-                raise ConfigError(f"[front::ResumableLoader] {name} is the loader's own")
+                raise ConfigError(
+                    f"[front::ResumableLoader] {name} is not allowed, because the loader chooses "
+                    f"the samples itself"
+                )
         length = len(dataset)  # type: ignore[arg-type]
         if batch_size < 1 or length < batch_size * self._world:
             raise ConfigError(
-                f"[front::ResumableLoader] {length} samples are less than one batch of "
-                f"{batch_size} on {self._world} ranks"
+                f"[front::ResumableLoader] the dataset has {length} samples, less than one batch "
+                f"of {batch_size} on {self._world} ranks"
             )
         self.epoch = 0
         self._dataset, self._batch_size, self._length = dataset, batch_size, length
@@ -94,7 +101,7 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yields the rest of this epoch, then begins the next epoch."""
         batches = _Batches(self._order(), self._samples, self._batch_size, self._rank, self._world)
-        # Its own generator for the seeds of workers, so that torch's generator does not change.
+        # A separate generator for the workers' seeds leaves torch's default generator unchanged.
         place = hash((self._seed, self.epoch, self._samples, self._rank))
         generator = torch.Generator().manual_seed(place & (2**62 - 1))
         options = {"generator": generator} | self._options
@@ -122,8 +129,8 @@ class ResumableLoader:
         for name, now in self.state_dict().items():
             if name not in ("epoch", "samples") and state[name] != now:
                 raise ConfigError(
-                    f"[front::ResumableLoader] {name} is {now}, and {state[name]} in the "
-                    f"checkpoint: the position would be among other samples"
+                    f"[front::ResumableLoader] {name} is {now} here and {state[name]} in the "
+                    f"checkpoint, so the position would select other samples. Use the same {name}"
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
 """Back ends of torch.distributed with collectives on device memory: NCCL, RCCL, XCCL, UCC, and
-back ends that are registered with torch."""
+back ends that other packages register with torch."""
 
 import datetime
 import itertools
@@ -14,13 +14,14 @@ from torch.distributed import distributed_c10d
 
 # Number of the next engine. All ranks make the same engines, so their keys in the store match.
 _engines = itertools.count()
-# A back end's own timeout ends the process. The engine's comes first and names the missing rank.
+# A back end's own timeout ends the process. The engine's timeout is shorter, and its error names
+# the missing rank.
 _LATER = datetime.timedelta(seconds=60)
 
 
 def name_for(device: torch.device, wanted: str) -> str | None:
-    """Returns the name of the back end for that device. Returns None if there is none that can be
-    made by its name, or if `wanted` is not "auto": then exchanges go through host memory."""
+    """Returns the name of the back end for that device. Returns None if no back end can be made by
+    its name, or if `wanted` is not "auto". Then exchanges go through host memory."""
     if device.type in ("cpu", "meta") or wanted != "auto":
         return None
     found = dist.Backend.default_device_backend_map.get(device.type)
@@ -31,29 +32,28 @@ def name_for(device: torch.device, wanted: str) -> str | None:
 
 
 def warn_of_idle(device: torch.device) -> None:
-    """Warns of an accelerator that is not used, if the model (on `device`) is on the CPU."""
+    """Warns of an unused accelerator, if the model (on `device`) is on the CPU."""
     if device.type != "cpu" or not torch.accelerator.is_available():
         return
     idle = torch.accelerator.current_accelerator()
     warnings.warn(
-        f"[front::initialize] the model is on the CPU and trains there, and this machine has "
-        f'"{idle}": to train on it, model.to("{idle}") before initialize()',
+        f"[front::initialize] the model is on the CPU and trains there, but this machine has "
+        f'"{idle}". To train on it, call model.to("{idle}") before initialize()',
         RuntimeWarning,
         stacklevel=5,
     )
 
 
 class DeviceGroups:
-    """Makes the groups of one engine. They are not registered with torch, because torch names a
-    group by its ranks and number, so a new group could find keys of a destroyed one in the store.
-    """
+    """Makes the groups of one engine. They are not registered with torch. Torch names a group by
+    its ranks and number, so a new group could find keys of a destroyed group in the store."""
 
     def __init__(self, name: str, timeout: datetime.timedelta) -> None:
         self._name, self._timeout = name, timeout + _LATER
         self._engine, self._made = next(_engines), itertools.count()
 
     def __call__(self, members: list[int]) -> typing.Any:
-        """Makes a back end among these ranks, including this one. All call it in the same order."""
+        """Makes a back end for `members`, including this rank. All call it in the same order."""
         ranks = "-".join(map(str, members)) if len(members) < 64 else str(hash(tuple(members)))
         prefix = f"penstock/{self._engine}/{next(self._made)}/{ranks}"
         store = PrefixStore(prefix, distributed_c10d._get_default_store())

@@ -1,4 +1,5 @@
-"""The engine's Python front: no mathematics, no collectives, no state machine."""
+"""The engine's Python front. The C++ core decides what happens at each call; this file installs
+hooks, passes torch's optimizer groups and learning rates to the core, and translates errors."""
 
 import atexit
 import contextlib
@@ -73,7 +74,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             model, optim.group_of(given, self._structure.own), sharded_init.waiting()
         )
         super().__init__()
-        self._installed: list[Any] = []  # on modules
+        self._installed: list[Any] = []  # hooks on modules, removed by close()
         device = next((param.device for param in model.parameters()), torch.device("cpu"))
         warn_of_idle(device)
         self._ranks = ranks.of_config(config.comm, device)
@@ -127,14 +128,14 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._install_hooks()
 
     def _scheduler(self, given: Any, config: Any) -> Any:
-        """Returns the scheduler that was given, and calls it first if it is a callable."""
+        """Returns the given scheduler. Calls it with the optimizer first if it is a callable."""
         optimizer = self.optimizer
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._scheduled = config.schedule.type != "none"
         if given is not None and self._scheduled:
             raise ConfigError(
                 "[front::initialize] a scheduler is given both as an argument and as the key "
-                '"schedule": keep one'
+                '"schedule". Remove one of them'
             )
         if callable(given) and not hasattr(given, "step"):
             given = given(optimizer)
@@ -174,19 +175,20 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         """
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(
-                f"[front::backward] the loss is a {type(loss).__name__}, not a tensor: pass the "
-                f"model's loss, such as engine.backward(output.loss)"
+                f"[front::backward] the loss is a {type(loss).__name__}, not a tensor. Pass the "
+                f"model's loss, for example engine.backward(output.loss)"
             )
         if kwargs.get("create_graph"):
             raise ConfigError(
-                "[front::backward] create_graph is not supported: gradients are taken out of .grad "
-                "as they arrive. Use torch.autograd.grad(..., create_graph=True)"
+                "[front::backward] create_graph is not supported, because the engine removes "
+                "gradients from .grad during the backward. Use "
+                "torch.autograd.grad(..., create_graph=True)"
             )
         gradient = self._core.start_backward(loss, kwargs.pop("gradient", None))
         try:
             loss.backward(gradient=gradient, **kwargs)  # type: ignore[no-untyped-call]
         except BaseException as error:
-            # Autograd wraps our errors; this raises the original one.
+            # Autograd wraps the engine's errors. backward_failed() raises the original error.
             self._core.backward_failed(f"{type(error).__name__}: {error}")
             raise
 
@@ -301,11 +303,17 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         Args:
             params: parameters of the model; the call gathers their whole units.
             write: on exit, copies the values of rank 0 to every rank as the new weights.
+
+        Raises:
+            ConfigError: if a tensor is not a parameter of the model.
         """
         own = self._structure.own
         chosen = list(own) if params is None else list(params)
         if any(param not in own for param in chosen):
-            raise ConfigError("[front::gathered] a tensor is no parameter of the engine's model")
+            raise ConfigError(
+                "[front::gathered] a tensor is not a parameter of the engine's model. Pass "
+                "parameters of engine.module"
+            )
         names = [own[param] for param in chosen]
         values = self._core.values
         units = values.units_of(names) if names else []
@@ -332,7 +340,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
 
         Trained parameters are copies of their fp32 masters. Frozen parameters have no master, and
         keep their own dtype until `dtype` converts them. The dict also has copies of buffers and
-        the values of `get_extra_state()`, as torch's.
+        the values of `get_extra_state()`, as the dict of `torch.nn.Module.state_dict()`.
 
         The call gathers one unit at a time. Rank 0 holds the dict and at most one more unit, which
         counts as "buffers" in the ledger and towards a budget. Other ranks hold at most their shard
@@ -343,7 +351,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         parameter of a module needs `with engine.gathered():` around the call.
 
         Args:
-            dtype: dtype of the parameters; default: float32. Each unit is converted by itself.
+            dtype: dtype of the parameters; default: float32. The call converts one unit at a time.
             device: device of the tensors; default: the CPU.
             rank0_only: False returns the whole dict on every rank.
 
@@ -353,7 +361,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         """
         made = torch.float32 if dtype is None else dtype
         if not made.is_floating_point:
-            raise ConfigError(f"[front::state_dict] dtype is {made}: a floating dtype is needed")
+            raise ConfigError(
+                f"[front::state_dict] dtype is {made}. Pass a floating dtype, such as torch.float32"
+            )
         place = torch.device("cpu" if device is None else device)
         full = dict(self._core.values.weights(made, place, not rank0_only))
         self._pipeline.bring_buffers()
@@ -367,11 +377,12 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         """Returns bytes per rank, predicted for each strategy and measured for the current one.
 
         Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
-        peaks of "param", "grad", "optim", "buffers" and of their "total", in memory; "device" and
-        "host", the total by tier; and "disk". "exchanges" is the number of exchanges with other
-        ranks in a step (measured: in the last step). "measured" also has "disk_read" and
-        "disk_written", the bytes moved so far, and "act", the offloaded activations in host
-        memory, which are not part of the total (their size is known after the first forward).
+        peak bytes in memory of "param", "grad", "optim", "buffers" and of their "total"; "device"
+        and "host", the total by tier; and "disk", the bytes on disk. "exchanges" is the number of
+        exchanges with other ranks in a step (measured: in the last step). "measured" also has
+        "disk_read" and "disk_written", the bytes moved so far, and "act", the bytes of offloaded
+        activations in host memory. "act" is not part of the total, because its size is unknown
+        before the first forward.
         """
         return dict(self._core.report.ledger())
 
@@ -384,11 +395,11 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
     # ---- methods of the model
 
     def eval(self) -> "Engine":
-        """As `torch.nn.Module.eval`."""
+        """Sets the model to eval mode, like `torch.nn.Module.eval`. Returns the engine."""
         return self.train(False)
 
     def train(self, mode: bool = True) -> "Engine":
-        """As `torch.nn.Module.train`."""
+        """Sets the model's mode, like `torch.nn.Module.train`. Returns the engine."""
         self.module.train(mode)
         return self
 
@@ -451,11 +462,14 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             self._regroup()
 
     def _regroup(self) -> None:
-        """Called after a change of the optimizer's parameter groups."""
+        """Sends changed parameter groups of the optimizer to the core.
+
+        Raises ConfigError if the optimizer computes in Python, on shards.
+        """
         if self._external is not None:
             raise ConfigError(
-                f"[front::step] the groups of {type(self.optimizer).__name__} changed: it works "
-                f"on shards, so its groups stay as they were at initialize()"
+                f"[front::step] the groups of {type(self.optimizer).__name__} changed. It works "
+                f"on shards, so its groups must stay as they were at initialize()"
             )
         group_of = optim.group_of(self.optimizer, self._structure.own)
         self._core.set_groups([group_of.get(param, 0) for param in self._structure.own])
@@ -464,7 +478,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._groups_seen = optim.group_members(self.optimizer)
 
     def _schedule_lr(self) -> None:
-        if not self._scheduled:  # the user may change lr at any time
+        if not self._scheduled:  # without a schedule the user sets lr
             return
         factor = self.config.schedule.lr_factor(self._core.steps + 1)
         for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=False):
@@ -479,12 +493,12 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         whole = type(self.module).__name__ == "OptimizedModule"  # of torch.compile()
         if whole or module_tree.is_compiled_in_place(self.module):
             why = (
-                '"activations.checkpoint" runs its blocks again'
+                '"activations.checkpoint" recomputes its blocks'
                 if recomputed
                 else f'strategy "{self.config.strategy}" moves its parameters'
             )
             raise ConfigError(
-                f"[front::initialize] the whole model is compiled and {why}: compile its blocks "
+                f"[front::initialize] the whole model is compiled and {why}. Compile its blocks "
                 f"instead (block.compile())"
             )
         modules = {}
@@ -505,25 +519,25 @@ _alive: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
 def engine_of(param: torch.Tensor) -> Engine | None:
-    """Returns the open engine whose model has this parameter."""
+    """Returns the open engine whose model has this parameter, or None."""
     return next((engine for engine in list(_alive) if param in engine._structure.own), None)
 
 
 def _refuse_model(model: torch.nn.Module) -> None:
-    """Raises ConfigError for scripted modules and for a parameter that another engine trains."""
+    """Raises ConfigError for a scripted module and for a parameter that another engine trains."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
-                f'[front::initialize] module "{name}" is scripted (torch.jit.script), and what '
-                f"runs in it is not seen from Python: train the module itself, and script a copy "
+                f'[front::initialize] module "{name}" is scripted (torch.jit.script), and Python '
+                f"hooks do not run inside it. Train the module itself, and script a copy "
                 f"of it afterwards"
             )
     taken = [engine._structure.own for engine in _alive]
     for param, names in module_tree.names_of(model).items():
         if any(param in own for own in taken):
             raise ConfigError(
-                f'[front::initialize] parameter "{names[0]}" is in another engine already: '
-                f"close() that one first"
+                f'[front::initialize] parameter "{names[0]}" is in another engine already. '
+                f"Call close() of that engine first"
             )
 
 
@@ -551,14 +565,14 @@ def initialize(
 
     Args:
         model: any nn.Module on the CPU. Rank 0's values are used on every rank.
-        config: dict, JSON text or path; see docs/config.md. A config of DeepSpeed is translated
+        config: dict, JSON text or path; see docs/config.md. The call translates a DeepSpeed config
             (docs/deepspeed.md).
         optimizer: torch optimizer over the model's parameters, or a callable that takes the
             parameters and returns one, or a dict that replaces the config's `optimizer` section
             (the default).
         lr_scheduler: torch scheduler of that optimizer, or a callable that takes the optimizer.
-            Stepped after each applied step. Default: the config's `schedule` (in a config of
-            DeepSpeed: `scheduler`).
+            `step()` steps it after each applied update. Default: the config's `schedule` (in a
+            DeepSpeed config: `scheduler`).
         overrides: top-level config keys that replace those of `config`.
 
     Raises:
@@ -571,23 +585,23 @@ def initialize(
         )
     if inspect.isclass(optimizer):
         raise ConfigError(
-            "[front::initialize] optimizer is a class: pass an object, or a callable such as "
+            "[front::initialize] optimizer is a class. Pass an object, or a callable such as "
             "lambda params: torch.optim.AdamW(params, lr=1e-3)"
         )
     if next(model.parameters(), None) is None:
-        raise ConfigError("[front::initialize] the model has no parameters: there is nothing to do")
+        raise ConfigError("[front::initialize] the model has no parameters to train")
     for name, param in model.named_parameters():
         if torch.nn.parameter.is_lazy(param):
             raise ConfigError(
-                f'[front::initialize] parameter "{name}" has no shape yet: call the model once, so '
-                f"that its lazy modules see an input"
+                f'[front::initialize] parameter "{name}" has no shape yet. Call the model once '
+                f"before, so that its lazy modules get their shapes"
             )
         if param.is_inference():
             raise ConfigError(
-                f'[front::initialize] parameter "{name}" was made in inference mode, so nothing '
-                f"can train it: clone it outside"
+                f'[front::initialize] parameter "{name}" was made in inference mode, so it cannot '
+                f"be trained. Clone it outside inference mode"
             )
-    if isinstance(optimizer, Mapping):  # the config key of that name
+    if isinstance(optimizer, Mapping):  # it replaces the config key "optimizer"
         overrides["optimizer"] = dict(optimizer)
         optimizer = None
     values, scheduler, given = config_file.read(config)

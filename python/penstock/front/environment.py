@@ -1,7 +1,7 @@
-"""A process's place among the ranks, from whatever started it.
+"""Finds a process's place among the ranks, for each launcher and scheduler.
 
-torchrun and `penstock run` say it in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR
-and MASTER_PORT. `adopt` fills these from what Slurm, MPI, Kubeflow, AzureML and SageMaker set.
+torchrun and `penstock run` set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT. `adopt` fills them from the variables of Slurm, MPI, Kubeflow, AzureML and SageMaker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from penstock._native import ConfigError
 
 DEFAULT_PORT = 29500
-_PORTS = range(15000, 30000)  # below those that the kernel gives away
+_PORTS = range(15000, 30000)  # below the kernel's ephemeral ports
 _OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Environ = Mapping[str, str]
@@ -24,38 +24,39 @@ Environ = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What a scheduler says of this process."""
+    """The place of this process, read from a scheduler's variables."""
 
-    names: Mapping[str, str]  # our name -> the variable that says it
-    values: Mapping[str, str]  # our name -> value; the master's where it is known
-    job: str = ""  # differs between jobs, and is the same on all of a job's ranks
+    names: Mapping[str, str]  # name as torchrun has it -> the scheduler's variable for it
+    values: Mapping[str, str]  # name as torchrun has it -> value; MASTER_ADDR only if known
+    job: str = ""  # identifies the job: the same on all its ranks
 
 
 @dataclasses.dataclass(frozen=True)
 class NodePlace:
-    """What a cluster says of the node, for a launcher that runs on each one."""
+    """The place of this node, for a launcher that runs once on each node."""
 
-    nodes: int = 0  # 0: it does not say
-    node_rank: int = -1
+    nodes: int = 0  # 0: unknown
+    node_rank: int = -1  # -1: unknown
     master: str = ""
     port: int = DEFAULT_PORT
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Names of a list as Slurm writes it: node[01-03,7],other is node01 node02 node03 node7 other.
+    """Returns the host names of a Slurm host list.
 
-    Raises ConfigError for a list that is not one.
+    node[01-03,7],other gives node01 node02 node03 node7 other. Raises ConfigError for any other
+    text.
     """
     names = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
         names += _expand(part, text)
     if not names or text.count("[") != text.count("]"):
-        raise ConfigError(f"[environment::expand_hostlist] {text!r} is no list of hosts")
+        raise ConfigError(f"[environment::expand_hostlist] {text!r} is not a list of hosts")
     return names
 
 
 def _expand(part: str, text: str) -> list[str]:
-    """The names of one element of the list."""
+    """Returns the host names of `part`, one element of the list `text`."""
     head, bracket, rest = part.partition("[")
     if not bracket:
         return [part]
@@ -64,7 +65,9 @@ def _expand(part: str, text: str) -> list[str]:
     for piece in inside.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
         if match is None:
-            raise ConfigError(f"[environment::expand_hostlist] {piece!r} in {text!r} is no range")
+            raise ConfigError(
+                f"[environment::expand_hostlist] {piece!r} in {text!r} is not a range of numbers"
+            )
         first, last = match[1], match[2] or match[1]
         numbers = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
         names += [head + number + end for number in numbers for end in _expand(tail, text)]
@@ -72,7 +75,7 @@ def _expand(part: str, text: str) -> list[str]:
 
 
 def _port(job: str) -> str:
-    """A port that all ranks of a job agree on."""
+    """Returns a port computed from the job's id, so that all its ranks agree."""
     return str(_PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else DEFAULT_PORT)
 
 
@@ -87,11 +90,11 @@ def _hosts_of_sagemaker(environ: Environ) -> list[str]:
     try:
         return [str(host) for host in json.loads(environ.get("SM_HOSTS", "[]"))]
     except ValueError:
-        raise ConfigError("[environment::adopt] SM_HOSTS is no JSON list of hosts") from None
+        raise ConfigError("[environment::adopt] SM_HOSTS is not a JSON list of hosts") from None
 
 
 def _master_of_cloud(environ: Environ) -> str:
-    """Of AzureML or SageMaker; empty elsewhere."""
+    """Returns the host of rank 0 on AzureML or SageMaker, "" elsewhere."""
     azure = environ.get("AZ_BATCH_MASTER_NODE", "").partition(":")[0]
     return (
         azure
@@ -127,17 +130,17 @@ def _mvapich(environ: Environ) -> Place | None:
 
 
 def _pmi(environ: Environ) -> Place | None:
-    """MPICH and Intel MPI. Slurm sets PMI_RANK too, but not the place on the node."""
+    """MPICH and Intel MPI. Slurm also sets PMI_RANK, but not the rank on the host."""
     local = ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "LOCAL_RANK")
     found = [name for name in local if name in environ]
     if "PMI_RANK" not in environ or ("SLURM_PROCID" in environ and not found):
         return None
     if not found and environ.get("PMI_SIZE") == "1":
-        return None  # a process by itself
+        return None  # a single process
     if not found:
         raise ConfigError(
-            "[environment::adopt] PMI_RANK is there, but neither MPI_LOCALRANKID nor "
-            "PALS_LOCAL_RANKID, a process's place on its host: set LOCAL_RANK"
+            "[environment::adopt] PMI_RANK is set, but neither MPI_LOCALRANKID nor "
+            "PALS_LOCAL_RANKID, the rank on the host. Set LOCAL_RANK"
         )
     names = {
         "RANK": "PMI_RANK",
@@ -149,7 +152,7 @@ def _pmi(environ: Environ) -> Place | None:
 
 
 def _slurm(environ: Environ) -> Place | None:
-    """A task of srun. A batch script has a SLURM_PROCID too, but is no step."""
+    """A task of srun. A batch script also has SLURM_PROCID, but no SLURM_STEP_ID."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
         return None
     sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -174,7 +177,7 @@ def _hosts_of_slurm(environ: Environ) -> list[str]:
 
 
 def _tasks_here(environ: Environ) -> str:
-    """Of this step on this node, from a list such as 2(x3),1; empty where that is not known."""
+    """Returns the number of this step's tasks on this node, "" if unknown. Parses 2(x3),1."""
     counts: list[str] = []
     for piece in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
@@ -195,7 +198,7 @@ def _one_process_a_node(nodes: int, node_rank: int, master: str, names: dict[str
 
 
 def _kubeflow(environ: Environ) -> Place | None:
-    """A pod. Its RANK counts pods, and is a process's only where a pod has one process."""
+    """A pod. RANK is the number of the pod. It is a process's rank if a pod has one process."""
     if "PET_NNODES" not in environ or "LOCAL_RANK" in environ:
         return None
     nodes, each = environ["PET_NNODES"], environ.get("PET_NPROC_PER_NODE", "1")
@@ -212,11 +215,11 @@ def _kubeflow(environ: Environ) -> Place | None:
             found, values={**found.values, **({"MASTER_PORT": port} if port else {})}
         )
     if nodes == "1" and not each.isdecimal() and "RANK" not in environ:
-        return None  # one process by itself
+        return None  # a single process on one node
     raise ConfigError(
         f"[environment::adopt] this pod is one of PET_NNODES={nodes} with PET_NPROC_PER_NODE={each}"
-        f" ranks each, so RANK={environ.get('RANK', '')} is the pod's, not a process's (LOCAL_RANK "
-        f"is missing): start the script by `penstock run` or torchrun"
+        f" ranks each, so RANK={environ.get('RANK', '')} is the pod's number, not a process's rank "
+        f"(LOCAL_RANK is missing). Start the script with `penstock run` or torchrun"
     )
 
 
@@ -242,7 +245,7 @@ def _sagemaker(environ: Environ) -> Place | None:
     return _one_process_a_node(len(hosts), hosts.index(here), _master_of_cloud(environ), names)
 
 
-# MPI before Slurm: mpirun may have been started by Slurm, whose variables are then of its daemons.
+# MPI comes before Slurm: if Slurm started mpirun, Slurm's variables describe the daemons of MPI.
 _SOURCES: tuple[Callable[[Environ], Place | None], ...] = (
     _openmpi,
     _mvapich,
@@ -256,12 +259,12 @@ _SOURCES: tuple[Callable[[Environ], Place | None], ...] = (
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"[environment::adopt] {name}={text!r} is no number from 0")
+        raise ConfigError(f"[environment::adopt] {name}={text!r} is not a number of 0 or more")
     return int(text)
 
 
 def _check(values: Environ, told: Callable[[str], str]) -> None:
-    """Raises ConfigError when the values contradict each other."""
+    """Raises ConfigError if the values contradict each other. `told` names the source of each."""
     numbers = {name: _number(told(name), values[name]) for name in _OURS[:4] if name in values}
     for low, high in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if low in numbers and high in numbers and numbers[low] >= numbers[high]:
@@ -277,25 +280,32 @@ def _check(values: Environ, told: Callable[[str], str]) -> None:
 
 
 def _master(merged: dict[str, str], place: Place, told: Callable[[str], str]) -> None:
-    """Adds the address of rank 0: this machine where all ranks are on it. Raises ConfigError when
-    they are not and nobody says where it is."""
+    """Adds the address and port of rank 0. If all ranks are on this host, the address is 127.0.0.1.
+    Raises ConfigError if ranks are on several hosts and the address is unknown."""
     if merged["WORLD_SIZE"] == merged.get("LOCAL_WORLD_SIZE", "1"):
         merged.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_ADDR" not in merged:
         raise ConfigError(
             f"[environment::adopt] {told('WORLD_SIZE')}={merged['WORLD_SIZE']} ranks are on "
-            f"several hosts and nothing says where rank 0 is: set MASTER_ADDR to its host (and "
+            f"several hosts and the host of rank 0 is unknown. Set MASTER_ADDR to that host (and "
             f"MASTER_PORT, default {DEFAULT_PORT})"
         )
     merged.setdefault("MASTER_PORT", _port(place.job))
 
 
 def adopt(environ: MutableMapping[str, str] | None = None) -> bool:
-    """Fills what is missing of RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT; what is there stays. Returns whether a scheduler was found.
+    """Fills the missing ones of RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT from the scheduler's variables. Variables that are set do not change.
 
-    Raises ConfigError, which names the variables, when values contradict each other or rank 0's
-    host is not known.
+    Args:
+        environ: the variables to read and fill; default: `os.environ`.
+
+    Returns:
+        True if a scheduler was found.
+
+    Raises:
+        ConfigError: if values contradict each other, or the host of rank 0 is unknown. Names the
+            variables.
     """
     environ = os.environ if environ is None else environ
     given = {name: environ[name] for name in _OURS if environ.get(name)}
@@ -313,7 +323,7 @@ def adopt(environ: MutableMapping[str, str] | None = None) -> bool:
     merged = {**place.values, **given}
     for name in ("RANK", "WORLD_SIZE"):
         if name not in merged:
-            raise ConfigError(f"[environment::adopt] {told(name)} is missing: set it, or {name}")
+            raise ConfigError(f"[environment::adopt] {told(name)} is missing. Set it, or {name}")
     _check(merged, told)
     _master(merged, place, told)
     environ.update({name: value for name, value in merged.items() if name not in given})
@@ -321,7 +331,8 @@ def adopt(environ: MutableMapping[str, str] | None = None) -> bool:
 
 
 def node_place(environ: Environ) -> NodePlace:
-    """For a launcher that is started on each node: which node this is, and where node 0 is."""
+    """Returns this node's number and the address of node 0, for a launcher that runs once on each
+    node. Fields that the cluster does not set keep their defaults."""
     hosts = _hosts_of_slurm(environ)
     if "SLURM_NODEID" in environ and hosts:
         job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"

@@ -1,4 +1,4 @@
-"""Weights as Hugging Face's libraries load them: safetensors shards and their index."""
+"""Writes weights in the form that Hugging Face's libraries load: safetensors and an index."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _OTHERS = {
     torch.bool: "BOOL",
 }
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-_PART = ".part"  # ends the name of a file that is being written
+_PART = ".part"  # suffix of a file that is being written
 
 
 class _File:
-    """One safetensors file whose tensors come in any order, in pieces."""
+    """One safetensors file. Its tensors are written in any order, in slices."""
 
     def __init__(self, path: pathlib.Path, entries: list[tuple[str, torch.dtype, list[int]]]):
         head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -60,9 +60,11 @@ class _File:
         self._written += values.nbytes
 
     def sync(self) -> None:
-        """Raises Bug where it has not got as many bytes as its head says."""
+        """Flushes and closes the file. Raises Bug if bytes of the header's total are missing."""
         if self._written != self.bytes:
-            raise Bug(f"[front::export_hf] {self.path}: {self._written} of {self.bytes} bytes came")
+            raise Bug(
+                f"[front::export_hf] {self.path}: {self._written} of {self.bytes} bytes written"
+            )
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -74,7 +76,7 @@ class _File:
 
 
 class _Files:
-    """The files of one export, by the names of their tensors."""
+    """The files of one export. Finds the file of a tensor by the tensor's name."""
 
     def __init__(
         self,
@@ -108,12 +110,12 @@ class _Files:
         self._of[name].write(name, begin, values)
 
     def finish(self) -> None:
-        """Every file gets its name, the index last; files of an earlier export go."""
+        """Renames every file to its final name, the index last. Deletes an earlier export."""
         for file in self._files:
             file.sync()
         stale = {path for path in self._folder.iterdir() if _OURS.fullmatch(path.name)}
         for path in stale - {file.path for file in self._files}:
-            path.unlink()  # what would be loaded before the new ones
+            path.unlink()  # a loader would prefer it to the new files
         for file in self._files:
             os.replace(f"{file.path}{_PART}", file.path)
         if len(self._files) > 1:
@@ -133,9 +135,9 @@ class _Files:
 def files(
     folder: pathlib.Path, entries: list[tuple[str, torch.dtype, list[int]]], max_shard_bytes: int
 ) -> Iterator[_Files]:
-    """Files for tensors (name, dtype, shape), which are then written in any order.
+    """Opens files for tensors (name, dtype, shape). The block writes the tensors in any order.
 
-    They are there, and whole, when the block has ended without an error.
+    The files get their final names when the block ends without an error, and are deleted otherwise.
     """
     made = _Files(folder, entries, max_shard_bytes)
     try:
@@ -156,9 +158,13 @@ def export_hf(
     params = engine._structure.own
     made = {name: dtype or param.dtype for param, name in params.items()}
     if dtype is not None and dtype not in _NAMES:
-        raise ConfigError(f"[front::export_hf] dtype is {dtype}: a floating dtype is needed")
+        raise ConfigError(
+            f"[front::export_hf] dtype is {dtype}. Pass a floating dtype, such as torch.float32"
+        )
     if max_shard_bytes < 1:
-        raise ConfigError(f"[front::export_hf] max_shard_bytes is {max_shard_bytes}; at least 1")
+        raise ConfigError(
+            f"[front::export_hf] max_shard_bytes is {max_shard_bytes}. Allowed: 1 or more"
+        )
     engine._pipeline.bring_buffers()
     buffers = dict(engine._persistent_buffers())
     whole = dict(engine._core.values.shapes())
@@ -175,7 +181,7 @@ def export_hf(
             files.append(_Files(folder, entries, max_shard_bytes))
         if name:
             return files[0].write(name, begin, values.to(made[name]))
-        for name, value in buffers.items():  # noqa: PLR1704 - the last call has none
+        for name, value in buffers.items():  # noqa: PLR1704 - the last call has no name
             files[0].write(name, 0, value.detach())
         files[0].finish()
         return _save_configs(engine.module, os.fspath(path))
@@ -189,7 +195,7 @@ def export_hf(
 
 
 def _save_configs(model: torch.nn.Module, path: str) -> None:
-    """config.json and generation_config.json, of a model of transformers."""
+    """Writes config.json and generation_config.json, if the model is one of transformers."""
     for name in ("config", "generation_config"):
         save = getattr(getattr(model, name, None), "save_pretrained", None)
         if callable(save):

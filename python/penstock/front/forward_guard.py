@@ -1,8 +1,8 @@
-"""Where a model's forwards begin and end, whoever calls them: the engine, the model itself, one of
-its modules alone, or its `generate`.
+"""Reports the begin and end of a model's forwards to the core. The caller of a forward may be the
+engine, the model itself, one of its modules alone, or its `generate`.
 
-What the engine puts on modules (hooks, a `forward` in place of the class's) belongs to these very
-objects: a copy or a pickle of the model has none of it and is a plain model.
+The engine's hooks and replaced `forward` methods belong to the model's own module objects. A copy
+or a pickle of the model has none of them and is a plain model.
 """
 
 import copy
@@ -23,7 +23,7 @@ from penstock.front.model_structure import Structure
 
 
 def nothing(*_args: Any, **_kwargs: Any) -> None:
-    """What a hook of the engine is on a copy of its module."""
+    """Replaces an engine's hook on a copy of the module."""
 
 
 def _plain_hook() -> Callable[..., None]:
@@ -31,7 +31,7 @@ def _plain_hook() -> Callable[..., None]:
 
 
 class Hook:
-    """A forward hook that works on one module alone, and on no copy of it."""
+    """A forward hook of one module. It does nothing on copies of the module."""
 
     def __init__(self, module: torch.nn.Module, call: Callable[..., None]) -> None:
         self._module, self._call = id(module), call
@@ -48,25 +48,25 @@ class Hook:
 
 
 class Forward:
-    """Stands in for a method: `around(method, *args, **kwargs)` is called instead."""
+    """Replaces a method of a module: a call becomes `around(method, *args, **kwargs)`."""
 
     def __init__(
         self, module: torch.nn.Module, around: Callable[..., Any], name: str = "forward"
     ) -> None:
-        # The compiled call is what runs, and what is around it stays out of the compiled code.
+        # Replace the compiled call, so that `around` stays outside of the compiled code.
         compiled = name == "forward" and module_tree.is_compiled_in_place(module)
         self._name = "_compiled_call_impl" if compiled else name
         self._module, self._around = module, around
-        self._had = module.__dict__.get(self._name)  # None: the class has it
+        self._had = module.__dict__.get(self._name)  # None: the method is the class's
         self._inner: Callable[..., Any] = getattr(module, self._name)
-        functools.update_wrapper(self, self._inner, updated=())  # its signature is looked at
+        functools.update_wrapper(self, self._inner, updated=())  # libraries inspect the signature
         module.__dict__[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self._inner, *args, **kwargs)
 
     def remove(self) -> None:
-        """Gives the module its own forward back."""
+        """Restores the module's own method."""
         if self._had is None:
             self._module.__dict__.pop(self._name, None)
         else:
@@ -80,7 +80,7 @@ class Forward:
     def __reduce__(self) -> Any:
         if self._had is not None:
             return copy.copy, (self._had,)
-        return getattr, (self._module, self._name)  # of a module that has no such attribute yet
+        return getattr, (self._module, self._name)  # unpickled before the module's attributes
 
     def _plain(self, module: torch.nn.Module) -> Any:
         return types.MethodType(getattr(type(module), self._name), module)
@@ -88,13 +88,13 @@ class Forward:
 
 @dataclasses.dataclass
 class Pace:
-    """Whether another rank may run no forward while this one does: inside of `uneven()`."""
+    """True inside `uneven()`: another rank may run no forward while this rank runs one."""
 
     uneven: bool = False
 
 
 class Forwards:
-    """The forwards of an engine's model, one at a time; a call within a call is part of it."""
+    """The forwards of an engine's model, one at a time. A nested call is part of the outer one."""
 
     def __init__(
         self,
@@ -106,16 +106,16 @@ class Forwards:
         around: Any,
     ) -> None:
         self._core, self._structure, self._pace = core, structure, pace
-        self._model, self._around = module, around  # around.begin() and .end() of each forward
-        self._open = False
-        self._process, self._thread = os.getpid(), 0  # of the forward
-        self._installed = installed  # what is on modules, the engine's
+        self._model, self._around = module, around  # around.begin() and .end() at each forward
+        self._open = False  # a forward runs
+        self._process, self._thread = os.getpid(), 0  # process of the engine, thread of the forward
+        self._installed = installed  # the engine's hooks on modules
         self._installed.append(Forward(module, self.run))
         if core.needs_unit_events and hasattr(module, "generate"):
             self._installed.append(Forward(module, self._generate, "generate"))
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`forward` as a forward of the whole model."""
+        """Calls `forward` as a forward of the whole model."""
         if self._open:
             return forward(*args, **kwargs)
         try:
@@ -126,7 +126,7 @@ class Forwards:
             if not in_backward():
                 self._around.end()
         except BaseException as error:
-            if not in_backward():  # where checkpointing ends what it computes again early
+            if not in_backward():  # checkpointing stops a recomputation early with an exception
                 self._fail(error)
             raise
         finally:  # a signal may raise anywhere
@@ -141,7 +141,7 @@ class Forwards:
             return generate(*args, **kwargs)
 
     def reset(self) -> None:
-        """No forward runs, whatever an interrupted one left."""
+        """Clears the state that an interrupted forward left."""
         self._open = False
 
     def uneven(self) -> "Uneven":
@@ -149,9 +149,9 @@ class Forwards:
         return Uneven(self._pace, self._core)
 
     def watch(self, module: torch.nn.Module, unit: int) -> None:
-        """Begin and end of a unit are those of its module."""
+        """Reports a unit's begin and end when its module's forward begins and ends."""
         core = self._core
-        alone = False  # called by itself: that is a forward of the model, of which the rest is idle
+        alone = False  # the module is called by itself, as a forward in which other units are idle
 
         def begin(*inputs: Any) -> None:
             nonlocal alone
@@ -163,8 +163,9 @@ class Forwards:
                 elif self._thread != threading.get_ident():
                     raise RuntimeFault(
                         f"[front::forward] a {type(module).__name__} was called from another "
-                        f"thread while a forward of the model runs: sharded parameters are "
-                        f'gathered in the order of one thread. Call it there, or use "zero2"'
+                        f"thread while a forward of the model runs. Sharded parameters are "
+                        f"gathered in the order of one thread. Call the module in the thread of "
+                        f'the forward, or use "zero2"'
                     )
             core.unit_begin(unit, True)
 
@@ -187,11 +188,11 @@ class Forwards:
         self._installed.append(module.register_forward_hook(Hook(module, end), always_call=True))
 
     def watch_part(self, module: torch.nn.Module) -> None:
-        """A module that holds units, or parameters of the root, and may be called by itself."""
+        """Watches a module outside of the units that has parameters and may be called by itself."""
         self._installed.append(Forward(module, self.run_part))
 
     def run_part(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As `run`, where it is not computed again in a backward."""
+        """Calls `forward` as `run` does. Inside a forward or a backward it is a plain call."""
         if self._open or in_backward():
             return forward(*args, **kwargs)
         return self.run(forward, *args, **kwargs)
@@ -201,7 +202,7 @@ class Forwards:
             if self._core.needs_unit_events and os.getpid() != self._process:
                 raise RuntimeFault(
                     "[front::forward] the model was called in another process than its engine's "
-                    "(a worker of a DataLoader, say), where no rank sends it parameters: give the "
+                    "(for example a DataLoader worker), which has no parameters. Give the "
                     "worker a copy of the model, made inside engine.gathered()"
                 )
             self._thread = threading.get_ident()
@@ -213,7 +214,7 @@ class Forwards:
         self._core.unit_begin(0, torch.is_grad_enabled())
 
     def _end(self, output: Any) -> None:
-        self._open = False  # also of a module by itself
+        self._open = False  # a module called by itself does not pass through run()
         self._core.unit_end(0, list(module_tree.tensors_in(output)))
 
     def _fail(self, error: BaseException) -> None:
@@ -222,7 +223,8 @@ class Forwards:
 
 
 class Uneven:
-    """See `Forwards.uneven`: who is done keeps the others company until all are."""
+    """The context of `Forwards.uneven`. A rank that leaves it joins the forwards of other ranks
+    until all ranks have left."""
 
     def __init__(self, pace: Pace, core: Any) -> None:
         self._pace, self._core = pace, core
@@ -238,14 +240,14 @@ class Uneven:
 
 
 def remove(installed: list[Any]) -> None:
-    """Gives the modules back as they were; may be called again where it was interrupted."""
-    for one in reversed(installed):  # one may be around another
+    """Restores the modules. If it is interrupted, it may be called again."""
+    for one in reversed(installed):  # a later one may wrap an earlier one
         one.remove()
     installed.clear()
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward, which may compute a forward again."""
+    """Whether this thread runs a backward, which may recompute a forward."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,5 +1,5 @@
-"""Random generators of a rank, in a checkpoint: Python's, numpy's, and that of the rank's device.
-(torch's of the CPU is a tensor of the checkpoint, which C++ reads too.)"""
+"""The states of a rank's random generators in a checkpoint: Python, numpy and the rank's device.
+torch's CPU generator is a tensor of the checkpoint, which C++ also reads."""
 
 import hashlib
 import random
@@ -12,7 +12,7 @@ from penstock.front.json_values import decode, encode
 
 
 def states(device: torch.device) -> dict[str, Any]:
-    """What `restore` takes; `device` is where this rank trains."""
+    """Returns the states for `restore`. `device` is the device on which this rank trains."""
     found = {"random": encode(random.getstate(), "random.getstate()")}
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -24,7 +24,7 @@ def states(device: torch.device) -> dict[str, Any]:
 
 
 def restore(kept: dict[str, Any], device: torch.device) -> None:
-    """Of `states`. A device of another kind than the one that was saved stays as it is."""
+    """Restores the result of `states`. Does not change a device of another type than the saved."""
     if "random" in kept:
         random.setstate(decode(kept["random"]))
     if "numpy" in sys.modules and "numpy" in kept:
@@ -38,10 +38,15 @@ def restore(kept: dict[str, Any], device: torch.device) -> None:
 
 
 def derive(state: torch.Tensor, rank: int) -> None:
-    """For a rank that there was none of: all generators from another's state, but not the same."""
+    """Seeds all generators of a rank that the checkpoint does not have.
+
+    Args:
+        state: generator state of a rank of the checkpoint, uint8.
+        rank: this rank, so that each new rank gets other numbers.
+    """
     text = bytes(state.tolist()) + str(rank).encode()
     seed = int.from_bytes(hashlib.sha256(text).digest()[:4], "little")
-    torch.manual_seed(seed)  # also those of devices
+    torch.manual_seed(seed)  # seeds device generators, too
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)

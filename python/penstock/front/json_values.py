@@ -1,4 +1,4 @@
-"""Python values as JSON, and back as they were: numbers, texts, lists, tuples and dicts of them."""
+"""Converts Python values to JSON and back without loss: numbers, texts, lists, tuples, dicts."""
 
 import collections
 import math
@@ -12,11 +12,12 @@ _LARGEST = 2**63 - 1
 
 
 def encode(value: Any, what: str) -> Any:
-    """What JSON has no form for becomes an object with one key, that begins with "$".
+    """Returns the value in JSON types. A value without a JSON form becomes an object with one key
+    that begins with "$".
 
     Raises:
-        ConfigError: a value that would not come back as it is (a tensor, a set, an object of a
-            class); says where in `what` it is.
+        ConfigError: for a value that decode() could not restore (a tensor, a set, an object of a
+            class). Names the place of the value in `what`.
     """
     if value is None or type(value) is bool:
         return value
@@ -24,7 +25,7 @@ def encode(value: Any, what: str) -> Any:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"[front::save] {what} is no text in Unicode: {error}") from error
+            raise ConfigError(f"[front::save] {what} is not valid Unicode: {error}") from error
         return value
     if type(value) is int:
         return value if abs(value) <= _LARGEST else {"$int": str(value)}
@@ -46,27 +47,27 @@ def encode(value: Any, what: str) -> Any:
         ]
         return dict(items) if plain else {"$dict": [list(item) for item in items]}
     raise ConfigError(
-        f"[front::save] {what} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds "
+        f"[front::save] {what} is a {kind.__module__}.{kind.__qualname__}. A checkpoint holds "
         f"numbers, texts, booleans, None, and lists, tuples and dicts of them"
     )
 
 
 def encode_scalar(value: Any, what: str) -> Any:
-    """A number or a text; of a tensor of one element its value and dtype."""
+    """Encodes a number, a text, or a tensor of one element with its dtype."""
     if not isinstance(value, torch.Tensor):
         return encode(value, what)
     return {"$tensor": encode(value.item(), what), "dtype": str(value.dtype).removeprefix("torch.")}
 
 
 def decode_scalar(value: Any) -> Any:
-    """What `encode_scalar` was given."""
+    """Restores the value that `encode_scalar` encoded."""
     if isinstance(value, dict) and "$tensor" in value:
         return torch.tensor(decode(value["$tensor"]), dtype=getattr(torch, value["dtype"]))
     return decode(value)
 
 
 def decode(value: Any) -> Any:
-    """The value that `encode` was given."""
+    """Restores the value that `encode` encoded."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

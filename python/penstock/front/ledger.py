@@ -20,11 +20,12 @@ def _row(name: str, entry: dict[str, int], columns: list[str]) -> str:
 
 
 def format_ledger(ledger: dict[str, Any], measured: bool = True) -> str:
-    """The ledger as a table, in MiB per rank: peaks in memory, and bytes on disk if there are any.
+    """Returns the ledger as a table in MiB per rank: peaks in memory, and disk space if not 0.
 
     Args:
-        ledger: what `Engine.ledger()` returned.
-        measured: also show what the running engine took at most, and its ratio to the prediction.
+        ledger: the result of `Engine.ledger()`.
+        measured: also show the measured peaks of the running engine, and their ratio to the
+            prediction.
     """
     running, predicted = ledger["strategy"], ledger["predicted"]
     columns = list(_COLUMNS)

@@ -1,4 +1,4 @@
-"""Which parameters a model has, compared with those that its engine was given."""
+"""Compares the parameters that a model has now with the parameters at initialize()."""
 
 import weakref
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from penstock.front import module_tree
 
 
 class _Changes:
-    """Counts parameters and modules registered anywhere, so that models need not be walked."""
+    """Counts registrations of parameters and modules in the process. An unchanged count makes a
+    walk over the model unnecessary."""
 
     count = 0
     watching = False
@@ -40,12 +41,12 @@ class _Changes:
 
 
 class Structure:
-    """The parameters of one model by name, as at `initialize()` and as now.
+    """The parameters of one model by name, at `initialize()` and now.
 
     Attributes:
-        names: every name of every parameter now: tied ones have several.
+        names: every name that a parameter has now; a tied parameter has several.
         own: each parameter's name in the engine.
-        set_to_itself: called with the name of one that a parametrization was put on.
+        set_to_itself: called with the parameter's name when a parametrization is registered on it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -55,7 +56,7 @@ class Structure:
         self.names = module_tree.names_of(model)
         self.own = {param: names[0] for param, names in self.names.items()}
         self._places = self._where()
-        self._late: dict[torch.Tensor, str] = {}  # came after initialize() and did not train
+        self._late: dict[torch.Tensor, str] = {}  # added after initialize(), without requires_grad
         _Changes.models.add(self)
 
     def _where(self) -> list[tuple[dict[str, Any], str, Any]]:
@@ -66,13 +67,14 @@ class Structure:
         ]
 
     def forget(self) -> None:
-        """The engine is closed."""
+        """Stops watching the model, when the engine closes."""
         _Changes.models.discard(self)
 
     def look(self) -> bool:
-        """Whether a parameter is in one more place than before: weights were tied.
+        """Returns whether weights were tied: a parameter has more names than before.
 
-        Raises RuntimeFault for a parameter that trains and that the engine does not have.
+        Raises RuntimeFault for a trainable parameter that the engine does not have, and for a
+        parameter on meta.
         """
         same = all(params.get(name) is param for params, name, param in self._places)
         registered = self._seen != _Changes.count
@@ -80,20 +82,20 @@ class Structure:
         if same and not registered:
             return False
         names = module_tree.names_of(self._model)
-        # Without a registration it may be for one call: torch.func.functional_call().
+        # Without a registration torch.func.functional_call() may have put it there for one call.
         others = {param: its[0] for param, its in names.items() if param not in self.own}
         for param, name in others.items():
             if param.is_meta:
                 raise RuntimeFault(
-                    f'[front::parameters] parameter "{name}" is on meta now, without values: the '
-                    f"engine keeps what it was initialized with. close() it before"
+                    f'[front::parameters] parameter "{name}" is on meta now, without values, but '
+                    f"the engine still trains the parameter of initialize(). Call close() before"
                 )
             if registered and param.requires_grad:
                 raise RuntimeFault(
-                    f'[front::parameters] parameter "{name}" came after initialize(): the engine '
-                    f"neither averages its gradient nor trains it. Put it in before, or close() "
-                    f"the engine and initialize again; new values for a parameter that is there "
-                    f"are copied into it"
+                    f'[front::parameters] parameter "{name}" came after initialize(), so the '
+                    f"engine neither averages its gradient nor trains it. Add it before, or "
+                    f"close() the engine and initialize again. To change the values of a "
+                    f"parameter, copy new values into it"
                 )
         self._seen = _Changes.count
         self._late = others if registered else self._late

@@ -15,9 +15,9 @@ from penstock.parallel.lazy_logits import with_history
 def model_tree(
     model: torch.nn.Module, group_of: Mapping[torch.Tensor, int], init: Any = None
 ) -> Any:
-    """The model as the C++ engine sees it: modules in pre-order, each parameter once.
+    """Describes the model for the C++ engine: modules in pre-order, each parameter once.
 
-    `init` is where parameters built under `penstock.init()` are.
+    `init` is the store of parameters built under `penstock.init()`, or None.
     """
     params: dict[torch.Tensor, int] = {}
     infos: list[Any] = []
@@ -39,14 +39,14 @@ def model_tree(
 
 
 def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's own buffers that state_dict() has."""
+    """Yields the module's own persistent buffers by name."""
     for name, value in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
             yield name, value
 
 
 class _Filled(OrderedDict[str, Any]):
-    """Has full values where a module saves a parameter, so that hooks of modules find them."""
+    """A state dict that replaces parameters by full values, so that module hooks see these."""
 
     def __init__(self, full: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
@@ -62,13 +62,16 @@ def filled_state_dict(
     full: Mapping[int, torch.Tensor],
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """The model's state_dict() with these values, by id of the parameter; no memory of its own."""
+    """Returns the model's state_dict() with the values `full`, by id of the parameter.
+
+    The values are not copied; buffers are copied to `device`.
+    """
     found = model.state_dict(destination=_Filled(full), keep_vars=True)
     ours = {id(value) for value in full.values()}
     state: OrderedDict[str, Any] = OrderedDict()
     for name, value in found.items():
         if isinstance(value, torch.Tensor) and id(value) not in ours:
-            value = value.detach().clone()  # noqa: PLW2901 - a buffer, or what a hook made
+            value = value.detach().clone()  # noqa: PLW2901 - a buffer, or a tensor of a hook
             state[name] = value if device is None else value.to(device)
         else:
             state[name] = value
@@ -77,7 +80,7 @@ def filled_state_dict(
 
 
 def has_rows(module: torch.nn.Module) -> bool:
-    """Whether the module is nothing but torch's Linear or Embedding: its weight can be tiled."""
+    """Whether the module is a plain torch Linear or Embedding, so that its weight can be tiled."""
     plain = type(module) in (torch.nn.Linear, torch.nn.Embedding)
     own = "forward" not in vars(module) and not is_compiled_in_place(module)
     renorms = getattr(module, "max_norm", None) is not None
@@ -85,16 +88,16 @@ def has_rows(module: torch.nn.Module) -> bool:
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Whether `module.compile()` was called: its hooks are part of the compiled code then."""
+    """Whether `module.compile()` was called. Then its hooks are part of the compiled code."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def place_of_hooks(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    """The module whose begin and end are those of the unit `name`.
+    """Returns the module on which the hooks of the unit `name` go.
 
-    A layer inside compiled code is there as long as that code runs, which sees no hooks.
+    Compiled code runs no hooks of the layers inside it, so hooks go around the compiled module.
     """
-    # What torch.compile() returns holds the module: hooks go around both.
+    # The OptimizedModule of torch.compile() holds the module: hooks go around both.
     outer = model.get_submodule(name.removesuffix("._orig_mod"))
     if next(model.get_submodule(name).children(), None) is not None:
         return outer
@@ -107,7 +110,7 @@ def place_of_hooks(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 
 def parts_around(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The modules outside of the units that hold parameters, but for the model itself."""
+    """Returns the modules outside of the units that have parameters, except the model itself."""
     inside = {module for unit in units for module in unit.modules()}
     return [
         module
@@ -119,7 +122,7 @@ def parts_around(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> li
 
 
 def names_of(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Every name of every parameter: tied parameters have several."""
+    """Returns every name of every parameter. A tied parameter has several."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -127,7 +130,10 @@ def names_of(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings and objects with fields, each object once."""
+    """Yields the tensors in nested tuples, lists, mappings and objects with fields.
+
+    Visits each object once.
+    """
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -161,8 +167,8 @@ _OPAQUE = (torch.Tensor, torch.nn.Module, type, str, bytes, int, float, complex)
 
 
 class State:
-    """What an object holds: its fields, and its items where it is a list, dict, set or deque of
-    Python's own. What these hold is shared."""
+    """A shallow copy of an object's state: its fields, and its items if it is a plain list, dict,
+    set or deque."""
 
     def __init__(self, one: Any) -> None:
         self._items = copy.copy(one) if type(one) in _CONTAINERS else None
@@ -171,7 +177,7 @@ class State:
         self._slots = {n: getattr(one, n) for n in slots if n != "__dict__" and hasattr(one, n)}
 
     def is_of(self, one: Any) -> bool:
-        """Whether `one` holds the very same."""
+        """Whether `one` holds the same objects under the same names."""
         now = State(one)
         return _same(list(self.values()), list(now.values())) and _same(self._names(), now._names())
 
@@ -182,7 +188,7 @@ class State:
         yield from self._slots.values()
 
     def put_in(self, one: Any) -> None:
-        """Gives `one` this state."""
+        """Sets the state of `one` to this state."""
         if self._items is not None:
             one.clear()
             (one.extend if isinstance(one, (list, deque)) else one.update)(self._items)
@@ -202,8 +208,10 @@ def _same(ours: list[Any], theirs: list[Any]) -> bool:
 
 
 def objects_in(value: Any) -> list[Any]:
-    """The containers and objects with fields in nested arguments, each once; neither tensors,
-    modules, functions, classes and numbers nor what these hold."""
+    """Returns the containers and objects with fields in nested arguments, each once.
+
+    Leaves out tensors, modules, functions, classes and numbers, and the contents of these.
+    """
     found: dict[int, Any] = {}
     waiting = [value]
     while waiting:
@@ -219,21 +227,21 @@ def objects_in(value: Any) -> list[Any]:
 
 
 class Place:
-    """Where a tensor was."""
+    """Marks the place of a tensor that take_out() removed."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 def _rebuilt(value: Any, change: Any) -> Any:
-    """`value` with `change` made to the tensors in it, in lists and dicts of its own."""
+    """Returns a copy of `value` with `change` applied to its tensors. Containers are copied."""
     if isinstance(value, (torch.Tensor, Place)):
         return change(value)
     if isinstance(value, tuple):
         items = [_rebuilt(item, change) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        # Past its own __new__, which may look at the tensors.
+        # Skips the class's own __new__, which may read the tensors.
         rebuilt: Any = tuple.__new__(type(value), items)
         getattr(rebuilt, "__dict__", {}).update(getattr(value, "__dict__", {}))
         return rebuilt
@@ -253,14 +261,14 @@ def _rebuilt(value: Any, change: Any) -> Any:
             return value
         other = copy.copy(value)
         for name, item in fields.items():
-            object.__setattr__(other, name, item)  # frozen ones, too
+            object.__setattr__(other, name, item)  # works on frozen dataclasses
         return other
     return value
 
 
 def filled(value: Any, change: Any) -> Any:
-    """`value` with `change` made to the tensors in it: in the very same lists, dicts and
-    dataclasses; tuples are made anew."""
+    """Applies `change` to the tensors in `value`. Changes lists, dicts and dataclasses in place,
+    and builds new tuples."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple):
@@ -281,14 +289,15 @@ def filled(value: Any, change: Any) -> Any:
             item = getattr(value, field.name, None)
             new = filled(item, change)
             if new is not item:
-                object.__setattr__(value, field.name, new)  # frozen ones, too
+                object.__setattr__(value, field.name, new)  # works on frozen dataclasses
     return value
 
 
 def take_out(value: Any) -> tuple[list[torch.Tensor], Any]:
-    """The tensors in nested lists, tuples, dicts and dataclasses, each once, and what is left.
+    """Returns the tensors in nested lists, tuples, dicts and dataclasses, each once, and a copy of
+    `value` with a Place for each tensor.
 
-    Other objects stay as they are, with the tensors they hold.
+    Other objects stay unchanged and keep their tensors.
     """
     places: dict[int, Place] = {}
     tensors: list[torch.Tensor] = []
@@ -303,5 +312,5 @@ def take_out(value: Any) -> tuple[list[torch.Tensor], Any]:
 
 
 def put_in(tensors: Sequence[torch.Tensor], left: Any) -> Any:
-    """What `take_out` took apart, with these tensors."""
+    """Returns the value that `take_out` split, with these tensors in the places."""
     return _rebuilt(left, lambda place: tensors[place.index])

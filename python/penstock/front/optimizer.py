@@ -1,4 +1,4 @@
-"""Parameter groups, and the optimizers that update them.
+"""Parameter groups and the optimizers that update them.
 
 The user's torch optimizer keeps its parameter groups, so any torch scheduler works on it. The kinds
 of `_penstock.OPTIMIZER_KINDS` run on the engine's kernels. Any other elementwise class steps on
@@ -43,10 +43,13 @@ class Lion(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Raises RuntimeFault: `engine.step()` updates the weights."""
-        raise RuntimeFault("[front::Lion] steps inside an engine: pass it to initialize()")
+        raise RuntimeFault(
+            "[front::Lion] Lion steps only inside an engine. Pass it to initialize(), and call "
+            "engine.step()"
+        )
 
 
-# The class that the user sees, by kind: torch's, or one of ours where torch has none.
+# The public class of each kind: torch's class, or Penstock's if torch has none.
 _OURS: dict[str, type[torch.optim.Optimizer]] = {"Lion": Lion}
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     kind: _OURS.get(kind) or getattr(torch.optim, kind) for kind in _KINDS
@@ -55,20 +58,21 @@ _KIND_OF = {made: kind for kind, made in _CLASSES.items()}
 
 
 def register(made: type[torch.optim.Optimizer], kind: str) -> None:
-    """A class whose groups mean what those of torch's class of that kind mean."""
+    """Registers a class whose group options mean the same as those of torch's class of `kind`."""
     _KIND_OF[made] = kind
 
 
-# Options that the kernels lack: set, the torch class itself runs.
+# Options that the kernels lack. If one is set, the torch class itself steps on shards.
 _INEFFECTIVE = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 
 
 def prepare(
     given: Any, model: torch.nn.Module, config: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer | None, dict[str, Any]]:
-    """The optimizer passed to `initialize()` and the config with its section, if it has a kernel.
+    """Returns the optimizer passed to `initialize()`, and the config with its settings if a kernel
+    computes it.
 
-    None when the optimizer comes from the config. Raises ConfigError for one that cannot be used.
+    The optimizer is None if it comes from the config. Raises ConfigError if it cannot be used.
     """
     section = config.get("optimizer")
     if given is None:
@@ -78,19 +82,19 @@ def prepare(
     if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(
             f"[front::initialize] the optimizer is a {type(given).__name__}, not a "
-            f"torch.optim.Optimizer: pass one, a callable that returns one, or a dict"
+            f"torch.optim.Optimizer. Pass one, a callable that returns one, or a dict"
         )
     own_step = vars(given).get("step")
     if own_step is not None and not getattr(own_step, "_wrapped_by_lr_sched", False):
         raise ConfigError(
-            "[front::initialize] the optimizer's step() was replaced by another, which the engine "
-            "would not call: use optimizer.register_step_pre_hook() and register_step_post_hook()"
+            "[front::initialize] the optimizer's step() was replaced, and the engine does not call "
+            "it. Use optimizer.register_step_pre_hook() and register_step_post_hook()"
         )
     only_dtype = isinstance(section, dict) and list(section) == ["moments_dtype"]
     if section is not None and not only_dtype:
         raise ConfigError(
             "[front::initialize] an optimizer is given both as an argument and as the key "
-            '"optimizer": keep one (only optimizer.moments_dtype goes with an argument)'
+            '"optimizer". Remove one (only optimizer.moments_dtype goes with an argument)'
         )
     if is_native(given):
         _check_fresh(given)
@@ -102,14 +106,14 @@ def prepare(
 
 
 def from_config(model: torch.nn.Module, section: Any) -> torch.optim.Optimizer:
-    """A torch optimizer that holds the parameter groups of the config's `optimizer` section."""
+    """Builds a torch optimizer with the settings of the config's `optimizer` section."""
     return build(section, [p for p in model.parameters() if p.requires_grad])
 
 
 def build(section: Any, params: Any) -> torch.optim.Optimizer:
-    """The torch optimizer of a config's `optimizer` section, over parameters or groups of them.
+    """Builds the torch optimizer of a config's `optimizer` section for parameters or groups.
 
-    Nothing is allocated for them, which some classes do when they are built.
+    Allocates no state. Some torch classes would allocate it in their constructor.
     """
     keys = [key for key in _KINDS[section.type].keys if key != "moments_dtype"]
     options = {key: getattr(section, key) for key in keys}
@@ -126,11 +130,12 @@ def build(section: Any, params: Any) -> torch.optim.Optimizer:
 
 
 def _kind_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
-    """The kind that computes what the optimizer does with this group; None when there is none."""
+    """Returns the kind whose kernel computes the optimizer's update of this group, or None."""
     if any(group.get(option) for option in _INEFFECTIVE):
         return None
     kind = _KIND_OF.get(type(optimizer))
-    if kind is not None and "decoupled_weight_decay" in group:  # of torch's Adam, also as AdamW
+    # torch's AdamW is an Adam with this option.
+    if kind is not None and "decoupled_weight_decay" in group:
         return "AdamW" if group["decoupled_weight_decay"] else "Adam"
     return kind
 
@@ -141,28 +146,31 @@ def is_native(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
-    # Some optimizers (Adagrad) make their state when they are built: step 0.
+    # Some optimizers (Adagrad) make their state in the constructor, with step 0.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
-            "[front::initialize] the optimizer has taken steps already: pass a fresh one"
+            "[front::initialize] the optimizer has taken steps already. Pass a new optimizer"
         )
 
 
 def group_members(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
-    """Returns the parameters of each group; the value changes if groups are added or edited."""
+    """Returns the ids of each group's parameters. The value changes if groups change."""
     return [tuple(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _section_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The config section of the group that keeps most per parameter: the first, but for SGD."""
+    """Returns the config section of the group with the most moments per parameter.
+
+    This is the first group, except for SGD, whose groups may have momentum or not.
+    """
     section: dict[str, Any] = max(settings(optimizer), key=lambda one: one.num_moments).section
     return section
 
 
 def settings(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The groups' current hyperparameters, for one step. Raises ConfigError for what has no kernel.
+    """Returns the groups' current hyperparameters for one step. A tensor counts as its value.
 
-    Tensors count as their values.
+    Raises ConfigError if a group has an option without a kernel.
     """
     all_settings = []
     for group in optimizer.param_groups:
@@ -170,8 +178,9 @@ def settings(optimizer: torch.optim.Optimizer) -> list[Any]:
         if kind is None:
             options = [option for option in _INEFFECTIVE if group.get(option)]
             raise ConfigError(
-                f'[front::step] "{options[0]}" of a parameter group was set after initialize(): '
-                f"build {type(optimizer).__name__} with it, and torch's own step runs on the shards"
+                f'[front::step] "{options[0]}" of a parameter group was set after initialize(). '
+                f"Build {type(optimizer).__name__} with it. Then torch's own step runs on the "
+                f"shards"
             )
         all_settings.append(_penstock.OptimizerConfig(kind, group))
     return all_settings
@@ -180,9 +189,10 @@ def settings(optimizer: torch.optim.Optimizer) -> list[Any]:
 def group_of(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[torch.Tensor, int]:
-    """Which group each parameter is in; `names` are those of the model's parameters.
+    """Returns the group of each parameter. `names` has the names of the model's parameters.
 
-    Raises ConfigError for a trainable one in none, and for one that is not the model's.
+    Raises ConfigError for a trainable parameter in no group, and for a parameter that does not
+    belong to the model.
     """
     groups = {
         param: index
@@ -193,27 +203,27 @@ def group_of(
         if param not in names:
             raise ConfigError(
                 f"[front::initialize] group {index} of the optimizer holds a parameter of shape "
-                f"{tuple(param.shape)} that is not the model's, so the engine would not train it: "
-                f"make it a Parameter of the model, or give it an optimizer of its own"
+                f"{tuple(param.shape)} that is not in the model, so the engine would not train it. "
+                f"Make it a Parameter of the model, or give it an optimizer of its own"
             )
     for param, name in names.items():
         if param.requires_grad and param not in groups:
             raise ConfigError(
-                f'[front::initialize] parameter "{name}" is in no group of the optimizer: '
-                f"add it, or freeze it with requires_grad_(False)"
+                f'[front::initialize] parameter "{name}" is in no group of the optimizer. '
+                f"Add it, or freeze it with requires_grad_(False)"
             )
     return groups
 
 
 def _on_probe(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> Any:
-    """An optimizer of the same class and settings for other parameters."""
+    """Returns an optimizer of the same class and settings for other parameters."""
     options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    probe = copy.copy(optimizer)  # its groups, hooks and state
-    for name, value in vars(optimizer).items():  # what a class of one's own keeps beside them
+    probe = copy.copy(optimizer)  # with its groups, hooks and state
+    for name, value in vars(optimizer).items():  # further attributes of the user's class
         if name not in vars(probe):
             keeps = isinstance(value, torch.nn.Module) or callable(value)
             vars(probe)[name] = value if keeps else copy.deepcopy(value)
-    probe.__dict__.pop("step", None)  # schedulers wrap it for the original
+    probe.__dict__.pop("step", None)  # a scheduler's wrapper calls the original optimizer
     probe.param_groups = [{**options, "params": params}]
     probe.state = defaultdict(dict)
     owner = next(iter(optimizer.param_groups[0]["params"]), None)
@@ -224,9 +234,9 @@ def _on_probe(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]
 
 
 def _fresh_state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    """The state that some optimizers (Adagrad) make when they are built, for another parameter.
+    """Returns the state that some optimizers (Adagrad) make in the constructor, for `param`.
 
-    Raises ConfigError when it is more than one value for the whole parameter.
+    Raises ConfigError if a state has more than one value, so that it cannot be expanded.
     """
     made: dict[str, Any] = {}
     for owner, state in optimizer.state.items():
@@ -234,8 +244,8 @@ def _fresh_state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[
             if isinstance(value, torch.Tensor) and value.shape == owner.shape and value.numel() > 1:
                 if not torch.equal(value, value.flatten()[0].expand_as(value)):
                     raise ConfigError(
-                        f"[front::initialize] the optimizer's state {key!r} is not as it was "
-                        f"built: pass a fresh optimizer"
+                        f"[front::initialize] the optimizer's state {key!r} changed since it was "
+                        f"built. Pass a new optimizer"
                     )
                 made[key] = value.flatten()[0].expand_as(param).clone()
             else:
@@ -245,7 +255,7 @@ def _fresh_state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[
     return made
 
 
-_CUT = 11  # of the 24 elements that are tried first
+_CUT = 11  # first element of the second half; the trial has 24 elements
 
 
 def _cut(values: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,7 +268,7 @@ def _close(whole: torch.Tensor, halves: list[torch.nn.Parameter]) -> bool:
 
 
 def _each_alone(optimizer: torch.optim.Optimizer, shape: torch.Size) -> list[torch.nn.Parameter]:
-    """Two pieces after the same steps, each by an optimizer of its own: the other ranks'."""
+    """Returns two halves after three steps, each by an optimizer of its own, as on two ranks."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator)
     halves = [torch.nn.Parameter(half.clone()) for half in _cut(whole, _CUT)]
@@ -274,7 +284,7 @@ def _each_alone(optimizer: torch.optim.Optimizer, shape: torch.Size) -> list[tor
 def _in_pieces(
     optimizer: torch.optim.Optimizer, shape: torch.Size, at: int, steps: int
 ) -> tuple[torch.nn.Parameter, bool]:
-    """A parameter after so many steps, and whether its two pieces end where it does."""
+    """Returns a parameter after `steps` steps, and whether its two halves have the same values."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(shape, generator=generator))
     pieces = [torch.nn.Parameter(piece.clone()) for piece in _cut(whole.detach(), at)]
@@ -289,23 +299,24 @@ def _in_pieces(
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError unless pieces of a parameter are updated as the whole would be.
+    """Raises ConfigError unless the optimizer updates slices of a parameter like the whole.
 
-    Three steps on a small matrix and on its two flat halves must give the same bits.
+    Three steps on a small matrix and on its two flat halves must give the same values, within
+    rtol 1e-6 and atol 1e-7.
     """
     name = type(optimizer).__name__
     try:
         whole, same = _in_pieces(optimizer, torch.Size([4, 6]), _CUT, steps=3)
-        cause = "it updates a parameter and its pieces differently"
+        cause = "it updates a parameter and its slices differently"
         if same:
             same = _close(whole, _each_alone(optimizer, whole.shape))
             cause = "its step on one parameter depends on the others"
-    except Exception as error:  # noqa: BLE001 - whatever it is, this class cannot step on pieces
-        same, cause = False, f"on pieces of a parameter it raised {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - any error: this class cannot step on slices
+        same, cause = False, f"on slices of a parameter it raised {type(error).__name__}: {error}"
     if not same:
         raise ConfigError(
-            f"[front::initialize] {name} is not elementwise ({cause}), so it cannot run on shards: "
-            f"use {', '.join(_KINDS)} or another elementwise optimizer"
+            f"[front::initialize] {name} is not elementwise ({cause}), so it cannot run on shards. "
+            f"Use {', '.join(_KINDS)} or another elementwise optimizer"
         )
 
 
@@ -313,28 +324,29 @@ _TRIED_NUMEL = 1 << 22  # elements of the largest parameter that is tried
 
 
 def check_sizes(optimizer: torch.optim.Optimizer, sizes: set[int], world: int) -> None:
-    """Raises ConfigError where a parameter of one of these sizes is updated by another rule than
-    one that is `world` times smaller: this is what a rank has of it."""
+    """Raises ConfigError if the optimizer's rule depends on the size of a parameter.
+
+    Compares a parameter of each size in `sizes` with its shard, which is `world` times smaller.
+    """
     tried = sorted({min(size, _TRIED_NUMEL) for size in sizes})
     for numel in {*tried[:: max(1, len(tried) // 8)], *tried[-1:]}:
         if not _in_pieces(optimizer, torch.Size([numel]), max(1, numel // world), steps=1)[1]:
             raise ConfigError(
                 f"[front::initialize] {type(optimizer).__name__} is not elementwise (it updates "
-                f"{numel} elements and a part of them differently), so it cannot run on shards: "
-                f"use {', '.join(_KINDS)} or another elementwise optimizer"
+                f"{numel} elements and a part of them differently), so it cannot run on shards. "
+                f"Use {', '.join(_KINDS)} or another elementwise optimizer"
             )
 
 
 def _plain(value: Any) -> bool:
-    """Whether its text says what it is: that of other objects has an address, another on each
-    rank."""
+    """Whether repr() is equal on all ranks. The text of other objects may have an address."""
     if isinstance(value, (list, tuple)):
         return all(map(_plain, value))
     return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
 
 
 def options_text(optimizer: torch.optim.Optimizer) -> str:
-    """What the groups are set to, as ranks compare it: numbers, texts and tensors."""
+    """Returns the groups' options as a text that ranks compare: numbers, texts and tensors."""
     return repr(
         [
             {key: value for key, value in group.items() if key != "params" and _plain(value)}
@@ -344,13 +356,13 @@ def options_text(optimizer: torch.optim.Optimizer) -> str:
 
 
 class _State(defaultdict[Any, Any]):
-    """In place of the state of an optimizer that the engine computes."""
+    """Replaces the state of an optimizer whose update the engine computes. Any access raises."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeFault(
             "[front::optimizer] the optimizer's state (its moments, its step counts) is sharded "
-            "in the engine, and not in optimizer.state: there is nothing to read, clear or save "
-            "here"
+            "in the engine, and optimizer.state is empty. Use engine.param_state(), "
+            "engine.set_param_state() and engine.save()"
         )
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
@@ -362,17 +374,18 @@ class _State(defaultdict[Any, Any]):
 def _refuse_state_dict(*_: Any) -> None:
     raise RuntimeFault(
         "[front::optimizer] the optimizer's state is sharded in the engine, so state_dict() and "
-        "load_state_dict() of the optimizer itself would save and load nothing of it"
+        "load_state_dict() of the optimizer do not save or load it. Use engine.save() and "
+        "engine.load()"
     )
 
 
 def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None:
-    """Makes the engine step this optimizer and keep its gradients and state."""
+    """Replaces the optimizer's step(), zero_grad() and state by the engine's."""
     kept = weakref.ref(core)
 
     def step(_self: Any, closure: Any = None) -> Any:
         raise RuntimeFault(
-            "[front::optimizer] optimizer.step() of an engine's optimizer updates nothing: call "
+            "[front::optimizer] optimizer.step() of an engine's optimizer updates nothing. Call "
             "engine.step()"
         )
 
@@ -381,7 +394,7 @@ def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None
         if own is not None:
             own.zero_grad()
 
-    # Where a scheduler has wrapped it, it looks for that.
+    # torch's schedulers warn if a step() that they wrapped loses this attribute.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     step._of_penstock = True  # type: ignore[attr-defined]
     changed: Any = optimizer
@@ -394,27 +407,27 @@ def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None
 
 
 def check_ours(optimizer: Any, given: torch.optim.Optimizer, native: bool) -> None:
-    """Raises RuntimeFault where users replaced the optimizer or what take_over() put there."""
+    """Raises RuntimeFault if the user replaced the optimizer, its step() or its state."""
     if optimizer is not given:
         raise RuntimeFault(
-            "[front::optimizer] engine.optimizer was replaced: an engine keeps the optimizer that "
-            "it was initialized with. Change its param_groups, or close() and initialize again"
+            "[front::optimizer] engine.optimizer was replaced, but an engine keeps the optimizer "
+            "of initialize(). Change its param_groups, or close() and initialize again"
         )
     step = getattr(vars(optimizer).get("step"), "__func__", None)
     if not getattr(step, "_of_penstock", False):
         raise RuntimeFault(
-            "[front::optimizer] optimizer.step was replaced, and engine.step() would not call it: "
-            "use optimizer.register_step_pre_hook() and register_step_post_hook()"
+            "[front::optimizer] optimizer.step was replaced, and engine.step() does not call it. "
+            "Use optimizer.register_step_pre_hook() and register_step_post_hook()"
         )
     if native and not isinstance(optimizer.state, _State):
         raise RuntimeFault(
-            "[front::optimizer] optimizer.state was replaced, which resets nothing: the moments "
-            "are in the engine. To begin with fresh ones close() it and initialize again"
+            "[front::optimizer] optimizer.state was replaced, which resets nothing, because the "
+            "moments are in the engine. To reset them, close() the engine and initialize again"
         )
 
 
 def call_hooks(optimizer: torch.optim.Optimizer, before: bool) -> None:
-    """The optimizer's own step hooks and the global ones, around a step of the engine's kernels."""
+    """Calls the optimizer's step hooks and torch's global ones, around the engine's step."""
     both: list[Any]
     if before:
         both = [_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks]
@@ -426,8 +439,8 @@ def call_hooks(optimizer: torch.optim.Optimizer, before: bool) -> None:
 
 
 def steps_alone(scheduler: Any) -> bool:
-    """Whether step() needs nothing: ReduceLROnPlateau's metric is only known to users, who call it
-    as in torch."""
+    """Whether the engine can call step() without arguments. ReduceLROnPlateau needs a metric, so
+    the user calls it as in torch."""
     parameters = inspect.signature(scheduler.step).parameters.values()
     return all(
         one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
@@ -436,16 +449,17 @@ def steps_alone(scheduler: Any) -> bool:
 
 
 class ShardStep:
-    """Lets any elementwise torch optimizer work on this rank's fp32 shards."""
+    """Runs any elementwise torch optimizer on this rank's fp32 shards."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, values: Any, world: int) -> None:
         _check_fresh(optimizer)
         self._optimizer = optimizer
         self._values = values
-        shards: dict[torch.Tensor, list[torch.Tensor]] = defaultdict(list)  # in tiles: several
+        # A tiled parameter has several masters.
+        shards: dict[torch.Tensor, list[torch.Tensor]] = defaultdict(list)
         self._masters: list[torch.Tensor] = []
         self._params: list[torch.Tensor] = []
-        self.places: list[tuple[str, int]] = []  # of the masters: parameter and first element
+        self.places: list[tuple[str, int]] = []  # per master: parameter name and first element
         for name, param, master, begin in values.shards():
             shards[param].append(master)
             self._masters.append(master)
@@ -462,7 +476,8 @@ class ShardStep:
         optimizer.state.update({master: state for master, state in fresh.items() if state})
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor]]:
-        """Name, first element, parameter and master of each piece that this rank updates."""
+        """Yields name, first element, parameter and master [numel] fp32 of each slice that this
+        rank updates."""
         for (name, begin), param, master in zip(
             self.places, self._params, self._masters, strict=True
         ):

@@ -11,7 +11,7 @@ from penstock._native import ConfigError
 
 
 class ParamState:
-    """The methods of an engine that read and write this state; all ranks call them together."""
+    """The engine's methods that read and write this state. All ranks call them together."""
 
     config: Any
     _core: Any
@@ -31,12 +31,12 @@ class ParamState:
 
         Raises:
             RuntimeFault: inside an accumulation window.
-            ConfigError: if a name is not a trained parameter, or the shape is not its shape.
+            ConfigError: if a name is not a trained parameter, or a value has another shape.
         """
         for name, value in grads.items():
             if not isinstance(value, torch.Tensor):
                 raise ConfigError(
-                    f'[front::set_grads] "{name}" is a {type(value).__name__}, not a tensor: leave '
+                    f'[front::set_grads] "{name}" is a {type(value).__name__}, not a tensor. Leave '
                     f"a name out to keep its gradient"
                 )
         self._core.values.set_gradients(list(grads.items()))
@@ -45,11 +45,17 @@ class ParamState:
         """Returns the parameter's name in the model. Raises ConfigError for any other tensor."""
         name = self._structure.own.get(param)
         if name is None:
-            raise ConfigError("[front::name_of] the tensor is no parameter of the engine's model")
+            raise ConfigError(
+                "[front::name_of] the tensor is not a parameter of the engine's model. Pass a "
+                "parameter of engine.module"
+            )
         return str(name)
 
     def state_names(self) -> list[str]:
-        """The names, as in torch, of the state that the engine's optimizer keeps beside masters."""
+        """Returns torch's names of the moments that the engine keeps, such as "exp_avg".
+
+        The list is empty if the optimizer computes in Python.
+        """
         return [] if self._external is not None else list(self.config.optimizer.moments)
 
     def param_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
@@ -76,10 +82,11 @@ class ParamState:
         return found
 
     def local_state(self, param: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
-        """Returns this rank's elements: their first index in the flat parameter, and a copy."""
+        """Returns the first index of this rank's elements in the flattened parameter, and a copy
+        [elements] fp32."""
         begin, values = self._core.values.local_state(self.name_of(param), name)
         return int(begin), values
 
     def set_local_state(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Replaces this rank's elements, as many as `local_state()` gives."""
+        """Replaces this rank's elements. `values` has as many as `local_state()` returns."""
         self._core.values.set_local_state(self.name_of(param), name, values)

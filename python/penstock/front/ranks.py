@@ -22,8 +22,8 @@ _numbers = itertools.count()
 
 
 class _Made:
-    """The process groups of one engine. torch keeps them until `close()`, or until this object is
-    deleted. Neither waits for other ranks."""
+    """The process groups of one engine. `close()` or the deletion of this object destroys them,
+    without a wait for other ranks."""
 
     def __init__(self) -> None:
         groups: list[dist.ProcessGroup] = []
@@ -43,11 +43,18 @@ class Ranks:
     """An engine's own group over all ranks.
 
     It uses shared memory if all ranks are on one host, else two gloo process groups, one per
-    direction. A single rank needs neither. `close()` frees them, or the end of this object and the
-    group.
+    direction. A single rank needs neither. `close()` frees them, or the deletion of this object and
+    of the group.
 
-    `back_end` names the back end with collectives on the model's device, or is None. `transport` is
-    the key comm.backend. Raises ConfigError on all ranks if "shm" is asked for and impossible.
+    Args:
+        timeout_s: seconds until a wait for a peer fails.
+        warn_s: seconds until a wait for a peer prints a line on stderr; 0: never.
+        report_dir: folder for reports of failures, or "".
+        back_end: name of the back end with collectives on the model's device, or None.
+        transport: the value of the key comm.backend.
+
+    Raises:
+        ConfigError: if `transport` is "shm" and ranks are on several hosts, on all ranks.
     """
 
     def __init__(
@@ -96,7 +103,7 @@ def of_config(comm: Any, device: torch.device) -> Ranks:
 
 
 def _on_one_host(wanted: str, timeout_s: float, warn_s: float, report_dir: str) -> Any:
-    """Returns a group through shared memory, or None on all ranks."""
+    """Returns a group through shared memory. Returns None on all ranks if it is not possible."""
     prefix = f"penstock/ranks/{next(_numbers)}"
     store = PrefixStore(prefix, distributed_c10d._get_default_store())
     group, why_not = _penstock.Group.on_one_host(
@@ -104,12 +111,12 @@ def _on_one_host(wanted: str, timeout_s: float, warn_s: float, report_dir: str) 
     )
     if group is None and why_not:
         warnings.warn(
-            f"the ranks of this host cannot share memory and exchange over gloo: {why_not}",
+            f"the ranks of this host cannot share memory, so they exchange over gloo: {why_not}",
             stacklevel=5,
         )
     elif group is None and wanted == "shm":
         raise ConfigError(
-            '[front::initialize] "comm.backend" is "shm", and the ranks are on several hosts: '
-            '"auto" and "gloo" connect them'
+            '[front::initialize] "comm.backend" is "shm", but the ranks are on several hosts. '
+            'Use "auto" or "gloo"'
         )
     return group

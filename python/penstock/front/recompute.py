@@ -1,8 +1,8 @@
 """Activation checkpointing (arXiv:1604.06174): a unit keeps its inputs and runs again in backward.
 
-torch.utils.checkpoint does it (random numbers, autocast, early stop). Where activations are
-offloaded its saved inputs go to the engine, through saved-tensor hooks around the call: what is
-saved inside the unit never sees these.
+torch.utils.checkpoint runs it (random numbers, autocast, early stop). If activations are offloaded,
+saved-tensor hooks around the call pass its saved inputs to the engine. Tensors saved inside the
+unit do not pass through these hooks.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from penstock.front.forward_guard import Forward
 
 
 class _Buffers:
-    """The buffers that a forward changes (batch norm's statistics, say), as they were before it.
+    """Copies, made before a forward, of the buffers that it changes: batch norm's statistics.
 
-    When the forward runs again it changes copies of these: its numbers are those of the first time,
-    and the module's own buffers change once.
+    The recomputed forward reads and changes these copies. So it computes the same values, and the
+    module's own buffers change once.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -33,7 +33,8 @@ class _Buffers:
         ]
 
     def keep_changed(self) -> None:
-        """After the forward. Values are compared: batch norm writes past version counters."""
+        """Drops the unchanged buffers, after the forward. Compares values, because batch norm's
+        writes do not increase version counters."""
         self._kept = [
             (place, name, buffer, before)
             for place, name, buffer, before in self._kept
@@ -53,10 +54,10 @@ class _Buffers:
 
 
 class _Objects:
-    """What a forward changes in the objects among its arguments (a cache of keys and values, say).
+    """States of the objects among a forward's arguments from before it, such as a key-value cache.
 
-    When it runs again they are as they were before it, for as long as that lasts. A tensor in them
-    that was written to in place cannot be.
+    The objects have these states while the forward is recomputed. A tensor in them that the forward
+    wrote to in place cannot be restored.
     """
 
     def __init__(self, unit: str, arguments: Any) -> None:
@@ -70,13 +71,16 @@ class _Objects:
         ]
 
     def keep_changed(self) -> None:
-        """After the forward. Raises RuntimeFault for a tensor that was written to."""
+        """Drops the unchanged objects, after the forward.
+
+        Raises RuntimeFault if the forward wrote to a tensor in place.
+        """
         for kind, tensor, version in self._tensors:
             if tensor._version != version:
                 raise RuntimeFault(
-                    f'[front::checkpoint] unit "{self._unit}" wrote in place to a tensor that an '
-                    f"argument of it holds (in a {kind}), so it cannot be computed again in "
-                    f'backward: give it none (use_cache=False, say), or leave out "activations.'
+                    f'[front::checkpoint] unit "{self._unit}" wrote in place to a tensor in one of '
+                    f"its arguments (in a {kind}), so it cannot be recomputed in backward. Leave "
+                    f'the argument out (for example use_cache=False), or leave out "activations.'
                     f'checkpoint"'
                 )
         self._tensors.clear()
@@ -95,7 +99,7 @@ class _Objects:
 
 
 class Recomputed:
-    """A unit's forward, computed again in backward. `remove()` gives the module its own back."""
+    """A unit's forward that backward recomputes. `remove()` restores the module's own forward."""
 
     def __init__(self, module: torch.nn.Module, name: str, unit: int, recomputation: Any) -> None:
         self._module, self._name, self._unit = module, name, unit
@@ -114,7 +118,7 @@ class Recomputed:
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         tensors, left = module_tree.take_out((args, kwargs))
-        first = [(args, kwargs)]  # not held any longer than the first time
+        first = [(args, kwargs)]  # released by the first run
         buffers, objects = _Buffers(self._module), _Objects(self._name, (args, kwargs))
 
         def run(*inputs: torch.Tensor) -> Any:

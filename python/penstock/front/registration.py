@@ -1,7 +1,8 @@
 """Registers the back end "penstock" with torch.distributed, without importing torch.
 
-`import penstock` has to be enough for `init_process_group("penstock")`, and it must not import
-torch, which takes longer than most commands. So the registration waits for torch.distributed.
+`import penstock` must be enough for `init_process_group("penstock")`, and it must not import torch,
+because that import takes longer than most commands. So the registration waits until something
+imports torch.distributed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _TORCH = "torch.distributed.distributed_c10d"  # defines Backend
 
 
 def _make(*args: Any) -> Any:
-    """Makes the back end of one process group; its module is imported for the first group."""
+    """Makes the back end of one process group. The first call imports the back end's module."""
     return importlib.import_module("penstock.front.shm_group").make(*args)
 
 
@@ -31,7 +32,7 @@ def _register(distributed: ModuleType) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the module that defines Backend as Python would, and registers once it has run."""
+    """Finds the module that defines Backend as Python does. Registers after the module has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,7 +1,7 @@
-"""DeepSpeed's learning rate schedules, for a `scheduler` section of its config and for users.
+"""DeepSpeed's learning rate schedules, for the `scheduler` section of its config and for scripts.
 
-They set the rate when they are built and at each `step()`, which the engine calls after each
-applied step; the first two updates run at the lowest rate. The formulas are in C++
+A schedule sets the rate in its constructor and at each `step()`. The engine calls `step()` after
+each applied update, so the first two updates run at the lowest rate. The formulas are in C++
 (deepspeed_schedule.cpp).
 """
 
@@ -20,16 +20,18 @@ _WARMUP_TYPES = {"log": 0.0, "linear": 1.0}
 
 
 class _Schedule:
-    """A rate for each parameter group, by the number of steps so far.
+    """Computes a rate for each parameter group from the number of steps so far.
 
     Args:
-        optimizer: of torch, or something that has one as `.optimizer`.
+        optimizer: a torch optimizer, or an object with a torch optimizer as `.optimizer`.
         given: parameters of the schedule, in DeepSpeed's order.
-        last_batch_iteration: where to go on; -1 begins, and sets the groups' rates.
-        params: parameters by name; lists have a value for each parameter group.
+        last_batch_iteration: the step to continue from; -1 begins, and sets the groups' rates.
+        params: parameters by name. A list has a value for each parameter group.
 
     Raises:
-        ConfigError: a parameter that there is not, is missing, or cannot work.
+        ConfigError: if a parameter is unknown, missing, or has a value that is not allowed.
+        TypeError: if `optimizer` is not an optimizer, or a parameter is given twice.
+        ValueError: if a list has not one value for each parameter group.
     """
 
     kind: ClassVar[str]
@@ -45,7 +47,7 @@ class _Schedule:
             optimizer = inner
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"[front::{self.kind}] a {type(optimizer).__name__} is no torch.optim.Optimizer"
+                f"[front::{self.kind}] a {type(optimizer).__name__} is not a torch.optim.Optimizer"
             )
         names = (*self.names, "last_batch_iteration")
         if len(given) > len(names) or set(params) & set(names[: len(given)]):
@@ -64,7 +66,7 @@ class _Schedule:
             self._set()
 
     def _completed(self, params: dict[str, Any]) -> dict[str, Any]:
-        """With what follows from the optimizer."""
+        """Returns the parameters with defaults that depend on the optimizer."""
         return params
 
     def _of_group(self, params: Mapping[str, Any], index: int) -> dict[str, float]:
@@ -80,7 +82,8 @@ class _Schedule:
             if name == "warmup_type":
                 if value not in _WARMUP_TYPES:
                     warnings.warn(
-                        f'[front::{self.kind}] warmup_type is {value!r}: "log" is taken',
+                        f'[front::{self.kind}] warmup_type is {value!r}, so "log" is used. '
+                        f'Allowed: "log", "linear"',
                         stacklevel=4,
                     )
                 value = _WARMUP_TYPES.get(value, 0.0)
@@ -92,17 +95,17 @@ class _Schedule:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_lr(self) -> list[float]:
-        """A rate for each parameter group, for the next update."""
+        """Returns a rate for each parameter group, for the next update."""
         return [one.lr(self.last_batch_iteration) for one in self._of_groups]
 
     def get_last_lr(self) -> list[float]:
-        """What the groups were set to last."""
+        """Returns the last rate of each group. Raises RuntimeError if none was set yet."""
         if not self._last_lr:
-            raise RuntimeError(f"[front::{self.kind}] no rate was set yet: call step() first")
+            raise RuntimeError(f"[front::{self.kind}] no rate was set yet. Call step() first")
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Goes on by one, or to `last_batch_iteration`, and sets the groups."""
+        """Advances by one step, or to `last_batch_iteration`, and sets the groups' rates."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration = last_batch_iteration
@@ -124,8 +127,8 @@ class _Schedule:
 
 
 class WarmupLR(_Schedule):
-    """From `warmup_min_lr` (0) to `warmup_max_lr` (the group's rate) over `warmup_num_steps`
-    (1000), then constant. `warmup_type`: "log" or "linear"."""
+    """Raises the rate from `warmup_min_lr` (0) to `warmup_max_lr` (the group's rate) over
+    `warmup_num_steps` (1000), then keeps it. `warmup_type`: "log" or "linear"."""
 
     kind = "WarmupLR"
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
@@ -137,15 +140,16 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(_Schedule):
-    """As WarmupLR (to 0.001), then linear to 0 at `total_num_steps`."""
+    """Warms up as WarmupLR (to 0.001), then decays linearly to 0 at `total_num_steps`."""
 
     kind = "WarmupDecayLR"
     names = ("total_num_steps", *WarmupLR.names)
 
 
 class WarmupCosineLR(_Schedule):
-    """Shares of the groups' rates: from `warmup_min_ratio` (0) to 1 over `warmup_num_steps` (1000),
-    then half a cosine down to `cos_min_ratio` (0.0001) at `total_num_steps`."""
+    """Multiplies the groups' rates by a ratio. The ratio rises from `warmup_min_ratio` (0) to 1
+    over `warmup_num_steps` (1000), then follows half a cosine down to `cos_min_ratio` (0.0001) at
+    `total_num_steps`."""
 
     kind = "WarmupCosineLR"
     names = (
@@ -162,9 +166,10 @@ class WarmupCosineLR(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """arXiv:1803.09820: up from `cycle_min_lr` to `cycle_max_lr` over `cycle_first_step_size`
-    (2000) and down again, momentum (`cycle_min_mom`, `cycle_max_mom`) the other way round; then the
-    rate decays, where `decay_step_size` is not 0."""
+    """The 1cycle policy (arXiv:1803.09820). The rate rises from `cycle_min_lr` to `cycle_max_lr`
+    over `cycle_first_step_size` (2000) steps and falls again. Momentum (`cycle_min_mom`,
+    `cycle_max_mom`) moves in the opposite direction. After the cycle the rate decays, if
+    `decay_step_size` is not 0."""
 
     kind = "OneCycle"
     names = (
@@ -187,14 +192,14 @@ class OneCycle(_Schedule):
         self.cycle_momentum = wanted and "betas" in self.optimizer.defaults
         if wanted and not self.cycle_momentum:
             warnings.warn(
-                f"[front::OneCycle] {type(self.optimizer).__name__} has no betas: its momentum "
-                f"stays",
+                f"[front::OneCycle] {type(self.optimizer).__name__} has no betas, so its momentum "
+                f"does not change",
                 stacklevel=3,
             )
         return params
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The groups' betas for the next update; None where momentum is not cycled."""
+        """Returns the groups' betas for the next update, or None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         return [(one.momentum(self.last_batch_iteration), 0.99) for one in self._of_groups]
@@ -206,8 +211,10 @@ class OneCycle(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """arXiv:1803.09820: from `lr_range_test_min_lr` (0.001) up by `lr_range_test_step_rate` (1) of
-    it every `lr_range_test_step_size` (2000) steps, to find the highest rate that still trains."""
+    """The learning rate range test (arXiv:1803.09820), to find the highest rate that still trains.
+
+    The rate begins at `lr_range_test_min_lr` (0.001). Every `lr_range_test_step_size` (2000) steps
+    it rises by `lr_range_test_step_rate` (1) times that value."""
 
     kind = "LRRangeTest"
     names = (
@@ -224,9 +231,9 @@ BY_NAME: dict[str, type[_Schedule]] = {
 
 
 def from_section(text: str) -> Callable[[Any], Any]:
-    """What builds the scheduler of a config's `scheduler` section (JSON) for an optimizer.
+    """Returns a function that builds the scheduler of a section (JSON) for an optimizer.
 
-    Raises ConfigError for a name that neither this module nor torch has.
+    Raises ConfigError if neither this module nor torch has a scheduler of that name.
     """
     section = json.loads(text)
     name, params = section["type"], section.get("params") or {}
@@ -234,7 +241,7 @@ def from_section(text: str) -> Callable[[Any], Any]:
     made: Any = BY_NAME.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if made is None:
         raise ConfigError(
-            f'[front::initialize] "scheduler.type" is "{name}"; allowed: {", ".join(BY_NAME)}, or '
+            f'[front::initialize] "scheduler.type" is "{name}". Allowed: {", ".join(BY_NAME)}, or '
             f"a class of torch.optim.lr_scheduler"
         )
 

@@ -47,7 +47,7 @@ _num_open = 0  # number of nested contexts
 def _nothing_waits(held: Any) -> bool:
     try:
         return bool(held.empty)
-    except RuntimeFault:  # the disk failed, and what waits there has no values
+    except RuntimeFault:  # the disk failed, so the waiting parameters have no values
         return True
 
 
@@ -158,7 +158,7 @@ def init(timeout_s: float = 600.0, path: str | os.PathLike[str] = "") -> Iterato
             its parameters still wait for their engine.
     """
     global _num_open
-    let_go()  # shards of a model that could not be built
+    let_go()  # frees the shards of an earlier model that could not be built
     place = os.fspath(path)
     if not _shared:
         own_ranks = ranks.Ranks(timeout_s)
@@ -168,7 +168,7 @@ def init(timeout_s: float = 600.0, path: str | os.PathLike[str] = "") -> Iterato
     if place and place != first:
         raise ConfigError(
             f'[front::init] path "{place}": parameters that wait for their engine are in '
-            f'"{first or "memory"}", and all go to one place; initialize() their model first'
+            f'"{first or "memory"}", and all must go to one place. initialize() their model first'
         )
     own = _same_generator(held)
 
@@ -177,9 +177,9 @@ def init(timeout_s: float = 600.0, path: str | os.PathLike[str] = "") -> Iterato
             return
         if param.device.type != "cpu":
             raise ConfigError(
-                f'[front::init] parameter "{name}" is made on {param.device}: under '
-                "penstock.init() parameters are made on the CPU, in pieces, and train there. "
-                "A model that fits on a device is built there without init()"
+                f'[front::init] parameter "{name}" is made on {param.device}, but under '
+                "penstock.init() parameters are made on the CPU, in shards, and train there. "
+                "Build a model that fits on a device without init()"
             )
         if not held.holds(param) and param.numel() > 0:
             held.hollow(param)

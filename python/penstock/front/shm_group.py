@@ -2,8 +2,8 @@
 
     dist.init_process_group("penstock")     # or new_group(backend="penstock")
 
-For torch's own DDP, FSDP2 and collectives of CPU tensors; an engine needs no such group.
-`penstock.front.registration` makes the name known to torch.
+It is for torch's own DDP, FSDP2 and collectives of CPU tensors. An engine does not need it.
+`penstock.front.registration` registers the name with torch.
 """
 
 import datetime
@@ -18,13 +18,13 @@ from penstock.front.registration import NAME
 
 
 def make(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    """Returns the back end, or on all ranks gloo with a warning that says why."""
+    """Returns the back end. If ranks cannot share memory, returns gloo on all ranks and warns."""
     own = PrefixStore("penstock", store)
     made, why_not = _penstock.one_host_back_end(own, rank, size, timeout.total_seconds())
     if made is not None:
         return made
     warnings.warn(
-        f'the back end "{NAME}" is gloo here, as these ranks cannot share memory: {why_not}',
+        f'the back end "{NAME}" uses gloo, because these ranks cannot share memory: {why_not}',
         stacklevel=3,
     )
     return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)

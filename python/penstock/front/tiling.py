@@ -1,7 +1,7 @@
-"""Large layers in tiles: which modules, and what their forward calls instead.
+"""Runs large layers in tiles: selects the modules and replaces their forward.
 
-Modules and parameters stay the user's objects: only `forward` of the modules concerned is replaced
-while the engine is on. What is computed is in C++ (src/tiles/tiled_operators.cpp).
+Modules and parameters stay the user's objects. While the engine is open, it replaces only `forward`
+of tiled modules. The computation is in C++ (src/tiles/tiled_operators.cpp).
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from penstock.parallel.lazy_logits import LazyLogits, TiledHead
 
 
 def with_head(model: torch.nn.Module, config: Any) -> Any:
-    """The config, with `tiling.head` filled in where it is needed and not given."""
+    """Returns the config. Fills in `tiling.head` if `tiling.loss_tokens` needs it."""
     if config.tiling.loss_tokens == 0 or config.tiling.head:
         return config
     return config.with_head(_find_head(model))
@@ -30,15 +30,16 @@ def _find_head(model: torch.nn.Module) -> str:
     if linear:
         return names[linear[-1]]
     raise ConfigError(
-        '[front::initialize] "tiling.loss_tokens" is set and the model has no nn.Linear whose '
-        "output could be the logits; leave it out"
+        '[front::initialize] "tiling.loss_tokens" is set, but the model has no nn.Linear whose '
+        "output could be the logits. Leave the key out"
     )
 
 
 def install(
     model: torch.nn.Module, core: Any, config: Any, pace: Pace, installed: list[Any]
 ) -> None:
-    """Replaces the forward of every module whose weight is in tiles, until `forwards.remove()`."""
+    """Replaces the forward of every module whose weight is in tiles, until
+    `forward_guard.remove()`."""
     tiles = {name: _penstock.Tiles(core, name) for name in _penstock.Tiles.names(core)}
     of_param = {p: tiles[n] for n, p in model.named_parameters() if n in tiles}
     for name, module in model.named_modules():
@@ -59,7 +60,7 @@ def _forward(module: Any, tiles: Any, lazy_in: Any) -> Any:
 
     def head(inner: Any, input: torch.Tensor) -> Any:  # noqa: A002
         core, pace = lazy_in
-        if pace.uneven:  # other ranks would not come to compute the logits later
+        if pace.uneven:  # other ranks would not take part in a later computation of the logits
             return linear(inner, input)
         values = None if module.bias is None else module.bias.detach().clone()
         made = TiledHead(tiles, module.bias, values, module.out_features, core)
