@@ -11,9 +11,11 @@ from torch import nn
 
 ROOT = pathlib.Path(__file__).parents[2]
 
+PAGES = ("training", "index", "from_fsdp2", "from_torch")  # with Python blocks that run
+
 
 def blocks():
-    for path in ["docs/training.md", "README.md"]:
+    for path in ("README.md", *(f"docs/{page}.md" for page in PAGES)):
         text = (ROOT / path).read_text(encoding="utf-8")
         for index, block in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)):
             yield pytest.param(block, id=f"{path}-{index}")
