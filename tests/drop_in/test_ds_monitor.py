@@ -277,7 +277,7 @@ def test_a_folder_that_cannot_be_made(drop_in_pools, tmp_path):
     (tmp_path / "job").write_text("")
     config = config_of(**sections(tmp_path, "csv_monitor"))
     (said,) = drop_in_pools(1).run(monitors.raised, config, False, ())
-    assert f'"{tmp_path}/job" cannot be made' in said
+    assert f'cannot create the folder "{tmp_path}/job"' in said
 
 
 SCRIPT = """

@@ -170,14 +170,14 @@ MADE = {
     "no weight": 'no parameter "w"',
     "running": "no buffers that change",
     "a loss": "loss_fn is a Linear with parameters",
-    "function": "is a function of yours",
+    "function": "is a custom function",
     "some layers": "checkpointable_layers is not supported",
     "interval": "activation_checkpoint_interval is -1",
     "later": "checkpointable_layers is not supported",
     "mpu": "has its own, model.mpu()",
     "section": '"pipeline.stages" is 4',
     "key": "no such key",
-    "mesh": "mesh.pipeline 1, and the PipelineModule 2 stages",
+    "mesh": "mesh.pipeline 1, but the PipelineModule has 2 stages",
 }
 
 

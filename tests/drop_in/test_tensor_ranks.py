@@ -266,9 +266,9 @@ def _specs(*specs: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "key": ("net", _specs({"patterns": ["qkv"], "shap": 1}), '"shap" is no key'),
+    "key": ("net", _specs({"patterns": ["qkv"], "shap": 1}), '"shap" is not a key'),
     "type": ("net", _specs({"patterns": ["qkv"], "partition_type": "both"}), "column, row, skip"),
-    "pattern": ("net", _specs({"patterns": ["("]}), "no regular expression"),
+    "pattern": ("net", _specs({"patterns": ["("]}), "not a regular expression"),
     "dim": ("net", _specs({"patterns": ["qkv"], "partition_dim": 1}), "parallel.rules"),
     "shape": ("net", _specs({"patterns": ["qkv"], "shape": [3, -1, 4]}), "2 dimensions"),
     "gather": (

@@ -1,4 +1,4 @@
-"""DeepSpeed's names over Penstock's engine; what they translate to is in docs/deepspeed.md."""
+"""DeepSpeed's names over Penstock's engine. docs/deepspeed.md describes their translation."""
 
 import argparse as _argparse
 from typing import Any as _Any
@@ -46,9 +46,11 @@ __git_hash__, __git_branch__ = git_version_info.git_hash, git_version_info.git_b
 dist = comm
 
 init_inference = _missing_name.function(
-    "deepspeed.init_inference", "it trains; call the model under torch.inference_mode()"
+    "deepspeed.init_inference", "it only trains; call the model under torch.inference_mode()"
 )
-default_inference_config = _missing_name.function("deepspeed.default_inference_config", "it trains")
+default_inference_config = _missing_name.function(
+    "deepspeed.default_inference_config", "it only trains"
+)
 set_autotp_mode = _missing_name.function("deepspeed.set_autotp_mode", _missing_name.TENSOR)
 tp_model_init = _missing_name.function("deepspeed.tp_model_init", _missing_name.TENSOR)
 
@@ -56,10 +58,10 @@ tp_model_init = _missing_name.function("deepspeed.tp_model_init", _missing_name.
 def add_config_arguments(parser: _argparse.ArgumentParser) -> _argparse.ArgumentParser:
     """Adds --deepspeed and --deepspeed_config to a script's parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="for the script")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="path of a JSON file")
-    group.add_argument("--deepscale", default=False, action="store_true", help="of old scripts")
-    group.add_argument("--deepscale_config", default=None, type=str, help="of old scripts")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="read by the script")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON config")
+    group.add_argument("--deepscale", default=False, action="store_true", help="old name")
+    group.add_argument("--deepscale_config", default=None, type=str, help="old name")
     return parser
 
 

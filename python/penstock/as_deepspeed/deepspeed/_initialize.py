@@ -19,19 +19,19 @@ from .runtime.pipe.module import PipelineModule
 from .runtime.sequence_parallel.parallel_state_sp import SequenceGrid
 from .utils.logging import log_dist
 
-# What makes up for an mpu, by the method of it that says a size.
-_WHOLE = f"give the model whole and without mpu, {TENSOR}"
+# Size method of an mpu -> the alternative to an mpu.
+_WHOLE = f"pass the uncut model without mpu, and {TENSOR}"
 _OF_AN_MPU = {
     "get_model_parallel_world_size": _WHOLE,
     "get_tensor_model_parallel_world_size": _WHOLE,
-    "get_pipe_parallel_world_size": "a deepspeed.pipe.PipelineModule has stages",
-    "get_pipeline_model_parallel_world_size": "a deepspeed.pipe.PipelineModule has stages",
+    "get_pipe_parallel_world_size": "use a deepspeed.pipe.PipelineModule",
+    "get_pipeline_model_parallel_world_size": "use a deepspeed.pipe.PipelineModule",
 }
 
 _ALIAS = "get_model_parallel_world_size"
 
 
-def initialize(  # noqa: PLR0913 - as DeepSpeed's
+def initialize(  # noqa: PLR0913 - DeepSpeed's signature
     args: Any = None,
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
@@ -46,23 +46,25 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
     mesh_param: Any = None,
     config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Makes an engine; all ranks call it together.
+    """Creates an engine. All ranks must call it.
 
     Args:
-        args: of the script; `args.deepspeed_config` is the config where no other is given.
-        model: any nn.Module, also of `zero.Init`; a PipelineModule's engine is a PipelineEngine.
-        optimizer: a torch optimizer, or a callable that takes the parameters; default: of the
-            config.
-        model_parameters: parameters or groups for the config's optimizer; default: all that train.
-        training_data: a dataset, for the loader that is returned.
-        lr_scheduler: stepped after each update, or a callable that takes the optimizer; default:
-            the config's.
-        distributed_port: of rank 0, where no launcher says it.
-        mpu: says which ranks have parts of the same sequences; its other sizes must be 1.
-        dist_init_required: False where torch.distributed is there or is not wanted.
-        collate_fn: of the loader.
-        config: a dict, a path, JSON text, or base64 of it.
-        mesh_param: (data ranks, sequence ranks), in place of an mpu.
+        args: the script's arguments; `args.deepspeed_config` is the config if no other is given.
+        model: any nn.Module, also one built in `zero.Init`. A PipelineModule gives a
+            PipelineEngine.
+        optimizer: a torch optimizer, or a callable that creates one from the parameters; default:
+            the config's optimizer.
+        model_parameters: parameters or groups for the config's optimizer; default: all trainable
+            parameters.
+        training_data: a dataset for the returned loader.
+        lr_scheduler: a scheduler, which is stepped after each update, or a callable that creates
+            one from the optimizer; default: the config's scheduler.
+        distributed_port: rank 0's port if no launcher sets it.
+        mpu: gives the groups of ranks that share sequences; its other sizes must be 1.
+        dist_init_required: False to leave torch.distributed as it is.
+        collate_fn: passed to the loader.
+        config: a dict, a path, JSON text, or base64 of JSON text.
+        mesh_param: (data ranks, sequence ranks), instead of an mpu.
         config_params: another name of `config`.
 
     Returns:
@@ -70,7 +72,7 @@ def initialize(  # noqa: PLR0913 - as DeepSpeed's
         the scheduler (None without one).
 
     Raises:
-        ConfigError: a setting that cannot work.
+        ConfigError: an argument or a setting is missing, contradictory or not supported.
     """
     log_dist(f"DeepSpeed info: version={version}, git-hash={git_hash}", ranks=[0])
     _check(model, mpu, mesh_param)
@@ -114,9 +116,12 @@ def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
             f"[deepspeed::initialize] model is a {type(model).__name__}, not an nn.Module"
         )
     if isinstance(model, PipelineModule) and (mpu or mesh_param) is not None:
-        raise ConfigError("[deepspeed::initialize] mpu: a PipelineModule has its own, model.mpu()")
+        raise ConfigError(
+            "[deepspeed::initialize] mpu and mesh_param are not allowed with a PipelineModule: it "
+            "has its own, model.mpu()"
+        )
     if mpu is not None and mesh_param is not None:
-        raise ConfigError("[deepspeed::initialize] mpu and mesh_param both say groups: keep one")
+        raise ConfigError("[deepspeed::initialize] mpu and mesh_param both set groups: keep one")
     sequence = getattr(mpu, "get_sequence_parallel_world_size", None)
     for name in ("get_sequence_parallel_group", "get_sequence_parallel_rank"):
         if sequence is not None and sequence() > 1 and not hasattr(mpu, name):
@@ -124,11 +129,11 @@ def _check(model: Any, mpu: Any, mesh_param: Any) -> None:
     for name, instead in _OF_AN_MPU.items():
         size = getattr(mpu, name, None)
         if name == _ALIAS and hasattr(mpu, "initialize_sequence_parallel"):
-            size = None  # another name of its sequence ranks
+            size = None  # here it is another name for the number of sequence ranks
         if callable(size) and size() > 1:
             raise ConfigError(
-                f"[deepspeed::initialize] {name}() of the mpu is {size()}, and an mpu above size "
-                f"1 is not supported: {instead}"
+                f"[deepspeed::initialize] the mpu's {name}() is {size()}; only 1 is supported: "
+                f"{instead}"
             )
 
 
@@ -138,6 +143,6 @@ def _of_mesh(mesh_param: Any) -> SequenceGrid:
     if len(sizes) != 2 or sizes[0] * sizes[1] != world:
         raise ConfigError(
             f"[deepspeed::initialize] mesh_param is {mesh_param}; allowed: (data ranks, sequence "
-            f"ranks), of {world} ranks"
+            f"ranks) whose product is the number of ranks, {world}"
         )
     return SequenceGrid(sizes[1])

@@ -1,4 +1,4 @@
-"""Names that DeepSpeed has and Penstock has not: they import, and raise where they are used."""
+"""DeepSpeed's names that Penstock does not support. They can be imported, and raise when used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock import ConfigError
 
-TENSOR = '"tensor_parallel": {"autotp_size": N} in the config (mesh.tensor) says it all'
+TENSOR = 'set "tensor_parallel": {"autotp_size": N} in the config (mesh.tensor)'
 
 
 def _refusal(name: str, instead: str) -> ConfigError:
@@ -15,7 +15,7 @@ def _refusal(name: str, instead: str) -> ConfigError:
 
 
 def function(name: str, instead: str) -> Callable[..., Any]:
-    """One that raises ConfigError where it is called."""
+    """Returns a function that raises ConfigError when it is called."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise _refusal(name, instead)
@@ -26,7 +26,7 @@ def function(name: str, instead: str) -> Callable[..., Any]:
 
 
 def cls(name: str, instead: str, bases: tuple[type, ...] = ()) -> type:
-    """A class that raises ConfigError where an object of it is made."""
+    """Returns a class that raises ConfigError when it is instantiated."""
 
     def refuse(_self: Any, *_: Any, **__: Any) -> None:
         raise _refusal(name, instead)

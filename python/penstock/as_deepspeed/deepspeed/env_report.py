@@ -1,4 +1,4 @@
-"""ds_report, which is `penstock doctor`."""
+"""The command ds_report: runs `penstock doctor`."""
 
 from __future__ import annotations
 

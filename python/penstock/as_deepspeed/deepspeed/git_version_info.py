@@ -1,4 +1,4 @@
-"""What was built, as DeepSpeed says it."""
+"""Version and build information, with DeepSpeed's names."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The device that trains, under the names of DeepSpeed's accelerators."""
+"""The training device, with the names of DeepSpeed's accelerators."""
 
 from .real_accelerator import get_accelerator as get_accelerator
 from .real_accelerator import is_current_accelerator_supported as is_current_accelerator_supported

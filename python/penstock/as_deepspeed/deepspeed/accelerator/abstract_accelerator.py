@@ -1,4 +1,4 @@
-"""For isinstance()."""
+"""A base class for isinstance() checks."""
 
 
 class DeepSpeedAccelerator:

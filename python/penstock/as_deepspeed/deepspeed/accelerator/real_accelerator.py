@@ -1,4 +1,4 @@
-"""get_accelerator()."""
+"""get_accelerator() and the CPU accelerator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .abstract_accelerator import DeepSpeedAccelerator
 
 
 class CPU_Accelerator(DeepSpeedAccelerator):  # noqa: N801 - DeepSpeed's name
-    """Host memory. What only devices have does nothing here, as in DeepSpeed."""
+    """The host as an accelerator. Calls that need a device do nothing, as in DeepSpeed."""
 
     _name = "cpu"
     _communication_backend_name = "gloo"
@@ -63,7 +63,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):  # noqa: N801 - DeepSpeed's name
         return torch.initial_seed()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Resident bytes of this process; the peak of them for max_memory_allocated()."""
+        """Returns the resident bytes of this process; max_memory_allocated() returns their peak."""
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -122,18 +122,18 @@ _accelerator: Any = None
 
 
 def get_accelerator() -> Any:
-    """The one that the ranks of this process train on."""
+    """Returns the accelerator. Raises ConfigError if DS_ACCELERATOR is not "cpu"."""
     global _accelerator
     if _accelerator is None:
         wanted = os.environ.get("DS_ACCELERATOR", "cpu")
         if wanted != "cpu":
-            raise ConfigError(f"[deepspeed] DS_ACCELERATOR is {wanted}: Penstock trains on cpu")
+            raise ConfigError(f"[deepspeed] DS_ACCELERATOR is {wanted}; allowed: cpu")
         _accelerator = CPU_Accelerator()
     return _accelerator
 
 
 def set_accelerator(accelerator: Any) -> None:
-    """Puts another in its place, for what asks get_accelerator(); the engine does not."""
+    """Sets the object that get_accelerator() returns. The engine does not use it."""
     global _accelerator
     _accelerator = accelerator
 

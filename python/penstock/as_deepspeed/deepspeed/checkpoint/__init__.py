@@ -1,7 +1,7 @@
-"""Checkpoints of DeepSpeed's."""
+"""DeepSpeed's checkpoint classes, which are not supported."""
 
 from .. import _missing_name
 
 DeepSpeedCheckpoint = _missing_name.cls(
-    "deepspeed.checkpoint.DeepSpeedCheckpoint", "penstock convert reads checkpoints of DeepSpeed"
+    "deepspeed.checkpoint.DeepSpeedCheckpoint", "`penstock convert` reads DeepSpeed's checkpoints"
 )

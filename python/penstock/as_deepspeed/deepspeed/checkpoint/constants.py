@@ -1,4 +1,4 @@
-"""Keys and names of the files of a checkpoint."""
+"""Keys and file names of DeepSpeed's checkpoints."""
 
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 FP32_GROUPS = "fp32_groups"

@@ -1,4 +1,4 @@
-"""State dicts that are about to be saved."""
+"""Functions for state dicts that are about to be saved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """Copies of all tensors, so that torch.save() does not write the whole storage of a view."""
+    """Copies all tensors, so that torch.save() does not write the whole storage of a view."""
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(device)
     if isinstance(item, (list, tuple)):

@@ -1,4 +1,4 @@
-"""torch.distributed, under DeepSpeed's names."""
+"""torch.distributed with DeepSpeed's names."""
 
 from . import comm as _comm
 from .comm import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed; the engine has connections of its own."""
+"""Collectives of torch.distributed with DeepSpeed's names. The engine has its own connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import device_mesh
 _TIMEOUT = datetime.timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
 
 
-def init_distributed(  # noqa: PLR0913 - as DeepSpeed's
+def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
     distributed_port: int = 29500,
@@ -25,9 +25,10 @@ def init_distributed(  # noqa: PLR0913 - as DeepSpeed's
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Makes torch.distributed's process group, unless there is one.
+    """Creates torch.distributed's process group, unless it exists.
 
-    Ranks are found in the launcher's environment; without one this process is alone.
+    The launcher's environment variables give rank and address. Without them this process is the
+    only rank. Back ends for devices (nccl, ccl) are replaced by gloo.
     """
     if dist.is_initialized() or dist_init_required is False:
         return
@@ -165,11 +166,11 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
 
 
 def configure(deepspeed_config: Any = None, **_: Any) -> None:
-    """Sets DeepSpeed's communication logger; there is none here, `penstock status` shows waits."""
+    """Accepted, without effect: there is no communication logger. `penstock status` shows waits."""
 
 
 def log_summary(show_straggler: bool = False) -> None:
-    """Prints nothing: see configure()."""
+    """Does nothing: see configure()."""
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:

@@ -1,1 +1,1 @@
-"""Inference engines, which are not built: the engine trains."""
+"""Inference engines, which are not supported: Penstock only trains."""

@@ -1,5 +1,5 @@
-"""Inference engines, which are not built."""
+"""Inference engines, which are not supported."""
 
 from .. import _missing_name
 
-InferenceEngine = _missing_name.cls("deepspeed.InferenceEngine", "it trains")
+InferenceEngine = _missing_name.cls("deepspeed.InferenceEngine", "it only trains")

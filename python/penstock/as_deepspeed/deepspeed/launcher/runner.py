@@ -1,4 +1,4 @@
-"""The `deepspeed` command, which is `penstock run --as-deepspeed`."""
+"""The `deepspeed` command: runs `penstock run --as-deepspeed`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MVAPICH_LAUNCHER = "mvapich"
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Starts the ranks of a script."""
-    from penstock.launch import deepspeed_main  # noqa: PLC0415 - without it this is no launcher
+    """Starts the ranks of a script. Returns the exit code."""
+    from penstock.launch import deepspeed_main  # noqa: PLC0415 - importing this module stays cheap
 
     return int(deepspeed_main(sys.argv[1:] if args is None else args))

@@ -1,1 +1,1 @@
-"""DeepSpeed's experts, which are not built yet; those of a model's own train as they are."""
+"""DeepSpeed's expert layers, which are not supported yet. A model's own experts train unchanged."""

@@ -1,4 +1,4 @@
-"""Experts."""
+"""The MoE layer, which is not supported yet."""
 
 import torch
 
@@ -6,6 +6,6 @@ from .. import _missing_name
 
 MoE = _missing_name.cls(
     "deepspeed.moe.layer.MoE",
-    "expert parallelism is not built yet; experts of a model's own train under every strategy",
+    "expert parallelism is not built yet; a model's own experts train under every strategy",
     (torch.nn.Module,),
 )

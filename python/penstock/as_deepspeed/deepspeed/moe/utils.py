@@ -1,4 +1,4 @@
-"""What is asked of parameters."""
+"""Queries about expert parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether it is an expert's, which differs by rank: none is."""
+    """Returns False: no parameter is an expert's that differs between ranks."""
     return False
 
 
@@ -23,5 +23,5 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Any, max_group_size: Any = None
 ) -> Any:
-    """The same groups: there are no experts to take out."""
+    """Returns the same groups, since there are no expert parameters to separate."""
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)

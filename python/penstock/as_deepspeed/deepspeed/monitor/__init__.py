@@ -1,1 +1,1 @@
-"""Writers of metrics."""
+"""DeepSpeed's monitors."""

@@ -1,3 +1,3 @@
-"""Comet."""
+"""The Comet monitor."""
 
 from penstock.monitor.deepspeed import CometMonitor as CometMonitor

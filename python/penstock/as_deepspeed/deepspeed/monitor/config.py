@@ -1,4 +1,4 @@
-"""The sections of the config that enable writers of metrics."""
+"""The config sections of the monitors."""
 
 from penstock.monitor.deepspeed_config import CometConfig as CometConfig
 from penstock.monitor.deepspeed_config import CSVConfig as CSVConfig

@@ -1,4 +1,4 @@
-"""Files of CSV."""
+"""The CSV monitor."""
 
 from penstock.monitor.deepspeed import CsvMonitor as csvMonitor
 

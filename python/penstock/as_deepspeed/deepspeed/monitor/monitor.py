@@ -1,4 +1,4 @@
-"""All writers of metrics."""
+"""All monitors."""
 
 from penstock.monitor.deepspeed import Monitor as Monitor
 from penstock.monitor.deepspeed import MonitorMaster as MonitorMaster

@@ -1,3 +1,3 @@
-"""TensorBoard."""
+"""The TensorBoard monitor."""
 
 from penstock.monitor.deepspeed import TensorBoardMonitor as TensorBoardMonitor

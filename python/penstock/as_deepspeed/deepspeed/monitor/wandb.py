@@ -1,3 +1,3 @@
-"""Weights & Biases."""
+"""The Weights & Biases monitor."""
 
 from penstock.monitor.deepspeed import WandbMonitor as WandbMonitor

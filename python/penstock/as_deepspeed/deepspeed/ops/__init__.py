@@ -1,4 +1,4 @@
-"""Optimizers and kernels; all are built in, nothing is compiled at run time."""
+"""Optimizers and kernels. All are built in; nothing is compiled at run time."""
 
 from . import adagrad as adagrad
 from . import adam as adam

@@ -1,4 +1,4 @@
-"""Pipelines."""
+"""DeepSpeed's names for pipeline parallelism."""
 
 from ..runtime.pipe import LayerSpec as LayerSpec
 from ..runtime.pipe import PipelineModule as PipelineModule

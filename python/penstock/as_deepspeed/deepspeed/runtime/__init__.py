@@ -1,4 +1,4 @@
-"""The engine and what belongs to it."""
+"""The engine, its config and its optimizers."""
 
 from . import config as config
 from . import engine as engine

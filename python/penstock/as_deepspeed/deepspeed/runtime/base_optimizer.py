@@ -1,4 +1,4 @@
-"""What initialize() returns as the optimizer: the engine's, with its parameter groups."""
+"""The optimizer that initialize() returns: the engine's update with torch's parameter groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock import ConfigError, RuntimeFault
 
 
 class _State(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
-    """By parameter."""
+    """The optimizer state by parameter: copies of this rank's elements."""
 
     def __init__(self, native: Any, groups: list[dict[str, Any]]) -> None:
         self._native = native
@@ -32,12 +32,12 @@ class _State(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
 
 
 class _Unsaved(dict[str, Any]):
-    """What there is to see of an optimizer, which nobody shall mistake for all of it."""
+    """A state_dict() without the state. Pickling it raises, so it is not saved as a checkpoint."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeFault(
-            "[deepspeed::optimizer] the optimizer's state is in the engine, and state_dict() has "
-            "none of it to save: engine.save_checkpoint() saves it"
+            "[deepspeed::optimizer] state_dict() has no optimizer state to save, since the engine "
+            "keeps it: save it with engine.save_checkpoint()"
         )
 
 
@@ -46,8 +46,11 @@ class DeepSpeedOptimizer:
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """The torch optimizer that has the groups is `optimizer`; moments and masters are sharded in
-    the engine."""
+    """An optimizer whose moments and masters are sharded in the engine.
+
+    Attributes:
+        optimizer: the torch optimizer with the parameter groups.
+    """
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         self._engine = weakref.ref(engine)
@@ -56,12 +59,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def _ours(self) -> Any:
         engine = self._engine()
         if engine is None:
-            raise RuntimeFault("[deepspeed::optimizer] its engine is gone")
+            raise RuntimeFault("[deepspeed::optimizer] the optimizer's engine no longer exists")
         return engine
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the torch optimizer: change rates here."""
+        """The torch optimizer's groups. Changed learning rates take effect in the next step."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -74,14 +77,16 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def state(self) -> Any:
-        """What is kept for each parameter: copies of this rank's elements, flat, made when they are
-        looked at. To change them: deepspeed.utils.safe_set_*."""
+        """The state by parameter. A value is a flat copy of this rank's elements.
+
+        The copy is made when it is read. deepspeed.utils.safe_set_* changes the state.
+        """
         native = self._ours().native
         return _State(native, self.param_groups) if native.state_names() else self.optimizer.state
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step() of the engine was skipped, since fp16 gradients overflowed."""
+        """Whether the engine's last step() was skipped because fp16 gradients overflowed."""
         return bool(self._ours().last_step_overflowed)
 
     @property
@@ -101,12 +106,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """A copy of this rank's fp32 masters, flat, by parameter group. [ZeRO-3]"""
+        """Flat copies of this rank's fp32 masters, by parameter group (DeepSpeed's ZeRO-3)."""
         return [self._masters(group) for group in self.param_groups]
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """A copy of this rank's fp32 masters, flat, by parameter group. [ZeRO-1, ZeRO-2]"""
+        """Flat copies of this rank's fp32 masters, by parameter group (ZeRO-1 and ZeRO-2)."""
         return self.fp32_partitioned_groups_flat
 
     def _masters(self, group: dict[str, Any]) -> torch.Tensor:
@@ -115,7 +120,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return torch.cat(parts) if parts else torch.empty(0)
 
     def step(self, closure: Any = None) -> None:
-        """Updates the weights alone: counts and the scheduler are engine.step()'s."""
+        """Updates the weights only. engine.step() also updates the counts and the scheduler."""
         if closure is not None:
             raise ConfigError("[deepspeed::optimizer] step() takes no closure")
         self._ours().update()
@@ -127,12 +132,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return loss * self.loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the window; as in DeepSpeed not with ZeRO-2."""
+        """Drops the gradients of the accumulation window, except with ZeRO-2, as in DeepSpeed."""
         if self._ours().zero_optimization_stage() != 2:
             self._ours().native.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups' options alone: it cannot be pickled, since save_checkpoint() saves it all."""
+        """Returns the groups' options only. It cannot be pickled; use engine.save_checkpoint()."""
         options = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.param_groups
@@ -140,13 +145,14 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return _Unsaved({"param_groups": options, "state": {}})
 
     def load_state_dict(self, state_dict: Any, **_: Any) -> None:
-        """Raises RuntimeFault: the engine's load_checkpoint() loads it."""
+        """Raises RuntimeFault. Use engine.load_checkpoint() instead."""
         raise RuntimeFault(
-            "[deepspeed::optimizer] its state is in the engine: engine.load_checkpoint() loads it"
+            "[deepspeed::optimizer] load_state_dict() is not supported, since the engine keeps the "
+            "state: load it with engine.load_checkpoint()"
         )
 
     def refresh_fp32_params(self) -> None:
-        """Nothing: edits of parameters between steps count by themselves."""
+        """Does nothing: the engine finds edits of parameters between steps by itself."""
 
     def get_lr(self) -> float:
         return float(self.param_groups[0]["lr"])

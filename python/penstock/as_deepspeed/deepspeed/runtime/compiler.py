@@ -1,4 +1,4 @@
-"""torch.compile."""
+"""DeepSpeed's names for functions of torch.compile."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def is_compile_supported() -> bool:
-    """Blocks of a model may be compiled, before initialize()."""
+    """Returns True: blocks of a model may be compiled before initialize()."""
     return True
 
 
@@ -16,6 +16,6 @@ def is_compiling() -> bool:
 
 
 def disable(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which torch.compile leaves alone."""
+    """Excludes the function from torch.compile."""
     left: Callable[..., Any] = torch.compiler.disable(func)  # type: ignore[no-untyped-call]
     return left

@@ -1,4 +1,4 @@
-"""DeepSpeedConfig: a config of DeepSpeed's, read and looked at."""
+"""DeepSpeedConfig: reads a DeepSpeed config and translates it to Penstock's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.front import config_file
 from penstock.monitor.deepspeed_config import get_monitor_config
 
 SEQUENCE = (
-    'say "sequence_parallel_size", and give each rank its tokens; {"mesh": {"sequence": N}} is of '
-    "penstock.initialize(), which is given whole sequences (docs/parallel.md)"
+    'set "sequence_parallel_size" and give each rank its tokens; {"mesh": {"sequence": N}} is for '
+    "penstock.initialize(), which takes whole sequences (docs/parallel.md)"
 )
 DeepSpeedConfigError = ConfigError
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """A dict, JSON text, a path or base64 of the text, as a dict; comments are allowed."""
+    """Reads a config: a dict, JSON text, a path, or base64 of the text. Comments are allowed."""
     if isinstance(config, Mapping):
         return dict(config)
     found: dict[str, Any] = json.loads(_penstock.plain_json(config_file.text_of(config)))
@@ -30,7 +30,7 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 
 class DeepSpeedConfig:
-    """What a config says, with the names that DeepSpeed's own object has.
+    """The settings of a config, with the attribute names of DeepSpeed's own class.
 
     `penstock explain --config ds_config.json` prints every value in effect.
     """
@@ -42,9 +42,18 @@ class DeepSpeedConfig:
         mesh_device: Any = None,
         own: Mapping[str, Any] | None = None,
     ) -> None:
-        """`mpu`: says the number of sequence ranks, where it has such.
-        `own`: sections of Penstock's config that the model says (a pipeline's); those of the
-        config come first."""
+        """Reads and translates the config.
+
+        Args:
+            config: see as_dict().
+            mpu: sets the number of sequence ranks, if it has any.
+            mesh_device: accepted, without effect.
+            own: sections of Penstock's config that the model sets (a pipeline). Settings in the
+                config have precedence.
+
+        Raises:
+            ConfigError: a key or value is wrong or not supported.
+        """
         given = as_dict(config)
         self.torch_optimizer = _of_torch(given.get("optimizer"))
         left_out = ("optimizer",) if self.torch_optimizer else ()
@@ -82,7 +91,10 @@ class DeepSpeedConfig:
         self.dataloader_drop_last = bool(given.get("dataloader_drop_last", False))
 
     def _take_sequence_ranks(self, batch: Any) -> int:
-        """Their number. To the engine they are data ranks: the script cuts its sequences."""
+        """Returns the number of sequence ranks and removes it from the native config.
+
+        The engine treats sequence ranks as data ranks, since the script cuts its sequences.
+        """
         size = int(self.native.get("mesh", {}).pop("sequence", 1))
         if size > 1:
             counts = {"micro": batch.micro, "accumulate": batch.accumulate}
@@ -92,28 +104,30 @@ class DeepSpeedConfig:
         return size
 
     def print(self, name: str = "DeepSpeedConfig") -> None:
-        """Prints what was given."""
+        """Prints the config as it was given."""
         print(f"{name}: {json.dumps(config_file.finite(self._param_dict), indent=2)}")
 
 
 def _sequence_ranks(given: Mapping[str, Any], mpu: Any) -> dict[str, int]:
-    """`sequence_parallel_size` as an mpu says it; nothing without one."""
+    """Returns {"sequence_parallel_size": N} from an mpu; {} without sequence ranks in it."""
     mesh = (given.get("penstock") or {}).get("mesh") or {}
     if "sequence" in mesh:
-        raise ConfigError(f"[deepspeed::initialize] penstock.mesh.sequence: not here; {SEQUENCE}")
+        raise ConfigError(
+            f"[deepspeed::initialize] penstock.mesh.sequence is not supported here: {SEQUENCE}"
+        )
     size = getattr(mpu, "get_sequence_parallel_world_size", None)
     if size is None:
         return {}
     said, key = size(), "sequence_parallel_size"
     if given.get(key) not in (None, "auto", 0, said):
         raise ConfigError(
-            f'[deepspeed::initialize] "{key}" is {given[key]}, and the mpu or mesh_param has {said}'
+            f'[deepspeed::initialize] "{key}" is {given[key]}, but the mpu or mesh_param has {said}'
         )
     return {key: said}
 
 
 def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:
-    """Name and parameters of a class of torch.optim that the engine has no kernel for."""
+    """Returns name and parameters of a torch.optim class for which the engine has no kernel."""
     name = (section or {}).get("type") or ""
     kernels = {kind.name.lower() for kind in _penstock.OPTIMIZER_KINDS}
     made = getattr(torch.optim, name, None)
@@ -126,7 +140,7 @@ def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def _number(value: Any) -> int:
-    """0 where nothing is to be printed: absent, null or infinite."""
+    """Returns steps_per_print; 0 (print nothing) if it is absent, null or infinite."""
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""What configs are made of."""
+"""Functions that read values from a config dict."""
 
 from typing import Any
 

@@ -40,7 +40,7 @@ from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from .zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
-# Keys that have no effect in an engine of our own and that this one takes.
+# Keys without effect in a penstock.Engine that this engine implements.
 _TAKEN_HERE = ("steps_per_print", "dataloader_drop_last", "fp16.auto_cast")
 
 
@@ -50,7 +50,7 @@ def _halved(value: Any) -> Any:
 
 
 def _warn_of(translated: Any) -> None:
-    """One warning, on rank 0, of the keys without effect, by why they have none."""
+    """Issues one warning on rank 0 that lists all keys without effect, grouped by reason."""
     by_note: dict[str, list[str]] = {}
     for one in translated.given:
         if one.fate == "no effect" and one.key not in _TAKEN_HERE:
@@ -67,11 +67,11 @@ def _warn_of(translated: Any) -> None:
 def _optimizer_of(
     config: DeepSpeedConfig, model: torch.nn.Module, given: Any, parameters: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The torch optimizer (None where there is none) and the native config for it."""
+    """Returns the torch optimizer (None if there is none) and the native config for it."""
     native = dict(config.native)
     section = native.pop("optimizer", None)
     if isinstance(given, ZeROOptimizer):
-        raise ConfigError("[deepspeed::initialize] the optimizer is another engine's")
+        raise ConfigError("[deepspeed::initialize] the optimizer belongs to another engine")
     chosen = [one for one in model.parameters() if one.requires_grad]
     if parameters is not None:
         chosen = list(parameters)
@@ -94,21 +94,21 @@ def _optimizer_of(
 
 
 class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
-    """Trains one model, with the calls of DeepSpeed's engine. Made by `deepspeed.initialize()`.
+    """Trains one model with the calls of DeepSpeed's engine. `deepspeed.initialize()` creates it.
 
     Attributes:
         module: the model.
         native: the penstock.Engine that trains it.
-        optimizer: with parameter groups; None where no optimizer was given.
+        optimizer: the optimizer with its parameter groups; None if no optimizer was given.
         lr_scheduler: stepped after each update; may be replaced.
-        training_dataloader: of `training_data`, or None.
-        config: the config that was given, a dict.
-        global_steps, micro_steps, skipped_steps, global_samples: counted so far.
+        training_dataloader: the loader of `training_data`, or None.
+        config: the config that was given, as a dict.
+        global_steps, micro_steps, skipped_steps, global_samples: counts so far.
     """
 
     _reduction = "sum"  # each loss is divided by gradient_accumulation_steps here
 
-    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+    def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         args: Any,
         model: torch.nn.Module,
@@ -135,9 +135,9 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.last_step_overflowed = False
         self._boundary: bool | None = None
-        self._frozen: list[torch.nn.Parameter] = []  # by us
+        self._frozen: list[torch.nn.Parameter] = []  # parameters that this engine froze
         self._applied = self._in_backward = False
-        self._losses = 0  # that backward() was given in this window
+        self._losses = 0  # number of losses that backward() got in this window
         self._auto_cast = self._config.fp16_enabled and self._config.auto_cast
         self.global_rank, self.world_size = get_rank(), get_world_size()
         self.monitor = MonitorMaster(self._config.monitor_config)
@@ -160,8 +160,11 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             self._report()
 
     def _set_groups(self) -> None:
-        """Data ranks are all ranks, unless tensor ranks compute a copy of the model together, or
-        sequence ranks have parts of the same samples."""
+        """Sets the process groups and sizes.
+
+        All ranks are data ranks, unless tensor ranks share a copy of the model or sequence ranks
+        share samples.
+        """
         tensor = self.mp_world_size = self.native.config.mesh.tensor
         sequence = self.sequence_parallel_size = self._config.sequence_parallel_size
         self.dp_world_size = self.world_size // tensor // sequence
@@ -184,13 +187,13 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self.seq_parallel_group = self._grid.get_sequence_parallel_group()
         if self._config.zero_optimization_stage < 3:
             text = (
-                "gradients are averaged over all ranks, sequence ranks too, as DeepSpeed does at "
-                "stage 3; its stages 0 to 2 add them up over sequence ranks"
+                "gradients are averaged over all ranks, including sequence ranks, as in DeepSpeed "
+                "at stage 3; DeepSpeed's stages 0 to 2 sum them over sequence ranks"
             )
             log_dist(text, ranks=[0], level=WARNING)
 
     def get_sequence_parallel_group(self) -> Any:
-        """The ranks that have parts of this one's sequences."""
+        """Returns the group of the ranks that share this rank's sequences."""
         return self.seq_parallel_group
 
     def _read(self, config: Any, model: torch.nn.Module) -> DeepSpeedConfig:
@@ -204,8 +207,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         tensor = native.get("mesh", {}).get("tensor", 1)
         if self._config.sequence_parallel_size > 1 and tensor > 1:
             raise ConfigError(
-                '[deepspeed::initialize] "sequence_parallel_size" and tensor ranks: '
-                "penstock.initialize() has both"
+                '[deepspeed::initialize] "sequence_parallel_size" is not supported with tensor '
+                "ranks: use penstock.initialize(), which supports both"
             )
         native["batch"] = {**native.get("batch", {}), "reduction": self._reduction}
         rules = rules_of(
@@ -217,15 +220,15 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             if native.get("parallel", {}).get("rules"):
                 raise ConfigError(
                     '[deepspeed::initialize] "tensor_parallel.partition_config" and '
-                    '"penstock.parallel.rules" both say how layers are cut: keep one'
+                    '"penstock.parallel.rules" both define how layers are cut: keep one'
                 )
             native["parallel"] = {**native.get("parallel", {}), "rules": rules}
         for param in self.module.parameters():
             before = engine_of(param)
             if before is not None:
-                log_dist("an earlier engine of this model ends here", ranks=[0], level=WARNING)
+                log_dist("an earlier engine of this model is closed", ranks=[0], level=WARNING)
                 before.close()
-        if made is None:  # weights that are only read
+        if made is None:  # the weights are only read
             self._frozen = [one for one in self.module.parameters() if one.requires_grad]
             for param in self._frozen:
                 param.requires_grad_(False)
@@ -257,7 +260,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
     # ---- training
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's forward, on the same arguments."""
+        """Runs the model's forward with the same arguments."""
         if self._auto_cast:
             inputs, kwargs = _tree.tree_map(_halved, (inputs, kwargs))
         outputs = self.native(*inputs, **kwargs)
@@ -268,15 +271,21 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         return outputs
 
     def _of_plain_backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A loss.backward() of the user's counts as one of the window's micro-batches."""
+        """Scales the gradient of a plain loss.backward() as that of one micro-batch."""
         return None if self._in_backward else gradient / self.gradient_accumulation_steps()
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Gradients of the loss; with `scale_wrt_gas` of loss / gradient_accumulation_steps.
+        """Computes the gradients of the loss.
 
-        Returns the loss that was differentiated.
+        Args:
+            loss: a scalar.
+            retain_graph: as in torch.
+            scale_wrt_gas: divide the loss by gradient_accumulation_steps first.
+
+        Returns:
+            The loss that was differentiated.
         """
         steps = self.gradient_accumulation_steps()
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
@@ -289,32 +298,32 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Ends a micro-batch; on a boundary updates the weights and steps the scheduler."""
+        """Ends a micro-batch. At the window's end it updates the weights and the scheduler."""
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self.take_model_step(lr_kwargs)
         self.micro_steps += 1
 
     def update(self) -> None:
-        """Updates the weights, and nothing else."""
+        """Updates only the weights. Raises ConfigError if the engine has no optimizer."""
         if self.basic_optimizer is None:
             raise ConfigError("[deepspeed::step] the engine was initialized without an optimizer")
         self._applied = self.native.step(force=True)
         self.last_step_overflowed = not self._applied
 
     def take_model_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Updates, counts, and steps the scheduler."""
+        """Updates the weights, the counts and the scheduler."""
         self.update()
         loss = self._window_loss()
         self._count(lr_kwargs)
         self._tell(loss)
 
     def _count(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """After an update: counts, the scheduler, and what is logged."""
+        """Updates counts and scheduler after an update, and logs the step."""
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self._applied and self.lr_scheduler is not None:
-            self.basic_optimizer._opt_called = True  # torch's schedulers warn unless they see it
+            self.basic_optimizer._opt_called = True  # without it torch's schedulers warn
             if lr_kwargs or optimizers.steps_alone(self.lr_scheduler):
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         if not self._applied:
@@ -325,13 +334,16 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             self._report()
 
     def _window_loss(self) -> float | None:
-        """What was differentiated since the last update, added up; the mean over data ranks."""
+        """Returns the sum of the losses since the last update, as a mean over data ranks.
+
+        Returns None if there is no monitor or the step was skipped.
+        """
         count, self._losses = self._losses, 0
         mean = self.native.metrics["loss"] if self._applied and self.monitor.enabled else None
         return None if mean is None else float(mean) * count
 
     def _tell(self, loss: float | None) -> None:
-        """DeepSpeed's events of a step."""
+        """Writes DeepSpeed's events of a step to the monitors."""
         if self.monitor.enabled:
             scale = self.cur_scale if self._config.fp16_enabled else None
             lr = self.get_lr()[0]
@@ -349,50 +361,58 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         return self._applied
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next step() updates: what was set, else every so many micro-batches."""
+        """Whether the next step() updates the weights.
+
+        The value of set_gradient_accumulation_boundary() has precedence over the count.
+        """
         if self._boundary is not None:
             return self._boundary
         return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says whether the next step() updates, until it is said again."""
+        """Sets whether step() updates the weights, until the next call of this method."""
         self._boundary = is_boundary
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for a plain `.backward()`, by the loss scale (with fp16)."""
+        """Returns the loss times the loss scale (fp16), for a plain `.backward()`."""
         scaled: torch.Tensor = self.native.scale(loss)
         return scaled
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the window; as in DeepSpeed not with ZeRO-2 and 3, where a loop
-        may call it for each micro-batch."""
+        """Drops the gradients of the window.
+
+        As in DeepSpeed it has no effect with ZeRO-2 and 3, where a loop may call it for each
+        micro-batch.
+        """
         if self._config.zero_optimization_stage < 2:
             self.native.zero_grad()
             self._losses = 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accepted: gradients add up the same with it."""
+        """Accepted, without effect: gradients accumulate in the same way without it."""
         if self._config.zero_optimization_stage >= 2:
-            raise ConfigError("[deepspeed::no_sync] not with ZeRO stage 2 and 3, as in DeepSpeed")
+            raise ConfigError(
+                "[deepspeed::no_sync] not supported with ZeRO stages 2 and 3, as in DeepSpeed"
+            )
         yield
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Accepted: gradients add up the same with it."""
+        """Accepted, without effect: gradients accumulate in the same way without it."""
         yield
 
-    # ---- looking inside
+    # ---- state and end
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last update, before clipping; None before the first."""
+        """Returns the gradient norm of the last update, before clipping; None before the first."""
         return self.native.grad_norm if self.global_steps > 0 else None
 
     def destroy(self) -> None:
-        """Gives the model its full weights back, where all ranks call it, and all memory. Events of
-        monitors are on disk then.
+        """Closes the engine: restores the model's full weights and frees all memory.
 
-        Where a rank is gone already, the weights are dropped with a warning.
+        All ranks must call it. If a rank has ended already, the weights are dropped with a warning.
+        The monitors' events are on disk when it returns.
         """
         if self._grid is not None:
             self._close_groups()
@@ -407,9 +427,9 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self._frozen = []
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ConfigError: blocks are compiled before."""
+        """Raises ConfigError. Compile the model's blocks before initialize() instead."""
         raise ConfigError(
-            "[deepspeed::compile] compile the model's blocks before initialize(): "
+            "[deepspeed::compile] not supported: compile the model's blocks before initialize(): "
             "for block in model.blocks: block.compile()"
         )
 

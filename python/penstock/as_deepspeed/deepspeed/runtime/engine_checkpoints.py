@@ -1,8 +1,8 @@
-"""Checkpoints in DeepSpeed's folders: DIR/latest, DIR/TAG/, DIR/zero_to_fp32.py.
+"""Checkpoints with DeepSpeed's folder layout: DIR/latest, DIR/TAG/, DIR/zero_to_fp32.py.
 
-What is in DIR/TAG is a checkpoint of Penstock's (docs/formats.md), complete or absent, and loads on
-any number of ranks. Beside it are DeepSpeed's files by name, for those who look for them; they hold
-what describes the run, and no tensors.
+DIR/TAG holds a Penstock checkpoint (docs/formats.md). It is complete or absent, and loads on any
+number of ranks. It also has files with DeepSpeed's names, for programs that expect them; these
+describe the run and have no tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..comm.comm import get_rank, get_world_size
 from ..git_version_info import version
 from ..utils.logging import log_dist, logger
 
-_OURS = "deepspeed"  # the key of client_state that has what is ours
+_OURS = "deepspeed"  # the key in client_state with this module's data
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _MANIFEST = "checkpoint.json"
 
@@ -37,7 +37,7 @@ def _pickled(value: Any) -> str:
 
 
 def _unpickled(text: str) -> Any:
-    # As DeepSpeed does: a client_state may hold any object, so load only what you trust.
+    # As in DeepSpeed: a client_state may have any object, so load only checkpoints that you trust.
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=False)
 
 
@@ -47,7 +47,7 @@ def _barrier() -> None:
 
 
 def _of_ranks(text: str) -> list[str]:
-    """Every rank's, or the one that is the same on all."""
+    """Gathers the texts of all ranks, by rank; returns only one if all are equal."""
     if get_world_size() == 1:
         return [text]
     all_texts: list[Any] = [None] * get_world_size()
@@ -56,7 +56,7 @@ def _of_ranks(text: str) -> list[str]:
 
 
 def _together(work: Callable[[], None]) -> None:
-    """Does what each rank has to do; an error of one is raised on all."""
+    """Runs `work` on each rank. If it raises OSError on one rank, all ranks raise RuntimeFault."""
     problem = ""
     try:
         work()
@@ -71,7 +71,7 @@ def _together(work: Callable[[], None]) -> None:
 
 
 class EngineCheckpoints:
-    """The part of an engine that saves and loads; every rank calls these together."""
+    """The part of DeepSpeedEngine that saves and loads. All ranks must call these methods."""
 
     native: Any
     module: torch.nn.Module
@@ -87,14 +87,15 @@ class EngineCheckpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Saves all that training goes on from.
+        """Saves the complete state of the training.
 
         Args:
-            save_dir: folder of checkpoints, the same for every rank.
-            tag: the checkpoint's name in it; default: "global_stepN".
-            client_state: anything that can be pickled; each rank's own.
-            save_latest: the file `latest` names it.
-            exclude_frozen_parameters: accepted: load_checkpoint() wants them all, so all are saved.
+            save_dir: folder of checkpoints, the same on all ranks.
+            tag: the checkpoint's name in the folder; default: "global_stepN".
+            client_state: any objects that can be pickled; ranks may have different ones.
+            save_latest: write the name to the file `latest`.
+            exclude_frozen_parameters: accepted, without effect: load_checkpoint() needs all
+                parameters.
 
         Returns:
             True.
@@ -112,7 +113,7 @@ class EngineCheckpoints:
             else _pickled(self.lr_scheduler.state_dict()),
             "client_state": _of_ranks(_pickled(client_state or {})),
         }
-        if get_world_size() > 1:  # the engine wants the same of every rank
+        if get_world_size() > 1:  # the engine requires the same client_state on all ranks
             shared = [kept]
             dist.broadcast_object_list(shared, 0)
             kept = shared[0]
@@ -149,7 +150,7 @@ class EngineCheckpoints:
             (root / name).chmod(0o755)
 
     def _write_names(self, folder: pathlib.Path) -> None:
-        """DeepSpeed's files, without tensors."""
+        """Writes the files with DeepSpeed's names, without tensors."""
         stage, bf16 = self._config.zero_optimization_stage, self._config.bfloat16_enabled
         about = {
             "module": None,
@@ -176,7 +177,7 @@ class EngineCheckpoints:
             file = f"{prefix}zero_pp_rank_{get_rank()}_mp_rank_00_optim_states.pt"
             torch.save(optim, folder / file)
 
-    def load_checkpoint(  # noqa: PLR0913 - as DeepSpeed's
+    def load_checkpoint(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         load_dir: str | os.PathLike[str],
         tag: str | None = None,
@@ -186,35 +187,36 @@ class EngineCheckpoints:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Takes over a checkpoint, of any number of ranks and any stage.
+        """Loads a checkpoint. It may come from another number of ranks and another stage.
 
         Args:
             load_dir: folder of checkpoints.
-            tag: the checkpoint's name; default: what `latest` says.
-            load_module_strict: accepted: all weights are in it, or it is an error.
-            load_optimizer_states: masters, moments and counts too.
-            load_lr_scheduler_states: the scheduler's state too.
-            load_module_only: weights alone.
+            tag: the checkpoint's name; default: the name in the file `latest`.
+            load_module_strict: accepted, without effect: a missing weight is always an error.
+            load_optimizer_states: also load masters, moments and counts.
+            load_lr_scheduler_states: also load the scheduler's state.
+            load_module_only: load only the weights.
             custom_load_fn: must be None.
 
         Returns:
-            The checkpoint's folder and the `client_state`; (None, None) where there is none.
+            The checkpoint's folder and its `client_state`; (None, None) if there is no `latest`.
 
         Raises:
-            ConfigError: another model; a checkpoint of real DeepSpeed.
-            RuntimeFault: a damaged one.
+            ConfigError: the checkpoint is missing, belongs to another model, or was written by
+                DeepSpeed itself.
+            RuntimeFault: the checkpoint is damaged.
         """
         if custom_load_fn is not None:
             raise ConfigError("[deepspeed::load_checkpoint] custom_load_fn is not supported")
         root = pathlib.Path(load_dir)
         name = self._chosen(root, tag)
         if name is None:
-            logger.warning(f"there is no file {root / 'latest'}: nothing is loaded")
+            logger.warning(f"nothing is loaded: there is no file {root / 'latest'}")
             return None, None
         only = load_module_only or not load_optimizer_states
         found = self.native.load(root, name, weights_only=only)
         log_dist(f"loaded {root / name}", ranks=[0])
-        if not isinstance(found, dict) or _OURS not in found:  # converted, or penstock.Engine's
+        if not isinstance(found, dict) or _OURS not in found:  # penstock.Engine or convert wrote it
             self.global_steps = self.native.steps
             return str(root / name), found or {}
         kept = json.loads(found[_OURS])
@@ -223,7 +225,7 @@ class EngineCheckpoints:
         return str(root / name), self._client_state(kept["client_state"])
 
     def _chosen(self, root: pathlib.Path, tag: str | None) -> str | None:
-        """The checkpoint's name, as rank 0 sees it; None where there is no `latest`."""
+        """Returns the checkpoint's name as seen by rank 0; None if there is no `latest`."""
         name = str(tag) if tag is not None else self._latest(root)
         if get_world_size() > 1:
             names = [name]
@@ -235,16 +237,16 @@ class EngineCheckpoints:
             raise ConfigError(f'[deepspeed::load_checkpoint] there is no "{root / name}"')
         if not (root / name / _MANIFEST).is_file():
             raise ConfigError(
-                f'[deepspeed::load_checkpoint] "{root / name}" is not one of Penstock: '
-                f"`penstock convert {root} OUT --tag {name}` makes one of it, "
-                f"and load_checkpoint(OUT) loads that"
+                f'[deepspeed::load_checkpoint] "{root / name}" is not a checkpoint of Penstock: '
+                f"convert it with `penstock convert {root} OUT --tag {name}`, then call "
+                f"load_checkpoint(OUT)"
             )
         return name
 
     def _take(self, kept: dict[str, Any], scheduler: bool) -> None:
         for one, value in kept["counts"].items():
             setattr(self, one, value)
-        self.micro_steps = 0  # a window begins, whatever the accumulation was
+        self.micro_steps = 0  # a new accumulation window begins
         if scheduler and self.lr_scheduler is not None and kept["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(_unpickled(kept["scheduler"]))
 
@@ -252,7 +254,8 @@ class EngineCheckpoints:
     def _client_state(texts: list[str]) -> dict[str, Any]:
         if len(texts) > 1 and len(texts) != get_world_size():
             logger.warning(
-                "each rank saved its own client_state, and there are others now: rank 0's"
+                "the number of ranks has changed since each rank saved its own client_state: all "
+                "ranks get rank 0's"
             )
             texts = texts[:1]
         state: dict[str, Any] = _unpickled(texts[get_rank() if len(texts) > 1 else 0])
@@ -264,7 +267,10 @@ class EngineCheckpoints:
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the weights in the dtype that they compute in, as one torch file, on rank 0."""
+        """Writes the weights in their compute dtype to one torch file, on rank 0.
+
+        All ranks must call it. Returns True.
+        """
         state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if get_rank() == 0:
             os.makedirs(save_dir, exist_ok=True)
@@ -277,13 +283,13 @@ class EngineCheckpoints:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any] | None:
-        """Whole weights in the dtype that they compute in, on rank 0; None elsewhere."""
+        """Returns whole weights in their compute dtype on rank 0; None on other ranks."""
         dtypes = {name: one.dtype for name, one in self._named()}
         frozen = {name for name, one in self._named() if not one.requires_grad}
         state = self.native.state_dict()
         if get_rank() != 0:
             return None
-        cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied weights stay one
+        cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied weights share one tensor
         for name in list(state):
             whole = state[name]
             if exclude_frozen_parameters and name in frozen:
@@ -305,7 +311,7 @@ class EngineCheckpoints:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state_dict(); sharded parameters of it raise where they are read."""
+        """Returns the model's state_dict(). Its sharded parameters raise when they are read."""
         state: dict[str, Any] = self.module.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
@@ -322,7 +328,7 @@ class EngineCheckpoints:
         custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Loads whole weights (`checkpoint["module"]`) into the model; all ranks pass the same."""
+        """Loads whole weights (`checkpoint["module"]`), which must be the same on all ranks."""
         if custom_load_fn is not None:
             raise ConfigError("[deepspeed::load_module_state_dict] custom_load_fn is not supported")
         with self.native.gathered(write=True):

@@ -1,4 +1,4 @@
-"""What an engine of deepspeed.initialize() says of its config, and what of it can be changed."""
+"""The engine's methods that return or change settings of its config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _top(key: str, default: Any) -> Callable[[Any], Any]:
     return look
 
 
-# Calls without arguments whose result is a value of the config.
+# Methods without arguments that return a value of the config.
 _GETTERS: dict[str, Callable[[Any], Any]] = {
     "train_batch_size": lambda config: config.train_batch_size,
     "train_micro_batch_size_per_gpu": lambda config: config.train_micro_batch_size_per_gpu,
@@ -118,7 +118,7 @@ _GETTERS: dict[str, Callable[[Any], Any]] = {
 
 
 class EngineSettings:
-    """The part of an engine that has them."""
+    """The part of DeepSpeedEngine with the settings."""
 
     _config: Any
     native: Any
@@ -134,7 +134,7 @@ class EngineSettings:
         return super().__getattr__(name)  # type: ignore[misc]
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, of a micro-batch, and micro-batches of a step."""
+        """Returns samples per step, samples per micro-batch, and micro-batches per step."""
         config = self._config
         return (
             config.train_batch_size,
@@ -143,33 +143,37 @@ class EngineSettings:
         )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the accumulation, at once; between windows, say."""
+        """Changes gradient_accumulation_steps to reach this batch size, at once.
+
+        Call it between accumulation windows. Raises ConfigError if the size is not a multiple of
+        micro-batch size times data ranks.
+        """
         config = self._config
         per_step = config.train_micro_batch_size_per_gpu * self.dp_world_size
         if per_step == 0 or train_batch_size % per_step != 0:
             raise ConfigError(
-                f"[deepspeed::set_train_batch_size] {train_batch_size} is no multiple of "
-                f"micro-batch times ranks, {per_step}"
+                f"[deepspeed::set_train_batch_size] {train_batch_size} is not a multiple of "
+                f"{per_step}, which is micro-batch size times data ranks"
             )
         config.gradient_accumulation_steps = train_batch_size // per_step
         config.train_batch_size = train_batch_size
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the micro-batch, and with it the batch."""
+        """Changes the size of a micro-batch, and with it the batch size."""
         config = self._config
         config.train_micro_batch_size_per_gpu = micro_batch_size
         ranks = self.dp_world_size
         config.train_batch_size = micro_batch_size * config.gradient_accumulation_steps * ranks
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Changes the micro-batches of a step, and with it the batch."""
+        """Changes the number of micro-batches per step, and with it the batch size."""
         config = self._config
         config.gradient_accumulation_steps = steps
         ranks = self.dp_world_size
         config.train_batch_size = config.train_micro_batch_size_per_gpu * steps * ranks
 
     def get_lr(self) -> list[float]:
-        """Of each parameter group."""
+        """Returns the learning rate of each parameter group."""
         return [group["lr"] for group in self.basic_optimizer.param_groups]
 
     def set_lr(self, lr: float) -> None:
@@ -177,7 +181,7 @@ class EngineSettings:
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each parameter group."""
+        """Returns the momentum or the betas of each parameter group."""
         groups = self.basic_optimizer.param_groups
         return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
@@ -187,7 +191,7 @@ class EngineSettings:
 
     loss_scale = cur_scale
 
-    def deepspeed_io(  # noqa: PLR0913 - as DeepSpeed's
+    def deepspeed_io(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         dataset: Any,
         batch_size: int | None = None,
@@ -197,18 +201,23 @@ class EngineSettings:
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader over this rank's samples of a dataset."""
+        """Returns a loader over this rank's samples of a dataset.
+
+        Raises ConfigError without a batch size, or with sequence ranks and no data_sampler.
+        """
         size = batch_size or self._config.train_micro_batch_size_per_gpu
         if data_sampler is None and self.sequence_parallel_size > 1:
             raise ConfigError(
-                "[deepspeed::deepspeed_io] with sequence ranks a data_sampler has to say whether "
-                "they load the same samples (to be cut) or others (UlyssesSPDataLoaderAdapter)"
+                "[deepspeed::deepspeed_io] sequence ranks need a data_sampler. It decides whether "
+                "they load the same samples, which the script cuts, or different ones "
+                "(UlyssesSPDataLoaderAdapter)"
             )
         if data_sampler is None and (route != ROUTE_TRAIN or self.native.config.mesh.tensor > 1):
             data_sampler = of_data_rank(dataset, shuffle=route == ROUTE_TRAIN)
         if not size:
             raise ConfigError(
-                "[deepspeed::deepspeed_io] the config says no train_micro_batch_size_per_gpu"
+                "[deepspeed::deepspeed_io] the config has no train_micro_batch_size_per_gpu: set "
+                "it, or pass batch_size"
             )
         return DeepSpeedDataLoader(
             dataset,
@@ -220,17 +229,17 @@ class EngineSettings:
         )
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing: gradients are averaged in backward."""
+        """Does nothing: gradients are averaged in backward."""
 
     def empty_partition_cache(self) -> None:
-        """Nothing: what is gathered is let go of when it was used."""
+        """Does nothing: gathered parameters are released after their use."""
 
     def offload_states(self, *_: Any, **__: Any) -> None:
-        """Raises ConfigError: say where states are in the config."""
+        """Raises ConfigError. The config sets where states are."""
         raise ConfigError(
-            "[deepspeed::offload_states] states are where the config says (offload_optimizer, "
-            "offload_param)"
+            "[deepspeed::offload_states] not supported: set where states are in the config "
+            "(offload_optimizer, offload_param)"
         )
 
     def reload_states(self, *_: Any, **__: Any) -> None:
-        """Nothing: see offload_states()."""
+        """Does nothing: see offload_states()."""

@@ -1,4 +1,4 @@
-"""Training and generating with one engine: every engine does, so there is no class of its own."""
+"""The hybrid engine, which is not needed: every engine can train and generate."""
 
 from .. import _missing_name
 

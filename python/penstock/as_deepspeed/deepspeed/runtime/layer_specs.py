@@ -1,4 +1,4 @@
-"""`tensor_parallel.partition_config` of a config, as rules of Penstock's (docs/deepspeed.md)."""
+"""Translates `tensor_parallel.partition_config` to Penstock's rules (docs/deepspeed.md)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _TYPES = ("column", "row", "skip")
 
 
 def rules_of(model: torch.nn.Module, section: Mapping[str, Any], tensor: int) -> Rules | None:
-    """The rules for what specs name, by the names of modules; None without a partition_config.
+    """Returns the rules for the layers in the specs, by name; None without a partition_config.
 
     Args:
-        model: whole, not cut yet.
-        section: `tensor_parallel` of the config; its sizes are checked already.
-        tensor: number of tensor ranks.
+        model: the uncut model.
+        section: the config section `tensor_parallel`, with checked sizes.
+        tensor: the number of tensor ranks.
 
     Raises:
-        ConfigError: a spec that cannot be, or that this model's layers do not work with.
+        ConfigError: a spec is wrong, or this model's layers do not support it.
     """
     given = section.get("partition_config")
     if not given or tensor == 1:
@@ -56,7 +56,7 @@ def rules_of(model: torch.nn.Module, section: Mapping[str, Any], tensor: int) ->
 
 
 def _others(model: torch.nn.Module, rules: Rules, known: Rules) -> Rules:
-    """The model's own rules that specs leave something for."""
+    """Returns the model's own rules that match a name which the specs do not cover."""
     left = [name for name, _ in model.named_modules() if name not in rules]
     left += [name for name, _ in model.named_parameters()]
     left += list(parallel_plans.attributes(model))
@@ -68,13 +68,13 @@ def _others(model: torch.nn.Module, rules: Rules, known: Rules) -> Rules:
 
 
 class _Spec:
-    """One of `layer_specs`."""
+    """One entry of `layer_specs`."""
 
     def __init__(self, given: Any, index: int) -> None:
         self._key = f"tensor_parallel.partition_config.layer_specs[{index}]"
         wrong = sorted(set(given) - set(_KEYS.split()))
         if wrong:
-            self._fail(f'"{wrong[0]}" is no key of it; allowed: {_KEYS.replace(" ", ", ")}')
+            self._fail(f'"{wrong[0]}" is not a key; allowed: {_KEYS.replace(" ", ", ")}')
         self.type = str(given.get("partition_type", "column")).lower()
         if self.type not in _TYPES:
             self._fail(f'partition_type is "{self.type}"; allowed: {", ".join(_TYPES)}')
@@ -83,38 +83,41 @@ class _Spec:
         try:
             self._patterns = [re.compile(one) for one in given.get("patterns", [])]
         except re.error as error:
-            self._fail(f"a pattern is no regular expression: {error}")
+            self._fail(f"a pattern is not a regular expression: {error}")
         self.grad_allreduce = bool(given.get("grad_allreduce", False))
         self._gather = bool(given.get("gather_output", False))
         self._dim = int(self.type == "row")
         if given.get("partition_dim") not in (None, self._dim) and self.type != "skip":
             self._fail(
                 f"partition_dim is {given['partition_dim']}; allowed: {self._dim} for "
-                f'{self.type}; other cuts: the native key "parallel.rules"'
+                f'{self.type}. For other cuts use the native key "parallel.rules"'
             )
         self._parts = self._parts_of(given.get("shape"))
         if self.grad_allreduce and self.type != "skip":
-            self._fail('grad_allreduce is of what stays whole: partition_type "skip"')
+            self._fail('grad_allreduce needs partition_type "skip", since the weight stays whole')
         if self._gather and (self._parts or self.type != "column"):
-            self._fail("gather_output is of a column without a shape")
+            self._fail('gather_output needs partition_type "column" without a shape')
 
     def _fail(self, text: str) -> NoReturn:
         raise ConfigError(f'[deepspeed::initialize] "{self._key}": {text}')
 
     def _parts_of(self, shape: Any) -> str:
-        """What follows the style: ":3", ":64,16,16", or nothing."""
+        """Returns the suffix of the style: ":3", ":64,16,16", or ""."""
         if shape is None or self.type == "skip":
             return ""
         sizes = shape[self._dim] if len(shape) == 2 else None
         others = [one for dim, one in enumerate(shape) if dim != self._dim]
         if sizes is None or others != [-1]:
-            self._fail(f"shape is {shape}; allowed: -1 where partition_dim is not, 2 dimensions")
+            self._fail(
+                f"shape is {shape}; allowed: 2 dimensions, with -1 for the one that is not "
+                f"partition_dim"
+            )
         if isinstance(sizes, list | tuple):
             return ":" + ",".join(str(one) for one in sizes)
         return f":{sizes}" if sizes > 1 else ""
 
     def matches(self, name: str) -> bool:
-        """As there: from the name's beginning, of a parameter."""
+        """Whether a pattern matches the beginning of a parameter's name, as in DeepSpeed."""
         return any(one.match(name) for one in self._patterns)
 
     def style(self, name: str, module: torch.nn.Module) -> str:
@@ -122,8 +125,8 @@ class _Spec:
             return "partial" if self.grad_allreduce else "whole"
         if isinstance(module, torch.nn.Embedding):
             self._fail(
-                f'"{name}" is an Embedding: leave it out, or say "vocab" of it in the native key '
-                f'"parallel.rules"'
+                f'"{name}" is an Embedding: leave it out, or give it the style "vocab" in the '
+                f'native key "parallel.rules"'
             )
         return "column_gather" if self._gather else self.type + self._parts
 
@@ -133,21 +136,24 @@ def _first(specs: list[_Spec], name: str) -> _Spec | None:
 
 
 def _agreed(name: str, style: str, known: Rules) -> str:
-    """The style, where the model's own rules do not say that its forward wants another one."""
+    """Returns the style, or the model's own one for heads that are shared between ranks.
+
+    Raises ConfigError if the model's forward needs another style.
+    """
     own = next((known[one] for one in known if parallel_plans.matches(name, one)), style)
     if style == "column" and own.startswith("shared"):
         return own  # fewer heads than ranks
     if style.startswith("column") and own.startswith("column:") and style != own:
         raise ConfigError(
-            f'[deepspeed::initialize] "tensor_parallel.partition_config" says "{style}" of '
-            f'"{name}", whose outputs are parts: this model wants "{own}" (shape says it), or no '
-            f"spec for it"
+            f'[deepspeed::initialize] "tensor_parallel.partition_config" gives "{name}" the style '
+            f'"{style}", but its output has several parts, and this model wants "{own}": set '
+            f"shape, or drop the spec"
         )
     return style
 
 
 def _partial(model: torch.nn.Module, specs: list[_Spec]) -> Rules:
-    """Parameters that stay whole and whose gradients are added up over tensor ranks."""
+    """Returns rules for whole parameters whose gradients are summed over tensor ranks."""
     found = {}
     for name, _ in model.named_parameters():
         spec = _first(specs, name)
@@ -157,7 +163,7 @@ def _partial(model: torch.nn.Module, specs: list[_Spec]) -> Rules:
 
 
 def _divided(model: torch.nn.Module, rules: Rules, known: Rules) -> Rules:
-    """Numbers of heads and the like, of modules whose layers specs cut."""
+    """Returns rules that divide attributes (numbers of heads) of modules with cut layers."""
     heads = ("column", "shared")
     cut = [
         name
@@ -178,6 +184,6 @@ def _check_all(model: torch.nn.Module, rules: Rules, known: Rules) -> None:
         found = name in rules or any(parallel_plans.matches(name, one) for one in known)
         if isinstance(module, torch.nn.Linear) and not found:
             raise ConfigError(
-                f'[deepspeed::initialize] "tensor_parallel.partition_config" has strict_mode, and '
-                f'no spec for "{name}"'
+                f'[deepspeed::initialize] "tensor_parallel.partition_config" has strict_mode, but '
+                f'no spec for "{name}": add one'
             )

@@ -1,4 +1,4 @@
-"""DeepSpeed's schedules (penstock.front.schedules)."""
+"""DeepSpeed's learning rate schedules, from penstock.front.schedules."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _ARGUMENTS: dict[str, Any] = {
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds an option for each parameter of a schedule to a script's parser."""
-    group = parser.add_argument_group("Convergence Tuning", "of a schedule")
-    group.add_argument("--lr_schedule", type=str, default=None, help="its name")
+    group = parser.add_argument_group("Convergence Tuning", "parameters of a schedule")
+    group.add_argument("--lr_schedule", type=str, default=None, help="name of the schedule")
     for name, default in _ARGUMENTS.items():
         kind: Any = (lambda text: text == "True") if isinstance(default, bool) else type(default)
         group.add_argument(f"--{name}", type=kind, default=default)
@@ -59,10 +59,10 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str]:
-    """The config's section for what add_tuning_arguments() read, and what is wrong with it."""
+    """Returns the config section for the arguments of add_tuning_arguments(), and an error text."""
     name = getattr(args, LR_SCHEDULE, None)
     if name not in VALID_LR_SCHEDULES:
-        return None, f"{name!r} is no schedule; there are {', '.join(VALID_LR_SCHEDULES)}"
+        return None, f"{name!r} is not a schedule; allowed: {', '.join(VALID_LR_SCHEDULES)}"
     prefixes = {LR_RANGE_TEST: ("lr_range_test",), ONE_CYCLE: ("cycle", "decay")}
     mine = prefixes.get(name, ("warmup", "cos"))
     params = {
@@ -72,11 +72,11 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str]:
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[Any, str]:
-    """The highest rate of a config's section, and what is wrong with it."""
+    """Returns the highest learning rate in a config section, and an error text."""
     params = config.get("params")
     if config.get("type") not in VALID_LR_SCHEDULES or params is None:
-        return None, "the section has no type of a schedule, or no params"
+        return None, "the section has no valid type, or no params"
     for name in ("lr_range_test_min_lr", "cycle_max_lr", "warmup_max_lr"):
         if name in params:
             return params[name], ""
-    return None, f"{config['type']} sets shares of the optimizer's own rate"
+    return None, f"{config['type']} has no rate, only factors of the optimizer's rate"

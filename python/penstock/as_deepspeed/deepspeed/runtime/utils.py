@@ -1,4 +1,4 @@
-"""Small things that scripts import from here."""
+"""Functions that scripts import from deepspeed.runtime.utils."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from penstock import ConfigError
 from .. import _missing_name
 from ..utils.logging import logger
 
-_NORMS = "gradients are sharded in the engine: engine.get_global_grad_norm() is their norm"
+_NORMS = "the engine shards gradients; engine.get_global_grad_norm() returns their norm"
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
-    """Tensors in lists, tuples and dicts, on a device; where `criterion_func` (of a tensor) says
-    so."""
+    """Moves tensors, also in lists, tuples and dicts, to a device.
+
+    If `criterion_func` is given, only tensors for which it returns True are moved.
+    """
     if isinstance(item, torch.Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, list):
@@ -34,14 +36,14 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs the process's memory, on rank 0, where it is forced."""
+    """Logs the peak resident memory of rank 0's process, if `force` is set."""
     if force and int(os.environ.get("RANK", "0")) == 0:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         logger.info(f"{message}: peak resident memory {peak:.2f} GB")
 
 
 def set_random_seed(seed: int) -> None:
-    """Of Python, NumPy and torch."""
+    """Seeds Python, NumPy and torch."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
@@ -52,7 +54,7 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """The text of a call."""
+    """Returns the text of a call."""
     inner = [repr(one) for one in args] + [f"{key}={one!r}" for key, one in kwargs.items()]
     return f"{base}({', '.join(inner)})"
 
@@ -60,9 +62,10 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 def clip_grad_norm_(
     parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: int = 2, mpu: Any = None
 ) -> Any:
-    """Raises ConfigError: a sharded gradient is clipped by the engine (gradient_clipping)."""
+    """Raises ConfigError. Set gradient_clipping in the config instead."""
     raise ConfigError(
-        "[deepspeed::clip_grad_norm_] gradients are sharded in the engine: set gradient_clipping"
+        "[deepspeed::clip_grad_norm_] not supported, since the engine shards gradients: set "
+        "gradient_clipping in the config"
     )
 
 
@@ -76,17 +79,17 @@ CheckOverflow = _missing_name.cls("runtime.utils.CheckOverflow", _NORMS)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of equal parts, the first ones longer by one where they must be."""
+    """Returns the bounds of equal parts. The remainder goes to the first parts, one item each."""
     size, more = divmod(num_items, num_parts)
     return [part * size + min(part, more) for part in range(num_parts + 1)]
 
 
 class DummyOptim:
-    """In the place of an optimizer that there is none of."""
+    """A placeholder for a missing optimizer."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": params}]
 
 
 def empty_cache() -> None:
-    """Nothing: memory comes from torch and goes back to it."""
+    """Does nothing: the engine returns memory to torch by itself."""

@@ -1,4 +1,4 @@
-"""Attention of sequences that ranks have parts of (DeepSpeed-Ulysses, arXiv:2309.14509)."""
+"""Attention over sequences that are cut among ranks (DeepSpeed-Ulysses, arXiv:2309.14509)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _HEADS = 2  # the dim of heads, in [batch, tokens, heads, size] and [tokens, bat
 
 
 def shares(heads: int, ranks: int) -> list[int]:
-    """How many heads each rank gets; the first ones have one more where they do not divide."""
+    """Returns the number of heads per rank. A remainder goes to the first ranks, one head each."""
     return [heads // ranks + (rank < heads % ranks) for rank in range(ranks)]
 
 
 def to_heads(
     tokens: torch.Tensor, group: Any, heads: Sequence[int], dim: int
 ) -> torch.Tensor:  # fmt: skip
-    """Own tokens of all heads -> all tokens of own heads. All ranks of the group call it.
+    """Exchanges own tokens of all heads for all tokens of own heads. All ranks must call it.
 
     Args:
-        tokens: four dimensions, heads the third; as many tokens on each rank.
-        group: a process group of torch.
-        heads: how many each rank gets.
-        dim: of the tokens, 0 or 1.
+        tokens: four dims, of which the third is heads; each rank has the same number of tokens.
+        group: a torch process group.
+        heads: the number of heads of each rank.
+        dim: the dim of tokens, 0 or 1.
     """
     made: torch.Tensor = _ToHeads.apply(tokens, group, tuple(heads), dim)  # type: ignore[no-untyped-call]
     return made
@@ -36,7 +36,7 @@ def to_heads(
 def to_tokens(
     heads_of: torch.Tensor, group: Any, heads: Sequence[int], dim: int
 ) -> torch.Tensor:  # fmt: skip
-    """All tokens of own heads -> own tokens of all heads; the other way of `to_heads()`."""
+    """Exchanges all tokens of own heads for own tokens of all heads: the inverse of to_heads()."""
     made: torch.Tensor = _ToTokens.apply(heads_of, group, tuple(heads), dim)  # type: ignore[no-untyped-call]
     return made
 
@@ -68,7 +68,7 @@ class _ToTokens(torch.autograd.Function):
 def _swap(
     parts: Sequence[torch.Tensor], group: Any, heads: Sequence[int], joined: int
 ) -> torch.Tensor:
-    """Sends each rank its part, and joins what they send."""
+    """Sends each rank its part and concatenates the received parts along dim `joined`."""
     own = parts[dist.get_rank(group)]
     shapes = []
     for count in heads:
@@ -85,25 +85,25 @@ def _swap(
 
 
 class DistributedAttention(torch.nn.Module):
-    """Attention over whole sequences, of ranks that have a part of each.
+    """Attention over whole sequences that are cut among ranks.
 
-    Each rank gives its tokens of all heads; `local_attention` sees all tokens of some heads, on
-    each rank of others.
+    The inputs are a rank's own tokens of all heads. `local_attention` gets all tokens of some
+    heads; each rank has different heads.
 
     Args:
         local_attention: called with query, key and value, [batch, tokens, heads, size] (or tokens
-            first), and what else forward() is given.
-        sequence_process_group: a process group of torch; its ranks have the parts in their order.
-        scatter_idx: 2, the dim of heads.
-        gather_idx: the dim of tokens; which one it is follows from forward()'s `batch_dim_idx`.
-        sp_stream: accepted, without effect: nothing overlaps.
-        num_kv_heads: of keys and values, where the number divides by no ranks; default: the key's.
+            first), and forward()'s further arguments.
+        sequence_process_group: a torch process group; its ranks have the parts in rank order.
+        scatter_idx: must be 2, the dim of heads.
+        gather_idx: 0 or 1, without effect: forward()'s `batch_dim_idx` sets the dim of tokens.
+        sp_stream: accepted, without effect: copies do not overlap with compute.
+        num_kv_heads: the number of key and value heads; default: the key's.
 
     Raises:
-        ConfigError: another scatter_idx.
+        ConfigError: scatter_idx or gather_idx is wrong.
     """
 
-    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+    def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         local_attention: Any,
         sequence_process_group: Any,
@@ -122,7 +122,7 @@ class DistributedAttention(torch.nn.Module):
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
         self.num_kv_heads = num_kv_heads
 
-    def forward(  # noqa: PLR0913 - as DeepSpeed's
+    def forward(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -132,29 +132,32 @@ class DistributedAttention(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Own tokens of all heads, in and out.
+        """Computes the attention. Inputs and output are a rank's own tokens of all heads.
 
         Args:
             query, key, value: [batch, own tokens, heads, size], or tokens first.
-            batch_dim_idx: 0, or 1 where tokens are first.
-            rotary_pos_emb: must be None: turn queries and keys before.
-            args, kwargs: for the local attention.
+            batch_dim_idx: 0; 1 if tokens are first.
+            rotary_pos_emb: must be None: rotate queries and keys before the call.
+            args, kwargs: passed to the local attention.
 
         Raises:
-            ConfigError: heads that do not divide among the ranks by groups of keys and values, and
-                fewer of those than ranks.
+            ConfigError: there are fewer key and value heads than ranks, or the number of query
+                heads is not a multiple of the number of key and value heads.
         """
         if batch_dim_idx not in (0, 1):
             self._fail(f"batch_dim_idx is {batch_dim_idx}; allowed: 0, 1")
         if rotary_pos_emb is not None:
-            self._fail("rotary_pos_emb: turn queries and keys before, by each token's position")
+            self._fail(
+                "rotary_pos_emb is not supported: rotate queries and keys before the call, with "
+                "the position of each token in its whole sequence"
+            )
         dim, ranks = 1 - batch_dim_idx, dist.get_world_size(self.spg)
         groups = self.num_kv_heads or key.shape[_HEADS]
         if query.dim() != 4 or groups < ranks or query.shape[_HEADS] % groups:
             self._fail(
-                f"queries are {list(query.shape)}, with {groups} heads of keys and values, and "
-                f"there are {ranks} ranks: four dimensions, as many such heads as ranks or more, "
-                f"and a multiple of them of queries are needed"
+                f"queries are {list(query.shape)}, with {groups} key and value heads on {ranks} "
+                f"ranks; allowed: four dims, at least as many key and value heads as ranks, and a "
+                f"multiple of them as query heads"
             )
         parts = [
             to_heads(one, self.spg, self._heads(one, groups, ranks), dim)

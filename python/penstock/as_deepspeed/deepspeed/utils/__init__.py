@@ -1,4 +1,4 @@
-"""What scripts call around training."""
+"""Functions that scripts call around training."""
 
 from .groups import initialize_model_parallel as initialize_model_parallel
 from .init_on_device import OnDevice as OnDevice

@@ -1,5 +1,5 @@
-"""Groups of ranks: all are data ranks, unless an engine with a pipeline, tensor ranks or sequence
-ranks is open."""
+"""Process groups. All ranks are data ranks, unless an open engine has a pipeline, tensor ranks or
+sequence ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import torch.distributed as dist
 from .. import _missing_name
 from ..comm.comm import get_rank, get_world_size
 
-mpu: Any = None  # of the last open engine that has a pipeline, tensor or sequence ranks
-_opened: list[Any] = []  # of all of these engines
+mpu: Any = None  # grid of the last open engine with a pipeline, tensor or sequence ranks
+_opened: list[Any] = []  # grids of all open engines with one
 
 
 def _open(engine: Any, grid: Any) -> Callable[[], Any]:
-    """`engine` has this grid, until what is returned is called, or nobody holds it."""
-    global mpu  # noqa: PLW0603 - deepspeed's is a global, too
+    """Registers the grid of `engine`. Returns a function that removes it.
+
+    The grid is also removed when the engine is deleted.
+    """
+    global mpu  # noqa: PLW0603 - DeepSpeed's mpu is a global, too
     _opened.append(grid)
     mpu = grid
     close = weakref.finalize(engine, _close, grid)
@@ -27,7 +30,7 @@ def _open(engine: Any, grid: Any) -> Callable[[], Any]:
 
 
 def _close(grid: Any) -> None:
-    """It is gone."""
+    """Removes a grid."""
     global mpu  # noqa: PLW0603
     place = next((i for i, one in enumerate(_opened) if one is grid), None)
     if place is not None:
@@ -36,7 +39,7 @@ def _close(grid: Any) -> None:
 
 
 def _said(name: str, otherwise: Callable[[], Any]) -> Any:
-    """What the mpu's method of this name says; without one what `otherwise` does."""
+    """Calls the mpu's method with this name; if there is none, calls `otherwise`."""
     return getattr(mpu, name, otherwise)()
 
 
@@ -53,7 +56,7 @@ def _own_samples() -> int:
 
 
 def get_data_parallel_group() -> Any:
-    """The ranks with other samples than this one's."""
+    """Returns the group of ranks with different samples from this rank's."""
     return _said("get_data_parallel_group", _all)
 
 
@@ -78,7 +81,7 @@ def _get_sequence_data_parallel_rank() -> int:
 
 
 def get_sequence_parallel_group() -> Any:
-    """Raises ConfigError where no engine with sequence ranks is open."""
+    """Returns the group. Raises ConfigError if no engine with sequence ranks is open."""
     return _said("get_sequence_parallel_group", _without_sequence_ranks)
 
 
@@ -99,7 +102,7 @@ def _zero() -> int:
 
 
 def _computes_together() -> bool:
-    """Whether the mpu's model ranks are such, and not another name of sequence ranks."""
+    """Whether the mpu's model ranks are tensor ranks, not another name for sequence ranks."""
     return mpu is not None and not hasattr(mpu, "get_sequence_parallel_group")
 
 
@@ -112,7 +115,7 @@ def get_model_parallel_rank() -> int:
 
 
 def get_model_parallel_group() -> Any:
-    """Raises ConfigError where no engine with tensor ranks is open."""
+    """Returns the group. Raises ConfigError if no engine with tensor ranks is open."""
     if not _computes_together():
         _without_tensor_ranks()
     return mpu.get_model_parallel_group()
@@ -134,20 +137,18 @@ _get_expert_parallel_world_size, _get_expert_parallel_rank = _one, _zero
 _get_expert_parallel_group = _missing_name.function(
     "groups._get_expert_parallel_group", "expert parallelism is not built yet"
 )
-_TENSOR = 'initialize() makes them, with "tensor_parallel": {"autotp_size": N} in the config'
-_without_tensor_ranks = _missing_name.function(
-    "a group of tensor ranks without an engine's", _TENSOR
-)
+_TENSOR = 'initialize() creates it, with "tensor_parallel": {"autotp_size": N} in the config'
+_without_tensor_ranks = _missing_name.function("a group of tensor ranks without an engine", _TENSOR)
 _SEQUENCE = (
-    'initialize() makes one, with "sequence_parallel_size" in the config, mesh_param or an mpu'
+    'initialize() creates it, with "sequence_parallel_size" in the config, mesh_param or an mpu'
 )
 _without_sequence_ranks = _missing_name.function(
-    "a group of sequence ranks without an engine's", _SEQUENCE
+    "a group of sequence ranks without an engine", _SEQUENCE
 )
 initialize_model_parallel = _missing_name.function("groups.initialize_model_parallel", _TENSOR)
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Accepted for a group of one."""
+    """Accepted for ep_size 1. Raises ConfigError for a larger one."""
     if ep_size > 1:
         _get_expert_parallel_group()

@@ -1,4 +1,4 @@
-"""Building a model elsewhere than in memory."""
+"""OnDevice: builds a model on another device, such as "meta"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class OnDevice:
-    """Within the context modules are built with this dtype, on this device ("meta")."""
+    """Builds modules with this dtype on this device ("meta") inside the context."""
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
         self.dtype, self.device, self.enabled = dtype, device, enabled

@@ -1,4 +1,4 @@
-"""Loaders of data."""
+"""Data loaders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .groups import get_data_parallel_rank, get_data_parallel_world_size
 
 
 class RepeatingLoader:
-    """A loader that begins again where it ends."""
+    """A loader that starts again at its end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -34,15 +34,15 @@ class RepeatingLoader:
 
 
 def of_data_rank(dataset: Any, shuffle: bool) -> Any:
-    """A sampler of this data rank's samples."""
+    """Returns a sampler of this data rank's samples."""
     size, rank = get_data_parallel_world_size(), get_data_parallel_rank()
     return DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle)
 
 
 class DeepSpeedDataLoader:
-    """A torch loader over this rank's samples, in one shuffled order."""
+    """A torch loader over this rank's samples. The shuffled order is the same in every epoch."""
 
-    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+    def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         dataset: Any,
         batch_size: int,

@@ -1,4 +1,4 @@
-"""The logger that frameworks set levels of."""
+"""DeepSpeed's logger and logging functions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _rank() -> int:
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs on these ranks; all where there are none or -1."""
+    """Logs on these ranks; on all ranks if the list is empty or has -1."""
     if not ranks or -1 in ranks or _rank() in ranks:
         logger.log(level, f"[Rank {_rank()}] {message}", stacklevel=2)
 
@@ -47,7 +47,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 def log_dist_once(
     message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
 ) -> None:
-    """log_dist(), once for each text."""
+    """Calls log_dist() once for each text."""
     _once(message, tuple(ranks or ()), level)
 
 
@@ -58,12 +58,12 @@ def _once(message: str, ranks: tuple[int, ...], level: int) -> None:
 
 @functools.lru_cache(None)
 def warning_once(message: str) -> None:
-    """A warning, once for each text."""
+    """Logs a warning once for each text."""
     logger.warning(message)
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
-    """Prints where it is forced, on rank 0."""
+    """Prints the message on rank 0 if `force` is set."""
     if force and _rank() == 0:
         print(message)
 

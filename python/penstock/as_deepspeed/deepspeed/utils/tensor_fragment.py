@@ -1,7 +1,8 @@
-"""fp32 weights, gradients and optimizer state of one parameter, whole or this rank's part.
+"""fp32 weights, gradients and optimizer state of one parameter: whole, or this rank's part.
 
-All ranks call these together. "Local" is a copy of this rank's elements, flat and without padding:
-the engine cuts a unit and not each parameter, so a rank may have all of one, or none.
+All ranks must call these functions. "Local" values are copies of this rank's elements, flat and
+without padding. The engine shards units, not single parameters, so a rank may have all or none of a
+parameter's elements.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ from .logging import warning_once
 
 
 @dataclasses.dataclass
-class fragment_address:  # noqa: N801 - DeepSpeed's checkpoints name it so
+class fragment_address:  # noqa: N801 - the name in DeepSpeed's checkpoints
     """A part of a flat buffer."""
 
     numel: int
     start: int
 
 
-_AT_ONCE = "safe_set_*_fp32_param: the weight is the new one at once, not after the next step"
+_AT_ONCE = "safe_set_*_fp32_param: the weight changes at once, not after the next step"
 _NAMES = {"fp32": "param"}
 
 
 def _engine(param: torch.Tensor) -> Engine:
     engine = engine_of(param)
     if engine is None:
-        raise ConfigError("[deepspeed::safe_*] the tensor is no parameter of an engine's model")
+        raise ConfigError(
+            "[deepspeed::safe_*] the tensor is not a parameter of a model with an engine"
+        )
     return engine
 
 
@@ -42,23 +45,21 @@ def _keeps(engine: Engine, param: torch.Tensor, name: str) -> bool:
 
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """A copy of the fp32 master; None where it does not train."""
+    """Returns a copy of the fp32 master; None if the parameter does not train."""
     engine = _engine(param)
     return engine.param_state(param, "param") if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces the fp32 master, and with it the weight."""
-    warning_once(
-        "safe_set_*_fp32_param: the weight is the new one at once, not after the next step"
-    )
+    """Replaces the fp32 master, and with it the weight. All ranks must pass the same values."""
+    warning_once("safe_set_*_fp32_param: the weight changes at once, not after the next step")
     _engine(param).set_param_state(param, "param", value)
 
 
 def safe_get_full_optimizer_state(
     param: torch.nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
-    """A copy of "exp_avg", "exp_avg_sq", ...; None where none is kept."""
+    """Returns a copy of "exp_avg", "exp_avg_sq", ...; None if the optimizer does not keep it."""
     engine, name = _engine(param), _NAMES.get(optim_state_key, optim_state_key)
     return engine.param_state(param, name) if _keeps(engine, param, name) else None
 
@@ -66,19 +67,22 @@ def safe_get_full_optimizer_state(
 def safe_set_full_optimizer_state(
     param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
-    """Replaces it."""
+    """Replaces "exp_avg", "exp_avg_sq", ..."""
     _engine(param).set_param_state(param, _NAMES.get(optim_state_key, optim_state_key), value)
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The averaged fp32 gradient, after backward and before step; None where it does not train."""
+    """Returns the averaged fp32 gradient; None if the parameter does not train.
+
+    Call it after backward and before step.
+    """
     if not param.requires_grad:
         return None
     return _engine(param).param_grad(param)
 
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces the averaged gradient, after the window's last backward."""
+    """Replaces the averaged gradient. Call it after the accumulation window's last backward."""
     engine = _engine(param)
     engine.set_grads({engine.name_of(param): value})
 
@@ -87,7 +91,7 @@ def safe_update_full_grad_vectorized(
     params: Iterable[torch.nn.Parameter],
     update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replaces gradients by `update_func(gradient, parameter)`."""
+    """Replaces each gradient by `update_func(gradient, parameter)`."""
     for param in params:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -95,22 +99,20 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's elements of the master."""
+    """Returns this rank's elements of the master; None if the parameter does not train."""
     return _engine(param).local_state(param, "param")[1] if param.requires_grad else None
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Replaces this rank's elements of the master, and of the weight."""
-    warning_once(
-        "safe_set_*_fp32_param: the weight is the new one at once, not after the next step"
-    )
+    warning_once("safe_set_*_fp32_param: the weight changes at once, not after the next step")
     _engine(param).set_local_state(param, "param", value)
 
 
 def safe_get_local_optimizer_state(
     param: torch.nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
-    """This rank's elements of "exp_avg", "exp_avg_sq", ..."""
+    """Returns this rank's elements of "exp_avg", "exp_avg_sq", ...; None if not kept."""
     engine, name = _engine(param), _NAMES.get(optim_state_key, optim_state_key)
     return engine.local_state(param, name)[1] if _keeps(engine, param, name) else None
 
@@ -122,7 +124,7 @@ def safe_set_local_optimizer_state(
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The elements of the averaged gradient that belong to this rank's part of the master."""
+    """Returns the elements of the averaged gradient that match this rank's part of the master."""
     gradient = safe_get_full_grad(param)
     if gradient is None:
         return None
@@ -131,12 +133,12 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Raises ConfigError: gradients are replaced whole (safe_set_full_grad)."""
-    raise ConfigError("[deepspeed::safe_set_local_grad] use safe_set_full_grad()")
+    """Raises ConfigError. Use safe_set_full_grad() instead."""
+    raise ConfigError("[deepspeed::safe_set_local_grad] not supported: use safe_set_full_grad()")
 
 
 def get_full_hp_param(self: Any, optim_state_key: str | None = None) -> torch.Tensor | None:
-    """As a method of a parameter."""
+    """Returns the fp32 master, or the optimizer state with this key. A method of parameters."""
     if optim_state_key is None:
         return safe_get_full_fp32_param(self)
     return safe_get_full_optimizer_state(self, optim_state_key)

@@ -1,4 +1,4 @@
-"""Timers of scripts' own."""
+"""Timers for scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SynchronizedWallClockTimer:
     """Timers by name."""
 
     class Timer:
-        """One of them; milliseconds."""
+        """One timer. Its times are in milliseconds."""
 
         def __init__(self, name: str) -> None:
             self.name_, self.started_ = name, False
@@ -46,7 +46,7 @@ class SynchronizedWallClockTimer:
         return name in self.timers
 
     def log(self, names: Sequence[str], normalizer: float = 1.0, **_: Any) -> None:
-        """Logs milliseconds on rank 0."""
+        """Logs the named timers in milliseconds on rank 0, and resets them."""
         parts = [
             f"{one}: {self.timers[one].elapsed() / normalizer:.2f}"
             for one in names
@@ -56,7 +56,7 @@ class SynchronizedWallClockTimer:
 
 
 class ThroughputTimer:
-    """Samples a second of a loop of one's own: start(), then stop(), around each step."""
+    """Measures the samples per second of a loop that calls start() and stop() around each step."""
 
     def __init__(self, batch_size: int = 1, start_step: int = 2, **_: Any) -> None:
         self.batch_size, self.start_step = batch_size, start_step

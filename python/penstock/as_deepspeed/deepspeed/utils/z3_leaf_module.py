@@ -1,4 +1,4 @@
-"""Modules that are gathered as a whole. The engine's units are blocks, so marks change nothing."""
+"""Marks for modules to gather as a whole. They have no effect, since the engine gathers blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def z3_leaf_module(model: torch.nn.Module) -> bool:
-    """Whether it was marked."""
+    """Whether the module is marked."""
     return bool(getattr(model, "_z3_leaf", False))
 
 
@@ -33,7 +33,7 @@ def _matches(module: torch.nn.Module, classes: Iterable[Any]) -> bool:
 def set_z3_leaf_modules(
     model: torch.nn.Module, leaf_module_classes: Iterable[Any], raise_if_not_found: bool = True
 ) -> list[torch.nn.Module]:
-    """Marks modules of these classes (or names of classes)."""
+    """Marks the modules of these classes (or class names) and returns them."""
     classes = list(leaf_module_classes)
     return _mark(
         [one for one in model.modules() if _matches(one, classes)], classes, raise_if_not_found
@@ -42,7 +42,7 @@ def set_z3_leaf_modules(
 
 def _mark(found: list[torch.nn.Module], wanted: Any, raises: bool) -> list[torch.nn.Module]:
     if not found and raises:
-        raise ValueError(f"[deepspeed] the model has no module of {wanted}")
+        raise ValueError(f"[deepspeed] the model has no module that matches {wanted}")
     for one in found:
         set_z3_leaf_module(one)
     return found
@@ -51,7 +51,7 @@ def _mark(found: list[torch.nn.Module], wanted: Any, raises: bool) -> list[torch
 def set_z3_leaf_modules_by_name(
     model: torch.nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    """Marks modules of these names; also returns the names that there are not."""
+    """Marks the modules with these names. Returns them and the names without a module."""
     named, names = dict(model.named_modules()), list(module_names)
     found = [named[one] for one in names if one in named]
     return _mark(found, names, raise_if_not_found), [one for one in names if one not in named]
@@ -60,7 +60,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: torch.nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    """Marks modules whose names end so; also returns the ends that there are not."""
+    """Marks modules whose names have these suffixes. Returns them and the unmatched suffixes."""
     ends = list(module_name_suffixes)
     found = [one for name, one in model.named_modules() if name.endswith(tuple(ends))]
     missing = [e for e in ends if not any(n.endswith(e) for n, _ in model.named_modules())]
@@ -70,7 +70,7 @@ def set_z3_leaf_modules_by_suffix(
 def unset_z3_leaf_modules(
     model: torch.nn.Module, leaf_module_classes: Iterable[Any], raise_if_not_found: bool = True
 ) -> list[torch.nn.Module]:
-    """Takes the marks off modules of these classes."""
+    """Unmarks the modules of these classes and returns them."""
     found = [one for one in model.modules() if _matches(one, list(leaf_module_classes))]
     for one in found:
         set_z3_leaf_module(one, False)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Whole fp32 weights of a checkpoint that an engine of deepspeed.initialize() saved.
+"""Reads whole fp32 weights from a checkpoint that an engine of deepspeed.initialize() saved.
 
-As a script: zero_to_fp32.py CHECKPOINTS OUT writes files that from_pretrained() loads.
+As a script, zero_to_fp32.py CHECKPOINTS OUT writes files that from_pretrained() loads.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Weights and buffers by name, in memory.
+    """Returns weights and buffers by name, on the CPU.
 
     Args:
-        checkpoint_dir: the folder that has `latest`.
-        tag: which checkpoint; default: the newest.
-        exclude_frozen_parameters: without those that do not train.
-        lazy_mode: accepted; tensors are read at once.
+        checkpoint_dir: the folder with the file `latest`.
+        tag: the checkpoint's name; default: the newest.
+        exclude_frozen_parameters: leave out parameters that do not train.
+        lazy_mode: accepted, without effect: tensors are read at once.
 
     Raises:
-        ConfigError: no checkpoint.
+        ConfigError: there is no checkpoint.
     """
     return state_dict(checkpoint_dir, tag or "", exclude_frozen_parameters)
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0913 - as DeepSpeed's
+def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0913 - DeepSpeed's signature
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
     max_shard_size: str | None = "5GB",
@@ -48,7 +48,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0913 - as DeepSpeed'
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> None:
-    """Writes weights into a folder: model.safetensors (in shards), or pytorch_model.bin."""
+    """Writes the weights to a folder: model.safetensors (in shards), or pytorch_model.bin.
+
+    Raises ConfigError for exclude_frozen_parameters with safe_serialization.
+    """
     folder = pathlib.Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if not safe_serialization:
@@ -59,8 +62,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0913 - as DeepSpeed'
         return
     if exclude_frozen_parameters:
         raise ConfigError(
-            "[zero_to_fp32] exclude_frozen_parameters goes with pytorch_model.bin: leave out "
-            "safe_serialization"
+            "[zero_to_fp32] exclude_frozen_parameters is supported only for pytorch_model.bin: "
+            "drop safe_serialization"
         )
     convert(checkpoint_dir, folder, Options(to="safetensors", tag=tag or ""))
 
@@ -68,14 +71,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # noqa: PLR0913 - as DeepSpeed'
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Loads the weights into a model that has no engine (any more)."""
+    """Loads the weights into a model that has no open engine, and returns it."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.load_state_dict(state, strict=False)
     return model
 
 
 def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
-    """Files of one checkpoint, in order. Raises FileNotFoundError where there are none."""
+    """Returns the matching files, sorted. Raises FileNotFoundError if there are none."""
     found = sorted(glob.glob(os.path.join(checkpoint_dir, glob_pattern)))
     if not found:
         raise FileNotFoundError(f"no {glob_pattern} in {checkpoint_dir}")
@@ -91,7 +94,7 @@ def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """Rank 0's. Raises FileNotFoundError where it is missing."""
+    """Returns the path of rank 0's file. Raises FileNotFoundError if it is missing."""
     name = "mp_rank_00_model_states.pt"
     path = os.path.join(checkpoint_dir, name if zero_stage <= 2 else f"zero_pp_rank_0_{name}")
     if not os.path.exists(path):
@@ -101,13 +104,13 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint_dir", help="the folder that has `latest`")
-    parser.add_argument("output_dir", help="a folder for the weights")
-    parser.add_argument("--max_shard_size", default="5GB", help="accepted")
+    parser.add_argument("checkpoint_dir", help="folder with the file `latest`")
+    parser.add_argument("output_dir", help="folder to write the weights to")
+    parser.add_argument("--max_shard_size", default="5GB", help="no effect")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument("-t", "--tag", default=None, help="which checkpoint; default: the newest")
+    parser.add_argument("-t", "--tag", default=None, help="checkpoint's name; default: the newest")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
-    parser.add_argument("-d", "--debug", action="store_true", help="accepted")
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
     args: Any = parser.parse_args()
     convert_zero_checkpoint_to_fp32_state_dict(
         args.checkpoint_dir,

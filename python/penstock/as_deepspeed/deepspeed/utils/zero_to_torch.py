@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Whole weights of a checkpoint that an engine of deepspeed.initialize() saved, in a dtype.
+"""Writes the whole weights of a checkpoint of deepspeed.initialize()'s engine in a given dtype.
 
-As a script: zero_to_torch.py CHECKPOINTS OUT --dtype bf16
+Usage: zero_to_torch.py CHECKPOINTS OUT --dtype bf16
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint_dir", help="the folder that has `latest`")
-    parser.add_argument("output_dir", help="a folder for the weights")
+    parser.add_argument("checkpoint_dir", help="folder with the file `latest`")
+    parser.add_argument("output_dir", help="folder to write the weights to")
     names = sorted([*_DTYPES, *_DTYPES.values()])
-    parser.add_argument("--dtype", choices=names, required=True, help="of the weights")
-    parser.add_argument("--max_shard_size", default="5GB", help="accepted")
+    parser.add_argument("--dtype", choices=names, required=True, help="dtype to write")
+    parser.add_argument("--max_shard_size", default="5GB", help="no effect")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument("-t", "--tag", default="", help="which checkpoint; default: the newest")
-    parser.add_argument("-d", "--debug", action="store_true", help="accepted")
+    parser.add_argument("-t", "--tag", default="", help="checkpoint's name; default: the newest")
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
     given = parser.parse_args(args)
     folder = pathlib.Path(given.output_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Adagrad, on the engine's kernels inside an engine and on torch's outside."""
+"""Adagrad: uses the engine's kernels inside an engine and torch's outside."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from penstock.front import optimizer
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad. `fp32_optimizer_states` must be True."""
+    """Adagrad.
 
-    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+    Raises ConfigError for amsgrad=True and fp32_optimizer_states=False.
+    """
+
+    def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         model_params: Any,
         lr: float = 1e-2,
@@ -24,7 +27,8 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     ) -> None:
         if amsgrad or not fp32_optimizer_states:
             raise ConfigError(
-                "[deepspeed::DeepSpeedCPUAdagrad] no amsgrad, and sums of squares stay in fp32"
+                "[deepspeed::DeepSpeedCPUAdagrad] amsgrad must be False and fp32_optimizer_states "
+                "True: sums of squares are always fp32"
             )
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
 

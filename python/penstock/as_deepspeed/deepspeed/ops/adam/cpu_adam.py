@@ -1,4 +1,4 @@
-"""Adam, on the engine's kernels inside an engine and on torch's outside."""
+"""Adam: uses the engine's kernels inside an engine and torch's outside."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from penstock.front import optimizer
 
 def refuse(name: str, bias_correction: bool, amsgrad: bool) -> None:
     if not bias_correction:
-        raise ConfigError(f"[deepspeed::{name}] moments are always corrected for their bias")
+        raise ConfigError(
+            f"[deepspeed::{name}] bias_correction=False is not supported: the bias of moments is "
+            f"always corrected"
+        )
     if amsgrad:
         raise ConfigError(f"[deepspeed::{name}] amsgrad is not supported: use torch.optim.Adam")
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
-    """Adam, with decoupled weight decay where `adamw_mode`.
+    """Adam, with decoupled weight decay if `adamw_mode` is True.
 
-    `fp32_optimizer_states=False` keeps moments in bf16 (in an engine).
+    With `fp32_optimizer_states=False` an engine keeps moments in bf16. Raises ConfigError for
+    bias_correction=False and amsgrad=True.
     """
 
     optimizer_id = 0
 
-    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+    def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         model_params: Any,
         lr: float = 1e-3,

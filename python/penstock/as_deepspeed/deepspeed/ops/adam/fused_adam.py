@@ -1,4 +1,4 @@
-"""Adam, on the engine's kernels inside an engine and on torch's outside."""
+"""Adam: uses the engine's kernels inside an engine and torch's outside."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from .cpu_adam import refuse
 
 
 class FusedAdam(torch.optim.Adam):
-    """Adam, with decoupled weight decay where `adam_w_mode`."""
+    """Adam, with decoupled weight decay if `adam_w_mode` is True.
 
-    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+    Raises ConfigError for bias_correction=False and amsgrad=True.
+    """
+
+    def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         params: Any,
         lr: float = 1e-3,

@@ -1,4 +1,4 @@
-"""ZenFlow, which is not built."""
+"""ZenFlow, which is not supported."""
 
 from ... import _missing_name
 

@@ -1,4 +1,4 @@
-"""Reading and writing files without waiting: part of the engine's disk tier."""
+"""Asynchronous file I/O, which is part of the engine's disk tier."""
 
 from ..op_builder import ALL_OPS
 

@@ -1,4 +1,4 @@
-"""LAMB, which is not elementwise."""
+"""LAMB, which is not supported, since it is not elementwise."""
 
 from ... import _missing_name
 

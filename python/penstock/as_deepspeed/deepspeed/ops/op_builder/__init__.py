@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles at run time. Nothing is compiled here: it is asked what there is."""
+"""DeepSpeed's builders of kernels. They compile nothing; they tell which kernels exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock import ConfigError
 
 
 class OpBuilder:
-    """One kernel."""
+    """The builder of one kernel."""
 
     NAME: ClassVar[str] = ""
     COMPATIBLE: ClassVar[bool] = False
@@ -20,16 +20,17 @@ class OpBuilder:
         return f"deepspeed.ops.{self.NAME}"
 
     def load(self, verbose: bool = True) -> Any:
-        """Raises ConfigError: kernels are part of the engine and are not called by themselves."""
+        """Raises ConfigError: kernels are part of the engine and cannot be loaded separately."""
         raise ConfigError(
-            f"[deepspeed] {type(self).__name__}.load(): the engine's kernels are not loaded one by "
-            f"one; optimizers are in deepspeed.ops, and the disk tier is offload_*.device nvme"
+            f"[deepspeed] {type(self).__name__}.load(): the engine's kernels cannot be loaded "
+            f"separately: use the optimizers in deepspeed.ops, or offload_*.device nvme for the "
+            f"disk tier"
         )
 
     builder = jit_load = load
 
 
-# Name, class, and whether the engine does what it does.
+# Name -> (class, whether the engine has an equivalent kernel).
 _ALL = {
     "async_io": ("AsyncIOBuilder", True),
     "cpu_adam": ("CPUAdamBuilder", True),

@@ -1,4 +1,4 @@
-"""DeepSpeed's own layers, which are not built."""
+"""DeepSpeed's own layers, which are not supported."""
 
 from ... import _missing_name
 

@@ -1,4 +1,4 @@
-"""Floating point operations of a model, by torch's own counter."""
+"""Counts the floating point operations of a model with torch's counter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 class FlopsProfiler:
-    """Counts what runs between start_profile() and stop_profile()."""
+    """Counts the operations between start_profile() and stop_profile()."""
 
     def __init__(self, model: torch.nn.Module, ds_engine: Any = None, **_: Any) -> None:
         self.model = model
@@ -48,7 +48,7 @@ class FlopsProfiler:
         )
 
 
-def get_model_profile(  # noqa: PLR0913 - as DeepSpeed's
+def get_model_profile(  # noqa: PLR0913 - DeepSpeed's signature
     model: torch.nn.Module,
     input_shape: tuple[int, ...] | None = None,
     args: Any = (),
@@ -58,7 +58,7 @@ def get_model_profile(  # noqa: PLR0913 - as DeepSpeed's
     mode: str = "forward",
     **_: Any,
 ) -> tuple[Any, Any, Any]:
-    """Operations, multiply-adds and parameters of one forward."""
+    """Returns the operations, multiply-adds and parameters of one forward."""
     profiler = FlopsProfiler(model)
     given = [torch.ones(input_shape)] if input_shape is not None else list(args)
     profiler.start_profile()

@@ -1,1 +1,1 @@
-"""deepspeed.checkpointing."""
+"""The package of deepspeed.checkpointing."""

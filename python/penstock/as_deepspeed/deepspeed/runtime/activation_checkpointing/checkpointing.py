@@ -1,4 +1,4 @@
-"""Activation checkpointing: torch's own, under DeepSpeed's names."""
+"""Activation checkpointing: DeepSpeed's names for torch's functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...utils.logging import logger
 _configured = False
 
 
-def configure(  # noqa: PLR0913 - as DeepSpeed's
+def configure(  # noqa: PLR0913 - DeepSpeed's signature
     mpu_: Any = None,
     deepspeed_config: Any = None,
     partition_activations: bool | None = None,
@@ -26,9 +26,9 @@ def configure(  # noqa: PLR0913 - as DeepSpeed's
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Accepted: activations are kept whole, where they are made.
+    """Accepted, without effect: saved inputs stay whole on their device.
 
-    The engine's native keys offload.activations and activations.checkpoint move them.
+    The native keys offload.activations and activations.checkpoint change this.
     """
     global _configured
     asked = {
@@ -38,7 +38,7 @@ def configure(  # noqa: PLR0913 - as DeepSpeed's
     }
     chosen = [name for name, value in asked.items() if value]
     if chosen:
-        logger.warning(f"deepspeed.checkpointing: {', '.join(chosen)}: no effect in Penstock")
+        logger.warning(f"deepspeed.checkpointing: no effect in Penstock: {', '.join(chosen)}")
     _configured = True
 
 
@@ -47,11 +47,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept between steps."""
+    """Does nothing: no state is kept between steps."""
 
 
 def _as_before(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which draws from the tracker's generators the same when it runs again."""
+    """Returns the function; when it runs again, the tracker's generators draw the same values."""
     first: list[dict[str, torch.Tensor]] = []
 
     def run(*args: Any) -> Any:
@@ -69,17 +69,17 @@ def _as_before(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs `function` and keeps its inputs alone; backward runs it again."""
+    """Runs `function` and saves only its inputs; backward runs it again."""
     return torch.utils.checkpoint.checkpoint(_as_before(function), *args, use_reentrant=True)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """As checkpoint(), without a backward inside of the backward."""
+    """The same as checkpoint(), without a nested backward."""
     return torch.utils.checkpoint.checkpoint(_as_before(function), *args, use_reentrant=False)
 
 
 class CheckpointFunction:
-    """`apply(function, all_outputs, *args)`, as old scripts call it."""
+    """`apply(function, all_outputs, *args)`, for old scripts."""
 
     @staticmethod
     def apply(function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> None:
@@ -88,7 +88,7 @@ class CheckpointFunction:
 
 
 class CudaRNGStatesTracker:
-    """Generators by name, for layers that must draw alike or differently on ranks."""
+    """Random generators by name, for layers that must draw equal or different values on ranks."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -104,7 +104,7 @@ class CudaRNGStatesTracker:
 
     def add(self, name: str, seed: int) -> None:
         if name in self.states_:
-            raise ConfigError(f"[deepspeed::checkpointing] there is a generator {name!r} already")
+            raise ConfigError(f"[deepspeed::checkpointing] the generator {name!r} exists already")
         before = torch.get_rng_state()
         torch.manual_seed(seed)
         self.states_[name] = torch.get_rng_state()
@@ -112,7 +112,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Within it torch draws from that generator."""
+        """Makes torch draw from that generator inside the context."""
         if name not in self.states_:
             raise ConfigError(f"[deepspeed::checkpointing] there is no generator {name!r}")
         before = torch.get_rng_state()
@@ -132,7 +132,7 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds torch, and the generator of model-parallel layers."""
+    """Seeds torch and the generator of model-parallel layers."""
     _tracker.reset()
     torch.manual_seed(seed)
     _tracker.add("model-parallel-rng", seed + 2718)
@@ -142,8 +142,8 @@ model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Accepted: see configure()."""
+    """Accepted, without effect: see configure()."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Accepted: see configure()."""
+    """Accepted, without effect: see configure()."""

@@ -1,1 +1,1 @@
-"""Loss scales."""
+"""Loss scalers and optimizer classes of fp16."""

@@ -1,4 +1,4 @@
-"""Objects that DeepSpeed's checkpoints hold; the engine scales losses itself."""
+"""Loss scaler classes in DeepSpeed's checkpoints. The engine itself does not use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScalerBase:
-    """A scale that a checkpoint holds."""
+    """A loss scale in a checkpoint."""
 
     def __init__(self, cur_scale: float) -> None:
         self.cur_scale = cur_scale
@@ -24,14 +24,14 @@ class LossScalerBase:
 
 
 class LossScaler(LossScalerBase):
-    """One that stays."""
+    """A constant loss scale."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__(scale)
 
 
 class DynamicLossScaler(LossScalerBase):
-    """One that follows overflows."""
+    """A loss scale that adapts to overflows."""
 
     def __init__(self, init_scale: float = 2.0**32, **options: Any) -> None:
         super().__init__(init_scale)

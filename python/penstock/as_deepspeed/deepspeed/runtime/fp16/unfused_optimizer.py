@@ -1,5 +1,5 @@
-"""For isinstance(): the engine's optimizers are none of these."""
+"""A class for isinstance() checks. No optimizer of the engine is an instance of it."""
 
 
 class FP16_UnfusedOptimizer:  # noqa: N801 - DeepSpeed's name
-    """Never made."""
+    """Never instantiated."""

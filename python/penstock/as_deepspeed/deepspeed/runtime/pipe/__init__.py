@@ -1,4 +1,4 @@
-"""Pipelines."""
+"""DeepSpeed's names for pipeline parallelism."""
 
 from .module import LayerSpec as LayerSpec
 from .module import PipelineModule as PipelineModule

@@ -20,7 +20,7 @@ from ..engine import DeepSpeedEngine, _halved
 from ..engine_settings import ROUTE_TRAIN
 from .module import PipelineError, PipelineModule
 
-# Of the config's section "pipeline": values that change nothing.
+# Keys of the config section "pipeline" -> values that have no effect and are accepted.
 _USUAL = {
     "stages": ("auto",),
     "partition": ("best",),
@@ -31,7 +31,7 @@ _USUAL = {
 
 
 class MicroBatch(dict[str, Any]):
-    """The model's inputs by name, and beside them the labels."""
+    """The model's inputs by name, with the labels as an attribute."""
 
     def __init__(self, inputs: Any, labels: Any) -> None:
         super().__init__(forward_input=inputs)
@@ -39,18 +39,19 @@ class MicroBatch(dict[str, Any]):
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Trains a PipelineModule, a whole batch at a time. Made by `deepspeed.initialize()`.
+    """Trains a PipelineModule, a whole batch per call. `deepspeed.initialize()` creates it.
 
     Attributes:
         grid: this rank's place among stages and data ranks.
-        num_stages, stage_id, prev_stage, next_stage: of the pipeline, from 0; -1 before the first,
-            num_stages after the last.
-        micro_batches: of a batch.
-        data_iterator: what train_batch() takes micro-batches from.
-        agg_train_loss: the last batch's.
+        num_stages: the number of stages.
+        stage_id, prev_stage, next_stage: this stage and its neighbours, from 0. prev_stage is -1 on
+            the first stage; next_stage is num_stages on the last.
+        micro_batches: the number of micro-batches in a batch.
+        data_iterator: the source of train_batch()'s micro-batches.
+        agg_train_loss: the loss of the last batch.
     """
 
-    _reduction = "mean"  # of losses as they are
+    _reduction = "mean"  # losses are not divided by gradient_accumulation_steps here
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.batch_fn: Callable[[Any], Any] | None = None
@@ -81,33 +82,37 @@ class PipelineEngine(DeepSpeedEngine):
         made = DeepSpeedConfig(kept, own=own)
         made._param_dict = given
         if made.native["mesh"].get("tensor", 1) > 1:
-            raise ConfigError("[deepspeed::initialize] tensor_parallel: not with a PipelineModule")
+            raise ConfigError(
+                "[deepspeed::initialize] tensor_parallel is not supported with a PipelineModule"
+            )
         if made.sequence_parallel_size > 1:
             raise ConfigError(
-                '[deepspeed::initialize] "sequence_parallel_size": not with a PipelineModule'
+                '[deepspeed::initialize] "sequence_parallel_size" above 1 is not supported with a '
+                "PipelineModule"
             )
         parallel = made.native["parallel"]
         if parallel.get("virtual_stages", 1) > 1:
             if model.seed_layers:
                 raise ConfigError(
-                    "[deepspeed::initialize] seed_layers: not with parallel.virtual_stages"
+                    "[deepspeed::initialize] seed_layers is not supported with "
+                    "parallel.virtual_stages: drop one of them"
                 )
             if parallel["stages"] == own["parallel"]["stages"]:
-                del parallel["stages"]  # the engine cuts them
+                del parallel["stages"]  # the engine then chooses the stages
         if made.gradient_accumulation_steps < model.num_stages:
             parallel.setdefault("schedule", "gpipe")
         return made
 
     def _training_loader(self, dataset: Any) -> Any:
-        """One that begins again where it ends, in the dataset's order."""
+        """Returns a loader in the dataset's order that starts again at its end."""
         return RepeatingLoader(self.deepspeed_io(dataset, data_sampler=self._sampler(dataset)))
 
     def _sampler(self, dataset: Any, shuffle: bool = False) -> Any:
-        """This data rank's samples, the same on all stages."""
+        """Returns a sampler for this data rank's samples, which are the same on all stages."""
         size, rank = self.grid.data_parallel_size, self.grid.data_parallel_id
         return DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle)
 
-    def deepspeed_io(  # noqa: PLR0913 - as DeepSpeed's
+    def deepspeed_io(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         dataset: Any,
         batch_size: int | None = None,
@@ -117,7 +122,7 @@ class PipelineEngine(DeepSpeedEngine):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader over this data rank's samples of a dataset."""
+        """Returns a loader over this data rank's samples of a dataset."""
         if data_sampler is None:
             data_sampler = self._sampler(dataset, shuffle=route == ROUTE_TRAIN)
         return super().deepspeed_io(
@@ -127,16 +132,18 @@ class PipelineEngine(DeepSpeedEngine):
     # ---- data
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """From now on micro-batches come from its iterator."""
+        """Takes micro-batches from the loader's iterator from now on."""
         self.training_dataloader, self.data_iterator = loader, iter(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """From now on micro-batches, (inputs, labels), come from it. The first stage uses the
-        inputs, the last one the labels; those between need none."""
+        """Takes micro-batches, (inputs, labels), from the iterator from now on.
+
+        The first stage uses the inputs and the last stage the labels. Other stages need none.
+        """
         self.training_dataloader, self.data_iterator = None, iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """fn(batch) -> (inputs, labels) is called on what the iterator gives."""
+        """Sets fn(batch) -> (inputs, labels), which is called on each item of the iterator."""
         self.batch_fn = fn
 
     def _micro_batches(self, iterator: Iterator[Any] | None) -> Iterator[MicroBatch]:
@@ -145,7 +152,7 @@ class PipelineEngine(DeepSpeedEngine):
         if not hasattr(iterator, "__next__"):
             raise ConfigError(
                 f"[deepspeed::train_batch] the data iterator is a {type(iterator).__name__}: the "
-                f"first and the last stage need an iterator, iter(loader); or training_data, "
+                f"first and the last stage need an iterator, iter(loader). Or use training_data or "
                 f"set_dataloader()"
             )
         assert iterator is not None
@@ -157,10 +164,10 @@ class PipelineEngine(DeepSpeedEngine):
         if not isinstance(given, (tuple, list)) or len(given) < needed:
             raise ConfigError(
                 f"[deepspeed::train_batch] a micro-batch is a {type(given).__name__}; allowed: a "
-                f"tuple (inputs, labels). set_batch_fn() makes one of what the iterator gives"
+                f"tuple (inputs, labels). Set a function that returns one with set_batch_fn()"
             )
         unused = given[0] is None and not self.is_first_stage()
-        inputs = None if unused else as_inputs(given[0])  # an error on every stage alike
+        inputs = None if unused else as_inputs(given[0])  # raises the same error on every stage
         if self._auto_cast:
             inputs = _tree.tree_map(_halved, inputs)
         labels = given[1] if len(given) > 1 else None
@@ -169,24 +176,24 @@ class PipelineEngine(DeepSpeedEngine):
     # ---- training
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Forwards, backwards and the step of `gradient_accumulation_steps` micro-batches.
+        """Runs forward and backward of `gradient_accumulation_steps` micro-batches, and the step.
 
         Args:
-            data_iter: from now on gives the micro-batches, (inputs, labels), the same on the first
-                and the last stage of a pipeline; None between them. Default: the one that was set,
-                or that of `training_data`.
+            data_iter: the source of micro-batches, (inputs, labels), from now on. It must give the
+                same ones on the first and the last stage of a pipeline; other stages pass None.
+                Default: the iterator that was set, or the one over `training_data`.
 
         Returns:
             The mean loss over micro-batches and data ranks, [] fp32 on the CPU, on every rank.
 
         Raises:
-            StopIteration: there is no micro-batch any more.
-            ConfigError: no iterator; no optimizer; gradients are off.
-            RuntimeFault: an iterator that ends within a batch; see penstock.Engine.train_batch().
+            StopIteration: there are no more micro-batches.
+            ConfigError: there is no iterator or no optimizer, or gradients are disabled.
+            RuntimeFault: the iterator ends within a batch; see penstock.Engine.train_batch().
         """
         if not torch.is_grad_enabled():
             raise PipelineError(
-                "[deepspeed::train_batch] gradients are off (torch.no_grad): call eval_batch()"
+                "[deepspeed::train_batch] gradients are disabled (torch.no_grad): call eval_batch()"
             )
         if self.basic_optimizer is None:
             raise ConfigError(
@@ -211,7 +218,7 @@ class PipelineEngine(DeepSpeedEngine):
         loss_fn: Any = self.module.loss_fn
         return outputs if loss_fn is None else loss_fn(outputs, part.labels)
 
-    def eval_batch(  # noqa: PLR0913 - as DeepSpeed's
+    def eval_batch(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         data_iter: Iterator[Any] | None,
         return_logits: bool = False,
@@ -220,23 +227,24 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forwards alone, without gradients and with the model in eval mode.
+        """Runs forwards only, without gradients and with the model in eval mode.
 
         Args:
-            data_iter: gives the micro-batches, as of train_batch().
-            return_logits: the last micro-batch's outputs are returned, too.
-            compute_loss: False: what is reduced and returned is outputs.
-            reduce_output: "avg": the mean over micro-batches and data ranks; None: a list of what
-                this data rank has of each micro-batch.
-            bcast_loss: a mean loss is returned on every rank, not by the last stage alone.
-            num_micro_batches: default: those of a batch.
+            data_iter: the source of micro-batches, as in train_batch().
+            return_logits: also return the outputs of the last micro-batch.
+            compute_loss: reduce and return losses; False: outputs.
+            reduce_output: "avg": the mean over micro-batches and data ranks; None: a list with
+                this data rank's value of each micro-batch.
+            bcast_loss: return a mean loss on every rank, not only on the last stage.
+            num_micro_batches: default: as many as a batch has.
 
         Returns:
-            The mean or list, None on other stages than the last unless it is a mean loss; with
-            `return_logits` a pair of it and of the outputs (None on other stages).
+            The mean or the list. It is None on other stages than the last, unless it is a mean loss
+            with `bcast_loss`. With `return_logits` a pair of this and the outputs (None on other
+            stages).
 
         Raises:
-            ConfigError: outputs to be averaged over data ranks; a list to be broadcast.
+            ConfigError: outputs would be averaged over data ranks, or a list broadcast.
         """
         self._check_eval(compute_loss, reduce_output, bcast_loss)
         outputs: list[Any] = []
@@ -269,12 +277,12 @@ class PipelineEngine(DeepSpeedEngine):
             )
         if compute_loss and bcast_loss and reduce_output is None:
             raise ConfigError(
-                "[deepspeed::eval_batch] reduce_output=None gives a list of losses, which is not "
-                "broadcast: pass bcast_loss=False"
+                "[deepspeed::eval_batch] reduce_output=None returns a list of losses, which cannot "
+                "be broadcast: pass bcast_loss=False"
             )
         if not compute_loss and reduce_output is not None and self.is_data_parallel:
             raise ConfigError(
-                "[deepspeed::eval_batch] outputs are not averaged over data ranks: pass "
+                "[deepspeed::eval_batch] outputs cannot be averaged over data ranks: pass "
                 "reduce_output=None"
             )
 
@@ -286,46 +294,55 @@ class PipelineEngine(DeepSpeedEngine):
     def is_last_stage(self) -> bool:
         return bool(self.grid.is_last_stage)
 
-    # ---- what a pipeline has not
+    # ---- calls that a pipeline does not support
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises PipelineError: train_batch() and eval_batch() run all stages."""
-        raise PipelineError("[deepspeed::forward] only train_batch() and eval_batch() are there")
+        raise PipelineError(
+            "[deepspeed::forward] a pipeline supports only train_batch() and eval_batch()"
+        )
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises PipelineError: see forward()."""
-        raise PipelineError("[deepspeed::backward] only train_batch() and eval_batch() are there")
+        raise PipelineError(
+            "[deepspeed::backward] a pipeline supports only train_batch() and eval_batch()"
+        )
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Raises PipelineError: see forward()."""
-        raise PipelineError("[deepspeed::step] only train_batch() and eval_batch() are there")
+        raise PipelineError(
+            "[deepspeed::step] a pipeline supports only train_batch() and eval_batch()"
+        )
 
     update = take_model_step = step
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Raises PipelineError, unless it is the same."""
+        """Raises PipelineError if the value differs from the current one."""
         self._same("set_train_batch_size", train_batch_size, self.train_batch_size())
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Raises PipelineError, unless it is the same."""
+        """Raises PipelineError if the value differs from the current one."""
         self._same("set_gradient_accumulation_steps", steps, self.gradient_accumulation_steps())
 
     def _same(self, call: str, given: int, now: int) -> None:
         if given != now:
             raise PipelineError(
-                f"[deepspeed::{call}] it is {now} from initialize() on: a pipeline's schedule is "
-                f"of so many micro-batches"
+                f"[deepspeed::{call}] it is {now} from initialize() on and cannot change to {given}"
+                f", since the pipeline's schedule has a fixed number of micro-batches"
             )
 
 
 def _settings(model: PipelineModule, given: dict[str, Any]) -> dict[str, Any]:
-    """Penstock's settings for the stages, after the config's sections "pipeline" and "penstock"."""
+    """Returns Penstock's settings for the stages.
+
+    Raises ConfigError if the config sections "pipeline" or "penstock" contradict the model.
+    """
     section = given.get("pipeline") or {}
     asked = ((given.get("penstock") or {}).get("mesh") or {}).get("pipeline", model.num_stages)
     if asked != model.num_stages:
         raise ConfigError(
-            f"[deepspeed::initialize] the config has mesh.pipeline {asked}, and the "
-            f"PipelineModule {model.num_stages} stages"
+            f"[deepspeed::initialize] the config has mesh.pipeline {asked}, but the PipelineModule "
+            f"has {model.num_stages} stages"
         )
     for key, value in section.items():
         allowed = _USUAL.get(key, ()) + {"stages": (model.num_stages,)}.get(key, ())
@@ -341,7 +358,7 @@ def _settings(model: PipelineModule, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mean(outputs: list[Any]) -> Any:
-    """Of tensors, or of tuples of tensors, over micro-batches."""
+    """Returns the mean over micro-batches of tensors, or of tuples of tensors."""
     if isinstance(outputs[0], torch.Tensor):
         return torch.stack(list(outputs)).mean(0)
     return [torch.stack(list(parts)).mean(0) for parts in zip(*outputs, strict=True)]

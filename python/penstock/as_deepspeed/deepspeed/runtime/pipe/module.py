@@ -1,4 +1,4 @@
-"""PipelineModule: a list of layers, of which each rank of a pipeline computes some."""
+"""PipelineModule: a list of layers that is divided among the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -29,35 +29,36 @@ _KNOWN = (
 
 
 class PipelineError(ConfigError):  # type: ignore[misc]
-    """A call that a pipeline has not."""
+    """A call that a pipeline does not support."""
 
 
 class PipelineModule(pipeline_layers.PipelineLayers):
-    """Layers for `initialize()`, which makes a PipelineEngine of them. All ranks make it together.
+    """A list of layers for `initialize()`, which returns a PipelineEngine. All ranks create it.
 
-    The whole model is built on every rank and is an ordinary module until then. What one layer
-    returns, a tensor or a tuple, is the one argument of the next.
+    The whole model is built on every rank and is an ordinary module until `initialize()`. The
+    output of a layer, a tensor or a tuple, is the only argument of the next layer.
 
     Args:
         layers: modules, LayerSpec, TiedLayerSpec, functions of one argument.
-        num_stages: ranks of a pipeline; the others are data ranks. Or:
-        topology: axes "pipe" and "data", in this order; "model" must be 1.
+        num_stages: the number of stages; the remaining factor of the ranks are data ranks.
+        topology: instead of num_stages: axes "pipe" and "data", in this order; "model" must be 1.
         loss_fn: loss_fn(outputs, labels) -> []; default: the last layer returns the loss.
-        seed_layers: torch is seeded before each layer is built and runs.
-        seed_fn: seed_fn(seed) does it; default: Python, NumPy and torch.
-        base_seed: the first of the seeds.
+        seed_layers: seed before each layer is built and before it runs.
+        seed_fn: seed_fn(seed) seeds; default: seeds Python, NumPy and torch.
+        base_seed: the first seed.
         partition_method: "parameters", "uniform" or "type:REGEX".
-        activation_checkpoint_interval: above 0 each layer with parameters is computed again in
+        activation_checkpoint_interval: if above 0, each layer with parameters is recomputed in
             backward.
-        activation_checkpoint_func: one of DeepSpeed's or torch's: the engine does it itself.
-        checkpointable_layers: must be None: all layers with parameters are.
-        dynamic_shape: accepted: shapes may change always.
+        activation_checkpoint_func: must be DeepSpeed's or torch's function; the engine recomputes
+            without it.
+        checkpointable_layers: must be None: all layers with parameters are recomputed.
+        dynamic_shape: accepted, without effect: shapes may always change.
 
     Raises:
-        ConfigError: a setting that cannot work.
+        ConfigError: an argument is wrong or not supported.
     """
 
-    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+    def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         layers: Iterable[Any],
         num_stages: int | None = None,
@@ -83,7 +84,7 @@ class PipelineModule(pipeline_layers.PipelineLayers):
         self.checkpointable_layers = checkpointable_layers
         self._check_checkpointing()
         super().__init__(layers, topology.get_dim("pipe"), partition_method)
-        self._loss: tuple[_Loss | None] = (_checked_loss(loss_fn),)  # a module in it is not ours
+        self._loss: tuple[_Loss | None] = (_checked_loss(loss_fn),)  # hidden from nn.Module
         self.dynamic_shape = dynamic_shape
         self._grid = PipelineParallelGrid(topology)
 
@@ -113,27 +114,27 @@ class PipelineModule(pipeline_layers.PipelineLayers):
         return made
 
     def forward(self, forward_input: Any) -> Any:
-        """All layers one after the other; an engine computes this rank's of them."""
+        """Runs all layers in order. In an engine, a rank computes only its stage's layers."""
         self.micro_offset += 1
         return super().forward(forward_input)
 
     def _check_checkpointing(self) -> None:
-        """Raises ConfigError: activations that are to be kept as only DeepSpeed does it."""
+        """Raises ConfigError for recomputation settings that only DeepSpeed supports."""
         interval, function = self.activation_checkpoint_interval, self.activation_checkpoint_func
         if interval < 0:
             raise ConfigError(
                 f"[deepspeed::PipelineModule] activation_checkpoint_interval is {interval}; "
                 f"allowed: 0 or more"
             )
-        if interval > 0 and getattr(function, "func", function) not in _KNOWN:  # or a partial
+        if interval > 0 and getattr(function, "func", function) not in _KNOWN:  # func: a partial
             raise ConfigError(
-                "[deepspeed::PipelineModule] activation_checkpoint_func is a function of yours: "
-                "the engine computes layers again itself; leave it out, or call it in the layers"
+                "[deepspeed::PipelineModule] activation_checkpoint_func is a custom function, but "
+                "the engine recomputes layers itself: leave it out, or call it in the layers"
             )
         if interval > 0 and self.checkpointable_layers is not None:
             raise ConfigError(
                 "[deepspeed::PipelineModule] checkpointable_layers is not supported: all layers "
-                "with parameters are computed again"
+                "with parameters are recomputed"
             )
 
     def _built_layer(self, given: Any, index: int, builder: Any) -> Any:
@@ -147,7 +148,10 @@ class PipelineModule(pipeline_layers.PipelineLayers):
 
 
 def _topology(given: ProcessTopology | None, num_stages: int | None) -> ProcessTopology:
-    """Axes "pipe" and "data" of all ranks, the pipeline outermost, as the engine has them."""
+    """Returns a topology with the axes "pipe" and "data", the pipeline outermost.
+
+    Raises ConfigError if the engine does not support the given topology.
+    """
     world = get_world_size()
     if given is None and num_stages is None:
         raise ConfigError("[deepspeed::PipelineModule] give num_stages or topology")
@@ -162,14 +166,14 @@ def _topology(given: ProcessTopology | None, num_stages: int | None) -> ProcessT
     stages, data = given.get_dim("pipe"), max(1, given.get_dim("data"))
     if stages == 0 or (num_stages is not None and num_stages != stages):
         raise ConfigError(
-            f'[deepspeed::PipelineModule] num_stages is {num_stages}, and axis "pipe" of the '
+            f'[deepspeed::PipelineModule] num_stages is {num_stages}, but the axis "pipe" of the '
             f"topology has {stages} ranks"
         )
     if given.get_dim("model") > 1 or stages * data != given.world_size():
         raise ConfigError(
-            f"[deepspeed::PipelineModule] the topology has axes {given.axes} of {given.dims} "
-            f"ranks: only pipelines and data parallelism go together here, since layers that an "
-            f"mpu has sliced are not the engine's (its own are mesh.tensor, docs/parallel.md)"
+            f"[deepspeed::PipelineModule] the topology has axes {given.axes} with {given.dims} "
+            f"ranks: only pipelines and data parallelism are supported together. The engine cannot "
+            f"use layers that an mpu has cut (it cuts layers with mesh.tensor, docs/parallel.md)"
         )
     if stages > 1 and data > 1 and given.axes.index("pipe") > given.axes.index("data"):
         raise ConfigError(
@@ -183,6 +187,6 @@ def _checked_loss(given: Any) -> Any:
     if isinstance(given, nn.Module) and next(given.parameters(), None) is not None:
         raise ConfigError(
             f"[deepspeed::PipelineModule] loss_fn is a {type(given).__name__} with parameters, "
-            f"which no stage would train: make it the last of the layers"
+            f"which no stage would train: make it the last layer"
         )
     return given

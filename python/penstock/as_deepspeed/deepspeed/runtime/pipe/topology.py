@@ -1,4 +1,4 @@
-"""Axes of ranks: which rank is where in a pipeline, and who is with it on an axis."""
+"""Topologies: the coordinates of each rank on named axes, and the groups along an axis."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ...comm.comm import get_rank, get_world_size
 
 
 class ProcessTopology:
-    """Ranks as an array of named axes, the first the outermost.
+    """An array of ranks with named axes. The first axis is the outermost.
 
     Args:
-        axes: names, such as ["pipe", "data"].
-        dims: ranks along each.
+        axes: the names of the axes, such as ["pipe", "data"].
+        dims: the number of ranks along each axis.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) < len(axes) or any(one < 1 for one in dims):
             raise ConfigError(
-                f"[deepspeed::ProcessTopology] axes {list(axes)} and dims {list(dims)}: a size of "
-                f"1 or more is needed for each of different names"
+                f"[deepspeed::ProcessTopology] axes {list(axes)} and dims {list(dims)}; allowed: "
+                f"different names, with a size of 1 or more for each"
             )
         self.axes, self.dims = list(axes), list(dims)
-        made: Any = collections.namedtuple  # of names that are known here
+        made: Any = collections.namedtuple  # Any: mypy wants literal field names
         self.ProcessCoord = made("ProcessCoord", self.axes)
         places = itertools.product(*(range(size) for size in self.dims))
         self.mapping: dict[Any, int] = {
@@ -38,11 +38,11 @@ class ProcessTopology:
         self._places = list(self.mapping)
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a place: all axes are given."""
+        """Returns the rank at the given coordinates, one for each axis."""
         if set(coord_kwargs) != set(self.axes):
             raise ConfigError(
-                f"[deepspeed::get_rank] axes {sorted(coord_kwargs)} are given; all of {self.axes} "
-                f"are needed (filter_match() takes some)"
+                f"[deepspeed::get_rank] axes {sorted(coord_kwargs)} are given, but all of "
+                f"{self.axes} are needed: use filter_match() for some of them"
             )
         key = self.ProcessCoord(**coord_kwargs)
         if key not in self.mapping:
@@ -59,7 +59,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """A text of a rank's place for names of files: "model_00"."""
+        """Returns a rank's coordinates as a text for file names: "model_00"."""
         place = self.get_coord(rank)
         return outer_sep.join(
             f"{axis}{inner_sep}{getattr(place, axis):02d}"
@@ -68,17 +68,19 @@ class ProcessTopology:
         )
 
     def get_dim(self, axis: str) -> int:
-        """Ranks along an axis; 0 where there is no such axis."""
+        """Returns the number of ranks along an axis; 0 if there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """A rank's place, a named tuple."""
+        """Returns a rank's coordinates as a named tuple."""
         if not 0 <= rank < len(self._places):
-            raise ConfigError(f"[deepspeed::get_coord] rank {rank} of {len(self._places)}")
+            raise ConfigError(
+                f"[deepspeed::get_coord] rank is {rank}, but the topology has {len(self._places)}"
+            )
         return self._places[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks whose places differ along this axis alone; [] without the axis."""
+        """Returns the groups of ranks that differ only along this axis; [] without the axis."""
         if axis not in self.axes:
             return []
         groups: dict[tuple[Any, ...], list[int]] = {}
@@ -88,7 +90,7 @@ class ProcessTopology:
         return list(groups.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks whose places have these values."""
+        """Returns the ranks with these coordinates."""
         return [
             rank
             for place, rank in self.mapping.items()
@@ -96,7 +98,7 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at one place of an axis."""
+        """Returns the ranks at one index of an axis."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -107,25 +109,27 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages, and data ranks of each."""
+    """A topology with the axes pipe (stages) and data."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages, data ranks of each, and ranks of tensor parallelism."""
+    """A topology with the axes pipe (stages), data and model (tensor ranks)."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 class PipelineParallelGrid:
-    """This rank's place in a topology, and its groups. All ranks make it together.
+    """This rank's coordinates in a topology, and its process groups. All ranks create it.
 
     Args:
-        topology: of axes "pipe" and "data" (and "model" of 1); default: data ranks alone.
-        process_group: accepted: all ranks.
+        topology: a topology with axes among "pipe", "data" and "model"; default: only data ranks.
+        process_group: accepted, without effect: it always has all ranks.
+
+    Raises ConfigError if the topology has another number of ranks than the run.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
@@ -134,7 +138,7 @@ class PipelineParallelGrid:
         if self._topo.world_size() != self.world_size:
             raise ConfigError(
                 f"[deepspeed::PipelineParallelGrid] the topology has {self._topo.world_size()} "
-                f"ranks, and there are {self.world_size}"
+                f"ranks, but the run has {self.world_size}"
             )
         self.pipe_parallel_size = max(1, self._topo.get_dim("pipe"))
         self.data_parallel_size = max(1, self._topo.get_dim("data"))
@@ -147,10 +151,10 @@ class PipelineParallelGrid:
         self.slice_group, self.slice_proc_group = self._group("model")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelGrid:
-        return self  # groups are not copied
+        return self  # process groups cannot be copied
 
     def _group(self, axis: str) -> tuple[list[int], Any]:
-        """The ranks along an axis, this one's among them, and their process group."""
+        """Returns this rank's group of ranks along an axis, and its process group."""
         own, group = [self.global_rank], None
         for ranks in self._topo.get_axis_comm_lists(axis) or [[r] for r in range(self.world_size)]:
             made = dist.new_group(ranks) if dist.is_initialized() else None
@@ -171,7 +175,7 @@ class PipelineParallelGrid:
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank that has another stage at this place."""
+        """Returns the rank of another stage with otherwise the same coordinates."""
         place = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**place, **kwargs, "pipe": stage_id})
 

@@ -1,1 +1,1 @@
-"""DeepSpeed's sequence parallelism: Penstock's is mesh.sequence."""
+"""DeepSpeed's sequence parallelism. (Penstock's own is mesh.sequence.)"""

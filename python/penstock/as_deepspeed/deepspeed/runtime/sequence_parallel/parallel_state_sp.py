@@ -1,6 +1,6 @@
-"""Groups of ranks that have parts of the same sequences: an `mpu` for `deepspeed.initialize()`.
+"""Groups of ranks that share sequences. This module is an `mpu` for `deepspeed.initialize()`.
 
-They are neighbours: with a size of 2, ranks 0 and 1 share their sequences, and ranks 2 and 3.
+The ranks of a group are neighbours: with size 2, ranks 0 and 1 form a group, and ranks 2 and 3.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
 
 class SequenceGrid:
-    """This rank's place among sequence ranks and data ranks. All ranks make it together."""
+    """This rank's place among sequence ranks and data ranks. All ranks must create it."""
 
     def __init__(self, size: int) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -46,7 +46,7 @@ class SequenceGrid:
         return self._grid.get_data_parallel_rank()
 
     def get_sequence_data_parallel_group(self) -> Any:
-        """Of all ranks, over which state is sharded and gradients are averaged."""
+        """Returns the group of all ranks: state is sharded and gradients averaged over it."""
         return self.world
 
     def get_sequence_data_parallel_world_size(self) -> int:
@@ -60,11 +60,11 @@ _grid: SequenceGrid | None = None
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Makes the groups; all ranks call it together. Of another size, it makes new ones.
+    """Creates the groups; a call with another size creates new ones. All ranks must call it.
 
-    Raises ConfigError: a size that does not divide the number of ranks.
+    Raises ConfigError if the size does not divide the number of ranks.
     """
-    global _grid  # noqa: PLW0603 - a module is what DeepSpeed's is, too
+    global _grid  # noqa: PLW0603 - DeepSpeed's mpu is a module, too
     known = _grid is not None and _grid.world is dist.group.WORLD
     if not known or get_sequence_parallel_world_size() != sequence_parallel_size:
         _grid = SequenceGrid(sequence_parallel_size)
@@ -73,8 +73,8 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
 def _made() -> SequenceGrid:
     if _grid is None:
         raise ConfigError(
-            "[deepspeed] there are no sequence ranks yet: call initialize_sequence_parallel(), or "
-            "UlyssesSPAttentionHF.register_with_transformers()"
+            "[deepspeed] the groups of sequence ranks do not exist yet: call "
+            "initialize_sequence_parallel(), or UlyssesSPAttentionHF.register_with_transformers()"
         )
     return _grid
 
@@ -115,7 +115,7 @@ def get_sequence_data_parallel_rank() -> int:
     return _made().get_sequence_data_parallel_rank()
 
 
-# As there: what knows no sequence ranks takes them for ranks of a model.
+# As in DeepSpeed, for code that does not know sequence ranks.
 get_model_parallel_group = get_sequence_parallel_group
 get_model_parallel_world_size = get_sequence_parallel_world_size
 get_model_parallel_rank = get_sequence_parallel_rank

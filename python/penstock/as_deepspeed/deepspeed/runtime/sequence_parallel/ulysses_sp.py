@@ -1,9 +1,9 @@
 """DeepSpeed's sequence parallelism for transformers (ALST, arXiv:2506.13996).
 
-The script's loop gives each rank its tokens of a sequence, by UlyssesSPDataLoaderAdapter, and makes
-one loss of the ranks' own; attention exchanges tokens for heads, so that each rank sees whole
-sequences of some heads. To the engine the ranks are data ranks. `mesh.sequence` of
-`penstock.initialize()`, which is given whole sequences, is another way to the same.
+UlyssesSPDataLoaderAdapter gives each rank its tokens of a sequence. Attention exchanges tokens for
+heads, so that each rank has whole sequences of some heads. The script combines the losses of the
+ranks. The engine treats these ranks as data ranks. (`mesh.sequence` of `penstock.initialize()` does
+the same with whole sequences as input.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TiledFusedLogitsLoss = _missing_name.cls("TiledFusedLogitsLoss", _TILES)
 sequence_tiled_compute = _missing_name.function("sequence_tiled_compute", _TILES)
 
 _CORE = "sdpa"
-_IGNORED = -100  # label that does not count, of torch and transformers
+_IGNORED = -100  # the label that losses of torch and transformers ignore
 
 
 def _fail(text: str) -> NoReturn:
@@ -38,25 +38,27 @@ def _fail(text: str) -> NoReturn:
 
 
 class UlyssesSPAttentionHF(torch.nn.Module):
-    """Causal attention of transformers' models, over whole sequences of which ranks have parts.
+    """Causal attention for transformers' models over sequences that are cut among ranks.
 
-    What may look at what follows from the parts' `position_ids` (where one does not follow the
-    one before, another sequence begins, unless the row has padding), padding and sliding windows.
+    The mask follows from `position_ids`, padding and sliding windows. A new sequence begins at a
+    position that does not follow the previous one, unless the row has padding.
 
     Args:
-        attn: a function of transformers' ALL_ATTENTION_FUNCTIONS.
-        batch_size, attn_head_size, num_hidden_layers: accepted: tensors say it.
-        attn_head_count, kv_head_count: heads of queries, and of keys and values.
-        process_group: of torch; its ranks have the parts in their order.
-        seq_length_is_variable: whether sequences have other lengths than the two that follow.
-        local_seq_length, global_seq_length: of a part, and whole.
-        disable_in_eval: modules that do not train are given whole sequences.
+        attn: a function in transformers' ALL_ATTENTION_FUNCTIONS.
+        batch_size, attn_head_size, num_hidden_layers: accepted, without effect.
+        attn_head_count: the number of query heads.
+        kv_head_count: the number of key and value heads.
+        process_group: a torch group; its ranks have the parts in rank order.
+        seq_length_is_variable: whether lengths may differ from the next two arguments.
+        local_seq_length: tokens of a part.
+        global_seq_length: tokens of a whole sequence.
+        disable_in_eval: modules in eval mode get whole sequences and use `attn` directly.
 
     Raises:
-        ConfigError: heads that do not divide.
+        ConfigError: the numbers of heads are not divisible by the number of ranks.
     """
 
-    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+    def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         attn: Callable[..., Any],
         batch_size: int,
@@ -87,8 +89,9 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         ranks = self.world_size
         if heads % ranks or (keys % ranks and ranks % keys):
             _fail(
-                f"there are {heads} attention heads and {keys} of keys and values, which have to "
-                f"divide by sequence_parallel_size {ranks}; keys and values may also divide it"
+                f"there are {heads} attention heads and {keys} key and value heads, but "
+                f"sequence_parallel_size is {ranks}. It must divide the number of attention heads, "
+                f"and the number of key and value heads must be its multiple or its divisor"
             )
 
     def forward(  # noqa: PLR0913 - transformers' arguments
@@ -101,10 +104,12 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """query [batch, heads, own tokens, size] -> [batch, own tokens, heads, size]
+        """Computes the attention of this rank's tokens over the whole sequences.
+
+        query is [batch, heads, own tokens, size], the output [batch, own tokens, heads, size].
 
         Raises:
-            ConfigError: attention that is not known to be causal, or has no `position_ids`.
+            ConfigError: the attention is not causal, has no `position_ids`, or is not supported.
         """
         if self.disable_in_eval and not module.training:
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)  # type: ignore[no-any-return]
@@ -140,32 +145,32 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         self._check_heads(query.shape[1], key.shape[1])
         if query.shape[2] != key.shape[2]:
             _fail(
-                f"there are {query.shape[2]} queries of {key.shape[2]} keys: to generate, register "
-                f"with disable_in_eval=True and call model.eval()"
+                f"there are {query.shape[2]} queries and {key.shape[2]} keys: to generate, "
+                f"register with disable_in_eval=True and call model.eval()"
             )
         if not self.seq_length_is_variable and query.shape[2] != self.local_seq_length:
             _fail(
-                f"a part has {query.shape[2]} tokens, and was to have {self.local_seq_length}: say "
-                f"seq_length_is_variable=True"
+                f"a part has {query.shape[2]} tokens, but {self.local_seq_length} were expected: "
+                f"pass seq_length_is_variable=True"
             )
         causal = options.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
-            _fail(f"{type(module).__name__} is not causal, which is not known yet")
+            _fail(f"{type(module).__name__} is not causal, which is not supported")
         for name in ("position_bias", "s_aux"):
             if options.get(name) is not None:
-                _fail(f"{type(module).__name__} has {name}, which is not known yet")
+                _fail(f"{type(module).__name__} has {name}, which is not supported")
 
     def _gathered(
         self, query: torch.Tensor, positions: Any, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the whole sequences, [batch, tokens]: positions, and what is no padding."""
+        """Gathers the positions and the mask of non-padding tokens, both [batch, tokens]."""
         batch, tokens = query.shape[0], query.shape[2]
         if not torch.is_tensor(positions) or positions.dim() != 2:
-            _fail("position_ids [batch, own tokens] have to be given to the model, and handed on")
+            _fail("pass position_ids [batch, own tokens] to the model, which must pass them on")
         if mask is None:
             valid = torch.ones((batch, tokens), dtype=torch.long, device=query.device)
         else:
-            looked_at = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # padding does not look at itself
+            looked_at = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # padding does not attend to itself
             valid = (looked_at if mask.dtype == torch.bool else looked_at == 0).long()
         own = torch.stack([one.expand(batch, -1).long() for one in (positions, valid)])
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -174,8 +179,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if not self._warned and tokens > 1 and bool((begins == 0).all()):
             self._warned = True
             logger.warning(
-                "every rank's position_ids begin with 0: the ranks' tokens are taken for "
-                "sequences of their own"
+                "position_ids begin with 0 on every rank: the tokens of each rank are treated as a "
+                "separate sequence"
             )
         whole, known = torch.cat(parts, dim=-1)
         return whole, known.bool()
@@ -183,7 +188,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     def _mask_of(
         self, positions: torch.Tensor, valid: torch.Tensor, window: int | None
     ) -> torch.Tensor | None:
-        """[batch, 1, tokens, tokens], True where a token may be looked at; None: all before it."""
+        """Returns the mask [batch, 1, tokens, tokens], True for attended tokens; None: causal."""
         given = torch.stack([positions, valid.long()])
         if self._known is not None and self._known[1] == window:
             if torch.equal(self._known[0], given):
@@ -196,14 +201,14 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             back = places[:, None] - places[None, :]
             seen = (back >= 0) & (back < (tokens if window is None else window))
             mask = seen & (which[:, :, None] == which[:, None, :]) & valid[:, None, :]
-            mask = mask[:, None]  # of a row without any torch makes zeros, as of the model's own
+            mask = mask[:, None]  # a row without True gives zeros, as with the model's own mask
         self._known = (given, window, mask)
         return mask
 
     def _compare(
         self, given: torch.Tensor | None, whole: torch.Tensor | None, valid: torch.Tensor
     ) -> None:
-        """The model's own mask of this part, which is not used, must say the same."""
+        """Raises ConfigError if the model's mask of this part, which is not used, differs."""
         if given is None:
             return
         size = given.shape[-1]
@@ -213,12 +218,12 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         seen = given if given.dtype == torch.bool else given == 0
         if bool(((seen != expected) & valid[:, None, own, None]).any()):
             _fail(
-                "the model's mask is not what positions, padding and sliding windows make (with a "
-                "cache transformers leaves packed rows out of it: give use_cache=False)"
+                "the model's mask differs from the mask of positions, padding and sliding windows "
+                "(with a cache, transformers ignores packed rows: pass use_cache=False)"
             )
 
     @classmethod
-    def register_with_transformers(  # noqa: PLR0913 - as DeepSpeed's
+    def register_with_transformers(  # noqa: PLR0913 - DeepSpeed's signature
         cls,
         model_name_or_path: Any,
         core_attn_implementation: str,
@@ -229,32 +234,34 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> Any:
-        """Every model of this process with this attention exchanges from now on, as there.
+        """Registers this attention for all models of the process with this implementation.
 
-        All ranks call it together, after init_distributed().
+        All ranks must call it, after init_distributed().
 
         Args:
-            model_name_or_path: a model, or a name or path of one; its config counts.
-            core_attn_implementation: "sdpa".
-            sequence_parallel_size: neighbouring ranks that share a sequence; 1: nothing happens.
-            micro_batch_size: accepted: batches may have any.
-            seq_length, seq_length_is_variable: the length, where it is always the same.
-            disable_in_eval: modules that do not train are given whole sequences.
+            model_name_or_path: a model, or the name or path of one; only its config is used.
+            core_attn_implementation: must be "sdpa".
+            sequence_parallel_size: number of neighbouring ranks that share a sequence; with 1
+                nothing is registered.
+            micro_batch_size: accepted, without effect.
+            seq_length: the length of all sequences, if it is fixed.
+            seq_length_is_variable: whether the length may vary.
+            disable_in_eval: modules in eval mode get whole sequences.
             max_length: an older name of `seq_length`.
 
         Returns:
             An mpu for deepspeed.initialize(); None with a size of 1.
 
         Raises:
-            ConfigError: a model or an attention that is not known to be right so.
+            ConfigError: the model, its attention or the length is not supported.
         """
         if sequence_parallel_size == 1:
             return None
         length = max_length if seq_length is None else seq_length
         if not seq_length_is_variable and length is None:
-            _fail("seq_length is needed where seq_length_is_variable is False")
+            _fail("seq_length is needed if seq_length_is_variable is False")
         if length is not None and length % sequence_parallel_size:
-            _fail(f"seq_length {length} does not divide by {sequence_parallel_size}")
+            _fail(f"seq_length {length} is not divisible by {sequence_parallel_size}")
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
 
         config = _config_of(model_name_or_path, core_attn_implementation)
@@ -287,7 +294,7 @@ def _as_function(attention: UlyssesSPAttentionHF) -> Callable[..., Any]:
 
 
 def _config_of(model: Any, attention: str) -> Any:
-    """The checked config of a text model."""
+    """Returns the config of a text model. Raises ConfigError if it is not supported."""
     config = getattr(model, "config", None)
     if config is None:
         from transformers import AutoConfig  # noqa: PLC0415
@@ -295,36 +302,36 @@ def _config_of(model: Any, attention: str) -> Any:
         config = AutoConfig.from_pretrained(model)
     elif getattr(config, "_attn_implementation", attention) != attention:
         _fail(
-            f'core_attn_implementation is "{attention}", and the model\'s attention is '
-            f'"{config._attn_implementation}": say the same'
+            f'core_attn_implementation is "{attention}", but the model\'s attention is '
+            f'"{config._attn_implementation}": use the same for both'
         )
     if attention != _CORE:
-        _fail(f'core_attn_implementation is "{attention}"; allowed as yet: "{_CORE}"')
+        _fail(f'core_attn_implementation is "{attention}"; allowed: "{_CORE}"')
     text = config.get_text_config()
     if length_dependent_rotary(text):
-        _fail("the model's rotary embedding depends on the length of what a rank sees")
+        _fail("the model's rotary embedding depends on the sequence length, and a rank has a part")
     if getattr(text, "attention_chunk_size", None) is not None:
-        _fail("attention in chunks (attention_chunk_size) is not known yet")
+        _fail("attention in chunks (attention_chunk_size) is not supported")
     return text
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Gives each rank its tokens of every batch of every rank of its group.
+    """Gives each rank its tokens of all batches that the ranks of its group load.
 
-    A batch that a rank loads becomes one for all of them, so there are `sp_world_size` times as
-    many. Tensors are cut in their dim 1; `labels` become `shift_labels`, which are the targets of
-    the same tokens. All ranks of the group iterate together.
+    Each loaded batch is cut for all ranks, so there are `sp_world_size` times as many batches.
+    Tensors are cut along dim 1. `labels` become `shift_labels`, the targets of the same tokens. All
+    ranks of the group must iterate in step.
 
     Args:
         dl: loads dicts with `input_ids`, `position_ids` and (to train) `labels`, [batch, tokens].
-        sp_rank, sp_group, sp_world_size: this rank's place, of an mpu.
-        device: accepted: parts are on the CPU, as there.
+        sp_rank, sp_group, sp_world_size: this rank's place, as given by an mpu.
+        device: accepted, without effect: parts are on the CPU, as in DeepSpeed.
 
     Raises:
-        ConfigError: of a batch that cannot be cut.
+        ConfigError: a batch cannot be cut; all ranks of the group raise it.
     """
 
-    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+    def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self, dl: Iterable[Any], sp_rank: int, sp_group: Any, sp_world_size: int, device: Any
     ) -> None:
         self.dl, self.device = dl, device
@@ -344,7 +351,7 @@ class UlyssesSPDataLoaderAdapter:
         return self.micro_batches.popleft()
 
     def refill(self) -> None:
-        """Exchanges one batch of each rank; StopIteration where no rank has one."""
+        """Exchanges one batch of each rank. Raises StopIteration if no rank has one."""
         own = next(self.iter, None)
         given: list[Any] = [None] * self.sp_world_size
         checked = None if own is None else self._checked(own)
@@ -359,24 +366,24 @@ class UlyssesSPDataLoaderAdapter:
         self.micro_batches.extend(self._part_of(batch) for batch in there)
 
     def _checked(self, batch: Any) -> Any:
-        """The batch on the CPU, or what is wrong with it, which all ranks of the group raise."""
+        """Returns the batch on the CPU, or an error text that all ranks of the group raise."""
         missing = [key for key in ("input_ids", "position_ids") if key not in batch]
         if missing:
             return (
-                f"a batch has no {missing[0]}: without them a part does not know where it is in "
-                f"its sequence; torch.arange(tokens).expand(batch, -1), say"
+                f"a batch has no {missing[0]}. Give input_ids and, for the place of each token in "
+                f"its sequence, position_ids such as torch.arange(tokens).expand(batch, -1)"
             )
         whole = {key: one.cpu() if torch.is_tensor(one) else one for key, one in batch.items()}
         tokens = whole["input_ids"].shape[1]
         if tokens % self.sp_world_size:
             return (
-                f"{tokens} tokens do not divide by the {self.sp_world_size} ranks of a sequence: "
-                f"pad them"
+                f"{tokens} tokens do not divide evenly among the {self.sp_world_size} ranks of a "
+                f"sequence: pad them"
             )
         for key, one in whole.items():
             if torch.is_tensor(one) and (one.dim() < 2 or one.shape[1] != tokens):
                 return (
-                    f'"{key}" is {list(one.shape)}, and has to be [batch, {tokens}, ...], as '
+                    f'"{key}" is {list(one.shape)}, but must be [batch, {tokens}, ...], as '
                     f"input_ids"
                 )
         return whole

@@ -1,4 +1,4 @@
-"""ZeRO: what scripts call around a sharded model."""
+"""DeepSpeed's names for models with sharded parameters."""
 
 from .config import ZeroStageEnum as ZeroStageEnum
 from .mics import MiCS_Init as MiCS_Init

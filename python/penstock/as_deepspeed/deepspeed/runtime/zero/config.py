@@ -1,4 +1,4 @@
-"""Names of what a config's zero_optimization says."""
+"""Types of the config section zero_optimization."""
 
 import enum
 import types
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ZeroStageEnum(int, enum.Enum):
-    """What is sharded: nothing, the optimizer's state, gradients too, parameters too."""
+    """The stages. Each one shards more: nothing, optimizer state, gradients, parameters."""
 
     disabled = 0
     optimizer_states = 1
@@ -16,7 +16,7 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 class DeepSpeedZeroConfig(types.SimpleNamespace):
-    """A config's section, by its keys."""
+    """The section as an object with its keys as attributes."""
 
     def __init__(self, **keys: Any) -> None:
         super().__init__(**{"stage": 0, **keys})

@@ -1,4 +1,4 @@
-"""Memory for model states by strategy, as DeepSpeed's estimators print it."""
+"""Estimates the memory of model states for each strategy, like DeepSpeed's estimators."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ _GIB = 2.0**30
 
 
 def live(model: torch.nn.Module, num_ranks: int) -> None:
-    """Of a model."""
+    """Prints the estimate for a model."""
     sizes = {id(one): one.numel() for one in model.parameters()}
     layers = [sum(one.numel() for one in m.parameters(recurse=False)) for m in model.modules()]
     cold(sum(sizes.values()), max(layers, default=0), num_ranks)
 
 
 def cold(total: int, largest_layer: int, num_ranks: int) -> None:
-    """Of numbers of parameters: 2 bytes a weight and a gradient, 12 for master and moments."""
+    """Prints the estimate for numbers of parameters.
+
+    Per parameter it counts 2 bytes for the weight, 2 for the gradient, 12 for master and moments.
+    """
     print(
         f"Memory for parameters, gradients and optimizer state of {total / 1e6:.0f}M parameters, "
         f"the largest layer {largest_layer / 1e6:.0f}M, on {num_ranks} ranks (mixed precision, "
@@ -31,4 +34,4 @@ def cold(total: int, largest_layer: int, num_ranks: int) -> None:
     ]
     for device, host, name in rows:
         print(f"  {device / _GIB:7.2f}GB | {host / _GIB:7.2f}GB | {name}")
-    print("`penstock plan` predicts it for a model and a config, buffers included.")
+    print("`penstock plan` predicts the memory for a model and a config, including buffers.")

@@ -4,4 +4,4 @@ from .partition_parameters import Init
 
 
 class MiCS_Init(Init):  # noqa: N801 - DeepSpeed's name
-    """As zero.Init."""
+    """The same as zero.Init."""

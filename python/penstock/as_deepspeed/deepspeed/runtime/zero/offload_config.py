@@ -1,10 +1,10 @@
-"""Where offloaded state goes."""
+"""Types of the config's offload sections."""
 
 import enum
 
 
 class OffloadDeviceEnum(str, enum.Enum):
-    """Of offload_param.device and offload_optimizer.device."""
+    """Values of offload_param.device and offload_optimizer.device."""
 
     none = "none"
     cpu = "cpu"
@@ -12,7 +12,7 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """What engine.offload_states() names."""
+    """The state names of engine.offload_states()."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

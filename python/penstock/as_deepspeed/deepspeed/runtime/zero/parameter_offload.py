@@ -1,4 +1,4 @@
-"""What sharded parameters hang on, for code that takes DeepSpeed's hooks off a model."""
+"""DeepSpeed's hook objects, for code that removes DeepSpeed's hooks from a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class _Coordinator:
-    """No trace is kept in Python: nothing to invalidate."""
+    """The engine keeps no trace in Python, so there is nothing to invalidate."""
 
     def is_invalid_trace(self) -> bool:
         return True
@@ -21,7 +21,7 @@ class _Coordinator:
 
 
 class DeepSpeedZeRoOffload:
-    """A front without hooks of its own: parameters come and go in C++, generate() included."""
+    """An object without hooks: C++ gathers and releases parameters, also in generate()."""
 
     def __init__(self, module: torch.nn.Module, **_: Any) -> None:
         self.module = module
@@ -35,6 +35,6 @@ class DeepSpeedZeRoOffload:
     def _register_deepspeed_module(
         self, module: torch.nn.Module, count: list[int] | None = None
     ) -> None:
-        """Nothing is to be put back."""
+        """Does nothing: there are no hooks to restore."""
 
     setup_zero_stage3_hooks = empty_partition_cache = lambda self: None

@@ -1,4 +1,4 @@
-"""Sharded parameters: building a model in pieces, and looking at whole parameters."""
+"""Sharded parameters: builds a model with sharded parameters, and gathers them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _orig_torch_ones, _orig_torch_full = torch.ones, torch.full
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: torch.dtype) -> Any:
-    """The constructor itself: dtypes are those that the model's code asks for."""
+    """Returns the constructor itself: the model's code determines dtypes."""
     return fn
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether a parameter's values are whole on this rank."""
+    """Whether this rank has all values of a parameter."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -39,7 +39,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class ZeroParamType(enum.Enum):
-    """Whether it is sharded."""
+    """Whether a parameter is sharded."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -50,8 +50,7 @@ _ids = itertools.count()
 
 
 def mark(param: torch.Tensor) -> None:
-    """Gives a sharded parameter the attributes that DeepSpeed's have. Its shape stays the full
-    one."""
+    """Adds DeepSpeed's attributes to a sharded parameter. Its shape stays the full one."""
     if hasattr(param, "ds_id"):
         return
     made: Any = param
@@ -73,7 +72,7 @@ _open: dict[int, list[Any]] = {}
 
 
 def _all_gather(param: Any, param_list: Any = None, **_: Any) -> None:
-    """Whole until partition()."""
+    """Gathers the parameter until partition()."""
     chosen = [param] if param_list is None else list(param_list)
     context = GatheredParameters(chosen)
     context.__enter__()
@@ -82,7 +81,7 @@ def _all_gather(param: Any, param_list: Any = None, **_: Any) -> None:
 
 def _partition(param: Any, param_list: Any = None, **_: Any) -> None:
     if not _open.get(id(param)):
-        raise ConfigError("[deepspeed::partition] all_gather() of this parameter comes before")
+        raise ConfigError("[deepspeed::partition] call all_gather() of this parameter first")
     _open[id(param)].pop().__exit__(None, None, None)
 
 
@@ -107,28 +106,32 @@ _METHODS: dict[str, Any] = {
 
 
 def _nvme_path(config: Any) -> str:
-    """Where a config has parameters on disk."""
+    """Returns the folder for parameters on disk in a config; "" if they are not on disk."""
     section = (config.get("zero_optimization") or {}) if config else {}
     offload = section.get("offload_param") or {} if isinstance(section, dict) else {}
     return str(offload.get("nvme_path") or "") if offload.get("device") == "nvme" else ""
 
 
 class Init:
-    """Parameters of modules that are built in this context are sharded as they are made.
+    """Shards the parameters of modules that are built in this context, when they are created.
 
-    Their shapes and dtypes stay as they are (`ds_shape` is the same), and values too: the engine
-    casts to its precision. See penstock.init().
+    Shapes (`ds_shape` is the same), dtypes and values do not change; the engine casts to its
+    precision. See penstock.init().
 
     Args:
-        module: one that is there already, to be sharded at once.
-        remote_device: "nvme": parts are on disk (with `offload_param.nvme_path` of the config).
-        config_dict_or_path: the config, for that path.
-        config: another name of it.
-        enabled: False changes nothing.
-        options: of DeepSpeed's; without effect.
+        module: an existing module whose parameters are sharded at once.
+        remote_device: "nvme": shards are on disk, in `offload_param.nvme_path` of the config.
+        config_dict_or_path: the config with this path.
+        config: another name of config_dict_or_path.
+        enabled: False to disable it.
+        data_parallel_group, mem_efficient_linear, pin_memory, dtype, mpu, options: accepted,
+            without effect.
+
+    Raises:
+        ConfigError: remote_device is unknown.
     """
 
-    def __init__(  # noqa: PLR0913 - as DeepSpeed's
+    def __init__(  # noqa: PLR0913 - DeepSpeed's signature
         self,
         module: torch.nn.Module | None = None,
         data_parallel_group: Any = None,
@@ -187,16 +190,16 @@ class Init:
 
 
 class GatheredParameters:
-    """Within the context parameters are whole; all ranks enter and leave it together.
+    """Gathers parameters inside the context. All ranks must enter and leave it.
 
     Args:
-        params: one or several, sharded or not.
-        modifier_rank: of the rank whose changes become the values; None: nobody changes any.
-        fwd_module: accepted.
-        enabled: False changes nothing.
+        params: one or several parameters, sharded or not.
+        modifier_rank: the rank whose changes are kept; None if no rank changes values.
+        fwd_module: accepted, without effect.
+        enabled: False to disable it.
 
     Raises:
-        RuntimeFault: where the context ends, if values were changed without a modifier_rank.
+        RuntimeFault: at the end of the context, if values were changed without a modifier_rank.
     """
 
     def __init__(
@@ -254,7 +257,7 @@ def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[No
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         try:
             yield
-            if modifier_rank:  # the engine takes rank 0's
+            if modifier_rank:  # the engine keeps the values of rank 0
                 for _, own in engines.values():
                     for one in own:
                         dist.broadcast(one.data, modifier_rank)
@@ -265,7 +268,7 @@ def _whole(params: list[torch.Tensor], modifier_rank: int | None) -> Iterator[No
 
 @contextlib.contextmanager
 def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Iterator[None]:
-    """One that has no engine yet."""
+    """Gathers a parameter that has no engine yet."""
     hollow = param.data
     values = held.whole(hollow)
     shown = values.clone() if modifier_rank is None else values
@@ -280,18 +283,18 @@ def _of_init(held: Any, param: torch.Tensor, modifier_rank: int | None) -> Itera
         held.keep(hollow, values)
     elif not torch.equal(shown, values):
         raise penstock.RuntimeFault(
-            "[deepspeed::GatheredParameters] values were changed without a modifier_rank"
+            "[deepspeed::GatheredParameters] values were changed without a modifier_rank: pass it"
         )
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Accepted: parameters that a module reads elsewhere are found by themselves."""
+    """Accepted, without effect: the engine finds parameters that a module reads elsewhere."""
     if not isinstance(parameter, torch.nn.Parameter):
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
 
 
 def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Accepted: see register_external_parameter()."""
+    """Accepted, without effect: see register_external_parameter()."""
 
 
 def is_zero_param(parameter: Any) -> bool:
@@ -299,12 +302,12 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 class InsertPostInitMethodToModuleSubClasses:
-    """Base class of zero.Init in DeepSpeed, for isinstance()."""
+    """Base class of zero.Init in DeepSpeed, for isinstance() checks."""
 
 
 def shutdown_init_context() -> None:
-    """Nothing: engines are made inside of zero.Init as well as outside."""
+    """Does nothing: engines can be created inside zero.Init and outside."""
 
 
 def restore_init_context() -> None:
-    """Nothing: see shutdown_init_context()."""
+    """Does nothing: see shutdown_init_context()."""

@@ -1,4 +1,4 @@
-"""The optimizer of ZeRO-3."""
+"""The optimizer class and the memory estimates of ZeRO-3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .parameter_offload import DeepSpeedZeRoOffload
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
-    """Parameters, gradients and optimizer state are sharded."""
+    """The optimizer of ZeRO-3: parameters, gradients and optimizer state are sharded."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(engine, optimizer)
@@ -25,7 +25,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Prints what each strategy needs for a model; see `penstock plan`."""
+    """Prints the memory that each strategy needs for a model; see `penstock plan`."""
     live(model, num_gpus_per_node * num_nodes)
 
 
@@ -36,5 +36,5 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """As ..._all_live, for numbers of parameters."""
+    """The same as ..._all_live, for numbers of parameters."""
     cold(total_params, largest_layer_params, num_gpus_per_node * num_nodes)

@@ -1,4 +1,4 @@
-"""The optimizer of ZeRO-1 and ZeRO-2."""
+"""The optimizer class and the memory estimates of ZeRO-1 and ZeRO-2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .estimates import cold, live
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """Optimizer state is sharded, with stage 2 gradients too."""
+    """The optimizer of ZeRO-1 (optimizer state is sharded) and ZeRO-2 (gradients, too)."""
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -18,7 +18,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Prints what each strategy needs for a model; see `penstock plan`."""
+    """Prints the memory that each strategy needs for a model; see `penstock plan`."""
     live(model, num_gpus_per_node * num_nodes)
 
 
@@ -28,5 +28,5 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """As ..._all_live, for a number of parameters."""
+    """The same as ..._all_live, for a number of parameters."""
     cold(total_params, total_params, num_gpus_per_node * num_nodes)

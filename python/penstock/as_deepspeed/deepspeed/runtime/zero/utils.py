@@ -14,7 +14,7 @@ from .partition_parameters import is_zero_param as is_zero_param
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
-    """The module with whole parameters, within the context."""
+    """Yields the module with whole parameters, inside the context."""
     module = model.module if hasattr(model, "module") else model
     with GatheredParameters(list(module.parameters())):
         yield module
