@@ -157,7 +157,7 @@ def cuts_multi_head_attention() -> str:
 
 def test_multi_head_attention_is_refused(pools):
     for said in pools(2).run(cuts_multi_head_attention):
-        assert "computes with its weights itself" in said
+        assert "computes with its weights directly" in said
 
 
 # ---- hooks
@@ -215,7 +215,7 @@ def batches(mesh: dict[str, int]) -> list[Any]:
 
 def test_batches_and_losses(pools):
     both = [pools(2).run(batches, mesh) for mesh in ({}, {"pipeline": 2})]
-    said = "loss_of(outputs, part) gave a tensor of [2, 16]"
+    said = "loss_of(outputs, part) returned a tensor of [2, 16]"
     for rank, (plain, staged) in enumerate(zip(*both, strict=True)):
         assert plain[:3] == pytest.approx(staged[:3], abs=1e-6) and plain[0] > plain[1] > plain[2]
         assert "ended after 1 of the 2 parts" in plain[3]

@@ -90,12 +90,12 @@ def says(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("list", "changes what it is given"),
-        ("attribute", "the loss is computed with what an earlier stage has computed"),
-        ("object", "the loss is computed with what an earlier stage has computed"),
-        ("in place", "changes what it is given"),
+        ("list", "changes one of its arguments"),
+        ("attribute", "the loss is computed from a tensor that only an earlier stage has"),
+        ("object", "the loss is computed from a tensor that only an earlier stage has"),
+        ("in place", "changes one of its arguments"),
         ("reentrant", "use_reentrant=False"),
-        ("loss", "the loss is computed with what an earlier stage has computed"),
+        ("loss", "the loss is computed from a tensor that only an earlier stage has"),
     ],
 )
 def test_what_is_not_handed_on_is_an_error(kind, expected, pools):

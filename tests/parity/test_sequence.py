@@ -126,11 +126,11 @@ LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 REFUSED = [
     (packed, {}, {"rope_parameters": LONG}, "depends on the length"),
     (other_sequences, {}, {}, "have parts of the same sequences"),
-    (by_place, {}, {}, "inputs are passed by name"),
-    (of_four_dimensions, {}, {}, "attention_mask has to be"),
-    (packed, {}, {}, "begin anew"),
+    (by_place, {}, {}, "pass inputs by name"),
+    (of_four_dimensions, {}, {}, "attention_mask has 4 dims"),
+    (packed, {}, {}, "position_ids that restart"),
     (unknown, {}, {}, '"cache_position" cannot be cut'),
-    (the_model_itself, {}, {}, "call the engine, not the model"),
+    (the_model_itself, {}, {}, "Call the engine, not the model"),
     (packed, {}, {"attn_implementation": "eager"}, 'attention is "eager"'),
     (packed, {}, {"num_attention_heads": 1, "num_key_value_heads": 1}, "has 1 attention heads"),
 ]
@@ -153,7 +153,7 @@ def another_model() -> str:
 def test_other_models_are_refused(pools):
     for failure in pools(2).attempt(another_model):
         assert isinstance(failure, Failure)
-        assert "and this is a Sequential" in failure.text
+        assert "the model is a Sequential" in failure.text
 
 
 def copied(strategy: str) -> float:

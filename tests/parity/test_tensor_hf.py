@@ -170,7 +170,7 @@ def refused(kind: str, extra: Any, config: Any, match: str) -> None:
 
 
 def test_refused(pools):
-    pools(2).run(refused, "bert", {}, CUT, "cut_logits.*no Linear is cut")
+    pools(2).run(refused, "bert", {}, CUT, "cut_logits.*no Linear has the style")
     exact = {"slow_but_exact": True, "pretraining_tp": 2}
     pools(2).run(refused, "bloom", exact, {}, "slow_but_exact")
     pools(2).run(refused, "falcon", OLD | {"multi_query": True}, {}, "one key and value head")

@@ -350,7 +350,7 @@ ERRORS = [
     (edits_without_write, "was changed in place inside engine.gathered"),
     (calls_inside_gathered, "inside gathered\\(\\): the parameters are full tensors"),
     (copies, "this rank has a part of some parameters"),
-    (asks_the_model_for_its_state, "use engine.state_dict"),
+    (asks_the_model_for_its_state, "Use engine.state_dict"),
     (gives_other_inputs, "ranks 0 and 1 compute one model together"),
     (trains_on_one, "ranks 0 and 1 compute one model together"),
     (sets_a_part, "has shape \\[72, 48\\], its parameter \\[144, 48\\]"),
@@ -418,7 +418,7 @@ def test_dropout_is_drawn_alike(pools):
         assert told[0] == told[1]
     for failure in pools(2).attempt(drops, True, {}):
         assert isinstance(failure, Failure)
-        assert "draw different ones" in failure.text
+        assert "drew different ones" in failure.text
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

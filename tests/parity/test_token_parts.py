@@ -207,7 +207,7 @@ def column_outside() -> None:
 
 
 REFUSED = [
-    (trains_odd, "pad sequences to a multiple of 2"),
+    (trains_odd, "Pad sequences to a multiple of 2"),
     (asks_for_hidden_states, "output_hidden_states"),
     (calls_a_block, "called by itself"),
     (calls_the_first_block, "called by itself"),

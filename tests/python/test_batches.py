@@ -127,7 +127,7 @@ def refuses(case):
     [
         ("rows", "tensors of [3] rows"),
         ("unlike", "tensors of [2, 4] rows"),
-        ("no loss", "loss_of(outputs, part) gave None, not a tensor of one element"),
+        ("no loss", "loss_of(outputs, part) returned None, not a tensor of one element"),
         ("ends", "ended after 1 of the 2 parts"),
         ("too late", "there were backwards since the last step already"),
     ],

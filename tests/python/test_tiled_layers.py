@@ -245,7 +245,7 @@ def test_logits_after_a_step_are_an_error():
     assert before.shape == (2, TOKENS)
     engine.backward(loss)
     engine.step()
-    with pytest.raises(RuntimeError, match="use them before"):
+    with pytest.raises(RuntimeError, match="Use the logits before"):
         logits.argmax(-1)
     engine.close()
 

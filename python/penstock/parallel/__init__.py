@@ -1,1 +1,1 @@
-"""What tensor, pipeline and sequence ranks do to a model in Python."""
+"""The Python side of tensor, pipeline and sequence parallelism."""

@@ -1,10 +1,10 @@
-"""Logits that are not there until someone asks, and never as a whole for a cross-entropy.
+"""Lazy logits: computed when an op needs them, and never in full for a cross-entropy.
 
-The head returns one of these while `tiling.loss_tokens` or `parallel.cut_logits` is set. It has the
-shape and dtype of the logits and holds what they are made of: hidden states, or this rank's part of
-the classes. Ops that only rearrange tokens, or widen the dtype, are done on that;
-`torch.nn.functional.cross_entropy` on class indices is computed chunk by chunk, or of the parts;
-any other op gets the real logits, made for it.
+The head returns a LazyLogits if `tiling.loss_tokens` or `parallel.cut_logits` is set. It has the
+shape and dtype of the logits, and holds their input: hidden states, or this rank's part of the
+classes. Ops that only rearrange tokens or widen the dtype run on that input.
+`torch.nn.functional.cross_entropy` on class indices runs chunk by chunk, or on the parts. Any other
+op first computes the full logits.
 """
 
 import dataclasses
@@ -20,46 +20,52 @@ from penstock._native import RuntimeFault
 
 
 class Head(Protocol):
-    """What makes logits [..., num_classes] of `hidden`, a tensor of the same leading shape."""
+    """Computes logits [..., num_classes] from `hidden`, a tensor of the same leading shape."""
 
     @property
     def num_classes(self) -> int:
         """The vocabulary's size."""
 
     def step(self) -> int:
-        """Of the engine, where logits count for one step alone."""
+        """Returns the engine's step if the logits are valid only within it, else 0."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All of them. Where parameters are sharded or logits are cut all ranks call it."""
+        """Returns the full logits [..., num_classes].
+
+        All ranks call it if parameters are sharded or logits are cut.
+        """
 
     def cross_entropy(
         self, hidden: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor | None:
-        """Of hidden [tokens, ...] and target [tokens]; None: not without the logits."""
+        """Returns the loss of hidden [tokens, ...] and target [tokens] int64.
+
+        The shape is [], or [tokens] without a reduction. None: it needs the full logits.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TiledHead:
-    """Of weights in tiles: `hidden` are hidden states."""
+    """A head whose weights are in tiles. `hidden` are hidden states [..., size]."""
 
     tiles: Any
     bias: torch.Tensor | None
-    bias_values: torch.Tensor | None  # kept: the parameter may be sharded when they are needed
+    bias_values: torch.Tensor | None  # a copy, because the parameter may be sharded later
     num_classes: int
     core: Any
 
     def step(self) -> int:
-        """The weights change with it."""
+        """Returns the engine's step, because an update changes the weights."""
         return int(self.core.steps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computed now."""
+        """Computes the full logits."""
         return self.tiles.linear(hidden, self.bias, self.bias_values)  # type: ignore[no-any-return]
 
     def cross_entropy(
         self, hidden: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor | None:
-        """Some tokens at a time."""
+        """Computes the loss in chunks of tokens."""
         return self.tiles.cross_entropy(  # type: ignore[no-any-return]
             hidden, self.bias, self.bias_values, target, options
         )
@@ -67,24 +73,24 @@ class TiledHead:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CutHead:
-    """Of a weight that tensor ranks have cut: `hidden` are this rank's logits."""
+    """A head whose weight tensor ranks cut. `hidden` are this rank's logits [..., own classes]."""
 
     ranks: Any
     how: Any
     num_classes: int
 
     def step(self) -> int:
-        """They are computed already."""
+        """Returns 0, because the logits are computed already."""
         return 0
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Gathered now, by all tensor ranks."""
+        """Gathers the full logits. All tensor ranks call it."""
         return self.ranks.whole_logits(self.how, hidden)  # type: ignore[no-any-return]
 
     def cross_entropy(
         self, hidden: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor | None:
-        """Of each rank's part, in one exchange."""
+        """Computes the loss from the parts of all tensor ranks, in one exchange."""
         if options["reduction"] == "none":
             return None
         loss = self.ranks.cross_entropy(self.how, hidden, target, options)
@@ -92,12 +98,12 @@ class CutHead:
 
 
 class LazyLogits(torch.Tensor):
-    """A tensor [..., classes] that stands for what the head makes of `hidden`."""
+    """A tensor [..., classes] that represents the head's output on `hidden`, without values."""
 
     head: Head
     hidden: torch.Tensor
-    step: int  # of the engine, when the head ran
-    scales: list[Callable[[torch.Tensor], Any]]  # of gradients, by linear functions
+    step: int  # head.step() when the head ran
+    scales: list[Callable[[torch.Tensor], Any]]  # linear functions applied to the gradient
 
     @staticmethod
     def of(
@@ -106,7 +112,7 @@ class LazyLogits(torch.Tensor):
         dtype: torch.dtype | None = None,
         step: int | None = None,
     ) -> "LazyLogits":
-        """The head's output on `hidden`, as `dtype` (default: what the head computes in)."""
+        """Returns the head's output on `hidden` as `dtype` (default: the dtype of `hidden`)."""
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
             LazyLogits,
             (*hidden.shape[:-1], head.num_classes),
@@ -120,32 +126,34 @@ class LazyLogits(torch.Tensor):
         return made
 
     def like(self, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> "LazyLogits":
-        """The same logits for other (rearranged) tokens."""
+        """Returns the logits of rearranged tokens, with the same head, step and scales."""
         made = LazyLogits.of(self.head, hidden, dtype or self.dtype, self.step)
         made.scales = self.scales
         return made
 
     def whole(self) -> torch.Tensor:
-        """The logits themselves. Where parameters are sharded all ranks call it.
+        """Returns the full logits as a plain tensor [..., classes] of this dtype.
+
+        All ranks call it if parameters are sharded or logits are cut.
 
         Raises:
-            RuntimeFault: the weights have changed since.
+            RuntimeFault: if the weights changed since the head ran.
         """
         self.check()
         return self.scaled(self.head.logits(self.hidden).to(self.dtype))
 
     def scaled(self, made: torch.Tensor) -> torch.Tensor:
-        """Of something linear in the gradient of these logits: it with the `scales`."""
+        """Registers `scales` on `made`, whose gradient is linear in the logits' gradient."""
         for scale in self.scales if made.requires_grad else ():
             made.register_hook(scale)  # type: ignore[no-untyped-call]
         return made
 
     def check(self) -> None:
-        """Raises RuntimeFault when the weights have changed since the head ran."""
+        """Raises RuntimeFault if the weights changed since the head ran."""
         if self.head.step() != self.step:
             raise RuntimeFault(
                 "[front::LazyLogits] with tiling.loss_tokens logits are computed when they are "
-                "used, and engine.step() has changed the weights since: use them before it"
+                "used, but engine.step() changed the weights since. Use the logits before step()"
             )
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -155,7 +163,7 @@ class LazyLogits(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Keeps what only rearranges tokens lazy, and computes a cross-entropy in chunks."""
+        """Keeps the result lazy if the op only rearranges tokens. Computes losses in chunks."""
         kwargs = kwargs or {}
         if func in _AS_IT_IS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -173,15 +181,15 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raises RuntimeFault: autograd has passed already, so what came out had no gradient."""
+        """Raises RuntimeFault. Autograd ran already, so the result would have no gradient."""
         raise RuntimeFault(
-            f"[front::LazyLogits] {func} was called past __torch_function__ on logits that are not "
-            f"there (tiling.loss_tokens, parallel.cut_logits): call it on logits.whole()"
+            f"[front::LazyLogits] {func} was called without __torch_function__ on logits without "
+            f"values (tiling.loss_tokens, parallel.cut_logits). Call it on logits.whole()"
         )
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raises RuntimeFault for what would change logits that are not there, or their gradient."""
+    """Raises RuntimeFault if the op would write to lazy logits or hook their gradient."""
     name = getattr(func, "__name__", "")
     given = [*args[:1], kwargs.get("out")]
     writes = (
@@ -192,9 +200,9 @@ def _refuse_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     )
     if writes and any(isinstance(one, LazyLogits) for one in given):
         raise RuntimeFault(
-            f"[front::LazyLogits] `{name}` on logits that are not there (tiling.loss_tokens, "
-            f"parallel.cut_logits) would be lost: take them first, logits = logits.whole(), or "
-            f"make new ones (masked_fill in place of masked_fill_)"
+            f"[front::LazyLogits] `{name}` on logits without values (tiling.loss_tokens, "
+            f"parallel.cut_logits) would be lost. Compute them first, logits = logits.whole(), or "
+            f"make new logits (masked_fill in place of masked_fill_)"
         )
 
 
@@ -207,7 +215,7 @@ _WRITING = {
 
 
 def scale_gradient(tensor: torch.Tensor, scale: Callable[[torch.Tensor], Any]) -> None:
-    """`tensor.register_hook(scale)`, a linear function, which lazy logits may have, too."""
+    """Applies `scale`, a linear function, to the gradient of a tensor or of lazy logits."""
     if isinstance(tensor, LazyLogits):
         tensor.scales.append(scale)
     else:
@@ -215,15 +223,15 @@ def scale_gradient(tensor: torch.Tensor, scale: Callable[[torch.Tensor], Any]) -
 
 
 def with_history(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or, of lazy logits, the one that their gradient arrives at."""
+    """Returns the tensor, or for lazy logits `hidden`, which receives their gradient."""
     return tensor.hidden if isinstance(tensor, LazyLogits) else tensor
 
 
-_Lazy = LazyLogits | None  # None: not without the logits themselves
+_Lazy = LazyLogits | None  # None: the op needs the full logits
 
 
 def _rearranged(func: Any) -> Callable[..., _Lazy]:
-    """Ops that keep the order of elements: rows stay rows wherever the last dimension stays."""
+    """Handles ops that keep the order of elements. If the last dim stays, rows stay rows."""
 
     def handle(logits: LazyLogits, *args: Any, **kwargs: Any) -> _Lazy:
         classes = logits.head.num_classes
@@ -268,7 +276,7 @@ def _getitem(logits: LazyLogits, index: Any) -> _Lazy:
 
 
 def _dims(item: Any) -> int:
-    """How many dimensions an index covers."""
+    """Returns the number of dims that an index covers."""
     if item is Ellipsis:
         return 0
     mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)

@@ -1,7 +1,7 @@
-"""How the layers of known models are cut over tensor ranks: rules for the key `parallel.rules`.
+"""Rules of known models for the key `parallel.rules`: how tensor ranks cut their layers.
 
-A rule is a name pattern and a style; docs/parallel.md has the styles. The first pattern that
-matches a name counts.
+A rule is a name pattern and a style. docs/parallel.md describes the styles. The first pattern that
+matches a name decides.
 """
 
 import fnmatch
@@ -14,7 +14,7 @@ from penstock._native import ConfigError
 
 Rules = dict[str, str]
 
-# By `config.model_type` of transformers, for models that bring no plan of their own.
+# Rules by `config.model_type` of transformers, for models without a plan in transformers.
 OURS: Mapping[str, Rules] = {
     "gpt2": {
         "*.attn.c_attn": "column:3",  # [Q|K|V]
@@ -52,7 +52,8 @@ OURS: Mapping[str, Rules] = {
         "lm_head": "vocab",
     },
     "falcon": {
-        # [heads, Q|K|V] or [kv heads, Q..|K|V]; num_heads is first: its check says what is refused
+        # [heads, Q|K|V] or [kv heads, Q..|K|V]. num_heads comes before num_kv_heads, so that an
+        # unsupported Falcon raises the error of _refuse_falcon().
         "*.self_attention.query_key_value": "column",
         "*.self_attention.dense": "row",
         "*.self_attention.num_heads": "divide",
@@ -99,7 +100,7 @@ _DECODER: Rules = {
     "*.input_layernorm": "partial",
     "*.post_attention_layernorm": "partial",
 }
-# What "parallel.norms": "tokens" adds, by `config.model_type`; rows become "row_tokens".
+# Rules that "parallel.norms": "tokens" adds, by `config.model_type`; "row" becomes "row_tokens".
 TOKENS: Mapping[str, Rules] = {
     "llama": _DECODER,
     "mistral": _DECODER,
@@ -120,7 +121,7 @@ TOKENS: Mapping[str, Rules] = {
     },
 }
 
-# Of transformers' plans (distributed/tensor_parallel.py of version 5).
+# Styles of transformers' plans (distributed/tensor_parallel.py of version 5) -> Penstock's styles.
 _STYLES = {
     "colwise": "column",
     "colwise_gather_output": "column_gather",
@@ -138,10 +139,10 @@ _STYLES = {
 
 
 def rules_for(model: torch.nn.Module, tensor: int) -> Rules:
-    """The rules of a model on so many tensor ranks; empty where nothing is known of it.
+    """Returns the rules of a model on `tensor` ranks; empty if the model is unknown.
 
-    Raises ConfigError: numbers of heads that do not divide, a plan of transformers with a style
-    that is not supported.
+    Raises ConfigError if numbers of heads do not divide, or transformers' plan has a style that is
+    not supported.
     """
     config = getattr(model, "config", None)
     plan = getattr(model, "_tp_plan", None) or {}
@@ -157,16 +158,17 @@ def rules_for(model: torch.nn.Module, tensor: int) -> Rules:
 
 
 def with_tokens(model: torch.nn.Module, rules: Rules) -> Rules:
-    """The rules where tokens are cut between layers.
+    """Returns the rules with those that cut tokens between layers.
 
-    Raises ConfigError: a model of which it is not known what that takes.
+    Raises ConfigError if TOKENS has no rules for the model.
     """
     kind = getattr(getattr(model, "config", None), "model_type", "")
     if kind not in TOKENS:
         raise ConfigError(
-            f'[front::initialize] "parallel.norms" is "tokens": known are {", ".join(TOKENS)}, and '
-            f'this model is a {type(model).__name__}: give "parallel.rules" with the styles '
-            f'"tokens", "gather_tokens", "row_tokens" and "partial" (docs/parallel.md)'
+            f'[front::initialize] "parallel.norms" is "tokens", but this model is a '
+            f"{type(model).__name__}; it has rules only for {', '.join(TOKENS)}. Set "
+            f'"parallel.rules" with the styles "tokens", "gather_tokens", "row_tokens" and '
+            f'"partial" (docs/parallel.md)'
         )
     rows = {
         pattern: style.replace("row", "row_tokens", 1) if style.split(":")[0] == "row" else style
@@ -187,7 +189,7 @@ def _of_transformers(model: torch.nn.Module, plan: Mapping[str, str], tensor: in
         if style not in _STYLES:
             raise ConfigError(
                 f'[front::initialize] "mesh.tensor" is {tensor}: transformers\' plan for this '
-                f'model cuts "{pattern}" as "{style}", which is not supported yet: give '
+                f'model cuts "{pattern}" as "{style}", which is not supported yet. Set '
                 f'"parallel.rules"'
             )
         rules[pattern] = "vocab" if pattern == head else _STYLES[style]
@@ -199,7 +201,10 @@ def _of_transformers(model: torch.nn.Module, plan: Mapping[str, str], tensor: in
 
 
 def _check_heads(config: Any, tensor: int, shared: bool) -> int:
-    """The number of key and value heads where they are fewer than ranks, else 0."""
+    """Returns the number of key and value heads if it is less than `tensor`, else 0.
+
+    Raises ConfigError if numbers of heads do not divide.
+    """
     queries = next(
         (
             getattr(config, name)
@@ -211,21 +216,21 @@ def _check_heads(config: Any, tensor: int, shared: bool) -> int:
     keys = getattr(config, "num_key_value_heads", None) or queries
     if queries % tensor:
         raise ConfigError(
-            f'[front::initialize] "mesh.tensor" is {tensor}, and the model has {queries} attention '
+            f'[front::initialize] "mesh.tensor" is {tensor}, but the model has {queries} attention '
             f"heads, which do not divide by it"
         )
     if keys % tensor == 0:
         return 0
     if not shared or tensor % keys:
         raise ConfigError(
-            f'[front::initialize] "mesh.tensor" is {tensor}, and the model has {keys} key and '
-            f"value heads: one of the two numbers has to divide by the other"
+            f'[front::initialize] "mesh.tensor" is {tensor}, but the model has {keys} key and '
+            f"value heads. One of the two numbers must divide by the other"
         )
     return int(keys)
 
 
 def _with_both_embeddings(model: torch.nn.Module, rules: Rules) -> Rules:
-    """Where embedding and head share a weight, both are cut or neither."""
+    """Drops the rules of embedding or head if they share a weight and only one of them is cut."""
     first, last = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
     if not first or not last:
         return rules
@@ -253,7 +258,10 @@ def _names(model: torch.nn.Module) -> list[str]:
 
 
 def attributes(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
-    """The whole numbers that modules keep, by name: "blocks.0.attention.num_heads"."""
+    """Returns the integer attributes of modules by name, such as "blocks.0.attention.num_heads".
+
+    The value is the module and the attribute's name.
+    """
     return {
         f"{name}.{key}" if name else key: (module, key)
         for name, module in model.named_modules()
@@ -267,5 +275,5 @@ def _any(names: Iterable[str], pattern: str) -> bool:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """As the engine matches rules: `*` stands for anything, dots too."""
+    """Whether the name matches the pattern, as the engine matches rules. `*` also matches dots."""
     return fnmatch.fnmatchcase(name, pattern)

@@ -1,9 +1,9 @@
-"""Models that are a list of layers, for pipelines: which stage has which, and the settings for it.
+"""Models that are a list of layers, cut into pipeline stages.
 
-What one layer returns, a tensor or a tuple of tensors, is the one argument of the next. The model
-is an ordinary one, built whole on every rank; what `mesh.pipeline` needs of a config is in
-`pipeline_settings()`. A rank runs the layers of its stages alone: values may say which way a layer
-goes, and which shapes it returns. Only the first stage looks at inputs.
+A layer returns a tensor or a tuple of tensors, which is the only argument of the next layer. The
+model is built in full on every rank. `pipeline_settings()` has the config for `mesh.pipeline`. A
+rank runs only the layers of its stages, so values may decide the control flow of a layer and the
+shapes that it returns. Only the first stage reads the inputs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Layer = Callable[[Any], Any]
 
 
 class LayerSpec:
-    """A module that is built when its pipeline is: class and arguments.
+    """Class and arguments of a module that the pipeline builds.
 
-    Raises ConfigError: the class is none of modules.
+    Raises ConfigError if the class is not a subclass of nn.Module.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise ConfigError(f"[front::LayerSpec] {typename!r} is no class of nn.Module")
+            raise ConfigError(f"[front::LayerSpec] {typename!r} is not a subclass of nn.Module")
         self.typename = typename
         self.module_args, self.module_kwargs = module_args, module_kwargs
 
@@ -43,13 +43,13 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose parameters are those of all layers of the same key.
+    """A layer that shares its parameters with all layers of the same key.
 
     Args:
-        key: of the layers that share.
-        typename: the same class for all of them; the first one's arguments count.
+        key: name of the group of layers that share parameters.
+        typename: class of the layers, the same for all. The first layer's arguments are used.
         forward_fn: forward_fn(module, inputs) is called instead of module(inputs).
-        tied_weight_attr: names of parameters, which must be there. All others are shared, too.
+        tied_weight_attr: names of parameters that must exist. All other parameters are shared, too.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class TiedLayer(nn.Module):
-    """A module that is called through a function."""
+    """A module whose forward is forward_fn(module, inputs)."""
 
     def __init__(self, module: nn.Module, forward_fn: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
@@ -80,21 +80,22 @@ class TiedLayer(nn.Module):
 
 
 def balanced(weights: Sequence[float], may_begin: Sequence[bool], num_parts: int) -> list[int]:
-    """Bounds of runs of about equal weight (the sum of their squares is least), the first longer.
+    """Cuts items into runs of about equal weight: the sum of the squared weights is least.
 
     Args:
-        weights: of each item.
-        may_begin: whether a run but the first may begin with it.
-        num_parts: how many runs; each has an item at least.
+        weights: the weight of each item.
+        may_begin: for each item, whether a run other than the first may begin with it.
+        num_parts: number of runs; each has at least one item.
 
     Returns:
-        num_parts + 1 bounds, from 0 to len(weights); [] where there are too few that may begin one.
+        num_parts + 1 bounds, from 0 to len(weights); [] if too few items may begin a run. Among
+        equal results earlier runs are longer.
     """
     before = [0.0]
     for weight in weights:
         before.append(before[-1] + weight)
     size = len(weights)
-    least = [0.0] + [float("inf")] * size  # of the items up to here
+    least = [0.0] + [float("inf")] * size  # least sum for the items before each index
     begins: list[list[int]] = []
     for part in range(num_parts):
         now, begin = [float("inf")] * (size + 1), [0] * (size + 1)
@@ -116,7 +117,7 @@ def balanced(weights: Sequence[float], may_begin: Sequence[bool], num_parts: int
 
 
 def _weights(layers: Sequence[Layer], method: str) -> list[float]:
-    """What each layer counts for in a partition."""
+    """Returns the weight of each layer in the partition. Raises ConfigError for a bad method."""
     kind, _, pattern = method.partition(":")
     if kind.lower() == "uniform":
         return [1.0] * len(layers)
@@ -127,12 +128,12 @@ def _weights(layers: Sequence[Layer], method: str) -> list[float]:
         if not any(found):
             names = ", ".join(dict.fromkeys(_type_name(one) for one in layers))
             raise ConfigError(
-                f'[front::PipelineModule] partition_method "{method}" finds none of the layers: '
+                f'[front::PipelineModule] partition_method "{method}" matches none of the layers: '
                 f"{names}"
             )
         return [float(one) for one in found]
     raise ConfigError(
-        f'[front::PipelineModule] partition_method is "{method}"; allowed: "parameters", '
+        f'[front::PipelineModule] partition_method is "{method}". Allowed: "parameters", '
         f'"uniform", "type:REGEX"'
     )
 
@@ -150,7 +151,7 @@ def _params(layer: Layer) -> list[nn.Parameter]:
 
 
 class _Builder:
-    """Layers of what was given."""
+    """Builds layers from modules, specs and functions."""
 
     def __init__(self) -> None:
         self.tied: dict[str, nn.Module] = {}
@@ -166,13 +167,13 @@ class _Builder:
             if id(given) in self._seen and [*given.parameters(), *given.buffers()]:
                 raise ConfigError(
                     f"[front::PipelineModule] layer {index}, a {type(given).__name__}, is among "
-                    f"the layers twice: share its parameters through TiedLayerSpec"
+                    f"the layers twice. Share its parameters with TiedLayerSpec"
                 )
             self._seen.add(id(given))
             return given
         if not callable(given) or isinstance(given, type):
             raise ConfigError(
-                f"[front::PipelineModule] layer {index} is {given!r:.80}; allowed: a module, a "
+                f"[front::PipelineModule] layer {index} is {given!r:.80}. Allowed: a module, a "
                 f"LayerSpec, a function"
             )
         layer: Layer = given
@@ -187,15 +188,15 @@ class _Builder:
                 if getattr(one, "track_running_stats", False):
                     raise ConfigError(
                         f'[front::PipelineModule] tied layer "{spec.key}" has a '
-                        f"{type(one).__name__}: stages share parameters, and no buffers that change"
+                        f"{type(one).__name__}, whose buffers change. Stages share only parameters"
                     )
         elif self._classes[spec.key] is not spec.typename:
             raise ConfigError(
-                f'[front::PipelineModule] tied layers "{spec.key}" are of '
-                f"{self._classes[spec.key].__name__} and of {spec.typename.__name__}: one class "
-                f"is needed, with forward_fn where it is called otherwise"
+                f'[front::PipelineModule] tied layers "{spec.key}" have the classes '
+                f"{self._classes[spec.key].__name__} and {spec.typename.__name__}. Use one class, "
+                f"and forward_fn for another call"
             )
-        else:  # a module of its own, of the same parameters
+        else:  # another module with the same parameters
             tensors = [*before.parameters(), *before.buffers()]
             module = copy.deepcopy(before, {id(one): one for one in tensors})
         for name in spec.tied_weight_attr:
@@ -215,20 +216,20 @@ def _attribute(module: nn.Module, path: str) -> Any:
 
 
 class PipelineLayers(nn.Module):
-    """Layers one after the other, cut in stages. Its modules are named by their place: "0", "1".
+    """A sequence of layers, cut into stages. Modules are named by their index: "0", "1".
 
     Args:
         layers: modules, LayerSpec, TiedLayerSpec, functions of one argument.
-        num_stages: ranks of the pipeline.
-        partition_method: stages of equal numbers of "parameters" that train, of layers ("uniform"),
-            or of layers whose class or function has a name that "type:REGEX" finds, in any case.
+        num_stages: number of stages.
+        partition_method: the number that is balanced over stages: trainable "parameters", layers
+            ("uniform"), or layers whose class or function name "type:REGEX" matches, in any case.
 
     Attributes:
-        parts: bounds of the stages' layers, num_stages + 1 of them.
+        parts: num_stages + 1 bounds of the stages' layers.
 
     Raises:
-        ConfigError: layers that are none; a partition_method that finds none; fewer layers with
-            parameters than stages.
+        ConfigError: if an item is not a layer, if partition_method is unknown or matches no layer,
+            or if fewer layers have parameters than there are stages.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class PipelineLayers(nn.Module):
         super().__init__()
         if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
             raise ConfigError(
-                f"[front::PipelineModule] num_stages is {num_stages!r}; allowed: whole numbers >= 1"
+                f"[front::PipelineModule] num_stages is {num_stages!r}. Allowed: whole numbers >= 1"
             )
         self.num_stages = num_stages
         builder = _Builder()
@@ -251,31 +252,32 @@ class PipelineLayers(nn.Module):
         self.parts = self._cut(partition_method)
 
     def _built_layer(self, given: Any, index: int, builder: _Builder) -> Layer:
-        """The layer of what was given."""
+        """Returns the layer of one item of the list. Subclasses may override it."""
         return builder.build(given, index)
 
     def _cut(self, method: str) -> list[int]:
         may_begin = [bool(_params(one)) for one in self.forward_funcs]
         if sum(may_begin) < self.num_stages:
             raise ConfigError(
-                f"[front::PipelineModule] {self.num_stages} stages and {sum(may_begin)} layers "
-                f"with parameters: each stage needs one"
+                f"[front::PipelineModule] there are {self.num_stages} stages and {sum(may_begin)} "
+                f"layers with parameters, but each stage needs one"
             )
-        first = may_begin.index(True)  # and what comes before it is in its stage
+        first = may_begin.index(True)  # layers before it belong to the same stage
         may_begin[first] = False
         weights = _weights(self.forward_funcs, method)
         return balanced(weights, may_begin, self.num_stages)
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage of a layer."""
+        """Returns the stage of a layer. Raises ConfigError if there is no such layer."""
         if not 0 <= layer_idx < len(self.forward_funcs):
             raise ConfigError(
-                f"[front::PipelineModule] layer {layer_idx} of {len(self.forward_funcs)}"
+                f"[front::PipelineModule] there is no layer {layer_idx}: the model has "
+                f"{len(self.forward_funcs)} layers"
             )
         return sum(layer_idx >= begin for begin in self.parts[1:-1])
 
     def pipeline_settings(self) -> dict[str, Any]:
-        """What an engine's config needs: the stages, and layers with parameters as units."""
+        """Returns the config for an engine: the stages, and layers with parameters as units."""
         kinds = {type(one).__name__ for one in self.forward_funcs if _params(one)}
         return {
             "mesh": {"pipeline": self.num_stages},
@@ -291,23 +293,24 @@ class PipelineLayers(nn.Module):
         return inputs
 
     def pipeline_entry(self, inputs: Any) -> tuple[int, Any]:
-        """The layer that a forward begins with, and its inputs: an engine says those of a stage."""
+        """Returns the first layer of a forward and its inputs. An engine replaces this method, to
+        begin with the first layer of a stage."""
         return 0, inputs
 
     def _before_layer(self, index: int) -> None:
-        """Called before each layer."""
+        """A hook for subclasses, called before each layer."""
 
 
 def as_inputs(value: Any) -> torch.Tensor | tuple[Any, ...]:
-    """One argument for the first layer: a tensor, or a tuple for what is a list.
+    """Returns the argument of the first layer: a tensor, or a tuple. A list becomes a tuple.
 
-    Raises ConfigError: anything else.
+    Raises ConfigError for any other type.
     """
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, (tuple, list)):
         return tuple(value)
     raise ConfigError(
-        f"[front::train_batch] inputs are a {type(value).__name__}; allowed: a tensor, or a tuple "
+        f"[front::train_batch] inputs are a {type(value).__name__}. Allowed: a tensor, or a tuple "
         f"or list"
     )

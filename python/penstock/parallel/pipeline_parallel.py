@@ -1,8 +1,8 @@
-"""Stages of a pipeline: each rank runs the model's own forward, of which it computes its stages.
+"""Stages of a pipeline: each rank runs the model's own forward, and computes only its stages.
 
-Until the first module of the stage is called, modules of earlier stages are stood in for
-(`absent`): their outputs have shapes and no values. That first module gets the arguments that it
-was called with where the stage before ended. The first module of a later stage ends the forward.
+Until the forward calls the first module of the stage, modules of earlier stages return stand-ins
+(`Absent`) with shapes and without values. The first module receives the arguments with which the
+previous stage ended. The first module of a later stage ends the forward.
 """
 
 import ctypes
@@ -23,8 +23,8 @@ from penstock.parallel.pipeline_layers import PipelineLayers
 from penstock.parallel.stand_in import Absent, fake_of, is_absent, like, value_of
 
 
-class _StageEnd(BaseException):  # noqa: N818 - no error: it leaves the model's forward
-    """A module of a later stage was called."""
+class _StageEnd(BaseException):  # noqa: N818 - not an error: it leaves the model's forward
+    """Raised when the forward calls a module of a later stage."""
 
     def __init__(self, module: str, given: Any) -> None:
         super().__init__(module)
@@ -33,7 +33,7 @@ class _StageEnd(BaseException):  # noqa: N818 - no error: it leaves the model's 
 
 @dataclasses.dataclass
 class Handed:
-    """What a stage hands on: the arguments of the module that the next one begins with."""
+    """The output of a stage: the arguments of the next stage's first module."""
 
     text: bytes = b""
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -41,27 +41,27 @@ class Handed:
 
 @dataclasses.dataclass
 class _Running:
-    """A forward of one stage."""
+    """The state of one stage's forward."""
 
     stage: int
-    given: Handed | None  # by the stage before
-    begun: bool
+    given: Handed | None  # from the previous stage
+    begun: bool  # the stage's first module was called
     micro: "Micro"
     trains: bool  # gradients are enabled
     leaves: "list[Arrived | None]" = dataclasses.field(default_factory=list)
 
 
-_STAGE_BITS = 12  # of a seed, where each stage has one of its own
+_STAGE_BITS = 12  # low bits of a seed that hold the stage's number
 
 
 @dataclasses.dataclass
 class Micro:
-    """A micro-batch as all stages have it.
+    """A micro-batch, on every stage.
 
     Attributes:
-        part: what this rank was given of it.
-        batch: a checksum of the tensors in it; None where there are none.
-        seed: of what the model draws at random, the same on all ranks that compute it.
+        part: this rank's part of the batch.
+        batch: CRC-32 of the part's CPU tensors; None if there are none.
+        seed: seed of the forward's random numbers, the same on all ranks that compute it.
     """
 
     part: Any
@@ -81,10 +81,10 @@ class Micro:
 
 
 class Arrived:
-    """A tensor that came from the stage before, where it needs a gradient.
+    """A tensor that the previous stage sent and that needs a gradient.
 
     Attributes:
-        grad: the gradient, when a backward has come to it.
+        grad: the gradient, after the backward has computed it.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -94,7 +94,8 @@ class Arrived:
 
 
 class _Arrive(torch.autograd.Function):
-    """Where the graph of a stage begins: no leaf and no view, so it may be changed in place."""
+    """The root of a stage's graph. Its output is neither a leaf nor a view, so the model may change
+    it in place."""
 
     @staticmethod
     def forward(ctx: Any, _anchor: torch.Tensor, arrived: Arrived) -> Any:
@@ -109,10 +110,10 @@ class _Arrive(torch.autograd.Function):
 
 
 class PipelineParallel:
-    """Of one engine: its stages, and the forward of one of them that runs now.
+    """The stages of one engine, and the state of the stage's forward that runs now.
 
     Attributes:
-        active: whether there are several.
+        active: True if there is more than one stage.
     """
 
     def __init__(self, model: nn.Module, core: Any, config: Any) -> None:
@@ -128,8 +129,9 @@ class PipelineParallel:
                 self._pieces.append((name, stage, model.get_submodule(name)))
 
     def install(self, tensor: Any, installed: list[Any]) -> None:
-        """Around the modules of stages, and around all else there: what is computed again in
-        backward is given values. Raises ConfigError: a module that cannot be in a stage."""
+        """Replaces the forward of the stages' modules. It is the outermost replacement, so that a
+        recomputation in backward gets values. Raises ConfigError if a module cannot be in a stage.
+        """
         self._tensor = tensor
         for name, stage, module in self._pieces:
             _check_saves(module, name, stage)
@@ -139,16 +141,20 @@ class PipelineParallel:
 
     @property
     def last(self) -> int:
-        """The last stage."""
+        """The index of the last stage."""
         return int(self.ranks.num_stages) - 1
 
     def run(
         self, forward: Callable[[], Any], stage: int, given: Handed | None, micro: Micro
     ) -> "tuple[Any, list[Arrived | None]]":
-        """One stage's forward of `forward`, which calls the model.
+        """Runs `forward`, which calls the model, as the forward of one stage.
 
-        Returns what it hands on (`Handed`), or in the last stage the model's outputs; and the
-        tensors that came from the stage before and need gradients, None in place of others.
+        Returns the stage's output (`Handed`), or in the last stage the model's outputs; and the
+        tensors of the previous stage that need gradients, with None for each other tensor.
+
+        Raises:
+            RuntimeFault: if stages have different batches, or the forward ended without a call of
+                the next stage's module.
         """
         if given is not None:
             _check_batch(json.loads(given.text), micro, stage)
@@ -168,13 +174,14 @@ class PipelineParallel:
         if handed == (stage == self.last) or not running.begun:
             raise RuntimeFault(
                 f"[front::train_batch] the model's forward ended in stage {stage} of "
-                f"{self.last + 1} without calling a module of the next one: stages are "
+                f"{self.last + 1} without calling a module of the next stage. Stages begin: "
                 f"{self._text()}"
             )
         return outputs, running.leaves
 
     def until_its_end(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`forward`, ended where a later stage begins: then what that one is given."""
+        """Runs `forward` until it calls a module of a later stage. Then returns that module's
+        arguments as `Handed`, else the outputs."""
         try:
             return forward(*args, **kwargs)
         except _StageEnd as end:
@@ -182,24 +189,24 @@ class PipelineParallel:
             return self._hand_on(end, self._running.micro)
 
     def set_buffers(self) -> None:
-        """The engine may bring each from where it changes."""
+        """Registers all buffers with the engine, each with the stage that changes it."""
         if self.active:
             self.ranks.set_buffers(list(self._buffers()))
 
     def bring_buffers(self) -> None:
-        """Every rank's buffers are those of the stages that compute with them. All ranks call."""
+        """Copies every buffer from the stage that computes with it to all ranks. All ranks call."""
         if self.active:
             self.set_buffers()
             self.ranks.bring_buffers()
 
     def write_buffers(self) -> None:
-        """Every rank's buffers are those of the first stage's. All ranks call."""
+        """Copies every buffer from the first stage to all ranks. All ranks call it."""
         if self.active:
             self.ranks.set_buffers([(name, 0, one) for name, _, one in self._buffers()])
             self.ranks.bring_buffers()
 
     def _buffers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """With their stages, each once."""
+        """Yields name, stage and tensor of each buffer, once."""
         seen: set[int] = set()
         for piece, stage, outer in self._pieces:
             for inner, module in outer.named_modules(prefix=piece):
@@ -212,7 +219,7 @@ class PipelineParallel:
                 yield name, self.last, one
 
     def _outside(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers of modules that enclose stages."""
+        """Yields the buffers of modules outside of the stages' modules."""
         inside = tuple(f"{name}." for name, _ in self.ranks.pieces)
         for path, module in self._model.named_modules():
             if not f"{path}.".startswith(inside):
@@ -223,8 +230,9 @@ class PipelineParallel:
         for (name, one), (was, version) in zip(self._outside(), before, strict=True):
             if one is not was or one._version != version:
                 raise RuntimeFault(
-                    f'[front::train_batch] buffer "{name}" is changed by a forward that all stages '
-                    f"run, of a module that no stage has alone: keep it in a module of its own"
+                    f'[front::train_batch] the forward changed buffer "{name}", whose module '
+                    f"belongs to no single stage, so all stages run it. Put the buffer into a "
+                    f"module of its own"
                 )
 
     def _text(self) -> str:
@@ -239,15 +247,15 @@ class PipelineParallel:
         def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._inferring:
                 return inner(*args, **kwargs)
-            if in_backward():  # computed again
+            if in_backward():  # a recomputation
                 args, kwargs = module_tree.filled((args, kwargs), value_of)
                 return inner(*args, **kwargs)
             running = self._running
             if running is None:
                 raise RuntimeFault(
-                    f'[front::forward] this rank has a part of the model (mesh.pipeline), and "'
-                    f'{name}" is of stage {stage}: call engine.train_batch() and eval_batch(), '
-                    f"which run all stages, not the model itself"
+                    f"[front::forward] this rank has a part of the model (mesh.pipeline), and "
+                    f'"{name}" belongs to stage {stage}. Call engine.train_batch() or '
+                    f"eval_batch(), which run all stages, not the model itself"
                 )
             if stage > running.stage:
                 raise _StageEnd(name, (args, kwargs))
@@ -257,26 +265,26 @@ class PipelineParallel:
             if running.begun:
                 raise RuntimeFault(
                     f'[front::train_batch] "{name}" of stage {stage} is called after stage '
-                    f"{running.stage} began, but stages follow each other: begin them elsewhere "
-                    f'("parallel.stages"). They are {self._text()}'
+                    f"{running.stage} began, but stages follow each other. Begin the stages "
+                    f'elsewhere ("parallel.stages"). They begin: {self._text()}'
                 )
             return self._stand_in(module, name, inner, (args, kwargs))
 
         return call
 
     def _arguments(self, running: _Running, name: str, given: Any) -> Any:
-        """What a module of this stage is called with, with values."""
+        """Returns the arguments of a module of this stage, with values for all tensors."""
         if not running.begun:
             self._take(running, name, given)
             running.begun = True
-            # Layers of other stages draw other numbers; what is before is alike on all stages.
+            # Each stage draws its own random numbers from here on. Before, all draw the same.
             torch.default_generator.manual_seed(running.micro.seed + running.stage)
         for one in module_tree.take_out(given)[0]:
             if is_absent(one):
                 raise RuntimeFault(
-                    f'[front::train_batch] "{name}" of stage {running.stage} is called with what '
-                    f"an earlier stage has computed and the module that this stage begins with "
-                    f"was not given: pass it on through its arguments, or begin stages elsewhere "
+                    f'[front::train_batch] "{name}" is called in stage {running.stage} with a '
+                    f"tensor that only an earlier stage has: pass it as an argument of the modules "
+                    f"that stages begin with, or begin the stages elsewhere "
                     f'("parallel.stages")'
                 )
         return module_tree.filled(given, value_of)
@@ -284,7 +292,8 @@ class PipelineParallel:
     # ---- between stages
 
     def _entry(self, inner: Callable[..., Any], inputs: Any) -> Any:
-        """Of a list of layers: nothing before this stage is run, not even without values."""
+        """Begins the forward of a list of layers at this stage's first layer. Earlier layers do not
+        run, not even without values."""
         running = self._running
         if running is None or running.given is None or in_backward():
             return inner(inputs)
@@ -292,9 +301,9 @@ class PipelineParallel:
         tensors = [like(one.shape, one.dtype, one.device) for one in running.given.tensors]
         if told["places"] is None:
             raise RuntimeFault(
-                f'[front::train_batch] layer "{told["module"]}", with which stage {running.stage} '
-                f"begins, is called with {told['arguments']}: between stages layers return tensors "
-                f"or tuples of tensors"
+                f'[front::train_batch] layer "{told["module"]}", the first of stage '
+                f"{running.stage}, is called with {told['arguments']}. Between stages layers must "
+                f"return tensors or tuples of tensors"
             )
         return int(told["module"].partition(".")[0]), _placed(told["places"], tensors)
 
@@ -305,15 +314,15 @@ class PipelineParallel:
             if one.layout != torch.strided or one.is_nested or one.is_quantized:
                 raise RuntimeFault(
                     f'[front::train_batch] "{end.module}", with which the next stage begins, is '
-                    f"called with a {'nested' if one.is_nested else one.layout} tensor, and "
-                    f"stages exchange dense ones (torch's TransformerEncoder: "
-                    f"enable_nested_tensor=False)"
+                    f"called with a {'nested' if one.is_nested else one.layout} tensor, but "
+                    f"stages exchange only dense tensors. For torch's TransformerEncoder set "
+                    f"enable_nested_tensor=False"
                 )
         if any(is_absent(one) for one in tensors):
             raise RuntimeFault(
                 f'[front::train_batch] "{end.module}", with which the next stage begins, is called '
-                f"with what an earlier stage than this has computed: pass it on through the module "
-                f"that this stage begins with"
+                f"with a tensor that only an earlier stage has: pass it as an argument of the "
+                f"module that this stage begins with"
             )
         told = {
             "module": end.module,
@@ -325,30 +334,33 @@ class PipelineParallel:
         return Handed(json.dumps(told).encode(), [one for one in tensors])
 
     def _take(self, running: _Running, name: str, given: Any) -> None:
-        """The stage before has come to this module: its arguments get their values."""
+        """Sets the values of the arguments of the stage's first module, which the previous stage
+        sent. Raises RuntimeFault if the previous stage ended at another module."""
         assert running.given is not None
         told = json.loads(running.given.text)
         tensors, left = module_tree.take_out(given)
         if told["module"] != name or told["arguments"] != _signature(left):
             raise RuntimeFault(
                 f"[front::train_batch] stage {running.stage} begins with "
-                f'"{name}" {_signature(left)}, and the stage before ended at "{told["module"]}" '
-                f"{told['arguments']}: all ranks of a pipeline are given the same batch, and the "
-                f"model's way through its modules must not depend on values"
+                f'"{name}" {_signature(left)}, but the previous stage ended at "{told["module"]}" '
+                f"{told['arguments']}. Give all ranks of a pipeline the same batch. The order in "
+                f"which the model calls its modules must not depend on values"
             )
         running.leaves = []
         for one, value, has_gradient in zip(
             tensors, running.given.tensors, told["grads"], strict=True
         ):
-            if not isinstance(one, Absent) or not is_absent(one):  # made of the batch, here too
+            # Without a stand-in the tensor was computed from the batch on this rank, too.
+            if not isinstance(one, Absent) or not is_absent(one):
                 running.leaves.append(None)
                 continue
             wanted = has_gradient and torch.is_grad_enabled()
             if has_gradient and running.trains and not wanted:
                 raise RuntimeFault(
                     f'[front::train_batch] "{name}", with which stage {running.stage} begins, is '
-                    f"called without gradients, by torch.utils.checkpoint(use_reentrant=True), "
-                    f'say: use_reentrant=False, or "activations.checkpoint" in the config'
+                    f"called without gradients, for example by "
+                    f"torch.utils.checkpoint(use_reentrant=True). Use use_reentrant=False, or "
+                    f'"activations.checkpoint" in the config'
                 )
             leaf = Arrived(value) if wanted else None
             running.leaves.append(leaf)
@@ -357,7 +369,7 @@ class PipelineParallel:
     # ---- stand-ins
 
     def _stand_in(self, module: nn.Module, name: str, inner: Callable[..., Any], given: Any) -> Any:
-        """Outputs of a module of an earlier stage, by the shapes of its inputs."""
+        """Returns stand-ins for an earlier module's outputs, from the shapes of its inputs."""
         tensors, left = module_tree.take_out(given)
         shapes = tuple((one.shape, one.dtype, one.device) for one in tensors)
         own = tuple((n, one) for n, one in vars(module).items() if isinstance(one, _PLAIN))
@@ -399,8 +411,8 @@ class PipelineParallel:
             raise
         except Exception as error:
             raise ConfigError(
-                f'[front::train_batch] the shapes of what "{name}" returns could not be told from '
-                f"those of its inputs, which other stages of the pipeline need: "
+                f'[front::train_batch] the output shapes of "{name}", which other stages of the '
+                f"pipeline need, cannot be computed from its input shapes: "
                 f"{type(error).__name__}: {error}"
             ) from error
         finally:
@@ -411,7 +423,7 @@ class PipelineParallel:
 
 
 class _Template:
-    """A value with stand-ins in it, to be made anew."""
+    """A value that contains stand-ins. `made()` returns a copy with new stand-ins."""
 
     def __init__(self, value: Any) -> None:
         tensors, self._left = module_tree.take_out(value)
@@ -423,8 +435,9 @@ class _Template:
 
 @dataclasses.dataclass
 class _Shape:
-    """Of a module without values: what it returns, and what it leaves as an attribute of modules,
-    or of objects among its arguments, by their index: whoever reads that is told."""
+    """The effects of a module that ran without values: its outputs, and the stand-ins that it set
+    as attributes of modules, or of objects among its arguments (by index). Code that reads such an
+    attribute gets an error from the stand-in."""
 
     outputs: _Template
     aside: list[tuple[Any, str, _Template]]
@@ -440,13 +453,14 @@ def _check_saves(module: nn.Module, name: str, stage: int) -> None:
         own = type(one).get_extra_state is not nn.Module.get_extra_state
         if own and stage > 0:
             raise ConfigError(
-                f'[front::initialize] a {type(one).__name__} in "{name}" has get_extra_state(), '
-                f"which is not brought from stage {stage} to the others yet"
+                f'[front::initialize] a {type(one).__name__} in "{name}" has get_extra_state(). '
+                f"Its state cannot be copied from stage {stage} to other stages yet"
             )
 
 
 class _without_values:  # noqa: N801 - a context
-    """Parameters and buffers of a module have shapes alone, and what it notes is forgotten."""
+    """Replaces a module's parameters and buffers by stand-ins. On exit, restores all attributes
+    that the module set and collects those with stand-ins in `aside`."""
 
     def __init__(self, module: nn.Module, aside: list[tuple[Any, str, _Template]]) -> None:
         self._module, self._aside = module, aside
@@ -477,7 +491,8 @@ class _without_values:  # noqa: N801 - a context
 
 
 def _places(args: Any, kwargs: Any) -> Any:
-    """Of one argument, a tensor or tuples of tensors: their indices in nested lists. Else None."""
+    """Returns the tensors' indices in nested lists, if the only argument is a tensor or consists of
+    tuples of tensors. Else None."""
 
     def of(one: Any) -> Any:
         if isinstance(one, module_tree.Place):
@@ -501,19 +516,19 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def _puts_into(name: str) -> str:
     return (
-        f'[front::train_batch] "{name}" changes what it is given (a tensor in place, a list), and '
-        f"on stages after its own that would be lost: return it instead"
+        f'[front::train_batch] "{name}" changes one of its arguments (a tensor in place, a list). '
+        f"Later stages would lose the change. Return the changed value instead"
     )
 
 
 def _check_batch(told: dict[str, Any], micro: Micro, stage: int) -> None:
-    """The stage before has the same micro-batch."""
+    """Raises RuntimeFault if the previous stage has another micro-batch."""
     if micro.batch is not None and told["batch"] is not None and told["batch"] != micro.batch:
         raise RuntimeFault(
-            f"[front::train_batch] stage {stage} was given another batch than stage {stage - 1}: "
-            f"all ranks of a pipeline get the samples of engine.data_rank (of engine.data_size). A "
-            f"loader that shuffles needs a generator of its own, with the same seed on all of "
-            f"them, or a DistributedSampler(num_replicas=engine.data_size, rank=engine.data_rank)"
+            f"[front::train_batch] stage {stage} was given another batch than stage {stage - 1}. "
+            f"Give all ranks of a pipeline the samples of engine.data_rank (of engine.data_size). "
+            f"A loader that shuffles needs a generator with the same seed on all these ranks, or "
+            f"a DistributedSampler(num_replicas=engine.data_size, rank=engine.data_rank)"
         )
     micro.batch = told["batch"] if micro.batch is None else micro.batch
 
@@ -523,7 +538,8 @@ def _autocast() -> tuple[bool, torch.dtype]:
 
 
 def _signature(left: Any) -> str:
-    """Of what is not in tensors: containers, numbers and texts; of other objects their class."""
+    """Returns a text of the arguments without tensors: containers, numbers, texts, and the class
+    name of any other object."""
     if isinstance(left, dict):
         return "{" + ", ".join(f"{key}: {_signature(value)}" for key, value in left.items()) + "}"
     if isinstance(left, (list, tuple)):

@@ -1,4 +1,4 @@
-"""A window of a pipeline: what this rank computes, in the order of its schedule."""
+"""Runs an accumulation window of a pipeline: this rank's forwards and backwards in order."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ LossOf = Callable[[Any, Any], torch.Tensor]
 
 
 def loss_in(outputs: Any, part: Any, loss_of: LossOf | None) -> torch.Tensor:
-    """The loss of a model's outputs. Raises ConfigError where there is none."""
+    """Returns the loss, one element, of a model's outputs. Raises ConfigError if there is none."""
     loss = outputs if loss_of is None else loss_of(outputs, part)
     if loss_of is None and isinstance(outputs, Mapping):
         loss = outputs.get("loss")
@@ -23,16 +23,16 @@ def loss_in(outputs: Any, part: Any, loss_of: LossOf | None) -> torch.Tensor:
         return loss
     if loss_of is None:
         raise ConfigError(
-            "[front::train_batch] the model returns no loss: give loss_of(outputs, part)"
+            "[front::train_batch] the model returns no loss. Pass loss_of(outputs, part)"
         )
     what = f"a tensor of {list(loss.shape)}" if torch.is_tensor(loss) else f"{loss!r:.60}"
     raise ConfigError(
-        f"[front::train_batch] loss_of(outputs, part) gave {what}, not a tensor of one element"
+        f"[front::train_batch] loss_of(outputs, part) returned {what}, not a tensor of one element"
     )
 
 
 def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.Tensor]:
-    """Forwards, backwards and the step; returns the losses, in the last stage."""
+    """Runs forwards, backwards and the step. Returns the losses on the last stage, else []."""
     ranks = engine._pipeline.ranks
     micros = _micros(engine, parts)
     engine._seen_batch(parts)
@@ -52,7 +52,7 @@ def train(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.T
 
 
 def evaluate(engine: Any, parts: list[Any], loss_of: LossOf | None) -> list[torch.Tensor]:
-    """Forwards alone; returns the losses, in the last stage."""
+    """Runs only forwards. Returns the losses on the last stage, else []."""
     ranks = engine._pipeline.ranks
     micros = _micros(engine, parts)
     made = [
@@ -71,10 +71,10 @@ def _micros(engine: Any, parts: list[Any]) -> list[Micro]:
 
 
 class _Stage:
-    """One stage's forward of one micro-batch, and its backward.
+    """One stage's forward and backward of one micro-batch.
 
     Attributes:
-        loss: in the last stage.
+        loss: the loss, one element, on the last stage; else None.
     """
 
     def __init__(self, engine: Any, action: Any, micro: Micro, loss_of: LossOf | None) -> None:
@@ -89,9 +89,8 @@ class _Stage:
             self.loss = loss_in(made, micro.part, loss_of)
             if is_absent(self.loss):
                 raise RuntimeFault(
-                    "[front::train_batch] the loss is computed with what an earlier stage has "
-                    "computed, and the modules that stages begin with were not given it: pass it "
-                    "on through their arguments"
+                    "[front::train_batch] the loss is computed from a tensor that only an earlier "
+                    "stage has: pass it as an argument of the modules that stages begin with"
                 )
             return
         self._outputs = made.tensors
@@ -116,7 +115,7 @@ class _Stage:
         ]
         core = self._engine._core
         core.resume_backward()
-        if not pairs:  # frozen, or nobody needs it
+        if not pairs:  # the stage is frozen, or the next stage needs none of its outputs
             return
         try:
             torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])

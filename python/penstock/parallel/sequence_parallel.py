@@ -1,9 +1,9 @@
-"""Sequences in parts: ranks that have tokens of the same samples, and meet in attention.
+"""Sequence parallelism: each rank has a part of the tokens of the same samples.
 
-Each rank of `mesh.sequence` computes its part of every sequence; around attention they exchange
-tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), so that each sees whole sequences of some
-heads. The exchanges are the engine's (`_penstock.SequenceRanks`); here is how models of
-transformers come to call them.
+Each rank of `mesh.sequence` computes its part of every sequence. Around attention the ranks
+exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), so that each rank has full
+sequences of some heads. The C++ core runs the exchanges (`_penstock.SequenceRanks`); this module
+makes models of transformers call them.
 """
 
 import copy
@@ -17,16 +17,16 @@ from penstock.front.forward_guard import in_backward
 from penstock.parallel import stand_in
 from penstock.parallel.pipeline_parallel import Handed
 
-# Causal models whose positions come from `position_ids`, whose attention is in transformers'
-# registry and whose loss is its `loss_function`, by `config.model_type`: test_sequence.py trains
-# each of them.
+# Supported causal models by `config.model_type`. Their positions come from `position_ids`, their
+# attention is in transformers' registry, and their loss is its `loss_function`. test_sequence.py
+# trains each of them.
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt2")
 _ALONG_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels")
-_IGNORED = -100  # label that does not count, of torch and transformers
+_IGNORED = -100  # label that the loss ignores, in torch and transformers
 
 
 class SequenceParallel:
-    """Of one engine: cuts batches, and what attention of its model is in the meantime."""
+    """Cuts one engine's batches along their tokens, and replaces the attention of its model."""
 
     def __init__(
         self, model: torch.nn.Module, core: Any, config: Any, installed: list[Any]
@@ -38,8 +38,8 @@ class SequenceParallel:
         self._check()
         self._ranks = _penstock.SequenceRanks(core)
         self._modules = set(model.modules())
-        self._cut = False  # what runs is a part
-        self._mask: torch.Tensor | None = None  # of whole sequences
+        self._cut = False  # the running forward computes a part
+        self._mask: torch.Tensor | None = None  # attention mask of full sequences
         installed.append(_Attention(self, model))
 
     @property
@@ -57,35 +57,36 @@ class SequenceParallel:
         kind = getattr(config, "model_type", type(self._model).__name__)
         if kind not in KNOWN or self._loss_name() != "ForCausalLMLoss":
             self._refuse(
-                f"of transformers' causal models {', '.join(KNOWN)} are known, and this is a "
-                f"{type(self._model).__name__}"
+                f"the model is a {type(self._model).__name__}, but only transformers' causal "
+                f"models {', '.join(KNOWN)} are supported"
             )
         if config._attn_implementation != "sdpa":  # type: ignore[union-attr]
             self._refuse(
-                f'the model\'s attention is "{config._attn_implementation}", and only "sdpa" '  # type: ignore[union-attr]
-                f"is exchanged as yet"
+                f'the model\'s attention is "{config._attn_implementation}", but only "sdpa" '  # type: ignore[union-attr]
+                f"is supported"
             )
         if length_dependent_rotary(config):
-            self._refuse("its rotary embedding depends on the length of what a rank sees")
+            self._refuse("its rotary embedding depends on the length, and a rank has only a part")
         heads = config.num_attention_heads  # type: ignore[union-attr]
         keys = getattr(config, "num_key_value_heads", None) or heads
         own, own_keys = heads // self._tensor, max(1, keys // self._tensor)
         if own % self._count or (own_keys % self._count and self._count % own_keys):
             self._refuse(
                 f"the model has {own} attention heads and {own_keys} of keys and values (on each "
-                f"tensor rank), which have to divide by it; keys and values may also divide it"
+                f"tensor rank). These numbers must divide by it; keys and values may also divide it"
             )
 
     # ---- a forward
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """`forward` of this rank's part of the batch; its loss is that of the whole sequences.
+        """Runs `forward` on this rank's part of the batch.
 
-        Raises ConfigError for inputs that cannot be cut.
+        Returns the model's output. Its loss is the loss over the full sequences. Raises ConfigError
+        for inputs that cannot be cut.
         """
         if args:
             raise ConfigError(
-                "[front::forward] with mesh.sequence > 1 inputs are passed by name: engine(**batch)"
+                "[front::forward] with mesh.sequence > 1 pass inputs by name: engine(**batch)"
             )
         part = self._part_of({name: value for name, value in kwargs.items() if value is not None})
         self._cut = True
@@ -98,8 +99,8 @@ class SequenceParallel:
         loss = getattr(output, "loss", None)
         if "labels" in part and loss is None:
             raise ConfigError(
-                "[front::forward] with mesh.sequence > 1 the model returns its outputs by name: "
-                "leave return_dict as it is"
+                "[front::forward] with mesh.sequence > 1 the model must return its outputs by "
+                "name. Do not set return_dict"
             )
         if loss is None:
             return output
@@ -115,19 +116,21 @@ class SequenceParallel:
         if unknown or batch.get("past_key_values") is not None:
             name = min(unknown, default="past_key_values")
             raise ConfigError(
-                f'[front::forward] with mesh.sequence > 1 "{name}" cannot be cut: allowed are '
+                f'[front::forward] with mesh.sequence > 1 "{name}" cannot be cut. Allowed: '
                 f"{', '.join(sorted(known))}"
             )
         first = batch.get("input_ids", batch.get("inputs_embeds"))
         if first is None:
-            raise ConfigError("[front::forward] neither input_ids nor inputs_embeds are given")
+            raise ConfigError(
+                "[front::forward] neither input_ids nor inputs_embeds are given. Pass one of them"
+            )
         length = first.shape[1]
         self._check_positions(batch, length)
         window = getattr(self._model.config, "sliding_window", None)
         if window is not None and length > window:
             raise ConfigError(
-                f"[front::forward] with mesh.sequence > 1 attention is whole, and this model's "
-                f"looks back {window} tokens of {length}"
+                f"[front::forward] with mesh.sequence > 1 attention covers full sequences, but "
+                f"this model's attention window is {window} tokens of {length}"
             )
         padded = -(-length // self._count) * self._count
         self._mask = self._whole_mask(batch.pop("attention_mask", None), first, padded)
@@ -144,8 +147,8 @@ class SequenceParallel:
         return batch
 
     def _count_labels(self, batch: dict[str, Any]) -> None:
-        """The loss becomes a sum over this rank's tokens, divided by the number of all."""
-        # The last token of a part keeps its target.
+        """Sets labels so that the loss is this rank's sum, divided by the number of all labels."""
+        # Shift before the cut: the last token of a part has its target in the next part.
         labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
         batch["labels"] = batch["shift_labels"] = labels
         if batch.get("num_items_in_batch") is None:
@@ -161,28 +164,36 @@ class SequenceParallel:
             and (positions.diff(dim=-1) != 1).any()
         ):
             raise ConfigError(
-                "[front::forward] with mesh.sequence > 1 position_ids that begin anew (several "
-                "sequences in one) are not known yet"
+                "[front::forward] with mesh.sequence > 1 position_ids that restart (several "
+                "sequences in one) are not supported yet"
             )
 
     def _whole_mask(self, given: Any, first: torch.Tensor, padded: int) -> torch.Tensor | None:
-        """[batch, 1, tokens, tokens], True where a token may be looked at; None: all before it."""
+        """Returns the mask [batch, 1, tokens, tokens] bool, True if a token attends to another.
+        None: a token attends to itself and all tokens before it."""
         if given is not None and given.dim() != 2:
-            raise ConfigError("[front::forward] attention_mask has to be [batch, tokens]")
+            raise ConfigError(
+                f"[front::forward] attention_mask has {given.dim()} dims, not the 2 of "
+                f"[batch, tokens]"
+            )
         if given is None or bool(given.bool().all()):
-            return None  # what pads to even parts comes last, where nobody looks
+            return None  # padding comes last, so no token attends to it
         mask = _padded(given.bool(), padded, False)[:, None, None, :].expand(-1, 1, padded, -1)
-        # A token before all that count looks at nothing, and torch gives zeros for it.
+        # A token before the first unmasked one attends to no token; torch returns zeros for it.
         return mask & torch.ones(padded, padded, dtype=torch.bool, device=first.device).tril()
 
     # ---- attention
 
     def mask(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of the mask that transformers makes of a part."""
+        """Replaces transformers' mask function, which would make the mask of a part.
+
+        Raises RuntimeFault in a backward, because the mask of the full sequences is gone.
+        """
         if in_backward():
             raise RuntimeFault(
-                "[front::backward] with mesh.sequence > 1 a unit that is computed again makes its "
-                "own attention mask, which is not known any more: recompute its layers instead"
+                "[front::backward] with mesh.sequence > 1 a recomputed unit makes its own "
+                "attention mask, but the mask no longer exists. Recompute the unit's layers "
+                "instead"
             )
         return self._mask if self._cut else inner(*args, **kwargs)
 
@@ -196,28 +207,30 @@ class SequenceParallel:
         mask: torch.Tensor | None,
         **options: Any,
     ) -> Any:
-        """query [batch, heads, own tokens, size] -> [batch, own tokens, heads, size]
+        """Computes attention: query [batch, heads, own tokens, size] -> [batch, own tokens, heads,
+        size], and the weights.
 
-        A backward computes a part again; whole sequences (of `generate`) have no gradients.
+        A recomputation in backward computes a part. Full sequences (in `generate`) have no
+        gradients.
         """
-        if module not in self._modules:  # of a copy
+        if module not in self._modules:  # a copy of the model
             return inner(module, query, key, value, mask, **options)
-        if stand_in.is_stand_in(query):  # of another stage
+        if stand_in.is_stand_in(query):  # a module of another stage
             batch, heads, tokens, _ = query.shape
             return query.new_empty((batch, tokens, heads, value.shape[-1])), None
         if not self._cut and not in_backward():
             if query.requires_grad:
                 raise RuntimeFault(
-                    "[front::forward] with mesh.sequence > 1 call the engine, not the model, where "
-                    "gradients are wanted: it cuts the batch"
+                    "[front::forward] with mesh.sequence > 1 the model was called with gradients. "
+                    "Call the engine, not the model: the engine cuts the batch"
                 )
             return inner(module, query, key, value, mask, **options)
         if options.get("position_bias") is not None:
             raise ConfigError(
-                "[front::forward] mesh.sequence > 1: a position bias is not known yet"
+                "[front::forward] with mesh.sequence > 1 a position bias is not supported yet"
             )
         count, exchange = self._count, self._ranks.all_to_all
-        if key.shape[1] % count:  # fewer than ranks
+        if key.shape[1] % count:  # fewer key heads than ranks
             more = count // key.shape[1]
             key, value = (part.repeat_interleave(more, dim=1) for part in (key, value))
         query, key, value = (exchange(part, 1, 2) for part in (query, key, value))
@@ -233,7 +246,7 @@ class SequenceParallel:
 
 
 class _Attention:
-    """The model's attention is one of its own, until it is removed."""
+    """Registers a separate attention for the model in transformers, until remove()."""
 
     def __init__(self, owner: SequenceParallel, model: Any) -> None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415
@@ -252,14 +265,15 @@ class _Attention:
         self._config._attn_implementation = self._name
 
     def remove(self) -> None:
-        """The model has its own again; copies of it, which name this one, too."""
+        """Restores the model's attention. Copies of the model name the registered attention, so
+        that name now calls the original."""
         self._config._attn_implementation = self._had
         for table, inner in zip(self._tables, self._inner, strict=True):
             table.register(self._name, inner)
 
 
 def length_dependent_rotary(config: Any) -> bool:
-    """Whether a transformers config's rotary embedding differs with the length of what is seen."""
+    """Whether the rotary embedding of a transformers config depends on the sequence length."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return bool({"dynamic", "longrope"} & set(_texts_in(rope)))
 

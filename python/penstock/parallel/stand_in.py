@@ -1,4 +1,4 @@
-"""Stand-ins for what another stage of a pipeline computes: shapes without values."""
+"""Stand-ins for tensors that another stage of a pipeline computes: shapes without values."""
 
 import functools
 from collections.abc import Callable
@@ -13,15 +13,16 @@ from penstock._native import RuntimeFault
 
 @functools.cache
 def _mode() -> FakeTensorMode:
-    """One for all, so that what it makes can be computed with; its first one takes a second."""
+    """Returns the only mode of the process, because torch cannot mix fake tensors of several modes.
+    The first fake tensor takes a second."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class Absent(torch.Tensor):
-    """A tensor of which this rank knows shape, dtype and device alone, until `resolve()`.
+    """A tensor with shape, dtype and device but without values on this rank, until `resolve()`.
 
-    What is computed from it is absent, too. Its values are an error, and so is whatever would put
-    them into a tensor that is here.
+    The result of an op on it is absent, too. Reading its values raises RuntimeFault, and so does an
+    op that would write them to a tensor with values.
     """
 
     _fake: torch.Tensor
@@ -36,7 +37,7 @@ class Absent(torch.Tensor):
         return made
 
     def resolve(self, value: torch.Tensor) -> None:
-        """From now on it is `value`."""
+        """Sets the values: later ops on this tensor use `value`."""
         with torch._C.DisableTorchFunctionSubclass():
             self._value = value
 
@@ -57,8 +58,8 @@ class Absent(torch.Tensor):
         except Exception as error:
             raise _fault(func) from error
         if not any(isinstance(one, FakeTensor) for one in pytree.tree_leaves(made)):
-            return made  # sizes, say, as what they are
-        # What gives back its input gives back the very same.
+            return made  # for example sizes
+        # An op that returns its input returns the same Absent.
         given = {id(_fake_of(one)): one for one in leaves if isinstance(one, Absent)}
         return pytree.tree_map(
             lambda one: given[id(one)] if id(one) in given else _absent_of(one), made
@@ -72,7 +73,7 @@ class Absent(torch.Tensor):
 
 
 def value_of(one: Any) -> Any:
-    """The value of an absent tensor that has one; else what was given."""
+    """Returns the value of a resolved stand-in, and any other argument unchanged."""
     if isinstance(one, Absent) and one.__dict__["_value"] is not None:
         return one.__dict__["_value"]
     return one
@@ -83,7 +84,7 @@ def is_absent(one: Any) -> bool:
 
 
 def is_stand_in(one: Any) -> bool:
-    """Whether it is absent, or what torch computes shapes of absent tensors with."""
+    """Whether it is absent, or a fake tensor with which torch computes shapes."""
     return is_absent(one) or isinstance(one, FakeTensor)
 
 
@@ -93,7 +94,7 @@ def like(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Absent:
 
 
 def fake_of(one: torch.Tensor) -> torch.Tensor:
-    """Shape, dtype and device of a tensor, absent or not, for torch to compute with."""
+    """Returns a fake tensor with the shape, dtype and device of a tensor, absent or not."""
     if isinstance(one, Absent):
         fake: torch.Tensor = one.__dict__["_fake"]
         return fake
@@ -112,7 +113,7 @@ def _absent_of(one: Any) -> Any:
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether values would go into a tensor that is here."""
+    """Whether the op writes to a tensor that has values on this rank."""
     name = getattr(func, "__name__", "")
     target = kwargs.get("out") if "out" in kwargs else (args[0] if args else None)
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -123,9 +124,8 @@ def _writes(func: Any, args: Any, kwargs: Any) -> bool:
 def _fault(func: Any) -> RuntimeFault:
     name = getattr(func, "__name__", str(func))
     return RuntimeFault(
-        f"[front::pipeline] the model, or a hook on one of its modules, computes `{name}` of what "
-        f"another stage of the pipeline has computed, and this stage was not given it: stages are "
-        f"given the arguments of the module that they begin with. Pass it on as one of them, or "
-        f"begin stages elsewhere "
+        f"[front::pipeline] the model, or a hook on one of its modules, computes `{name}` of a "
+        f"tensor that only another stage of the pipeline has. A stage receives only the arguments "
+        f"of its first module. Pass the tensor as one of them, or begin the stages elsewhere "
         f'("parallel.stages")'
     )

@@ -1,7 +1,7 @@
-"""What tensor ranks put on a model: layers that compute with this rank's part of their weights.
+"""Tensor parallelism: replaces layers by ones that compute with this rank's part of the weights.
 
-The mathematics and the exchanges are the engine's (`_penstock.TensorRanks`); here is which modules
-call them, and what else of a module has to be a part's: numbers of heads.
+The C++ core has the mathematics and the exchanges (`_penstock.TensorRanks`). This module selects
+the layers that call them, and divides attributes that depend on the part, such as numbers of heads.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from penstock.parallel.token_parts import TokenParts, partial_rules
 
 
 def with_rules(model: torch.nn.Module, config: Any) -> Any:
-    """The config with rules for this model, where it asks for tensor ranks and has none itself."""
+    """Returns the config. If it has tensor ranks and no rules, adds the rules for this model."""
     if config.mesh.tensor == 1:
         return config
     rules = dict(config.parallel.rules) or parallel_plans.rules_for(model, config.mesh.tensor)
@@ -31,10 +31,10 @@ def with_rules(model: torch.nn.Module, config: Any) -> Any:
 
 
 class TensorParallel:
-    """Of one engine: its layers, and whether the model's parameters are whole just now.
+    """The cut layers of one engine, and whether the model's parameters are full tensors now.
 
     Attributes:
-        whole: how many blocks (`gathered()`, say) have made them whole.
+        whole: number of open contexts (such as `gathered()`) that make parameters full tensors.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class TensorParallel:
         self._divide(model, config.parallel.rules, installed)
         if self._cut_logits and not any(_is_head(model, how) for how in self._ranks.modules):
             raise ConfigError(
-                '[front::initialize] "parallel.cut_logits" is set and no Linear is cut in style '
-                '"vocab": the rules leave this model\'s logits whole'
+                '[front::initialize] "parallel.cut_logits" is set, but no Linear has the style '
+                '"vocab", so the rules do not cut this model\'s logits'
             )
 
     def _cut(self, module: Any, how: Any, installed: list[Any]) -> None:
@@ -100,7 +100,8 @@ class TensorParallel:
 
     @contextlib.contextmanager
     def shapes_alone(self) -> Iterator[None]:
-        """Within, layers give outputs of the right shapes and exchange nothing."""
+        """In this context layers return outputs with shapes and without values, and exchange
+        nothing."""
         self._set_shapes_alone(True)
         try:
             yield
@@ -122,8 +123,8 @@ class TensorParallel:
             found = [one for one in known if parallel_plans.matches(one, pattern)]
             if not found:
                 raise ConfigError(
-                    f'[front::initialize] "parallel.rules.{pattern}" is "{style}": no module has '
-                    f"an attribute of that name that is a whole number"
+                    f'[front::initialize] "parallel.rules.{pattern}" is "{style}", but no module '
+                    f"has an attribute of that name that is a whole number"
                 )
             for one in found:
                 made = _Attribute(*known.pop(one), one, count)
@@ -135,16 +136,16 @@ class TensorParallel:
                     _refuse_falcon(made.module)
 
     def refuse_parts(self) -> None:
-        """Raises RuntimeFault where a rank's parts of parameters would be taken for all of them."""
+        """Raises RuntimeFault if parameters are parts, so that a copy would not be complete."""
         if self.whole == 0:
             raise RuntimeFault(
                 f"[front::parameters] this rank has a part of some parameters (mesh.tensor "
-                f"{self._count}), so a copy or a state_dict() of the model itself is not whole: "
-                f"use engine.state_dict(), or copy inside `with engine.gathered():`"
+                f"{self._count}), so a copy or a state_dict() of the model itself is incomplete. "
+                f"Use engine.state_dict(), or copy inside `with engine.gathered():`"
             )
 
     def __enter__(self) -> None:
-        """Parameters are whole within, and so is what depends on their sizes."""
+        """Sets attributes to their full values, for a context in which parameters are full."""
         self.whole += 1
         if self.whole == 1:
             for one in self._attributes:
@@ -157,29 +158,30 @@ class TensorParallel:
                 one.divide()
 
     def begin(self, model: torch.nn.Module, inputs: Any) -> None:
-        """A forward begins: raises RuntimeFault where tensor ranks were given other inputs."""
+        """Called when a forward begins. Raises RuntimeFault if tensor ranks have other inputs."""
         if self._count == 1:
             return
         if self._tokens is not None:
             self._tokens.begin(model, inputs)
         self._refuse_hooks()
-        # What other objects hold (a cache of keys and values) may be a rank's own part.
+        # Tensors in other objects (a key-value cache) may be a rank's part, so do not compare them.
         given, _ = module_tree.take_out(inputs)
         others = f"{model.training} {torch.is_grad_enabled()}"
         self._draws.begin(self._ranks.compare(given, others, self._draws.now()))
 
     def _refuse_hooks(self) -> None:
-        """Raises ConfigError for a hook that would see what this rank has of a gradient."""
+        """Raises ConfigError for a parameter hook, which would get a part of the gradient."""
         for name, param in self._parts:
             if param._backward_hooks or param._post_accumulate_grad_hooks:
                 raise ConfigError(
-                    f'[front::forward] "{name}" has a hook, which would see this rank\'s part of '
-                    f"its gradient (mesh.tensor {self._count}): use engine.full_grads() and "
+                    f'[front::forward] "{name}" has a hook, which would get this rank\'s part of '
+                    f"its gradient (mesh.tensor {self._count}). Use engine.full_grads() and "
                     f"engine.set_grads() before step()"
                 )
 
     def end(self) -> None:
-        """It ends: raises RuntimeFault where it drew other random numbers than its tensor ranks."""
+        """Called when a forward ends. Raises RuntimeFault if tensor ranks drew different random
+        numbers."""
         if self._tokens is not None:
             self._tokens.end()
         if self._count > 1:
@@ -187,9 +189,9 @@ class TensorParallel:
 
 
 class _SlowPath:
-    """torch's TransformerEncoderLayer calls its layers in evaluation, too.
+    """Makes torch's TransformerEncoderLayer call its layers in evaluation, too.
 
-    Its fast path computes with their weights itself; it is not taken with this activation.
+    Its fast path computes with their weights directly. torch does not use it with activation 0.
     """
 
     def __init__(self, module: torch.nn.TransformerEncoderLayer) -> None:
@@ -201,14 +203,14 @@ class _SlowPath:
 
 
 def _see_calls(parent: torch.nn.Module, how: Any, installed: list[Any]) -> None:
-    """Makes a module that computes with a cut layer's weight call the layer.
+    """Makes the parent of a cut layer call the layer, instead of computing with its weight.
 
-    Raises ConfigError where it never does.
+    Raises ConfigError if the parent never calls it.
     """
     if isinstance(parent, torch.nn.MultiheadAttention):
         raise ConfigError(
-            f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}": '
-            f"torch.nn.MultiheadAttention computes with its weights itself, and is not cut"
+            f'[front::initialize] "parallel.rules" set "{how.style}" for "{how.name}", but '
+            f"torch.nn.MultiheadAttention computes with its weights directly and cannot be cut"
         )
     if isinstance(parent, torch.nn.TransformerEncoderLayer) and parent.activation_relu_or_gelu:
         installed.append(_SlowPath(parent))
@@ -220,7 +222,7 @@ def _is_head(model: torch.nn.Module, how: Any) -> bool:
 
 
 def _columns(module: torch.nn.Module, how: Any) -> int:
-    """Of what a layer gives on this rank."""
+    """Returns the number of columns of a layer's output on this rank."""
     own = module.weight.shape[1 if how.transposed else 0]  # type: ignore[index]
     if how.style in ("column_gather", "vocab"):
         return int(how.size)
@@ -235,20 +237,20 @@ def _refuse(module: torch.nn.Module, how: Any) -> None:
     own = "forward" in vars(module) or not known
     if type(module).forward not in plain and own:
         raise ConfigError(
-            f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}", a '
-            f"{type(module).__name__} with a forward of its own: torch's Linear and Embedding and "
-            f"transformers' Conv1D and FalconLinear are cut"
+            f'[front::initialize] "parallel.rules" set "{how.style}" for "{how.name}", a '
+            f"{type(module).__name__} with a forward of its own. Only torch's Linear and Embedding "
+            f"and transformers' Conv1D and FalconLinear can be cut"
         )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option, None):
             raise ConfigError(
-                f'[front::initialize] "parallel.rules" say "{how.style}" of "{how.name}", which '
-                f"has {option}: that needs the whole weight on every rank"
+                f'[front::initialize] "parallel.rules" set "{how.style}" for "{how.name}", which '
+                f"has {option}. This option needs the full weight on every rank"
             )
 
 
 class _Layer(Forward):
-    """A layer whose forward is the tensor ranks'. A copy of the model has its own again."""
+    """Replaces the forward of a cut layer. A copy of the model has the original forward."""
 
     def __init__(
         self, module: torch.nn.Module, around: Callable[..., Any], owner: TensorParallel
@@ -266,7 +268,7 @@ class _Layer(Forward):
 
 
 class _Attribute:
-    """A module's whole number, of which this rank has a part."""
+    """An integer attribute of a module that is divided by the number of tensor ranks."""
 
     def __init__(self, module: torch.nn.Module, key: str, name: str, count: int) -> None:
         self.module, self._key, self._count = module, key, count
@@ -288,22 +290,23 @@ class _Attribute:
         setattr(self.module, self._key, self.whole)
 
     def remove(self) -> None:
-        """The engine is closed: it is whole for good."""
+        """Restores the full value, when the engine closes."""
         self._count = 1
         self.make_whole()
 
 
 def _cut_slopes(heads: _Attribute, rank: int) -> Any:
-    """BLOOM's model makes one bias of all heads, `alibi` [batch x heads, 1, keys], and gives it to
-    each attention: here it becomes that of the rank's heads. Returns what removes it.
+    """Cuts BLOOM's bias to this rank's heads. Returns the hook's handle, with remove().
 
-    Raises ConfigError where attention reads slices of its weight itself (`slow_but_exact`).
+    BLOOM's model makes one bias of all heads, `alibi` [batch x heads, 1, keys], and passes it to
+    each attention. Raises ConfigError if attention reads slices of its weight directly
+    (`slow_but_exact`).
     """
     module: Any = heads.module
     if module.slow_but_exact and module.pretraining_tp > 1:
         raise ConfigError(
-            "[front::initialize] this BLOOM has slow_but_exact, which reads whole weights, and "
-            '"mesh.tensor" gives each rank a part: set slow_but_exact to False'
+            "[front::initialize] this BLOOM has slow_but_exact, which reads full weights, but with "
+            '"mesh.tensor" each rank has a part. Set slow_but_exact to False'
         )
 
     def cut(_: Any, args: Any, given: dict[str, Any]) -> Any:
@@ -311,7 +314,7 @@ def _cut_slopes(heads: _Attribute, rank: int) -> Any:
         if alibi is None or alibi.shape[0] != batch * heads.whole:
             raise RuntimeFault(
                 f"[front::forward] BLOOM's attention was not given an `alibi` of {heads.whole} "
-                f"heads by name: divide num_heads of attention alone, not that of the model"
+                f"heads by name. Divide num_heads of attention only, not num_heads of the model"
             )
         if own == heads.whole:
             return None
@@ -323,29 +326,29 @@ def _cut_slopes(heads: _Attribute, rank: int) -> Any:
 
 
 def _refuse_falcon(module: Any) -> None:
-    """Raises ConfigError where the parts of Falcon's attention are not all of one head."""
+    """Raises ConfigError for a Falcon whose attention cannot be cut by heads."""
     if module.multi_query and not module.new_decoder_architecture:
         raise ConfigError(
-            "[front::initialize] this Falcon has multi_query without new_decoder_architecture: one "
-            "key and value head, inside query_key_value, which every tensor rank needs whole. Set "
-            '"mesh.tensor" to 1'
+            "[front::initialize] this Falcon has multi_query without new_decoder_architecture. Its "
+            "one key and value head is inside query_key_value, and every tensor rank needs it in "
+            'full. Set "mesh.tensor" to 1'
         )
     if module.config.alibi:
         raise ConfigError(
-            "[front::initialize] this Falcon has alibi: its model makes one bias of all heads, and "
-            '"mesh.tensor" gives each rank a part of them. Set "mesh.tensor" to 1'
+            "[front::initialize] this Falcon has alibi. Its model makes one bias of all heads, but "
+            'with "mesh.tensor" each rank has a part of them. Set "mesh.tensor" to 1'
         )
 
 
 class _Given(Hook):
-    """One that changes what the module is given."""
+    """A pre-hook that changes the module's arguments."""
 
     def __call__(self, module: torch.nn.Module, *others: Any) -> Any:
         return self._call(module, *others) if id(module) == self._module else None
 
 
 class _Draws:
-    """Whether what tensor ranks compute alike would be alike: the random numbers of a forward."""
+    """Checks that tensor ranks draw the same random numbers in a forward."""
 
     def __init__(self) -> None:
         self._alike, self._before = True, ""
@@ -361,7 +364,7 @@ class _Draws:
     def end(self) -> None:
         if not self._alike and self._before != self.now():
             raise RuntimeFault(
-                "[front::forward] the model drew random numbers (dropout, say), and tensor ranks "
-                "that compute it together draw different ones: seed them alike, with the config's "
-                '"seed" or torch.manual_seed(seed + engine.data_rank)'
+                "[front::forward] the model drew random numbers (for example dropout), but tensor "
+                "ranks that compute it together drew different ones. Set the same seed on them, "
+                'with the config\'s "seed" or torch.manual_seed(seed + engine.data_rank)'
             )

@@ -1,10 +1,10 @@
-"""Hidden states between layers, of which each tensor rank has its tokens: norms, dropout and
-residuals are computed once, not by every rank (arXiv:2205.05198, section 4.2.2).
+"""Cuts hidden states between layers along their tokens, one part per tensor rank. So norms, dropout
+and residuals are computed once, not by every rank (arXiv:2205.05198, section 4.2.2).
 
-Before the first block of a stack whole hidden states [batch, tokens, size] are cut along their
-tokens; modules that begin with cut weights ("gather_tokens": attention, an MLP) gather them, and
-the row layers at their ends ("row_tokens") add up and cut again; after the last block they are
-whole. So gathers and sums move what the sums of whole hidden states did.
+Before the first block of a stack, the full hidden states [batch, tokens, size] are cut along their
+tokens. Modules that begin with cut weights ("gather_tokens": attention, an MLP) gather them. The
+row layers at the ends of these modules ("row_tokens") sum them and cut them again. After the last
+block they are gathered. The gathers and sums move as many bytes as the sums of full hidden states.
 """
 
 import inspect
@@ -19,22 +19,22 @@ from penstock.parallel import parallel_plans
 
 _INSIDE = ("column", "shared", "row_tokens", "partial")
 _OF_FRONT = ("tokens", "gather_tokens", "divide")
-_TOKENS = 1  # their dimension
+_TOKENS = 1  # dim of the tokens
 
 
 class TokenParts:
-    """Of one engine: the stacks of blocks between which tokens are cut.
+    """The stacks of one engine's model between whose blocks tokens are cut.
 
     Attributes:
-        shapes_alone: outputs have the right shapes and nothing is exchanged.
+        shapes_alone: outputs have shapes and no values, and nothing is exchanged.
     """
 
     def __init__(self, model: torch.nn.Module, rules: Any, ranks: Any, pipeline: bool) -> None:
         self.shapes_alone = False
         self._ranks, self._pipeline = ranks, pipeline
         self._open = False  # a forward of the model runs
-        self._on: bool | None = None  # whether its tokens are cut; None: no stack has begun
-        self._parts = False  # they are parts now
+        self._on: bool | None = None  # this forward cuts tokens; None: no stack has begun
+        self._parts = False  # hidden states are parts now
         names = dict(model.named_modules())
         styles = {name: _style_of(name, rules) for name in names}
         self._stacks = [name for name, style in styles.items() if style == "tokens"]
@@ -46,13 +46,13 @@ class TokenParts:
             stack = names[name]
             if not isinstance(stack, torch.nn.ModuleList) or len(stack) == 0:
                 raise ConfigError(
-                    f'[front::initialize] "parallel.rules" say "tokens" of "{name}", a '
-                    f"{type(stack).__name__}: it is for a ModuleList of blocks"
+                    f'[front::initialize] "parallel.rules" set "tokens" for "{name}", a '
+                    f"{type(stack).__name__}. This style is only for a ModuleList of blocks"
                 )
             if len(set(stack)) < len(stack):
                 raise ConfigError(
-                    f'[front::initialize] "parallel.rules" say "tokens" of "{name}", which has a '
-                    f"block several times: its first and last one could not be told apart"
+                    f'[front::initialize] "parallel.rules" set "tokens" for "{name}", which has a '
+                    f"block several times, so its first and last call cannot be distinguished"
                 )
         self._check(ranks.modules)
 
@@ -60,13 +60,16 @@ class TokenParts:
     def of(
         cls, model: torch.nn.Module, config: Any, ranks: Any, installed: list[Any]
     ) -> "TokenParts | None":
-        """None where no tokens are cut. Raises ConfigError: rules that do not fit together."""
+        """Installs the cuts of the config's rules. Returns None if the rules cut no tokens.
+
+        Raises ConfigError if rules contradict each other.
+        """
         rules = dict(config.parallel.rules)
         styles = {style.partition(":")[0] for style in rules.values()}
         if not styles & {"tokens", "gather_tokens", "row_tokens"}:
             if config.parallel.norms == "tokens":
                 raise ConfigError(
-                    '[front::initialize] "parallel.norms" is "tokens" and no rule in '
+                    '[front::initialize] "parallel.norms" is "tokens", but no rule in '
                     '"parallel.rules" has the style "tokens"'
                 )
             return None
@@ -88,14 +91,14 @@ class TokenParts:
             )
             if wrong:
                 raise ConfigError(
-                    f'[front::initialize] "parallel.rules" cut tokens, and "{how.name}" is '
-                    f'"{how.style}": between the blocks of a module that is "tokens" there are '
-                    f'"row_tokens" and "partial", and {", ".join(_INSIDE)} in modules that are '
-                    f'"gather_tokens"; nowhere else'
+                    f'[front::initialize] "parallel.rules" cut tokens, but "{how.name}" is '
+                    f'"{how.style}". Allowed in a "tokens" module: "row_tokens" and "partial". '
+                    f'Allowed in a "gather_tokens" module inside it: {", ".join(_INSIDE)}. '
+                    f"These styles are allowed nowhere else"
                 )
         if not (used and self._stacks and self._gathering):
             raise ConfigError(
-                '[front::initialize] "parallel.rules" cut tokens: that takes modules of all three '
+                '[front::initialize] "parallel.rules" cut tokens, which needs modules of all three '
                 'styles, "tokens", "gather_tokens" and "row_tokens"'
             )
 
@@ -104,12 +107,12 @@ class TokenParts:
         return any(name == one or name.startswith(f"{one}.") for one in others)
 
     def marked(self, how: Any) -> Any:
-        """The module as it is called here: whether what it is given was gathered."""
+        """Returns the module's cut, with `gathered` set if its input is gathered."""
         how.gathered = how.style != "row_tokens" and self._is_inside(how.name, self._gathering)
         return how
 
     def as_row(self, how: Any) -> Any:
-        """A "row_tokens" where tokens are whole."""
+        """Returns the "row" cut of a "row_tokens" module, for a forward without cut tokens."""
         return self._rows[how.name]
 
     def _install(self, model: torch.nn.Module, installed: list[Any]) -> None:
@@ -127,27 +130,30 @@ class TokenParts:
 
     @property
     def cut(self) -> bool:
-        """Whether tokens are cut in what runs now."""
+        """Whether the running forward cuts tokens."""
         if in_backward() or self.shapes_alone:
             return True
         self._check_open()
         if self._on is None:
             raise RuntimeFault(
-                "[front::forward] a block was called before the first of its stack, at which "
-                'tokens are cut ("parallel.norms": "tokens"): every forward begins with that one'
+                "[front::forward] a block was called before the first of its stack, which cuts "
+                'the tokens ("parallel.norms": "tokens"). Begin every forward with that block'
             )
         return self._on
 
     def _check_open(self) -> None:
-        """Raises RuntimeFault where no forward of the model runs."""
+        """Raises RuntimeFault if no forward of the model runs."""
         if not (self._open or in_backward() or self.shapes_alone):
             raise RuntimeFault(
-                "[front::forward] a module of the model was called by itself, and "
-                '"parallel.norms": "tokens" gives it a part of the tokens: call the model'
+                "[front::forward] a module of the model was called by itself, but with "
+                '"parallel.norms": "tokens" it computes a part of the tokens. Call the model'
             )
 
     def begin(self, model: torch.nn.Module, inputs: Any) -> None:
-        """A forward of the model begins."""
+        """Called when a forward of the model begins.
+
+        Raises RuntimeFault if it should return the hidden states between layers.
+        """
         self._open, self._parts = True, False
         self._on = True if self._pipeline else None
         given = inputs[1] if isinstance(inputs, tuple) and len(inputs) == 2 else {}
@@ -156,22 +162,22 @@ class TokenParts:
             asked is None and getattr(getattr(model, "config", None), "output_hidden_states", False)
         ):
             raise RuntimeFault(
-                "[front::forward] output_hidden_states: those between layers are parts, with "
-                '"parallel.norms": "tokens"'
+                "[front::forward] output_hidden_states is not supported with "
+                '"parallel.norms": "tokens", because hidden states between layers are parts'
             )
 
     def end(self) -> None:
-        """It ends. Raises RuntimeFault where tokens stayed cut."""
+        """Called when the forward ends. Raises RuntimeFault if tokens are still cut."""
         self._open = False
         if self._parts and not self._pipeline:
             raise RuntimeFault(
                 "[front::forward] tokens were cut before the first block of a stack "
-                '("parallel.norms": "tokens"), and its last one, after which they are whole, was '
-                "not called: call it in every forward, and the model, not a block by itself"
+                '("parallel.norms": "tokens"), but the last block, which gathers them, was not '
+                "called. Call it in every forward, and call the model, not a block by itself"
             )
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Of that shape, without values."""
+        """Returns a rank's part [batch, tokens / ranks, ...] of that shape, without values."""
         count = int(self._ranks.count)
         return whole.new_empty((whole.shape[0], whole.shape[1] // count, *whole.shape[2:]))
 
@@ -182,7 +188,7 @@ class TokenParts:
                 raise RuntimeFault(
                     f"[front::forward] hidden states of shape {list(whole.shape)} cannot be cut "
                     f'along their tokens over {count} tensor ranks ("parallel.norms" is '
-                    f'"tokens"): pad sequences to a multiple of {count}'
+                    f'"tokens"). Pad sequences to a multiple of {count}'
                 )
             self._on = False
             return whole
@@ -201,7 +207,7 @@ class TokenParts:
         return whole
 
     def _whole_of(self, part: torch.Tensor) -> torch.Tensor:
-        """Of that shape, without values."""
+        """Returns the full shape [batch, tokens, ...] of a part, without values."""
         tokens = part.shape[_TOKENS] * int(self._ranks.count)
         return part.new_empty((part.shape[0], tokens, *part.shape[2:]))
 
@@ -241,14 +247,17 @@ class TokenParts:
 
 
 def _style_of(name: str, rules: Any) -> str:
-    """Of the first rule that matches; "": none does."""
+    """Returns the style of the first rule that matches, "" if none does."""
     found = (style for pattern, style in rules.items() if parallel_plans.matches(name, pattern))
     return next(found, "").partition(":")[0]
 
 
 def partial_rules(model: torch.nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
-    """Rules for parameters in stacks whose tokens are cut that none is about: on each rank they
-    see a part of the tokens, or all of them on a part of the heads, and have an addend each."""
+    """Returns "partial" rules for parameters in stacks with cut tokens that no rule matches.
+
+    On each rank they get a part of the tokens, or all tokens of a part of the heads, so each rank
+    has an addend of their gradient.
+    """
     stacks = [n for n, _ in model.named_modules() if _style_of(n, rules) == "tokens"]
     ours = {p: s for p, s in rules.items() if s.partition(":")[0] not in _OF_FRONT}
     made = {}
@@ -261,7 +270,7 @@ def partial_rules(model: torch.nn.Module, rules: Mapping[str, str]) -> dict[str,
 
 
 def _first_name(module: torch.nn.Module) -> str:
-    """Of a forward's first argument."""
+    """Returns the name of the first argument of the module's forward, "" if there is none."""
     names = list(inspect.signature(type(module).forward).parameters)
     return names[1] if len(names) > 1 else ""
 
@@ -273,7 +282,7 @@ def _with_first(
         return (made(args[0]), *args[1:]), kwargs
     if name not in kwargs:
         raise RuntimeFault(
-            f'[front::forward] hidden states are the first argument, "{name}", of a module whose '
-            f"tokens are cut, and it was not given"
+            f"[front::forward] a module whose tokens are cut was called without its first "
+            f'argument, "{name}", which must be the hidden states'
         )
     return args, kwargs | {name: made(kwargs[name])}
