@@ -129,8 +129,8 @@ def test_steps_are_counted_from_where_a_run_begins(place, monkeypatch):
 @pytest.mark.parametrize(
     ("made", "said", "there"),
     [
-        (0, "has none of them: the last step was 0, and no file is written", None),
-        (1, "has none of them: the last step was 1, and the file has only the last", [1]),
+        (0, "has none of these steps: the last step was 0, and no file is written", None),
+        (1, "has none of these steps: the last step was 1, and the file has only the last", [1]),
         (3, "is not complete: the last step was 3, and the file has only the last", [1, 2, 3]),
     ],
 )
@@ -217,7 +217,9 @@ def test_run_with_trace(place):
     assert {one["pid"] for one in events if one["name"] == "aten::addmm"} == {0, 1}
     assert "PENSTOCK_TRACE" not in said
     said = run(place, *two, "--trace", "late.json")  # and nobody closes the engine
-    assert said.count("late.json of steps 10 to 12 has none of them: the last step was 4") == 1
+    assert (
+        said.count("late.json of steps 10 to 12 has none of these steps: the last step was 4") == 1
+    )
     assert steps_of(place / "late.json") == ([1, 2, 3, 4], [0])
 
 

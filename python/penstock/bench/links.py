@@ -45,7 +45,7 @@ def links(setting: Setting, seconds: float) -> dict[str, list[float]]:
     ranks = setting.ranks
     if ranks.world == 1:
         return {}
-    first = ranks.rank - ranks.local_rank  # of this node
+    first = ranks.rank - ranks.local_rank  # first rank of this node
     nodes: dict[int, list[int]] = {}
     columns: dict[int, list[int]] = {}
     for rank, place in enumerate(ranks.all_of((first, ranks.local_rank))):

@@ -71,8 +71,8 @@ class Sinks(Generic[_Told]):
             self._try(sink, sink.close)
         if self._dropped:
             warnings.warn(
-                f"[monitor] {self._dropped} rows were dropped: a sink is slower than the steps; "
-                f"raise monitor.every",
+                f"[monitor] {self._dropped} rows were dropped: a sink is slower than the steps, so "
+                f"write to it less often",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -126,7 +126,7 @@ class Timelines:
         ours = self._under_way is not None and self._under_way[1] is not None
         if wish.profiler and not ours:
             check_free()  # raises before the current trace is stopped
-        self._stop(f"and it gives way to {wish.path}")
+        self._stop(f"and {wish.path} replaces it")
         profile = Profile(_on_cuda(engine.module)) if wish.profiler else None
         steps = wish.last - self._made
         try:
@@ -158,7 +158,7 @@ class Timelines:
             self._stop(self._rest(engine, self._under_way[0]))
         for wish in self._waiting if self._rank == 0 else []:
             rest = self._rest(engine, wish)
-            _say(f"{_of(wish)} has none of them: the last step was {self._made}, {rest}")
+            _say(f"{_of(wish)} has none of these steps: the last step was {self._made}, {rest}")
         self._waiting = []
 
     def _rest(self, engine: Any, wish: Wish) -> str:
@@ -186,7 +186,7 @@ def _on_cuda(module: Any) -> bool:
 
 def _nobody_came() -> None:
     if _Process.next is not None:
-        _say(f"{_of(_Process.next)} has none of them: no engine was made")
+        _say(f"{_of(_Process.next)} has none of these steps: no engine was created")
 
 
 def _end_all() -> None:
@@ -229,7 +229,7 @@ def trace(
     if steps < 1:
         raise ConfigError(f"[front::trace] steps is {steps}; allowed: 1 or more")
     if _Process.next is not None:
-        _say(f"{_of(_Process.next)} gives way to {path}")
+        _say(f"{_of(_Process.next)} is replaced by {path}")
     _Process.next = Wish(str(path), 1, steps, profiler)
     atexit.unregister(_nobody_came)
     atexit.register(_nobody_came)
