@@ -1,11 +1,11 @@
-"""Penstock: sharded training of PyTorch models, with a strategy as a table and a C++ engine.
+"""Penstock: sharded training of PyTorch models. A table describes a strategy; the engine is C++.
 
 engine = penstock.initialize(model, {"strategy": "zero3", "optimizer": {"lr": 1e-3}})
 loss = engine(batch)
 engine.backward(loss)
 engine.step()
 
-A name is imported when it is first used, so that a command starts without torch.
+A public name is imported when it is first used, so that a command starts without torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _HOMES = {
     "initialize": "penstock.front.engine",
     "trace": "penstock.monitor.timelines",
 }
-# Public modules that `import penstock` alone makes reachable as attributes.
+# Public modules that are attributes after `import penstock`, without an import of their own.
 _MODULES = ("data", "deepspeed", "environment", "launch", "monitor", "schedules")
 
 registration.arrange()

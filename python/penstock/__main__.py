@@ -1,4 +1,4 @@
-"""python -m penstock: the command line."""
+"""Runs the command line: python -m penstock."""
 
 from penstock.cli import main
 

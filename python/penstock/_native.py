@@ -1,6 +1,7 @@
-"""Loads the C++ module, and checks that it was built for the torch that is installed.
+"""Loads the C++ module, and checks that it was built for the installed torch.
 
-Needs torch's libraries but not its Python package, whose import takes longer than most commands.
+It needs torch's libraries. It does not import torch's Python package, because that import takes
+longer than most commands.
 """
 
 import importlib
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def _torch_version() -> str:
-    """Of the torch that `import torch` imports, or has imported; "" if there is none."""
+    """Returns the version of the installed torch without importing it, "" if there is none."""
     if "torch" in sys.modules:
         return str(sys.modules["torch"].__version__)
     spec = importlib.util.find_spec("torch")
@@ -29,7 +30,7 @@ def _import() -> Any:
     except ImportError:
         if "torch" in sys.modules:
             raise
-        importlib.import_module("torch")  # it finds libraries that the loader does not
+        importlib.import_module("torch")  # loads libraries that the dynamic loader does not find
         return importlib.import_module("penstock._penstock")
 
 
@@ -40,14 +41,14 @@ def _load() -> Any:
         module = _import()
     except ImportError as error:
         raise ImportError(
-            f"penstock's C++ module does not load with torch {version or '(not installed)'}; it is "
-            f"built for one torch minor version: reinstall penstock beside this torch "
+            f"penstock's C++ module does not load with torch {version or '(not installed)'}. It is "
+            f"built for one torch minor version. Reinstall penstock beside this torch "
             f"(pip install --no-build-isolation penstock). Cause: {error}"
         ) from error
     if module.TORCH_MINOR != found:
         raise ImportError(
-            f"penstock was built for torch {module.TORCH_MINOR} and torch {found} is installed: "
-            f"reinstall penstock (pip install --no-build-isolation penstock)"
+            f"penstock was built for torch {module.TORCH_MINOR}, but torch {found} is installed. "
+            f"Reinstall penstock (pip install --no-build-isolation penstock)"
         )
     return module
 
@@ -57,11 +58,11 @@ Bug = _penstock.Bug
 ConfigError = _penstock.ConfigError
 RuntimeFault = _penstock.RuntimeFault
 for _kind in (Bug, ConfigError, RuntimeFault):
-    _kind.__module__ = "penstock"  # as users import it, and as tracebacks show it
+    _kind.__module__ = "penstock"  # the public module, which tracebacks show
 
 
 def _config_text(config: Any) -> str:
-    """Every setting, as JSON on one line."""
+    """Returns every setting as JSON on one line."""
     return str(config.json())
 
 

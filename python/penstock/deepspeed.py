@@ -1,8 +1,8 @@
 """Switches on the package `deepspeed` that runs on Penstock, for scripts written for DeepSpeed.
 
-Three ways, all before the first `import deepspeed`: `penstock run --as-deepspeed script.py`, the
-environment variable PENSTOCK_AS_DEEPSPEED=1, or `penstock.deepspeed.install()`. The package is in a
-folder of its own (as_deepspeed/), so that Python does not find it otherwise.
+There are three ways, all before the first `import deepspeed`: `penstock run --as-deepspeed
+script.py`, the environment variable PENSTOCK_AS_DEEPSPEED=1, or `penstock.deepspeed.install()`. The
+package is in a folder of its own (as_deepspeed/), so that Python does not find it otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 from penstock._native import ConfigError
 
-# Modules that look for deepspeed once, when they are imported.
+# Modules that check for deepspeed only once, at their import.
 _DECIDE = ("accelerate.accelerator", "transformers.integrations.deepspeed")
 FOLDER = pathlib.Path(__file__).parent / "as_deepspeed"
 
@@ -26,19 +26,19 @@ def installed() -> bool:
 def install() -> None:
     """Makes `import deepspeed` find Penstock's package and its distribution metadata.
 
-    Raises ConfigError if another `deepspeed` was imported already.
+    Raises ConfigError if another `deepspeed`, or a module that checks for it, was imported already.
     """
     loaded = sys.modules.get("deepspeed")
     if loaded is not None and not str(getattr(loaded, "__file__", "")).startswith(str(FOLDER)):
         raise ConfigError(
             f"[deepspeed::install] another deepspeed was imported already "
-            f"({getattr(loaded, '__file__', None)}): call install() before anything imports it"
+            f"({getattr(loaded, '__file__', None)}). Call install() before anything imports it"
         )
     early = [one for one in _DECIDE if one in sys.modules]
     if early and not installed():
         raise ConfigError(
-            f"[deepspeed::install] {early[0]} was imported already and has found no deepspeed: "
-            f"call install() (or import penstock.hf, penstock.lightning) before"
+            f"[deepspeed::install] {early[0]} was imported already and has found no deepspeed. "
+            f"Call install() (or import penstock.hf, penstock.lightning) before"
         )
     if not installed():
         sys.path.insert(0, str(FOLDER))

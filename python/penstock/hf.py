@@ -18,7 +18,7 @@ from penstock._native import ConfigError
 as_deepspeed.install()
 
 _STAGES = {"ddp": 0, "zero1": 1, "zero2": 2}
-# What the frameworks set themselves, by the key of theirs.
+# Penstock's keys that the frameworks set -> the frameworks' options for them.
 _THEIRS = {
     "batch": "per_device_train_batch_size and gradient_accumulation_steps",
     "clip": "max_grad_norm",
@@ -29,18 +29,18 @@ _THEIRS = {
 
 
 def config(strategy: str = "zero3", **native: Any) -> dict[str, Any]:
-    """A config for `TrainingArguments(deepspeed=...)` and `DeepSpeedPlugin(hf_ds_config=...)`.
+    """Returns a config for `TrainingArguments(deepspeed=)` and `DeepSpeedPlugin(hf_ds_config=)`.
 
     Args:
         strategy: as in docs/config.md.
         native: other keys of docs/config.md: `offload`, `tiling`, `activations`, `dtypes`, ...
 
     Raises:
-        ConfigError: if a key is one that the framework sets.
+        ConfigError: if the framework sets a key of `native`.
     """
     for key, said in _THEIRS.items():
         if key in native:
-            raise ConfigError(f'[hf::config] "{key}" is the framework\'s: say {said} there')
+            raise ConfigError(f'[hf::config] the framework sets "{key}". Set {said} there instead')
     return {
         "zero_optimization": {
             "stage": _STAGES.get(strategy, 3),

@@ -1,6 +1,6 @@
 """Lightning: `Trainer(accelerator="cpu", strategy=PenstockStrategy(stage=3))`.
 
-This is Lightning's strategy for DeepSpeed on Penstock; it does not need CUDA. Importing this module
+This is Lightning's DeepSpeed strategy on Penstock. It does not need CUDA. Importing this module
 calls penstock.deepspeed.install().
 """
 
@@ -23,7 +23,7 @@ def _quiet(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class PenstockStrategy(of_pytorch.DeepSpeedStrategy):
-    """For lightning.pytorch.Trainer.
+    """The strategy for lightning.pytorch.Trainer.
 
     Args:
         options: arguments of Lightning's DeepSpeedStrategy: `stage`, `offload_optimizer`, ...
@@ -43,7 +43,7 @@ class PenstockStrategy(of_pytorch.DeepSpeedStrategy):
 
 
 class PenstockFabricStrategy(of_fabric.DeepSpeedStrategy):
-    """For lightning.fabric.Fabric; as PenstockStrategy."""
+    """The strategy for lightning.fabric.Fabric, with the arguments of PenstockStrategy."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**_quiet(options))

@@ -214,7 +214,7 @@ REFUSED = [
     (leaves_the_last_block_out, "was not called"),
     (has_a_block_twice, "a block several times"),
     (says_whole, '"blocks.0.norm" is "whole"'),
-    (other_model, "known are llama"),
+    (other_model, "rules exist only for llama"),
     (rules_without, 'no rule in "parallel.rules" has the style "tokens"'),
     (column_outside, '_proj" is "column"'),
 ]

@@ -212,14 +212,17 @@ WRONG = {
     "gpt value": (["--model", "gpt:layers=x"], 'layers of the gpt is "x", not a whole number'),
     "kind": (["--model", "gtp:layers=3"], 'did you mean "gpt:layers=3"?'),
     "no such file": (["--model", "no/such.py:f"], 'there is no file "no/such.py"'),
-    "no config": (["--model", "plain.json"], 'plain.json has no "model_type", so it is no config'),
+    "no config": (
+        ["--model", "plain.json"],
+        'plain.json has no "model_type", so it is not the config',
+    ),
     "no JSON": (["--model", "broken.json"], "cannot read broken.json as JSON: "),
     "no such callable": (["--model", "nets.py:bild"], 'has no "bild": did you mean "build"?'),
-    "no module": (["--model", "nets.py:seven"], "nets.py:seven gave a int, no nn.Module"),
+    "no module": (["--model", "nets.py:seven"], "nets.py:seven returned a int, not an nn.Module"),
     "nothing known": (["--model", "bert"], '--model "bert" is none of: module:callable'),
     "tier": (["--params", "1e6", "--budget", "devise=1GiB"], 'did you mean "device"?'),
     "bytes": (["--params", "1e6", "--budget", "device=1gig"], '"memory.device_bytes" is "1gig"'),
-    "no value": (["--params", "1e6", "--budget", "device"], "should read device=value"),
+    "no value": (["--params", "1e6", "--budget", "device"], "must have the form device=value"),
     "tier twice": (
         ["--params", "1e6", "--budget", "device=1GiB", "--budget", "host=2GiB,device=3GiB"],
         '--budget has "device" twice: 1GiB and 3GiB',
@@ -362,11 +365,11 @@ def test_nothing_fits_says_the_nearest(capsys):
 
 WRONG_MESHES = {
     "nodes": (["--gpus", "4"], "meshes need both --nodes and --gpus"),
-    "world": (["--nodes", "2", "--gpus", "4", "--world", "4"], "leave --world out"),
+    "world": (["--nodes", "2", "--gpus", "4", "--world", "4"], "Leave --world out"),
     "tokens": ([*CLUSTER, "--tokens", "7"], "--tokens is for one mesh"),
     "batch": (["--nodes", "2", "--gpus", "4", "--batch", "0"], '--batch is "0"'),
     "odd": (["--nodes", "1", "--gpus", "8", "--batch", "7", "--micro", "2"], "no mesh of 8 ranks"),
-    "no world": ([], "give --world, or --nodes and --gpus"),
+    "no world": ([], "pass --world, or --nodes and --gpus"),
 }
 
 
@@ -382,4 +385,4 @@ def test_wrong_clusters_are_one_sentence(name, capsys):
 def test_wrong_rates(text, capsys):
     with pytest.raises(SystemExit):
         plan(capsys, *TINY, *CLUSTER, f"--intra={text}")
-    assert "is no rate such as 400GB/s" in capsys.readouterr().err
+    assert "is not a rate such as 400GB/s" in capsys.readouterr().err

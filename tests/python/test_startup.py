@@ -44,7 +44,8 @@ def test_version():
 
 
 @pytest.mark.parametrize(
-    "word, says", [("stauts", 'did you mean "status"?'), ("xyzzy", "known are run, plan, bench")]
+    "word, says",
+    [("stauts", 'did you mean "status"?'), ("xyzzy", "the commands are run, plan, bench")],
 )
 def test_a_wrong_command_is_one_sentence(word, says):
     code, _, out, err = probe([word], [])

@@ -427,7 +427,7 @@ def test_ranks_that_are_started_again_are_followed(tmp_path):
             wait_for((tmp_path / "trained").exists)
             with terminal(process.pid, until="1 rank, elapsed") as shown:
                 (tmp_path / "fail").touch()
-                shown.read("no engine now")
+                shown.read("no engine is open")
                 shown.text = ""
                 (tmp_path / "begin").touch()
                 shown.read("1 rank, elapsed")
@@ -456,8 +456,14 @@ def test_a_process_that_has_the_number_now_is_another(tmp_path):
 WRONG = {
     "no process": ("4194303", "[top] there is no process 4194303"),
     "another's": ("", "have no engine"),
-    "no folder": ("nowhere/at/all", "is no process and no folder of a run: it has no run.json"),
-    "no run": (str(pathlib.Path(__file__).parent), "is no process and no folder of a run"),
+    "no folder": (
+        "nowhere/at/all",
+        "is neither a process id nor the folder of a run, because it has no run.json",
+    ),
+    "no run": (
+        str(pathlib.Path(__file__).parent),
+        "is neither a process id nor the folder of a run",
+    ),
     "too fast": ("--every=0", "0 is not a number of seconds from 0.05 to 3600"),
 }
 

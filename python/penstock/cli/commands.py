@@ -1,4 +1,4 @@
-"""The command line. It imports the module of the command that is given, and no other."""
+"""The command line. It imports only the module of the given command."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from penstock import __version__
 # Command -> its line in `penstock --help`.
 _SUMMARIES = {
     "run": "start the ranks of a script, here or on several nodes",
-    "plan": "will it fit, how fast: every strategy and offload choice for a model",
+    "plan": "memory and step time of a model for every strategy and offload choice",
     "bench": "measure this machine: a calibration file for penstock plan and predictions",
-    "status": "where every rank of a run is, and which one the others wait for",
-    "top": "every rank of a run, live: step, speed, memory, and which one is late",
-    "inspect": "what is in a checkpoint, and whether it is whole",
-    "report": "one HTML file about a run, or comparing two",
-    "convert": "checkpoints of DeepSpeed, torch and Hugging Face, in and out",
+    "status": "print the position of every rank of a run, and the rank that others wait for",
+    "top": "show every rank of a run, live: step, speed, memory, and which rank is late",
+    "inspect": "list the contents of a checkpoint and verify its checksums",
+    "report": "write one HTML file about one run, or comparing two",
+    "convert": "convert checkpoints from and to DeepSpeed, torch and Hugging Face",
     "explain": "print every effective value of a config",
-    "doctor": "versions and machine, for a bug report",
+    "doctor": "print versions and facts about the machine, for a bug report",
 }
 
 
@@ -33,7 +33,7 @@ def _module_of(name: str) -> Any:
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
-    """Makes a parser with the options of one command, and only the summaries of the others."""
+    """Makes a parser with the options of one command and the summaries of all commands."""
     parser = argparse.ArgumentParser(prog="penstock", description="Sharded training on torch.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -47,12 +47,12 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
 
 def _unknown(word: str) -> str:
     near = difflib.get_close_matches(word, _SUMMARIES, n=1, cutoff=0.4)
-    advice = f'did you mean "{near[0]}"?' if near else f"known are {', '.join(_SUMMARIES)}"
+    advice = f'did you mean "{near[0]}"?' if near else f"the commands are {', '.join(_SUMMARIES)}"
     return f'there is no command "{word}": {advice}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. A wrong value gives one line and code 2."""
+    """Runs one command and returns its exit code. An error prints one line and returns 2."""
     words = sys.argv[1:] if argv is None else list(argv)
     chosen = next((word for word in words if not word.startswith("-")), "")
     if chosen and chosen not in _SUMMARIES:

@@ -41,12 +41,13 @@ def _rules(path: str) -> dict[str, Any]:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Adds the command to the command line."""
     convert = commands.add_parser(
         "convert",
         help=summary,
         description="Detects the format of SOURCE: a checkpoint of Penstock, DeepSpeed (ZeRO 1, 2, "
         "3, universal) or torch.distributed.checkpoint, a folder of Hugging Face, or a file of "
-        "torch.save() or safetensors. It runs no code from SOURCE.",
+        "torch.save() or safetensors. The conversion runs no code from SOURCE.",
     )
     convert.add_argument("source", metavar="SOURCE")
     convert.add_argument("out", metavar="OUT", help="see --to")

@@ -25,7 +25,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     """Adds the command to the command line."""
     explain = commands.add_parser("explain", help=summary)
     explain.add_argument(
-        "--config", required=True, metavar="FILE", help="JSON, ours or DeepSpeed's"
+        "--config", required=True, metavar="FILE", help="JSON with Penstock's or DeepSpeed's keys"
     )
     explain.add_argument("--world", type=int, default=1, metavar="N", help="number of ranks")
     explain.set_defaults(command=_explain)

@@ -14,7 +14,7 @@ from penstock._native import _penstock
 
 _MANIFEST = "checkpoint.json"
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
-_MOST_SLICES = 3  # shown in one line
+_MOST_SLICES = 3  # slices shown in one line
 
 
 def _size(tensor: dict[str, Any]) -> int:
@@ -35,7 +35,7 @@ def _manifest(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _health(folder: pathlib.Path) -> str:
-    """Reads every byte; returns "whole", or a description of the damage."""
+    """Reads every byte. Returns "whole", or a description of the damage."""
     try:
         _penstock.CheckpointReader(str(folder)).verify()
     except RuntimeError as error:
@@ -88,7 +88,7 @@ def _checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
         return [path]
     found = [p.parent for p in path.glob(f"*/{_MANIFEST}") if not p.parent.name.startswith(".")]
     if not found:
-        raise ValueError(f"[inspect] no checkpoint in {path}")
+        raise ValueError(f"[inspect] there is no checkpoint in {path}")
     return sorted(found, key=lambda one: (one / _MANIFEST).stat().st_mtime)
 
 
@@ -112,6 +112,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
+    """Adds the command to the command line."""
     inspect = commands.add_parser("inspect", help=summary)
     inspect.add_argument(
         "checkpoint", help="folder of a checkpoint, or a folder of several checkpoints"

@@ -1,7 +1,7 @@
 """Reads the status of this machine's ranks for `penstock status` and `top`.
 
-Each rank keeps a board (src/base/board.h), an anonymous file in memory. It is read through
-/proc/PID/fd, so a rank that hangs can be read too.
+Each rank keeps a board (src/base/board.h), an anonymous file in memory. This module reads it
+through /proc/PID/fd, so it also works for a rank that hangs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from penstock._native import _penstock
 
 _PROC = pathlib.Path("/proc")
-_LONG_S = 5.0  # waits longer than those of a healthy run are noteworthy
+_LONG_S = 5.0  # a healthy run has no wait of all ranks longer than this
 _LINK = f"/memfd:{_penstock.STATUS_FILE}"
 
 Found = list[tuple[int, Any]]  # process, board
@@ -58,7 +58,7 @@ def descendants(pid: int) -> list[int]:
         for parent in field(other, "PPid"):
             children[int(parent)].append(other)
     found: list[int] = [pid]
-    for one in found:  # grows
+    for one in found:  # the list grows
         found.extend(children[one])
     return found
 
@@ -81,6 +81,7 @@ def of(pid: int) -> list[Any]:
 
 
 def readable(processes: Iterable[int]) -> Found:
+    """Returns the boards of these processes, except processes of other users."""
     found: Found = []
     for pid in processes:
         try:
@@ -98,14 +99,14 @@ def of_process(pid: int, command: str) -> Found:
     try:
         own = of(pid)
     except PermissionError:
-        raise ValueError(f"[{command}] process {pid} is another user's") from None
+        raise ValueError(f"[{command}] process {pid} belongs to another user") from None
     if not own and not field(pid, "Pid"):
         raise ValueError(f"[{command}] there is no process {pid}")
     found = [(pid, board) for board in own] or readable(descendants(pid))
     if not found:
         raise ValueError(
-            f"[{command}] process {pid} and those it started have no engine: they are not "
-            f"Penstock's, or have not reached penstock.initialize()"
+            f"[{command}] process {pid} and its descendants have no engine. They do not use "
+            f"Penstock, or have not reached penstock.initialize()"
         )
     runs = {board.run for _, board in found if board.run}
     if runs:
@@ -141,8 +142,8 @@ class Place:
         step: the training step that the rank works at; None if its board is not on this machine.
         for_s: seconds since `what` began.
         what: a phrase that describes what the rank does.
-        waits: whether the rank waits for another one.
-        numbers: metrics of its last step, by the names of docs/monitoring.md; NaN if not known.
+        waits: True if the rank waits for another rank.
+        numbers: metrics of its last step, by the names of docs/monitoring.md; NaN if unknown.
     """
 
     rank: int
@@ -181,7 +182,7 @@ def late(boards: Mapping[int, Any]) -> list[int]:
 
 
 def _all_wait(boards: Iterable[Any]) -> str:
-    """Describes a run whose ranks all wait. Only a long wait shows that they block each other; in a
+    """Describes a run whose ranks all wait. Only a long wait shows that they block each other. In a
     healthy run all ranks may wait in one exchange for a moment."""
     seconds = min(max(float(lane.line.age_s) for lane in _waits(board)) for board in boards)
     if seconds < _LONG_S:

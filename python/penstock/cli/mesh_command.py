@@ -15,7 +15,10 @@ _MICRO = "1,2,4,8"
 
 
 def rate(text: str) -> float:
-    """Returns bytes/s from "400GB/s", "50 GiB/s" or a plain number."""
+    """Returns bytes/s from "400GB/s", "50 GiB/s" or a plain number.
+
+    Raises argparse.ArgumentTypeError for any other text.
+    """
     read = re.fullmatch(
         r"([0-9.]+(?:e[+]?[0-9]+)?)\s*(?:([KMGT]?)(i?)B(?:/s)?)?", text.strip(), re.I
     )
@@ -24,7 +27,7 @@ def rate(text: str) -> float:
     except ValueError:
         number = 0.0
     if read is None or not number > 0:
-        raise argparse.ArgumentTypeError(f'"{text}" is no rate such as 400GB/s, 50GiB/s or 5e10')
+        raise argparse.ArgumentTypeError(f'"{text}" is not a rate such as 400GB/s, 50GiB/s or 5e10')
     base = 1024 if read.group(3) else 1000
     return number * float(base ** " KMGT".index((read.group(2) or " ").upper()))
 
@@ -35,16 +38,17 @@ def _check(args: argparse.Namespace) -> None:
     if args.node < 1 or args.gpus < 1:
         raise ValueError("[plan] --nodes and --gpus are whole numbers >= 1")
     if args.tokens is not None:
-        raise ValueError("[plan] --tokens is for one mesh; with --gpus give --batch, --micro")
+        raise ValueError("[plan] --tokens is for one mesh. With --gpus use --batch and --micro")
     if args.world is not None and args.world != args.node * args.gpus:
         raise ValueError(
-            f"[plan] --world is {args.world} and --nodes times --gpus is {args.node * args.gpus}: "
-            "leave --world out"
+            f"[plan] --world is {args.world}, but --nodes times --gpus is {args.node * args.gpus}. "
+            "Leave --world out"
         )
 
 
 def _native_shape(shape: dict[str, int]) -> Any:
-    """Tensor ranks divide the heads of keys and values if these are fewer."""
+    """Returns the shape for the C++ planner. Tensor ranks must divide the smaller number of heads,
+    so `heads` is the number of key and value heads if these are fewer."""
     heads = min(shape["heads"], shape.get("key_value_heads", shape["heads"]))
     native = _penstock.TransformerShape()
     for key, value in {**shape, "heads": heads}.items():
@@ -56,10 +60,10 @@ def _native_shape(shape: dict[str, int]) -> Any:
 def report(
     args: argparse.Namespace, model: PlannedModel, config: dict[str, Any], machine: Any
 ) -> None:
-    """Prints the meshes. Raises ValueError for options that do not go together."""
+    """Prints the proposed meshes. Raises ValueError for options that exclude each other."""
     _check(args)
     shape, known = model.shape()
-    config.pop("mesh", None)  # which --nodes has set
+    config.pop("mesh", None)  # --nodes replaces it
     offload = config.setdefault("offload", {})
     if isinstance(offload, dict):
         offload.setdefault("optimizer", "none")

@@ -1,4 +1,4 @@
-"""Builds the modules that the command line names, without memory for their values."""
+"""Builds the modules that the command line names, on the meta device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from penstock.cli.model_spec import HEAD, SPECS, nearest, num_heads, pairs, whole
 from penstock.front import module_tree
 
-# Key of a shape -> its names in configs of transformers.
+# Key of a shape -> its possible names in configs of transformers.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -28,7 +28,7 @@ _NAMES = {
 
 
 class Built:
-    """A module on the meta device, as `penstock plan` needs it (model_spec.PlannedModel)."""
+    """A module on the meta device, as a model_spec.PlannedModel."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -38,7 +38,7 @@ class Built:
         return module_tree.model_tree(self._module, {})
 
     def shape(self) -> tuple[dict[str, int], str]:
-        """Raises ValueError if the module does not have the numbers."""
+        """Returns the transformer's sizes and their source. Raises ValueError if unknown."""
         module = self._module
         if isinstance(module, PlainGpt):
             vocabulary, hidden = module.tokens.weight.shape
@@ -49,8 +49,8 @@ class Built:
         if config is not None:
             return _shape_in(config.get_text_config())
         raise ValueError(
-            "[plan] the width and heads of this model are not known: meshes are proposed for a "
-            "gpt:..., a Hugging Face config, parameters per block and --params"
+            "[plan] the width and heads of this model are unknown. For meshes use gpt:..., a "
+            "Hugging Face config, parameters per block or --params"
         )
 
 
@@ -61,17 +61,17 @@ def _shape_in(config: Any) -> tuple[dict[str, int], str]:
         found = [value for value in values if isinstance(value, int)]
         if not found:
             raise ValueError(
-                f"[plan] the model's config has none of {', '.join(names)}, which meshes need"
+                f"[plan] the model's config has none of {', '.join(names)}. Meshes need one of them"
             )
         shape[key] = found[0]
     keys = getattr(config, "num_key_value_heads", None)
     if isinstance(keys, int) and keys != shape["heads"]:
         shape["key_value_heads"] = keys
-    return shape, "of the model's config"
+    return shape, "from the model's config"
 
 
 class PlainGpt(nn.Module):
-    """A GPT as in the GPT-2 report: learned positions, biases, tied output head."""
+    """A GPT as in the GPT-2 report: learned positions, biases, tied output head. On meta only."""
 
     def __init__(self, layers: int, hidden: int, vocab: int, seq: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def _gpt(text: str) -> nn.Module:
 
 def _module_of(name: str) -> Any:
     if not name.endswith(".py"):
-        sys.path.insert(0, "")  # as Python does for a script in this folder
+        sys.path.insert(0, "")  # imports from the current folder, as a script does
         return importlib.import_module(name)
     path = pathlib.Path(name)
     if not path.is_file():
@@ -117,20 +117,22 @@ def _called(name: str, attribute: str) -> nn.Module:
         raise ValueError(f'[plan] {name} has no "{attribute}": {nearest(attribute, names)}')
     model = make()
     if not isinstance(model, nn.Module):
-        raise ValueError(f"[plan] {name}:{attribute} gave a {type(model).__name__}, no nn.Module")
+        raise ValueError(
+            f"[plan] {name}:{attribute} returned a {type(model).__name__}, not an nn.Module"
+        )
     return model
 
 
 def _config_in(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in the file. Raises ValueError if it is no config of transformers."""
+    """Returns the JSON object in the file. Raises ValueError if it is not a transformers config."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"[plan] --model: cannot read {path} as JSON: {error}") from error
     if not isinstance(held, dict) or not isinstance(held.get("model_type"), str):
         raise ValueError(
-            f'[plan] --model: {path} has no "model_type", so it is no config of a Hugging Face '
-            f"model: give the config.json that save_pretrained() wrote, or a copy of it"
+            f'[plan] --model: {path} has no "model_type", so it is not the config of a Hugging '
+            f"Face model. Pass the config.json that save_pretrained() wrote, or a copy of it"
         )
     return held
 
@@ -139,9 +141,7 @@ def _hugging_face(path: pathlib.Path) -> nn.Module:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
-        raise ValueError(
-            f"[plan] {path} needs the package transformers, which is not installed"
-        ) from None
+        raise ValueError(f"[plan] {path} needs the package transformers. Install it") from None
     names = _config_in(path).get("architectures") or []
     config = transformers.AutoConfig.from_pretrained(path)
     kind = getattr(transformers, names[0], None) if names else None
@@ -151,7 +151,10 @@ def _hugging_face(path: pathlib.Path) -> nn.Module:
 
 
 def build(spec: str) -> Built:
-    """The module that `spec` names (model_spec.SPECS), on the meta device. Raises ValueError."""
+    """Builds the module that `spec` names (model_spec.SPECS), on the meta device.
+
+    Raises ValueError if `spec` is not valid, or does not lead to a module.
+    """
     kind, colon, rest = spec.rpartition(":") if not spec.startswith("gpt:") else spec.partition(":")
     with torch.device("meta"):
         if spec == "gpt" or (colon and kind == "gpt"):

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from penstock._native import _penstock
 
-HEAD = 128  # hidden values of an attention head, if nothing says
-_ASSUMED = {"sequence": 2048, "vocabulary": 0}  # for a model known by its parameters alone
+HEAD = 128  # assumed size of an attention head
+_ASSUMED = {"sequence": 2048, "vocabulary": 0}  # for a model given only by numbers of parameters
 SPECS = (
     "module:callable or file.py:callable (no arguments, returns an nn.Module), "
     "gpt:layers=12,hidden=768,vocab=50257,seq=1024, a Hugging Face config.json, "
@@ -20,22 +20,22 @@ SPECS = (
 
 
 class PlannedModel(Protocol):
-    """What the simulator has to know about a model."""
+    """The description of a model for the simulator."""
 
     @property
     def sequence(self) -> int | None:
-        """Tokens of a sequence, or None if that is not known."""
+        """Tokens of a sequence, or None if unknown."""
 
     def tree(self) -> Any:
-        """The model as the C++ engine sees it, a `_penstock.ModelTree`."""
+        """Returns the model for the C++ engine, a `_penstock.ModelTree`."""
 
     def shape(self) -> tuple[dict[str, int], str]:
-        """The transformer that the model is, or is taken for, and how that is known."""
+        """Returns the sizes of the model as a transformer, and their source."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A model known by the numbers of parameters of its blocks alone."""
+    """A model given only by the number of parameters of each block."""
 
     numel: Sequence[int]
     sequence: None = None
@@ -56,29 +56,29 @@ class Blocks:
         layers = len(self.numel)
         hidden = max(1, round((sum(self.numel) / layers / 12) ** 0.5))
         shape = {"layers": layers, "hidden": hidden, "heads": num_heads(hidden), **_ASSUMED}
-        return shape, "all of it assumed: a transformer of 12 x hidden^2 parameters a layer"
+        return shape, "all assumed: a transformer with 12 x hidden^2 parameters per layer"
 
 
 def num_heads(hidden: int) -> int:
-    """Attention heads of a plausible transformer of that width."""
+    """Returns the number of attention heads of a plausible transformer of that width."""
     return max(1, round(hidden / HEAD))
 
 
 def nearest(word: str, words: Sequence[str]) -> str:
-    """Returns advice about a wrong word: the nearest known word, or all of them."""
+    """Returns advice about a wrong word: the nearest known word, or all known words."""
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.4)
-    return f'did you mean "{near[0]}"?' if near else f"known are {', '.join(words)}"
+    return f'did you mean "{near[0]}"?' if near else f"allowed: {', '.join(words)}"
 
 
 def pairs(text: str, keys: Sequence[str], option: str) -> dict[str, str]:
-    """Reads `key=value,key=value`. Raises ValueError for a key not of `keys`, or given twice."""
+    """Parses `key=value,key=value`. Raises ValueError for a key outside `keys` or given twice."""
     found: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in keys:
             raise ValueError(f'[plan] {option} has no "{key}": {nearest(key, keys)}')
         if not equals or not value:
-            raise ValueError(f'[plan] {option}: "{part}" should read {key}=value')
+            raise ValueError(f'[plan] {option}: "{part}" must have the form {key}=value')
         if key in found:
             raise ValueError(f'[plan] {option} has "{key}" twice: {found[key]} and {value}')
         found[key] = value
@@ -86,7 +86,7 @@ def pairs(text: str, keys: Sequence[str], option: str) -> dict[str, str]:
 
 
 def whole(text: str, what: str) -> int:
-    """A whole number >= 1, which may be written 7e9. Raises ValueError."""
+    """Parses a whole number >= 1, also in the form 7e9. Raises ValueError for any other text."""
     try:
         number = float(text)
     except ValueError:
@@ -97,16 +97,19 @@ def whole(text: str, what: str) -> int:
 
 
 def num_blocks(numel: int) -> int:
-    """Returns the layers of a plausible transformer with `numel` parameters.
+    """Returns the number of layers of a plausible transformer with `numel` parameters.
 
     It is 128 times as wide as deep (GPT-3, arXiv:2005.14165, and LLaMA, arXiv:2302.13971, from 7e9
-    on) with 12 x width^2 parameters a layer; embeddings are not counted.
+    on), with 12 x width^2 parameters per layer and without embeddings.
     """
     return max(1, round(math.pow(numel / (12 * 128**2), 1 / 3)))
 
 
 def blocks_of(spec: str) -> Blocks | None:
-    """The model of "1e6,12e6,12e6"; None for a spec of another form. Raises ValueError."""
+    """Returns the model of "1e6,12e6,12e6", or None for a spec of another form.
+
+    Raises ValueError if a number is not a whole number >= 1.
+    """
     if not spec[:1].isdigit() or ":" in spec or spec.endswith(".json"):
         return None
     return Blocks([whole(part, "a block of --model") for part in spec.split(",")])

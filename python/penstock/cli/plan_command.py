@@ -31,7 +31,7 @@ def _model_of(args: argparse.Namespace) -> PlannedModel:
         blocks = model_spec.blocks_of(args.model)
         if blocks is not None:
             return blocks
-        # Imports torch, which the sizes of blocks do not need.
+        # This import loads torch, which the sizes of blocks do not need.
         built: PlannedModel = importlib.import_module("penstock.cli.model_build").build(args.model)
         return built
     total = model_spec.whole(str(args.params), "--params")
@@ -69,7 +69,7 @@ def _machine_of(args: argparse.Namespace) -> Any:
 
 def _plan(args: argparse.Namespace) -> int:
     if args.gpus is None and (args.world is None or args.batch is not None):
-        raise ValueError("[plan] give --world, or --nodes and --gpus (with --batch) for meshes")
+        raise ValueError("[plan] pass --world, or --nodes and --gpus (with --batch) for meshes")
     model = _model_of(args)
     machine = _machine_of(args)
     if args.gpus is not None:
@@ -88,7 +88,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _positive(text: str) -> float:
     number = float(text)
     if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
     return number
 
 
@@ -101,7 +101,7 @@ def _add_machine(plan: argparse.ArgumentParser) -> None:
         help="speeds measured by `penstock bench`; the options below override them",
     )
     for field, options in _MACHINE.items():
-        default = f"default: as measured, or {getattr(defaults, field):g}"
+        default = f"default: from --machine, or {getattr(defaults, field):g}"
         machine.add_argument(
             *options.split(),
             dest=f"machine_{field}",
@@ -116,8 +116,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     plan = commands.add_parser(
         "plan",
         help=summary,
-        description=summary + ". Bytes are peaks on one rank as the engine counts them, without "
-        "activations. Seconds are those of a step whose links and compute overlap in each phase.",
+        description=f"Predicts the {summary}. Bytes are peaks on one rank as the engine counts "
+        "them, without activations. Seconds are for one step, in which links and compute overlap "
+        "in each phase.",
         epilog="example: penstock plan --model gpt:layers=48,hidden=1600 --world 8 "
         "--budget device=80GiB,host=200GiB",
     )
@@ -129,8 +130,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     plan.add_argument(
         "--units",
         metavar="N",
-        help="number of blocks for --params (default: those of a transformer 128 times as wide as "
-        "deep)",
+        help="number of blocks for --params (default: the number in a transformer that is 128 "
+        "times as wide as deep)",
     )
     plan.add_argument("--world", type=int, metavar="N", help="number of ranks")
     plan.add_argument(

@@ -1,4 +1,4 @@
-"""penstock status: the position of every rank of a run, and which rank it waits for."""
+"""penstock status: prints the position of every rank of a run, and the rank that it waits for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def _table(found: Found) -> str:
         lines.append(live_status.verdict(found))
     if any_board.size > 1 and not any_board.run:
         lines.append(
-            f"these ranks, of {any_board.size}, have not met yet: the launcher's pid shows all here"
+            f"these ranks of {any_board.size} are not connected yet; pass the launcher's pid to "
+            f"see all ranks of this machine"
         )
     return "\n".join(lines)
 
@@ -47,7 +48,7 @@ def _status(args: argparse.Namespace) -> int:
     else:
         found = live_status.of_process(args.pid, "status")
     if not found:
-        print("no engine of yours runs on this machine")
+        print("you have no engine on this machine")
         return 0
     if args.log:
         print(_log(found))

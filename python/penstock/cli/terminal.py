@@ -17,7 +17,7 @@ from typing import Any
 from penstock.cli.top_text import Line
 
 _STYLES = {"bold": "\x1b[1m", "dim": "\x1b[2m", "late": "\x1b[1;31m"}
-_ENTER = "\x1b[?1049h\x1b[?25l"  # the alternate screen, without a cursor
+_ENTER = "\x1b[?1049h\x1b[?25l"  # switches to the alternate screen and hides the cursor
 _LEAVE = "\x1b[?25h\x1b[?1049l"
 _UNKNOWN = os.terminal_size((80, 24))
 
@@ -38,7 +38,7 @@ def has_colours() -> bool:
 
 
 class Screen:
-    """The terminal of stdout. Reads keys from stdin if that is a terminal too. Main thread only."""
+    """The terminal of stdout. Reads keys from stdin if it is also a terminal. Main thread only."""
 
     def __init__(self) -> None:
         self._keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else -1
@@ -46,13 +46,13 @@ class Screen:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Takes the terminal, and restores it on exit, on an exception, on SIGTERM and on SIGHUP.
+        """Sets up the terminal. Restores it on exit, on an exception, on SIGTERM and on SIGHUP.
         Ctrl-Z restores it until the process continues."""
         handlers = {
             signal.SIGTERM: self._end,
             signal.SIGHUP: self._end,
             signal.SIGTSTP: self._stop,
-            signal.SIGINT: signal.default_int_handler,  # also if the shell ignores it
+            signal.SIGINT: signal.default_int_handler,  # works even if the shell ignores SIGINT
         }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
@@ -64,8 +64,8 @@ class Screen:
                 signal.signal(number, handler)
 
     def size(self) -> tuple[int, int]:
-        """Returns the columns and rows to draw on. It leaves out the last column, because terminals
-        differ there."""
+        """Returns the columns and rows to draw on. Leaves out the last column, because terminals
+        handle it differently."""
         try:
             found = os.get_terminal_size(sys.stdout.fileno())
         except OSError:
@@ -79,7 +79,7 @@ class Screen:
         self._write(f"\x1b[H{text}\x1b[J")
 
     def key(self, seconds: float) -> str:
-        """Waits up to `seconds` for a key; returns "" if there was none.
+        """Waits up to `seconds` for a key. Returns the key, or "" if there was none.
 
         Raises EOFError if the terminal is closed.
         """

@@ -19,7 +19,7 @@ _EVERY_S = 1.0
 _ALL_EACH = 10  # every tenth look searches all processes
 _SLACK_S = 60.0  # allowance for clocks that were set during the run
 _PACE_STEPS = 10  # steps needed to measure the pace
-_NO_ENGINE = "no engine of yours runs on this machine"
+_NO_ENGINE = "you have no engine on this machine"
 
 
 class _Pace:
@@ -29,13 +29,14 @@ class _Pace:
         self._step, self._at = step, time.monotonic()
 
     def seconds(self, step: float, last: float | None) -> float | None:
-        """Returns seconds per step; those of the last step (`last`) until enough steps are done."""
+        """Returns seconds per step. Returns `last`, the last step's seconds, until enough steps are
+        done."""
         done = step - self._step
         return (time.monotonic() - self._at) / done if done >= _PACE_STEPS else last
 
 
 class Watch:
-    """Reads the ranks that RUN names again at every look.
+    """Reads the ranks of RUN anew at every look.
 
     Attributes:
         last_step, last_loss: the values of the last look that found an engine.
@@ -61,8 +62,8 @@ class Watch:
             self._about = run.json_object(self._folder / "run.json")
             if not self._about:
                 raise ValueError(
-                    f'[top] "{what}" is no process and no folder of a run: it has no run.json '
-                    f'("monitor": {{"path": ...}} makes it with the first step)'
+                    f'[top] "{what}" is neither a process id nor the folder of a run, because it '
+                    f'has no run.json. "monitor": {{"path": ...}} writes it with the first step'
                 )
 
     @property
@@ -92,8 +93,8 @@ class Watch:
         host = self._about.get("host")
         if not self._runs and host not in (None, socket.gethostname()):
             raise ValueError(
-                f"[top] {self.name}: the run began on host {host}: call penstock top there; here "
-                f"it has no rank"
+                f"[top] {self.name}: the run has no rank on this machine. It began on host {host}. "
+                f"Call penstock top there"
             )
         if self._folder is not None:
             for row in run.rows(self._folder / "metrics.jsonl")[-1:]:
@@ -110,7 +111,7 @@ class Watch:
             try:
                 found = live_status.of_process(
                     self._pid, "top"
-                )  # a launcher may have started others
+                )  # a launcher may have started more ranks since the last look
                 self._is_launcher |= self._pid not in {pid for pid, _ in found}
                 return found
             except ValueError:
@@ -136,7 +137,7 @@ class Watch:
         (pid, board), places = found[0], live_status.places(found)
         verdict = live_status.verdict(found)
         if board.size > 1 and not board.run:
-            verdict = f"{len(found)} of {board.size} ranks are here; they have not met yet"
+            verdict = f"{len(found)} of {board.size} ranks are here; they are not connected yet"
         started = self._about.get("started") or min(live_status.began(one) for one, _ in found)
         return View(
             name=self.name,
@@ -174,14 +175,16 @@ def _once(watch: Watch) -> int:
 
 
 def _live(watch: Watch, every_s: float) -> int:
-    views = watch.look()  # raises its error before the terminal is taken
+    views = watch.look()  # raises its error before the screen opens
     screen = terminal.Screen()
     try:
         with screen.open():
             while views or not watch.ended():
                 columns, rows = screen.size()
                 lines = top_text.frame(views, columns, rows)
-                screen.draw(lines or [top_text.Line("no engine now: the launcher still runs")])
+                screen.draw(
+                    lines or [top_text.Line("no engine is open, but the launcher still runs")]
+                )
                 if "q" in screen.key(every_s).lower():
                     return 0
                 views = watch.look()

@@ -1,4 +1,4 @@
-"""Formats what `penstock top` shows: plain data in, lines of text out."""
+"""Formats the output of `penstock top`: turns plain data into lines of text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class View:
         verdict: the sentence of `penstock status`; "" for a run of one rank.
         elapsed_s: seconds since the run began.
         about: contents of its run.json; {} if there is none.
-        pace_s: expected seconds per remaining step; None if not known.
+        pace_s: expected seconds per remaining step; None if unknown.
     """
 
     name: str
@@ -105,7 +105,7 @@ def _three_digits(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """`need`: columns with higher numbers are dropped first; 0 is never dropped."""
+    """A column of the table. Columns with a higher `need` are dropped first; 0 is never dropped."""
 
     name: str
     need: int
@@ -129,7 +129,7 @@ def _steps(places: Sequence[Place]) -> str:
 
 
 def _of_step(name: str, column: str, need: int, text: Callable[[float], str]) -> _Column:
-    """A column with the value of each rank, and in total the largest one."""
+    """Makes a column with the value of each rank; the total is the largest value."""
     return _Column(
         column,
         need,
@@ -139,7 +139,7 @@ def _of_step(name: str, column: str, need: int, text: Callable[[float], str]) ->
 
 
 def _memory(tier: str, need: int) -> _Column:
-    """A column with the bytes of one tier; a cell is empty if no bytes are used."""
+    """Makes a column with the bytes of one tier. A cell is empty if no bytes are used."""
     name = f"{tier}_bytes"
     return _Column(
         tier,
@@ -189,8 +189,8 @@ def _chosen(places: Sequence[Place], columns: int) -> list[tuple[_Column, int]]:
 
 
 def _urgency(place: Place, late: Sequence[int]) -> tuple[int, float]:
-    """Sorts late ranks first, then ranks that have ended, that work and that wait; in each group
-    the longest first."""
+    """Returns a sort key: late ranks first, then ranks that have ended, ranks that work and ranks
+    that wait. In each group the longest time comes first."""
     if place.rank in late:
         group = 0
     elif place.step is None:

@@ -166,7 +166,7 @@ def with_tokens(model: torch.nn.Module, rules: Rules) -> Rules:
     if kind not in TOKENS:
         raise ConfigError(
             f'[front::initialize] "parallel.norms" is "tokens", but this model is a '
-            f"{type(model).__name__}; it has rules only for {', '.join(TOKENS)}. Set "
+            f"{type(model).__name__}, and rules exist only for {', '.join(TOKENS)}. Set "
             f'"parallel.rules" with the styles "tokens", "gather_tokens", "row_tokens" and '
             f'"partial" (docs/parallel.md)'
         )
