@@ -95,7 +95,7 @@ def refusals():
         loader_of(sampler=[1, 2])
     with pytest.raises(penstock.ConfigError, match="less than one batch of 100"):
         loader_of(batch=100)
-    with pytest.raises(penstock.ConfigError, match="seed is 1, and 3 in the checkpoint"):
+    with pytest.raises(penstock.ConfigError, match="seed is 1 here and 3 in the checkpoint"):
         loader_of(seed=1).load_state_dict(loader_of(seed=3).state_dict())
     assert dist.get_world_size() == 1
 

@@ -116,7 +116,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     plan = commands.add_parser(
         "plan",
         help=summary,
-        description=f"Predicts the {summary}. Bytes are peaks on one rank as the engine counts "
+        description=f"Predicts {summary}. Bytes are peaks on one rank as the engine counts "
         "them, without activations. Seconds are for one step, in which links and compute overlap "
         "in each phase.",
         epilog="example: penstock plan --model gpt:layers=48,hidden=1600 --world 8 "

@@ -62,7 +62,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     status = commands.add_parser(
         "status",
         help=summary,
-        description=f"{summary}. Reads the memory of the ranks, so it also works if they hang.",
+        description="Prints the position of every rank of a run, and the rank that others wait "
+        "for. Reads the memory of the ranks, so it also works if they hang.",
     )
     status.add_argument(
         "pid",

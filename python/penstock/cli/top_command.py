@@ -213,8 +213,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     top = commands.add_parser(
         "top",
         help=summary,
-        description=f"{summary}. Reads the memory of the ranks, so it also works if they hang. "
-        f"Ends when the run ends, and on q or Ctrl-C.",
+        description="Shows every rank of a run, live: step, speed, memory, and which rank is late. "
+        "Reads the memory of the ranks, so it also works if they hang. Ends when the run ends, and "
+        "on q or Ctrl-C.",
     )
     top.add_argument(
         "run",
