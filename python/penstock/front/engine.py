@@ -490,7 +490,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         recomputed = any(unit.recomputed for unit in units)
         if not core.needs_unit_events and not recomputed:
             return
-        whole = type(self.module).__name__ == "OptimizedModule"  # of torch.compile()
+        whole = type(self.module).__name__ == "OptimizedModule"  # made by torch.compile()
         if whole or module_tree.is_compiled_in_place(self.module):
             why = (
                 '"activations.checkpoint" recomputes its blocks'
