@@ -14,8 +14,8 @@ namespace penstock {
 
 struct StoredTensor {
   std::string role;  // "param", "buffer", "exp_avg", ...; "weight": either a parameter or a buffer
-  std::string name;  // the model's name for it
-  int rank = -1;     // the rank it belongs to if each rank has its own; else -1
+  std::string name;  // name in the model
+  int rank = -1;     // the rank that owns it if it differs between ranks; else -1
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
   int same_as =
@@ -39,10 +39,11 @@ class PENSTOCK_API CheckpointWriter {
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
   // Writes all values of one tensor: on the CPU, in its shape and dtype. The tensors may come in
-  // any order, each once. Throws ConfigError for other values; RuntimeFault with path and bytes.
+  // any order, each once. Throws ConfigError for any other call. Throws RuntimeFault, with path and
+  // bytes, if writing fails.
   void write(int index, const at::Tensor& values);
-  // Makes the checkpoint durable, with `latest` naming it. Returns its path. Throws ConfigError if
-  // a tensor has no values.
+  // Makes the checkpoint durable and makes `latest` name it. Returns its path. Throws ConfigError
+  // if a tensor has no values.
   std::string commit();
 
  private:
@@ -63,9 +64,9 @@ class PENSTOCK_API CheckpointReader {
   const std::string& path() const { return path_; }
   const std::vector<StoredTensor>& tensors() const { return tensors_; }
   const StoredState& state() const { return state_; }
-  // Reads all values of one tensor and compares their checksums.
+  // Reads all values of one tensor and checks their checksums.
   at::Tensor read(int index);
-  // Compares the checksums of every byte.
+  // Reads every byte and checks all checksums.
   void verify();
 
  private:

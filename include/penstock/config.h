@@ -1,7 +1,7 @@
 #pragma once
-// Config: all settings of a run, in the native dialect. A pure value; any thread. docs/config.md
-// documents every key. An unknown or ineffective key is a ConfigError that names the nearest valid
-// key.
+// Config: all settings of a run, in the native dialect. A plain value, usable from any thread.
+// docs/config.md documents every key. An unknown or ineffective key throws ConfigError, which names
+// the nearest valid key.
 #include <array>
 #include <cstdint>
 #include <map>
@@ -35,16 +35,15 @@ struct OptimizerConfig {
 // Dynamic loss scaling, for parameters that compute in fp16 (arXiv:1710.03740).
 struct LossScaleConfig {
   double initial = 65536.0;
-  int64_t window = 2000;  // good steps in a row before the scale doubles; 0 = it never changes
+  int64_t window = 2000;  // good steps in a row before the scale doubles; 0 = never changes it
   double min = 1.0;       // overflow at this scale is an error
 };
 
 struct ScheduleConfig {
   std::string type = "none";  // "none" "constant" "linear" "cosine"
   int64_t warmup_steps = 0;   // lr rises linearly over these steps; step 1 uses lr / warmup_steps
-  int64_t total_steps =
-      0;  // last step of the decay (linear, cosine), which must be above 0 for these
-  double min_ratio = 0.0;  // final lr / peak lr
+  int64_t total_steps = 0;    // last step of the decay; must be above 0 for "linear" and "cosine"
+  double min_ratio = 0.0;     // final lr / peak lr
 };
 
 struct BatchConfig {
@@ -52,15 +51,15 @@ struct BatchConfig {
   int64_t accumulate = 1;  // backwards per step
   int64_t global = 0;      // samples per step over all ranks = micro * accumulate * data ranks
   std::string reduction =
-      "mean";  // "mean" "sum" over a window's backwards; over ranks always "mean"
+      "mean";  // "mean" "sum" over the backwards of a window; ranks are always averaged
 };
 
 struct CommConfig {
   std::string backend = "auto";
   std::string codec = "none";
   std::string reduce_dtype =
-      "auto";  // dtype of low-precision gradients while they are summed: "gradient" (their own)
-               // "fp32"; "auto" is resolved before a plan
+      "auto";  // dtype in which low-precision gradients are summed: "gradient" (their own)
+               // "fp32" "auto" (resolved before planning)
   int64_t bucket_bytes = 1 << 20;  // neighbouring moves smaller than this share one collective
   double timeout_s = 600.0;        // limit of every wait for a peer
   double warn_s = 30.0;            // a longer wait prints a line on stderr; 0 = never
@@ -70,12 +69,12 @@ struct CommConfig {
 struct UnitsConfig {
   std::vector<std::string> modules;  // class names that are units; empty = found automatically
   int64_t max_bytes = 256LL << 20;   // largest unit of a model without repeated blocks
-  int64_t layer_bytes = 1LL << 20;   // a layer outside these units is also a unit from this size on
+  int64_t layer_bytes = 1LL << 20;   // a layer outside these units is a unit if at least this large
 };
 
 // Large Linear and Embedding weights, split into tiles of rows; each tile is a unit.
 struct TilingConfig {
-  int64_t max_bytes = 0;  // largest tile, in the dtype it computes in; 0 = nothing is split
+  int64_t max_bytes = 0;  // size limit of a tile in its compute dtype; 0 = nothing is split
   std::vector<std::string> modules;  // names or patterns of modules that may be split; empty = all
   int64_t loss_tokens = 0;           // tokens per part of the cross-entropy; 0 = off
   std::string head;  // module whose output is the logits; empty = found automatically
@@ -87,17 +86,18 @@ struct OffloadConfig {
   std::string optimizer = "none", params = "none", activations = "none";  // "none" "host" "disk"
   // optimizer and params may be "auto" until the engine has chosen
   // (src/plan/cost/strategy_choice.h)
-  std::string gradients = "none";  // "none" (the tier of the optimizer's update) "host" "disk"
+  std::string gradients = "none";  // "none" (the tier of the update) "host" "disk"
   std::string path;
   int64_t window_bytes = 192LL << 20;  // host memory through which optimizer state on disk streams
   bool late_update =
       false;  // step() returns once the norm is known; each unit is updated before its next use
-  bool checksums = false;   // data read from disk is compared with the data written
-  double timeout_s = 60.0;  // limit of a wait for the disk during which no request ends
+  bool checksums = false;   // checks that data read from disk equals the data written
+  double timeout_s = 60.0;  // limit of a wait for the disk in which no request finishes
 };
 
-// Budgets in bytes per rank; -1 = the free memory that is found. On the CPU the device tier is host
-// memory that is counted separately; without its own budget it shares the host's.
+// Budgets in bytes per rank; -1 = the free memory that the engine finds. On the CPU, the device
+// tier is host memory that is counted separately. If it has no budget of its own, it shares the
+// budget of the host tier.
 struct MemoryConfig {
   int64_t device_bytes = -1, host_bytes = -1;
 };
@@ -115,31 +115,31 @@ struct MonitorConfig {
   std::vector<std::string> formats = {"jsonl"};  // "jsonl" "csv" "tensorboard" "wandb"
   int64_t every = 1;                             // steps between two rows
   std::string console = "none";                  // "none" "lines" "bar" "auto"
-  int64_t events = 8192;    // timeline events that are always kept; 0 = nothing is recorded
+  int64_t events = 8192;    // number of timeline events to keep; 0 = nothing is recorded
   int64_t trace_first = 0;  // first step of a trace; 0 = none
   int64_t trace_steps = 1;  // number of steps in the trace
   std::string machine;  // file written by `penstock bench`, used to predict seconds; empty = none
 };
 
 struct ActivationsConfig {
-  int64_t checkpoint = 0;  // every k-th unit is computed again in backward; 0 = none
+  int64_t checkpoint = 0;  // k: recomputes every k-th unit in backward; 0 = none
 };
 
 struct MeshConfig {
   int data = 0;  // 0 = world size divided by the other axes
   int tensor = 1, pipeline = 1, sequence = 1, expert = 1;
-  int node = 1;  // number of nodes that `data` is split into (hpZ, MiCS)
+  int node = 1;  // number of nodes over which `data` is split (hpZ, MiCS)
 };
 
 // How ranks compute a model together (docs/parallel.md).
 struct ParallelConfig {
   // Name pattern (glob) of modules or parameters -> style: "column" "row" "vocab" ...; the first
-  // match counts.
+  // match applies.
   std::vector<std::pair<std::string, std::string>> rules;
   // First modules of the pipeline stages after the first; empty = found automatically.
   std::vector<std::string> stages;
   std::string schedule = "1f1b";  // "gpipe" "1f1b" "interleaved" (src/plan/pipeline_schedule.h)
-  int virtual_stages = 1;         // per rank; above 1 only with "gpipe" or "interleaved"
+  int virtual_stages = 1;         // stages per rank; above 1 only with "gpipe" or "interleaved"
   bool cut_logits = false;        // gathers the logits of a "vocab" head only when they are read
   std::string norms =
       "whole";  // "tokens": between layers each tensor rank has a part of the tokens
@@ -161,9 +161,8 @@ struct PENSTOCK_API Config {
   ScheduleConfig schedule;
   BatchConfig batch;
   LossScaleConfig loss_scale;
-  double clip = 0.0;  // largest global gradient norm; 0 = off
-  std::string nonfinite =
-      "error";  // "error" "skip": what a step does with gradients that are not finite
+  double clip = 0.0;                // largest global gradient norm; 0 = off
+  std::string nonfinite = "error";  // "error" "skip": what a step does if a gradient is not finite
   UnitsConfig units;
   TilingConfig tiling;
   int64_t prefetch_bytes = 64LL << 20;
@@ -172,20 +171,22 @@ struct PENSTOCK_API Config {
 
   // Parses JSON text in the native dialect. Throws ConfigError.
   static Config parse(const std::string& json_text);
-  // Canonical JSON with every value, for `explain`; on one line, or indented by `indent` spaces.
+  // Returns canonical JSON with every value, for `explain`: on one line, or indented by `indent`
+  // spaces.
   std::string json(int indent = -1) const;
-  // The same values, one "config /optimizer/lr = 0.001" per line, which ranks compare. Without
-  // paths, which may differ between machines: offload.path, comm.report_dir, checkpoint.path,
-  // monitor.path, monitor.machine.
+  // Returns the same values as lines such as "config /optimizer/lr = 0.001", which ranks compare.
+  // Leaves out paths, because they may differ between machines: offload.path, comm.report_dir,
+  // checkpoint.path, monitor.path, monitor.machine.
   std::string lines() const;
-  // Checks the settings that depend on the number of ranks, and sets the ones that follow from it
-  // (mesh.data, batch). Throws ConfigError with key, value and a value that fits.
+  // Checks the settings that depend on the number of ranks, and computes the settings that follow
+  // from it (mesh.data, batch). Throws ConfigError with key, value and an allowed value.
   void resolve(int world_size);
 };
 
-// Factor of the optimizer's lr for update number `step` (1 for the first). Warm-up rises linearly,
-// 1 / warmup_steps at step 1 and 1 at step warmup_steps. Then "constant" stays at 1; "linear" and
-// "cosine" (arXiv:1608.03983, no restarts) fall to min_ratio at total_steps and stay there.
+// Factor of the optimizer's lr for update number `step` (1 for the first). During warm-up it rises
+// linearly from 1 / warmup_steps at step 1 to 1 at step warmup_steps. Afterwards "constant" stays
+// at 1; "linear" and "cosine" (arXiv:1608.03983, no restarts) fall to min_ratio at total_steps and
+// stay there.
 PENSTOCK_API double lr_factor(const ScheduleConfig& schedule, int64_t step);
 
 }  // namespace penstock

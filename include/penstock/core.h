@@ -23,16 +23,16 @@ struct ModuleInfo {
   std::string type;
   int parent = -1;
   std::vector<int>
-      params;     // indices of the parameters it owns directly; a shared one appears in several
-  int rows = -1;  // the parameter that is used row by row (Linear, Embedding) and may be tiled
-  bool keeps = false;  // it has own buffers that are saved, which forwards may change
+      params;          // indices of the parameters it owns directly; several modules may share one
+  int rows = -1;       // the parameter that is used row by row (Linear, Embedding) and may be tiled
+  bool keeps = false;  // it owns buffers that checkpoints save and forwards may change
 };
 struct ParamInfo {
   std::string name;
   at::Tensor param;
   int group = 0;   // optimizer parameter group
-  int whole = -1;  // for a tile: index of the parameter whose rows it has
-  Cut cut{};       // over the tensor axis, from the config's rules
+  int whole = -1;  // for a tile: index of the parameter whose rows the tile has
+  Cut cut{};       // cut over the tensor axis, from the config's rules
 };
 struct ModelTree {
   std::vector<ModuleInfo> modules;
@@ -41,7 +41,7 @@ struct ModelTree {
   std::shared_ptr<ShardedInit> init;  // holds the values of hollow parameters; may be null
 };
 
-// A unit that the engine made of the model: parameters that move together.
+// A unit of the model: parameters that move together.
 struct UnitInfo {
   std::string module;       // the module's name; "" for the root, which is unit 0
   bool is_tile = false;     // rows of a weight (src/tiles/tiling.h); not a module of the model
@@ -49,16 +49,17 @@ struct UnitInfo {
   bool away = false;        // another rank of the pipeline computes it
 };
 
-// Lifetime and step of the engine. Owned by one front. All calls come from the thread that runs the
-// model, except that autograd's thread calls the hooks. Methods marked [all ranks] are collective.
-// Views of a core have the other methods, for the same thread: Recomputation (below), Values
-// (values.h), Report (report.h), Tiles (tiling.h). A view keeps the core's state alive, and so do
-// autograd's hooks.
+// The engine's lifetime and training step. Owned by one front. All calls come from the thread that
+// runs the model, except that autograd's thread calls the hooks. Methods marked [all ranks] are
+// collective. Views of a core have the remaining methods, for the same thread: Recomputation
+// (below), Values (values.h), Report (report.h), Tiles (tiling.h). Views and autograd's hooks keep
+// the core's state alive.
 class PENSTOCK_API Core {
  public:
-  // [all ranks] Shards the model in place; all ranks take rank 0's values. `external_optimizer`
-  // leaves the update to the front (step()'s callback). Throws ConfigError; throws RuntimeFault
-  // with the first difference if ranks disagree on the model or the config.
+  // [all ranks] Shards the model in place; all ranks take rank 0's values. With
+  // `external_optimizer`, the callback that the front passes to step() does the update. Throws
+  // ConfigError if a setting cannot work. Throws RuntimeFault with the first difference if ranks
+  // disagree on the model or the config.
   Core(const ModelTree& tree, const Config& config, std::shared_ptr<Group> group,
        bool external_optimizer = false);
   ~Core();
@@ -67,55 +68,57 @@ class PENSTOCK_API Core {
   // tiers.
   const Config& config() const;
   std::vector<UnitInfo> units() const;
-  // Returns whether units need begin/end events (some of their state moves). The root always does.
+  // Returns whether units need begin/end events, because some of their state moves. The root always
+  // needs these events.
   bool needs_unit_events() const;
-  // Sets each parameter's optimizer group (order of ModelTree) after the groups changed.
+  // Sets the optimizer group of each parameter (in the order of ModelTree) after groups changed.
   void set_groups(const std::vector<int>& group_of_param);
 
   void unit_begin(int unit, bool grad_enabled);
   void unit_end(int unit, const std::vector<at::Tensor>& outputs);
   void forward_failed(const std::string& error);
-  // [all ranks] Returns whether any rank is about to run a forward; `mine`: this rank is. Throws
-  // RuntimeFault if only some are and the ranks do not know the order of tiles yet.
+  // [all ranks] Returns whether any rank is about to run a forward. `mine`: whether this rank is.
+  // Throws RuntimeFault if only some ranks are, and the ranks do not know the order of tiles yet.
   bool any_forward(bool mine);
-  // [all ranks] Returns the mean of the values of the ranks with `counts`; 0 if there is none.
+  // [all ranks] Returns the mean of `mine` over the ranks with `counts`; 0 if no rank has it.
   double mean(double mine, bool counts = true) const;
   // Learns the order of the units again, after modules were added or moved.
   void relearn();
 
   // Must be called before backward(loss, gradient). Returns the gradient to start from: `gradient`
-  // (default: ones) times the loss scale; undefined if torch's own default is right. Throws
-  // RuntimeFault if no forward ran before.
+  // (default: ones) times the loss scale. Returns an undefined tensor if torch's own default is
+  // right. Throws RuntimeFault if no forward ran before.
   at::Tensor start_backward(const at::Tensor& loss, const at::Tensor& gradient = {});
   // Must be called before a backward that starts from gradients of another pipeline stage.
   void resume_backward();
-  // After a backward that threw `error`: throws the exception of an engine hook, if a hook threw.
+  // Must be called after a backward that threw `error`. If an engine hook threw, rethrows its
+  // exception.
   void backward_failed(const std::string& error);
-  // Returns whether a step would apply now: the window is complete, or it has one backward and
-  // `force` is set.
+  // Returns whether a step would be applied now: either the window is complete, or `force` is set
+  // and the window has had a backward.
   bool window_complete(bool force);
-  // [all ranks] Updates the weights. `groups` are the optimizer settings by parameter group.
+  // [all ranks] Updates the weights. `groups` has the optimizer settings of each parameter group.
   // `external` runs the user's optimizer; `options` describes its settings. Returns false if fp16
   // gradients overflowed (the weights are unchanged and the loss scale is smaller), or if no
-  // backward of the window produced a gradient. Throws RuntimeFault with the name of the first
-  // parameter whose gradient is not finite if no scale helps. Throws RuntimeFault if groups or
-  // options differ between ranks.
+  // backward of the window produced a gradient. If a gradient is not finite and no loss scale
+  // helps, throws RuntimeFault with the name of the first such parameter. Throws RuntimeFault if
+  // groups or options differ between ranks.
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {},
             const std::string& options = "");
   // Drops the gradients accumulated since the last step.
   void zero_grad();
   int64_t steps() const;
 
-  // The plan of a section ("forward", ...). A plan set in its place must do the same.
+  // Returns or replaces the plan of a section ("forward", ...). A replacement must do the same.
   std::string plan_text(const std::string& section) const;
   void set_plan_text(const std::string& section, const std::string& text);
 
   // [all ranks] Turns parameters, and views of them, back into ordinary full tensors and returns
-  // all memory. Without `gather`, sharded parameters have no values any more, and reading them
-  // raises. It also gathers after a failure, on new connections, if every rank calls it; ranks that
-  // wait for this one are notified. `why`: the error that the core is closed for, if any. Returns a
-  // remark on the weights if a step was cut short, else "". Throws RuntimeFault, after releasing
-  // everything, if the weights could not be gathered.
+  // all memory. Without `gather`, sharded parameters have no values afterwards, and reading them
+  // throws. close() can gather even after a failure, on new connections, if every rank calls it. It
+  // notifies ranks that wait for this one. `why`: the error that is the reason for closing, if any.
+  // Returns a remark on the weights if a step was cut short, else "". Throws RuntimeFault, after
+  // releasing everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why = {});
 
  private:
@@ -141,12 +144,12 @@ class PENSTOCK_API Recomputation {
 
   // Must be called before a unit's forward is computed again.
   void begin(int unit);
-  // Returns whether the units' inputs are moved to another tier until then. If so, the front calls
-  // save() for each input and keeps the result: calling it returns the values, destroying it frees
-  // them.
+  // Returns whether the units' inputs stay on another tier until their recomputation. If so, the
+  // front calls save() for each input and keeps the returned function. Calling the function returns
+  // the values; destroying it frees them.
   bool moves_inputs() const;
   std::function<at::Tensor()> save(int unit, const at::Tensor& input);
-  int64_t saved_bytes() const;  // of inputs that are saved now, in memory and on disk
+  int64_t saved_bytes() const;  // bytes of inputs saved now, in memory and on disk
 
  private:
   std::shared_ptr<Core::State> state_;

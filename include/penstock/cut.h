@@ -1,5 +1,6 @@
 #pragma once
-// Cut: which part of a parameter one rank of the tensor axis has. A pure value; any thread.
+// Cut: which part of a parameter one rank of the tensor axis has. A plain value, usable from any
+// thread.
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -8,9 +9,10 @@
 
 namespace penstock {
 
-// kWhole: every rank has all of it, and its gradients are equal. kCut: each rank has a part.
-// kPartial: every rank has all of it, and each rank's gradient is one addend of the sum (for
-// example a norm before a column split; Megatron-LM, arXiv:2205.05198, section 4.2.2).
+// kWhole: every rank has the whole parameter, and the gradients of all ranks are equal. kCut: each
+// rank has a part. kPartial: every rank has the whole parameter, and each rank's gradient is one
+// addend of the sum (for example, the weight of a norm before a column split; Megatron-LM,
+// arXiv:2205.05198, section 4.2.2).
 enum class TensorCut : uint8_t { kWhole, kCut, kPartial };
 
 struct PENSTOCK_API Cut {
@@ -19,15 +21,16 @@ struct PENSTOCK_API Cut {
   std::vector<int64_t>
       parts;  // sizes along `dim` of the parts that are cut separately: [Q|K|V] has three
 
-  // Ranges [begin, end) along `dim` of rank `index` of `count`, in order: its share() of each part.
-  // Empty unless kind is kCut.
+  // Returns the ranges [begin, end) along `dim` that rank `index` of `count` has: its share() of
+  // each part, in order. Empty unless kind is kCut.
   std::vector<std::pair<int64_t, int64_t>> ranges(int index, int count) const;
   int64_t size(int index, int count) const;  // total size of these ranges
   bool operator==(const Cut&) const = default;
 };
 
 // Returns the range [begin, end) of `size` elements that rank `index` of `count` has. The ranges
-// are contiguous in rank order; the first ranks have one more if `size` does not divide evenly.
+// are contiguous in rank order; if `size` is not divisible by `count`, the first ranks have one
+// element more.
 PENSTOCK_API std::pair<int64_t, int64_t> share(int64_t size, int index, int count);
 
 }  // namespace penstock

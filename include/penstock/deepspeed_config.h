@@ -1,7 +1,7 @@
 #pragma once
-// Translation of DeepSpeed's config. Every key that DeepSpeed documents is translated, has no
-// effect (a warning lists these), or is refused. Pure values; any thread. docs/deepspeed.md has the
-// table.
+// Translation of DeepSpeed's config. Every key that DeepSpeed documents is translated, refused, or
+// listed in a warning because it has no effect. Plain values, usable from any thread.
+// docs/deepspeed.md has the table.
 #include <cstdint>
 #include <map>
 #include <span>
@@ -34,9 +34,8 @@ struct GivenKey {
 };
 
 struct PENSTOCK_API TranslatedConfig {
-  std::string native;  // JSON, for Config::parse
-  std::string
-      scheduler;  // JSON of the "scheduler" section, which the front builds; empty if absent
+  std::string native;           // JSON, for Config::parse
+  std::string scheduler;        // JSON of the "scheduler" section, for the front; empty if absent
   std::vector<GivenKey> given;  // in the order of the text
 
   // Returns one text that lists the keys without effect, with reasons; empty if there are none.
@@ -55,10 +54,11 @@ PENSTOCK_API TranslatedConfig translate_deepspeed_config(const std::string& json
 // iteration 0 after it, and so on.
 struct PENSTOCK_API DeepSpeedSchedule {
   std::string type;  // "WarmupLR" "WarmupDecayLR" "WarmupCosineLR" "OneCycle" "LRRangeTest"
-  std::map<std::string, double> params;  // flags are 0 and 1, warmup_type "log" 0 and "linear" 1
+  std::map<std::string, double>
+      params;  // flags are 0 or 1; warmup_type is 0 ("log") or 1 ("linear")
 
-  // The parameters of every schedule with their defaults; NaN = no default. WarmupCosineLR takes
-  // the group's lr as "base_lr", and so does WarmupLR without "warmup_max_lr".
+  // Returns the parameters of every schedule with their defaults; NaN = no default. The group's lr
+  // is passed as "base_lr" to WarmupCosineLR, and to WarmupLR if "warmup_max_lr" is absent.
   static const std::map<std::string, std::map<std::string, double>>& all();
   // Throws ConfigError for an unknown type or parameter, for a missing parameter, and for values
   // that cannot work.

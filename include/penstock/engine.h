@@ -7,8 +7,8 @@
 //   engine.step();
 //
 // torch::nn modules have no forward hooks. A module whose parameters should move as one unit
-// therefore wraps its forward in penstock::unit(). Without that call the whole model is one unit,
-// with the same results. A large layer is wrapped where it is used: penstock::unit(*embed, [&] {
+// therefore wraps its forward in penstock::unit(). Without that call the whole model is one unit;
+// the results are the same. A large layer is wrapped where it is used: penstock::unit(*embed, [&] {
 // return embed(x); }).
 //
 //   at::Tensor forward(at::Tensor x) {
@@ -34,12 +34,13 @@ class Module;
 
 namespace penstock {
 
-// One per model and rank; all calls from the rank's thread. Methods marked [all ranks] are
-// collective. Errors: penstock/error.h.
+// Each model has one engine per rank. All calls come from the rank's thread. Methods marked [all
+// ranks] are collective. Methods throw the errors of penstock/error.h.
 class PENSTOCK_API Engine {
  public:
   // [all ranks] The optimizer and its schedule come from the config. Units are the modules whose
-  // class is in `config.units.modules`, or else repeated blocks, and large layers outside them.
+  // class is in `config.units.modules` (default: the repeated blocks) and the large layers outside
+  // them.
   Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& config,
          std::shared_ptr<Group> group = Group::alone());
   ~Engine();
@@ -53,35 +54,38 @@ class PENSTOCK_API Engine {
   bool step(bool force = false);
 
   // [all ranks] Runs forwards, backwards and the step of one accumulation window. loss_of(i)
-  // returns the loss of the i-th of `batch.accumulate` micro-batches of data_rank()'s samples.
-  // Works on every mesh. A pipeline can be trained in no other way; there loss_of() is the model's
-  // forward, made of units that are given their inputs. Returns the mean loss over all
-  // micro-batches and data ranks.
+  // returns the loss of micro-batch i of `batch.accumulate`, computed on the samples of
+  // data_rank(). Works on every mesh, and is the only way to train a pipeline. In a pipeline,
+  // loss_of() runs the model's forward through units with explicit inputs (the second unit()
+  // below). Returns the mean loss over all micro-batches and data ranks.
   double train_batch(const std::function<at::Tensor(int)>& loss_of);
   // [all ranks] Returns the mean loss without computing gradients, in eval mode.
   double eval_batch(const std::function<at::Tensor(int)>& loss_of);
-  // Index and number of data ranks. Ranks that compute one model together are one data rank.
+  // The index of this rank's data rank, and the number of data ranks. Ranks that compute one model
+  // together form one data rank.
   int data_rank() const;
   int data_size() const;
 
-  double grad_norm() const;  // of the last applied step, averaged gradient, before clipping
+  double grad_norm() const;  // of the averaged gradient in the last applied step, before clipping
   double lr() const;         // of the next step
   LedgerReport ledger() const;
   // Metrics of the last step, and timelines. Metrics::count() counts samples and tokens.
   Metrics metrics() const;
   std::string explain() const;
-  // [all ranks] Returns full fp32 weights by name.
+  // [all ranks] Returns the full weights in fp32, by name.
   std::vector<std::pair<std::string, at::Tensor>> state();
-  // [all ranks] Saves below `path` (penstock/checkpoint.h), between step() and a backward: weights,
-  // optimizer, buffers, torch's generator. load() returns `client_state`, which is JSON. Without
-  // `wait` the files are written while training continues. Returns the checkpoint's path.
+  // [all ranks] Saves weights, optimizer state, buffers and torch's generator below `path`
+  // (penstock/checkpoint.h). Call it between step() and the next backward. `client_state` is JSON
+  // that load() returns. Without `wait` the files are written while training continues. Returns the
+  // checkpoint's path.
   std::string save(const std::string& path, const std::string& tag = "",
                    const std::string& client_state = "null", bool wait = true);
-  // [all ranks] Loads the newest complete checkpoint, or the one with the tag; any layout, also one
-  // that Python saved. Returns its client_state.
+  // [all ranks] Loads the newest complete checkpoint, or the one with the tag. Any layout can be
+  // loaded, including checkpoints saved from Python. Returns the client_state of the checkpoint.
   std::string load(const std::string& path, const std::string& tag = "");
-  // [all ranks] Gives the model ordinary full parameters again. Without `gather` sharded parameters
-  // have no values afterwards and no peer is needed: for models larger than memory.
+  // [all ranks] Turns the model's parameters back into ordinary full tensors. Without `gather`,
+  // sharded parameters have no values afterwards, and no peer is needed. Models larger than memory
+  // must be closed this way.
   void close(bool gather = true);
 
  private:
@@ -94,18 +98,17 @@ class PENSTOCK_API Engine {
 PENSTOCK_API at::Tensor unit(const torch::nn::Module& module,
                              const std::function<at::Tensor()>& forward);
 
-// The same for a unit that is given its inputs, as pipeline stages need it ("mesh.pipeline").
+// The same for a unit with explicit inputs, which pipeline stages need ("mesh.pipeline").
 // `forward(inputs)` runs on the ranks that have the module's stage. On other ranks the result has
-// no values (its device is "meta") and may only be an input of other units. A value that a stage
+// no values (its device is "meta") and may only be passed to other units. A value that a stage
 // needs from an earlier stage must be an input of the stage's first unit.
 PENSTOCK_API at::Tensor unit(
     const torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
     const std::function<at::Tensor(const std::vector<at::Tensor>&)>& forward);
 
-// Runs the layer's forward. If the ranks of `mesh.tensor` compute it together, it has the style
-// that "parallel.rules" give it (src/engine/mesh/tensor_ranks.h); otherwise it is the layer's own
-// forward. A layer that is cut must be called this way before the first step; otherwise step()
-// throws.
+// Runs the layer's forward. If the ranks of `mesh.tensor` compute it together, "parallel.rules"
+// decide how (src/engine/mesh/tensor_ranks.h). Every cut layer must have been called this way
+// before the first step; otherwise step() throws.
 PENSTOCK_API at::Tensor linear(const torch::nn::LinearImpl& layer, const at::Tensor& input);
 PENSTOCK_API at::Tensor embedding(const torch::nn::EmbeddingImpl& layer, const at::Tensor& ids);
 

@@ -1,7 +1,7 @@
 #pragma once
 // Group: the ranks that train together, as the engine sees them. Between hosts a group wraps a c10d
-// process group; Penstock has no transport of its own there. Ranks of one host exchange through
-// shared memory, ranks of one process are threads.
+// process group; Penstock has no transport of its own there. Ranks on one host exchange data
+// through shared memory; ranks in one process are threads.
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
@@ -42,7 +42,7 @@ struct TileSource {
   std::vector<int64_t> bytes;
 };
 
-// The same part of one piece from each peer, in the order of the peers.
+// One part of a piece, as received from every peer (in the order of `peers`).
 struct Tile {
   size_t piece = 0;
   int64_t offset = 0, bytes = 0;
@@ -53,8 +53,8 @@ inline constexpr int64_t kTileBytes = 128 << 10;
 using TakeTile = std::function<void(const Tile&)>;
 
 // A rank's position in the plan, which other ranks can read. It is set for every collective, so the
-// texts are shared and not copied. They are shared because another thread may read them after the
-// plan or the lane is gone.
+// texts are shared rather than copied. Shared ownership keeps them alive for a thread that reads
+// them after the plan or the lane is gone.
 struct PENSTOCK_API Position {
   int64_t step = 0, sequence = 0;
   std::shared_ptr<const std::string> lane;  // null: only `what` is set
@@ -65,7 +65,7 @@ struct PENSTOCK_API Position {
   std::string text() const;
 };
 
-// How waits for peers, and failed waits, are reported.
+// Settings for reporting long and failed waits for peers.
 struct WatchOptions {
   std::chrono::milliseconds warn =
       std::chrono::seconds(30);  // writes a line to stderr after this time; 0: never
@@ -81,49 +81,51 @@ class PENSTOCK_API Group {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   // Sends and receives all pieces; returns when all are done. Both sides of a piece use the same
-  // `tag` and the same size; tags in flight between two ranks differ. Throws std::exception if a
-  // peer is gone or the timeout has passed.
+  // `tag` and the same size. Exchanges in flight between the same two ranks use different tags.
+  // Throws std::exception if a peer is gone or the timeout has passed.
   virtual void exchange(const std::vector<Piece>& sends, const std::vector<Piece>& receives,
                         uint32_t tag) = 0;
-  // Like exchange(), but received data is not stored: `take` gets it tile by tile while it is in
-  // the cache. Returns false if the group does not support this; the answer is the same on every
-  // rank, and then nothing was exchanged.
+  // Like exchange(), but received data is not stored: `take` receives it tile by tile while it is
+  // in the cache. Returns false on every rank, without exchanging anything, if the group does not
+  // support this.
   virtual bool exchange_tiles(const std::vector<Piece>& /*sends*/, const TileSource& /*from*/,
                               uint32_t /*tag*/, const TakeTile& /*take*/) {
     return false;
   }
   // Returns the name of the transport: "gloo", "shm", ...
   virtual std::string transport() const = 0;
-  // Replaces the rank's position. Any thread.
+  // Replaces the rank's position. Any thread may call it.
   virtual void set_position(Position position) = 0;
-  // After a failure: asks every rank for its position. Returns a text that names the ranks that do
-  // not answer.
+  // Requests the position of every rank after a failure. Returns a text that names the ranks that
+  // do not answer.
   virtual std::string roll_call(const std::string& error) = 0;
-  // Returns the board that `penstock status` reads; null after close() and in groups without one.
+  // Returns the board that `penstock status` reads; null after close() or if the group has none.
   virtual Board* board() { return nullptr; }
-  // [Note: Last call] The last meeting of the ranks of a run. It uses no exchanges, so it also
-  // works after a failure.
-  // [all ranks] Returns when every rank has called it. Returns "" if no rank had failed. Otherwise
-  // returns the `fault` of the first rank that failed; this rank's exchanges have then ended, and
-  // renew() must follow. A failed rank waits one second for the others, so that data in flight
-  // arrives. It then ends the exchanges of all ranks, which might otherwise block forever; these
-  // throw `fault`. Throws std::exception if a rank is gone or does not call within the timeout.
+  // [Note: Last call] The ranks of a run meet a last time. The meeting uses no exchanges, so it
+  // works even after a failure. [all ranks] Blocks until every rank has called it. Returns "" if no
+  // rank had failed. Otherwise it returns the `fault` of the first rank that failed; this rank's
+  // exchanges have ended by then, and the caller must call renew(). A failed rank first waits one
+  // second for the other ranks, so that data in flight arrives. It then ends the exchanges of all
+  // ranks, because they might otherwise block forever; the ended exchanges throw `fault`. Throws
+  // std::exception if a rank is gone or does not call within the timeout.
   virtual std::string last_call(const std::string& fault) = 0;
-  // Makes this rank's exchanges throw `why` until renew(), including those in progress. Any thread.
+  // Makes this rank's exchanges, including those in progress, throw `why` until renew(). Any thread
+  // may call it.
   virtual void end_exchanges(const std::string& why) = 0;
   // [all ranks] Makes new connections, which no failed exchange has used. No exchange of this rank
   // may be in progress.
   virtual void renew() = 0;
-  // Called by connect_on_device(): makes a back end with collectives on a device's memory (NCCL,
-  // RCCL, XCCL) among these ranks, which all call it in the same order. It must be set before an
-  // engine is made. Without it, device memory is exchanged through host memory.
+  // connect_on_device() calls this function to make a back end with collectives on a device's
+  // memory (NCCL, RCCL, XCCL) among `ranks`, which all make the same calls in the same order. It
+  // must be set before an engine is made. Without it, device memory is exchanged through host
+  // memory.
   using DeviceGroups =
       std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>& ranks)>;
   void set_device_groups(DeviceGroups make) { device_groups_ = std::move(make); }
   const DeviceGroups& device_groups() const { return device_groups_; }
-  // [these ranks] Connects the ranks for collectives on a device's memory. Ending this rank's
-  // exchanges ends these collectives too; the output of a collective that is aborted in progress is
-  // undefined.
+  // [these ranks] Connects the ranks for collectives on a device's memory. When this rank's
+  // exchanges end, these collectives end as well. The output of a collective that is aborted in
+  // progress is undefined.
   std::shared_ptr<comm::DeviceCollectives> connect_on_device(const std::vector<int>& ranks);
   // Names the device collective that was aborted in progress, if any: "step 7, collective 12 of
   // lane gather, `publish ...`".
@@ -136,8 +138,8 @@ class PENSTOCK_API Group {
   // `timeout` bounds every exchange. The process group must have a CPU backend (gloo) with
   // point-to-point operations and should serve only Penstock. `downward` is an optional second
   // process group over the same ranks for data to lower ranks: gloo's thread needs less processor
-  // time with one connection per direction (benchmarks/README.md). `connect` [all ranks] makes two
-  // such groups anew for renew(), which fails without it.
+  // time with one connection per direction (benchmarks/README.md). renew() calls `connect` on all
+  // ranks to make two new process groups, and fails without it.
   static std::shared_ptr<Group> from_process_group(
       const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
       std::chrono::milliseconds timeout,
@@ -145,9 +147,9 @@ class PENSTOCK_API Group {
       std::function<ProcessGroups()> connect = {}, const WatchOptions& watch = {});
   // [all ranks] Connects the processes that torchrun, `penstock run`, mpirun or srun started on one
   // host. Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or the names that MPI and Slurm use
-  // for them. Returns alone() if no launcher set any of them. Throws ConfigError if the values are
-  // invalid. Throws RuntimeFault if rank 0 cannot be reached, if ranks are on several hosts, or if
-  // they cannot share memory.
+  // for them. Returns alone() if none of them is set. Throws ConfigError if the values are invalid.
+  // Throws RuntimeFault if rank 0 cannot be reached, if ranks are on several hosts, or if they
+  // cannot share memory.
   static std::shared_ptr<Group> from_environment(
       std::chrono::milliseconds timeout = std::chrono::minutes(10), const WatchOptions& watch = {});
   // Makes `size` ranks in one process, one thread each.

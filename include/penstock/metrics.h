@@ -1,5 +1,6 @@
 #pragma once
-// Metrics: numbers of each step, from values that the step already has, and the run's timeline.
+// Metrics: numbers about each step, computed from values that the step already has, and the run's
+// timeline.
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -25,14 +26,14 @@ struct PENSTOCK_API StepMetrics {
   double grad_norm = 0.0, lr = 0.0, loss_scale = 1.0;
   int64_t skipped_steps = 0;
   int64_t samples = 0, tokens = 0;  // 0: not counted
-  double flops = 0.0;               // of the model, over all ranks; 0: not counted
-  double peak_flops = 0.0;          // per second, over all ranks; 0: not known
-  double exposed_s = 0.0;       // time that the model's thread waited: for peers, updates, the disk
-  double exposed_comm_s = 0.0;  // the part of it for gathers, reductions and the norm
+  double flops = 0.0;               // FLOPs of the model over all ranks; 0: not counted
+  double peak_flops = 0.0;          // FLOPs per second over all ranks; 0: not known
+  double exposed_s = 0.0;       // time that the model's thread waited for peers, updates and disk
+  double exposed_comm_s = 0.0;  // part of exposed_s, for gathers, reductions and the norm
   int64_t comm_bytes = 0;       // sent to peers
   int64_t disk_read_bytes = 0, disk_written_bytes = 0;
   double disk_busy_s = 0.0;  // time during which the disk had requests
-  // Current bytes in memory by role; then the largest so far by tier.
+  // Current bytes in memory by role, followed by the largest so far by tier.
   int64_t param_bytes = 0, grad_bytes = 0, optim_bytes = 0, buffer_bytes = 0;
   int64_t device_peak_bytes = 0, host_peak_bytes = 0, disk_bytes = 0;
 
@@ -44,8 +45,8 @@ struct PENSTOCK_API StepMetrics {
     return disk_busy_s > 0.0 ? bytes / disk_busy_s * 1e-9 : kNotKnown;
   }
 
-  // The values with their names in files (docs/monitoring.md), in file order; NaN if a value is not
-  // known. Whole numbers are exact up to 2^53.
+  // Returns the values with their names in files (docs/monitoring.md), in file order. An unknown
+  // value is NaN. Whole numbers are exact up to 2^53.
   std::vector<std::pair<std::string, double>> values() const;
 
  private:
@@ -71,27 +72,27 @@ class PENSTOCK_API Metrics {
   // Sets the model's FLOPs per sample (forward and backward) and the peak FLOPs per second of one
   // rank; 0: unknown.
   void set_flops(double per_sample, double rank_peak);
-  // Sets the lr of the next step if the user's optimizer updates.
+  // Sets the lr of the next step if the user's optimizer does the update.
   void set_lr(double lr);
-  // Sets the FLOPs of one micro-batch's forward on this rank, by unit. While it runs, unit()
-  // returns the innermost unit that computes. Seconds are predicted from these if `monitor.machine`
-  // names a machine file.
+  // Sets the FLOPs of one micro-batch's forward on this rank, by unit. Seconds are predicted from
+  // these FLOPs if `monitor.machine` names a machine file. During a forward, unit() returns the
+  // innermost unit that is computing.
   void set_work(std::vector<double> forward_flops);
   int unit() const;
-  // Numbers of the last applied step; step 0 before the first.
+  // Returns the numbers of the last applied step; `step` is 0 before the first.
   const StepMetrics& last() const;
-  // Writes everything so far to the files.
+  // Writes everything recorded so far to the files.
   void flush();
-  // Sums of all events so far on this rank, including events that were not kept.
+  // Returns sums over all events so far on this rank, including events that were not kept.
   std::vector<RowSum> sums() const;
 
   // Writes the events of this rank's last steps (src/trace/recorder.h) as a Chrome trace, which
   // Perfetto opens. Throws RuntimeFault if the file cannot be written.
   void write_last(const std::string& path) const;
   // [all ranks] Records the next `steps` whole steps of all ranks. Rank 0 writes the file when the
-  // last of them ends. `more`, if given, is then called on each rank that gave it, with the offset
-  // from its steady clock to rank 0's (ns). It returns further events of a Chrome trace, separated
-  // by commas, which are added to this rank's.
+  // last of these steps ends. Each rank that passed `more` then calls it with the offset (ns) from
+  // its own steady clock to the clock of rank 0. `more` returns additional events of a Chrome
+  // trace, separated by commas, which are added to the events of its rank.
   void trace(const std::string& path, int64_t steps, std::function<std::string(int64_t)> more = {});
 
  private:

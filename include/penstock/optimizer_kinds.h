@@ -1,7 +1,7 @@
 #pragma once
-// The optimizers that the engine computes, one row each: name, keys, defaults, state per parameter.
-// Config, planner, engine and Python read these rows; the kernel of each optimizer is a row of
-// src/optim/optimizer_step.cpp. Pure values; any thread.
+// The optimizers that the engine implements, one row each: name, keys, defaults, state per
+// parameter. Config, planner, engine and Python read these rows; the kernel of each optimizer is a
+// row of src/optim/optimizer_step.cpp. Plain values, usable from any thread.
 #include <array>
 #include <span>
 #include <string>
@@ -29,11 +29,11 @@ struct PENSTOCK_API OptimizerKind {
   std::string name;  // matched in any case
   std::vector<std::string>
       keys;                  // names in optimizer_keys(); with "moments_dtype", moments may be bf16
-  OptimizerConfig defaults;  // its `type` is this row's
+  OptimizerConfig defaults;  // `type` is this optimizer
   // torch's names for the values kept per parameter besides the master; "": none.
   std::array<std::string_view, 2> moments{};
   bool needs_momentum = false;   // no moments are kept while `momentum` is 0
-  bool decoupled_decay = false;  // weight decay is not part of the gradient
+  bool decoupled_decay = false;  // weight decay is not added to the gradient
 
   bool takes(std::string_view key) const;
   int num_moments() const { return moments[0].empty() ? 0 : moments[1].empty() ? 1 : 2; }

@@ -1,6 +1,6 @@
 #pragma once
 // Predicted cost of a run: bytes per tier and seconds per step on a described machine, for every
-// strategy and offload choice of a model. Values; any thread.
+// strategy and offload choice of a model. Plain values, usable from any thread.
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -14,11 +14,12 @@ namespace penstock {
 
 struct ModelTree;
 
-// One rank's share of a machine: achieved rates, not data-sheet peaks. The defaults describe an
-// accelerator of 2023: a bit under half of 1 PFLOP/s in bf16, 3.3 TB/s, eight per machine with
-// NVLink, PCIe 5, a 400 Gbit/s port each, a disk for two. All bandwidths are in bytes/s.
+// One rank's share of a machine, in achieved rates, not data-sheet peaks. The defaults describe an
+// accelerator of 2023 that has a peak of 1 PFLOP/s in bf16 (and achieves a bit under half), 3.3
+// TB/s of memory bandwidth, PCIe 5 and a 400 Gbit/s port. Eight of them share a machine with
+// NVLink, and two share a disk. All bandwidths are in bytes/s.
 struct Machine {
-  double flops = 4e14;            // of forward and backward, per second
+  double flops = 4e14;            // FLOP/s of forward and backward
   double local = 3e11;            // sent to ranks of the same node
   double node = 4e10;             // sent across nodes
   double device_host = 5e10;      // copied, in either direction
@@ -26,12 +27,12 @@ struct Machine {
   double host_memory = 3.5e10;    // used by the CPU optimizer
   double device_memory = 2.5e12;  // used by the device's optimizer
   double overlap = 1.0;  // share of a lane's seconds that does not slow down concurrent computing
-  // A rough rank of this engine on CPUs. Choices depend only on the order of these numbers.
+  // Returns rough numbers for one rank on CPUs. Choices depend only on the order of these numbers.
   static Machine cpu() { return {1e11, 2e9, 1e9, 5e9, 1e9, 8e9, 8e9}; }
 };
 
-// Reads a file that `penstock bench` wrote: an object with these names. Absent or null values are
-// taken from `otherwise`. Throws ConfigError with the file's name.
+// Reads a file that `penstock bench` wrote: a JSON object with the names of these fields. Absent or
+// null values are taken from `otherwise`. Throws ConfigError with the file's name.
 PENSTOCK_API Machine read_machine(const std::string& path, const Machine& otherwise);
 
 // Limits in bytes per rank.
@@ -47,7 +48,7 @@ struct Alternative {
   std::string strategy, optimizer, params;  // tiers as in `offload`: "none" "host" "disk"
   int64_t device = 0, host = 0, disk = 0;
   int64_t memory = 0;     // device and host together
-  double seconds = 0;     // of one step, by the simulator
+  double seconds = 0;     // of one step, as the simulator predicts
   std::string longest{};  // the longest part of the step: "forward, local link"
   bool fits = true;
   bool tight = false;        // less than a tenth of some limit is left
@@ -65,16 +66,17 @@ struct PlanQuestion {
 
 struct PlanReport {
   std::vector<Alternative>
-      alternatives;  // best first: those that fit (tight ones last), fastest first
+      alternatives;  // those that fit come first (tight ones after the rest), fastest first
   std::map<std::string, std::string>
-      same;          // omitted strategies, each equal to another one on this mesh
+      same;          // omitted strategy -> the listed strategy that it equals on this mesh
   std::string text;  // the alternatives as a table
 };
 
 PENSTOCK_API const std::vector<std::string>& strategy_names();
 
-// Compares every strategy and every tier, whatever the config asks for. The config's table applies
-// to its own strategy. The tensors of `tree` may be on the meta device. Throws ConfigError.
+// Compares every strategy and every tier, including those that the config does not select. The
+// config's table applies only to the config's strategy. The tensors of `tree` may be on the meta
+// device. Throws ConfigError.
 PENSTOCK_API PlanReport plan_report(const ModelTree& tree, const PlanQuestion& question);
 
 // Seconds of one pipeline stage for one micro-batch.
@@ -82,10 +84,10 @@ struct StageSeconds {
   double forward = 0, backward = 0;
 };
 
-// Returns idle over busy time of a pipeline's ranks, from the first forward to the last backward of
-// a step, as the simulator computes it with messages that take no time. Stage s is on rank s modulo
-// num_ranks. Throws ConfigError for an unknown schedule and for shapes that the schedule does not
-// allow.
+// Returns the ratio of idle to busy time of a pipeline's ranks, from the first forward to the last
+// backward of a step. The simulator computes it for messages that take no time. Stage s is on rank
+// s modulo num_ranks. Throws ConfigError for an unknown schedule and for shapes that the schedule
+// does not allow.
 PENSTOCK_API double simulated_bubble(const std::string& schedule, int num_ranks, int num_micro,
                                      const std::vector<StageSeconds>& stages);
 

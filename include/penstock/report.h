@@ -11,13 +11,13 @@
 
 namespace penstock {
 
-// Peak bytes on this rank, predicted per strategy and measured for the running one: by role in
-// memory (device and host), and in swap files.
+// Peak bytes on this rank: by role in memory (device plus host), and in swap files. Predicted for
+// each strategy; measured for the strategy in use.
 struct LedgerEntry {
   int64_t param = 0, grad = 0, optim = 0, buffers = 0, total = 0;
   int64_t disk = 0;
   int64_t device = 0, host = 0;  // the peaks of `total`, by tier
-  int64_t act = 0;  // only measured: inputs of recomputed units in host memory, not in `total`
+  int64_t act = 0;  // measured only: inputs of recomputed units in host memory; not in `total`
   int64_t exchanges = 0;  // exchanges with peers in one step; measured: in the last step
 };
 struct LedgerReport {
@@ -33,9 +33,9 @@ class PENSTOCK_API Report {
   explicit Report(const Core& core) : state_(core.state_) {}
   explicit Report(std::shared_ptr<Core::State> state) : state_(std::move(state)) {}
 
-  double grad_norm() const;       // of the last applied step, averaged gradient, before clipping
-  double loss_scale() const;      // of the next backward; 1 without fp16
-  int64_t skipped_steps() const;  // skipped for overflow
+  double grad_norm() const;   // of the averaged gradient in the last applied step, before clipping
+  double loss_scale() const;  // of the next backward; 1 without fp16
+  int64_t skipped_steps() const;  // steps skipped because of overflow
   std::string overflow() const;   // text about the last skipped step, or empty
 
   LedgerReport ledger() const;
