@@ -2,13 +2,13 @@
 // Activations: keeps what recomputed units need between their forward and their backward, on the
 // tier of the table's `act hold` cell.
 //
-// [Note: Saved inputs] A recomputed unit keeps only its inputs. If activations are offloaded, the
-// inputs leave the device, too. Autograd holds the function that save() returned. Each call of it
-// returns the values (retain_graph may call it several times), and the bytes are freed with the
-// graph. In between, the plan moves the inputs: put_away() when the unit's forward has ended,
-// bring() one unit ahead of its backward. With a device, the bytes travel on a separate stream,
-// through pinned memory. If the plan did not expect a backward, it only takes longer: the function
-// fetches the missing values.
+// [Note: Saved inputs] A recomputed unit keeps only its inputs. If activations are offloaded, these
+// inputs leave the device. Autograd holds the function that save() returned. Each call of the
+// function returns the values (with retain_graph there may be several calls). The bytes are freed
+// with the graph. In between, the plan moves the inputs: put_away() when the unit's forward has
+// ended, bring() one unit ahead of its backward. With a device, the bytes travel on a separate
+// stream, through pinned memory. A backward that the plan did not expect only takes longer, because
+// the function then fetches the missing values.
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
@@ -26,8 +26,8 @@
 
 namespace penstock::activations {
 
-// Compute thread only. The functions that save() returns are called on that thread, too. They may
-// be destroyed on any thread, also after this object.
+// Only the compute thread may use it and call the functions that save() returns. These functions
+// may be destroyed on any thread and may outlive this object.
 class Activations {
  public:
   explicit Activations(Tier hold, const device::Device& device = device::Device::host());
@@ -43,7 +43,7 @@ class Activations {
   // plain stay where they are.
   std::function<at::Tensor()> save(int unit, const at::Tensor& input);
   // Moves what the unit saved since the last call to its tier. Throws RuntimeFault if the disk is
-  // too full (the inputs then stay where they are) and if the unit changed its input in place.
+  // too full (the inputs then stay where they are) or if the unit changed its input in place.
   void put_away(int unit, const std::string& name);
   // Starts to read the inputs that the unit's last forward saved and that are still needed.
   void bring(int unit);
@@ -58,7 +58,7 @@ class Activations {
  private:
   struct Store;
   struct SavedTensor;
-  using Call = std::vector<std::weak_ptr<SavedTensor>>;  // inputs that one forward of a unit saved
+  using Call = std::vector<std::weak_ptr<SavedTensor>>;  // inputs saved by one forward of a unit
   void settle();
 
   const Tier hold_;

@@ -4,8 +4,8 @@
 // [Note: Board] A board is an anonymous file (memfd) in memory. `penstock status` maps it through
 // /proc/PID/fd. A rank can therefore be inspected while all its threads are stuck, with or without
 // the GIL, and without a signal, a thread or a lock. A killed process leaves nothing behind. Every
-// cell is a seqlock of plain stores: no system call, no allocation. Texts are copied, since
-// pointers mean nothing to the reader; a text longer than kBoardText bytes is cut off.
+// cell is a seqlock of plain stores, without system calls or allocations. Texts are copied, since
+// pointers mean nothing to the reader. A text longer than kBoardText bytes is cut off.
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -20,8 +20,8 @@ inline constexpr int kBoardLanes = 16;
 inline constexpr int kBoardLines = 200;  // the last lines of the plan
 inline constexpr int kBoardText = 120;
 
-// Owned by a group. One thread at a time calls wait_*() of a lane. The thread that runs the model
-// calls at() and log(). Any thread calls status().
+// Owned by a group. Only one thread at a time may call wait_*() for a lane. Only the thread that
+// runs the model may call at() and log(). Any thread may call status().
 class Board {
  public:
   // `report_dir`: folder for reports of faults ("" = none).
@@ -30,21 +30,21 @@ class Board {
   Board(const Board&) = delete;
   Board& operator=(const Board&) = delete;
 
-  // Returns the index of the lane with this name; -1 if the table is full. Such lanes are not
-  // shown.
+  // Returns the index of the lane with this name. Returns -1 if the table is full; a lane without
+  // an index is not shown.
   int lane(std::string_view name);
-  // Records that all ranks have met: `roster` has a line "host pid" per rank, `run` is unique to
-  // the run.
+  // Records that all ranks have met. `roster` has a line "host pid" for each rank; `run` is unique
+  // to the run.
   void meet(uint64_t run, const std::string& roster);
 
   void set_step(int64_t step) { step_ = step; }
   void applied(const StepNumbers& numbers);
   void at(std::string_view what);
-  // Records a plan line. `computes`: the line is also the model's position.
+  // Records a plan line. `computes`: the line becomes the model's position.
   void log(std::string_view line, bool computes);
 
-  // A collective, which lasts until wait_ends(). In between, waits_for() names the peer it waits
-  // for.
+  // A collective. It lasts until wait_ends(); until then, waits_for() records the peer that the
+  // lane waits for.
   struct Collective {
     int64_t step = 0, sequence = 0;
     uint32_t tag = 0;
@@ -54,8 +54,8 @@ class Board {
   void wait_ends(int lane);
 
   RankStatus status() const;
-  // Text for the error of a lost peer: the last plan lines, and the path of the report with all of
-  // them. "" before the first line.
+  // Returns text for the error about a lost peer: the last plan lines, and the path of a report
+  // with all lines of the board. Returns "" before the first line.
   std::string report(const std::string& error) const;
 
  private:
@@ -78,7 +78,7 @@ inline void show(Board* board, std::string_view what) {
   if (board != nullptr) board->at(what);
 }
 
-// RAII: the lane waits for this collective. The board may be null.
+// RAII: records that the lane waits for this collective. The board may be null.
 class Waiting {
  public:
   Waiting(Board* board, int lane, const Board::Collective& collective, std::string_view text)

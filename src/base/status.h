@@ -1,6 +1,6 @@
 #pragma once
 // Status: where a rank is and what it waits for. `penstock status` reads it from another process. A
-// pure value; any thread.
+// plain value, usable from any thread.
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -14,16 +14,16 @@ namespace penstock {
 // Name of the anonymous file that each rank keeps open; /proc/PID/fd lists it.
 inline constexpr const char* kStatusFile = "penstock-status";
 
-// Numbers that a rank publishes about its last applied step, named as in docs/monitoring.md
-// (src/engine). Byte counts are the current ones.
+// Numbers that a rank (src/engine) publishes about its last applied step, under the names in
+// docs/monitoring.md. Byte counts are current values.
 inline constexpr std::array<const char*, 12> kStepNumbers = {
     "step",         "step_s", "loss",      "grad_norm",    "lr",         "samples_per_s",
     "tokens_per_s", "mfu",    "exposed_s", "device_bytes", "host_bytes", "disk_bytes"};
 using StepNumbers = std::array<double, kStepNumbers.size()>;  // NaN: not known
 
 struct PENSTOCK_API RankStatus {
-  // The text at the time of writing. A long text is cut off and ends in "...". The text is "?" if
-  // the process was stopped while it wrote.
+  // A long text is cut off and ends in "...". The text is "?" if the process was stopped while it
+  // wrote the text.
   struct Line {
     int64_t step = 0;
     double age_s = 0.0;  // since the line began
@@ -32,7 +32,7 @@ struct PENSTOCK_API RankStatus {
   // A thread of the rank that exchanges data with peers.
   struct Lane {
     std::string name;
-    bool waits = false;    // true: it waits now, in `line`; false: `line` is its last collective
+    bool waits = false;    // true: it waits in the collective `line`; false: `line` is its last one
     int peer = -1;         // the peer that it waits for; -1: not known yet
     int64_t sequence = 0;  // number of the lane's collectives before this one
     Line line;

@@ -31,13 +31,14 @@ std::string reason(const std::exception& error);
 // Returns the name of this machine; "" if the system does not give one.
 std::string host_name();
 
-// FNV-1a, 64 bit: equal on every machine, so ranks may compare hashes.
+// Returns the 64-bit FNV-1a hash. It is the same on every machine, so ranks may compare hashes.
 uint64_t hash_text(std::string_view text, uint64_t seed = 0xcbf29ce484222325ULL);
 
 // "1.50 GiB"
 std::string format_bytes(double bytes);
 
-// Parses "4GiB", "1.5 TiB", "80GB" (10^9), "512" into whole bytes >= 0; nothing for other text.
+// Parses "4GiB", "1.5 TiB", "80GB" (10^9), "512" into whole bytes >= 0. Returns nothing for any
+// other text.
 std::optional<int64_t> parse_bytes(std::string_view text);
 
 }  // namespace penstock

@@ -1,6 +1,6 @@
 #pragma once
-// The optimizers on a device, made of torch's operations. Formulas and their order are those of
-// kernels.h. All work is queued on the calling thread's stream.
+// The optimizers on a device, made of torch's operations. They use the formulas of kernels.h, in
+// the same order. All work is queued on the calling thread's stream.
 #include <cstdint>
 
 #include "penstock/config.h"

@@ -1,8 +1,9 @@
 #pragma once
 // Optimizer kernels over flat ranges on the CPU. One pass reads gradient and state once, and writes
 // state and the low-precision parameter once. With a bf16 gradient, fp32 master and moments, and a
-// bf16 parameter that is 28 bytes per parameter. Stateless free functions; any thread. The work is
-// split over at::parallel_for. The SIMD instruction set (Highway) is chosen at run time.
+// bf16 parameter, a pass moves 28 bytes per parameter. Stateless free functions, callable from any
+// thread. The work is split over at::parallel_for. The SIMD instruction set (Highway) is chosen at
+// run time.
 #include <cstdint>
 
 #include "src/device/address.h"
@@ -56,8 +57,8 @@ struct AdagradOptions {
   float grad_scale = 1.0F;
   int64_t step = 1;  // 1 for the first update
 };
-// As torch.optim.Adagrad with initial_accumulator_value 0. `sum` is the sum of squares in fp32; a
-// bf16 sum that only grows would soon stop changing.
+// Same as torch.optim.Adagrad with initial_accumulator_value 0. `sum` is the sum of squares, in
+// fp32 because a bf16 sum that only grows would soon stop changing.
 void adagrad(const Range& range, float* sum, const AdagradOptions& options);
 
 }  // namespace penstock::optim

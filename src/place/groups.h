@@ -1,5 +1,6 @@
 #pragma once
-// Groups: the ranks that one rank meets in collectives, computed once. A pure value; any thread.
+// Groups: the ranks that one rank meets in collectives, computed once. A plain value, usable from
+// any thread.
 #include <vector>
 
 #include "src/place/mesh.h"
@@ -14,29 +15,30 @@ struct Members {
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-// The owners of the shards under `place` among the data ranks of `rank`: for each shard, in shard
-// order, the lowest rank that holds it. `index` is the shard that `rank` owns; below 0: none.
+// Returns the owners of the shards under `place` among the data ranks of `rank`: for each shard, in
+// shard order, the lowest rank that holds it. `index` is the shard that `rank` owns, or negative if
+// it owns none.
 Members owners(const Placement& place, const Mesh& mesh, int rank);
 
 class Groups {
  public:
   Groups(const Mesh& mesh, int rank);
 
-  // Returns the ranks along `axes`, in any order of `axes`. The result lives as long as this
-  // object. Allocates nothing.
+  // Returns the ranks along `axes`; the order of `axes` does not matter. The result lives as long
+  // as this object. Allocates nothing.
   const Members& of(const std::vector<Axis>& axes) const;
   const Members& everyone() const;
   const Members& data() const { return of({Axis::kNode, Axis::kLocal}); }
   const Members& tensor() const { return of({Axis::kTensor}); }
   const Members& pipeline() const { return of({Axis::kPipeline}); }
-  // The ranks of this pipeline stage; everyone if there is one stage.
+  // The ranks of this pipeline stage; all ranks if there is one stage.
   const Members& stage() const {
     return of({Axis::kNode, Axis::kLocal, Axis::kExpert, Axis::kSequence, Axis::kTensor});
   }
 
  private:
   // Indexed by the set of axes, one bit each. The bits of axes of size one are dropped before the
-  // lookup, so sets that contain them stay empty.
+  // lookup, so the entries of sets with such axes stay empty.
   std::vector<Members> members_;
   unsigned used_axes_ = 0;
 };

@@ -1,5 +1,5 @@
 #pragma once
-// Mesh: named axes over the ranks. A pure value; any thread.
+// Mesh: named axes over the ranks. A plain value, usable from any thread.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -11,13 +11,13 @@
 namespace penstock {
 
 // Axes in nesting order: ranks that differ only in the last axis are neighbours; ranks of different
-// stages are farthest apart. A new axis is one name here and one row below.
+// stages are farthest apart. A new axis needs one name here and one row below.
 enum class Axis : uint8_t { kPipeline, kNode, kLocal, kExpert, kSequence, kTensor };
 
 struct AxisRow {
   Axis axis;
   const char* name;
-  bool shards_state;  // false: a placement may not be S there
+  bool shards_state;  // false: a placement may not be S on it
 };
 inline constexpr std::array kAxes = {
     AxisRow{Axis::kPipeline, "pipeline", false},  // stages hold different state
@@ -49,11 +49,11 @@ struct Mesh {
   int data() const { return size(Axis::kNode) * size(Axis::kLocal); }
   int world() const;
   int coordinate(int rank, Axis axis) const;
-  // Ranks that differ from `rank` only along `axes`, ascending (position in the group = shard
-  // index).
+  // Returns the ranks that differ from `rank` only along `axes`, in ascending order. The position
+  // in this list is the shard index.
   std::vector<int> group(int rank, const std::vector<Axis>& axes) const;
   std::string text() const;  // "node=2 local=4 tensor=2": node, local, and each axis above size one
-  // Parses such a text. Throws ConfigError.
+  // Parses the form that text() returns. Throws ConfigError.
   static Mesh parse(const std::string& text);
   bool operator==(const Mesh&) const = default;
 

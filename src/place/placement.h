@@ -1,6 +1,6 @@
 #pragma once
 // Placement: where a copy of a unit's role lives. hops() alone decides how data moves from one
-// placement to another. Pure values; any thread.
+// placement to another. Plain values, usable from any thread.
 #include <array>
 #include <cstdint>
 #include <string>
@@ -59,15 +59,17 @@ Move parse_move(std::string_view text);  // throws ConfigError
 int num_shards(const Placement& place, const Mesh& mesh);
 int shard_index(const Placement& place, const Mesh& mesh, int rank);
 
-// Sets axes of size one to R. If only one of `node` and `local` has size one, it takes the layout
-// of the other. `zero3` therefore moves over "data" whether or not the mesh has several nodes.
+// Sets axes of size one to R. If exactly one of `node` and `local` has size one, that axis takes
+// the other one's layout. `zero3` therefore moves over "data" whether or not the mesh has several
+// nodes.
 Placement normalize(Placement place, const Mesh& mesh);
 
-// Returns the moves that turn a copy at `from` into one at `to`; empty if they are equal.
-// Collectives run on the device tier, narrowing casts come first and widening casts last, and equal
-// collectives on several axes are joined. Shards stay contiguous: an inner axis that stays sharded
-// while an outer one is gathered or sliced is gathered before and sliced after. Throws ConfigError
-// if an axis changes from R or S to P, since a sum cannot be undone.
+// Returns the moves that turn a copy at `from` into a copy at `to`; empty if the placements are
+// equal. Collectives run on the device tier, narrowing casts come first and widening casts last,
+// and equal collectives on several axes are joined. Shards stay contiguous: if an outer axis is
+// gathered or sliced and an inner axis stays sharded, the inner axis is gathered first and sliced
+// again afterwards. Throws ConfigError if an axis changes from R or S to P, since a sum cannot be
+// undone.
 std::vector<Move> hops(const Placement& from, const Placement& to);
 
 // Returns the placement after one move. Throws ConfigError if the move cannot start from `place`.

@@ -1,6 +1,6 @@
 #pragma once
-// check: a table is either exact or refused. A few principles decide which tables are allowed
-// (docs/tables.md lists them); every other table runs.
+// check(): refuses every table whose results would not be exact. The principles are listed in
+// docs/tables.md; a table that violates none of them is allowed.
 #include "src/plan/model_desc.h"
 #include "src/plan/table.h"
 
@@ -12,7 +12,7 @@ struct Conditions {
   bool late_update = false;    // step() returns before the optimizer has finished
 };
 
-// Returns the narrowest dtype of the parameters that train; the other parameters keep theirs.
+// Returns the narrowest dtype among the trainable parameters. Parameters of other dtypes keep them.
 Dtype precision_of(const ModelDesc& model);
 
 // Throws ConfigError with the cell, its value, the principle and the allowed values.

@@ -1,12 +1,13 @@
 #pragma once
 // Copies: records which copies of a unit's role exist and which one is the authority. The planner,
 // the simulator, the tests' interpreter and the executor (for parameters and gradients) keep the
-// same book. A pure value.
+// same book. A plain value.
 //
-// [Note: Copies] Parameters rest: one copy is the authority and stays where it is. Besides it there
-// is at most one working copy, and a return to rest only drops that copy, which is free. Gradients
-// and optimizer state move: a move removes the copy at its source, and a copy that arrives where
-// another copy exists is added to it. A write makes the written copy the only one.
+// [Note: Copies] Parameters rest: one copy is the authority and stays where it is. There is at most
+// one working copy besides the authority. A return to rest only drops the working copy, so it costs
+// nothing. Gradients and optimizer state move: a move removes the copy at its source. If a copy
+// already exists at the destination, the arriving copy is added to it. After a write, the written
+// copy is the only one.
 #include <optional>
 #include <vector>
 
@@ -25,24 +26,24 @@ class Copies {
   const std::vector<Placement>& places() const { return places_; }  // the newest first
   bool empty() const { return places_.empty(); }
   bool has(const Placement& place) const;
-  // Returns the copy in use: the working copy, else the authority.
+  // Returns the copy in use: the working copy if there is one, else the authority.
   const Placement& current() const { return places_.front(); }
   bool at_rest() const { return places_.size() == 1; }
 
   // Returns the copy that a list of moves starts from: the newest copy to which all the moves
   // apply.
   std::optional<Placement> source(const std::vector<Move>& moves) const;
-  // Returns the shortest list of moves that ends at `wanted`; empty if a copy is there. Starts from
-  // the current copy if that needs no peer and no disk. Throws ConfigError if there is no such
-  // list.
+  // Returns the shortest list of moves that ends at `wanted`; empty if a copy is already there. The
+  // list starts from the current copy if its moves then need neither a peer nor the disk. Throws
+  // ConfigError if there is no such list.
   std::vector<Move> way_to(const Placement& wanted) const;
 
   // Applies the moves to the book, from source(moves) or from the given copy. Throws Bug if there
   // is no such copy.
   void move(const std::vector<Move>& moves);
   void move(const std::vector<Move>& moves, const Placement& from);
-  void make(const Placement& place);   // a computation made a copy there, or added to it
-  void write(const Placement& place);  // this copy was changed: the others are invalid
+  void make(const Placement& place);   // a computation made or added to this copy
+  void write(const Placement& place);  // this copy changed; all other copies are invalid
   void drop();                         // removes all copies except the authority
   void clear() { places_.clear(); }
 

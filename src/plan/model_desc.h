@@ -13,7 +13,7 @@ namespace penstock {
 // One flat of a unit: parameters of one dtype that all train or are all frozen, and that have the
 // same cut over the tensor axis.
 struct FlatDesc {
-  int64_t numel = 0;           // padded: divisible by the number of data ranks
+  int64_t numel = 0;           // padded to a multiple of the number of data ranks
   Dtype dtype = Dtype::kFp32;  // the dtype it computes in
   bool trainable = true;
   TensorCut tensor = TensorCut::kWhole;
@@ -22,8 +22,8 @@ struct FlatDesc {
 };
 
 // How a unit is split over the tensor axis. A column split computes a full output from a full
-// input, and a partial input gradient; a row split computes a partial output (Megatron-LM,
-// arXiv:1909.08053, section 3).
+// input, but its input gradient is a partial sum. A row split computes a partial sum of the output
+// (Megatron-LM, arXiv:1909.08053, section 3).
 enum class TensorSplit : uint8_t { kNone, kColumn, kRow };
 
 struct UnitDesc {
@@ -43,13 +43,14 @@ struct Chunk {
   bool operator==(const Chunk&) const = default;
 };
 
-// Returns the range [begin, end) of the chunk in each flat of which a rank owns `numel` elements.
-// Borders are on disk blocks in any dtype, so the last chunks of a small flat are empty.
+// Returns the chunk's range [begin, end) in a flat of which a rank owns `numel` elements. Chunks
+// begin and end at disk block boundaries in any dtype, so the last chunks of a small flat are
+// empty.
 std::pair<int64_t, int64_t> range_of(const Chunk& chunk, int64_t numel);
 inline constexpr int64_t kChunkGrain = 2048;  // elements
 
-// `kUse` (backward only): the unit computes and does not have its gradient yet, as in a recomputed
-// unit. `kGradient`: it produces its gradient and needs no parameters.
+// `kUse` (backward only): the unit computes but does not have its gradient yet, like a unit that is
+// being recomputed. `kGradient`: the unit produces its gradient and needs no parameters.
 enum class Mark : uint8_t { kWhole, kBegin, kEnd, kUse, kGradient };
 
 // One entry in the order of a forward or backward. Units that contain others (the root) or that
@@ -66,12 +67,13 @@ struct ModelDesc {
   std::vector<UnitDesc> units;
   std::vector<Visit> forward;
   std::vector<Visit> backward;
-  int64_t boundary_bytes = 0;  // sent from a stage to the next for one micro-batch
+  int64_t boundary_bytes = 0;  // bytes sent between two stages for one micro-batch
   bool operator==(const ModelDesc&) const = default;
 };
 
-// Sets the order that is assumed before step one: unit 0 is the root and encloses the others, which
-// run in index order, and in reverse in backward. Without `root` all units are whole.
+// Sets the order that is assumed before step one: unit 0 is the root and encloses all other units,
+// which run in index order in forward and in reverse order in backward. Without `root` all units
+// are whole.
 void assume_order(ModelDesc& model, bool root);
 
 }  // namespace penstock

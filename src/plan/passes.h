@@ -1,6 +1,6 @@
 #pragma once
-// Passes: pure functions Plan -> Plan that never change results. The one exception is
-// sum_as_fp32(): a device's back end then chooses the order of additions.
+// Passes: pure functions Plan -> Plan that never change results. The only exception is
+// sum_as_fp32(): after it, a device's back end chooses the order of additions.
 #include <cstdint>
 
 #include "src/plan/plan.h"
@@ -8,23 +8,24 @@
 
 namespace penstock {
 
-// Starts parameter moves earlier: each move goes up past compute steps while the bytes gathered
-// before their use stay within `budget_bytes`. The order of moves is kept. A move never passes a
-// step of its own unit, a micro line or an update.
+// Starts parameter moves earlier: each move goes up past compute steps as long as the bytes that
+// are gathered before their use stay within `budget_bytes`. The order of moves is kept. A move
+// never passes a step of its own unit, a micro line or an update.
 Plan prefetch(const Plan& plan, const ModelDesc& model, int64_t budget_bytes);
 
-// Neighbouring moves of the same kind share one collective while their parameters together are
-// smaller than `bucket_bytes`. Gathers join the earlier move; gradients and publishes join the
-// later one.
+// Joins neighbouring moves of the same kind into one collective, as long as their parameters
+// together are smaller than `bucket_bytes`. Gathers join the earlier move; gradients and publishes
+// join the later one.
 Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
 
-// Converts low-precision gradients to fp32 before their first sum, because a ring adds up in the
-// dtype it sends. A ring sends twice the bytes per value, but each value leaves a node only once.
-// Sums are computed in fp32 with and without this pass. `table` must be normalized for the mesh.
+// Converts low-precision gradients to fp32 before their first sum, because a ring adds in the dtype
+// that it sends. The ring then sends twice the bytes per value, but each value leaves a node only
+// once. Sums are computed in fp32 with and without this pass. `table` must be normalized for the
+// mesh.
 Plan sum_as_fp32(const Plan& plan, const Table& table);
-// Returns whether links between nodes then carry fewer bytes, over a ring, than if each rank sends
-// its part to each other rank in 2 bytes per value. False if only a second sum crosses nodes, since
-// that sum is in fp32 anyway.
+// Returns whether a ring in fp32 sends fewer bytes between nodes than ranks that send their parts
+// to each other in 2 bytes per value. Returns false if only a second sum crosses nodes, since that
+// sum is in fp32 anyway.
 bool ring_sends_less(const Mesh& mesh, const Table& table);
 
 // Reads state from disk while the previous update runs: each read starts before that update, and

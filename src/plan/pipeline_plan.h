@@ -17,13 +17,12 @@ ModelDesc part(const ModelDesc& model, int num_ranks, int rank);
 // `hold`, so the table decides whether they are gathered for each use or once. If several ranks
 // have a unit, its gradients are summed before the norm, and all these ranks update it.
 //
-// A send and its receive are written at the same time; the receive goes at the end of the peer's
-// plan so far. Every plan is therefore a projection of one common order, and no rank can deadlock,
-// even if a send blocks until its receive.
+// Each send is added together with its receive, which is appended to the peer's plan. Every plan is
+// therefore a projection of one common order, and no rank can deadlock, even if a send blocks until
+// its receive.
 //
-// Throws ConfigError for a stage without units, for a stage that runs after a later one, and, with
-// several ranks, for gradients on disk of a unit that several ranks have.
-// ranks, gradients on disk of what several of them have.
+// Throws ConfigError if a stage has no units, if stages are not computed in order, or if a unit
+// that several pipeline ranks share keeps its gradients on disk.
 std::vector<Plan> plan_pipeline(const Table& table, const ModelDesc& model, const Mesh& mesh,
                                 const Schedule& schedule);
 

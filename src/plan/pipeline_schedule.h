@@ -1,6 +1,6 @@
 #pragma once
-// Schedule: the order in which the ranks of a pipeline compute stages and micro-batches. It prints
-// and parses as torch.distributed.pipelining's CSV of compute actions: one line per rank, such as
+// Schedule: the order in which the ranks of a pipeline compute stages and micro-batches. Its text
+// form is the CSV of compute actions of torch.distributed.pipelining: one line per rank, such as
 // "0F0,0F1,0B0,0B1" (stage, forward or backward, micro-batch).
 //
 // Stages are numbered in model order. If a rank has several ("virtual") stages, stage s is on rank
@@ -32,8 +32,8 @@ struct Schedule {
 };
 
 // Returns the action that `action` waits for: the forward of the previous stage, the backward of
-// the next stage, or, for a backward of the last stage, its own forward. The stage is -1 if it
-// waits for none.
+// the next stage, or, for a backward of the last stage, its own forward. If there is no such
+// action, the returned stage is -1.
 Action before(const Action& action, int num_stages);
 
 struct PipelineShape {
@@ -60,7 +60,7 @@ void check_schedule(const Schedule& schedule);
 // Cost of a schedule if all stages take the same time.
 struct Replay {
   double makespan = 0;
-  std::vector<double> idle;    // of each rank, from the start to the makespan
+  std::vector<double> idle;    // of each rank, between the start and the makespan
   std::vector<int> most_held;  // of each rank: stage micro-batches between forward and backward
 };
 Replay replay(const Schedule& schedule, double forward, double backward, double transfer = 0);

@@ -33,12 +33,12 @@ enum class Op : uint8_t {
   kForward,   // computes, with a mark
   kBackward,  // computes, with a mark; leaves the unit's gradient as a partial sum
   kDrop,      // frees copies of the role other than the resting one
-  kSum,       // sums gradients of which ranks off the data axes have addends
+  kSum,       // sums gradient addends of ranks along axes other than data
   kNorm,      // global gradient norm over all units: one small collective
   kUpdate,    // optimizer
   kPublish,   // the updated master weights become the parameter's resting copy, through `moves`
-  kSend,      // sends a forward's (act) or backward's (grad) result `hop` stages on
-  kReceive,   // receives the input of a forward (act) or backward (grad) from there
+  kSend,      // sends the result of a forward (act) or backward (grad) to the stage at `hop`
+  kReceive,   // receives the input of a forward (act) or backward (grad) from the stage at `hop`
 };
 
 inline constexpr int kNoMicro = -1;
@@ -47,13 +47,13 @@ std::string mark_text(Mark mark);  // " begin"; empty for whole
 
 struct Step {
   Op op = Op::kMove;
-  std::vector<int> units{};  // one; several if `fuse` joined moves
+  std::vector<int> units{};  // one unit; several if fuse() joined moves
   Role role = Role::kParam;
   Mark mark = Mark::kWhole;
   std::vector<Move> moves{};
   int micro = kNoMicro;
   int hop = 0;    // send, receive: +1 or -1 along the pipeline axis, which is a ring
-  Chunk chunk{};  // in updates; printed if there are several: "update u1[0/4]"
+  Chunk chunk{};  // in updates; printed if there are several chunks: "update u1[0/4]"
 
   std::string text() const;
   bool is_compute() const { return op == Op::kForward || op == Op::kBackward; }

@@ -8,10 +8,10 @@
 namespace penstock {
 
 // Sections of a training step. The engine runs them one at a time, since the number of
-// micro-batches is only known as eager code runs. plan_step() concatenates them.
+// micro-batches is known only while eager code runs. plan_step() concatenates them.
 enum class Section : uint8_t {
   kForward,       // the window's first training forward: parameters end in `hold`
-  kForwardNext,   // a later forward: parameters start in `hold`, too
+  kForwardNext,   // a later forward: parameters start and end in `hold`
   kEval,          // a forward without backward: parameters end in `rest`
   kBackward,      // not the last backward of the window: everything ends in `hold`
   kBackwardLast,  // the last backward of the window: gradients end in `update`

@@ -1,7 +1,7 @@
 #pragma once
 // Route: a list of moves as passes over the data. The plain walk makes one pass per move. A faster
 // walk does certain moves in one pass. Only this file recognises these moves, so the simulator
-// counts exactly the buffers that the executor takes. Pure values; any thread.
+// counts exactly the buffers that the executor takes. Plain values, usable from any thread.
 //
 // [Note: Fusions]
 //   slice, copy, cast      one pass reads a part, converts it and writes it to its tier
@@ -11,7 +11,7 @@
 //   sum; sum               values between two sums stay in fp32
 //   update; publish        the optimizer's pass also writes the first pass of the publish, if that
 //                          ends in the resting copy or in this rank's shard of it
-// P stands for a mean that is not complete: each sum divides by the number of ranks it adds.
+// P stands for an incomplete mean: each sum is divided by the number of ranks that it adds.
 #include <cstdint>
 #include <vector>
 
@@ -23,7 +23,7 @@ enum class PassKind : uint8_t { kLocal, kAllGather, kReduceScatter, kAllReduce }
 
 struct Pass {
   PassKind kind{};
-  std::vector<Axis> axes{};  // of a collective; local: the axes that it cuts
+  std::vector<Axis> axes{};  // axes of a collective; local: axes of the cut
   Placement from{}, to{};
   int parts = 1, part = 0;  // local: the output is this part of the input
   bool operator==(const Pass&) const = default;
@@ -42,7 +42,7 @@ struct Route {
   bool into_next(size_t pass) const;
   // Whether a pass writes to the end of the route: all later passes work in place.
   bool ends_at(size_t pass) const;
-  // For a publish: whether the optimizer can do its first pass.
+  // For a publish: whether the optimizer can do the first pass of the route.
   bool joins_update() const;
   // Returns the dtype after a pass, for a buffer that starts in dtype `first` and ends in `last`.
   Dtype dtype_after(size_t pass, Dtype first, Dtype last) const;

@@ -1,5 +1,5 @@
 #pragma once
-// Questions that several passes ask about a plan line. Pure.
+// Properties of a plan line that several passes need. Pure functions.
 #include <algorithm>
 #include <cstdint>
 

@@ -1,5 +1,6 @@
 #pragma once
-// StepWriter: the common part of the planners. Writes one rank's steps; knows only placements.
+// StepWriter: the common base of the planners. It writes one rank's steps and knows only
+// placements.
 #include <vector>
 
 #include "src/plan/copies.h"
@@ -34,7 +35,7 @@ class StepWriter {
   // A gradient that is held in place is summed before it moves. Any other gradient moves first and
   // is summed where it arrives.
   void settle_grad(int unit, bool last);
-  // Sums, in place, gradients of which tensor ranks have addends.
+  // Sums, in place, gradients to which each tensor rank contributes an addend.
   void sum_partial(int unit);
   // Sums, in place, gradients of units that several pipeline stages have.
   void sum_stages(int unit);

@@ -1,5 +1,5 @@
 #pragma once
-// Converts a Config to the values that the planner works with. Pure.
+// Pure functions that convert a Config to the values that the planner works with.
 #include <array>
 #include <optional>
 #include <string>
@@ -19,25 +19,27 @@ inline constexpr std::array<Section, 7> kSections = {
 // "update_early". Throws ConfigError.
 Section section_named(const std::string& name);
 
-// Returns the mesh of a resolved config as the state sees it: sequence ranks count as data ranks
-// and are neighbours in `local`.
+// Returns the mesh over which a resolved config distributes state: sequence ranks count as data
+// ranks and are neighbours in `local`.
 Mesh mesh_of(const Config& config);
-// Marks the units that are computed again in backward. Throws ConfigError if no unit can be.
+// Marks the units that are computed again in backward. Throws ConfigError if no unit can be
+// recomputed.
 void mark_recomputed(const Config& config, ModelDesc& model);
 
 // Sets the number of chunks in which each unit's optimizer state passes through memory. `table`
 // must be normalized for the mesh.
 void set_chunks(const Config& config, const Table& table, ModelDesc& model);
-// Replaces "auto" by the dtype that sends less between nodes. `rings`: the ranks have a device back
-// end that sums along rings.
+// Replaces "auto" by the dtype that sends fewer bytes between nodes. `rings`: the ranks have a
+// device back end that sums along rings.
 void resolve_reduce_dtype(const ModelDesc& model, bool rings, Config* config);
-// Applies the passes that the config asks for.
+// Applies the passes that the config selects.
 Plan with_passes(const Plan& plan, const ModelDesc& model, const Config& config);
 
-// Returns the strategy's preset with the config's own cells, in the precision of the narrowest
-// parameters that train. The other parameters keep their dtype (Table::dtype_in).
+// Returns the strategy's preset with the config's own cells. Its precision is the narrowest dtype
+// among trainable parameters; parameters of other dtypes keep them (Table::dtype_in).
 Table table_of(const Config& config, const ModelDesc& model);
-// Returns whether the strategy rests parameters sharded, so that they can rest on another tier.
+// Returns whether the strategy's resting parameters are sharded, so that they can be on another
+// tier.
 bool can_rest_away(const std::string& strategy);
 // Returns the same settings for another strategy and another optimizer tier, without settings that
 // do not apply there.
@@ -46,7 +48,8 @@ int num_moments(const Config& config);  // per parameter, besides the master
 
 // Predicts one training step of this strategy.
 Ledger predict(const Config& config, ModelDesc model);
-// The same, but plans at most three micro-batches of a window, since the others are alike.
+// Like predict(), but plans at most three micro-batches of a window, since all further ones are
+// alike.
 Ledger predict_window(const Config& config, ModelDesc model);
 
 }  // namespace penstock

@@ -24,8 +24,8 @@ class Table {
   void set(Role role, Phase phase, const Placement& place);
   // Returns the table with every cell normalized for this mesh (normalize()).
   Table on(const Mesh& mesh) const;
-  // Returns the dtype that a flat of dtype `own` has in a param or grad cell: its own if the cell
-  // has the table's precision (an fp32 router in a bf16 model), else the cell's.
+  // Returns the dtype that a flat of dtype `own` has in a param or grad cell: `own` if the cell has
+  // the table's precision (an fp32 router in a bf16 model), else the cell's dtype.
   Dtype dtype_in(const Placement& cell, Dtype own) const;
   // Returns whether the optimizer keeps an fp32 master besides a parameter of this dtype. If not,
   // the resting parameter is the master: it is fp32, rests where the optimizer works, and contains
@@ -34,7 +34,7 @@ class Table {
   // Returns the placement in which masters are updated. An optim cell has the dtype of the moments;
   // masters are fp32.
   Placement master() const;
-  // Whether resting parameters are the ones that compute: the model's own.
+  // Whether the model computes directly with the resting parameters.
   bool rests_whole() const;
   // Whether parameters are sometimes not ready to compute, so that units must be fetched.
   bool moves_params() const;
@@ -49,16 +49,17 @@ class Table {
   // published values are written during the update.
   bool streams_state() const;
   // grads_wait_on_disk: gradients are held on disk until their unit is updated.
-  // grads_come_in_chunks: they are also read in the chunks of the optimizer state.
+  // grads_come_in_chunks: in addition, they are read in the same chunks as the optimizer state.
   bool grads_wait_on_disk() const;
   bool grads_come_in_chunks() const;
-  // Returns the moves that make updated masters the resting parameters; a cast if only the buffer
-  // changes. Empty if the resting parameters are the masters.
+  // Returns the moves that turn updated masters into resting parameters: a cast if only the buffer
+  // changes, no moves if the resting parameters are the masters.
   std::vector<Move> publish() const;
   // Whether updated parameters go to rest in the same chunks as the optimizer state.
   bool publishes_chunks() const;
   std::string text() const;  // one line per role: "param rest=SS@device:bf16 forward=..."
-  // Parses such a text, which must have every cell. Throws ConfigError with the cell.
+  // Parses the form that text() returns. Every cell must be present. Throws ConfigError with the
+  // cell.
   static Table parse(const std::string& text);
   bool operator==(const Table&) const = default;
 
@@ -71,7 +72,7 @@ struct TableOptions {
   bool accumulate = false;  // several backwards per step: the accumulated sums are fp32
   Tier optim_tier = Tier::kDevice;
   Tier param_tier = Tier::kDevice;
-  std::optional<Tier> grad_tier{};  // tier where they are held; default: where the optimizer works
+  std::optional<Tier> grad_tier{};  // tier of held gradients; default: where the optimizer works
   Dtype moments = Dtype::kFp32;
   Tier act_tier = Tier::kDevice;
 };

@@ -1,6 +1,6 @@
 #pragma once
-// Recorder: what one rank did and when: computed units, plan lines, exchanges with peers, disk
-// reads and writes, and waits.
+// Recorder: records what one rank did and when. It covers computed units, plan lines, exchanges
+// with peers, disk reads and writes, and waits.
 //
 // [Note: Recorder] A row is one thread that works in order (the model's thread, each lane). The
 // recorder always keeps the last events, so that an error can show what led to it. record() keeps
@@ -18,9 +18,9 @@
 namespace penstock::trace {
 
 // kCompute: a unit's forward or backward. kLine: a plan line other than compute. kExchange: an
-// exchange with peers, inside a line; its bytes are those this rank sends. kWait: a wait for a line
-// of another row. kRead, kWrite: disk requests, which may overlap. kStep: from the end of one step
-// to the end of the next.
+// exchange with peers, inside a line; its bytes are the bytes that this rank sends. kWait: a wait
+// for a line of another row. kRead, kWrite: disk requests, which may overlap. kStep: from the end
+// of one step to the end of the next.
 enum class Kind : uint8_t { kCompute, kLine, kExchange, kWait, kRead, kWrite, kStep };
 inline constexpr int kNumKinds = 7;
 const char* name_of(Kind kind);
@@ -36,7 +36,7 @@ struct Event {
   Text text;
   int16_t row = 0;
   Kind kind = Kind::kLine;
-  int16_t of = 0;  // kWait: the row waited for
+  int16_t of = 0;  // kWait: the row that was waited for
 };
 
 struct EventSum {
@@ -51,8 +51,8 @@ struct EventSum {
 
 int64_t now_ns();
 
-// The rank that the events belong to. Set before lanes begin; offset_ns is set when clocks are
-// compared.
+// The rank that the events belong to. It is set before lanes begin, except for offset_ns, which is
+// set when clocks are compared.
 struct About {
   int rank = 0;
   std::string host;                    // shown beside the rank
@@ -60,7 +60,7 @@ struct About {
   std::string folder;  // folder for the last events after an error; empty: not written
 };
 
-// Any thread.
+// Usable from any thread.
 class Recorder {
  public:
   static constexpr int kModel = 0, kDisk = 1;        // rows that always exist
@@ -73,11 +73,12 @@ class Recorder {
   // Returns the row with this name; makes it if it is missing.
   int16_t row(const std::string& name);
   std::vector<std::string> rows() const;
-  // The calling thread's row; the model's if none was set. set_row_here() returns the previous row.
+  // The calling thread's row; the model's row if none was set. set_row_here() returns the previous
+  // row.
   static int16_t set_row_here(int16_t row);
   static int16_t row_here();
-  // The plan line that the calling thread executes; work it submits to lanes belongs to this line.
-  // null: none.
+  // The plan line that the calling thread executes; null if none. Work that the thread submits to
+  // lanes belongs to this line.
   static Text set_line_here(Text line);
   static const Text& line_here();
 
@@ -87,9 +88,9 @@ class Recorder {
 
   void add(Event event);
   EventSum sum(int16_t row, Kind kind) const;
-  // Sum of the waits of the model's row for this row.
+  // Returns the sum over the waits of the model's row for this row.
   EventSum waited_for(int16_t row) const;
-  // Sum of this kind over all rows.
+  // Returns the sum over all events of this kind, on all rows.
   EventSum sum(Kind kind) const;
 
   // record() starts to keep all events. end_record() stops this and returns the events kept since.
@@ -106,7 +107,7 @@ class Recorder {
   std::atomic<int64_t> step_ = 0;
   std::atomic<uint64_t> flows_ = 0;
   mutable std::mutex mutex_;
-  std::vector<std::string> rows_;                      // all below guarded by mutex_
+  std::vector<std::string> rows_;                      // this and all below: guarded by mutex_
   std::vector<std::array<EventSum, kNumKinds>> sums_;  // by row
   std::vector<EventSum> waited_;                       // by row
   std::vector<Event> ring_;
@@ -133,7 +134,7 @@ class Span {
   int64_t least_ns_ = 0;
 };
 
-// RAII: the calling thread executes this plan line.
+// RAII: sets the plan line that the calling thread executes.
 class AtLine {
  public:
   explicit AtLine(Text line) : before_(Recorder::set_line_here(std::move(line))) {}

@@ -26,7 +26,7 @@ using Json = nlohmann::ordered_json;  // the order of `dtypes` rules is kept
   fail(concat("\"", path, "\" is ", value.dump(), "; allowed: ", allowed));
 }
 
-// For a valid value that this version does not support.
+// Throws ConfigError for a valid value that this version does not support.
 [[noreturn]] inline void fail_unsupported(const std::string& path, const Json& value,
                                           const std::string& sentence) {
   fail(concat("\"", path, "\" is ", value.dump(), "; ", sentence));
@@ -140,7 +140,7 @@ class ConfigSection {
     return text;
   }
 
-  // 0, false and "" have no effect on purpose, so they are allowed.
+  // The values 0, false and "" are allowed, because they ask for no effect.
   void refuse_without_effect(std::initializer_list<const char*> keys,
                              const std::string& reason) const {
     for (const char* key : keys) {

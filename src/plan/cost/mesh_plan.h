@@ -1,6 +1,6 @@
 #pragma once
 // Comparison of meshes: tensor x pipeline x data ranks of a cluster, for a transformer that need
-// not exist yet. Values; any thread.
+// not exist yet. Plain values, usable from any thread.
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -29,8 +29,8 @@ struct PENSTOCK_API MeshAlternative {
   int virtual_stages = 1;
   int64_t micro = 1, accumulate = 1;
   bool recompute = false;
-  // Cost of the largest stage for one tensor rank. Bytes are only those of state. Seconds are for
-  // the stage alone: computing, collectives over data ranks and the update.
+  // Cost of the largest stage for one tensor rank. Byte counts cover only the training state.
+  // Seconds cover this stage alone: computing, collectives over data ranks and the update.
   Alternative state;
   int64_t params = 0;       // parameters of this stage and tensor rank
   int64_t activations = 0;  // peak bytes, an estimate
@@ -45,8 +45,8 @@ struct PENSTOCK_API MeshAlternative {
 };
 
 struct MeshReport {
-  std::vector<MeshAlternative> alternatives;  // best first: the ones that fit, fastest first
-  std::string text;                           // the first ten, and the best of each further mesh
+  std::vector<MeshAlternative> alternatives;  // those that fit come first, the fastest first
+  std::string text;  // the ten best, and the best alternative for each remaining mesh
 };
 
 // Throws ConfigError if no mesh can divide the batch.

@@ -1,9 +1,9 @@
 #pragma once
 // Timeline: when each rank of a pipeline executes each line of its plan. A line begins when its
-// inputs are ready and its lane is free. A rank has lanes that compute, gather, reduce and update,
-// and one lane per neighbour to send. All ranks start together, and links are not shared. Computing
-// waits for activation sums over tensor ranks, and loses the time that lanes take from its cores
-// (Machine::overlap).
+// inputs are ready and its lane is free. A rank has one lane each to compute, gather, reduce and
+// update, and a send lane per neighbour. All ranks start together, and links are not shared.
+// Computing waits for activation sums over tensor ranks, and loses the time that lanes take from
+// its cores (Machine::overlap).
 #include <cstdint>
 #include <map>
 #include <string>
@@ -16,7 +16,7 @@
 namespace penstock {
 
 // Work of a unit on one rank for one micro-batch. Kernels run one after another: a pass takes the
-// time of its FLOPs plus the time of its bytes of device memory. These numbers depend on a model's
+// time of its FLOPs plus the time of its device memory traffic. These numbers depend on a model's
 // operators, which the planner's description does not have.
 struct UnitWork {
   struct ComputePass {
@@ -25,17 +25,17 @@ struct UnitWork {
   ComputePass forward{}, backward{};  // backward does not include recomputation
   double summed_bytes = 0;            // bytes of activations per sum over tensor ranks
 };
-// Work by unit, for `tokens` per micro-batch and data rank: a forward is 2 FLOPs per parameter and
-// token, a backward 4 if it trains. Nothing else takes time.
+// Returns the work of each unit, for `tokens` per micro-batch and data rank: 2 FLOPs per parameter
+// and token in forward, and 4 in backward if the parameter trains. Nothing else takes time.
 std::vector<UnitWork> work_of(const ModelDesc& model, double tokens);
 
 struct Timeline {
   struct RankTime {
     double busy = 0;       // seconds of computing, including sums over tensor ranks
     double idle = 0;       // from the start to the end of all passes
-    double most_held = 0;  // micro-batches of all its units, between forward and backward
+    double most_held = 0;  // micro-batches of all units, between forward and backward
     std::map<std::string, int64_t> sent;  // link -> bytes in a step
-    std::vector<double> lines;            // by plan line: its own seconds
+    std::vector<double> lines;            // seconds of each plan line alone
   };
   std::vector<RankTime> ranks;  // of the pipeline
   double passes = 0;            // end of the last forward or backward
@@ -43,8 +43,8 @@ struct Timeline {
   double bubble() const;        // idle time of all ranks over their busy time
 };
 
-// `plans` as made by plan_pipeline(), `work` by unit. Throws ConfigError if a plan waits for a
-// message that is never sent.
+// `plans` come from plan_pipeline(); `work` is indexed by unit. Throws ConfigError if a plan waits
+// for a message that is never sent.
 Timeline replay(const std::vector<Plan>& plans, const Table& table, const ModelDesc& model,
                 const Mesh& mesh, const Machine& machine, const std::vector<UnitWork>& work);
 

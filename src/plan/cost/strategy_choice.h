@@ -1,6 +1,6 @@
 #pragma once
-// Choice of tiers: simulates every offload choice that a config leaves open, and returns the best
-// first. Pure, so ranks that agree on the config, the model and the room choose alike.
+// Choice of tiers: simulates every offload choice that a config leaves open, and sorts them, the
+// best first. The functions are pure, so ranks with the same config, model and room choose alike.
 #include <map>
 #include <string>
 #include <vector>
@@ -12,15 +12,15 @@
 namespace penstock {
 
 struct Question {
-  PlanQuestion asked;  // its offload tiers that are "auto" are tried; the others stay
+  PlanQuestion asked;  // its "auto" offload tiers are tried; all other tiers stay
   std::vector<std::string> strategies;
   bool external_optimizer = false;
-  bool many = false;  // many questions follow: uses predict_window() instead of predict()
+  bool many = false;  // true: many questions follow, so predict_window() is used
 };
 
-// Returns the alternatives that can run, best first: those that fit with room to spare, then those
-// that fit, then by the bytes that are missing. Ties: the fastest, then the least disk, host and
-// device memory, then the listed order.
+// Returns the alternatives that can run, the best first: those that fit with room to spare, then
+// those that just fit, then the rest, ordered by the bytes that are missing. Ties are broken by
+// seconds, then by disk, host and device bytes, then by the listed order.
 std::vector<Alternative> alternatives(const Question& question, const ModelDesc& model);
 
 // Returns the config with the alternative's strategy and tiers.
@@ -29,16 +29,17 @@ Config with(const Config& config, const Alternative& chosen);
 // One line per alternative, with reasons.
 std::string choice_text(const std::vector<Alternative>& alternatives);
 
-// Returns a reason why alternatives() is empty: why the tiers that are not "auto" cannot run.
+// Returns why the tiers that are not "auto" cannot run, which is the reason if alternatives() is
+// empty.
 std::string refusal(const Question& question, const ModelDesc& model);
 
-// Throws ConfigError that says why `chosen` does not fit, and names the first of `others` that
-// does.
+// Throws a ConfigError that says why `chosen` does not fit, and names the first of `others` that
+// fits.
 [[noreturn]] void refuse(const Alternative& chosen, const std::vector<Alternative>& others,
                          const Room& room);
 
-// Returns a sentence that names the best alternative that needs less than `now` of the bytes that
-// ran out.
+// Returns a sentence that names the best alternative among those that need less than `now` of the
+// resource that ran out.
 std::string advice(const Question& question, const ModelDesc& model, const OffloadConfig& now,
                    int64_t Alternative::* bytes);
 

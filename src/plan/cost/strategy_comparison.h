@@ -1,5 +1,6 @@
 #pragma once
-// The comparison behind `penstock plan`: every strategy and every tier for a described model. Pure.
+// The comparison behind `penstock plan`: every strategy and every tier for a described model. A
+// pure function.
 #include <cstdint>
 
 #include "penstock/plan.h"
@@ -7,9 +8,9 @@
 
 namespace penstock {
 
-// `asked` has a resolved config; its offload tiers are ignored, since all are tried. Its room is
-// the room of each rank. `num_params` is for the heading: units are padded, the model is not.
-// Strategies with equal placements on this mesh are tried once.
+// `asked` has a resolved config. Its offload tiers are ignored, since all tiers are tried.
+// `asked.room` is the room of each rank. `num_params` appears in the heading, because the units'
+// sizes include padding. Strategies with equal placements on this mesh are tried once.
 PlanReport compare(const PlanQuestion& asked, const ModelDesc& model, int64_t num_params);
 
 }  // namespace penstock
