@@ -9,7 +9,7 @@
 namespace penstock::ckpt {
 
 uint64_t checksum(const void* data, int64_t bytes);
-uint64_t checksum(const at::Tensor& tensor);  // of the values in row-major order
+uint64_t checksum(const at::Tensor& tensor);  // checksum of the values in row-major order
 
 std::string hex(uint64_t value);  // 16 digits
 

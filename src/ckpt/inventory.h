@@ -1,7 +1,7 @@
 #pragma once
 // Inventory: lists every buffer of training state that this rank holds, and the logical tensors
-// that its elements belong to. It is made from the executor's own copies, so it works for any
-// table, tier, tile and chunk. Saving and loading use the same list.
+// that the buffers' elements belong to. The list is made from the executor's own copies, so it
+// works for any table, tier, tile and chunk. Saving and loading use the same list.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -15,16 +15,17 @@
 
 namespace penstock::ckpt {
 
-// The logical tensor that a flat's parameter belongs to. A parameter is a whole tensor, or, if it
-// is a tile, some rows of one.
+// The logical tensor that a flat's parameter belongs to. The parameter is the whole tensor or, if
+// it is a tile, some rows of it.
 struct Global {
   std::string name;
   std::vector<int64_t> shape;
-  int64_t begin = 0;  // first element of the tensor
+  int64_t begin = 0;  // index of its first element in the tensor
 };
 using GlobalOf = std::function<Global(int unit, const exec::Slot& slot)>;
 
-// One buffer between steps. The pointers are valid until the executor runs.
+// One buffer of training state, as it is between steps. The pointers are valid until the executor
+// runs.
 struct Holding {
   int unit = 0;
   exec::Flat* flat = nullptr;
@@ -32,40 +33,41 @@ struct Holding {
   mem::Account account{};
   Placement place;     // placement of the copy that the buffer belongs to
   std::string role;    // "param": fp32 masters, or parameters that do not train
-  int64_t first = 0;   // first element of the flat
+  int64_t first = 0;   // index of its first element in the flat
   bool users = false;  // users see it as the parameter and may change it at any time
   // For masters: the low-precision parameters, which users may have written to since the last step.
-  // Null if there are none.
+  // Null if there are no such parameters.
   const exec::Buffer* edits = nullptr;
   int64_t edits_first = 0;  // element of the flat at which `edits` begins
 
   int64_t numel() const { return buffer->numel; }
 };
 
-// `moments` names the optimizer's state besides the masters, in order. `lent`: an optimizer of the
-// user's own updates the masters.
+// `moments`: the names of the optimizer's moments, in order. `lent`: a user-supplied optimizer
+// updates the masters.
 std::vector<Holding> holdings(exec::Executor& executor, int rank,
                               const std::vector<std::string>& moments, bool lent = false);
 
 // Returns the part of a holding that this rank writes: [first, second) in elements of the holding.
-// Ranks that hold the same values share the work, in whole blocks.
+// Ranks that hold the same values divide the work among them, in whole blocks.
 std::pair<int64_t, int64_t> share_of(const Holding& holding, const Mesh& mesh, int rank);
 
-// Elements [begin, begin + numel) of one parameter's tensor, which lie at element `at` of the flat.
+// Elements [begin, begin + numel) of one parameter's tensor, which begin at element `at` of the
+// flat.
 struct StatePiece {
   Global global;
   int64_t numel = 0;
   int64_t at = 0;
 };
-// Returns the pieces of the flat's elements [first, first + numel). Parameters without elements are
-// included.
+// Returns the pieces of the flat's elements [first, first + numel), including parameters without
+// elements.
 std::vector<StatePiece> pieces(const Holding& holding, int64_t first, int64_t numel,
                                const GlobalOf& global_of);
 
-// Returns safetensors' name of the dtype. Throws ConfigError if it has none.
+// Returns the safetensors name of the dtype. Throws ConfigError if safetensors has no such dtype.
 const char* file_dtype(Dtype dtype);
 const char* file_dtype(at::ScalarType type);
-// The inverse. Throws Damaged if torch has no such dtype.
+// The inverse of file_dtype(). Throws Damaged if torch has no such dtype.
 at::ScalarType scalar_type(const std::string& file_dtype);
 
 }  // namespace penstock::ckpt

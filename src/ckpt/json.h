@@ -1,6 +1,6 @@
 #pragma once
-// Parses JSON that others may have written. Every unexpected value is a Damaged that says where it
-// is.
+// Parses JSON that another program may have written. Every unexpected value throws Damaged with its
+// location.
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -10,7 +10,7 @@ namespace penstock::ckpt {
 
 using Json = nlohmann::ordered_json;  // keeps the order of the users' keys
 
-// Throws Damaged if the text is not JSON, repeats a key, or has more than 256 levels.
+// Throws Damaged if the text is not JSON, repeats a key, or is nested more than 256 levels deep.
 Json parse_json(std::string_view text, const std::string& what);
 // Returns the JSON on one line. Throws ConfigError for text that is not UTF-8.
 std::string dump(const Json& json);

@@ -15,7 +15,7 @@
 
 namespace penstock::ckpt {
 
-// Reads elements of a checkpoint's tensors. One thread.
+// Reads elements of a checkpoint's tensors. Used by one thread.
 class TensorReader {
  public:
   // Opens every file that the manifest names. Throws Damaged if one is missing or has another size.
@@ -23,9 +23,9 @@ class TensorReader {
 
   // Reads elements in the tensor's own dtype. Throws Damaged.
   void read(const Tensor& tensor, int64_t begin, int64_t numel, char* to);
-  // Checks every byte of every file. Throws Damaged for the first that is wrong.
+  // Checks every byte of every file. Throws Damaged at the first mismatch.
   void verify();
-  int64_t bytes_read() const;  // of tensors and their checksums
+  int64_t bytes_read() const;  // bytes of tensors and of their checksums
 
  private:
   const Manifest& manifest_;
@@ -45,7 +45,7 @@ struct Target {
   const GlobalOf& global_of;
   std::vector<Holding> holdings;
   std::vector<Extra> extras;
-  std::set<std::string> elsewhere{};  // parameters of other stages, which check them themselves
+  std::set<std::string> elsewhere{};  // parameters of other stages; those stages check them
 };
 
 // Throws one ConfigError that lists every missing or unexpected name, and every shape or dtype that
@@ -53,12 +53,12 @@ struct Target {
 void check(const Manifest& manifest, const Target& target, const std::vector<std::string>& moments,
            const TensorLoadOptions& options);
 
-// Checks that all tensors of a state dict that belong to one tied parameter have the same values.
-// Reads them. Throws ConfigError, Damaged.
+// Reads all tensors of a state dict that belong to one tied parameter and checks that they have the
+// same values. Throws ConfigError or Damaged.
 void check_tied(TensorReader& reader, const Manifest& manifest, const TensorLoadOptions& options);
 
-// Fills every copy. [all ranks] After an error it still takes part in all collectives, and returns
-// the error; the state is then neither the old nor the new.
+// [all ranks] Fills every copy. After an error it still takes part in all collectives and then
+// returns the error text. In that case the state is a mix of old and new values.
 std::string fill(TensorReader& reader, const Manifest& manifest, const Target& target,
                  const TensorLoadOptions& options);
 

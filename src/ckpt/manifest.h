@@ -1,6 +1,7 @@
 #pragma once
-// Manifest: lists what a checkpoint holds and where (docs/formats.md). Each rank's part has the
-// same form; merge() combines the parts. Pure values; any thread.
+// Manifest: lists the tensors of a checkpoint and their places in its files (docs/formats.md). Each
+// rank's part of the manifest has the same form, and merge() combines the parts. Plain values;
+// usable from any thread.
 #include <cstdint>
 #include <map>
 #include <string>
@@ -22,11 +23,11 @@ struct Slice {
 
 // A logical tensor of the training state.
 struct Tensor {
-  std::string role;  // "param", the optimizer's name for it ("exp_avg"), "buffer", ...
-  std::string name;  // the model's name for it
+  std::string role;  // "param", "buffer", ..., or the optimizer's name of the state ("exp_avg")
+  std::string name;  // name in the model
   int rank = -1;     // the owner, if each rank has its own values; else -1
   std::vector<int64_t> shape;
-  std::string dtype;  // safetensors' name of the dtype
+  std::string dtype;  // safetensors name of the dtype
   std::vector<Slice> slices;
 
   std::string key() const;  // "param/layer.weight", "rng/torch@rank1"
@@ -34,25 +35,25 @@ struct Tensor {
 };
 
 // A safetensors file. The bytes from `data` to `table` have one checksum per `granule` bytes. The
-// checksums lie from `table` to the end, eight bytes each.
+// checksums, eight bytes each, fill the file from `table` to its end.
 struct File {
   std::string name;
   int64_t bytes = 0, data = 0, table = 0, granule = 0;
-  std::string checksum;  // of the bytes from `table` to the end
+  std::string checksum;  // checksum of the bytes from `table` to the end
 };
 
 struct Manifest {
   int world = 0;
-  Json about = Json::object();  // versions, config, plan: for people to read
+  Json about = Json::object();  // versions, config and plan, for people to read
   Json state = Json::object();  // the engine's counters, equal on all ranks
-  Json front = Json::object();  // what the front keeps on rank 0
-  std::vector<Json> ranks;      // what the front keeps on each rank
+  Json front = Json::object();  // the front's state on rank 0
+  std::vector<Json> ranks;      // the front's state on each rank
   std::vector<File> files;
   std::vector<Tensor> tensors;
 
   std::string text() const;
-  // Throws Damaged for text of another version, with another checksum, or with invalid names, sizes
-  // or offsets. If `complete`, tensors with gaps are invalid, too.
+  // Throws Damaged if the text has another version, a wrong checksum, or invalid names, sizes or
+  // offsets. If `complete` is set, it also throws Damaged for a tensor with gaps.
   static Manifest parse(std::string_view text, bool complete = true);
 
   const Tensor* find(const std::string& key) const;

@@ -1,11 +1,11 @@
 #pragma once
-// PendingWrites: the parts of a save that are not written yet, and where their bytes are.
+// PendingWrites: the parts of a save that are not written yet, and the places of their bytes.
 //
 // [Note: Behind training's back] State that only the engine changes is not copied when a save
-// begins. The thread of the save writes it from its place at rest. Code that is about to change it
-// (the optimizer, a write to swap) calls the ChangeWatch first. State in memory that is not written
-// yet is then copied; state on disk is written at once. So a save uses memory only for what
-// training changes before it is written.
+// begins. The thread of the save writes it directly from its resting place. Code that is about to
+// change this state (the optimizer, a write to swap) calls the ChangeWatch first. If the state is
+// not written yet, the call copies it if it is in memory, or waits until it is written if it is on
+// disk. So a save uses memory only for state that training changes before the save has written it.
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -23,28 +23,30 @@ namespace penstock::ckpt {
 // The source of the bytes of a region: memory, or the swap file.
 struct Source {
   Holding holding;               // if its buffer is null, the source is `kept`
-  int64_t first = 0, numel = 0;  // elements of the holding
+  int64_t first = 0, numel = 0;  // range of elements in the holding
   int64_t bytes = 0;
-  at::Tensor kept;   // contiguous
-  at::Tensor edits;  // for masters on disk: the parameters of the same elements when the save began
+  at::Tensor kept;  // contiguous
+  // For masters on disk: the parameter values of the same elements when the save began.
+  at::Tensor edits;
   mem::Lease copy;
   const char* data = nullptr;              // null: on disk
   const device::Device* device = nullptr;  // owner of `data`; null: the host
-  int64_t offset = 0;                      // in the swap file
+  int64_t offset = 0;                      // byte offset in the swap file
 };
 
 class PendingWrites final : public mem::ChangeWatch {
  public:
   explicit PendingWrites(mem::Tiers& tiers) : tiers_(tiers) {}
 
-  // Call before any other thread uses this object. `stays`: the bytes will not change.
+  // Call before any other thread uses this object. `stays`: true if the bytes will not change.
   void add(Source source, bool stays);
   Source& at(size_t index) { return sources_[index]; }
   size_t size() const { return sources_.size(); }
 
-  // Called by the thread of the save: returns what to write next; nothing if no source is left.
+  // Called by the thread of the save. Returns the index of the source to write next, or nothing if
+  // no source is left.
   std::optional<size_t> next();
-  bool hurries() const { return hurries_ > 0; }  // a thread waits for a source that was given out
+  bool hurries() const { return hurries_ > 0; }  // a thread waits for a source to be written
   void done(const std::vector<size_t>& written);
   void abandon();  // stops the save; waiting threads continue
 

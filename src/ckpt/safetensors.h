@@ -1,6 +1,6 @@
 #pragma once
 // The header of a safetensors file: eight bytes of length, then JSON with the place of each tensor
-// (https://github.com/huggingface/safetensors#format). Pure values; any thread.
+// (https://github.com/huggingface/safetensors#format). Plain values; usable from any thread.
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -8,8 +8,8 @@
 
 namespace penstock::ckpt {
 
-// Returns the bytes of one value of this dtype ("F32", "BF16", "U8", ...); 0 if the dtype is
-// unknown.
+// Returns the size in bytes of one value of this dtype ("F32", "BF16", "U8", ...); 0 if the dtype
+// is unknown.
 int64_t value_bytes(std::string_view dtype);
 
 // Returns the product of the sizes; -1 if one is negative or the product overflows.
@@ -19,14 +19,14 @@ struct TensorHead {
   std::string name;
   std::string dtype;
   std::vector<int64_t> shape;
-  int64_t begin = 0, end = 0;  // bytes from the end of the header
+  int64_t begin = 0, end = 0;  // byte range, counted from the end of the header
 };
 
-// Returns the header with its length, padded with blanks to a multiple of `align`. Throws
-// ConfigError for a name that is not UTF-8.
+// Returns the header, preceded by its length and padded with spaces to a multiple of `align`.
+// Throws ConfigError for a name that is not UTF-8.
 std::string write_head(const std::vector<TensorHead>& tensors, int64_t align);
-// Returns the header's size. `first` has the first eight bytes of a file of `file_bytes` bytes.
-// Throws Damaged.
+// Returns the header's size. `first`: the first eight bytes of a file that has `file_bytes` bytes.
+// Throws Damaged if the size is impossible.
 int64_t head_bytes(std::string_view first, int64_t file_bytes);
 // Throws Damaged unless the tensors of the header fill the rest of the file without gaps.
 std::vector<TensorHead> parse_head(std::string_view head, int64_t file_bytes);

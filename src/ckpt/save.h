@@ -1,12 +1,13 @@
 #pragma once
-// Save: writes one rank's shard of a checkpoint, from the inventory to a durable file. commit()
-// makes a checkpoint of all shards, on rank 0.
+// Save: writes one rank's shard of a checkpoint, from the inventory to a durable file. On rank 0,
+// commit() turns the shards of all ranks into a checkpoint.
 //
-// [Note: A save] Every rank writes what it holds; ranks that hold the same values write a part
-// each. Nothing is gathered. A rank whose shard is on disk writes a file beside it with its part of
-// the manifest; a rank that failed writes a file with the error. Rank 0 waits for these files,
-// writes the manifest and renames the folder. So the writing threads need no connections, and a
-// checkpoint becomes visible only if all ranks finished it.
+// [Note: A save] Every rank writes the state that it holds. If several ranks hold the same values,
+// each writes a part of them. Nothing is gathered. When a rank's shard is on disk, the rank writes
+// its part of the manifest to a file beside the shard. A rank that failed writes a file with the
+// error instead. Rank 0 waits for these files, writes the manifest and renames the folder. So the
+// writing threads need no connections, and a checkpoint becomes visible only if all ranks finished
+// it.
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -24,7 +25,7 @@
 namespace penstock::ckpt {
 
 // A tensor outside the executor's state: a buffer, the state of a random generator, or a piece of
-// the state of the user's own optimizer.
+// the state of a user-supplied optimizer.
 struct Extra {
   std::string role;
   Global global;      // the elements and their tensor
@@ -32,7 +33,7 @@ struct Extra {
   at::Tensor tensor;  // on the CPU
 };
 
-// What is saved besides the inventory.
+// The data that is saved in addition to the inventory.
 struct Contents {
   Json about = Json::object(), state = Json::object();  // see Manifest
   Json front = Json::object(), of_rank = Json::object();
@@ -42,18 +43,20 @@ struct Contents {
 
 class Save {
  public:
-  // Lists what this rank writes. Call between steps, while the executor is idle.
+  // Lists the regions that this rank writes. Call between steps, while the executor is idle.
   Save(exec::Executor& executor, mem::Tiers& tiers, int rank, std::vector<Holding> holdings,
        const GlobalOf& global_of, Contents contents);
   ~Save();
 
-  int64_t bytes() const;  // of the shard
+  int64_t bytes() const;  // size of the shard
   // Makes the file in `folder`. Throws RuntimeFault if there is not enough space.
   void open(const std::string& folder);
-  // Fixes the state to save: later changes by training do not get into it ([Note: Behind training's
-  // back]). If not `behind`, nothing may change until write() returns. Compute thread only.
+  // Fixes the state to save: later changes by training are not saved ([Note: Behind training's
+  // back]). If `behind` is false, the state must not change until write() returns. Compute thread
+  // only.
   void capture(bool behind);
-  // Writes the shard. Any thread. Does not throw: reports an error to rank 0 and returns it.
+  // Writes the shard. Any thread may call it. It does not throw: it reports an error to rank 0 and
+  // returns the error text.
   std::string write();
 
  private:
@@ -93,9 +96,9 @@ class Save {
   std::deque<Reading> reading_;
 };
 
-// On rank 0, after its own write(): waits for the parts of the other ranks and commits. Returns the
-// path of the checkpoint. Throws RuntimeFault with the first error of a rank, or if a part is
-// missing when `late` returns true.
+// Must be called on rank 0 after its own write(). Waits for the parts of the other ranks and
+// commits the draft. Returns the path of the checkpoint. Throws RuntimeFault with the first error
+// that a rank reported, or if a part is still missing when `late` returns true.
 std::string commit(Draft& draft, int world, int keep, const std::function<bool()>& late);
 
 }  // namespace penstock::ckpt

@@ -11,7 +11,7 @@
 
 namespace penstock::ckpt {
 
-// How the shards of all ranks become a checkpoint. Only rank 0 has a draft.
+// Describes how the shards of all ranks become a checkpoint. Only rank 0 has a draft.
 struct MergeStep {
   std::unique_ptr<Draft> draft;
   int world = 1;
@@ -21,7 +21,7 @@ struct MergeStep {
   std::chrono::milliseconds timeout{};
 };
 
-// Call from the compute thread.
+// Used by the compute thread.
 class Saver {
  public:
   ~Saver() { finish_alone(); }
@@ -29,8 +29,8 @@ class Saver {
   // Starts to write a captured save. The previous save must have finished.
   void start(std::unique_ptr<Save> save, MergeStep merge);
   bool busy() const { return thread_.joinable() && !ended_; }
-  // Waits for the save. Returns the error of this rank's part; on rank 0, of any part. Returns an
-  // error once.
+  // Waits for the save. Returns the error of this rank's part; rank 0 returns the error of any
+  // part. Each error is returned only once.
   std::string finish();
   // Like finish(), but waits at most a few seconds for other ranks, which may be gone.
   std::string finish_alone();
@@ -46,7 +46,7 @@ class Saver {
   std::thread thread_;
   std::atomic<bool> ended_ = false;
   std::atomic<std::chrono::steady_clock::time_point> end_;  // deadline of the wait for other ranks
-  std::string error_, path_;  // written by the thread until it has ended
+  std::string error_, path_;  // written only by the save's thread until it ends
 };
 
 }  // namespace penstock::ckpt

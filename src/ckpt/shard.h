@@ -1,7 +1,8 @@
 #pragma once
 // A shard: the safetensors file of one rank. Its tensors are grouped in regions; a region has the
 // bytes of one buffer. Regions begin at blocks of the file, so they can be written in any order, in
-// place, and without the page cache. A table after them has one checksum per granule of the file.
+// place, and without the page cache. A table after the regions has one checksum per granule of the
+// file.
 #include <array>
 #include <condition_variable>
 #include <cstdint>
@@ -28,7 +29,7 @@ Block aligned_block(int64_t bytes);
 // A range of elements of a tensor, stored as a safetensors tensor of one dimension.
 struct Run {
   int tensor = 0;     // index among the layout's tensors
-  int64_t begin = 0;  // first element of the tensor
+  int64_t begin = 0;  // index of its first element in the tensor
   int64_t numel = 0;
   int64_t at = 0;  // byte offset in the region
 };
@@ -36,10 +37,10 @@ struct Run {
 struct Region {
   int64_t bytes = 0;
   std::vector<Run> runs;  // in order, without overlap
-  int64_t offset = 0;     // in the file; set by lay_out()
+  int64_t offset = 0;     // byte offset in the file; set by lay_out()
 };
 
-// The place of everything in a file. It is known before the first byte is written.
+// The layout of a whole file, which is known before the first byte is written.
 struct ShardLayout {
   std::string head;
   File file;  // without name and table checksum
@@ -47,7 +48,7 @@ struct ShardLayout {
 // Places the regions and adds to each tensor the slices of its runs.
 ShardLayout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors);
 
-// Makes the file and claims its space. Any thread, one at a time.
+// Makes the file and claims its space. Any thread may use it, but only one at a time.
 class ShardWriter {
  public:
   static constexpr int kBatches = 6;
@@ -63,8 +64,8 @@ class ShardWriter {
   void write(int64_t offset, const char* data, int64_t bytes, int batch);
   // Blocks until the batch's writes have ended. Throws RuntimeFault with path and bytes.
   void flush(int batch);
-  // Call after all regions. Writes header and table and makes the file durable. Returns the table's
-  // checksum.
+  // Must be called after all regions were written. Writes header and table and makes the file
+  // durable. Returns the table's checksum.
   std::string finish();
 
  private:
@@ -82,7 +83,7 @@ class ShardWriter {
   std::unique_ptr<mem::BlockIo> io_;
 };
 
-// Reads ranges of a shard and checks every granule that it reads. One thread.
+// Reads ranges of a shard and checks every granule that it reads. Used by one thread.
 class ShardReader {
  public:
   // Throws Damaged if the file is missing or its size differs from the manifest's.
@@ -105,7 +106,7 @@ class ShardReader {
   int fd_ = -1;
   int64_t bytes_read_ = 0;
   std::vector<char> block_;
-  int64_t block_at_ = 0, block_bytes_ = 0;  // checked bytes of the file that block_ has
+  int64_t block_at_ = 0, block_bytes_ = 0;  // range of the file whose checked bytes are in block_
 };
 
 }  // namespace penstock::ckpt
