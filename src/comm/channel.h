@@ -26,9 +26,9 @@ namespace penstock::comm {
 
 using penstock::Members;
 
-// The name of a collective: the text of its plan line, and the hash of that text. It is made once,
-// when a plan is prepared. Copies share the text; the roll call's thread may hold one longer than
-// the plan lives. Calls outside a plan pass a string.
+// The name of a collective: the text of its plan line, and the hash of that text. A label is made
+// once, when a plan is prepared. Copies share the text, because the thread of the roll call may
+// hold a copy after the plan is gone. Calls outside a plan pass a string.
 struct Label {
   Label() = default;
   Label(std::string text);                               // NOLINT(google-explicit-constructor)
@@ -44,18 +44,19 @@ struct GatherBuffer {
   int64_t shard_bytes = 0;
 };
 
-// `partial` holds `numel` addends. The sum over the members is scaled by `scale`; its shard `index`
-// is written to `result`, or added to `result` if `accumulate` is set. `result` may be that shard
-// of `partial`. `scratch` has room for (members - 1) shards of `dtype`, and for one more in device
-// memory.
+// `partial` holds `numel` addends. The sum over the members is scaled by `scale`. Shard `index` of
+// the sum is written to `result`, or added to `result` if `accumulate` is set. `result` may be that
+// shard of `partial`. `scratch` has room for (members - 1) shards of `dtype`, or for `members`
+// shards if it is device memory.
 struct ReduceBuffer {
   device::Address partial, scratch, result;
   Dtype dtype = Dtype::kFp32, result_dtype = Dtype::kFp32;
   int64_t numel = 0;
   float scale = 1.0F;
   bool accumulate = false;
-  // If not null: receives the sum of squares of the values written to this rank's shard, computed
-  // as host::sum_squares does. It is not finite if one of the values is not. Host memory only.
+  // If not null, receives the sum of squares of the values written to this rank's shard, computed
+  // as by host::sum_squares. The sum is not finite if one of the values is not finite. Host memory
+  // only.
   double* squares = nullptr;
 };
 
@@ -76,7 +77,8 @@ struct Staging {
 // moves as many bytes as a ring and adds in member order, in fp32. The plan decides how sums use
 // the links between nodes (sum_wide()).
 //
-// After its first call, a collective allocates nothing and makes no text; share() does both.
+// After its first call, a collective allocates no memory and makes no text. Only share() does so on
+// every call.
 //
 // [Note: Tiles] If the group passes on received data tile by tile (Group::exchange_tiles), a shard
 // is summed tile by tile while the tiles are in the cache, and the scratch is not used. The result
@@ -84,15 +86,16 @@ struct Staging {
 //
 // [Note: Staging] If several small buffers travel together (src/place/packing.h) and the caller
 // provides staging memory, they are packed into one piece for each peer. Large buffers are sent and
-// received in place. All ranks must provide staging, or none.
+// received in place. Either all ranks provide staging, or none does.
 class Channel {
  public:
-  // Bytes of staging that a call can use; 0 if nothing would be packed. all_reduce needs as many as
-  // reduce_scatter.
+  // Returns the bytes of staging that a call can use, or 0 if nothing would be packed. all_reduce
+  // needs as much staging as reduce_scatter.
   static int64_t staging_bytes(const Members& members, const std::vector<GatherBuffer>& buffers);
   static int64_t staging_bytes(const Members& members, const std::vector<ReduceBuffer>& buffers);
 
-  // `shown`: its name on the board, if another thread's channel has the same `name`.
+  // `shown`: the channel's name on the board; needed if another thread's channel has the same
+  // `name`.
   Channel(Group& group, std::string name, const std::string& shown = "");
 
   // Makes collectives on device memory among `members` use `back_end`. `members` is compared by
@@ -102,9 +105,9 @@ class Channel {
   // Collectives through the host need no history: their tags are compared one by one.
   uint64_t history() const { return history_; }
 
-  void set_step(int64_t step) { step_ = step; }  // for tags and messages
-  // Call after the group's renew(): before it, ranks may have made different numbers of
-  // collectives.
+  void set_step(int64_t step) { step_ = step; }  // used in tags and error texts
+  // Call after the group's renew(), because ranks may have made different numbers of collectives
+  // before it.
   void renew() { step_ = sequence_ = 0; }
   // Number of Group::exchange calls since construction. Any thread.
   int64_t exchanges() const { return sequence_.load(std::memory_order_relaxed); }
@@ -112,14 +115,14 @@ class Channel {
   static constexpr int kDirect = 8;                // members
   static constexpr int64_t kByDoubling = 8 << 10;  // bytes of all shards of a member
 
-  // All buffers travel together. `staging` must stay untouched until the call returns; empty: no
-  // packing.
+  // All buffers travel together. Nothing else may use `staging` until the call returns. If
+  // `staging` is empty, nothing is packed.
   void all_gather(const Label& label, const Members& members,
                   const std::vector<GatherBuffer>& buffers, const Staging& staging = {});
   // The scratch of a packed buffer is not used.
   void reduce_scatter(const Label& label, const Members& members,
                       const std::vector<ReduceBuffer>& buffers, const Staging& staging = {});
-  // In place on `partial` (same dtype); `result` is not used.
+  // Works in place on `partial`, in its dtype. `result` is not used.
   void all_reduce(const Label& label, const Members& members,
                   const std::vector<ReduceBuffer>& buffers, const Staging& staging = {});
   // Sends the i-th piece of `from` to member i and receives the i-th piece of `to` from it. Each
@@ -129,8 +132,8 @@ class Channel {
   // Sends member 0's bytes to all members.
   void broadcast(const Label& label, const Members& members, void* data, int64_t bytes);
   // Sends all shards to the first owner. `owners` lists the rank of each shard, in order. On the
-  // first owner, `data` has room for all shards, with its own in place; on other ranks it is the
-  // rank's shard. A rank that owns no shard (index < 0) must call, too.
+  // first owner, `data` has room for all shards, and the owner's shard is already in its place. On
+  // other ranks, `data` is the rank's shard. Ranks that own no shard (index < 0) must also call it.
   void collect(const Label& label, const Members& owners, void* data, int64_t shard_bytes);
   // Returns each member's payload, in member order. Payloads have the same size on all members.
   std::vector<std::string> share(const Label& label, const Members& members,
@@ -167,9 +170,9 @@ class Channel {
   Group& group_;
   const Label name_;
   const int lane_;                     // index on the group's board
-  std::atomic<int64_t> sequence_ = 0;  // of the next exchange
+  std::atomic<int64_t> sequence_ = 0;  // sequence number of the next exchange
   int64_t step_ = 0;
-  // State of the current collective. Members, so that their memory is reused.
+  // State of the current collective. It is kept in members so that its memory is reused.
   struct PeerBytes {
     int peer = 0;
     device::Address data;

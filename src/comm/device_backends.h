@@ -1,5 +1,5 @@
 #pragma once
-// DeviceBackends: all device collectives of a rank, which are watched and ended together.
+// DeviceBackends: owns all DeviceCollectives of a rank, and watches and ends them together.
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -12,12 +12,12 @@
 
 namespace penstock::comm {
 
-// Owned by a group. Any thread, unless a comment says otherwise.
+// Owned by a group. Any thread may call a method, unless its comment says otherwise.
 class DeviceBackends {
  public:
   std::shared_ptr<DeviceCollectives> add(c10::intrusive_ptr<c10d::Backend> back_end);
-  // Refuses new collectives. Queued collectives get one second to finish, because their peers may
-  // already be in them; then they are aborted.
+  // Refuses new collectives. Queued collectives get one second to finish, because peers may already
+  // take part in them. Unfinished ones are then aborted.
   void abort(const std::string& why);
   // Returns the first collective that abort() cut off, as text; "" if there was none.
   std::string cut_off();
@@ -37,7 +37,8 @@ class DeviceBackends {
   void show(const DeviceCollectives::Pending* oldest);
 
   std::mutex mutex_;
-  std::vector<std::shared_ptr<DeviceCollectives>> all_;  // guarded by mutex_, as below
+  // Guarded by mutex_, like the members below.
+  std::vector<std::shared_ptr<DeviceCollectives>> all_;
   std::string refused_, cut_off_;
   Board* board_ = nullptr;
   int lane_ = -1;      // index on the board

@@ -1,6 +1,7 @@
 #pragma once
-// DeviceCollectives: collectives on device memory, by one torch back end among its ranks. They are
-// queued on the calling thread's stream. One thread at a time, unless a comment says otherwise.
+// DeviceCollectives: collectives on device memory, which one torch back end makes among its ranks.
+// They are queued on the calling thread's stream. One thread at a time may call a method, unless
+// its comment says otherwise.
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 #include <c10/util/intrusive_ptr.h>
@@ -22,7 +23,7 @@ class Backend;
 
 namespace penstock::comm {
 
-// Thrown by calls after abort(); the text is the reason of the abort.
+// Thrown by calls after abort(); the text is the reason for the abort.
 class Aborted : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -35,8 +36,8 @@ class DeviceCollectives {
   DeviceCollectives(const DeviceCollectives&) = delete;
   DeviceCollectives& operator=(const DeviceCollectives&) = delete;
 
-  // Calls `queue`, which calls some of the collectives below; they work on `stream`. Throws
-  // Aborted.
+  // Calls `queue`, which calls some of the collectives below. These collectives work on `stream`.
+  // Throws Aborted.
   void run(const Position& position, const c10::Stream& stream, const std::function<void()>& queue);
 
   // Gathers all of `gathers` together. `own` is this rank's shard at its place in `full`.
@@ -48,10 +49,10 @@ class DeviceCollectives {
   void all_to_all(at::Tensor received, at::Tensor sent);
   // Writes this rank's row of the sum. The sum is computed in the dtype of `partial`.
   void reduce_scatter(at::Tensor result, at::Tensor partial);
-  void broadcast(const at::Tensor& values);  // from the group's first rank
+  void broadcast(const at::Tensor& values);  // sends the group's first rank's values
 
-  // Returns the first collective that the device has not finished, and the time since when it is
-  // the first; nothing after abort(). Any thread.
+  // Returns the first collective that the device has not finished, and the time at which it became
+  // the first. Returns nothing after abort(). Any thread.
   struct Pending {
     Position position;
     std::chrono::steady_clock::time_point since;
@@ -59,8 +60,8 @@ class DeviceCollectives {
   std::optional<Pending> oldest();
   // Refuses new collectives. Any thread.
   void refuse(const std::string& why);
-  // Call after refuse(). Aborts unfinished collectives; their output is undefined. Returns the
-  // first of them, if any. Any thread.
+  // Call after refuse(). Aborts unfinished collectives, whose output is then undefined. Returns the
+  // first collective that was aborted, if any. Any thread.
   std::optional<Position> abort();
   // Call when nothing is queued. Ends the threads and connections of the back end.
   void shut_down();
@@ -68,13 +69,13 @@ class DeviceCollectives {
  private:
   struct Queued {
     Pending pending;
-    std::optional<c10::Event> end;  // none while it is being queued, which may wait for a peer
+    std::optional<c10::Event> end;  // unset while it is being queued, which may wait for a peer
   };
   void forget_ended();
 
   const c10::intrusive_ptr<c10d::Backend> back_end_;
   std::mutex mutex_;
-  std::string refused_;  // guarded by mutex_, as below: the reason
+  std::string refused_;  // the reason; guarded by mutex_, like the members below
   bool aborted_ = false;
   std::deque<Queued> queued_;                      // in order
   std::chrono::steady_clock::time_point ended_{};  // when the last finished collective was seen

@@ -6,9 +6,9 @@
 // rank whose exchange failed posts its position and error, wakes all watch threads, and waits a
 // grace period for the answer of every other rank. A rank that does not answer is dead or stopped.
 // A slow rank does answer, because its watch thread does not depend on its main thread. The store
-// keeps the first verdict. Ranks that fail later, because the first one left, repeat that verdict
-// instead of blaming the first rank. The watch threads also end the exchanges of ranks that wait
-// for a rank which has failed and is closing ([Note: Last call], penstock/group.h).
+// keeps the first verdict. A rank that fails later because the first rank left repeats that
+// verdict, and does not blame the first rank. If a rank has failed and is closing, the watch
+// threads also end the exchanges of ranks that wait for it ([Note: Last call], penstock/group.h).
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
@@ -22,11 +22,10 @@
 
 namespace penstock::comm {
 
-// Owned by a group. set_position() from any thread, call() from a lane that failed.
+// Owned by a group. Any thread may call set_position(). Only a lane that failed calls call().
 class LostRanks {
  public:
-  // The watch thread calls `end_exchanges` with the other rank's reason when another rank requests
-  // it.
+  // When another rank requests it, the watch thread calls `end_exchanges` with that rank's reason.
   LostRanks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix, int rank,
             int size, std::chrono::milliseconds grace,
             std::function<void(const std::string&)> end_exchanges = {});
@@ -36,12 +35,12 @@ class LostRanks {
 
   void set_position(Position position);
   // Holds the roll call, or repeats its verdict. The text has one sentence for each rank that is
-  // dead or failed, then the positions of the others.
+  // dead or failed, then the positions of the other ranks.
   std::string call(const std::string& error);
   // Ends the exchanges of all other ranks, with `why` as the reason.
   void tell(const std::string& why);
-  // How the run was closed so far: not at all; by all ranks together, at the last call; or by at
-  // least one rank on its own, which `why` then names.
+  // How the run has been closed so far: not at all, by all ranks together at the last call, or by
+  // at least one rank on its own. In the last case `why` names that rank.
   enum class Ending { kOpen, kTogether, kOneByOne };
   Ending ending(std::string* why);
   // See Group::last_call().
@@ -54,8 +53,8 @@ class LostRanks {
   std::string collect(const std::string& error);
   void wake(int rank, const std::string& why);
   void watch();
-  // Stores `answer` as the answer to the last call, unless there is one already: the first counts
-  // for all ranks.
+  // Stores `answer` as the answer to the last call, unless the store has one already: the first
+  // answer is valid for all ranks.
   void decide(const std::string& answer);
   bool decided(std::chrono::milliseconds within);
 
@@ -64,7 +63,7 @@ class LostRanks {
   const int rank_, size_;
   const std::chrono::milliseconds grace_;
   const std::function<void(const std::string&)> end_exchanges_;
-  bool called_last_ = false;  // used by the thread that destroys this object
+  bool called_last_ = false;  // used only by the thread that destroys this object
   std::mutex mutex_;
   Position position_ = Position::of("before step 1");  // guarded by mutex_
   std::thread watcher_;

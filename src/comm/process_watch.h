@@ -11,8 +11,8 @@ namespace penstock::comm {
 class ProcessWatch {
  public:
   // Watches the processes in `pids`, except this process. Throws if one of them does not exist or
-  // is not visible from here. Calls `ended` with the index in `pids`, once for each process that
-  // ends, on this object's own thread.
+  // is not visible from here. For each process that ends, this object's own thread calls `ended`
+  // once, with the index in `pids`.
   ProcessWatch(const std::vector<int64_t>& pids, std::function<void(int index)> ended);
   ~ProcessWatch();
   static bool has_ended(int64_t pid);
@@ -25,7 +25,7 @@ class ProcessWatch {
   void run();
 
   const std::function<void(int)> ended_;
-  int wake_ = -1;                             // an eventfd that wakes the thread to end it
+  int wake_ = -1;                             // an eventfd that wakes the thread so that it ends
   std::vector<std::pair<int, int>> watched_;  // a pidfd and its index in `pids`; used by the thread
   std::thread thread_;
 };

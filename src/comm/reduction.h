@@ -1,6 +1,6 @@
 #pragma once
 // Reduction: one of torch's reduce operations on the values of several ranks. A pure function of
-// its sources; any thread.
+// its sources, which any thread may call.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -11,7 +11,8 @@ namespace penstock::comm {
 
 class Reduction {
  public:
-  // Throws c10::Error if `op` is unset or lacks its factor. `ranks` divides an average.
+  // Throws c10::Error if `op` is unset or lacks its factor. An average is the sum divided by
+  // `ranks`.
   Reduction(const c10d::ReduceOp& op, at::ScalarType dtype, int ranks);
 
   // to[i] = op of sources[..][i], applied in the order of the sources. `to` may be one of the

@@ -1,6 +1,7 @@
 #pragma once
-// StoreGroup: what groups share whose ranks are processes that meet at a store: roll call, last
-// call, board, and how exchanges end. A subclass implements the exchanges.
+// StoreGroup: base class of the groups whose ranks are processes that meet at a store. It
+// implements the roll call, the last call, the board, and the end of exchanges. A subclass
+// implements the exchanges.
 #include <c10/util/intrusive_ptr.h>
 
 #include <atomic>
@@ -71,7 +72,7 @@ class StoreGroup : public Group {
   std::chrono::milliseconds look();
 
   const int rank_, size_;
-  const std::chrono::milliseconds limit_;  // of the last call
+  const std::chrono::milliseconds limit_;  // time limit of the last call
   std::chrono::milliseconds timeout_{};
   std::atomic<bool> met_ = false;
   std::string lost_;  // guarded by mutex_: the error of the first failed exchange

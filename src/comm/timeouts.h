@@ -4,10 +4,10 @@
 
 namespace penstock::comm {
 
-// Timeout of a wait that only an event ends.
+// Timeout for a wait that only an event ends.
 inline constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
-// Least timeout of the first exchange: ranks arrive at different times, after their imports and
-// connections.
+// Minimum timeout of the first exchange. Ranks arrive at different times, because imports and
+// connections do not take equally long on all of them.
 inline constexpr std::chrono::milliseconds kArrival = std::chrono::seconds(60);
 // Time that a failed rank waits: by then messages in flight have arrived, and exchanges whose peers
 // all take part have finished.

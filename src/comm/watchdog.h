@@ -14,15 +14,16 @@
 namespace penstock::comm {
 
 // Owned by a group. A transport's wait cannot be interrupted for a warning: gloo drops a connection
-// when a wait on it times out. So a thread looks at the board once per `warn`, and when a wait that
-// it saw becomes due.
+// when a wait on it times out. So a thread checks the board once per `warn`, and again when a wait
+// that it saw becomes due.
 class Watchdog {
  public:
   // Both are called on the watchdog's thread.
   using Say = std::function<void(const std::string& line)>;
   using Look = std::function<std::chrono::milliseconds()>;  // returns when to look again
 
-  // Starts no thread without peers. If `warn` is 0, starts it only at look_at().
+  // If there are no peers, no thread is started. If `warn` is 0, the thread starts only at
+  // look_at().
   Watchdog(int rank, int size, const WatchOptions& options, Say say = to_stderr);
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
@@ -36,16 +37,17 @@ class Watchdog {
   void start();
   static void to_stderr(const std::string& line);
   void run();
-  // Warns of the waits that are due. Returns the time until the next one is due.
+  // Warns about the waits that are due. Returns the time until the next one is due.
   std::chrono::milliseconds look();
 
   Board board_;
   const std::chrono::milliseconds warn_;
   const Say say_;
-  std::map<std::string, int64_t> warned_;  // last collective warned of, by lane; watchdog's thread
+  // By lane: the last collective with a warning. Watchdog's thread only.
+  std::map<std::string, int64_t> warned_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  Look also_;  // guarded by mutex_, as below
+  Look also_;  // guarded by mutex_, like the members below
   bool closing_ = false, renewed_ = false;
   std::thread thread_;
 };

@@ -1,7 +1,7 @@
 #pragma once
-// ShmBackend: torch's collectives over a ShmFabric. Any thread may call what torch calls on a back
-// end. Collectives run one after the other in the order of the calls; point-to-point messages run
-// beside them.
+// ShmBackend: torch's collectives over a ShmFabric. Any thread may call the functions that torch
+// calls on a back end. Collectives run one after another, in the order of the calls. Point-to-point
+// messages run independently of them.
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -24,12 +24,13 @@ struct ByteRange {
   int64_t bytes = 0;
 };
 
-// The collectives themselves. They block, one at a time, in the same order on every rank.
+// The collectives themselves. Each call blocks. Only one call may run at a time, and every rank
+// must make the calls in the same order.
 class ShmCollectives {
  public:
   explicit ShmCollectives(ShmFabric& fabric) : fabric_(fabric) {}
 
-  // Sends this rank's `own` to all ranks; to[rank] receives that rank's.
+  // Sends this rank's `own` to all ranks; to[i] receives the bytes of rank i.
   void all_gather(const ByteRange& own, const std::vector<ByteRange>& to);
   // Reduces parts[i] over all ranks; rank i writes the result to its `to`.
   void reduce_scatter(const std::vector<ByteRange>& parts, void* to, const Reduction& reduction,
@@ -63,7 +64,7 @@ class ShmCollectives {
   std::vector<char> small_;
 };
 
-// Everything except the collectives: the queue, point-to-point messages and options.
+// The parts of the back end other than collectives: the queue, point-to-point messages and options.
 class ShmEndpoint : public c10d::Backend {
  public:
   // `unlocked` runs its argument without the interpreter's lock (one_host.h).

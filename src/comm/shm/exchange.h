@@ -22,10 +22,10 @@ class ShmSender {
 
   int peer() const { return peer_; }
   bool posted() const { return slot_ >= 0 || done_; }
-  // Whether the memory may be reused.
+  // Returns whether the memory may be reused.
   bool done() const { return done_; }
-  // Moves what it can without blocking; returns whether anything moved. Throws when the peer is
-  // lost.
+  // Moves as many bytes as it can without blocking, and returns whether any bytes moved. Throws if
+  // the peer is lost.
   bool advance();
 
  private:
@@ -53,8 +53,8 @@ class ShmReceiver {
   int peer() const { return peer_; }
   bool met() const { return slot_ >= 0 || done_; }
   bool done() const { return done_; }
-  // Returns whether the message has been posted. Throws when it cannot arrive any more, or if it
-  // has another size.
+  // Returns whether the message has been posted. Throws if the message can no longer arrive or has
+  // another size.
   bool meet();
   // Copies the next bytes that have arrived to `to`, as many as fit. Returns their number.
   int64_t read(SpanCursor& to);
@@ -76,12 +76,12 @@ class ShmReceiver {
 
 // How a thread waits for an exchange.
 struct ShmWait {
-  std::chrono::milliseconds limit{};        // for anything to move
+  std::chrono::milliseconds limit{};        // longest time without progress
   std::function<void(int peer)> waits_for;  // called before each sleep, if not empty
 };
 
-// Used by one thread. All pieces between two ranks are one message. Destroying an exchange that is
-// not done gives up the connections to the peers that it waited for.
+// Used by one thread. All pieces from one rank to another form one message. Destroying an exchange
+// that is not done gives up the connections to the peers that it waited for.
 class ShmExchange {
  public:
   ShmExchange(ShmFabric& fabric, const std::vector<Piece>& sends,
@@ -91,7 +91,8 @@ class ShmExchange {
   bool advance();
   // Returns whether every send has a slot and every message to receive has been found.
   bool posted() const;
-  // Blocks until it is done. Throws when a peer is lost, at the limit, or after the fabric's end().
+  // Blocks until the exchange is done. Throws if a peer is lost, if the limit is reached, or after
+  // the fabric's end().
   void finish(const ShmWait& wait);
   // Copies the next bytes of the message from `peer` to `to`. The whole message must be read this
   // way; the memory of its receive pieces is not used.

@@ -22,7 +22,7 @@ class ShmFabric {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `pids` has the process of each rank. In tests, ranks are threads of one process and share the
+  // `pids`: the process id of each rank. In tests, ranks are threads of one process and share the
   // segment object.
   ShmFabric(std::shared_ptr<const ShmSegment> segment, int rank, std::vector<int64_t> pids);
   // Marks this rank as closed and wakes the peers, whose exchanges with it then fail.
@@ -37,8 +37,8 @@ class ShmFabric {
   // Sets a function that is called on its own thread when a peer's process has ended. Call it
   // before the first exchange.
   void on_death(std::function<void(int peer)> told);
-  // Ends this rank's exchanges, including those in progress: they throw `why`. The first call
-  // counts.
+  // Makes this rank's exchanges, including those in progress, throw `why`. Only the first call has
+  // an effect.
   void end(const std::string& why);
   void throw_if_ended() const;
 
@@ -63,7 +63,7 @@ class ShmFabric {
   int take(int peer, uint32_t tag);
 
   void release(int from, int to, int slot);
-  // Returns why messages to and from that peer fail; "" while they do not.
+  // Returns the reason why messages to and from that peer fail, or "" if they do not fail.
   std::string lost(int peer) const;
   void give_up(int peer);
 
@@ -80,12 +80,12 @@ class ShmFabric {
   const int rank_;
   const std::vector<int64_t> pids_;
   std::vector<std::atomic<uint64_t>> sequences_;  // next sequence number of a message to each rank
-  std::vector<std::atomic<bool>> gone_;           // by rank: its process has ended
+  std::vector<std::atomic<bool>> gone_;           // by rank: whether its process has ended
   std::atomic<bool> ended_ = false;
   mutable std::mutex mutex_;
   std::string why_;                        // guarded by mutex_
   std::function<void(int)> on_death_;      // guarded by mutex_
-  std::optional<ProcessWatch> processes_;  // last: its thread uses the members above
+  std::optional<ProcessWatch> processes_;  // the last member, because its thread uses the others
 };
 
 }  // namespace penstock::comm

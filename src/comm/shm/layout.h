@@ -1,19 +1,20 @@
 #pragma once
-// The layout of the memory that the ranks of one host share. A pure description. Every word that
-// two ranks may access at once is atomic; all other memory has one writer until an atomic word
-// passes it on.
+// The layout of the memory that the ranks of one host share. Every word that two ranks may access
+// at once is atomic; all other memory has one writer until an atomic word passes the memory on to
+// another thread.
 //
 // [Note: Shared memory] Each ordered pair of ranks has a link with a few slots, and each slot holds
 // one message. The sender takes a free slot, describes the message in it, and posts it with its
 // tag. The receiver searches the link's posted heads for the tag and takes the message. A message
 // has one of two forms. `kChunked`: the sender copies it into the slot's chunks and the receiver
-// copies it out. This form serves small messages, and all messages if the kernel lets no process
-// read the memory of another. `kSpans`: the receiver copies it directly from the sender's memory.
-// No rank writes to another rank's own memory. So a rank that gives up a message reclaims only the
-// slot, and a rank that dies leaves nothing half-written.
+// copies it out. This form is used for small messages, and for all messages if the kernel does not
+// let processes read each other's memory. `kSpans`: the receiver copies it directly from the
+// sender's memory. No rank writes to another rank's own memory. So a rank that gives up a message
+// reclaims only the slot, and a rank that dies leaves nothing half-written.
 //
-// A rank sleeps on its bell, which is a futex. A rank that changes something another rank may wait
-// for increments that rank's bell and wakes those of its threads that wait for the tag.
+// A rank sleeps on its bell, which is a futex. When a rank changes something that another rank may
+// wait for, it increments the bell of the other rank and wakes that rank's threads that wait for
+// the tag.
 #include <array>
 #include <atomic>
 #include <cstdint>

@@ -12,7 +12,8 @@
 
 namespace penstock::comm {
 
-// Any thread may call. One own thread moves the messages, and sleeps while there are none.
+// Any thread may call the methods. The object has its own thread, which moves the messages and
+// sleeps while there are none.
 class ShmMessages {
  public:
   explicit ShmMessages(ShmFabric& fabric) : fabric_(fabric) {}
@@ -49,7 +50,7 @@ class ShmMessages {
   ShmFabric& fabric_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<PendingMessage> added_;  // guarded by mutex_, as below
+  std::vector<PendingMessage> added_;  // guarded by mutex_, like the members below
   bool closing_ = false;
   std::thread thread_;
 };

@@ -1,6 +1,6 @@
 #pragma once
-// Ranks of one host that exchange through shared memory: a group for engines, and a c10d back end
-// for torch's DDP, FSDP2 and torch.distributed. Python registers it as the back end "penstock"
+// Lets ranks of one host exchange data through shared memory. Engines use a group; torch's DDP,
+// FSDP2 and torch.distributed use a c10d back end, which Python registers as "penstock"
 // (python/penstock/front/registration.py).
 #include <c10/util/intrusive_ptr.h>
 
@@ -21,7 +21,7 @@ namespace penstock {
 
 // [all ranks] Connects processes of one host, which meet at `store` (used by this group alone) and
 // exchange through shared memory. Returns null on every rank if they cannot share memory; `why_not`
-// then gives the reason, "" for ranks on several hosts, which never can.
+// then gives the reason; it is "" if the ranks are on several hosts.
 PENSTOCK_API std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,
                                                       std::chrono::milliseconds timeout,
@@ -32,15 +32,15 @@ PENSTOCK_API std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c
 // if they cannot share memory; `why_not` then gives the reason. Throws std::exception if a rank
 // does not arrive.
 //
-// Supports collectives of CPU tensors of any dtype, point-to-point messages by tag, and what torch
-// builds from them. fp32, bf16 and fp16 are summed in fp32 in rank order and rounded once, so the
-// result has the same bits on every rank. `timeout` bounds every wait for a peer; the end of a
-// peer's process is noticed at once. After an error on any rank the back end cannot be used any
-// more.
+// Supports collectives of CPU tensors of any dtype, point-to-point messages by tag, and the
+// operations that torch builds from these. fp32, bf16 and fp16 are summed in fp32 in rank order and
+// rounded once, so the result has the same bits on every rank. `timeout` bounds every wait for a
+// peer; the end of a peer's process is noticed at once. After an error on any rank, the back end
+// can no longer be used.
 //
-// `unlocked`, if set, calls its argument while this thread does not hold the lock that releasing a
-// tensor needs (Python's GIL): the last owner of the back end waits for threads that take this
-// lock.
+// If set, `unlocked` calls its argument while this thread does not hold the lock that releasing a
+// tensor needs (Python's GIL). The last owner of the back end needs it, because it waits for
+// threads that take this lock.
 PENSTOCK_API c10::intrusive_ptr<c10d::Backend> one_host_back_end(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout, std::string* why_not,

@@ -11,15 +11,15 @@
 namespace penstock::comm {
 
 struct ShmMeeting {
-  std::unique_ptr<ShmFabric> fabric;  // null: they cannot share memory
+  std::unique_ptr<ShmFabric> fabric;  // null if the ranks cannot share memory
   std::string why_not;                // the reason; the same text on all ranks
   bool one_host = true;               // false: the ranks are on several hosts
 };
 
-// [all ranks] `store` serves this meeting only (use a PrefixStore). Ranks are on one host if their
-// kernel (boot id) and process namespace are equal; each rank then verifies it by opening the other
-// processes and the memory that rank 0 made. Throws std::exception if a rank does not arrive within
-// `timeout`.
+// [all ranks] `store` must be used for this meeting only (use a PrefixStore). Ranks are on one host
+// if their kernel (boot id) and process namespace are equal; each rank then verifies this by
+// opening the other processes and the memory that rank 0 made. Throws std::exception if a rank does
+// not arrive within `timeout`.
 ShmMeeting meet_in_memory(c10d::Store& store, int rank, int size,
                           std::chrono::milliseconds timeout);
 

@@ -1,8 +1,8 @@
 #pragma once
-// ShmSegment: memory that the ranks of one host share. It is an anonymous file (memfd) without a
-// name. The other ranks open it through /proc while the rank that made it keeps it open. The kernel
-// frees it when the last process that mapped it ends, for whatever reason. So neither the size of
-// /dev/shm nor leftovers in it matter.
+// ShmSegment: memory that the ranks of one host share. It is a file without a name (memfd). The
+// other ranks open it through /proc while the rank that made it keeps it open. The kernel frees the
+// memory when the last process that mapped it ends, for whatever reason. So neither the size of
+// /dev/shm nor files left in /dev/shm matter.
 #include <cstdint>
 #include <string>
 
@@ -17,21 +17,21 @@ struct ShmAddress {
   uint64_t key = 0;  // random; open() checks it, to reject any other file
 };
 
-// Move-only. Not inherited by forked processes. make() allocates all memory and throws if there is
-// too little, so no later access can fail.
+// Move-only. Forked processes do not inherit the memory. make() allocates all memory and throws if
+// there is too little, so no later access can fail.
 class ShmSegment {
  public:
   ShmSegment() = default;
   static ShmSegment make(const ShmShape& shape, uint64_t key);
-  // Opens a segment of that shape. Throws if it is not there.
+  // Opens a segment of that shape. Throws if there is none.
   static ShmSegment open(const ShmShape& shape, const ShmAddress& address);
   ShmSegment(ShmSegment&& other) noexcept;
   ShmSegment& operator=(ShmSegment&& other) noexcept;
   ~ShmSegment();
 
   ShmAddress address() const;
-  // Closes the file, so that no further process can open it. Rank 0 calls it when all ranks have
-  // opened it.
+  // Closes the file, so that no other process can open it. Rank 0 calls this after all ranks have
+  // opened the segment.
   void seal();
 
   const ShmShape& shape() const { return shape_; }

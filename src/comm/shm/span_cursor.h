@@ -1,5 +1,5 @@
 #pragma once
-// SpanCursor: a position in a list of spans of memory that is copied from or to in order. The spans
+// SpanCursor: a position in a list of memory spans, which are read or written in order. The spans
 // may belong to this process or to another one. Used by one thread.
 #include <sys/uio.h>
 
@@ -70,7 +70,7 @@ class SpanCursor {
 
   std::vector<ShmSpan> spans_;
   size_t at_ = 0;
-  uint64_t offset_ = 0;  // in span at_
+  uint64_t offset_ = 0;  // byte offset in span at_
   int64_t bytes_ = 0, passed_ = 0;
 };
 

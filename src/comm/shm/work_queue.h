@@ -10,8 +10,8 @@
 
 namespace penstock::comm {
 
-// The work that a caller waits for. One other thread completes it, or the caller itself before
-// add() returns.
+// The work that a caller waits for. It is completed by one other thread, or by the caller itself
+// before add() returns.
 class ShmWork final : public c10d::Work {
  public:
   ShmWork(int rank, c10d::OpType type, std::vector<at::Tensor> results);
@@ -32,7 +32,8 @@ class ShmWork final : public c10d::Work {
   int source_ = -1;
 };
 
-// One thread, which starts with the first asynchronous collective. Any thread may call.
+// Has one thread, which starts with the first asynchronous collective. Any thread may call the
+// methods.
 class ShmQueue {
  public:
   ShmQueue() = default;
@@ -54,7 +55,7 @@ class ShmQueue {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<QueuedCollective> entries_;  // guarded by mutex_, as below
+  std::deque<QueuedCollective> entries_;  // guarded by mutex_, like the members below
   bool busy_ = false, closing_ = false;
   std::thread thread_;
 };
