@@ -24,12 +24,13 @@ struct Engine::Impl {
   std::unordered_map<const torch::nn::Module*, TensorModule> cut;  // cut over tensor ranks
   std::optional<engine::PipelineRunner> stages;                    // set if mesh.pipeline > 1
 
-  OptimizerConfig settings() const;  // of the next step
+  OptimizerConfig settings() const;  // settings of the next step
   // Returns the model's buffers and the random generator state `generator`, saved for `of_rank`.
   std::vector<CheckpointTensor> tensors(const at::Tensor& generator, int of_rank) const;
   // Runs a forward of the model or of one pipeline stage, between the root's begin and end events.
   at::Tensor run(const std::function<at::Tensor()>& forward);
-  double mean(const std::vector<at::Tensor>& losses) const;  // [all ranks] over ranks with losses
+  // [all ranks] Returns the mean over the ranks that have losses.
+  double mean(const std::vector<at::Tensor>& losses) const;
 };
 
 namespace engine {

@@ -2,8 +2,8 @@
 // PipelineRunner: runs a pipeline's stages in the C++ front. Compute thread only.
 //
 // [Note: A stage's forward] Each rank runs the model's own forward for each of its stages. A unit
-// of an earlier stage returns a stand-in, a tensor of the meta device without values. The first
-// unit of the stage gets the values that the previous stage sent in place of the stand-ins. The
+// of an earlier stage returns a stand-in, a tensor of the meta device without values. In the inputs
+// of the stage's first unit, the values that the previous stage sent replace the stand-ins. The
 // first unit of the next stage ends the forward by an exception, and its inputs are sent to that
 // stage.
 #include <torch/nn/module.h>
@@ -26,8 +26,8 @@ class PipelineRunner {
 
   PipelineRunner(Core& core, const torch::nn::Module& model);
 
-  // Run one window of `num_micro` micro-batches. They return the losses, detached in train(), on
-  // the rank with the last stage; an empty list on other ranks.
+  // Both methods run one window of `num_micro` micro-batches. On the rank with the last stage they
+  // return the losses, which train() detaches. On other ranks they return an empty list.
   std::vector<at::Tensor> train(int num_micro, const std::function<at::Tensor(int)>& loss_of,
                                 const Run& run);
   std::vector<at::Tensor> evaluate(int num_micro, const std::function<at::Tensor(int)>& loss_of,
@@ -38,9 +38,9 @@ class PipelineRunner {
   // Handles a call of such a module ([Note: A stage's forward]).
   at::Tensor call(const torch::nn::Module& module, const Tensors& inputs,
                   const std::function<at::Tensor(const Tensors&)>& forward);
-  // Must be called before close(): names the buffers that each stage owns.
+  // Names the buffers that each stage owns. Must be called before close().
   void set_buffers();
-  // [all ranks] Copies each stage's buffers to the other ranks; before a save.
+  // [all ranks] Copies each stage's buffers to the other ranks. Must be called before a save.
   void bring_buffers();
 
  private:
@@ -66,7 +66,7 @@ class PipelineRunner {
   const torch::nn::Module& model_;
   PipelineRanks ranks_;
   std::unordered_map<const torch::nn::Module*, StagePiece> stage_of_;
-  StagePass* pass_ = nullptr;  // the forward that runs
+  StagePass* pass_ = nullptr;  // the forward that is running
 };
 
 }  // namespace penstock::engine

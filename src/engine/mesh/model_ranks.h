@@ -1,7 +1,7 @@
 #pragma once
-// ModelRanks: the ranks that compute one model together with this rank. These are the tensor ranks,
-// with the modules that they have cut, the sequence ranks, and the stages of a pipeline. Compute
-// thread only.
+// ModelRanks: the ranks that compute one model together with this rank. These are the tensor ranks
+// (with the modules that they cut), the sequence ranks, and the ranks of a pipeline (with their
+// stages). Compute thread only.
 #include <exception>
 #include <map>
 #include <memory>
@@ -21,7 +21,8 @@ namespace penstock::engine {
 
 class TensorAxis {
  public:
-  // `ruled`: the ruled modules of `tree`. `here`: indices of the parameters of this rank's stage.
+  // `ruled`: the modules of `tree` that have a rule. `here`: indices of the parameters of this
+  // rank's stage.
   TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
              const std::vector<parallel::Ruled>& ruled, const ModelTree& tree,
              const std::set<int>& here);
@@ -33,9 +34,9 @@ class TensorAxis {
   // Returns all tensor ranks for an exchange called `name`.
   parallel::OperatorPeers all(const std::string& name) const { return {peers_, name}; }
   // Must be called before an update of `units`. Throws RuntimeFault if a cut module was never
-  // called: code that reads its weight in another way would compute with a part as if it were the
-  // full tensor. A stage need not call a module that several stages have, so there only a weight
-  // with a gradient counts.
+  // called, because code that reads its weight in another way would use a part as if it were the
+  // full tensor. If several stages have a module, a stage need not call it. Such a module is an
+  // error only if its weight has a gradient.
   void check_called(const std::vector<exec::UnitState>& units) const;
 
   parallel::Replicated replicated;
@@ -57,11 +58,12 @@ struct ModelRanks {
 
   void set_step(int64_t step);
   void record(const std::shared_ptr<trace::Recorder>& recorder);
-  // Returns the error text if messages between stages are in flight that no rank will receive; else
-  // "".
+  // Returns an error text if a message between stages is in flight that no rank will receive.
+  // Otherwise returns "".
   std::string cut_short() const;
   void close();
-  // Returns what the exchanges of tensor or sequence ranks threw since the last call, or null.
+  // Returns the exception that an exchange of tensor or sequence ranks threw since the last call,
+  // or null.
   std::exception_ptr take_fault();
 };
 

@@ -52,9 +52,9 @@ class PENSTOCK_API PipelineRanks {
   int num_stages() const;
   const std::vector<StagePiece>& pieces() const;  // in model order
 
-  // Begins a window of `num_micro` micro-batches and returns this rank's actions in order. Without
-  // `trains` there are only forwards. Throws ConfigError if the schedule does not allow this
-  // number. Throws RuntimeFault if the previous window was cut short.
+  // Begins a window of `num_micro` micro-batches and returns this rank's actions in order. If
+  // `trains` is false, there are only forwards. Throws ConfigError if the schedule does not allow
+  // this number. Throws RuntimeFault if the previous window was cut short.
   std::vector<StageAction> begin(int num_micro, bool trains);
   // Waits for the message that `action` needs: from the previous stage, or from the next stage for
   // a backward. Throws RuntimeFault if the peer is gone.
@@ -67,7 +67,7 @@ class PENSTOCK_API PipelineRanks {
   // Waits until all messages have arrived.
   void end();
 
-  // Sets the buffers; must be called before close() and bring_buffers(), with the same buffers on
+  // Sets the buffers. Must be called before close() and bring_buffers(), with the same buffers on
   // every rank.
   void set_buffers(std::vector<StageBuffer> buffers);
   // [all ranks] Overwrites the set buffers in place with the values of their stage. Throws

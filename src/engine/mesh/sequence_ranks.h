@@ -15,8 +15,8 @@
 namespace penstock {
 
 // A view of a core with mesh.sequence > 1, for the thread that runs the model. All ranks of a
-// sequence make the same calls in the same order. Backwards make their own exchanges. No second
-// derivatives (RuntimeFault).
+// sequence make the same calls in the same order. A backward makes its own exchanges. Second
+// derivatives throw RuntimeFault.
 class PENSTOCK_API SequenceRanks {
  public:
   // Throws ConfigError if sequences are not cut.
@@ -25,14 +25,15 @@ class PENSTOCK_API SequenceRanks {
   int index() const;
   int count() const;
 
-  // Exchanges the layout: from this rank's part along `join_dim` with all of `cut_dim` to this
-  // rank's part along `cut_dim` with all of `join_dim`. Throws c10::Error if the size along
-  // `cut_dim` is not divisible by count().
+  // Changes the dim that is cut: takes this rank's part along `join_dim`, with all of `cut_dim`,
+  // and returns this rank's part along `cut_dim`, with all of `join_dim`. Throws c10::Error if the
+  // size along `cut_dim` is not divisible by count().
   at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim) const;
-  // Returns the loss: the sum of each rank's addend [] (the losses of its tokens divided by the
-  // number of all tokens). The engine then averages gradients over these ranks as over data ranks.
+  // Returns the loss, which is the sum of the ranks' addends. `addend` []: the sum of the losses of
+  // this rank's tokens, divided by the number of all tokens. The engine then averages gradients
+  // over these ranks as over data ranks.
   at::Tensor sum_losses(const at::Tensor& addend) const;
-  // Throws RuntimeFault on all of them if the ranks were given different sequences.
+  // Throws RuntimeFault on all ranks of the sequence if they were given different sequences.
   void compare(const std::vector<at::Tensor>& inputs, const std::string& others) const;
 
  private:

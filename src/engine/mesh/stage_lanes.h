@@ -1,11 +1,11 @@
 #pragma once
-// StageLanes: the messages between the stages of a pipeline. Threads of their own send and receive
+// StageLanes: the messages between the stages of a pipeline. Separate threads send and receive
 // them, so messages travel while stages compute. Compute thread only.
 //
 // [Note: No deadlock] Each direction between two ranks is a lane on both sides. It sends, or
 // receives, in the order in which the sender's schedule makes the messages. A send waits only for
-// its own receive. A receive is posted when this rank waits for it, and one more is posted ahead,
-// so no receive waits longer than this rank would itself.
+// the matching receive. A receive is posted when this rank waits for it, and one more is posted
+// ahead, so no receive waits longer than this rank itself would wait.
 #include <deque>
 #include <map>
 #include <memory>

@@ -17,18 +17,18 @@ namespace penstock {
 
 // A module that the rules cut.
 struct TensorModule {
-  int index = 0;  // in modules()
+  int index = 0;  // index in modules()
   std::string name;
   std::string style;        // "column", "row", ... (docs/parallel.md)
   bool transposed = false;  // its weight is [in, out]
   int64_t heads = 0;        // style "shared": number of key and value heads, fewer than ranks
-  int64_t size = 0;         // size of its output over all ranks
-  bool gathered = false;    // its input is computed from gather_tokens()
+  int64_t size = 0;         // size of its whole output
+  bool gathered = false;    // its input is computed from the result of gather_tokens()
 };
 
 // A view of a core with mesh.tensor > 1, for the thread that runs the model. All tensor ranks make
-// the same calls in the same order, inside the model's forward. Backwards make their own exchanges.
-// No second derivatives (RuntimeFault).
+// the same calls in the same order, inside the model's forward. A backward makes its own exchanges.
+// Second derivatives throw RuntimeFault.
 class PENSTOCK_API TensorRanks {
  public:
   // Throws ConfigError if nothing is cut.
@@ -54,17 +54,17 @@ class PENSTOCK_API TensorRanks {
                            const at::Tensor& target, const CrossEntropyOptions& options) const;
   // Hidden states [batch, tokens, size] whose tokens are cut between layers ("row_tokens").
   // cut_tokens: from equal tensors on all ranks to each rank's [batch, tokens / ranks, size].
-  // whole_tokens: the reverse. gather_tokens: the whole input of module `name` from the parts; each
-  // rank has one addend of the gradient.
+  // whole_tokens: the reverse. gather_tokens: makes the whole input of module `name` from the
+  // parts; each rank has one addend of the input's gradient.
   at::Tensor cut_tokens(const at::Tensor& whole) const;
   at::Tensor whole_tokens(const at::Tensor& part) const;
   at::Tensor gather_tokens(const std::string& name, const at::Tensor& part) const;
   // ids [...] (integers) -> [..., columns], or [..., columns / ranks] for "column". `padding_idx` <
-  // 0: none. Throws c10::IndexError, as torch does.
+  // 0: no padding index. Throws c10::IndexError for a wrong id, as torch does.
   at::Tensor embedding(const TensorModule& how, const at::Tensor& ids, const at::Tensor& weight,
                        int64_t padding_idx) const;
-  // Throws RuntimeFault on all tensor ranks if a forward's inputs differ between them (tensor
-  // values, or the text `others`). Returns whether all have the same `draws`.
+  // Throws RuntimeFault on all tensor ranks if the inputs of a forward (the tensors' values or the
+  // text `others`) differ between ranks. Returns whether all ranks have the same `draws`.
   bool compare(const std::vector<at::Tensor>& inputs, const std::string& others,
                const std::string& draws) const;
 

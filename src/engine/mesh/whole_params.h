@@ -16,7 +16,8 @@ class WholeParams {
   // [all ranks] Points the unit's parameters to full tensors. Parameters of this stage must be
   // gathered.
   void show(int unit);
-  // [all ranks] Copies rank 0's values to every rank's parts in the copy that computes.
+  // [all ranks] Copies rank 0's values to every rank's parts in the copy that forward and backward
+  // use.
   void write(int unit);
   // Returns the first shown parameter whose values differ from this rank's part, or "".
   std::string edited(int unit);
@@ -33,8 +34,8 @@ class WholeParams {
   at::Tensor part(const exec::Flat& flat, const exec::Slot& slot) const;
 
   exec::Executor& executor_;
-  // `hash`: of the gathered values. A rank without a part of the parameter compares it to find
-  // edits.
+  // `hash`: hash of the gathered values. A rank without a part of the parameter compares hashes to
+  // find edits.
   struct Shown {
     at::Tensor whole;
     uint64_t hash = 0;

@@ -1,6 +1,6 @@
 #pragma once
-// Adoption: takes a model's parameters into the executor's flats and makes them windows
-// ([Note: Windows]). Without commit() it is undone.
+// Adoption: takes a model's parameters into the executor's flats and makes them windows ([Note:
+// Windows]). Without a call of commit(), the adoption is undone.
 #include <string>
 #include <vector>
 
@@ -19,9 +19,9 @@ void own_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes);
 void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dtype,
                 at::IntArrayRef sizes);
 
-// Exists while an engine is set up, on the thread that sets it up; executor and tiers must outlive
-// it. The destructor without commit() releases the model: parameters get no windows into memory
-// that will be freed (reading one raises an error), and swap files are removed.
+// Exists while an engine is set up, on the thread that sets it up. Executor and tiers must outlive
+// it. If commit() was not called, the destructor releases the model: parameters keep no windows
+// into memory that will be freed (reading one raises an error), and swap files are removed.
 class Adoption {
  public:
   Adoption(exec::Executor& executor, mem::Tiers& tiers) : executor_(executor), tiers_(tiers) {}

@@ -18,8 +18,8 @@
 
 namespace penstock::engine {
 
-// Returns the dtype that a parameter computes in: the first matching `dtypes` rule, else
-// `precision`, else its own. Throws ConfigError if its own is not float32, bfloat16 or float16.
+// Returns a parameter's compute dtype: the first matching `dtypes` rule, else `precision`, else the
+// parameter's own dtype. Throws ConfigError if its own dtype is not float32, bfloat16 or float16.
 Dtype compute_dtype(const Config& config, const ParamInfo& param);
 
 struct Blueprint {
@@ -46,12 +46,13 @@ void foresee(Blueprint& blueprint);
 // with the alternatives; else returns "". Throws ConfigError if nothing fits. Takes no memory.
 std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_optimizer);
 
-// Checks that the part of every pipeline stage fits. Every rank checks all stages, so that all
+// Checks that every pipeline stage fits into `room`. Every rank checks all stages, so that all
 // ranks throw the same ConfigError.
 void check_stages(const ModelTree& tree, const Config& config, const Room& room,
                   bool external_optimizer);
 
-// Memory budgets for the chosen tiers. When a budget runs out, its advice names settings that fit.
+// Memory budgets for the chosen tiers. The error for an exhausted budget suggests settings that
+// fit.
 struct Budgets {
   mem::Budget device, host, memory;
 };

@@ -1,6 +1,6 @@
 #pragma once
-// Tensors that users hold and whose memory belongs to the engine: parameters, and the shards that a
-// user's optimizer steps on. When the engine ends they get memory of their own, or none ([Note:
+// Tensors that users hold but whose memory belongs to the engine: parameters, and the shards that a
+// user's optimizer updates. When the engine ends, they get their own memory, or no memory ([Note:
 // Windows]).
 #include <ATen/core/Tensor.h>
 
@@ -8,8 +8,8 @@
 
 namespace penstock::engine {
 
-// Gives the parameter's storage, which its views share, its own memory with these values (any
-// dtype, same number of elements).
+// Gives the parameter's storage, which the parameter's views share, its own memory with `values`
+// (any dtype, same number of elements).
 void own_values(const at::Tensor& param, const at::Tensor& values);
 
 // Frees the tensors and clears the list. Reading one of them raises an error afterwards.

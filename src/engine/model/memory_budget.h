@@ -1,5 +1,6 @@
 #pragma once
-// The room of a run: its budgets, or the free memory of the machines if no budget is set.
+// The room of a run: the budgets in its config, or the free memory of the machines if no budget is
+// set.
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -16,7 +17,7 @@ struct AvailableMemory {
   int64_t model = 0;   // memory of the model's parameters, which the engine takes over
   int64_t disk = 0;    // free in the folders of the swap files
   int64_t pid = 0;
-  int64_t when_ns = 0;  // steady clock; tells engines of one process apart
+  int64_t when_ns = 0;  // time of the steady clock; distinguishes engines of one process
 
   std::string text() const;  // one line, for the other ranks
   static AvailableMemory parse(const std::string& text);
@@ -24,10 +25,11 @@ struct AvailableMemory {
 
 AvailableMemory find_room(const Config& config, const ModelTree& tree, int world_size);
 
-// Returns the room of each rank, the same on every rank: ranks of a machine share its free memory,
-// and the smallest share counts.
+// Returns the room of each rank. It is the same for every rank: the ranks of a machine divide its
+// free memory, and the smallest share is the room of all.
 Room room_of(const MemoryConfig& budgets, const std::vector<AvailableMemory>& by_rank);
-// Returns the room on machines that are not here: only the budgets of device and host.
+// Returns the room on machines whose free memory is unknown here: only the budgets of device and
+// host.
 Room room_of(const MemoryConfig& budgets);
 
 // Returns the folders of the swap files.

@@ -9,19 +9,19 @@
 namespace penstock::engine {
 
 struct UnitSpec {
-  std::string module;  // its name; "" for the root, which is always unit 0
+  std::string module;  // module name; "" for the root, which is always unit 0
   std::string type;
   std::vector<int> params;  // indices into ModelTree::params, in model order
   bool block = true;        // see UnitDesc
 };
 
 // Returns the units. Blocks are the outermost modules of the classes in `config.modules`. Without
-// that list they are repeated blocks: two or more children of one class under one parent, which
-// have children themselves. Without repeated blocks they are the largest modules of at most
-// `config.max_bytes`. Further units are each layer outside of the blocks with `config.layer_bytes`
-// of its own parameters (an embedding, a head), and each tile. A parameter that several units use
-// belongs to the root. Throws ConfigError if the model has no parameters, or if a class is not
-// found (with the nearest name).
+// that list, blocks are repeated modules: two or more children of one class under one parent, if
+// the children have children themselves. Without repeated modules, blocks are the largest modules
+// of at most `config.max_bytes`. Outside of the blocks, each layer with at least
+// `config.layer_bytes` of its own parameters (an embedding, a head) is a unit. Each tile is a unit.
+// A parameter that several units use belongs to the root. Throws ConfigError if the model has no
+// parameters, or if a class is not found (the error suggests the nearest name).
 std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& config);
 
 // Writes the order that is assumed before step one: modules in model order, each tile after the

@@ -18,7 +18,7 @@ struct Shard {
   std::string name;  // name of the parameter
   at::Tensor param;
   at::Tensor master;
-  int64_t begin = 0;  // index in the parameter of the first element of `master`
+  int64_t begin = 0;  // index of the first element of `master` in the parameter
 };
 
 // Options of Values::weights().
@@ -43,24 +43,24 @@ class PENSTOCK_API Values {
   // memory that is counted with the buffers; a rank that does not want the values only sends its
   // shards. Throws RuntimeFault on every rank if one rank has no room for a flat.
   std::vector<std::pair<std::string, at::Tensor>> weights(const WeightsOptions& options = {});
-  // [all ranks] Streams the same values to rank 0 without memory for all of them. `take(name,
-  // begin, values)` receives fp32 elements of a parameter from element `begin` on, row by row. The
-  // memory of `values` is invalid after the call. The last call has the name "". An exception from
-  // `take` is thrown on every rank.
+  // [all ranks] Streams the same values to rank 0, without memory for all of them at once.
+  // `take(name, begin, values)` receives fp32 elements of a parameter, beginning at element
+  // `begin`, in row-major order. The memory of `values` is invalid after the call. The last call
+  // has the name "". An exception from `take` is thrown on every rank.
   using Take = std::function<void(const std::string& name, int64_t begin, const at::Tensor&)>;
   void stream(const Take& take);
   // Returns the full shape of each parameter, except those that are computed in tiles.
   std::vector<std::pair<std::string, std::vector<int64_t>>> shapes();
   // [all ranks] Replaces gradients of a complete accumulation window with full fp32 values, which
-  // must be equal on every rank. Throws RuntimeFault inside a window, ConfigError for a wrong name
-  // or shape.
+  // must be equal on every rank. Throws RuntimeFault inside a window, and ConfigError for a wrong
+  // name or shape.
   void set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients);
 
   // [all ranks] Returns the state that is kept for one parameter between steps, in fp32 and in the
   // parameter's shape: "param" (its master) or a moment by torch's name ("exp_avg"). Throws
   // ConfigError if no such state is kept.
   at::Tensor state(const std::string& param, const std::string& role);
-  // [all ranks] Replaces this state with values that are equal on every rank.
+  // [all ranks] Replaces the state that state() returns by values that are equal on every rank.
   void set_state(const std::string& param, const std::string& role, const at::Tensor& values);
   // Returns a copy of this rank's part of the state: the index of its first element, and the
   // elements, possibly none.
@@ -75,15 +75,15 @@ class PENSTOCK_API Values {
   // [all ranks] With `write`, rank 0's values become the weights. Otherwise throws RuntimeFault if
   // the values were changed.
   void release(const std::vector<int>& units, bool write);
-  // Replaces release() after an exception on this rank; not collective. Values that were written
-  // are lost if the parameters do not rest whole.
+  // Replaces release() after an exception on this rank; not collective. Values that users wrote are
+  // lost unless the parameters rest whole.
   void let_go(const std::vector<int>& units);
 
-  // Reports that a parameter was `set_()` to itself, as torch.nn.utils.parametrize does. This write
-  // changes nothing, so it is not counted as an edit.
+  // Must be called after a parameter was `set_()` to itself, as torch.nn.utils.parametrize does.
+  // This write changes nothing, so it is not counted as an edit.
   void set_to_itself(const std::string& param);
 
-  // This rank's slices and their gradients, for a user's optimizer.
+  // Returns this rank's slices and their gradients, for a user's optimizer.
   std::vector<Shard> shards();
   std::vector<at::Tensor> shard_gradients();
 

@@ -24,7 +24,7 @@ enum class Call : uint8_t {
   kFullGrads,
   kSetGrads,
   kStep,    // step() was called; the window may be incomplete
-  kUpdate,  // step() applies the window: the next window begins
+  kUpdate,  // step() applies the window, and the next window begins
   kDrop,    // the contributions of the window are discarded
 };
 
@@ -48,7 +48,7 @@ class AccumulationWindow {
 
   // Records that the current backward produced a gradient on this rank.
   void contribute() { contributed_ = true; }
-  // One character per backward that ended: '1' if it produced a gradient here, else '0'.
+  // One character per backward that ended: '1' if it produced a gradient on this rank, else '0'.
   const std::string& gave() const { return gave_; }
   // Removes backwards that produced no gradient on any rank, which are '0' in `gave_anywhere`.
   // Returns true if any was removed.
@@ -63,7 +63,7 @@ class AccumulationWindow {
   uint8_t facts() const;
 
   int64_t accumulate_;
-  uint8_t standing_;  // facts that no call takes away
+  uint8_t standing_;  // facts that no call clears
   uint8_t facts_;
   std::string gave_;
   bool contributed_ = false;

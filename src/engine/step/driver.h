@@ -4,11 +4,11 @@
 //
 // [Note: Driving a plan] An event names a compute line, and the driver runs the section's lines up
 // to it. This includes lines of units that this rank skips, so ranks that take different branches
-// still issue the same collectives in the same order. Gradient moves wait in a queue until the
-// unit's gradients are complete; the queue is in plan order, too. The lines that are left run when
-// the section ends. An event that the plan does not foresee is served on demand (require, release):
-// this is correct but not early. If only some ranks do so, their collectives do not match, and the
-// timeout error names both.
+// still issue the same collectives in the same order. Gradient moves wait in a queue, in plan
+// order, until the unit's gradients are complete. The remaining lines run when the section ends. An
+// event that the plan does not foresee is served on demand (require, release): this is correct, but
+// the moves do not start early. If only some ranks do so, their collectives do not match, and the
+// timeout error names both collectives.
 #include <array>
 #include <deque>
 #include <map>
@@ -33,18 +33,19 @@ class Driver {
   void leave(Op op, int unit);
   // A use of a tile in backward has ended, and the tile is entered again before its gradients come.
   void pause(int unit);
-  // Keeps the unit whole until the next backward section ends: torch.autograd.grad() went through
-  // it, and the graph that it built may be differentiated again.
+  // Keeps the unit whole until the next backward section ends. Must be called when
+  // torch.autograd.grad() went through the unit, because the resulting graph may be differentiated
+  // again.
   void pin(int unit);
-  // Keeps the units whole until let_go() was called as often as hold(): gathered() shows them.
+  // Keeps the units whole, for gathered(), until let_go() was called as often as hold().
   void hold(const std::vector<int>& units);
   void let_go(const std::vector<int>& units);
   int held(int unit) const { return held_[static_cast<size_t>(unit)]; }
-  bool holds() const;  // whether any unit is held
-  // Runs the lines that are left of the section, in plan order.
+  bool holds() const;  // returns whether any unit is held
+  // Runs the remaining lines of the section, in plan order.
   void finish();
-  // By unit: whether a gradient came on this rank after its move in the last backward (for example
-  // in a block that was recomputed twice).
+  // Returns, by unit, whether a gradient came on this rank after its move in the last backward (for
+  // example in a block that was recomputed twice).
   std::vector<bool> late() const;
   // [all ranks] Runs the gradient moves of section `backward` again for the units in `late`.
   void move_late(const std::vector<bool>& late, Section backward);
@@ -86,15 +87,15 @@ class Driver {
   size_t next_ = 0;
   bool running_ = false;
   bool carries_ = false;    // parameters are in `hold`: the next forward is not the window's first
-  bool lost_hold_ = false;  // an evaluation dropped them from `hold` within the window
+  bool lost_hold_ = false;  // an evaluation within the window dropped the parameters from `hold`
   bool finishing_ = false;
-  std::vector<int> active_;                    // by unit: enter() calls without leave()
-  std::vector<bool> done_;                     // by unit: gradients complete
-  std::vector<bool> drop_later_;               // by unit: the plan dropped it while it was active
-  std::vector<bool> unforeseen_;               // by unit: gathered on demand, off plan
-  std::vector<bool> pinned_;                   // by unit: see pin()
-  std::vector<int> held_;                      // by unit: see hold()
-  std::vector<bool> late_;                     // by unit: late when the last backward ended
+  std::vector<int> active_;       // by unit: enter() calls without leave()
+  std::vector<bool> done_;        // by unit: gradients complete
+  std::vector<bool> drop_later_;  // by unit: the plan dropped the unit while it was active
+  std::vector<bool> unforeseen_;  // by unit: gathered on demand, off plan
+  std::vector<bool> pinned_;      // by unit: see pin()
+  std::vector<int> held_;         // by unit: see hold()
+  std::vector<bool> late_;        // by unit: its gradient was late when the last backward ended
   std::deque<const exec::PlannedStep*> owed_;  // queued gradient moves
   int64_t off_plan_ = 0;
 };

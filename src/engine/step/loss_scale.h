@@ -15,7 +15,7 @@ class LossScale {
   bool dynamic() const { return active_ && config_.window > 0; }
   double value() const { return value_; }
   int64_t good_steps() const { return good_steps_; }
-  // Restores the values of a checkpoint. A scale that is not dynamic here does not change.
+  // Restores the values of a checkpoint. Does nothing if the scale of this run is not dynamic.
   void restore(double value, int64_t good_steps) {
     if (!active_ || config_.window == 0) return;
     value_ = value;

@@ -16,8 +16,9 @@ class OrderLearner {
  public:
   // Facts about the model that decide what is recorded.
   struct Scope {
-    bool units_are_entered = false;  // units have events in forward; else only gradients show them
-    bool moves_params = false;       // then ranks must run units in one order
+    // Units have events in forward. If not, only gradients show the order.
+    bool units_are_entered = false;
+    bool moves_params = false;  // if so, all ranks must run units in the same order
     std::function<bool(int unit)> is_tile;
   };
   // A collective that returns every rank's text, in rank order.
@@ -31,7 +32,8 @@ class OrderLearner {
   void restart(const ModelDesc& assumed) { *this = OrderLearner(assumed, scope_); }
   bool done() const { return done_; }  // agree() was called: nothing is recorded any more
 
-  // A new training forward replaces the recorded one: the last one before the backward counts.
+  // Begins a forward. A new training forward replaces the recorded one, so the last one before the
+  // backward counts.
   void begin_forward(bool trains);
   void end_forward() { in_forward_ = false; }
   void begin_backward();
@@ -41,7 +43,8 @@ class OrderLearner {
   void end(Op pass, int unit);
   void add(Op pass, const Visit& visit);  // the visit of a tile
 
-  // Spanning units are whole for entire passes, because they are read outside their module.
+  // Adds a spanning unit, which stays whole for entire passes because it is read outside its
+  // module.
   void span(int unit) { spanning_.push_back(unit); }
   const std::vector<int>& spanning() const { return spanning_; }
   bool spans(int unit) const;
@@ -50,8 +53,8 @@ class OrderLearner {
 
   // [all ranks] Returns the model in the order that was seen if it is the same on every rank, else
   // in the assumed order. `off_plan`: number of events of this rank that the assumed order did not
-  // foresee. Throws RuntimeFault with the first difference if parameters move and the assumed order
-  // did not fit on every rank either.
+  // foresee. If parameters move and the assumed order does not fit every rank, throws RuntimeFault
+  // with the first difference.
   ModelDesc agree(int64_t off_plan, const ShareText& share);
 
  private:

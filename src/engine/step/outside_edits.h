@@ -3,8 +3,8 @@
 //
 // [Note: At the border] Parameters are the user's objects. torch sends no event when one is edited,
 // gets other memory or is swapped. So each call of the engine compares every parameter with the
-// state that the engine left. A change that the engine can take over has its effect, as in torch;
-// any other change is an error that names the parameter.
+// state that the engine left. A change that the engine can take over has the same effect as in
+// torch. Any other change raises an error that names the parameter.
 //
 //   values edited in place   the update adds them to the masters (Updates::take_edits); gathered
 //                            values that are not written back are compared before they are freed
@@ -33,20 +33,23 @@ class OutsideEdits {
   // The parameters must have their windows already.
   OutsideEdits(exec::Executor& executor, const tiles::TiledWeights& tiled);
 
-  // Takes over new memory of parameters. Throws RuntimeFault for a change that it cannot take over.
+  // Takes over the values of parameters that got other memory. Throws RuntimeFault for a change
+  // that it cannot take over.
   void look_at_params();
   // Returns the first gathered parameter of the unit that was written to in place, or "". It checks
   // torch's version counter, then the values, because torch does not count writes to `.data`. Only
   // this rank's shard is compared. If the shard must be read from disk or copied to a device, only
   // the first four calls and then every 32nd call compare values, unless `always` is set.
   std::string edited(int unit, bool always);
-  // Throws RuntimeFault that the edit of `param` would be lost. Does nothing if `param` is "".
+  // Throws a RuntimeFault which says that the edit of `param` would be lost. Does nothing if
+  // `param` is "".
   static void refuse_edit(const std::string& param, const char* where);
 
   enum class SeenGradients { kKept, kSomeDropped, kAllDropped };
-  // Finds changes of `.grad`. Drops the gradients that users set to None, except if all were: then
-  // the caller drops the window. Throws RuntimeFault if users assigned a `.grad`; before a backward
-  // (`adds`) only if it replaced a hollow one.
+  // Finds changes of `.grad`. Drops the gradients that users set to None. If users set all of them
+  // to None, drops none, because the caller then drops the window. Throws RuntimeFault if users
+  // assigned a `.grad`. Before a backward (`adds`), it throws only if the assigned gradient
+  // replaced a hollow one.
   SeenGradients look_at_gradients(bool adds);
   void show_gradients();
   void hide_gradients();
@@ -61,7 +64,7 @@ class OutsideEdits {
   };
   struct Param {
     std::string name;
-    at::Tensor tensor;  // the user's
+    at::Tensor tensor;  // the user's parameter
     std::vector<int64_t> sizes;
     const void* object;         // its Python object at initialize(); null without Python
     std::vector<Place> places;  // one place, or one per tile

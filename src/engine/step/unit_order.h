@@ -9,7 +9,8 @@
 
 namespace penstock::engine {
 
-// Events of one pass. Of several begins of a unit the first counts, of several ends the last.
+// Events of one pass. If a unit begins or ends several times, its first begin and its last end
+// count.
 class OrderRecord {
  public:
   void begin(int unit);
@@ -19,8 +20,9 @@ class OrderRecord {
   bool has(int unit) const;
   void clear() { events_.clear(); }
   bool empty() const { return events_.empty(); }
-  // Returns the visits in order. A unit whose end follows its begin directly is one whole visit.
-  // The root and units that contain others have a begin and an end. Units that never ran come last.
+  // Returns the visits in order. A unit whose end directly follows its begin becomes one whole
+  // visit. The root and units that contain others have a begin and an end. Units that never ran
+  // come last.
   std::vector<Visit> visits(int num_units) const;
 
  private:
@@ -32,7 +34,7 @@ class OrderRecord {
   std::vector<UnitEvent> events_;
 };
 
-std::string visits_text(const std::vector<Visit>& visits);  // one a line: "u0 begin", "u1", ...
+std::string visits_text(const std::vector<Visit>& visits);  // one per line: "u0 begin", "u1", ...
 
 // A collective over payloads of equal length; returns every rank's payload, in rank order.
 using Share =

@@ -3,9 +3,9 @@
 //
 // [Note: One window] Ranks may take different branches of a model, so one rank cannot decide alone
 // what belongs to a window. A backward counts if it produced a gradient on any rank; a backward
-// that reached only frozen weights on all ranks does not count. A gradient that came after its move
-// is moved by all ranks, also by ranks where it was not late. The ranks exchange these facts with
-// the norm, which needs no exchange of its own, and before users read or replace gradients.
+// that reached only frozen weights on all ranks does not count. If a unit's gradient came after its
+// move on any rank, all ranks run the move again. The ranks exchange these facts in the exchange
+// that computes the norm, and before users read or replace gradients.
 #include <string>
 #include <vector>
 
@@ -17,18 +17,18 @@ namespace penstock::engine {
 
 // Returns this rank's facts about the window as a text. Its length is the same on every rank.
 std::string say_window(const AccumulationWindow& window, const Driver& driver);
-// Returns a hash of the optimizer's options: of equal length on every rank, and equal if the
-// options are.
+// Returns a hash of the optimizer's options. It has the same length on every rank, and equal
+// options have equal hashes.
 std::string options_text(const std::vector<OptimizerConfig>& groups, const std::string& others);
-// Takes the texts of all ranks, by rank, which may end with options_text(). Removes backwards that
-// produced no gradient on any rank, and moves late gradients. Returns false if it did either: then
-// the ranks must exchange their texts again. Throws RuntimeFault if ranks ended different numbers
+// Takes the texts of all ranks, by rank. A text may end with options_text(). Removes backwards that
+// produced no gradient on any rank, and moves late gradients. Returns false if it did either; the
+// ranks must then exchange their texts again. Throws RuntimeFault if ranks ended different numbers
 // of backwards or have different options.
 bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window, Driver& driver);
-// Removes the digit at the end of each rank's text, which is the save urgency that it wants. Raises
-// `agreed` to the highest digit and clears `wanted`.
+// Removes the digit at the end of each rank's text, which is the save urgency that the rank wants.
+// Raises `agreed` to the highest digit and clears `wanted`.
 void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed);
-// [all ranks] Returns one character per rank: '1' if `mine` is true there, else '0'.
+// [all ranks] Returns one character per rank: '1' if `mine` is true on that rank, else '0'.
 std::string say_each(exec::Executor& executor, const std::string& label, bool mine);
 // [all ranks] Returns the problem of the first rank that has one, "rank 2: ..."; else "".
 std::string first_problem(exec::Executor& executor, const std::string& label,

@@ -18,7 +18,7 @@
 
 namespace penstock::engine {
 
-// Counters that grow during a run. A step's values are differences of two of them.
+// Counters that grow during a run. A step's values are the differences between two such records.
 struct SoFar {
   int64_t at_ns = 0, waits_ns = 0, comm_ns = 0, comm_bytes = 0, disk_read = 0, disk_written = 0;
   double disk_busy_s = 0.0;
@@ -27,28 +27,31 @@ struct SoFar {
 // A trace that the user or the config requested.
 struct TraceWish {
   std::string path;
-  int64_t first = 1, last = 1;               // steps of this run, counted from 1, also after a load
-  std::function<std::string(int64_t)> more;  // further events; gets the clock offset in ns
-  bool by_config = false;                    // requested by "monitor.trace_first"
+  // Steps of this run, counted from 1. A load does not change the count.
+  int64_t first = 1, last = 1;
+  // Returns additional events. Its argument is the clock offset in ns.
+  std::function<std::string(int64_t)> more;
+  bool by_config = false;  // requested by "monitor.trace_first"
 };
 
 class Monitor {
  public:
   Monitor(const Config& config, std::shared_ptr<trace::Recorder> recorder, int rank, int size);
 
-  // Counts the loss of a backward of the window: a tensor of one element.
+  // Counts the loss of a backward of the window. `loss` has one element.
   void saw(const at::Tensor& loss);
   void count(int64_t samples, int64_t tokens);
   void drop();  // drops the counts of the window
   const exec::Counted& counted() const { return counted_; }
 
-  // A forward of a training step begins. The first call starts the time of the first step.
+  // Must be called when a forward of a training step begins. The first call starts the time of the
+  // first step.
   void begins();
   // Ends a step: computes its metrics from the ranks' counts and from the counters so far. `made`
   // has the other values.
   void end_step(StepMetrics made, const exec::Told& all, SoFar now);
   const StepMetrics& last() const { return last_; }
-  int64_t applied() const { return applied_; }  // by this run
+  int64_t applied() const { return applied_; }  // steps applied by this run
   // Ends the run: closes the files. Returns the requested trace that was not written.
   std::optional<TraceWish> end();
   // Returns the tokens of the last step per rank.
@@ -64,21 +67,22 @@ class Monitor {
   std::vector<double> forward_flops;  // by unit, per micro-batch; empty: not counted
   std::optional<Machine> machine;     // the measured machine ("monitor.machine")
   bool said_dump = false;             // the dump file was announced on stderr
-  // Requests a trace; it replaces an earlier request. Recording starts at its first step.
+  // Requests a trace and replaces an earlier request. Recording starts at the trace's first step.
   void ask(TraceWish wish);
   // Returns and clears the wish if its last step was recorded.
   std::optional<TraceWish> take_finished();
-  // Ranks agree with the norm whether a trace ends with this step. say() returns this rank's digit;
-  // hear() removes the digit from the end of each rank's text.
+  // In the exchange for the norm, the ranks agree on whether a trace ends with this step. say()
+  // returns this rank's digit; hear() removes the digit from the end of each rank's text.
   char say() const { return wish_ && applied_ + 1 >= wish_->last ? '1' : '0'; }
   void hear(std::vector<std::string>& all);
-  // Ranks whose trace does not end with this step: a collective to write it would not return.
+  // Ranks whose trace does not end with this step. If there are any, a collective that writes the
+  // trace would not return.
   const std::vector<int>& without() const { return without_; }
 
  private:
   const std::shared_ptr<trace::Recorder> recorder_;
   const int16_t update_row_;
-  const int size_, copies_;  // ranks; ranks that count the same samples
+  const int size_, copies_;  // number of ranks; number of ranks that count the same samples
   const int64_t every_;
   exec::Counted counted_;
   SoFar before_;

@@ -25,12 +25,13 @@ struct Core::State::Observer {
   void end_step(const std::vector<OptimizerConfig>& groups);
   // Simulates a step of `batch.accumulate` micro-batches. Returns nothing without
   // `monitor.machine`, in pipelines, and before the FLOPs or the tokens of a forward were counted.
-  // With tokens only, a forward takes 2 FLOPs per parameter and token. Exchanges of activations are
-  // not included.
+  // If only tokens were counted, it assumes 2 FLOPs per parameter and token for a forward.
+  // Exchanges of activations are not included.
   std::optional<Prediction> predict() const;
   // Returns the events as part of a Chrome trace.
   std::string events_of(const std::vector<trace::Event>& events);
-  // After an error: writes the last steps to a file and prints its path to stderr, once.
+  // Must be called after an error. Writes the last steps to a file, and prints the path of the file
+  // to stderr once.
   void dump();
   // Ends the run; no step may follow.
   void end();

@@ -16,8 +16,8 @@
 namespace penstock::engine {
 
 // metrics.jsonl has one JSON object per row, with null for an unknown value. metrics.csv has a
-// heading, and an empty cell for an unknown value. Rows are appended, and the files are whole up to
-// the last row whenever the process ends. Formats that only Python writes are ignored here.
+// heading row, and an empty cell for an unknown value. Rows are appended, so whenever the process
+// ends, the files are valid up to the last row. Formats that only Python writes are ignored here.
 class RunFiles {
  public:
   static constexpr size_t kMostWaiting = 4096;  // rows
@@ -36,7 +36,7 @@ class RunFiles {
 
  private:
   struct FileTask {
-    std::string name;  // of a file to replace; "": append a row
+    std::string name;  // name of the file to replace; "": append a row
     std::string text;
     StepMetrics row;
   };
@@ -56,7 +56,7 @@ class RunFiles {
   bool closing_ = false;          // guarded by mutex_
   bool writing_ = false;          // guarded by mutex_
   int64_t dropped_ = 0;           // guarded by mutex_
-  bool said_ = false;             // used by the thread only
+  bool said_ = false;             // used only by the thread
   std::thread thread_;
 };
 
