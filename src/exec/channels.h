@@ -21,7 +21,7 @@ class Channels {
  public:
   Channels(const Mesh& mesh, Group& peers, const std::vector<UnitState>& units);
 
-  comm::Channel gather, reduce;  // used by the lanes of these names
+  comm::Channel gather, reduce;  // used by the lanes with these names
   comm::Channel control;         // collectives of all ranks, on the compute thread
 
   // Collectives among the ranks of this stage. Returns `control` if there is one stage.
@@ -31,7 +31,7 @@ class Channels {
   // Collectives among the stages that have this flat. Requires several owners.
   comm::Channel& across(const Flat& flat) { return tied_.at(flat.owners); }
 
-  int64_t exchanges();  // with peers so far, over all channels
+  int64_t exchanges();  // number of exchanges with peers so far, over all channels
   void record(const std::shared_ptr<trace::Recorder>& recorder);
   void set_step(int64_t step);
   void renew();  // must follow Group::renew()
@@ -41,7 +41,7 @@ class Channels {
   void for_each(const Action& action);
 
   std::optional<comm::Channel> stage_, pipeline_;   // unset if there is one stage
-  std::map<std::vector<int>, comm::Channel> tied_;  // by owners
+  std::map<std::vector<int>, comm::Channel> tied_;  // keyed by the owners
 };
 
 }  // namespace penstock::exec

@@ -1,7 +1,7 @@
 #pragma once
 // Executor: the interpreter of the plan. It reads a plan line (which copies move, and how) and the
 // table's cells; it does not know strategies. One function per kind of move (walk.h) moves data
-// from copy to copy. A move between host memory and disk does not copy the bytes in memory.
+// from copy to copy. A move between host memory and disk makes no extra copy in memory.
 //
 // Compute thread only (autograd's thread while a backward runs). The executor submits work to
 // ordered lanes and waits for their fences.
@@ -28,7 +28,8 @@ class Executor {
   // data.
   void claim(const ModelDesc& model, int num_moments);
   std::vector<PlannedStep> prepare(const Plan& plan) const;
-  // Executes a plan line. Compute belongs to the user: run() only records when it starts.
+  // Executes a plan line. User code does the computing. For a compute line, run() only records that
+  // it has started.
   void run(const PlannedStep& planned);
   void drain();  // waits for all lanes
 
@@ -41,8 +42,8 @@ class Executor {
   // Discards the accumulation window: its gradients, and the optimizer state that was read for its
   // update.
   void discard();
-  // [all ranks] Returns the payloads of all ranks, by rank; with `in_stage`, of the ranks of this
-  // pipeline stage.
+  // [all ranks] Returns each rank's payload, in rank order. If `in_stage` is set, only the ranks of
+  // this pipeline stage exchange payloads.
   std::vector<std::string> share(const std::string& label, const std::string& payload,
                                  bool in_stage = false);
   // [all ranks] Returns every rank's text on rank 0, by rank; an empty list on other ranks. The
@@ -51,9 +52,10 @@ class Executor {
   // [all ranks] Copies rank 0's bytes to every rank.
   void broadcast(const std::string& label, void* data, int64_t bytes);
   // Begins a training step. The gather and reduce lanes must be idle: the step is part of every
-  // tag. The update lane takes the new step after the work that it has.
+  // tag. The update lane switches to the new step after the work that is already queued on it.
   void set_step(int64_t step);
-  int64_t exchanges() const { return exchanges_; }  // with peers, in the last whole step
+  // Returns the number of exchanges with peers in the last complete step.
+  int64_t exchanges() const { return exchanges_; }
 
   std::vector<UnitState>& units() { return rank_.units; }
   const std::vector<UnitState>& units() const { return rank_.units; }

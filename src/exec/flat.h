@@ -3,10 +3,10 @@
 // buffer. UnitState: the flats of a unit and the copies of its roles.
 //
 // [Note: Windows] Each parameter keeps its own StorageImpl for life. The storage's DataPtr is a
-// non-owning window into the flat copy that computes now. Freeing a parameter clears the pointer
-// and keeps nbytes, so shapes and views still work. It also sets the storage's access-error flag,
-// so reading a freed parameter raises an exception with its name. Only the compute thread sets
-// windows.
+// non-owning window into the flat copy that forward and backward currently use. Freeing a parameter
+// clears the pointer and keeps nbytes, so shapes and views still work. It also sets the storage's
+// access-error flag, so reading a freed parameter raises an exception with its name. Only the
+// compute thread sets windows.
 #include <ATen/core/Tensor.h>
 
 #include <array>
@@ -35,21 +35,21 @@ struct Slot {
   at::Tensor param;
   c10::Storage window;   // storage that the engine gave the parameter; users may replace it
   uint32_t version = 0;  // the parameter's version counter when its window was set
-  int index = 0;         // of the parameter in ModelTree::params
-  int number = 0;        // among the slots of all stages
+  int index = 0;         // index of the parameter in ModelTree::params
+  int number = 0;        // index among the slots of all stages
   Cut cut{};             // how tensor ranks cut the parameter
-  std::vector<int64_t> sizes, whole;                  // of this rank's part; of the full tensor
+  std::vector<int64_t> sizes, whole;  // sizes of this rank's part; sizes of the full tensor
   std::vector<std::pair<int64_t, int64_t>> ranges{};  // this rank's part along cut.dim
   int64_t offset = 0, numel = 0;
   int64_t room = 0;      // elements of the largest part over the tensor ranks
   int group = 0;         // optimizer parameter group
   int64_t updates = 0;   // optimizer steps taken so far
   bool arrived = false;  // its gradient arrived in this backward
-  bool touched = false;  // it got a gradient in this window; after the norm: on any rank
-  bool written = false;  // the copy that backwards add to has its contribution
+  bool touched = false;  // it got a gradient in this window (after the norm: on any rank)
+  bool written = false;  // its contribution is in the copy that backwards add to
   bool shown = false;    // inside gathered() the parameter is the full tensor (WholeParams)
   bool bad = false;      // a contribution of this rank to this window was not finite
-  std::string guard;     // error text for a read while it is freed
+  std::string guard;     // error text for a read while the parameter is freed
 };
 
 // A range of the elements of a flat that this rank updates, and its optimizer state. A flat has one
@@ -84,7 +84,7 @@ class Flat {
   // Gives the slot's window its own memory with a copy of the values, for tensors that still use
   // this storage.
   void let_go(Slot& slot);
-  // Sets the error text of the next detach(): the parameters have no values any more.
+  // Makes the error text of the next detach() say that the parameters no longer have values.
   void say_gone();
   // Like detach(), but skips parameters that still have memory of their own.
   void let_params_go();
@@ -115,15 +115,15 @@ class Flat {
   int number = 0;
   std::vector<Slot> slots;
 
-  std::vector<Copy> params;        // the resting copy first
-  std::vector<Copy> grads;         // a place on disk is first and is kept
-  int summed = 1;                  // ranks that a `sum` line has added up for the next update
-  int64_t summed_since = 0;        // number of the backward that opened the sum
+  std::vector<Copy> params;  // the resting copy first
+  std::vector<Copy> grads;   // a copy on disk comes first and keeps its place
+  int summed = 1;            // number of ranks that a `sum` line has added up for the next update
+  int64_t summed_since = 0;  // number of the backward that opened the sum
   double squares = kUncounted;     // sum of squares of this rank's part of the held gradient
   at::Tensor squares_there;        // the same as a scalar on the device
   at::Tensor sum_there;            // device scalar: sum of this rank's contributions
   at::Tensor left;                 // fingerprint of the resting parameters after the last update
-  bool edited = true;              // users may have written to the parameters since then
+  bool edited = true;              // users may have written to the parameters since that update
   mem::Lease gradient32;           // scaled fp32 gradient for a user's optimizer
   std::vector<ChunkState> chunks;  // empty if frozen
 };
@@ -140,7 +140,7 @@ struct UnitState {
   std::vector<Flat> away{};           // flats of other pipeline ranks, without memory
   Copies params, grads;               // the book of copies
   bool attached = false;              // the parameters have windows
-  std::vector<mem::Lease> leaving{};  // memory that moves in flight still read
+  std::vector<mem::Lease> leaving{};  // memory that unfinished moves still read
   std::shared_ptr<Walk> gathering{};  // the last move; keeps its memory until the unit is used
   device::Fence param_ready{};        // end of the last move of the parameters
   device::Fence updated{};            // end of the last update and its publish

@@ -17,8 +17,8 @@ class GatheredValues {
       : rank_(rank), gradients_(gradients), updates_(updates) {}
 
   // [stage] Gathers the flat's masters (a frozen flat: its resting parameters) into `room`, on
-  // every rank or on the first data rank. There `room` must hold numel fp32 elements, on other
-  // ranks this rank's part. Returns the dtype of the gathered values.
+  // every rank or on the first data rank. On these ranks `room` must hold numel fp32 elements. On
+  // other ranks it must hold the rank's part. Returns the dtype of the gathered values.
   Dtype parameters(int unit, int flat, char* room, bool everywhere);
   at::Tensor resting(int unit, int flat);   // [stage] the resting parameters, in fp32
   void renew() { rank_.channels.renew(); }  // must follow Group::renew()
@@ -27,8 +27,8 @@ class GatheredValues {
   // the dtype of `part`. Returns `part` if the parameter is not cut.
   at::Tensor whole_of(const Slot& slot, const at::Tensor& part);
   // [pipeline] Sends the flat's values (fp32) from the first stage that has it to the other stages.
-  // `own`: this stage's values, or undefined; returned as they are if defined. Does nothing if all
-  // stages have the flat.
+  // `own`: this stage's values, or an undefined tensor. Defined values are returned unchanged. Does
+  // nothing if all stages have the flat.
   at::Tensor across_stages(const Flat& flat, const at::Tensor& own, const std::string& label);
   // [stage] Like whole_of(), but only the first rank of the stage gets the full tensor; other ranks
   // get an undefined one.
@@ -46,13 +46,14 @@ class GatheredValues {
   // [stage] Copies the first rank's edited full parameters to every copy on every rank.
   void refresh(int unit);
   // Returns the first parameter whose gathered values differ from this rank's resting shard, which
-  // means that users wrote to it; else "". Not collective. On a device the result is not read
-  // here: the count goes to Rank::doubts, and the norm throws the error.
+  // means that users wrote to it; else "". Not collective. On a device the call does not read the
+  // result: it adds the count to Rank::doubts, and the norm throws the error.
   std::string edited(int unit);
   // Reads Rank::doubts, which blocks until the device is done. Returns the first edited parameter.
   std::string resolve_doubts();
-  // Writes the elements from `first` on, in the flat's dtype and equal on every rank, to the
-  // resting copies, except to a resting copy that also computes. Not collective.
+  // Writes `values` to the resting copies, beginning at element `first`. The values must have the
+  // flat's dtype and be equal on every rank. Skips a resting copy that forward and backward also
+  // use. Not collective.
   void write(Flat& flat, int64_t first, int64_t numel, device::Address values);
 
  private:

@@ -13,7 +13,7 @@
 
 namespace penstock::exec {
 
-// [these ranks] Replaces each rank's addends by their sum, in place.
+// [these ranks] Replaces, in place, each rank's addends by the sums over the ranks.
 void add_up(comm::Channel& channel, const Members& ranks, device::Address addends, Dtype dtype,
             int64_t numel, const comm::Label& label);
 
@@ -23,7 +23,7 @@ class Gradients {
 
   void begin_backward() { ++backward_; }
   // Adds one parameter's gradient to the copy that backwards write. Returns false if the gradient
-  // is not finite (on a device always true; the norm finds it later).
+  // is not finite. On a device it always returns true, and the norm finds such a gradient later.
   bool take(int unit, int flat, int slot, const at::Tensor& gradient);
   // Runs a gradient move. `late`: the move runs again for gradients that came after it; units
   // without a late gradient add zeros.
@@ -35,7 +35,8 @@ class Gradients {
   // Undoes sum() if no update follows, so that backwards can add to the gradients again.
   void reopen();
   void finish();  // blocks until every move is done
-  // Returns the fence of the last submitted move. The lane is ordered, so it covers all moves.
+  // Returns the fence of the last submitted move. The lane is ordered, so this fence covers all
+  // moves.
   const device::Fence& last_move() const { return done_; }
   // Discards the accumulated gradients.
   void discard();
@@ -48,10 +49,10 @@ class Gradients {
   void forget(Flat& flat, Slot& slot);
   // Returns the copy that holds the gradient now, or null.
   Copy* held(Flat& flat) const;
-  // Zero-fills the gaps of sums that no backward will add to.
+  // Writes zeros to the gaps of those sums that no backward will add to.
   void complete();
-  // Returns the sum of squares of the part that only this rank counts. Replicas of a gradient each
-  // count an equal piece, so every layout adds up the same pieces in the same order. A sum on a
+  // Returns the sum of squares of the part that only this rank counts. Each replica of a gradient
+  // counts an equal piece, so every layout adds up the same pieces in the same order. A sum on a
   // device is not included; it is appended to `there` as a device scalar.
   double own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const;
 
@@ -76,7 +77,8 @@ class Gradients {
   Lanes& lanes_;
   int64_t backward_ = 0;
   std::vector<Moved> moved_;
-  std::shared_ptr<Walk> walk_;  // freed in finish() with the sources, so that peaks do not vary
+  // Freed in finish() with the sources, so that memory peaks do not vary.
+  std::shared_ptr<Walk> walk_;
   device::Fence done_;
 };
 

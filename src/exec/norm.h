@@ -15,7 +15,7 @@
 
 namespace penstock::exec {
 
-// Counts of the window, added up over the ranks with the norm.
+// Counts of the window, which are added up over the ranks together with the norm.
 struct Told {
   double loss = 0.0, losses = 0.0;  // sum and number of the losses
   double samples = 0.0, tokens = 0.0;
@@ -34,7 +34,7 @@ struct Counted {
 
 // Results of the exchange, equal on all ranks.
 struct Seen {
-  double grad_norm = 0.0;  // of the averaged gradient, before clipping
+  double grad_norm = 0.0;  // norm of the averaged gradient, before clipping
   Told told;               // counts over all ranks
 };
 
@@ -50,7 +50,8 @@ struct Update {
   std::function<std::string()> say;
   // Takes the texts of all ranks, by rank. Returns the divisor of the gradients (micro-batches
   // averaged over, times the loss scale). Returns 0 if it moved gradients or changed the text of
-  // say(): then the exchange runs again. An exception ends the update before anything is written.
+  // say(). In that case the exchange runs again. An exception ends the update before anything is
+  // written.
   std::function<double(const std::vector<std::string>&)> hear;
 };
 
@@ -60,15 +61,15 @@ class Norm {
       : rank_(rank), lanes_(lanes), gradients_(gradients) {}
 
   struct Result {
-    double total = 0.0;    // of squares
+    double total = 0.0;    // sum of squares
     double divisor = 0.0;  // returned by hear()
     std::string bad;       // the first contribution that is not finite, or ""
     Told told;             // over all ranks
   };
   // [all ranks] Marks the parameters that got a gradient on any rank. All gradient moves must have
-  // been submitted. Throws RuntimeFault on all ranks if users wrote to gathered parameters. Throws
-  // RuntimeFault if ranks made different device collectives before the previous norm (collectives
-  // through the host are compared one by one).
+  // been submitted. Throws RuntimeFault on all ranks if users wrote to gathered parameters, or if
+  // ranks made different device collectives before the previous norm. (Collectives through the host
+  // are compared one by one.)
   Result exchange(const comm::Label& label, const Update& update);
 
  private:

@@ -1,8 +1,9 @@
 #pragma once
-// Params: the copies of the parameters, and the windows into the copies that compute.
+// Params: the copies of the parameters, and the windows into the copies that forward and backward
+// use.
 //
-// Compute thread only. Moves towards the placement that computes run on the gather lane. Moves away
-// from it run at once on the calling thread, so that their memory is free on return.
+// Compute thread only. Moves to the placement for computing run on the gather lane. Moves away from
+// that placement run at once on the calling thread, so that the memory is free on return.
 #include <string>
 #include <vector>
 
@@ -17,11 +18,12 @@ class Params {
   void run(const PlannedStep& planned);  // runs a parameter move of the plan
   // Moves the unit's parameters, off plan, from their current placement to that of `phase`.
   void move_to(int unit, Phase phase);
-  // Makes the unit's parameters whole: starts the move if none did, waits for it, sets the windows.
+  // Makes the unit's parameters whole: starts the move if it has not started, waits for it, and
+  // sets the windows.
   void require(int unit);
-  void drop(int unit);         // back to rest: drops the working copy, moves nothing
-  bool whole(int unit) const;  // gathered, or the gather is in progress
-  // Returns whether the moves lead away from the placement that computes.
+  void drop(int unit);         // returns to rest: frees the working copy and moves nothing
+  bool whole(int unit) const;  // whether it is gathered or its gather is in progress
+  // Returns whether the moves lead away from the placement for computing.
   bool leaves(const std::vector<Move>& moves) const;
 
  private:

@@ -17,15 +17,16 @@
 
 namespace penstock::exec {
 
-// A plan line, and the label of its collectives: its text and the modules of its units.
+// A plan line and the label of its collectives, which has the line's text and the modules of its
+// units.
 struct PlannedStep {
   Step step;
   comm::Label label;
-  bool writes_back = false;  // update: the optimizer's pass makes the first pass of the publish
+  bool writes_back = false;  // update: the optimizer's pass is also the first pass of the publish
 };
 
-// A check for lost user edits that is not read yet. `edits`: the number of values of the flat that
-// differ from the resting shard, a device scalar that the norm reads.
+// A check for lost user edits whose result is not read yet. `edits`: a device scalar that the norm
+// reads. It is the number of values of the flat that differ from the resting shard.
 struct Doubt {
   const Flat* flat = nullptr;
   at::Tensor edits;
@@ -34,8 +35,8 @@ struct Doubt {
 // The lanes for gathers, reductions and updates. Each lane is ordered; only fences order work
 // between lanes.
 struct Lanes {
-  // A lane that only queues device work has no thread. This is the case if all tiers of its role
-  // are on the device and its group does not exchange host memory.
+  // A lane that only queues device work has no thread. This is the case if all tiers of the lane's
+  // role are on the device and the group does not exchange host memory.
   Lanes(const Table& table, const device::Device& device, bool peers_meet_on_host);
 
   // Must be called before the first work is submitted.
@@ -49,7 +50,7 @@ struct Rank {
        std::vector<UnitState> parts);
 
   const Placement& cell(Role role, Phase phase) const { return table.at(role, phase); }
-  // Returns the placement of parameters that compute.
+  // Returns the placement of parameters for computing.
   const Placement& whole() const { return cell(Role::kParam, Phase::kForward); }
   Dtype dtype_of(const Placement& place, const Flat& flat) const {
     return table.dtype_in(place, flat.dtype);
@@ -57,8 +58,8 @@ struct Rank {
   int64_t numel_of(const Placement& place, const Flat& flat) const {
     return flat.numel / num_shards(place, mesh);
   }
-  // Returns the chunk's elements in the update cell. A flat with one chunk may rest cut
-  // differently.
+  // Returns the chunk's elements in the update cell. A flat with one chunk may be sharded
+  // differently at rest.
   int64_t numel_updated(const Flat& flat, const ChunkState& chunk) const {
     return flat.chunks.size() > 1 ? chunk.numel
                                   : numel_of(cell(Role::kOptim, Phase::kUpdate), flat);
@@ -67,14 +68,15 @@ struct Rank {
   int64_t begin_of(const Placement& place, const Flat& flat) const {
     return shard_index(place, mesh, group.rank()) * numel_of(place, flat);
   }
-  // Returns whether users can edit the resting parameters without changing the masters: the resting
-  // copy also computes, and the masters are other buffers. The update takes such edits over.
+  // Returns whether users can edit the resting parameters without changing the masters. They can if
+  // forward and backward use the resting copy and the masters are other buffers. The update copies
+  // such edits to the masters.
   bool users_write(const Flat& flat) const {
     return flat.trainable && flat.rest().place == whole() &&
            has_master[static_cast<size_t>(flat.dtype)];
   }
-  // Returns whether taking such edits copies parameters from a device to the host. Then
-  // fingerprints (Flat::left) tell first whether there is an edit.
+  // Returns whether the update would copy parameters from a device to the host to find such edits.
+  // If so, fingerprints (Flat::left) first show whether there is an edit.
   bool edits_cross(const Flat& flat) const {
     return users_write(flat) && flat.rest().one().data().device != nullptr &&
            cell(Role::kOptim, Phase::kUpdate).tier != Tier::kDevice;
@@ -97,8 +99,8 @@ struct Rank {
   const Members& owners_of(const Flat& flat) const {
     return flat.tensor == TensorCut::kCut ? groups.data() : groups.stage();
   }
-  // Make the copies that a flat keeps for the whole run: resting copies, without memory, and their
-  // extents on disk.
+  // Both functions make the copies that a flat keeps for the whole run: resting copies without
+  // memory, and their extents on disk.
   void claim_params(Flat& flat);
   void claim_state(Flat& flat, int num_chunks, int num_moments);
   // Makes a buffer of the flat under `place`, without memory.

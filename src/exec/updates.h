@@ -1,9 +1,9 @@
 #pragma once
 // Updates: the global norm, the optimizer, and the publish of updated parameters.
 //
-// Called by the compute thread. With the `update` cell on the device the optimizer runs on that
-// thread. Otherwise it runs on the update lane: until the unit's fence (UnitState::updated) only
-// that lane may touch the buffers of the update, and step() may return before the update ends.
+// Called by the compute thread. If the `update` cell is on the device, the optimizer runs on that
+// thread. Otherwise it runs on the update lane, and step() may return before the update ends. Until
+// the unit's fence (UnitState::updated), only that lane may then touch the buffers of the update.
 #include <ATen/core/Tensor.h>
 
 #include <functional>
@@ -31,7 +31,7 @@ struct ShardView {
   std::string name;
   at::Tensor param;   // the model's parameter
   at::Tensor master;  // fp32, one dimension, may be empty
-  int64_t begin = 0;  // index in the parameter of the first element of `master`
+  int64_t begin = 0;  // index of the first element of `master` in the parameter
 };
 
 class Updates {
@@ -79,7 +79,7 @@ class Updates {
   device::Address rest_at(Flat& flat, int64_t element) const;
   // Copies user edits of the parameters in this range to their masters.
   void take_edits(Flat& flat, device::Address master, int64_t element, int64_t numel) const;
-  device::Address master_of(Flat& flat, ChunkState& chunk);  // of its first element
+  device::Address master_of(Flat& flat, ChunkState& chunk);  // address of its first element
   bool shares_master(const Flat& flat) const {
     return !rank_.has_master[static_cast<size_t>(flat.dtype)];
   }
@@ -90,7 +90,7 @@ class Updates {
   Lanes& lanes_;
   Gradients& gradients_;
   Norm norm_;
-  std::set<const Slot*> compared_;  // replicas over tensor ranks that were compared
+  std::set<const Slot*> compared_;  // slots whose replicas on tensor ranks were compared
   comm::Channel channel_;
   Update update_;
   Seen seen_;

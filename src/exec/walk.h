@@ -16,12 +16,12 @@ namespace penstock::exec {
 struct Travel {
   device::Address from, to;
   Dtype first = Dtype::kFp32, last = Dtype::kFp32;
-  int64_t numel = 0;           // of the full flat
+  int64_t numel = 0;           // number of elements of the full flat
   bool adds = false;           // adds to the values at `to`
   mem::DiskTicket arriving{};  // the read into `from`
-  // Output, if not null and Walk::counts_squares(): the sum of squares of this rank's part of the
-  // final values at `to`, bit for bit that of host::sum_squares ([Note: Squares]). A sum made on a
-  // device goes to `squares_there` as a device scalar.
+  // If not null, and if Walk::counts_squares(), receives the sum of squares of this rank's part of
+  // the final values at `to`. It has the same bits as the result of host::sum_squares ([Note:
+  // Squares]). A sum made on a device goes to `squares_there` as a device scalar.
   double* squares = nullptr;
   at::Tensor* squares_there = nullptr;
 };
@@ -33,8 +33,8 @@ class Walk {
   Walk(Route route, const Mesh& mesh, const Groups& groups, mem::Tiers& tiers,
        bool on_host = false);
   void add(const Travel& travel) { travels_.push_back(travel); }
-  // Takes the memory between passes, for receiving and for packing from the arenas. Must follow the
-  // last add(). run() calls it on its own thread if the caller did not.
+  // Takes memory from the arenas for values between passes, for receiving, and for packing. Must
+  // follow the last add(). run() calls it on its own thread if the caller did not.
   void ready();
 
   // Runs the passes from `first` on, on one thread; `channel` belongs to that thread's lane.
