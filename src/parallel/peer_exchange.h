@@ -1,8 +1,8 @@
 #pragma once
-// Peers: the ranks of the tensor or the sequence axis that compute one operator together, as
-// operators see them. Every rank makes the same calls in the same order, in forward, in backward
-// and in recomputed forwards. The labels must be equal; they are compared. Results are contiguous
-// and share no memory with the arguments, which may have any strides.
+// Peers: the operators' access to the ranks of the tensor or sequence axis that compute one
+// operator together. Every rank makes the same calls in the same order, in forward, in backward and
+// in recomputed forwards. The labels must be equal on all ranks, which is checked. Results are
+// contiguous and share no memory with the arguments, which may have any strides.
 #include <ATen/core/Tensor.h>
 
 #include <exception>
@@ -22,12 +22,12 @@ class Peers {
   // `members`: this rank and its peers.
   Peers(std::shared_ptr<Group> group, const Members& members, const char* lane = "act");
 
-  // Returns what its exchanges threw since the last call. Autograd passes only the text of an
-  // exception on, so the exception itself is kept here.
+  // Returns the exception that an exchange threw since the last call, or null. Autograd passes on
+  // only the text of an exception, so the exception itself is kept here.
   std::exception_ptr take_fault() { return std::exchange(fault_, nullptr); }
   // Ends all exchanges: a later one, from a graph that outlives its engine, throws RuntimeFault.
   void close() { closed_ = true; }
-  void set_step(int64_t step) { channel_.set_step(step); }  // for error texts
+  void set_step(int64_t step) { channel_.set_step(step); }  // the step in error texts
   void record(std::shared_ptr<trace::Recorder> recorder) {
     channel_.recorder = std::move(recorder);
   }
@@ -35,8 +35,8 @@ class Peers {
   int rank() const { return members_.index; }
   int size() const { return members_.size(); }
 
-  // Returns the sum of the ranks' addends, which have this shape and dtype. It is computed in fp32
-  // for low precision and equal on all ranks.
+  // Returns the sum of the ranks' addends, which have this shape and dtype. For low precision the
+  // sum is computed in fp32. It is equal on all ranks.
   at::Tensor sum(const at::Tensor& addend, const comm::Label& label);
   // Returns the ranks' parts joined along `dim`, in rank order. If `size` < 0 the parts have equal
   // sizes; else each rank has its share() of `size`.
@@ -45,9 +45,9 @@ class Peers {
   // by the number of ranks.
   at::Tensor sum_and_cut(const at::Tensor& addend, int64_t dim, const comm::Label& label);
 
-  // Cuts `values` along `cut_dim` into one equal part for each rank and sends it there. Returns the
-  // received parts joined along `join_dim`, in rank order. Throws c10::Error if the size is not
-  // divisible by the number of ranks.
+  // Cuts `values` along `cut_dim` into one equal part for each rank and sends each rank its part.
+  // Returns the received parts joined along `join_dim`, in rank order. Throws c10::Error if the
+  // size is not divisible by the number of ranks.
   at::Tensor all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t join_dim,
                         const comm::Label& label);
 

@@ -20,7 +20,7 @@ namespace penstock::parallel {
 
 constexpr int64_t kTokens = 1;  // the dim of tokens in hidden states [batch, tokens, size]
 
-// The peers of one operator, and the label of its exchanges: the layer's name, for example.
+// The peers of one operator, and the label of its exchanges, for example the layer's name.
 struct OperatorPeers {
   std::shared_ptr<Peers> peers;
   comm::Label label{"tensor ranks"};
@@ -30,8 +30,9 @@ struct OperatorPeers {
 };
 
 at::Tensor replicate(const at::Tensor& whole, const OperatorPeers& peers);  // I to R; backward: sum
-// Like replicate(), but returns the previous result if it is of the same value and still in use. So
-// layers that read one value (queries, keys, values) sum its gradient in one exchange.
+// Like replicate(), but returns the previous result if that was made from the same value and is
+// still in use. So layers that read one value (queries, keys, values) sum its gradient in one
+// exchange.
 class Replicated {
  public:
   at::Tensor of(const at::Tensor& whole, const OperatorPeers& peers);
@@ -79,11 +80,12 @@ at::Tensor row_linear_tokens(const at::Tensor& input, const at::Tensor& weight,
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, int64_t vocabulary,
                      int64_t padding_idx, const OperatorPeers& peers);  // padding_idx < 0: none
 
-// As torch.nn.functional.cross_entropy over all rows of the vocabulary, computed in fp32.
+// Options of torch.nn.functional.cross_entropy. The loss is over all rows of the vocabulary and is
+// computed in fp32.
 struct LossOptions {
   int64_t ignore_index = -100;
   double label_smoothing = 0.0;
-  bool mean = true;  // over the targets that are not ignored; false: sum
+  bool mean = true;  // mean over the targets that are not ignored; false: sum
 };
 // logits [tokens, own rows] (cut), target [tokens] (whole) -> [] (whole, fp32). One exchange of
 // four values per token; logits are never gathered.

@@ -1,6 +1,6 @@
 #pragma once
-// Rules: which modules the tensor ranks cut, and how. Maps names to cuts of parameters. Pure, so
-// every rank gets the same result.
+// Rules: decide which modules the tensor ranks cut, and how, by mapping names to cuts of
+// parameters. The functions are pure, so every rank gets the same result.
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -18,7 +18,7 @@ enum class Style : uint8_t {
   kRow,           // V -> I: columns of the weight are cut
   kRowCut,        // I -> I: kRow, on the rank's share of the input
   kRowTokens,     // V -> V: kRow, but a rank gets its tokens of the sum; a bias has addends
-  kVocab,         // embedding: rows are cut, any number; linear: like kColumnGather, any number
+  kVocab,         // any number of rows; embedding: rows are cut; linear: like kColumnGather
   kShared,        // R -> V: the weight is whole, and a rank computes the head that it needs
   kPartial,       // V -> V: the weight is whole, and its gradient is summed over the ranks
   kWhole,         // the same on every rank; the rule only states that this is intended
@@ -31,17 +31,17 @@ struct Ruled {
   Style style = Style::kWhole;
   bool transposed = false;  // the weight is [in, out] (transformers' Conv1D)
   int64_t heads = 0;        // for kShared
-  int64_t size = 0;         // of the whole output; for an embedding with kVocab: number of rows
+  int64_t size = 0;  // size of the whole output; for an embedding with kVocab: number of rows
 };
 
 // Sets the cuts of the tree's parameters. A rule is (pattern of module names, style). Styles:
 // "column", "column:3" (three equal parts, [Q|K|V]), "column:64,16,16" (parts of these sizes),
-// "column_gather", "row", "row_cut" and "row_tokens" (with parts as well), "vocab", "shared:2"
-// (this many heads, fewer than ranks), "partial", "whole". The front's own styles are skipped:
-// "divide" or "divide:2" (attributes of modules), "tokens" and "gather_tokens" (modules around
-// others). A pattern may also name a parameter with the style "partial" or "whole". The first rule
-// that matches counts. Throws ConfigError for rules that match nothing, are impossible, or
-// contradict each other on a shared parameter.
+// "column_gather", "row", "row_cut" and "row_tokens" (parts are allowed), "vocab", "shared:2" (2
+// heads; fewer heads than ranks), "partial", "whole". The front's own styles are skipped: "divide"
+// or "divide:2" (attributes of modules), "tokens" and "gather_tokens" (modules around others). A
+// pattern may also name a parameter with the style "partial" or "whole". The first rule that
+// matches applies. Throws ConfigError for rules that match nothing, are impossible, or contradict
+// each other on a shared parameter.
 std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>& rules, int count,
                          ModelTree* tree);
 
