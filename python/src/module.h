@@ -1,6 +1,6 @@
 #pragma once
-// The bindings: one function per public header, called by module.cpp. The public headers document
-// shapes, units, dtypes and errors; these files only convert values.
+// The bindings have one function per public header, which module.cpp calls. The public headers
+// document shapes, units, dtypes and errors; these files only convert values.
 #include <torch/csrc/utils/pybind.h>
 
 #include "src/tiles/tiling.h"
