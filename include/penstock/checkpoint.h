@@ -24,7 +24,7 @@ struct CheckpointTensor {
 
   std::string role, name;
   std::vector<int64_t> shape;         // of the whole tensor
-  int64_t begin = 0;                  // row-major index of the first element of `tensor` in it
+  int64_t begin = 0;                  // row-major index in the whole of the first element here
   int rank = kAll;                    // one of the constants above, or the rank that owns it
   at::Tensor tensor;                  // on the CPU
   at::ScalarType dtype = at::kFloat;  // set by load()

@@ -1,6 +1,6 @@
 #pragma once
-// Address: a byte of host memory, or of a device's memory, which only work queued on the device may
-// read.
+// Address: a byte in host memory or in a device's memory. Only work queued on the device may read
+// the device's memory.
 #include <cstdint>
 
 #include "penstock/error.h"

@@ -2,10 +2,10 @@
 // Device: where parameters compute, the host's processors or an accelerator. Only torch's generic
 // interfaces are used, so nothing here depends on the accelerator's kind.
 //
-// [Note: Order on a device] Work that a thread queues goes to its current stream. Device memory,
-// and pinned memory that is copied from or to, is freed in the order of the stream that is current
-// at that time. The thread that frees it must first make that stream wait for all other users
-// (Fence::wait).
+// [Note: Order on a device] Work that a thread queues goes to the thread's current stream. Device
+// memory, and pinned memory used by device copies, is freed in the order of the stream that is
+// current when it is freed. The thread that frees it must first make that stream wait for all other
+// users (Fence::wait).
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
@@ -21,8 +21,8 @@
 
 namespace penstock::device {
 
-// Any thread. Functions that also work for the host test is_host(); the others are only for
-// accelerators.
+// Usable from any thread. Functions that work on the host as well check is_host(); the others are
+// for accelerators only.
 class Device {
  public:
   explicit Device(c10::Device where);
@@ -30,12 +30,12 @@ class Device {
 
   bool is_host() const { return where_.is_cpu(); }
   c10::Device where() const { return where_; }
-  // Address of this device's memory at `at`.
+  // Returns the address of this device's memory at `at`.
   Address at(void* at) const { return {at, is_host() ? nullptr : this}; }
 
-  c10::Stream current() const;      // of the calling thread
+  c10::Stream current() const;      // the calling thread's stream
   c10::Stream side_stream() const;  // another stream; torch cycles through a few
-  // Allocated by the caching allocator, for the calling thread's stream.
+  // Allocates with the caching allocator, for the calling thread's stream.
   c10::DataPtr allocate(int64_t bytes) const;
   c10::DataPtr allocate_pinned(int64_t bytes) const;
   // Frees pinned memory once the copies that this thread's stream has queued so far are done.
@@ -50,14 +50,13 @@ class Device {
 };
 
 at::ScalarType scalar_type(Dtype dtype);
-// The inverse; nothing for a type that the engine does not compute in.
+// The inverse. Returns nothing for a type that the engine does not compute in.
 std::optional<Dtype> find_dtype(at::ScalarType type);
-// The values at `at` as a one-dimensional tensor that does not own them.
+// Returns the values at `at` as a one-dimensional tensor that does not own them.
 at::Tensor view(Address at, Dtype dtype, int64_t numel);
 at::Tensor view(Address at, at::ScalarType type, int64_t numel);
 
-// RAII for the engine's own operations: autograd, autocast and the user's dispatch modes do not see
-// them.
+// RAII: hides the engine's own operations from autograd, autocast and the user's dispatch modes.
 class Unseen {
  public:
   Unseen();

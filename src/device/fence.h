@@ -1,6 +1,6 @@
 #pragma once
-// Fence: a point at which work of a lane is done. Fences are the only order between lanes, and
-// between a lane and the threads that submit work to it.
+// Fence: a point at which work of a lane is done. Only fences order lanes against each other, and
+// against the threads that submit work to them.
 #include <c10/core/Event.h>
 
 #include <condition_variable>
@@ -14,17 +14,17 @@
 
 namespace penstock::device {
 
-// Set once, by a lane. Copies share one state, since lanes and waiting threads end in any order. A
-// default fence is already done.
+// Set once, by a lane. Copies of a fence share one state, since lanes and waiting threads end in
+// any order. A default fence is already done.
 //
 // On a device, a lane's work may be queued and not yet done. The fence then has two halves: the
-// host's (the lane has queued the work) and the device's.
+// host's half (the lane has queued the work) and the device's half (the work is done).
 class Fence {
  public:
   // Makes this thread's later work come after the fence: the host waits for the host's half, and
   // this thread's stream waits for the device's half. Throws the error of the lane's work.
   void wait() const;
-  // Like wait(), and also waits until data written to host memory has arrived.
+  // Like wait(), but in addition waits until data written to host memory has arrived.
   void wait_on_host() const;
   // Like wait_on_host(), but ignores errors of the work.
   void settle() const;
@@ -41,7 +41,7 @@ class Fence {
     trace::Text line;                           // the plan line of the work
     uint64_t flow = 0;
     int16_t row = 0;                   // the lane's row
-    std::optional<c10::Event> queued;  // constant once `done`
+    std::optional<c10::Event> queued;  // does not change once `done` is true
   };
   void wait_for_host_half() const;
   void set(const std::exception_ptr& error) const;

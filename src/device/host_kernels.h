@@ -1,21 +1,22 @@
 #pragma once
 // Passes over values in host memory: conversion, sums of squares, and searches for values that are
 // not finite or were edited. SIMD (Highway) is chosen at run time; work is split with
-// at::parallel_for. Stateless free functions; any thread.
+// at::parallel_for. Stateless free functions, callable from any thread.
 #include <cstdint>
 
 #include "src/place/placement.h"
 
 namespace penstock::device::host {
 
-// Sum of squares in double, in a fixed order that does not depend on the number of threads.
-// Inf or NaN anywhere makes the result not finite.
+// Returns the sum of squares in double, added in a fixed order that does not depend on the number
+// of threads. An Inf or NaN anywhere makes the result not finite.
 double sum_squares(const void* values, Dtype dtype, int64_t numel);
 
 // Returns the first index of an Inf or NaN, or -1.
 int64_t first_nonfinite(const void* values, Dtype dtype, int64_t numel);
 
-// dst = src (accumulate false) or dst + src, converted; sums in fp32, rounded once.
+// Sets dst to src (accumulate false) or to dst + src, converted. Sums are computed in fp32 and
+// rounded once.
 void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t numel,
           bool accumulate);
 
@@ -24,8 +25,8 @@ void take(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t 
 [[nodiscard]] bool take_checked(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype,
                                 int64_t numel, bool accumulate);
 
-// A value that differs from the rounded value of `kept` was edited: `kept` takes it. Other elements
-// of `kept` keep their lower bits.
+// A value was edited if it differs from the rounded value of `kept`. Copies edited values to
+// `kept`; all other elements of `kept` keep their lower bits.
 void take_edits(void* kept, Dtype kept_dtype, const void* values, Dtype dtype, int64_t numel);
 // Returns the first edited index, or -1.
 [[nodiscard]] int64_t first_edit(const void* kept, Dtype kept_dtype, const void* values,

@@ -1,7 +1,8 @@
 #pragma once
-// Operations on values in any memory. On the host they run at once in its own kernels. On a device,
-// or between a device and the host, torch's operations run on this thread's stream. Copies between
-// a device and pinned host memory are asynchronous: they have arrived after Fence::wait_on_host().
+// Operations on values in any memory. On the host they run at once, in Penstock's own kernels. On a
+// device, or between a device and the host, torch's operations run on this thread's stream. Copies
+// between a device and pinned host memory are asynchronous; the data has arrived after
+// Fence::wait_on_host().
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -16,8 +17,8 @@ namespace penstock::device {
 void copy(Address to, Address from, int64_t bytes);
 void zero(Address at, int64_t bytes);
 
-// to = from, or to + from, converted; sums in fp32, rounded once. Blocks if values of a device are
-// added to host memory.
+// Sets `to` to `from` or to the sum of both, converted. Sums are computed in fp32 and rounded once.
+// Blocks if values of a device are added to host memory.
 void take(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t numel,
           bool accumulate);
 // take() that also returns whether every value of `from` is finite. This is only computed on the
@@ -25,8 +26,8 @@ void take(Address to, Dtype to_dtype, Address from, Dtype from_dtype, int64_t nu
 [[nodiscard]] bool take_checked(Address to, Dtype to_dtype, Address from, Dtype from_dtype,
                                 int64_t numel, bool accumulate);
 
-// Returns the values in `where`'s memory (null: the host's). Copies to the host block. Returns a
-// view if the values are there already.
+// Returns the values in `where`'s memory (null: the host's). A copy to the host blocks. Returns a
+// view if the values are already in that memory.
 at::Tensor brought(Address values, Dtype dtype, int64_t numel, const Device* where);
 Address address_of(const at::Tensor& values, const Device* where);
 
@@ -34,20 +35,21 @@ Address address_of(const at::Tensor& values, const Device* where);
 void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int64_t numel);
 void scale(Address values, int64_t numel, float factor);  // fp32
 
-// On a device: the sum of squares, and the number of values that differ from the rounded value of
-// `kept`. Both are scalars on the device, in double.
+// For values on a device: the sum of squares, and the number of values that differ from the rounded
+// value of `kept`. Both results are scalars on the device, in double.
 at::Tensor squares_on_device(Address values, Dtype dtype, int64_t numel);
 at::Tensor edits_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
                            int64_t numel);
-// Two int64 numbers on the device that change if the bytes change, except for edits that keep the
-// sum of every column and of every row of 512 bytes. `bytes` is a multiple of 512.
+// Returns two int64 numbers on the device that change if the bytes change. They miss only edits
+// that keep the sum of every column and of every row of 512 bytes. `bytes` is a multiple of 512.
 at::Tensor fingerprint(Address values, int64_t bytes);
-// Number of fingerprint numbers that differ, as a scalar in double.
+// Returns how many numbers differ between two fingerprints, as a scalar in double.
 at::Tensor differ(const at::Tensor& one, const at::Tensor& other);
-// Sum in fp32. Not finite if a value is not finite, or if the sum overflows.
+// Returns the sum in fp32. It is not finite if a value is not finite or if the sum overflows.
 at::Tensor sum_on_device(Address values, Dtype dtype, int64_t numel);
 void sum_on_device(const Sum& sum);
-// Reads scalars in double from one device, possibly none. The host waits once for all of them.
+// Reads scalars in double from one device; the list may be empty. The host waits once for all
+// scalars.
 std::vector<double> read(const std::vector<at::Tensor>& scalars);
 
 }  // namespace penstock::device

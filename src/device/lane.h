@@ -1,6 +1,6 @@
 #pragma once
-// Lane: one queue of work that runs in order. Fences are the only order between lanes, and between
-// a lane and its callers.
+// Lane: one queue of work that runs in order. Only fences order lanes against each other, and
+// against their callers.
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -14,14 +14,14 @@
 
 namespace penstock::device {
 
-// How a lane's work uses the host. kThread: it computes, or waits for peers or a disk, in its own
-// thread. kQueued: it only queues work on the device; submit() does this at once.
+// How a lane's work uses the host. kThread: the work computes, or waits for peers or a disk, in the
+// lane's own thread. kQueued: the work is only queued on the device; submit() does this at once.
 enum class LaneKind : uint8_t { kThread, kQueued };
 
 // Only the owner's thread calls submit(). After an error the lane runs nothing more, and every
 // later fence carries that first error. The destructor waits for the work in progress and drops the
-// rest. On a device a lane has a stream, which is current while the lane works. Its work comes
-// after everything that the submitting thread had queued before submit().
+// rest. On a device a lane has a stream, which is current while the lane works. The lane's work
+// comes after everything that the submitting thread had queued before submit().
 class Lane {
  public:
   explicit Lane(const std::string& name) : Lane(name, Device::host(), LaneKind::kThread) {}
@@ -31,8 +31,8 @@ class Lane {
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  // Must be called before the first work. The lane's work for a plan line is then an event in the
-  // row `row`.
+  // Records the lane's work for each plan line as an event in the row `row`. Must be called before
+  // the first work.
   void record(std::shared_ptr<trace::Recorder> recorder, const std::string& row);
 
   Fence submit(std::function<void()> work);
@@ -55,7 +55,7 @@ class Lane {
   std::deque<Task> queue_;    // guarded by mutex_
   bool closing_ = false;      // guarded by mutex_
   std::exception_ptr error_;  // used only by the thread that runs the work
-  std::thread thread_;        // none for kQueued
+  std::thread thread_;        // not started for kQueued
 };
 
 }  // namespace penstock::device

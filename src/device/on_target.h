@@ -11,7 +11,7 @@ template <typename Test>
 class OnTarget : public Test {
  protected:
   void SetUp() override { choose(this->GetParam()); }
-  void TearDown() override { choose(0); }  // 0 = all targets of the machine again
+  void TearDown() override { choose(0); }  // 0 = allows all targets of the machine again
 
  private:
   static void choose(int64_t targets) {

@@ -8,8 +8,9 @@
 
 namespace penstock::device::host {
 
-inline constexpr int64_t kBlock = 16 * 1024;         // values
-inline constexpr int64_t kSerialBelow = 2 * kBlock;  // starting threads costs more than the work
+inline constexpr int64_t kBlock = 16 * 1024;  // values
+inline constexpr int64_t kSerialBelow =
+    2 * kBlock;  // below this, starting threads costs more than the work
 
 // Calls run(begin, end) for parts that cover [0, numel). Each part begins at a multiple of kBlock.
 template <class Run>

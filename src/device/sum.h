@@ -9,8 +9,8 @@
 
 namespace penstock::device {
 
-// dst = [dst +] scale * (sources[0] + sources[1] + ...), numel values each. The sources are in the
-// same memory as dst. dst may be one of the sources if the dtypes are equal.
+// dst = [dst +] scale * (sources[0] + sources[1] + ...), with numel values each. The sources are in
+// the same memory as dst. dst may be one of the sources if the dtypes are equal.
 struct Sum {
   Address dst;
   Dtype dst_dtype = Dtype::kFp32;
@@ -26,10 +26,11 @@ struct Sum {
 // device the work is queued on this thread's stream.
 void sum_chunks(const Sum& sum);
 
-// Host only. Also returns the sum of squares of the written values, computed in the same pass. It
-// has the bits of host::sum_squares(dst), so it is finite exactly if all values are ([Note:
-// Squares]). The sum starts from `before`: consecutive parts give the bits of the whole if each
-// part but the last is a multiple of 16 * 1024 values.
+// Host only. Like sum_chunks(), but returns the sum of squares of the written values, computed in
+// the same pass. It has the bits of host::sum_squares(dst), so it is finite exactly if all values
+// are finite ([Note: Squares]). The sum of squares starts from `before`. Calls for consecutive
+// parts give the bits of one call for the whole if each part but the last is a multiple of 16 *
+// 1024 values.
 double sum_chunks_and_squares(const Sum& sum, double before = 0.0);
 
 }  // namespace penstock::device

@@ -1,9 +1,9 @@
 #pragma once
 // Arena: counts and limits the engine's memory. Every byte is counted under the account it was
 // taken for, and the budget bounds the total. Arenas of one kind of memory share a Pool, which
-// reuses buffers of equal size (for large buffers: of nearly equal size). It returns unused buffers
-// of other sizes to the system before the pool would exceed the highest use so far. So a pool holds
-// hardly more than its peak use.
+// reuses buffers of equal size (or of nearly equal size, if they are large). Before a pool would
+// exceed its highest use so far, it returns unused buffers of other sizes to the system. So a pool
+// holds hardly more than its peak use.
 #include <c10/core/Allocator.h>
 #include <c10/core/Event.h>
 
@@ -31,11 +31,12 @@ inline constexpr int kNumAccounts = 5;
 struct Usage {
   std::array<int64_t, kNumAccounts> now{}, peak{};
   int64_t total_now = 0, total_peak = 0;
-  int64_t held = 0;  // bytes that the pool holds from the system, in use or unused
+  int64_t held = 0;  // bytes that the pool has from the system, used or unused
 };
 
 // The limit on bytes in use. `name` names the memory and its limit in the error: "device memory
-// (memory.device_bytes)". `advice` is called for the error only; it returns what would fit.
+// (memory.device_bytes)". `advice` is called only for an error; it returns a text that says what
+// would fit.
 struct Budget {
   int64_t bytes = std::numeric_limits<int64_t>::max();
   std::string name;
@@ -45,9 +46,9 @@ struct Budget {
 // kPinned: host memory for asynchronous copies to and from a device.
 enum class MemoryKind : uint8_t { kHost, kPinned, kDevice };
 
-// Buffers of one kind of memory. Any thread; arenas call it. With a device, give_back() follows the
-// order of the calling thread's stream, and take() orders the buffer for the stream of its caller
-// ([Note: Order on a device], device.h).
+// Buffers of one kind of memory. Arenas call it, from any thread. With a device, give_back()
+// follows the order of the calling thread's stream, and take() makes the buffer safe to use on the
+// stream of its caller ([Note: Order on a device], device.h).
 class Pool {
  public:
   // The device must outlive the pool. If no pinned memory can be allocated, the pool takes pageable
@@ -56,11 +57,11 @@ class Pool {
                 const device::Device& device = device::Device::host());
 
   void set_budget(Budget budget);
-  // The contents are undefined. If the buffer at `wanted` is unused and has the size, returns that
-  // buffer. Throws RuntimeFault with the bytes asked for, in use and allowed.
+  // Returns a buffer with undefined contents. If the buffer at `wanted` is unused and has the right
+  // size, returns that buffer. Throws RuntimeFault with the bytes requested, in use and allowed.
   c10::DataPtr take(int64_t bytes, const void* wanted = nullptr);
   void give_back(c10::DataPtr data, int64_t bytes);
-  void forget(int64_t bytes);  // no longer counts memory that is never given back
+  void forget(int64_t bytes);  // stops counting memory that will never be given back
   int64_t held() const;
   void reset_peak();
   void trim();  // returns unused buffers to the system
@@ -74,7 +75,7 @@ class Pool {
     std::optional<c10::Event> after;  // the last use on the device
     c10::Stream stream;
   };
-  using Buffers = std::list<Unused>;  // buffers of one size, the most recently given back first
+  using Buffers = std::list<Unused>;  // of one size, the most recently given back first
 
   // Frees the largest unused buffers until `room` bytes fit below the highest use.
   void evict(int64_t room);
@@ -94,7 +95,7 @@ class Pool {
 
 class Arena;
 
-// A buffer taken from an arena. Its destructor gives the buffer back. Move-only; any thread.
+// A buffer taken from an arena. The destructor gives it back. Move-only; usable from any thread.
 class Lease {
  public:
   Lease() = default;
@@ -118,16 +119,17 @@ class Lease {
   Account account_ = Account::kParam;
 };
 
-// Counts `bytes` of freed tensors. After every 16 MiB it makes malloc return its free memory to the
-// system, because large aligned buffers seldom fit into the holes in the heap. Any thread.
+// Counts `bytes` of freed tensors. After every 16 MiB it makes malloc return free memory to the
+// system, because large aligned buffers seldom fit into the holes in the heap. Callable from any
+// thread.
 void trim_heap(int64_t bytes);
 
-// Must outlive its leases. Any thread.
+// Must outlive its leases. Usable from any thread.
 class Arena {
  public:
   explicit Arena(Pool& pool) { pools_.fill(&pool); }
 
-  // Takes the memory of that account from another pool. Call it before the first take().
+  // Makes take() use another pool for this account. Call it before the first take().
   void use(Account account, Pool& pool) { pools_[static_cast<size_t>(account)] = &pool; }
   void set_budget(Budget budget);
   // See Pool::take().

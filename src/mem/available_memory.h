@@ -6,14 +6,14 @@
 
 namespace penstock::mem {
 
-// Returns the bytes of host memory that this process can still take: the kernel's MemAvailable, or
-// what the limits of its control groups leave, whichever is less. Page cache that can be dropped
-// counts as free. `root` is the root of the file system; tests pass another. Throws RuntimeFault if
-// /proc/meminfo cannot be read.
+// Returns the bytes of host memory that this process can still take: the kernel's MemAvailable or
+// the room that the limits of its control groups leave, whichever is less. Page cache that can be
+// dropped counts as free. `root` is the root of the file system; tests pass another folder. Throws
+// RuntimeFault if /proc/meminfo cannot be read.
 int64_t free_host_bytes(const std::string& root = "/");
 
-// Returns the free bytes of all folders together; each file system counts once. A folder that does
-// not exist counts 0.
+// Returns the free bytes of all folders together; each file system is counted once. A folder that
+// does not exist counts 0.
 int64_t free_disk_bytes(const std::vector<std::string>& folders);
 
 }  // namespace penstock::mem

@@ -16,13 +16,12 @@ struct BlockRequest {
   bool write = false;
   char* data = nullptr;
   int64_t offset = 0, bytes = 0;
-  // Called once, on a thread of the BlockIo, with the bytes moved or -errno. The bytes may be fewer
-  // than asked for. It may call submit().
+  // Called once, on a thread of the BlockIo, with the number of bytes moved or -errno. That number
+  // may be smaller than `bytes`. `done` may call submit().
   std::function<void(int64_t)> done;
 };
 
-// Any thread may submit. The destructor blocks until all requests have ended, however long that
-// takes.
+// Any thread may submit. The destructor blocks until all requests have ended, without a time limit.
 class BlockIo {
  public:
   virtual ~BlockIo() = default;

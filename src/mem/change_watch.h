@@ -1,14 +1,15 @@
 #pragma once
-// ChangeWatch: called before bytes at rest change. A save in the background reads them.
+// ChangeWatch: called before bytes at rest change, because a background save may still have to read
+// them.
 #include <cstdint>
 
 namespace penstock::mem {
 
-// Any thread.
+// Callable from any thread.
 class ChangeWatch {
  public:
   virtual ~ChangeWatch() = default;
-  // Return when the bytes may change.
+  // Both block until the bytes may change.
   virtual void memory_changes(const char* data, int64_t bytes) = 0;
   virtual void disk_changes(int64_t offset, int64_t bytes) = 0;
 };

@@ -1,7 +1,7 @@
 #pragma once
-// Disk: the tier below memory. It has one swap file per path and rank, without a name, so nothing
-// is left on the disk however the process ends. Space is claimed before the first byte is written,
-// so a full disk is an error before the first step.
+// Disk: the tier below memory. Each rank has one nameless swap file per path, so nothing stays on
+// the disk after the process ends, even after a crash. Space is claimed before the first byte is
+// written, so a full disk causes an error before the first step.
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -14,15 +14,16 @@
 namespace penstock::mem {
 
 struct DiskOptions {
-  std::vector<std::string> paths;    // folders; stripes are placed on them in turn
-  int64_t stripe_bytes = 4LL << 20;  // also the largest size of one request
-  double stall_s = 60.0;   // if no request ends for this long during a wait, the wait throws
-  bool checksums = false;  // compares what is read with what was written
-  std::shared_ptr<trace::Recorder> recorder;          // records reads and writes; null: none
+  std::vector<std::string> paths;             // folders; stripes are placed on them in turn
+  int64_t stripe_bytes = 4LL << 20;           // the largest size of one request
+  double stall_s = 60.0;                      // a wait throws if no request ends for this long
+  bool checksums = false;                     // checks that data read equals the data written
+  std::shared_ptr<trace::Recorder> recorder;  // records reads and writes; null: none
   std::function<std::unique_ptr<BlockIo>()> make_io;  // for tests; default BlockIo::best()
 };
 
-// One read or write in flight. Copies refer to the same one. A default-constructed ticket is done.
+// One read or write in flight. Copies of a ticket refer to the same request. A default-constructed
+// ticket is done.
 class DiskTicket {
  public:
   DiskTicket() = default;
@@ -33,8 +34,8 @@ class DiskTicket {
   std::shared_ptr<Impl> state_;
 };
 
-// Any thread. If the system moves only a part of a request, the rest is submitted again. Errors are
-// RuntimeFaults that name path, offset and bytes; wait() throws them.
+// Usable from any thread. If the system moves only a part of a request, the rest is submitted
+// again. If a request fails, wait() throws a RuntimeFault that names path, offset and bytes.
 class Disk {
  public:
   explicit Disk(const DiskOptions& options);
@@ -42,11 +43,11 @@ class Disk {
   // destroyed.
   ~Disk();
 
-  // Reserves an extent and returns its offset. Call allocate() before I/O on it. More can be
-  // reserved after an allocate().
+  // Reserves an extent and returns its offset. Call allocate() before I/O on it. After an
+  // allocate(), more extents can be reserved.
   int64_t reserve(int64_t bytes);
-  // Claims the space that was reserved since the last call. Throws RuntimeFault with path, bytes
-  // needed and bytes free if a disk is too full.
+  // Claims the space that was reserved since the last allocate(). Throws RuntimeFault with path,
+  // bytes needed and bytes free if a disk is too full.
   void allocate();
   // reserve() and allocate(). Reserves nothing if the disk is too full.
   int64_t claim(int64_t bytes);
@@ -56,16 +57,17 @@ class Disk {
   DiskTicket read(int64_t offset, char* data, int64_t bytes);
   DiskTicket write(int64_t offset, const char* data, int64_t bytes);
   void wait(const DiskTicket& ticket) const;
-  bool done(const DiskTicket& ticket) const;  // true after an error, too
-  // Blocks until every request has ended. Their errors are thrown by wait(). Throws if the disk
-  // stalls.
+  bool done(const DiskTicket& ticket) const;  // true if it failed as well
+  // Blocks until every request has ended. Throws if the disk stalls; errors of requests are thrown
+  // only by wait().
   void wait_for_all() const;
-  // Like wait_for_all(), at the end of the disk's life, without a throw. Returns addresses that the
-  // system may still read or write because the disk stalled. That memory must never be freed.
+  // Called at the end of the disk's life. Like wait_for_all(), but does not throw. If the disk
+  // stalled, returns the addresses that the system may still read or write. That memory must never
+  // be freed.
   std::vector<const char*> end() const;
 
   int64_t reserved() const;
-  int64_t bytes_read() const;  // by finished requests
+  int64_t bytes_read() const;  // counts finished requests only
   int64_t bytes_written() const;
   double busy_s() const;         // total seconds with a request in flight
   std::string describe() const;  // "2 files, io_uring, O_DIRECT"

@@ -15,7 +15,7 @@
 namespace penstock::mem {
 
 struct Buffer {
-  Lease memory;       // its place at rest, or its memory while it is away from disk
+  Lease memory;       // memory at rest; for a buffer on disk, memory while it is away from there
   int64_t numel = 0;  // 0: there is no such buffer
   Dtype dtype = Dtype::kFp32;
   Tier tier = Tier::kDevice;
@@ -29,9 +29,9 @@ struct Buffer {
   device::Address at(int64_t element) const { return memory.data() + element * dtype_bytes(dtype); }
 };
 
-// Any thread, but one at a time for each buffer. A buffer may be a part of another one on disk:
-// each read or write waits for earlier writes of the same bytes. No lock is held while it waits for
-// the disk.
+// Usable from any thread, but only one thread at a time may use a buffer. A buffer may be a part of
+// another buffer on disk, so each read or write waits for earlier writes of the same bytes. No lock
+// is held during a wait for the disk.
 class DiskTraffic {
  public:
   explicit DiskTraffic(Tiers& tiers) : tiers_(tiers) {}
@@ -39,7 +39,7 @@ class DiskTraffic {
 
   // Starts the read, unless the bytes are in memory.
   void fetch(Buffer& buffer, Account account);
-  // Takes memory for values that are about to be written completely.
+  // Takes memory for a buffer whose values are all about to be written.
   void make_room(Buffer& buffer, Account account);
   // Blocks until the bytes are in memory.
   void wait_read(const Buffer& buffer) const;
@@ -47,15 +47,15 @@ class DiskTraffic {
   void put_back(Buffer& buffer);
   // Frees the memory of a buffer that was fetched and not changed.
   void let_go(Buffer& buffer);
-  // Waits until nothing moves the memory, then frees it with its contents.
+  // Waits until no read or write uses the memory, then frees it. The contents are lost.
   void drop(Buffer& buffer);
   void settle();  // blocks until every write is done
-  // Sets what is called before bytes at rest change; null: nothing.
+  // Sets the watch that is called before bytes at rest change; null: none.
   void watch(std::shared_ptr<ChangeWatch> watch) { watch_.store(std::move(watch)); }
   // Call before changing the bytes of a buffer that rests in memory. For buffers on disk,
   // put_back() calls the watch.
   void changes(const Buffer& buffer);
-  void forget();  // after the disk has ended: frees the memory of its writes
+  void forget();  // called after the disk has ended: frees the memory of its writes
 
  private:
   struct Write {

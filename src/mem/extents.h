@@ -1,6 +1,6 @@
 #pragma once
-// Extents: parts of a swap file that are taken and given back. The file grows to the most bytes
-// that were in use at once.
+// Extents: parts of a swap file that are taken and given back. The file grows as large as the most
+// bytes that were in use at once.
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -16,7 +16,7 @@ class Extents {
   // Returns an offset for I/O on disk(). One thread at a time. Throws RuntimeFault with path, bytes
   // needed and bytes free if the file must grow and the disk is too full.
   int64_t take(int64_t bytes);
-  // Any thread. No I/O on the extent may be in flight.
+  // Any thread may call it. No I/O on the extent may be in flight.
   void give_back(int64_t offset, int64_t bytes);
 
   Disk& disk() { return disk_; }

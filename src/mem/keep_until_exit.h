@@ -1,11 +1,11 @@
 #pragma once
-// Keeps objects that a hanging disk may still use until the process ends, without destroying them.
+// Keeps objects alive until the process ends, because a hung disk may still use them.
 #include <atomic>
 #include <utility>
 
 namespace penstock::mem {
 
-// Any thread. The value stays reachable, so leak checkers do not report it.
+// Callable from any thread. The value stays reachable, so leak checkers do not report it.
 template <class T>
 void keep_for_good(T value) {
   struct Node {

@@ -1,6 +1,6 @@
 #pragma once
-// SwapFile: a file without a name. The system reclaims its space when its owner ends, for whatever
-// reason.
+// SwapFile: a file without a name. The system reclaims its space when the owning process ends, even
+// after a crash.
 #include <cstdint>
 #include <string>
 
@@ -8,14 +8,14 @@ namespace penstock::mem {
 
 class SwapFile {
  public:
-  // Returns a nameless() file if the file system supports it, else a named() one. Throws
+  // Returns a nameless() file if the file system supports such files, else a named() file. Throws
   // ConfigError with the folder and the system's reason.
   static SwapFile open(const std::string& folder);
-  // Makes the file without a name, so that a kill at any moment leaves none behind. If the file
-  // system has no such files, the result is not is_open().
+  // Makes the file without a name, so that no file is left behind even if the process is killed. If
+  // the file system has no such files, is_open() of the result is false.
   static SwapFile nameless(const std::string& folder);
-  // Makes the file under a name and unlinks it at once. If that fails, the result is not is_open(),
-  // and errno has the reason.
+  // Makes the file under a name and unlinks it at once. If that fails, is_open() of the result is
+  // false, and errno has the reason.
   static SwapFile named(const std::string& folder);
 
   SwapFile(SwapFile&& other) noexcept;

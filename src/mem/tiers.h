@@ -14,28 +14,28 @@ namespace penstock::mem {
 
 struct Tiers {
   // `where` is the device on which parameters compute. With a device, host memory is pinned, except
-  // that of accounts named by keep_here(). `events` is the number of events that the recorder
+  // for the accounts passed to keep_here(). `events` is the number of events that the recorder
   // keeps.
   explicit Tiers(c10::Device where = c10::Device(c10::DeviceType::CPU), int64_t events = 0);
 
   // Makes host memory of that account pageable, because it is never copied to the device. Call it
   // before the account's first take().
   void keep_here(Account account) { host.use(account, pageable); }
-  // Values on disk pass through host memory, so kDisk has the host's arena.
+  // Values on disk pass through host memory, so kDisk returns the host's arena.
   Arena& arena(Tier tier) { return tier == Tier::kDevice ? device : host; }
   // Returns the device that owns memory of that tier; null for host memory.
   const device::Device* owner(Tier tier) const {
     return tier == Tier::kDevice && !computes.is_host() ? &computes : nullptr;
   }
-  // The arena for values that the host reads. On the CPU it is the device tier's, and counts for
-  // its budget.
+  // Returns the arena for values that the host reads. On the CPU it is the device tier's arena, and
+  // its bytes count towards the device budget.
   Arena& on_host() { return computes.is_host() ? device : host; }
   // Ends the disk while the buffers of its requests are still taken. The buffers of hanging
   // requests are never freed.
   void close_disk();
 
   const device::Device computes;
-  Pool memory;                 // on the CPU: of both tiers; with a device: pinned host memory
+  Pool memory;                 // memory of both tiers on the CPU; pinned host memory with a device
   Pool pageable, accelerator;  // used with a device only
   Arena device, host;
   const std::shared_ptr<trace::Recorder> recorder;

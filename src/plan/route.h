@@ -35,7 +35,7 @@ struct Route {
   Placement from, to;
   std::vector<Pass> passes;
 
-  // Whether the result is in the source's buffer.
+  // Whether the result is in the buffer of the source.
   bool in_place() const;
   bool local() const;  // no peer takes part
   // Whether a pass writes into this rank's shard of the next pass's gather buffer.

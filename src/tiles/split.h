@@ -17,7 +17,7 @@ struct Split {
 
 using DtypeOf = std::function<Dtype(const ParamInfo&)>;
 
-// `dtype_of` returns the dtype that a parameter computes in; the size of a tile is counted in it.
+// `dtype_of` returns a parameter's compute dtype, which also determines the byte size of a tile.
 // Throws ConfigError for names that match nothing and for weights that cannot be split.
 Split split_large(const ModelTree& tree, const TilingConfig& tiling, const DtypeOf& dtype_of);
 

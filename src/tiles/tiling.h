@@ -1,6 +1,6 @@
 #pragma once
 // Tiles: operators for a module whose weight is split by rows (config key "tiling"). Each tile is a
-// unit: gathered, used and released in turn. Docs: docs/training.md, "Large layers".
+// unit; the tiles are gathered, used and released in turn. See docs/training.md, "Large layers".
 #include <ATen/core/Tensor.h>
 
 #include <memory>
@@ -24,20 +24,21 @@ struct CrossEntropyOptions {
 };
 
 // The bias of a linear: the parameter receives the gradient. `values` are kept separately because
-// the parameter itself may be sharded again when they are needed. Both undefined: no bias.
+// the parameter itself may be sharded again when the values are needed. Without a bias, both are
+// undefined.
 struct Bias {
   at::Tensor param, values;
 };
 
-// One tiled parameter of the core's model. All calls from the thread that runs the model. If
+// One tiled parameter of the core's model. All calls come from the thread that runs the model. If
 // parameters are sharded, every rank makes the same calls, inside or outside the model's forward.
 // Gradients of the weight go to the engine; autograd carries the other gradients through the
-// results. No second derivatives (RuntimeFault).
+// results. Second derivatives are not supported (RuntimeFault).
 class PENSTOCK_API Tiles {
  public:
   // Throws ConfigError when `param` is not tiled.
   Tiles(const Core& core, const std::string& param);
-  // Names of the tiled parameters.
+  // Returns the names of the tiled parameters.
   static std::vector<std::string> names(const Core& core);
   // For use without a core: `loss_tokens` as in the config.
   Tiles(std::shared_ptr<tiles::TiledWeights> weights, const std::string& param,

@@ -1,8 +1,8 @@
 #pragma once
 // [Note: Tiles] A weight that is too large to be gathered at once is split by rows. Each tile is a
-// parameter of its own, in a unit of its own; no module of the user holds it. The user's parameter
+// separate parameter in a separate unit; no module of the user holds it. The user's parameter
 // remains as an object without memory. The operators in tiled_operators.cpp enter and leave the
-// unit of a tile at each use. So a weight that is used twice (tied) is gathered twice, and its
+// unit of a tile at each use. So a tied weight that is used twice is gathered twice, and its
 // gradient moves after each use.
 #include <ATen/core/Tensor.h>
 
@@ -23,7 +23,7 @@ struct TiledWeight {
   std::vector<int64_t> first;     // first row of each tile, then the number of rows
   std::vector<at::Tensor> tiles;  // parameters; they have memory while their units are entered
   std::vector<int> units;         // unit of each tile
-  bool trainable = false;         // as of the split
+  bool trainable = false;         // requires_grad at the time of the split
   mem::Lease gathered;            // memory of `whole` inside gathered()
   at::Tensor returned;            // the values that `whole` gets at close()
   size_t num_returned = 0;        // number of tiles copied into `returned`
@@ -33,26 +33,26 @@ struct TiledWeight {
   std::string tile_name(size_t tile) const;
 };
 
-// The interface of the engine to tiles. Called by the thread that runs the model, and in a backward
-// by autograd's thread.
+// The engine, as tiles see it. Called by the thread that runs the model and, in a backward, by
+// autograd's thread.
 class Host {
  public:
   virtual ~Host() = default;
   // The tile's parameter has its values from enter_tile() to leave_tile(), in forward and in
-  // backward. `in_backward` tells what a backward leaves behind.
+  // backward. `in_backward` tells the engine what a backward leaves behind.
   virtual void enter_tile(int unit) = 0;
   virtual void leave_tile(int unit, Mark in_backward) = 0;
-  // Starts an operator's backward. Returns false in a torch.autograd.grad(), which takes no
-  // gradients of parameters.
+  // Starts an operator's backward. Returns false inside torch.autograd.grad(), where parameters get
+  // no gradients.
   virtual bool begin_tile_backward() = 0;
   virtual void take_tile_gradient(int unit, const at::Tensor& gradient) = 0;
-  // Runs a part of a backward and keeps the exception that it throws, because autograd passes only
-  // its text on.
+  // Runs a part of a backward and keeps the exception that it throws, because autograd passes on
+  // only the exception's text.
   virtual void run_in_backward(const std::function<void()>& work) = 0;
 };
 
-// The tiled weights of one model. Owned by the engine; operators keep it alive while they run. One
-// thread at a time.
+// The tiled weights of one model. Owned by the engine; operators keep it alive while they run. Only
+// one thread at a time may use it.
 class TiledWeights {
  public:
   // `host` must outlive this object. `unit_names` has a unit for every tile.
@@ -66,29 +66,31 @@ class TiledWeights {
   size_t index_of(const std::string& param) const;
   bool is_tile(int unit) const { return is_tile_.at(unit); }
   void check_open() const;  // throws RuntimeFault after close()
-  // Returns the user's parameter that this unit's parameter is a part of, and its first element
-  // there. Returns the parameter itself if it is not a tile.
+  // Returns the user's parameter that contains this unit's parameter, and the index of the tile's
+  // first element in it. Returns the parameter itself if it is not a tile.
   std::pair<std::string, int64_t> whole_of(int unit, const std::string& param) const;
 
-  // Frees the user's parameters. Reading one afterwards throws an error that says so.
+  // Frees the user's parameters. Reading such a parameter afterwards throws an error that explains
+  // this.
   void let_wholes_go();
   // Copies requires_grad of the user's parameters to their tiles.
   void follow_freezing();
-  // Copies the weights of these units from their tiles, which must have values, into `memory`. They
-  // stay whole until release(), which copies them back if `write`.
+  // Copies the weights of these units from their tiles, which must have values, into `memory`. The
+  // weights stay whole until release(), which copies them back to the tiles if `write` is true.
   void gather(const std::vector<int>& units, mem::Arena& memory);
   void release(const std::vector<int>& units, bool write);
 
-  // Adds a tensor for each weight to `tensors`. Returns, by unit, the rows that each tile's unit
-  // writes.
+  // Adds a tensor for each weight to `tensors`. Returns a map from the unit of each tile to the
+  // rows that it writes.
   std::map<int, at::Tensor> whole_values(
       bool only_trainable, const at::TensorOptions& options,
       std::vector<std::pair<std::string, at::Tensor>>* tensors) const;
-  // Replaces the values of weights by those of their tiles. Throws ConfigError for a wrong shape.
+  // Replaces the values of weights by the values of their tiles. Throws ConfigError for a wrong
+  // shape.
   void split_rows(std::map<std::string, at::Tensor>& by_name) const;
 
-  // Ends all use: operators throw afterwards. return_rows() of every tile then gives the user's
-  // parameters (their storages) memory of their own again.
+  // Ends all use; operators throw afterwards. Calling return_rows() for every tile then gives the
+  // storages of the user's parameters their own memory again.
   void close();
   void return_rows(int unit);
 
