@@ -26,7 +26,7 @@ namespace {
 constexpr uint64_t kMagic = 0x32306b636f74736eULL;  // marks this layout of the page
 constexpr int kWords = kBoardText / 8;
 constexpr int kTries =
-    10000;  // reads of a cell before giving up: its writer may be stopped half-way
+    10000;  // reads of a cell before giving up, since its writer may be stopped half-way
 constexpr size_t kLastLines = 5;  // plan lines in an error's text
 
 template <class T>
@@ -85,8 +85,8 @@ struct Board::Page {
   int32_t rank = 0, size = 1;
   int64_t pid = 0;
   Shared<uint64_t> run = 0;
-  Shared<uint32_t> roster_bytes = 0;  // the roster is stored behind the page
-  Shared<uint32_t> num_lines = 0;     // lines logged so far; the page has the last kBoardLines
+  Shared<uint32_t> roster_bytes = 0;  // the roster follows the page
+  Shared<uint32_t> num_lines = 0;  // lines logged so far; the page has the last kBoardLines lines
   Cell at;
   Shared<int64_t> applied_ns = 0;  // time of the last applied step; 0: none
   std::array<Shared<double>, kStepNumbers.size()> numbers{};
@@ -162,7 +162,7 @@ void Board::applied(const StepNumbers& numbers) {
   page_->applied_ns.store(now_ns(), std::memory_order_release);
 }
 
-// Written and read as a ring: line i is in cell i % kBoardLines.
+// The lines form a ring: line i is in cell i % kBoardLines.
 void Board::log(std::string_view line, bool computes) {
   const uint32_t count = page_->num_lines.load(std::memory_order_relaxed);
   write(page_->lines[count % kBoardLines], step_, line);
@@ -244,7 +244,7 @@ std::string Board::report(const std::string& error) const {
 std::string Board::write_report(const RankStatus& status, const std::string& error) const {
   const std::string path =
       concat(report_dir_, "/penstock-rank", status.rank, "-pid", status.pid, ".txt");
-  std::ofstream file(path, std::ios::app);  // append: several lanes may report an error
+  std::ofstream file(path, std::ios::app);  // appends, since several lanes may report an error
   file << error << "\n";
   for (const RankStatus::Line& line : status.log) {
     file << concat("step ", line.step, ", ", line.age_s, " s before: ", line.text, "\n");

@@ -4,7 +4,7 @@
 
 namespace penstock {
 
-// The first `more` ranks have one element more.
+// The first `more` ranks have one additional element.
 std::pair<int64_t, int64_t> share(int64_t size, int index, int count) {
   const int64_t each = size / count, more = size % count;
   const int64_t first = index * each + std::min<int64_t>(index, more);

@@ -20,7 +20,7 @@ std::vector<Axis> axes_in(unsigned set) {
 Members owners(const Placement& place, const Mesh& mesh, int rank) {
   Members owners{std::vector<int>(static_cast<size_t>(num_shards(place, mesh)), -1), -1};
   const std::vector<int> holders = mesh.group(rank, {Axis::kNode, Axis::kLocal});
-  // In descending order, so that the lowest holder of a shard is written last.
+  // Holders are visited in descending order, so that the lowest holder of a shard is written last.
   for (auto holder = holders.rbegin(); holder != holders.rend(); ++holder) {
     owners.ranks[static_cast<size_t>(shard_index(place, mesh, *holder))] = *holder;
   }

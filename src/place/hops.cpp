@@ -46,8 +46,8 @@ void push(std::vector<Move>& moves, MoveKind kind, Axis axis) {
   }
 }
 
-// Axes that stay sharded inside an axis that changes. They must be gathered first and sliced again,
-// because otherwise shards would not be contiguous.
+// Returns the axes that stay sharded inside an axis that changes. They must be gathered first and
+// sliced again afterwards, because otherwise shards would not be contiguous.
 std::vector<Axis> reopened_axes(const Placement& from, const Placement& to) {
   std::vector<Axis> reopened;
   bool outer_changes = false;
@@ -61,7 +61,7 @@ std::vector<Axis> reopened_axes(const Placement& from, const Placement& to) {
 }
 
 // Gathers run from the inner axis outwards and cuts from the outer axis inwards, so shards stay
-// contiguous. Sums that are left run last, when they are smallest.
+// contiguous. The remaining sums run last, when the data is smallest.
 std::vector<Move> layout_moves(const Placement& from, const Placement& to) {
   const std::vector<Axis> reopened = reopened_axes(from, to);
   std::vector<Move> moves;
@@ -78,7 +78,7 @@ std::vector<Move> layout_moves(const Placement& from, const Placement& to) {
   return moves;
 }
 
-// Appends copies from tier to neighbouring tier.
+// Appends the copies from `from` to `to`, each between neighbouring tiers.
 void climb(std::vector<Move>& moves, Tier from, Tier to) {
   int at = static_cast<int>(from);
   const int end = static_cast<int>(to);
@@ -127,8 +127,8 @@ std::vector<Move> hops(const Placement& from, const Placement& to) {
       throw ConfigError(concat("[place::hops] no move takes ", from.text(), " to ", to.text(),
                                ": a copy that is whole or sharded over ", row.name,
                                " cannot become a partial sum"));
-  // Collectives need the device tier. A narrowing cast before them and a widening cast after them
-  // saves bytes.
+  // Collectives need the device tier. Casting to a narrower dtype before them, or to a wider dtype
+  // after them, saves bytes.
   const Move cast{.kind = MoveKind::kCast, .dtype = to.dtype};
   const bool widens = dtype_bytes(to.dtype) > dtype_bytes(from.dtype);
   std::vector<Move> moves;

@@ -25,7 +25,7 @@ int Mesh::world() const {
   return ranks;
 }
 
-// The product of the sizes of the inner axes.
+// Returns the product of the sizes of the inner axes.
 int Mesh::stride(Axis axis) const {
   int ranks = 1;
   for (size_t inner = static_cast<size_t>(axis) + 1; inner < kNumAxes; ++inner)
@@ -40,7 +40,8 @@ int Mesh::coordinate(int rank, Axis axis) const {
 
 std::vector<int> Mesh::group(int rank, const std::vector<Axis>& axes) const {
   std::vector<int> ranks = {rank};
-  // Axes in nesting order, each widening every member so far: the result is ascending.
+  // Axes are visited in nesting order, and each axis multiplies the members so far, so the result
+  // is in ascending order.
   for (const AxisRow& row : kAxes) {
     if (std::find(axes.begin(), axes.end(), row.axis) == axes.end()) continue;
     const int own = coordinate(rank, row.axis);
@@ -72,7 +73,7 @@ Mesh Mesh::parse(const std::string& text) {
     }
   }
   const bool positive = *std::min_element(mesh.sizes.begin(), mesh.sizes.end()) >= 1;
-  // Only the canonical text is accepted: no unknown axis, no other order.
+  // Only the canonical text is accepted, without unknown axes and in the order of text().
   if (positive && mesh.text() == text) return mesh;
   throw ConfigError(concat("[place::Mesh::parse] mesh '", text,
                            "' is invalid: write node and local, then the axes "

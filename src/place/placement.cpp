@@ -50,7 +50,7 @@ Layout parse_letter(char letter, std::string_view placement) {
   return static_cast<Layout>(index);
 }
 
-// Parses "tensor=P". An axis may be named once; node and local may not be named.
+// Parses "tensor=P". Each axis may be named at most once; node and local may not be named.
 void parse_layout(std::string_view text, std::string_view placement, Placement& place) {
   const size_t equals = text.find('=');
   if (equals == std::string_view::npos || equals + 2 != text.size()) refuse_placement(placement);
@@ -62,7 +62,7 @@ void parse_layout(std::string_view text, std::string_view placement, Placement& 
                              axis_name(axis), " hold different state: write R or P for it"));
 }
 
-// "data" for node and local together, then the other names, separated by commas.
+// Returns "data" for node and local together, then the other names, separated by commas.
 std::string axes_text(const std::vector<Axis>& axes) {
   const bool data = has(axes, Axis::kNode) && has(axes, Axis::kLocal);
   std::vector<std::string> names;

@@ -11,7 +11,7 @@ namespace penstock {
 
 namespace {
 
-// Compares cells as the mesh sees them ([Note: Equal layouts]); errors quote the table as it was
+// Compares cells normalized for the mesh ([Note: Equal layouts]). Errors quote the table as it was
 // written.
 class Checker {
  public:
@@ -31,7 +31,7 @@ class Checker {
     }
   }
 
-  // Names of the principles below are rows of docs/tables.md; check_test.cpp compares them.
+  // The names of the principles below are rows of docs/tables.md; check_test.cpp compares the two.
  private:
   const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
 
@@ -66,7 +66,7 @@ class Checker {
     }
   }
 
-  // sum: everything except a gradient that is not updated yet is complete.
+  // sum: only a gradient that was not yet used by an update may be a partial sum.
   void sums() const {
     const std::vector<std::pair<Role, Phase>> values = {{Role::kParam, Phase::kRest},
                                                         {Role::kParam, Phase::kHold},

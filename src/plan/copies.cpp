@@ -10,7 +10,7 @@ namespace penstock {
 
 namespace {
 
-// Whether the move needs peers or the disk.
+// Returns whether the move needs peers or the disk.
 bool is_fetched(const Move& move) {
   return move.is_collective() || (move.kind == MoveKind::kCopy && move.from == Tier::kDisk);
 }
@@ -74,8 +74,8 @@ void Copies::move(const std::vector<Move>& moves, const Placement& from) {
   const std::optional<Placement> reached = apply_all(from, moves);
   PENSTOCK_ASSERT(reached && has(from), concat("no copy at ", from.text(), " to move"));
   const Placement to = *reached;
-  // [Note: Copies] At rest: the move replaces the working copy. A role that moves leaves its
-  // source.
+  // [Note: Copies] If the role rests, the move replaces the working copy. If the role moves, its
+  // copy at the source is removed.
   if (rests_) {
     drop();
     if (to != places_.back()) places_.insert(places_.begin(), to);

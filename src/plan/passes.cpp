@@ -22,13 +22,13 @@ bool is_collective(const Step& step) {
                      [](const Move& move) { return move.is_collective(); });
 }
 
-// Whether the step may share a collective.
+// Returns whether the step may share a collective.
 bool is_fusible(const Step& step) {
   return is_collective(step) &&
          (is_move(step, Role::kParam) || is_move(step, Role::kGrad) || step.op == Op::kPublish);
 }
 
-// Whether the move reads state of an update from disk.
+// Returns whether the move reads state for an update from disk.
 bool is_read(const Step& step) {
   return (is_move(step, Role::kOptim) || is_move(step, Role::kGrad)) &&
          step.moves.front().kind == MoveKind::kCopy && step.moves.front().from == Tier::kDisk;
@@ -49,11 +49,11 @@ void join_units(Step& into, const Step& first, const Step& second) {
   into.units = std::move(units);
 }
 
-// Gathers join the earlier one, so that none is late. Reductions and publishes join the later one,
-// since their data must exist.
+// Gathers join the earlier collective, so that no gather is late. Reductions and publishes join the
+// later collective, because their data must exist first.
 bool goes_up(const Step& step) { return is_move(step, Role::kParam); }
 
-// Whether the earlier collective can move down past this step.
+// Returns whether the earlier collective can move down past this step.
 bool lets_pass(const Step& between, const Step& step) {
   if (!shares_unit(between, step)) return true;
   return step.op != Op::kPublish && !between.is_compute() && !is_move(between, Role::kGrad) &&
@@ -87,7 +87,7 @@ Position before_the_update_above(std::vector<Step>& steps, const Step& read) {
   auto at = steps.end();
   while (at != steps.begin()) {
     const Step& above = *(at - 1);
-    // The last gradients are written to disk until the norm.
+    // The last gradients are still being written to disk until the norm.
     if (above.op == Op::kNorm && read.role == Role::kGrad) break;
     if (above.op != Op::kUpdate && above.op != Op::kPublish && above.op != Op::kNorm &&
         !is_move(above, Role::kOptim) && !is_read(above)) {
@@ -97,7 +97,8 @@ Position before_the_update_above(std::vector<Step>& steps, const Step& read) {
     if (above.op == Op::kUpdate) break;
   }
   if (read.role == Role::kGrad) return at;
-  // Before the first update nothing is written, so the second read may also start before the norm.
+  // Before the first update nothing is written. So the second read, like the first, may start
+  // before the norm.
   auto norm = at;
   while (norm != steps.begin() && is_read(*(norm - 1))) --norm;
   return norm != steps.begin() && (norm - 1)->op == Op::kNorm ? norm - 1 : at;
@@ -158,7 +159,7 @@ bool ring_sends_less(const Mesh& mesh, const Table& table) {
   if (std::find(first->axes.begin(), first->axes.end(), Axis::kNode) == first->axes.end())
     return false;
   const int64_t local = mesh.size(Axis::kLocal), ranks = mesh.data();
-  // Gradient parts that leave a node, times the bytes per value.
+  // Compares gradient parts that leave a node, times the bytes per value.
   return 4 * (ranks - 1) < 2 * local * (ranks - local);
 }
 
@@ -168,7 +169,7 @@ Plan sum_as_fp32(const Plan& plan, const Table& table) {
     if (!is_move(step, Role::kGrad)) continue;
     const auto sum = std::find_if(step.moves.begin(), step.moves.end(), sums);
     if (sum == step.moves.end()) continue;
-    // Gradients that are partial in `hold` are summed from there.
+    // Gradients that are partial in `hold` are summed from that placement.
     Placement from = table.at(Role::kGrad, Phase::kHold);
     std::optional<Placement> to = apply_all(from, step.moves);
     if (!to) to = apply_all(from = table.grad_after_backward(), step.moves);

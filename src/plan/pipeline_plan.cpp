@@ -12,7 +12,7 @@ namespace penstock {
 
 namespace {
 
-// The visits of each stage, in the order of a pass.
+// The visits of each stage, in the order of a forward or backward.
 using Stages = std::vector<std::vector<Visit>>;
 
 [[noreturn]] void refuse_plan(const std::string& why) {
@@ -38,7 +38,7 @@ Stages by_stage(const ModelDesc& model, const std::vector<Visit>& order, int num
   return stages;
 }
 
-// Returns the visits of each stage; throws unless stages follow one another in a forward.
+// Returns the visits of each stage. Throws unless a forward computes the stages in order.
 Stages check_order(const ModelDesc& model, int num_stages) {
   Stages stages = by_stage(model, model.forward, num_stages);
   for (int stage = 0; stage < num_stages; ++stage) {
@@ -116,7 +116,7 @@ class RankWriter : StepWriter {
     const std::vector<Visit>& visits = order(action);
     for (size_t i = 0; i < visits.size(); ++i) {
       const Visit& visit = visits[i];
-      // A unit that encloses others of its stage stays whole for them.
+      // A unit that encloses other units of its stage stays whole while they run.
       const bool stays = std::any_of(
           visits.begin() + static_cast<std::ptrdiff_t>(i) + 1, visits.end(),
           [&](const Visit& later) { return later.unit == visit.unit && later.mark == Mark::kEnd; });
@@ -143,7 +143,7 @@ class RankWriter : StepWriter {
     transfer(Op::kReceive, made, visit.unit, made.forward ? -1 : 1);
   }
 
-  // `shared`: units that other ranks have, too.
+  // `shared`: units that this rank shares with other ranks.
   Plan finish(const std::vector<int>& shared) && {
     for (const int unit : shared) sum_grad(unit, Axis::kPipeline);
     update();
@@ -188,7 +188,7 @@ class RankWriter : StepWriter {
   const Stages& backward_;
   const std::vector<Action>& actions_;
   size_t done_ = 0;
-  std::vector<int> uses_, backwards_;  // uses and backwards to come, by unit
+  std::vector<int> uses_, backwards_;  // remaining uses and backwards, by unit
 };
 
 }  // namespace

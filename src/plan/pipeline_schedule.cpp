@@ -16,7 +16,7 @@ namespace {
   throw ConfigError("[plan::Schedule] " + why);
 }
 
-// arXiv:1811.06965; with virtual stages breadth first (arXiv:2211.05953).
+// The schedule of arXiv:1811.06965. Virtual stages are scheduled breadth first (arXiv:2211.05953).
 Schedule gpipe(const PipelineShape& shape) {
   Schedule schedule;
   for (int rank = 0; rank < shape.ranks; ++rank) {
@@ -33,7 +33,8 @@ Schedule gpipe(const PipelineShape& shape) {
   return schedule;
 }
 
-// The actions of one rank in the order of its turns: micro-batches in order, stages round robin.
+// The actions of one rank in the order of its turns, with micro-batches in order and stages round
+// robin.
 class Turns {
  public:
   Turns(int rank, const PipelineShape& shape, int round)
@@ -66,8 +67,8 @@ Schedule one_forward_one_backward(const PipelineShape& shape) {
   const int round = shape.virtual_stages > 1 ? shape.micro / num_rounds : shape.micro;
   const int total = shape.micro * shape.virtual_stages;
   Schedule schedule;
-  // `ahead`: forwards before the first backward. With virtual stages these are one round of all
-  // stages but the last, plus two per later rank.
+  // `ahead`: number of forwards before the first backward. With virtual stages it is one round of
+  // all stages except the last, plus two per later rank.
   for (int rank = 0; rank < shape.ranks; ++rank) {
     const int behind = shape.ranks - 1 - rank;
     const int ahead =
@@ -178,7 +179,7 @@ Schedule parse_schedule(std::string_view csv) {
   return schedule;
 }
 
-// Checks the set of actions; replay() then finds cyclic waits.
+// Checks the set of actions. replay() finds cyclic waits afterwards.
 void check_schedule(const Schedule& schedule) {
   const int num_stages = schedule.num_stages(), num_micro = schedule.num_micro();
   if (num_stages == 0) refuse_schedule("the schedule has no actions");
@@ -203,7 +204,7 @@ void check_schedule(const Schedule& schedule) {
   replay(schedule, 1, 2);  // throws if the order cannot finish
 }
 
-// Runs each rank's actions as soon as their inputs have arrived, until no rank can go on.
+// Runs each rank's actions as soon as their inputs have arrived, until no rank can continue.
 Replay replay(const Schedule& schedule, double forward, double backward, double transfer) {
   const int num_stages = schedule.num_stages();
   const auto num_ranks = static_cast<size_t>(schedule.num_ranks());

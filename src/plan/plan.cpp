@@ -12,13 +12,14 @@ namespace penstock {
 
 namespace {
 
-// Golden files contain the text form, and checkpoint manifests a hash of it, so it must not change.
+// The text form must not change, because golden files contain it and checkpoint manifests contain
+// its hash.
 constexpr std::array<const char*, 11> kOpNames = {"micro",   "move", "forward", "backward",
                                                   "drop",    "sum",  "norm",    "update",
                                                   "publish", "send", "recv"};
 constexpr std::array<const char*, 5> kMarkNames = {"", "begin", "end", "use", "gradient"};
 
-// Which parts a line has, by step.
+// Whether a line of this kind has a hop, a role and so on.
 bool hops_on(Op op) { return op == Op::kSend || op == Op::kReceive; }
 bool has_role(Op op) {
   return op == Op::kMove || op == Op::kDrop || op == Op::kSum || op == Op::kPublish || hops_on(op);
@@ -105,7 +106,7 @@ class StepReader {
     return value;
   }
 
-  // Only neighbours in the pipeline's ring exchange, so a hop is +1 or -1.
+  // Only neighbours in the pipeline's ring exchange data, so a hop is +1 or -1.
   int hop() {
     const std::string_view text = word();
     if (text == "pipeline(+1)") return 1;

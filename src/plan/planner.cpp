@@ -40,7 +40,7 @@ class SectionWriter : StepWriter {
         }
         [[fallthrough]];
       case Section::kUpdate:
-        // Once per window, when the gradients of all backwards and all stages are there.
+        // This runs once per window, when the gradients of all backwards and all stages exist.
         for (int unit = num_units() - 1; unit >= 0 && !table_.grads_wait_on_disk(); --unit) {
           sum_partial(unit);
           sum_stages(unit);
@@ -76,7 +76,8 @@ class SectionWriter : StepWriter {
       put({.op = Op::kBackward, .units = {unit}, .mark = mark});
       if (mark == Mark::kBegin) continue;
       sum_activations(unit, TensorSplit::kColumn);
-      // A unit that is visited again sums before its last visit only if the gradient moves anyway.
+      // The gradient of a unit that is visited again is summed before the last visit only if it
+      // moves anyway.
       const bool moves_now = mark != Mark::kUse && !table_.holds_grad_in_place();
       const bool settles = moves_now || i == last_visit[unit];
       // The sum needs the gradient in memory, so it runs before the gradient is written to disk.

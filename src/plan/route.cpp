@@ -31,14 +31,14 @@ void cut(Pass& pass, const std::vector<Axis>& axes, const Mesh& mesh, int rank) 
   }
 }
 
-// Whether the last pass can do this move, too ([Note: Fusions]).
+// Returns whether the last pass can include this move ([Note: Fusions]).
 bool joins(const std::vector<Pass>& passes, const Move& move) {
   if (passes.empty() || move.is_collective()) return false;
   if (passes.back().kind == PassKind::kLocal) return true;
   return passes.back().kind == PassKind::kReduceScatter && move.kind != MoveKind::kSlice;
 }
 
-// Values between two sums are fp32. A sum in place keeps the dtype it finds.
+// Values between two sums are fp32. A sum in place keeps the dtype of its buffer.
 void widen_between_sums(std::vector<Pass>& passes) {
   const Placement wanted = passes.back().to;
   for (size_t i = 0; i < passes.size(); ++i) {
@@ -93,7 +93,8 @@ Route route(const Placement& from, const std::vector<Move>& moves, const Mesh& m
   for (const Move& move : moves) {
     const Placement next = apply(route.to, move);
     const PassKind kind = pass_kind(move.kind);
-    // An all_reduce sums in its source's buffer, so a source that must survive is copied first.
+    // An all_reduce overwrites the buffer of its source, so a source that must survive is copied
+    // first.
     if (!consumes && passes.empty() && kind == PassKind::kAllReduce) {
       passes.push_back({PassKind::kLocal, {}, from, from});
     }

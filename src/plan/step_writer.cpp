@@ -46,7 +46,7 @@ void StepWriter::settle_param(int unit, Phase phase) {
   put({.op = Op::kMove, .units = {unit}, .role = Role::kParam, .moves = std::move(moves)});
 }
 
-// All units start alike: at rest, plus a working copy in the cell of the phase.
+// All units start alike, with the copy at rest and a working copy in the cell of the phase.
 void StepWriter::begin_params(Phase phase) {
   Copies book = Copies::resting(cell(Role::kParam, Phase::kRest));
   book.make(cell(Role::kParam, phase));
@@ -113,8 +113,8 @@ void StepWriter::update() {
   }
 }
 
-// One chunk: its state is read, updated, published and written back. read_ahead() lets these
-// overlap.
+// Writes the lines that read, update, publish and write back the state of one chunk. read_ahead()
+// makes chunks overlap.
 void StepWriter::update_chunk(int unit, const Chunk& chunk) {
   const Placement& rest = cell(Role::kOptim, Phase::kRest);
   const Placement& at = cell(Role::kOptim, Phase::kUpdate);

@@ -41,7 +41,7 @@ Table table_of(const Config& config, const ModelDesc& model) {
   options.accumulate = config.batch.accumulate * config.parallel.virtual_stages > 1;
   if (config.optimizer) options.moments = parse_dtype(config.optimizer->moments_dtype);
   Table table = preset(config.strategy, options);
-  // The config's own cells replace those of the preset.
+  // The config's own cells replace cells of the preset.
   for (const auto& [role_text, phases] : config.table) {
     for (const auto& [phase_text, place] : phases) {
       for (int r = 0; r < kNumRoles; ++r) {
@@ -64,7 +64,7 @@ bool can_rest_away(const std::string& strategy) {
 }
 
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer) {
-  if (strategy != config.strategy) config.table.clear();  // they are cells of another preset
+  if (strategy != config.strategy) config.table.clear();  // its cells are meant for another preset
   config.strategy = strategy;
   config.offload.optimizer = optimizer;
   const bool shards = can_rest_away(strategy), offloads = optimizer != "none";
@@ -158,8 +158,8 @@ Ledger predict(const Config& config, ModelDesc model) {
   return simulate(with_passes(plan, model, config), table, model, mesh, num_moments(config));
 }
 
-// The first and the last micro-batch of a window differ from the others, and so may their
-// neighbours.
+// The first and the last micro-batch of a window differ from the rest, and their neighbours may
+// differ as well.
 constexpr int64_t kAlike = 3;
 
 Ledger predict_window(const Config& config, ModelDesc model) {

@@ -12,7 +12,7 @@ namespace penstock {
 namespace {
 
 // A preset: layouts over (node, local). A parameter layout may name its tier ("SS@host"); otherwise
-// the options give the tier.
+// the tier comes from the options.
 struct Preset {
   const char* name;
   const char *param_rest, *param_hold, *grad_hold, *grad_update, *optim;

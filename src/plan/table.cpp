@@ -53,13 +53,14 @@ Table Table::on(const Mesh& mesh) const {
   return seen;
 }
 
-// A model may mix dtypes; a cell at the table's precision means "as the parameter computes".
+// A model may mix dtypes. A cell at the table's precision stands for the compute dtype of each
+// parameter.
 Dtype Table::dtype_in(const Placement& cell, Dtype own) const {
   return cell.dtype == at(Role::kParam, Phase::kForward).dtype ? own : cell.dtype;
 }
 
-// There is no separate master if the resting parameter is fp32 where the optimizer works, and the
-// elements that this rank updates are at most a slice of it.
+// There is no separate master if the resting parameter is fp32, is on the tier where the optimizer
+// works, and contains the elements that this rank updates.
 bool Table::has_master(Dtype dtype) const {
   const Placement& rest = at(Role::kParam, Phase::kRest);
   const Placement& optim = at(Role::kOptim, Phase::kUpdate);
@@ -91,7 +92,7 @@ bool Table::moves_activations() const {
   return !(at(Role::kAct, Phase::kHold) == at(Role::kAct, Phase::kForward));
 }
 
-// Dtypes may differ: a backward then adds into a held copy of another dtype.
+// Dtypes may differ; in that case a backward adds to a held copy of another dtype.
 bool Table::holds_grad_in_place() const {
   const Placement& made = at(Role::kGrad, Phase::kBackward);
   const Placement& held = at(Role::kGrad, Phase::kHold);
@@ -116,7 +117,7 @@ bool Table::streams_state() const {
   if (rest.tier != Tier::kDisk || hops(rest, at(Role::kOptim, Phase::kUpdate)).size() != 1) {
     return false;
   }
-  // The published values must be written by the update itself, since the state is gone afterwards.
+  // The update itself must write the published values, since the state is gone afterwards.
   const std::vector<Move> moves = publish();
   return moves.empty() || publishes_chunks() || route(master(), moves, Mesh(), 0).joins_update();
 }
@@ -131,8 +132,8 @@ bool Table::grads_come_in_chunks() const {
          hops(at(Role::kGrad, Phase::kHold), at(Role::kGrad, Phase::kUpdate)).size() == 1;
 }
 
-// Masters are published by the same hops() as every move. If the placements are equal but a master
-// exists, the values still change buffers, which is a cast.
+// hops() plans a publish like every other move. If the placements are equal but a master exists,
+// the values still move to another buffer, which is written as a cast.
 std::vector<Move> Table::publish() const {
   const Placement& rest = at(Role::kParam, Phase::kRest);
   std::vector<Move> moves = hops(master(), rest);

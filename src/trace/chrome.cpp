@@ -52,7 +52,7 @@ class JsonWriter {
                ",\"cat\":\"", name_of(event.kind), "\"", args(event), "}");
   }
 
-  // An asynchronous slice: several of a row may overlap.
+  // Writes an asynchronous slice, since several slices of a row may overlap.
   void async(const Event& event, size_t id) {
     for (const char* phase : {"b", "e"}) {
       const bool begins = *phase == 'b';
@@ -63,8 +63,8 @@ class JsonWriter {
     }
   }
 
-  // Begins an arrow at the end of a line, or ends it at the end of a wait. It is 1 ns inside its
-  // slice, since viewers attach an arrow to the slice around its time.
+  // Begins an arrow at the end of a line, or ends it at the end of a wait. Each end lies 1 ns
+  // inside its slice, because viewers attach an arrow to the slice that contains its timestamp.
   void arrow(const Event& event, bool begins) {
     object(begins ? "s" : "f", "done", event.row);
     out_ += concat(",\"ts\":", at(std::max(event.begin_ns, event.end_ns - 1)),
@@ -121,7 +121,7 @@ std::string chrome_events(const Recorder& of, const std::vector<Event>& events,
     writer.name("thread_name", static_cast<int>(row), rows[row]);
     writer.order("thread_sort_index", static_cast<int>(row), static_cast<int>(row));
   }
-  // Only lines that some row waited for get an arrow.
+  // Arrows are written only for lines that some row waited for.
   std::set<uint64_t> waited;
   for (const Event& event : events) {
     if (event.kind == Kind::kWait) waited.insert(event.flow);

@@ -7,13 +7,13 @@ namespace penstock::trace {
 
 namespace {
 
-// Shared by all recorders of the process; scopes set them and restore the old values.
+// All recorders of the process share these. Scopes set them and restore the old values.
 thread_local int16_t row_of_thread = Recorder::kModel;
 thread_local Text line_of_thread;
 
 }  // namespace
 
-// The categories of a trace.
+// Returns the category in a trace.
 const char* name_of(Kind kind) {
   constexpr std::array<const char*, kNumKinds> kNames = {"compute", "line",  "exchange", "wait",
                                                          "read",    "write", "step"};

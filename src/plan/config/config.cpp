@@ -27,7 +27,7 @@ namespace {
 
 using namespace config_text;
 
-// Refuses duplicate keys: the JSON library would silently keep one of them.
+// Refuses duplicate keys, because the JSON library would silently keep one of them.
 Json parse_json(const std::string& text) {
   std::vector<std::set<std::string>> open;
   const auto watch = [&](int, Json::parse_event_t event, Json& value) {
@@ -54,7 +54,7 @@ std::string parse_placement(const std::string& path, const std::string& text) {
   return place.text();
 }
 
-// The cells must be those of Table; the planner reads them by these names (table_of()).
+// The cells must be the cells that Table has; the planner reads them by these names (table_of()).
 void parse_table(const Json& value, Config* config) {
   static const std::map<std::string, std::vector<std::string>> kCells = {
       {"param", {"rest", "forward", "hold", "backward"}},
@@ -104,7 +104,7 @@ void parse_names(const ConfigSection& section, const std::string& key, const std
   }
 }
 
-// Styles are checked where the modules are known (src/parallel/tensor_rules.h).
+// Styles are checked later, when the modules are known (src/parallel/tensor_rules.h).
 void parse_parallel(const Json& value, Config* config) {
   const ConfigSection section(
       value, "parallel", {"rules", "stages", "schedule", "virtual_stages", "cut_logits", "norms"});
@@ -142,7 +142,7 @@ void parse_dtypes(const Json& value, Config* config) {
   }
 }
 
-// Whether a cell of the config's table is on the tier; role or phase "" matches any.
+// Returns whether a cell of the config's table is on the tier. A role or phase of "" matches any.
 bool has_cell(const Config& config, const char* role, const char* phase, Tier tier) {
   for (const auto& [name, phases] : config.table) {
     for (const auto& [at, place] : phases) {
@@ -155,8 +155,8 @@ bool has_cell(const Config& config, const char* role, const char* phase, Tier ti
   return false;
 }
 
-// "auto" may become any tier later, so keys that need a tier are only refused if no cell and no
-// tier can use them.
+// "auto" may become any tier later. A key that needs a tier is therefore refused only if neither a
+// cell nor a possible tier can use it.
 void parse_offload(const Json& value, Config* config) {
   OffloadConfig* const offload = &config->offload;
   if (value == "auto") {
@@ -243,12 +243,12 @@ void read_key(const ConfigSection& section, const OptimizerKey& key, bool* out) 
   section.read(key.name, out);
 }
 
-// For moments_dtype.
+// Reads moments_dtype.
 void read_key(const ConfigSection& section, const OptimizerKey& key, std::string* out) {
   *out = section.choice(key.name, *out, {"fp32", "bf16"});
 }
 
-// For betas.
+// Reads betas.
 void read_key(const ConfigSection& section, const OptimizerKey& key, std::array<double, 2>* out) {
   const Json* value = section.find(key.name);
   if (value == nullptr) return;
@@ -305,7 +305,8 @@ void parse_schedule(const Json& value, ScheduleConfig* schedule) {
                 "; allowed: at most schedule.total_steps, which is ", schedule->total_steps));
 }
 
-// Refused unless some parameters may compute in fp16; without "precision" the model may be in fp16.
+// loss_scale is refused unless some parameters may compute in fp16. Without "precision" the model
+// itself may be in fp16.
 void parse_loss_scale(const ConfigSection& top, Config* config) {
   const Json* value = top.find("loss_scale");
   if (value == nullptr) return;
@@ -332,7 +333,7 @@ void parse_batch(const Json& value, BatchConfig* batch) {
   section.read_int("accumulate", &batch->accumulate, 1, whole);
   section.read_int("global", &batch->global, 1, whole);
   batch->reduction = section.choice("reduction", batch->reduction, {"mean", "sum"});
-  // 0 = follows from the other two; resolve() sets it.
+  // 0: resolve() computes it from `micro` and `global`.
   if (batch->micro > 0 && batch->global > 0 && !section.has("accumulate")) batch->accumulate = 0;
 }
 
@@ -447,8 +448,8 @@ void parse_nested(const ConfigSection& top, Config* config) {
   if (const Json* value = top.find("monitor")) parse_monitor(*value, &config->monitor);
 }
 
-// One copy of the model takes tensor x pipeline x sequence ranks; the data ranks follow from the
-// world size.
+// One copy of the model takes tensor x pipeline x sequence ranks. The number of data ranks follows
+// from the world size.
 void resolve_mesh(int world_size, MeshConfig* mesh) {
   const std::string where = "[plan::Config::resolve] ";
   const int model = mesh->tensor * mesh->pipeline * mesh->sequence;
@@ -472,7 +473,8 @@ void resolve_mesh(int world_size, MeshConfig* mesh) {
                              data));
 }
 
-// Two of micro, accumulate and global give the third. Without a batch size nothing is set.
+// Computes the missing one of micro, accumulate and global from the other two. Sets nothing if the
+// config has no batch size.
 void resolve_batch(int64_t data, BatchConfig* batch) {
   const std::string where = "[plan::Config::resolve] ";
   if (batch->global > 0 && (batch->micro == 0 || batch->accumulate == 0)) {
@@ -485,7 +487,7 @@ void resolve_batch(int64_t data, BatchConfig* batch) {
                                "; set it to a multiple of ", known * data));
     (needs_micro ? batch->micro : batch->accumulate) = batch->global / (known * data);
   }
-  if (batch->micro == 0) return;  // no batch size is given
+  if (batch->micro == 0) return;  // the config has no batch size
   const int64_t samples = batch->micro * batch->accumulate * data;
   if (batch->global > 0 && batch->global != samples)
     throw ConfigError(concat(where, "\"batch.global\" is ", batch->global, ", but batch.micro ",

@@ -1,4 +1,4 @@
-// Writes a config as JSON: every value, also defaults. config.cpp reads it.
+// Writes a config as JSON, with every value including defaults. config.cpp reads it.
 #include <set>
 #include <string>
 #include <utility>

@@ -32,7 +32,7 @@ constexpr const char* kHead = "specs or rules set how embeddings and the head ar
 constexpr const char* kMonitors = "rank 0 writes DeepSpeed's events (from Python)";
 constexpr const char* kLater = "not supported yet";
 
-// Rows of single keys come before the ".*" row of their section: the first match counts.
+// Rows of single keys come before the ".*" row of their section, because the first match applies.
 constexpr DeepSpeedKey kKeys[] = {
     {"train_batch_size", kTaken, "batch.global"},
     {"train_micro_batch_size_per_gpu", kTaken, "batch.micro"},
@@ -234,7 +234,7 @@ Json parse(const std::string& text) {
   }
 }
 
-// Whether the value of a refused key asks for the behaviour that the engine has anyway.
+// Returns whether the value of a refused key selects the behaviour that the engine has anyway.
 bool is_harmless(const std::string& key, const Json& value) {
   static const std::map<std::string, Json> kUsual = {
       {"optimizer.params.bias_correction", true},
@@ -426,7 +426,7 @@ void take_precision(const Leaves& given, Json& native) {
       {"min", std::min(initial, std::max(1.0, given.number("fp16.min_loss_scale", 1.0)))}};
 }
 
-// DeepSpeed's names of optimizers, the native names, and the defaults that DeepSpeed has for them.
+// DeepSpeed's names of optimizers, with the native names and DeepSpeed's defaults.
 struct KeyKind {
   const char* name;
   const char* native;
@@ -445,7 +445,8 @@ void take_optimizer(const Leaves& given, Json& native) {
                    !given.flag("optimizer.params.fp32_optimizer_states", true);
   if (given.find("optimizer.type") == nullptr) {
     if (low)
-      native["optimizer"] = {{"moments_dtype", "bf16"}};  // for an optimizer object that is passed
+      native["optimizer"] = {
+          {"moments_dtype", "bf16"}};  // for an optimizer object passed by the user
     return;
   }
   std::string type = given.text("optimizer.type", "");

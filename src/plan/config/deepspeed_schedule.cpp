@@ -11,14 +11,14 @@
 namespace penstock {
 
 namespace {
-// The formulas are those of deepspeed/runtime/lr_schedules.py.
+// The formulas are the same as in deepspeed/runtime/lr_schedules.py.
 
 constexpr double kNeeded = std::numeric_limits<double>::quiet_NaN();
 constexpr double kMissing = -1.0;  // the default follows from another parameter
 
 using Params = std::map<std::string, double>;
 
-// Share of the warm-up, from 0 to 1.
+// Returns how much of the warm-up is done, from 0 to 1.
 double warmup(const Params& params, double iteration, double steps) {
   if (params.at("warmup_type") == 1.0) return iteration / steps;
   return std::log(iteration + 1.0) / std::log(steps);
@@ -59,7 +59,7 @@ double range_test(const Params& params, double iteration) {
   return iteration < 0 ? low : low * (1.0 + params.at("lr_range_test_step_rate") * interval);
 }
 
-// The two halves of OneCycle, and the height of an iteration in them.
+// The two halves of OneCycle, and the height of the cycle at an iteration.
 struct Cycle {
   double first, second, first_stairs, second_stairs;
 
@@ -74,8 +74,9 @@ struct Cycle {
 
   double total() const { return first + second; }
 
-  // 0 at the ends of the cycle, 1 in between. The position is computed exactly as in DeepSpeed,
-  // since rounding decides in which half a boundary lies.
+  // Returns a value that rises from 0 to 1 in the first half of the cycle and falls to 0 in the
+  // second. The position is computed exactly as in DeepSpeed, since rounding decides in which half
+  // a boundary lies.
   double height(double iteration) const {
     const double next = iteration + 1.0, ratio = first / total();
     const double x = 1.0 + next / total() - std::floor(1.0 + next / total());

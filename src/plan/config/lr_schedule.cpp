@@ -8,7 +8,7 @@
 
 namespace penstock {
 
-// Warm-up ends at step warmup_steps with the full lr; the decay starts there.
+// Warm-up reaches the full lr at step warmup_steps; the decay starts at that step.
 double lr_factor(const ScheduleConfig& schedule, int64_t step) {
   PENSTOCK_ASSERT(step >= 1, concat("step ", step, "; the first update is step 1"));
   if (schedule.type == "none") return 1.0;

@@ -20,7 +20,7 @@ bool same_but_case(std::string_view a, std::string_view b) {
 
 }  // namespace
 
-// A key's field and limit, for every reader of a config. A new key is a row here.
+// The field and the limit of each key, for every reader of a config. A new key needs a row here.
 std::span<const OptimizerKey> optimizer_keys() {
   static const OptimizerKey kKeys[] = {
       {"lr", &OptimizerConfig::lr},
@@ -46,7 +46,8 @@ bool OptimizerKind::takes(std::string_view key) const {
   return std::find(keys.begin(), keys.end(), key) != keys.end();
 }
 
-// Defaults are those of torch.optim; Lion's are from its paper (arXiv:2302.06675).
+// Defaults are the same as in torch.optim. The defaults of Lion are from its paper
+// (arXiv:2302.06675).
 std::span<const OptimizerKind> optimizer_kinds() {
   using enum OptimizerType;
   static const OptimizerKind kKinds[] = {
@@ -93,7 +94,7 @@ const OptimizerKind* find_optimizer(std::string_view name) {
   return nullptr;
 }
 
-// SGD without momentum keeps nothing but the master.
+// SGD without momentum keeps only the master.
 int num_moments(const OptimizerConfig& optimizer) {
   const OptimizerKind& kind = kind_of(optimizer.type);
   return kind.needs_momentum && optimizer.momentum == 0.0 ? 0 : kind.num_moments();

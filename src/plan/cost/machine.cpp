@@ -35,7 +35,7 @@ constexpr const char* kMake = "; `penstock bench` makes one";
 
 }  // namespace
 
-// Rates must be above 0, since they are divisors; "overlap" is a share.
+// Rates must be above 0, since they are divisors. "overlap" is a share between 0 and 1.
 Machine read_machine(const std::string& path, const Machine& otherwise) {
   std::ifstream file(path);
   if (!file) fail_machine(path, concat(" cannot be read: ", std::strerror(errno), kMake));

@@ -81,8 +81,8 @@ class Chooser {
   }
 
  private:
-  // A stage's ranks are neighbours. If they do not fill whole nodes, each counts as a node of its
-  // own.
+  // The ranks of a stage are neighbours. If they do not fill whole nodes, each rank counts as a
+  // node.
   int nodes_of(const MeshAlternative& mesh) const {
     const int ranks = mesh.tensor * mesh.data, node = question_.per_node;
     if (node % ranks == 0) return 1;
@@ -94,7 +94,7 @@ class Chooser {
     if (question_.batch % samples != 0) return;
     mesh.micro = micro;
     mesh.accumulate = question_.batch / samples;
-    if (mesh.accumulate < mesh.pipeline) return;  // as the engine refuses it
+    if (mesh.accumulate < mesh.pipeline) return;  // the engine refuses it
     const std::vector<StageCost> stages = stages_of(mesh);
     const std::vector<Alternative> states = states_of(mesh, stages);
     for (const bool recompute : {false, true}) {
@@ -120,14 +120,15 @@ class Chooser {
     int64_t params, block_params;
   };
 
-  // Returns the first stage, the last, and the largest between them; the largest of all comes
-  // first.
+  // Returns the first stage, the last stage and the largest stage between them, ordered so that the
+  // largest of these comes first.
   std::vector<StageCost> stages_of(const MeshAlternative& mesh) const {
     std::vector<StageCost> stages;
     std::set<int64_t> sizes;
     for (int rank = 0; rank < mesh.pipeline; ++rank) {
       const bool between = rank > 1 && rank + 1 < mesh.pipeline;
-      if (between && num_blocks(model_) % mesh.pipeline == 0) continue;  // equal to the one before
+      if (between && num_blocks(model_) % mesh.pipeline == 0)
+        continue;  // equal to the previous stage
       ModelDesc own = stage_of(model_, mesh.tensor, mesh.pipeline, rank, mesh.data);
       const int64_t params = numel(own, false), blocks = numel(own, true);
       if (sizes.insert(params).second) stages.push_back({std::move(own), params, blocks});
@@ -141,8 +142,8 @@ class Chooser {
     return static_cast<double>(mesh.micro * question_.shape.sequence);
   }
 
-  // A stage is a separate model, whose state its data ranks share. The largest stage takes most of
-  // every resource, or the same as the others.
+  // Each stage is treated as a separate model, whose state is sharded over the stage's data ranks.
+  // No other stage needs more of any resource than the largest one.
   std::vector<Alternative> states_of(const MeshAlternative& mesh,
                                      const std::vector<StageCost>& stages) const {
     Question question{question_.asked, {"ddp", "zero1", "zero2", "zero3"}, false};
@@ -172,13 +173,12 @@ class Chooser {
     mesh.again = mesh.recompute ? pass * static_cast<double>(most.block_params) : 0;
     const double layers = std::ceil(static_cast<double>(shape.layers) / mesh.pipeline);
     const double sums = layers * micros * 2 * 2 * (size - 1) / size * values / machine.local;
-    mesh.sums =
-        sums * (mesh.recompute ? 3 : 2);  // a forward has two per layer, and so has a backward
+    mesh.sums = sums * (mesh.recompute ? 3 : 2);  // forward and backward have two per layer each
     const double busy = mesh.compute + mesh.again + mesh.sums;
     const double times = micros * mesh.virtual_stages;
     mesh.bubble = busy * (mesh.pipeline - 1) / times;
     mesh.messages = 0;
-    std::vector<int> held(1, 1);  // held at the peak by the first rank and by the last
+    std::vector<int> held(1, 1);  // micro-batches held at the peak, by the first and the last rank
     if (mesh.pipeline > 1) {
       const bool far = mesh.tensor * mesh.data >= question_.per_node;
       const double message = values / size / (far ? machine.node : machine.local);
@@ -198,8 +198,9 @@ class Chooser {
     found_.push_back(std::move(mesh));
   }
 
-  // Activations in bytes: arXiv:2205.05198, equation 2, without attention scores, which fused
-  // kernels do not keep. `held`: stage micro-batches that each pipeline rank holds at its peak.
+  // Returns the bytes of activations by arXiv:2205.05198, equation 2, without attention scores,
+  // which fused kernels do not keep. `held`: stage micro-batches that each pipeline rank holds at
+  // its peak.
   int64_t activations(const MeshAlternative& mesh, const std::vector<int>& held) const {
     const TransformerShape& shape = question_.shape;
     const double values = width_ * static_cast<double>(shape.hidden) * tokens(mesh);

@@ -44,8 +44,8 @@ class RankReplay {
 
   enum class Stop : uint8_t { kReceive, kNorm, kEnd };
 
-  // Runs until the plan ends or must wait: at kReceive for expected data, at kNorm for the other
-  // ranks.
+  // Runs until the plan ends or must wait. It waits at kReceive for expected data and at kNorm for
+  // the other ranks.
   Stop run() {
     for (; next_ < plan_.steps.size(); ++next_) {
       const Step& step = plan_.steps[next_];
@@ -56,7 +56,7 @@ class RankReplay {
     return Stop::kEnd;
   }
 
-  // A message that was sent since the last call, and the time at which it arrives.
+  // A message that was sent since the last call, with its arrival time.
   struct TimedMessage {
     int hop, micro;
     Role role;
@@ -93,7 +93,7 @@ class RankReplay {
  private:
   static Arrival key_of(const Step& step) { return {step.units[0], step.micro, step.role}; }
 
-  // Seconds of a line on its links; links do not overlap within one line.
+  // Returns the seconds of a line on its links; links do not overlap within one line.
   double on_links() {
     double seconds = 0;
     for (const auto& [link, bytes] : bytes_[next_]) {
@@ -152,7 +152,7 @@ class RankReplay {
   }
 
   void compute(const Step& step) {
-    // A unit that begins here computes at its end; a use computes no gradient yet.
+    // A unit with a begin mark computes at its end mark. A use computes no gradient yet.
     const int unit = step.units[0];
     if (step.mark == Mark::kBegin || step.mark == Mark::kUse) {
       issued_ = compute_ = std::max(compute_, params_there_[unit]);
@@ -188,7 +188,7 @@ class RankReplay {
     return pass.flops / machine_.flops + pass.memory_bytes / machine_.device_memory;
   }
 
-  // Seconds of a sum around a ring.
+  // Returns the seconds of a sum around a ring.
   double sum_seconds(int unit) {
     const double size = mesh_.size(Axis::kTensor);
     const double bytes = 2 * (size - 1) / size * work_[unit].summed_bytes;

@@ -53,8 +53,8 @@ class Meter {
   int64_t in_memory_now_ = 0;
 };
 
-// Walks one rank along the plan. [Note: Copies] gives the copies, [Note: Fusions] the buffers
-// between passes.
+// Simulates the plan of one rank. [Note: Copies] explains which copies exist, [Note: Fusions] which
+// buffers exist between passes.
 class Simulation {
  public:
   Simulation(const Table& table, const ModelDesc& model, const Mesh& mesh, double num_moments)
@@ -68,7 +68,8 @@ class Simulation {
     }
   }
 
-  // `by_line`: receives the bytes that each line sends; these are then not in the ledger.
+  // `by_line` receives the bytes that each line sends. If it is given, the ledger does not contain
+  // them.
   Ledger run(const Plan& plan, LineBytes* by_line = nullptr) && {
     for (size_t i = 0; i < plan.steps.size(); ++i) {
       if (by_line != nullptr) ledger_.sent.clear();
@@ -86,8 +87,8 @@ class Simulation {
  private:
   const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
 
-  // Bytes of one unit's role under a placement. Frozen parameters have no gradient and no optimizer
-  // state.
+  // Returns the bytes of one unit's role under a placement. Frozen parameters have no gradient and
+  // no optimizer state.
   int64_t bytes(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
     int64_t sum = 0;
     for (const FlatDesc& flat : model_.units[unit].flats) {
@@ -192,8 +193,8 @@ class Simulation {
     params_[unit].drop();
   }
 
-  // The lane has finished its last gradient move: frees its buffers, and starts to write what it
-  // made.
+  // Called when the lane has finished its last gradient move. Frees the buffers of that move and
+  // starts to write its results.
   void drain_lane() {
     free_all(lane_);
     if (made_.empty()) return;
@@ -292,7 +293,7 @@ class Simulation {
     } else if (rest.tier != Tier::kDisk) {
       meter_.add(kept);
       meter_.free(state);
-    } else {  // the memory is freed once it is written
+    } else {  // the memory is freed after the write
       meter_.free(state);
       write({Tier::kHost, Use::kOptim, kept.bytes});
     }
@@ -316,15 +317,16 @@ class Simulation {
     return size;
   }
 
-  // Adds, for the duration of a move, the memory it needs besides its copies.
+  // Adds the memory that a move needs besides its copies, for the duration of the move.
   void pass_through(const Route& way, Role role, const std::vector<int>& units) {
     const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, role, units)};
     meter_.add(buffers);
     meter_.free(buffers);
   }
 
-  // Bytes of buffers for a step whose flats all take the same route: buffers between passes, plus
-  // the largest receive buffer and the largest packed buffer, since passes run one after another.
+  // Returns the bytes of buffers for a step whose flats all take the same route. These are the
+  // buffers between passes, plus the largest receive buffer and the largest packed buffer, since
+  // passes run one after another.
   int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units,
                        bool adds = false) const {
     std::vector<Packing> packing(way.passes.size());
@@ -367,7 +369,7 @@ class Simulation {
                            table_.dtype_in(way.to, flat.dtype));
   }
 
-  // Bytes of one shard in a collective pass.
+  // Returns the bytes of one shard in a collective pass.
   int64_t shard_bytes(const Route& way, size_t index, const FlatDesc& flat) const {
     const Pass& pass = way.passes[index];
     const int64_t numel = flat.numel / num_shards(pass.from, mesh_);
@@ -377,7 +379,7 @@ class Simulation {
     return numel * dtype_bytes(before) / group_size(pass);
   }
 
-  // A gather's buffers are kept until one of its units is used, so that measured peaks do not
+  // The buffers of a gather are kept until one of its units is used, so that measured peaks do not
   // depend on timing.
   void carry(const Plan& plan, size_t index, const Route& way) {
     const std::vector<int>& units = plan.steps[index].units;
@@ -415,8 +417,8 @@ class Simulation {
     }
   }
 
-  // Counts a sum of gradients: of a unit's partial flats over tensor ranks, or of all its flats
-  // over the stages that share it.
+  // Counts a sum of gradients. Over tensor ranks it covers the partial flats of a unit; over the
+  // stages that share a unit it covers all its flats.
   void sum_grad(Axis axis, int unit) {
     const bool partial_only = axis == Axis::kTensor;
     const Placement& place = grads_[unit].current();
@@ -440,7 +442,7 @@ class Simulation {
     int64_t sent = (size - 1) * here;
     if (move.kind != MoveKind::kAllGather) sent /= size;
     if (move.kind == MoveKind::kAllReduce) sent *= 2;
-    int64_t across = 0;  // number of the size - 1 peers on other nodes
+    int64_t across = 0;  // number of peers on other nodes
     for (const Axis axis : move.axes)
       if (axis == Axis::kNode) across = size - size / mesh_.size(axis);
     const int64_t node_bytes = sent * across / (size - 1);
@@ -457,7 +459,7 @@ class Simulation {
   std::string phase_ = "update";
   std::vector<Copies> params_, grads_;  // by unit
   std::vector<std::vector<Held>>
-      staged_;                 // by unit: memory that its gather reads, until the unit is used
+      staged_;  // by unit: memory that the unit's gather reads, until the unit is used
   std::vector<Held> writing_;  // being written to disk
   std::vector<Held> read_;     // gradients read from disk for later updates
   std::vector<Held> made_;     // reduced by the lane, written next

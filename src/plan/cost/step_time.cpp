@@ -34,7 +34,7 @@ StepTime step_time(const Work& work, const Ledger& ledger, const Machine& machin
   const double memory = work.updates_on_host ? machine.host_memory : machine.device_memory;
   std::map<std::string, std::map<std::string, double>> lanes;  // phase -> lane -> seconds
   for (const auto& [phase, sent] : ledger.sent) {
-    // Seconds of each lane; a phase takes as long as its longest lane.
+    // Sets the seconds of each lane; a phase takes as long as its longest lane.
     for (const auto& [link, bytes] : sent) {
       lanes[phase][link + " link"] = static_cast<double>(bytes) / links.at(link);
     }

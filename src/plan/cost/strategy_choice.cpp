@@ -51,8 +51,8 @@ int64_t excess_bytes(const Alternative& one, const Room& room) {
   return sum;
 }
 
-// The prediction misses some memory (reads outside modules, an order other than the assumed one),
-// so less than a tenth of room counts as tight.
+// The prediction misses some memory (for reads outside modules, or if the order differs from the
+// assumed one). So a config counts as tight if less than a tenth of a limit is left.
 bool is_tight(const Alternative& one, const Room& room) {
   const Limits all = limits(one, room);
   return std::any_of(all.begin(), all.end(), [](const auto& limit) {
@@ -137,7 +137,7 @@ Config with(const Config& config, const Alternative& chosen) {
   return one;
 }
 
-// Tries every combination of open tiers. Ranks that agree on config, model and room get the same
+// Tries every combination of open tiers. Ranks with the same config, model and room get the same
 // order, since the sort is stable and uses no measured value.
 std::vector<Alternative> alternatives(const Question& question, const ModelDesc& model) {
   const Config& config = question.asked.config;
@@ -196,7 +196,8 @@ std::string choice_text(const std::vector<Alternative>& alternatives) {
   return text;
 }
 
-// The tiers that are open were all refused, so "none" gives the reason of the fixed ones.
+// Every choice for the open tiers was refused, so trying "none" for them shows why the fixed tiers
+// are refused.
 std::string refusal(const Question& question, const ModelDesc& model) {
   Config config = question.asked.config;
   for (std::string* tier : {&config.offload.optimizer, &config.offload.params}) {
@@ -226,8 +227,8 @@ void refuse(const Alternative& chosen, const std::vector<Alternative>& others, c
   throw ConfigError(concat("[plan::refuse] ", chosen.text(), " needs ", join(needs, " and "),
                            " on each rank; ", instead));
 }
-// `current` is the combination in use; an alternative only helps if it needs fewer of the bytes
-// that ran out.
+// `now` is the combination in use. An alternative helps only if it needs less of the resource that
+// ran out.
 
 std::string advice(const Question& question, const ModelDesc& model, const OffloadConfig& now,
                    int64_t Alternative::* bytes) {

@@ -12,7 +12,7 @@ namespace penstock {
 
 namespace {
 
-// The cells of a strategy on this mesh: an axis of one rank has no layout.
+// Returns the cells of a strategy on this mesh, on which an axis of one rank has no layout.
 std::vector<Placement> cells_on(const Mesh& mesh, const std::string& strategy) {
   std::vector<Placement> cells;
   const Table table = preset(strategy, {});
@@ -28,7 +28,7 @@ std::vector<Placement> cells_on(const Mesh& mesh, const std::string& strategy) {
   return cells;
 }
 
-// Equal cells, and the same tiers allowed for parameters.
+// Returns whether two strategies have equal cells and allow the same tiers for parameters.
 bool equal_on(const Mesh& mesh, const std::string& a, const std::string& b) {
   return cells_on(mesh, a) == cells_on(mesh, b) && can_rest_away(a) == can_rest_away(b);
 }
