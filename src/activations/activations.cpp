@@ -18,9 +18,11 @@ namespace penstock::activations {
 
 namespace {
 
-// Smaller tensors stay: a disk block and a buffer of the arena would not be smaller.
+// Smaller tensors stay where they are, because a disk block or an arena buffer would not be
+// smaller.
 constexpr int64_t kSmallBytes = mem::kBlockBytes;
-// Copies keep the alignment, because kernels may sum in another order at another alignment.
+// Copies keep the alignment of the original, because kernels may sum in another order at another
+// alignment.
 constexpr int64_t kAlignment = 64;
 
 // The layout of a tensor in its storage.
@@ -29,7 +31,7 @@ struct View {
   at::TensorOptions options;
   int64_t lead = 0;   // elements from an aligned address to the first element
   int64_t span = 0;   // elements from the first to the last element, both included
-  bool dense = true;  // true: the span is kept as it is; false: only its elements are kept
+  bool dense = true;  // true: the whole span is kept; false: only the tensor's elements are kept
 };
 
 View view_of(const at::Tensor& tensor) {
@@ -44,7 +46,7 @@ View view_of(const at::Tensor& tensor) {
   return view;
 }
 
-// Returns the values to keep, in one dim. For a dense tensor it is a view.
+// Returns the values to keep, in one dim. For a dense tensor the result is a view.
 at::Tensor content_of(const at::Tensor& tensor, const View& view) {
   return view.dense ? tensor.as_strided({view.span}, {1}, tensor.storage_offset())
                     : tensor.contiguous().view(-1);
@@ -99,7 +101,7 @@ struct Activations::Store {
   const std::optional<c10::Stream> stream;
   mem::Pool pool;
   mem::Arena arena{pool};
-  // Shared with the entries on disk; the last one closes the file.
+  // Shared with the entries on disk; the file is closed when the last owner ends.
   std::shared_ptr<mem::Extents> extents;
 };
 
@@ -162,7 +164,7 @@ struct Activations::SavedTensor {
 
   void bring() {
     wanted = true;
-    if (store->stream && offset < 0 && !back.defined()) {  // in host memory, or on its way there
+    if (store->stream && offset < 0 && !back.defined()) {  // in host memory or being copied there
       const at::NoGradGuard no_grad;
       back = at::empty({numel}, view.options.dtype(dtype));
       came.emplace(store->copy(back, content()));
@@ -214,12 +216,12 @@ struct Activations::SavedTensor {
     try {
       arrive();
     } catch (const std::exception&) {
-      // The bytes are not needed any more, so an error does not matter; the transfer must only have
+      // The bytes are not needed any more, so an error does not matter as long as the transfer has
       // ended. If the device failed, every wait throws.
     }
     source.reset();
     back.reset();
-    // Must happen before the memory is given back.
+    // The stream must wait before the memory is given back.
     if (copied) copied->block(store->device.current());
     if (came) came->block(store->device.current());
     if (offset >= 0 && !extents->disk().done(moving)) {
@@ -246,12 +248,12 @@ struct Activations::SavedTensor {
   const int64_t numel, bytes;  // of the kept values
   // While this reference exists, no other storage can get the same address.
   const c10::weak_intrusive_ptr<c10::StorageImpl> origin;
-  mem::Lease memory;  // its place at rest, or its memory while it is away from disk
+  mem::Lease memory;  // memory at rest; for values on disk, memory while away from there
   std::shared_ptr<mem::Extents> extents;
   int64_t offset = -1;  // in the swap file; -1: not on disk
   mem::DiskTicket moving;
   std::optional<c10::Event> copied;  // end of the copy to the host
-  at::Tensor back;                   // values on the device, or on their way there
+  at::Tensor back;                   // values on the device, or being copied there
   // End of the copy to the device.
   std::optional<c10::Event> came;
   bool wanted = false;  // bring() was called, fetch() not yet
@@ -271,7 +273,7 @@ void Activations::begin_forward() {
 }
 
 std::function<at::Tensor()> Activations::save(int unit, const at::Tensor& input) {
-  // A tensor of the user, or a parameter.
+  // A leaf is a tensor of the user or a parameter.
   const bool is_leaf = input.requires_grad() && input.is_leaf();
   if (!is_plain(input)) return [input] { return input; };
   if (is_leaf) {
@@ -336,8 +338,8 @@ void Activations::bring(int unit) {
   }
 }
 
-// Frees the memory of entries whose write has ended, and starts writes of those that are in host
-// memory.
+// Frees the memory of entries whose write has ended, and starts the writes of entries that are in
+// host memory.
 void Activations::settle() {
   for (const std::weak_ptr<SavedTensor>& one : std::exchange(writing_, {})) {
     const std::shared_ptr<SavedTensor> entry = one.lock();

@@ -2,7 +2,7 @@
 
 namespace penstock::device {
 
-// The trace records this half as a wait; waits for the device's half are not recorded.
+// The trace records only this wait; waits for the device's half are not recorded.
 void Fence::wait_for_host_half() const {
   std::unique_lock lock(state_->mutex);
   if (state_->done) return;
@@ -14,7 +14,7 @@ void Fence::wait_for_host_half() const {
 void Fence::wait() const {
   if (!state_) return;
   wait_for_host_half();
-  try {  // also after an error: work queued before it may still use memory that is freed next
+  try {  // even after an error, since earlier work may still use memory that is freed next
     if (state_->queued) state_->queued->block(state_->device->current());
   } catch (const std::exception&) {
     if (!state_->error) throw;

@@ -1,5 +1,5 @@
-// take_edits() and first_edit(): compare low-precision values with the wider values that they were
-// rounded from.
+// take_edits() and first_edit(): compare low-precision values with the wider values from which they
+// were rounded.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -11,7 +11,7 @@ namespace penstock::device::host {
 
 namespace {
 
-constexpr int64_t kTile = 2048;  // elements; their rounded values fit the first-level cache
+constexpr int64_t kTile = 2048;  // elements whose rounded values fit in the first-level cache
 
 // Calls `edited(begin, rounded, count)` for each tile that differs from the rounded values of
 // `kept`.

@@ -92,8 +92,8 @@ HWY_INLINE void take_vector(Dst* dst, const Src* src) {
   simd::store_fp32<false>(d, value, dst);
 }
 
-// The last vector is padded in two local arrays, so that the same code computes it with the same
-// bits.
+// The last, incomplete vector is padded in two local arrays, so that the same code computes it and
+// gives the same bits.
 template <bool kAccumulate, class Dst, class Src>
 HWY_NOINLINE void take_values(Dst* dst, const Src* src, int64_t numel) {
   constexpr size_t kLanes = hn::MaxLanes(F32());
@@ -170,7 +170,7 @@ double sum_squares(const void* values, Dtype dtype, int64_t numel) {
     return sum;
   }
   std::vector<double> sums(static_cast<size_t>(num_blocks));
-  // Blocks are summed by any thread, then added in order by one.
+  // Any thread may sum a block. One thread then adds the block sums in order.
   for_each_part(numel, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin / kBlock; b * kBlock < end; ++b) {
       sums[static_cast<size_t>(b)] = sum_of_block(values, dtype, numel, b);

@@ -21,7 +21,7 @@ bool on_host(Address one, Address other) {
   return one.device == nullptr && other.device == nullptr;
 }
 
-// The values as integers of the same size, so that a NaN equals itself.
+// Returns the values as integers of the same size, so that a NaN equals itself.
 at::Tensor bits(const at::Tensor& values) {
   return values.view(values.element_size() == 4 ? at::kInt : at::kShort);
 }
@@ -50,7 +50,7 @@ void take_across(const at::Tensor& to, const at::Tensor& from, Address target, A
     return;
   }
   const at::Tensor cast =
-      from.to(to.scalar_type());  // cast on the device, so that the host only receives
+      from.to(to.scalar_type());  // casts on the device, so that the host only receives
   if (!accumulate) {
     to.copy_(cast, true);
     return;
@@ -60,7 +60,7 @@ void take_across(const at::Tensor& to, const at::Tensor& from, Address target, A
 
 }  // namespace
 
-// An asynchronous copy: the caller orders it with fences ([Note: Order on a device]).
+// The copy is asynchronous; the caller orders it with fences ([Note: Order on a device]).
 void copy(Address to, Address from, int64_t bytes) {
   if (bytes == 0) return;
   if (on_host(to, from)) {
@@ -134,7 +134,7 @@ void scale(Address values, int64_t numel, float factor) {
   view(values, Dtype::kFp32, numel).mul_(factor);
 }
 
-// vector_norm accumulates in double, so the sum is not finite exactly if a value is not.
+// vector_norm accumulates in double, so the sum is finite exactly if all values are finite.
 at::Tensor squares_on_device(Address values, Dtype dtype, int64_t numel) {
   const Unseen unseen;
   return at::linalg_vector_norm(view(values, dtype, numel), 2, std::nullopt, false, at::kDouble)
@@ -155,7 +155,7 @@ at::Tensor sum_on_device(Address values, Dtype dtype, int64_t numel) {
 at::Tensor fingerprint(Address values, int64_t bytes) {
   const Unseen unseen;
   const at::Tensor words = view(values, at::kInt, bytes / 4).view({-1, 128});
-  // Weighted by position, so that the same sums in another order give another number.
+  // The sums are weighted by position, so that the same sums in another order give another number.
   const auto folded = [&](int64_t dim) {
     const at::Tensor sums = words.sum(dim, false, at::kLong);
     const at::Tensor weights = at::arange(1, sums.numel() + 1, sums.options());
@@ -169,7 +169,7 @@ at::Tensor differ(const at::Tensor& one, const at::Tensor& other) {
   return one.ne(other).sum(at::kDouble);
 }
 
-// One transfer for all scalars, since each one would wait for the stream.
+// All scalars share one transfer, since every transfer waits for the stream.
 std::vector<double> read(const std::vector<at::Tensor>& scalars) {
   if (scalars.empty()) return {};
   const Unseen unseen;

@@ -36,7 +36,7 @@ void Lane::record(std::shared_ptr<trace::Recorder> recorder, const std::string& 
 
 Fence Lane::submit(std::function<void()> work) {
   // [Note: Order on a device] The event `after` makes the lane's stream wait for the caller's
-  // stream; the fence's event lets other streams wait for the lane's.
+  // stream; the fence's event lets other streams wait for the lane's stream.
   Task task{std::move(work), {}, {}};
   task.fence.state_ = std::make_shared<Fence::FenceState>();
   task.fence.state_->device = &device_;
@@ -75,7 +75,7 @@ void Lane::run(Task& task) {
       error_ = std::current_exception();
     }
   }
-  task.work = nullptr;  // frees what the work held before the fence is set
+  task.work = nullptr;  // frees the objects that the work held before the fence is set
   if (stream_) {
     try {
       c10::Event queued(device_.where().type());

@@ -27,8 +27,8 @@ namespace hn = hwy::HWY_NAMESPACE;
 using F32 = hn::ScalableTag<float>;
 
 // Values per tile. The tile of sums stays in the first-level cache, so every source is read once.
-// The written values also stay there for their squares; in 32 KiB larger tiles leave no room for
-// them.
+// The written values stay in the cache until they are squared; larger tiles leave no room for them
+// in 32 KiB.
 constexpr int64_t kTile = 512;
 constexpr int64_t kBlock = simd::kSquaresBlock;
 

@@ -27,8 +27,8 @@ constexpr int64_t kHugePage = 2 << 20;
 const c10::Stream kNoStream(c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU));
 
 // Large buffers are mapped from the system and unmapped, so they leave no holes in the heap. They
-// ask for huge pages (whole ones only; if refused, the pages are small). The optimizer's passes run
-// at the speed of memory, and looking up small pages costs a tenth of it.
+// request whole huge pages; if the system refuses, the pages are small. The optimizer's passes are
+// bound by memory bandwidth, and looking up small pages costs a tenth of their speed.
 struct Mapping {
   void* base;
   size_t bytes;
@@ -49,7 +49,7 @@ c10::DataPtr map_large(int64_t bytes) {
   return {data, new Mapping{base, size + kHugePage}, unmap, c10::Device(c10::DeviceType::CPU)};
 }
 
-// Host buffers consist of whole blocks, so that any of them can be written to disk.
+// Host buffers consist of whole blocks, so that any buffer can be written to disk.
 c10::DataPtr allocate_host(int64_t bytes) {
   if (bytes >= 2 * kHugePage) return map_large(bytes);
   void* data = nullptr;
@@ -58,7 +58,8 @@ c10::DataPtr allocate_host(int64_t bytes) {
   return {data, data, &std::free, c10::Device(c10::DeviceType::CPU)};
 }
 
-// An accelerator's allocator returns pinned memory in whole pages, which are whole blocks.
+// An accelerator's allocator returns pinned memory in whole pages, and a page consists of whole
+// blocks.
 c10::DataPtr allocate_pinned(const device::Device& device, int64_t bytes) {
   try {
     c10::DataPtr data = device.allocate_pinned(block_padded(bytes));
@@ -156,8 +157,8 @@ bool Pool::stands_by(Unused& unused) const {
   return unused.after->query();
 }
 
-// Picks the buffer at `wanted`, so that a unit returns to its old address; else one that needs no
-// waiting; else the most recently given back.
+// Prefers the buffer at `wanted`, so that a unit returns to its old address. Otherwise picks a
+// buffer that needs no waiting, or else the most recently given back one.
 Pool::Buffers::iterator Pool::choose(Buffers& buffers, const void* wanted) const {
   for (auto one = buffers.begin(); one != buffers.end() && wanted != nullptr; ++one) {
     if (one->data.get() == wanted) return one;
@@ -170,7 +171,7 @@ Pool::Buffers::iterator Pool::choose(Buffers& buffers, const void* wanted) const
 
 c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
   const std::lock_guard lock(mutex_);
-  // An arena checks its own budget first; this one is shared by all arenas of the pool.
+  // An arena checks its own budget first. All arenas of the pool share this budget.
   check_budget(budget_, bytes, in_use_);
   c10::DataPtr data;
   const int64_t slot = slot_bytes(bytes);
@@ -220,7 +221,7 @@ void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   unused_bytes_ += slot;
 }
 
-// Frees to the system, or to torch's caching allocator, which then waits for the stream.
+// Frees the memory to the system, or to torch's caching allocator, which waits for the stream.
 void Pool::free(Unused unused) const {
   if (!unused.after) return;
   if (kind_ == MemoryKind::kDevice) return device_.used_on(unused.data, unused.stream);
@@ -236,7 +237,7 @@ void Pool::forget(int64_t bytes) {
 }
 
 void Pool::evict(int64_t room) {
-  // Never holds more than the highest use so far.
+  // A pool never holds more than the highest use so far.
   const int64_t in_use = in_use_ + room;
   const int64_t most = std::max(most_in_use_, in_use);
   while (!unused_.empty() && in_use + unused_bytes_ > most) {

@@ -19,8 +19,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Returns the number after `name` in lines of "name number", or the only number of a file. "max"
-// gives none.
+// Returns the number after `name` in lines of "name number", or the only number of a file. Returns
+// nothing for "max".
 std::optional<int64_t> number_in(const fs::path& path, const std::string& name = "") {
   std::ifstream file(path);
   std::string word;
@@ -40,8 +40,9 @@ constexpr CgroupFiles kV2 = {"memory.max", "memory.current", "inactive_file"};
 constexpr CgroupFiles kV1 = {"memory.limit_in_bytes", "memory.usage_in_bytes",
                              "total_inactive_file"};
 
-// Returns the least that a control group and its parents leave. Inside a container, the path may be
-// that of the host, and its files do not exist there; then the mounted group counts.
+// Returns the smallest room that the limits of a control group and its parents leave. Inside a
+// container, the path may be the path on the host, whose files do not exist in the container. The
+// mounted group is used in that case.
 int64_t group_leaves(const fs::path& mount, const std::string& path, const CgroupFiles& files) {
   int64_t least = std::numeric_limits<int64_t>::max();
   fs::path group = mount / fs::path(path).relative_path();

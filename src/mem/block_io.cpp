@@ -16,8 +16,8 @@ namespace penstock::mem {
 
 namespace {
 
-// Requests that wait for their turn. While reads and writes both wait, as many reads as writes are
-// submitted to the system, because a disk can do both at once.
+// Requests that are not submitted to the system yet. While both reads and writes wait, the system
+// gets as many reads as writes, because a disk can do both at once.
 class WaitingRequest {
  public:
   void push(BlockRequest request) {
@@ -95,8 +95,8 @@ class ThreadIo final : public BlockIo {
   std::vector<std::thread> threads_;
 };
 
-// One ring; one thread takes completions. At most `depth` requests are in the ring and the others
-// wait in a queue, so the completion queue cannot overflow.
+// There is one ring, and one thread that takes completions. At most `depth` requests are in the
+// ring and all others wait in a queue, so the completion queue cannot overflow.
 class UringIo final : public BlockIo {
  public:
   static std::unique_ptr<BlockIo> make(int depth) {
@@ -142,7 +142,7 @@ class UringIo final : public BlockIo {
     push();
   }
 
-  void push() {  // requires mutex_; the kernel may be short of memory, or accept only a part
+  void push() {  // requires mutex_; the kernel may lack memory or accept only a part
     while (io_uring_sq_ready(&ring_) > 0) {
       if (io_uring_submit(&ring_) < 0) std::this_thread::yield();
     }
@@ -171,8 +171,8 @@ class UringIo final : public BlockIo {
           fill();
         }
       }
-      // submit() wrote the request under the lock, so it is complete here. done() may submit its
-      // rest.
+      // submit() wrote the request under the lock, so the object is complete here. done() may
+      // submit the rest of a partial transfer.
       if (request) request->done(result);
       const std::lock_guard lock(mutex_);
       if (closing_ && waiting_.num_taken() == 0 && waiting_.empty()) return;

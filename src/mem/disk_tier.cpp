@@ -24,11 +24,11 @@ constexpr int kDepth = 64;  // requests in the ring
 // A wait is divided into this many slices. It stalls when all slices pass without progress. A
 // stopped process counts as one slice, however long it was stopped.
 constexpr int kSlices = 8;
-constexpr int kTries = 100;  // submissions of a request of which the system moves nothing
+constexpr int kTries = 100;  // submissions of a request if the system moves no bytes
 
 using Clock = std::chrono::steady_clock;
 
-// Checksums of each block. None of them is 0.
+// Returns the checksum of each block; it is never 0.
 std::vector<uint64_t> sums_of(std::string_view content) {
   std::vector<uint64_t> sums;
   for (size_t at = 0; at < content.size(); at += kBlockBytes)
@@ -88,12 +88,12 @@ struct Disk::Impl {
   int64_t progress = 0;          // guarded by mutex; counts results
   bool stalled = false;          // guarded by mutex; stays true until the next progress
   int64_t bytes_read = 0, bytes_written = 0;  // guarded by mutex
-  Clock::time_point busy_since;               // guarded by mutex; while a request is in flight
-  Clock::duration busy{};                     // guarded by mutex; time up to busy_since
+  Clock::time_point busy_since;  // guarded by mutex; valid while a request is in flight
+  Clock::duration busy{};        // guarded by mutex; time up to busy_since
   const trace::Text read_text = std::make_shared<const std::string>("read");
   const trace::Text write_text = std::make_shared<const std::string>("write");
-  std::vector<uint64_t> sums;   // guarded by mutex; of each block, 0: not known
-  std::unique_ptr<BlockIo> io;  // last: its threads end first
+  std::vector<uint64_t> sums;   // guarded by mutex; one per block, 0: not known
+  std::unique_ptr<BlockIo> io;  // last member, so that its threads end first
 };
 
 Disk::Impl::Impl(const DiskOptions& options)
@@ -178,7 +178,7 @@ void Disk::Impl::ended(Request& request, int64_t result) {
   }
   DiskTicket::Impl& ticket = *request.ticket;
   if (ticket.check.data() != nullptr && ticket.left == 1 && ticket.error.empty()) {
-    lock.unlock();  // the last request of the ticket: no other thread uses it
+    lock.unlock();  // this was the ticket's last request, so no other thread uses it
     const bool same = matches(ticket.check, ticket.sums);
     lock.lock();
     if (error.empty() && !same)
@@ -215,7 +215,7 @@ std::string Disk::Impl::problem(Request& request, int64_t result) const {
   return concat(request.text(), " makes no progress", after, ", in ", kTries, " tries");
 }
 
-// Returns true when `done` is, false when the disk stalls.
+// Blocks until done() is true and returns true, or returns false if the disk stalls.
 bool Disk::Impl::wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done) {
   const std::chrono::duration<double> slice(options.stall_s / kSlices);
   int quiet = stalled ? kSlices - 1 : 0;
@@ -241,7 +241,8 @@ std::string Disk::Impl::stall_text(const DiskTicket::Impl* ticket) const {
 Disk::Disk(const DiskOptions& options) : impl_(std::make_unique<Impl>(options)) {}
 
 Disk::~Disk() {
-  // The threads and files stay for the hanging requests; joining the threads would hang, too.
+  // The threads and files stay alive for the hanging requests, because joining the threads would
+  // hang.
   if (!end().empty()) keep_for_good(std::move(impl_));
 }
 

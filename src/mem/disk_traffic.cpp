@@ -34,7 +34,7 @@ void DiskTraffic::make_room(Buffer& buffer, Account account) {
   if (!buffer.exists()) return;
   if (buffer.on_disk()) {
     settle(buffer.offset, buffer.offset + buffer.bytes());
-    tiers_.disk->wait(buffer.moving);  // a read that was not waited for
+    tiers_.disk->wait(buffer.moving);  // a read that nothing has waited for
     buffer.moving = {};
   }
   if (!buffer.memory) buffer.memory = tiers_.arena(buffer.tier).take(buffer.bytes(), account);

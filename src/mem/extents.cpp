@@ -6,7 +6,7 @@
 namespace penstock::mem {
 
 int64_t Extents::take(int64_t bytes) {
-  // First fit. A larger free extent is split; its rest stays free.
+  // Takes the first free extent that fits. A larger extent is split, and its rest stays free.
   bytes = block_padded(bytes);
   {
     const std::lock_guard lock(mutex_);

@@ -18,7 +18,7 @@ SwapFile::SwapFile(std::string folder, int descriptor)
     : folder_(std::move(folder)), descriptor_(descriptor) {
   if (!is_open()) return;
   const int flags = fcntl(descriptor_, F_GETFL);
-  // Not every file system supports it.
+  // Not every file system supports O_DIRECT.
   direct_ = fcntl(descriptor_, F_SETFL, flags | O_DIRECT) == 0;
 }
 
@@ -59,12 +59,12 @@ void SwapFile::claim(int64_t from, int64_t to) const {
   do {
     error = bytes <= 0 || fallocate(descriptor_, 0, from, bytes) == 0 ? 0 : errno;
   } while (error == EINTR);
-  // For the error text, and for file systems that cannot claim.
+  // The free bytes are needed for the error text, and for file systems that cannot claim space.
   struct statvfs system{};
   fstatvfs(descriptor_, &system);
   const auto free = static_cast<int64_t>(system.f_bavail * system.f_frsize);
-  // The file system cannot claim space. The first write of every extent claims it, still in
-  // initialize().
+  // The file system cannot claim space. The first write of every extent claims it instead; these
+  // writes still happen in initialize().
   if (error == EOPNOTSUPP || error == ENOSYS) error = free < bytes ? ENOSPC : 0;
   if (error == 0) return;
   throw RuntimeFault(concat("[mem::SwapFile::claim] \"", folder_, "\" cannot hold a swap file of ",

@@ -12,7 +12,7 @@ Tiers::Tiers(c10::Device where, int64_t events)
 
 void Tiers::close_disk() {
   if (!disk) return;
-  // An address does not tell which arena it belongs to, so both keep it.
+  // An address does not show which arena it belongs to, so both arenas keep it.
   for (const char* address : disk->end()) {
     device.keep(address);
     host.keep(address);

@@ -19,11 +19,11 @@ struct DeviceUpdate {
   const OptimizerConfig& group;
   const int64_t step;
   at::Tensor master;
-  at::Tensor grad;              // fp32 and scaled; a copy, which the step may overwrite
+  at::Tensor grad;              // a scaled fp32 copy, which the step may overwrite
   at::Tensor moment1, moment2;  // undefined if the optimizer has no such moment
 };
 
-// A moment in fp32; store() writes it back in the dtype in which it is kept.
+// A moment in fp32. store() writes it back in the dtype of the stored moment.
 class Wide {
  public:
   explicit Wide(const at::Tensor& kept) : kept_(kept), values_(kept.to(at::kFloat)) {}

@@ -120,7 +120,7 @@ struct SgdKernel {
   }
 };
 
-// arXiv:2302.06675, algorithm 2. sign(0) is 0, so a zero direction must not move the weight.
+// arXiv:2302.06675, algorithm 2. sign(0) is 0, so the weight must not change if the direction is 0.
 struct LionKernel {
   static constexpr int kMoments = 1;
   LionScalars s;
@@ -151,8 +151,8 @@ struct AdagradKernel {
 };
 
 // Updates one vector at offset `i`. The state was just read, so its lines are in the cache and a
-// plain store is fastest (a non-temporal store halved the speed). Only the output is not read; it
-// gains from a non-temporal store.
+// plain store is fastest (a non-temporal store halved the speed). The output is written without
+// being read, so it gains from a non-temporal store.
 template <bool kStream, class Kernel, class At>
 HWY_INLINE void update_vector(const Kernel& kernel, const At& at, int64_t i) {
   const F32 d;
@@ -171,7 +171,7 @@ HWY_INLINE void update_vector(const Kernel& kernel, const At& at, int64_t i) {
   }
 }
 
-// Updates fewer values than a vector holds: runs the same vector code on a copy, so the result does
+// Updates fewer values than a vector holds. Runs the same vector code on a copy, so the result does
 // not depend on where a range is cut.
 template <class Kernel, class At>
 HWY_NOINLINE void update_partial(const Kernel& kernel, const At& at, int64_t begin, int64_t count) {
@@ -214,8 +214,9 @@ constexpr int64_t kLineBytes = 64;
 template <class Out>
 constexpr int64_t kLineValues = kLineBytes / (std::is_same_v<Out, NoOutput> ? 2 : sizeof(Out));
 
-// Prefetch distance into the second-level cache. On huge pages the hardware prefetches just as
-// well; 2048 bytes, or the first-level cache, made the loop a tenth slower (Zen 4).
+// Prefetch distance into the second-level cache. On huge pages the hardware prefetches equally
+// well. A distance of 2048 bytes, or a prefetch into the first-level cache, made the loop a tenth
+// slower (Zen 4).
 constexpr int64_t kPrefetchBytes = 1024;
 
 template <int64_t kValues, class T>
@@ -243,7 +244,8 @@ HWY_NOINLINE int64_t update_lines(const Kernel kernel, const At at, int64_t begi
   return line;
 }
 
-// With streaming stores, the first values up to a cache line of the output are updated separately.
+// With streaming stores, the values before the first cache line boundary of the output are updated
+// separately.
 template <class Kernel, class At>
 void update_part(const Kernel& kernel, const At& at, bool stream, int64_t begin, int64_t end) {
   const auto out = reinterpret_cast<intptr_t>(at.out + begin);
@@ -348,7 +350,7 @@ AdamScalars adam_scalars(const AdamOptions& options) {
   s.coupled = !options.decoupled && options.weight_decay != 0;
   s.weight_decay = s.coupled ? static_cast<float>(options.weight_decay) : 0.0F;
   s.decay = options.decoupled ? static_cast<float>(1.0 - lr * options.weight_decay) : 1.0F;
-  s.lerp_from_grad = 1.0 - beta1 >= 0.5;  // torch.lerp starts from the end for such weights
+  s.lerp_from_grad = 1.0 - beta1 >= 0.5;  // torch.lerp computes from the end for such weights
   s.lerp = static_cast<float>(s.lerp_from_grad ? -beta1 : 1.0 - beta1);
   s.beta2 = static_cast<float>(beta2);
   s.one_minus_beta2 = static_cast<float>(1.0 - beta2);

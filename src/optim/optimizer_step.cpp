@@ -11,8 +11,8 @@ namespace penstock::optim {
 
 namespace {
 
-// The arguments of one run_optimizer() call, which each function below maps to its kernel's
-// options.
+// The arguments of one run_optimizer() call. Each function below maps them to the options of its
+// kernel.
 struct KernelCall {
   const OptimizerConfig& group;
   const Range& range;

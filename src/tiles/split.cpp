@@ -59,7 +59,7 @@ class Splitter {
     }
   }
 
-  // Bytes of the whole weight in the dtype that it computes in.
+  // Returns the bytes of the whole weight in its compute dtype.
   int64_t bytes(int p) const {
     const ParamInfo& info = split_.tree.params[p];
     return info.param.numel() * dtype_bytes(dtype_of_(info));
@@ -71,8 +71,8 @@ class Splitter {
     });
   }
 
-  // A parameter is tiled if it is the head's, or if it is large and named (or no module is named).
-  // Every module that has it must use it row by row.
+  // A parameter is tiled if it belongs to the head, or if it is large and either its module is
+  // named or no module is named. Every module that has the parameter must use it row by row.
   bool wanted(int p) const {
     bool head = false, mentioned = false, by_rows = !users_[p].empty();
     for (const int m : users_[p]) {
@@ -103,7 +103,7 @@ class Splitter {
     tiled.name = info.name;
     tiled.whole = info.param;
     tiled.trainable = info.param.requires_grad();
-    // The tiles' numbers of rows differ by at most one.
+    // Tiles differ by at most one row in size.
     for (int64_t i = 0; i <= count; ++i) tiled.first.push_back(i * rows / count);
     const int owner = users_[p].front();
     for (const int m : users_[p]) std::erase(split_.tree.modules[m].params, p);

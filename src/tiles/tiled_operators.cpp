@@ -1,5 +1,6 @@
 // Operators on a tiled weight ([Note: Tiles], weights.h). Each has its own backward. A tile's
-// gradient goes to the engine as soon as it is computed, so at most one exists at a time.
+// gradient goes to the engine as soon as it is computed, so at most one such gradient exists at a
+// time.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
@@ -30,17 +31,17 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The arguments of an operator; kept for its backward.
+// The arguments of an operator, kept for its backward.
 struct TileOp : torch::CustomClassHolder {
   std::weak_ptr<TiledWeights> owner;
-  size_t index = 0;  // index in it
+  size_t index = 0;  // index in `owner`
   int64_t padding_idx = -1;
   bool scale_grad_by_freq = false;
   CrossEntropyOptions loss;
   int64_t tokens = 1;                   // number of tokens in a chunk
   at::ScalarType out = at::kFloat;      // dtype of the loss
   at::ScalarType compute = at::kFloat;  // dtype of the products; autocast may have chosen it
-  at::Tensor bias;                      // the values as of the forward
+  at::Tensor bias;                      // the values at the time of the forward
   bool has_bias = false;                // the operator has a bias among its inputs
 
   std::shared_ptr<TiledWeights> weights() const {
@@ -74,7 +75,8 @@ struct TileOp : torch::CustomClassHolder {
   }
 
   // Like forward(), from the last tile to the first. `work` returns the weight's gradient. `uses`:
-  // `work` reads the weight, which has no values otherwise. `trains`: the gradient is needed.
+  // `work` reads the weight; if false, the weight is not gathered and has no values. `trains`: the
+  // gradient is needed.
   template <class Work>
   void backward(bool uses, bool trains, const Work& work) const {
     const auto weights = this->weights();
@@ -109,7 +111,7 @@ struct TileOp : torch::CustomClassHolder {
 
 using MaybeBias = std::optional<at::Tensor>;
 
-// The bias as an input of the operator, so that autograd records an edge to its gradient.
+// Returns the bias as an input of the operator, so that autograd records an edge to its gradient.
 MaybeBias edge(const Bias& bias) {
   return bias.param.defined() ? MaybeBias(bias.param) : std::nullopt;
 }
@@ -127,7 +129,7 @@ at::Tensor zeros32(at::IntArrayRef sizes, const at::Tensor& like) {
   return at::zeros(sizes, at::TensorOptions(at::kFloat).device(like.device()));
 }
 
-// The sizes of `tensor` with another last size.
+// Returns the sizes of `tensor`, with the last one replaced by `last`.
 std::vector<int64_t> with_last(const at::Tensor& tensor, int64_t last) {
   std::vector<int64_t> sizes = tensor.sizes().vec();
   sizes.back() = last;
@@ -227,8 +229,8 @@ struct TiledEmbeddingFunction : torch::autograd::Function<TiledEmbeddingFunction
 // ---- cross-entropy
 
 struct TiledCrossEntropyFunction : torch::autograd::Function<TiledCrossEntropyFunction> {
-  // The fp32 logits of some tokens for one tile. `columns` and `hit`: the target's column in the
-  // tile, and whether it lies there.
+  // The fp32 logits of some tokens for one tile. `columns` has the target's column in the tile;
+  // `hit` is true if that column lies in the tile.
   struct Operands {
     at::Tensor input, weight, target;
   };
@@ -269,7 +271,8 @@ struct TiledCrossEntropyFunction : torch::autograd::Function<TiledCrossEntropyFu
     at::Tensor log_sum =
         zeros32({num_tokens}, input).fill_(-std::numeric_limits<double>::infinity());
     const at::Tensor picked = zeros32({num_tokens}, input), total = zeros32({num_tokens}, input);
-    // A running log-sum-exp over the tiles (arXiv:1805.02867): the logits never exist whole.
+    // Keeps a running log-sum-exp over the tiles (arXiv:1805.02867), so the full logits never
+    // exist.
     op->forward([&](const TiledWeight& one, size_t tile, const at::Tensor& weight) {
       for (int64_t begin = 0; begin < num_tokens; begin += op->tokens) {
         const RowChunk part = chunk(*op, one, tile, begin, {input, weight, target});
@@ -325,7 +328,8 @@ struct TiledCrossEntropyFunction : torch::autograd::Function<TiledCrossEntropyFu
             at::Tensor(), to_bias};
   }
 
-  // The derivative of each token's loss: softmax - (1 - smoothing) onehot - smoothing / classes.
+  // Returns the derivative of each token's loss: softmax - (1 - smoothing) onehot - smoothing /
+  // classes.
   static at::Tensor to_logits(const TileOp& op, const RowChunk& part, const at::Tensor& log_sum,
                               int64_t num_classes) {
     const double smoothing = op.loss.label_smoothing;

@@ -65,7 +65,7 @@ void TiledWeights::let_wholes_go() {
 }
 
 void TiledWeights::detach(TiledWeight& one, const std::string& why) {
-  // Leaves the parameter without memory. The guard makes a read throw `why`.
+  // Frees the parameter's memory. The guard makes a read throw `why`.
   c10::StorageImpl* storage = one.whole.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
   exec::set_guard(*storage, why);
@@ -86,7 +86,7 @@ bool TiledWeights::any_in(const TiledWeight& one, const std::vector<int>& units)
 
 namespace {
 
-// Copies all rows between the tiles and `whole`, in the dtype that they compute in.
+// Copies all rows between the tiles and `whole`, in their compute dtype.
 void copy_rows(const TiledWeight& one, device::Address whole, bool to_tiles) {
   for (const at::Tensor& tile : one.tiles) {
     const auto bytes = static_cast<int64_t>(tile.nbytes());
@@ -166,7 +166,7 @@ void TiledWeights::return_rows(int unit) {
       one.returned = at::empty(one.whole.sizes(), one.whole.options().requires_grad(false));
     }
     const size_t tile = found - one.units.begin();
-    // Tiles return one by one; the parameter gets its values when the last one has.
+    // Tiles return one by one. The parameter gets its values when the last tile has returned.
     one.returned.narrow(0, one.first[tile], one.rows(tile)).copy_(one.tiles[tile].detach());
     if (++one.num_returned < one.tiles.size()) continue;
     // The parameter keeps its storage object, so the user's views of it stay valid.

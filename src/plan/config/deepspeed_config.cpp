@@ -445,8 +445,7 @@ void take_optimizer(const Leaves& given, Json& native) {
                    !given.flag("optimizer.params.fp32_optimizer_states", true);
   if (given.find("optimizer.type") == nullptr) {
     if (low)
-      native["optimizer"] = {
-          {"moments_dtype", "bf16"}};  // for an optimizer object passed by the user
+      native["optimizer"] = {{"moments_dtype", "bf16"}};  // for an optimizer object of the user
     return;
   }
   std::string type = given.text("optimizer.type", "");
