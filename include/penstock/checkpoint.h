@@ -74,7 +74,8 @@ class PENSTOCK_API Checkpoints {
   std::string save(const std::string& path, const SaveOptions& options = {});
   // Requests a save. step() exchanges the requests of all ranks together with the norm. Afterwards
   // asked() returns the highest `urgency` (1 to 9) once, or 0 if there was no request. Only the
-  // thread that runs the model may call these; signal handlers on that thread may call ask().
+  // thread that runs the model may call ask() and asked(); a signal handler on that thread may call
+  // ask().
   void ask(int urgency);
   int asked();
   // [all ranks] Waits until the save in progress has ended. Throws RuntimeFault if it failed.

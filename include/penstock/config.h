@@ -67,7 +67,7 @@ struct CommConfig {
 };
 
 struct UnitsConfig {
-  std::vector<std::string> modules;  // class names that are units; empty = found automatically
+  std::vector<std::string> modules;  // class names of unit modules; empty = found automatically
   int64_t max_bytes = 256LL << 20;   // largest unit of a model without repeated blocks
   int64_t layer_bytes = 1LL << 20;   // a layer outside these units is a unit if at least this large
 };

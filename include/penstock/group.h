@@ -102,12 +102,13 @@ class PENSTOCK_API Group {
   // Returns the board that `penstock status` reads; null after close() or if the group has none.
   virtual Board* board() { return nullptr; }
   // [Note: Last call] The ranks of a run meet a last time. The meeting uses no exchanges, so it
-  // works even after a failure. [all ranks] Blocks until every rank has called it. Returns "" if no
-  // rank had failed. Otherwise it returns the `fault` of the first rank that failed; this rank's
-  // exchanges have ended by then, and the caller must call renew(). A failed rank first waits one
-  // second for the other ranks, so that data in flight arrives. It then ends the exchanges of all
-  // ranks, because they might otherwise block forever; the ended exchanges throw `fault`. Throws
-  // std::exception if a rank is gone or does not call within the timeout.
+  // works even after a failure.
+  // [all ranks] Blocks until every rank has called it. Returns "" if no rank had failed. Otherwise
+  // it returns the `fault` of the first rank that failed; this rank's exchanges have ended by then,
+  // and the caller must call renew(). A failed rank first waits one second for the other ranks, so
+  // that data in flight arrives. It then ends the exchanges of all ranks, because they might
+  // otherwise block forever; the ended exchanges throw `fault`. Throws std::exception if a rank is
+  // gone or does not call within the timeout.
   virtual std::string last_call(const std::string& fault) = 0;
   // Makes this rank's exchanges, including those in progress, throw `why` until renew(). Any thread
   // may call it.

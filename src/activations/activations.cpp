@@ -128,7 +128,7 @@ struct Activations::SavedTensor {
     return first == 0 && view.sizes == other.sizes && view.strides == other.strides;
   }
 
-  // Returns the number of elements from this entry's first element to the tensor's.
+  // Returns the number of elements from this entry's first element to the tensor's first element.
   int64_t shift(const at::Tensor& tensor) const {
     const auto* const at = static_cast<const char*>(tensor.const_data_ptr());
     return (at - static_cast<const char*>(begin)) / tensor.element_size();
@@ -248,7 +248,7 @@ struct Activations::SavedTensor {
   const int64_t numel, bytes;  // of the kept values
   // While this reference exists, no other storage can get the same address.
   const c10::weak_intrusive_ptr<c10::StorageImpl> origin;
-  mem::Lease memory;  // memory at rest; for values on disk, memory while away from there
+  mem::Lease memory;  // memory at rest; for values on disk, memory while loaded
   std::shared_ptr<mem::Extents> extents;
   int64_t offset = -1;  // in the swap file; -1: not on disk
   mem::DiskTicket moving;

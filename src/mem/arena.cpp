@@ -227,7 +227,7 @@ void Pool::free(Unused unused) const {
   if (kind_ == MemoryKind::kDevice) return device_.used_on(unused.data, unused.stream);
   try {
     unused.after->synchronize();
-  } catch (const c10::Error&) {  // the device failed: nothing runs on it any more
+  } catch (const c10::Error&) {  // the device failed, so nothing runs on it
   }
 }
 

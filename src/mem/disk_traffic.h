@@ -15,7 +15,7 @@
 namespace penstock::mem {
 
 struct Buffer {
-  Lease memory;       // memory at rest; for a buffer on disk, memory while it is away from there
+  Lease memory;       // memory at rest; for a buffer on disk, memory while it is loaded
   int64_t numel = 0;  // 0: there is no such buffer
   Dtype dtype = Dtype::kFp32;
   Tier tier = Tier::kDevice;

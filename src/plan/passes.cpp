@@ -60,8 +60,7 @@ bool lets_pass(const Step& between, const Step& step) {
          between.op != Op::kSum;
 }
 
-// Returns the index of the collective that the one at `later` can join; steps.size() if there is
-// none.
+// Returns the index of a collective that the collective at `later` can join, or steps.size().
 size_t partner(const std::vector<Step>& steps, size_t later) {
   const Step& own = steps[later];
   for (size_t i = later; i > 0; --i) {

@@ -9,7 +9,7 @@
 //   reduce_scatter; ...    the sum is written in its last dtype to its last tier, and added there
 //   all_reduce             in place if nothing else changes: the partial sum becomes the sum
 //   sum; sum               values between two sums stay in fp32
-//   update; publish        the optimizer's pass also writes the first pass of the publish, if that
+//   update; publish        the first pass of the publish joins the pass of the update if it
 //                          ends in the resting copy or in this rank's shard of it
 // P stands for an incomplete mean: each sum is divided by the number of ranks that it adds.
 #include <cstdint>

@@ -48,8 +48,8 @@ int num_moments(const Config& config);  // per parameter, besides the master
 
 // Predicts one training step of this strategy.
 Ledger predict(const Config& config, ModelDesc model);
-// Like predict(), but plans at most three micro-batches of a window, since all further ones are
-// alike.
+// Like predict(), but plans at most three micro-batches of a window, since all other micro-batches
+// are alike.
 Ledger predict_window(const Config& config, ModelDesc model);
 
 }  // namespace penstock

@@ -56,7 +56,7 @@ int64_t now_ns();
 struct About {
   int rank = 0;
   std::string host;                    // shown beside the rank
-  std::atomic<int64_t> offset_ns = 0;  // add it to this rank's clock to get rank 0's
+  std::atomic<int64_t> offset_ns = 0;  // clock of rank 0 minus clock of this rank
   std::string folder;  // folder for the last events after an error; empty: not written
 };
 

@@ -140,7 +140,7 @@ class ConfigSection {
     return text;
   }
 
-  // The values 0, false and "" are allowed, because they ask for no effect.
+  // The values 0, false and "" are allowed, because they request no effect.
   void refuse_without_effect(std::initializer_list<const char*> keys,
                              const std::string& reason) const {
     for (const char* key : keys) {

@@ -49,7 +49,7 @@ struct MeshReport {
   std::string text;  // the ten best, and the best alternative for each remaining mesh
 };
 
-// Throws ConfigError if no mesh can divide the batch.
+// Throws ConfigError if the batch cannot be divided evenly on any mesh.
 PENSTOCK_API MeshReport mesh_report(const ModelTree& tree, const MeshQuestion& question);
 
 }  // namespace penstock

@@ -24,8 +24,8 @@ int64_t numel(const UnitDesc& unit, bool trained_only = false) {
   return sum;
 }
 
-// Replays the plan of one rank. replay() passes messages between the ranks and joins them at the
-// norm.
+// Replays the plan of one rank. replay() passes messages between the ranks and makes the ranks wait
+// for each other at the norm.
 class RankReplay {
  public:
   RankReplay(const Plan& plan, const Table& table, const ModelDesc& part, const Mesh& mesh,

@@ -223,7 +223,7 @@ class Simulation {
     }
   }
 
-  // All units of a step share its exchanges.
+  // All units of a step share the exchanges of that step.
   void count_exchanges(const Step& step) {
     for (const Move& move : step.moves) {
       if (!move.is_collective() || group_size(move) == 1) continue;

@@ -18,7 +18,7 @@ inline constexpr double kUpdateBytes = 28;
 struct Work {
   double tokens = 0;           // over all its micro-batches
   int64_t params = 0;          // of the model: a forward is 2 FLOPs per parameter and token
-  int64_t trained_params = 0;  // a backward is 4 FLOPs for these, 2 for frozen ones
+  int64_t trained_params = 0;  // a backward is 4 FLOPs for these, 2 for frozen parameters
   int64_t updated_params = 0;  // updated by this rank's optimizer
   bool updates_on_host = false;
 };
