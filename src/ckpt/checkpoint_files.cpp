@@ -75,7 +75,8 @@ ckpt::ShardLayout CheckpointWriter::Impl::describe(const StoredState& state) {
     }
     regions.push_back(std::move(region));
   }
-  // A tensor that shares its values has an empty region; its slices are set after the layout.
+  // A tensor that shares its values with another one has an empty region. Its slices are set after
+  // the layout is made.
   ckpt::ShardLayout layout = ckpt::lay_out(regions, manifest.tensors);
   for (size_t i = 0; i < wanted.size(); ++i) {
     if (wanted[i].same_as < 0) continue;
@@ -93,7 +94,8 @@ ckpt::ShardLayout CheckpointWriter::Impl::describe(const StoredState& state) {
   return layout;
 }
 
-// Copies through the two halves, because writes need whole blocks at block-aligned addresses.
+// Copies the data through the two halves, because writes need whole blocks at block-aligned
+// addresses.
 void CheckpointWriter::Impl::put(int64_t offset, const char* data, int64_t bytes) {
   for (int64_t done = 0; done < bytes; done += kHalfBytes) {
     const int64_t part = std::min(kHalfBytes, bytes - done);
@@ -117,7 +119,8 @@ CheckpointWriter::CheckpointWriter(const std::string& root, const std::string& t
   files_->written.assign(files_->wanted.size(), false);
   const ckpt::ShardLayout layout = files_->describe(state);
   try {
-    ckpt::Manifest::parse(files_->manifest.text());  // the checks of a later reader
+    // A later reader will make the same checks.
+    ckpt::Manifest::parse(files_->manifest.text());
   } catch (const ckpt::Damaged& error) {
     throw ConfigError(error.what());
   }

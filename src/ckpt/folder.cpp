@@ -65,16 +65,17 @@ void write_all(int fd, const std::string& path, const std::string& text) {
   }
 }
 
-// Time of the newest change in ns; it orders checkpoints that `latest` does not name.
+// Returns the time of the newest change, in ns. It determines the order of checkpoints that
+// `latest` does not name.
 int64_t age_of(const std::string& path) {
   struct stat found{};
   if (::stat(path.c_str(), &found) != 0) return 0;
   return found.st_mtim.tv_sec * 1'000'000'000LL + found.st_mtim.tv_nsec;
 }
 
-// Returns whether the draft's writer has died: no process holds its lock. A young draft without a
-// lock may belong to a writer that is just starting. A replaced or pruned checkpoint has no lock
-// either; its name ends in "old", or it has a manifest.
+// Returns whether the draft's writer has ended, so that no process holds the draft's lock. A young
+// draft without a lock may belong to a writer that is just starting. A replaced or pruned
+// checkpoint also has no lock; its name ends in "old", or it has a manifest.
 bool is_abandoned(const std::string& draft) {
   const Descriptor lock(draft + "/" + kLock, O_RDWR);
   if (lock.get() >= 0) return ::flock(lock.get(), LOCK_EX | LOCK_NB) == 0;
@@ -83,8 +84,7 @@ bool is_abandoned(const std::string& draft) {
          std::time(nullptr) - age_of(draft) / 1'000'000'000 > kMinute;
 }
 
-// Renames the folder first, so that a removal that is cut short leaves a name that marks it as
-// garbage.
+// Renames the folder first, so that after an interrupted removal its name marks it as garbage.
 void discard(const std::string& folder) {
   const std::string away = folder.ends_with(kOld) ? folder : concat(folder, "-", kOld);
   const bool renamed = away == folder || ::rename(folder.c_str(), away.c_str()) == 0;
@@ -103,7 +103,8 @@ void prune(const std::string& root, int keep) {
   std::vector<std::string> all = tags(root);
   std::erase_if(all, [](const std::string& tag) { return !tag.starts_with(kStep); });
   for (size_t i = keep; keep > 0 && i < all.size(); ++i) {
-    // A name with a dot is not a checkpoint, so a removal may stop at any point.
+    // A folder whose name begins with a dot is not a checkpoint, so a removal may stop at any
+    // point.
     const std::string away = root + "/." + all[i] + kSaving + kOld;
     remove_all(away);
     if (::rename((root + "/" + all[i]).c_str(), away.c_str()) == 0) remove_all(away);
@@ -182,7 +183,7 @@ Draft::Draft(const std::string& root, const std::string& tag) : root_(root), tag
   }
   for (const std::string& one : dead) discard(one);
   std::random_device random;
-  // A random name: other runs may save to the same folder.
+  // The name is random, because other runs may save to the same folder.
   path_ = concat(root, "/.", tag, kSaving, std::hex, random(), random());
   if (::mkdir(path_.c_str(), 0777) != 0) fail("create", path_, errno);
   Descriptor lock(path_ + "/" + kLock, O_RDWR | O_CREAT);
@@ -207,14 +208,14 @@ std::string Draft::commit(int keep) {
     if (::rename(path_.c_str(), target.c_str()) != 0) fail("rename", path_, errno);
   } else if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0) {
     discard(path_);  // the previous checkpoint
-  } else {  // a file system that cannot exchange names: for a moment there is none of this tag
+  } else {  // the file system cannot exchange names, so for a moment no checkpoint has this tag
     const std::string away = root_ + "/." + tag_ + kSaving + kOld;
     remove_all(away);
     if (::rename(target.c_str(), away.c_str()) != 0) fail("rename", target, errno);
     if (::rename(path_.c_str(), target.c_str()) != 0) fail("rename", path_, errno);
     remove_all(away);
   }
-  // From here on the checkpoint exists, and errors say so.
+  // The checkpoint exists now, and later errors say so.
   path_.clear();
   try {
     sync_folder(root_);

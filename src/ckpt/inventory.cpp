@@ -27,14 +27,15 @@ struct Walker {
            num_shards(place, executor.mesh());
   }
 
-  // The resting parameters of a flat without masters.
+  // Adds the resting parameters of a flat without masters.
   void rest(int unit, exec::Flat& flat) {
     const Placement& place = flat.rest().place;
     found.push_back({unit, &flat, &flat.rest().one(), mem::Account::kParam, place, "param",
                      begin_of(place, flat), place == whole() || lent});
   }
 
-  // Masters (buffer 0) and moments of one chunk. Users can edit parameters that rest whole.
+  // Adds the masters (buffer 0) and the moments of one chunk. Users can edit parameters that rest
+  // whole.
   void state(int unit, exec::Flat& flat, exec::ChunkState& chunk) {
     exec::Copy& copy = chunk.optim.front();
     for (size_t i = 0; i < copy.buffers.size(); ++i) {
@@ -102,7 +103,7 @@ namespace {
 // the full tensor, so it becomes one piece. `part`: elements of the flat.
 void add_cut(const exec::Slot& slot, const Global& global, std::pair<int64_t, int64_t> part,
              std::vector<StatePiece>* found) {
-  // Its name must be in the manifest.
+  // The name of an empty part must be in the manifest, too.
   if (slot.numel == 0) return found->push_back({global, 0, slot.offset});
   const auto dim = static_cast<size_t>(slot.cut.dim);
   int64_t inner = 1, outer = 1;

@@ -16,8 +16,8 @@ constexpr int kMaxDepth = 256;
 }  // namespace
 
 Json parse_json(std::string_view text, const std::string& what) {
-  // The library keeps the last value of a repeated key; two readers of one file could then
-  // disagree.
+  // A repeated key is an error, because the library keeps only the last value and another reader
+  // may keep the first one.
   std::vector<std::set<std::string>> open;  // keys of the objects that are being read
   const auto watch = [&](int depth, Json::parse_event_t event, Json& value) {
     if (depth > kMaxDepth) throw Damaged(concat("[ckpt::json] ", what, " is nested too deeply"));

@@ -16,12 +16,12 @@ namespace penstock::ckpt {
 namespace {
 
 constexpr int64_t kBlockElements = 1LL << 18;
-constexpr size_t kNamed = 20;  // differences that an error lists
+constexpr size_t kNamed = 20;  // largest number of differences that an error lists
 
 constexpr const char* kParam = "param";
 constexpr const char* kBuffer = "buffer";
 constexpr const char* kUsers = "optim.";  // prefix of roles of the user's own optimizer
-// A parameter or a buffer: a state dict does not say which.
+// Role of a parameter or a buffer, because a state dict does not distinguish them.
 constexpr const char* kWeight = "weight";
 
 Dtype dtype_named(const std::string& name) {
@@ -96,7 +96,7 @@ struct Comparison {
     different.push_back(
         concat(key, " has dtype ", found->dtype, " there and ", tensor.dtype, " here"));
   }
-  // A state dict has tied weights under each of their names.
+  // A state dict has a tied weight under each of its names.
   bool has(const Tensor& tensor) const {
     const auto is_name = [&](const auto& one) { return one.second == tensor.name; };
     return taken.count(&tensor) > 0 ||
@@ -126,7 +126,8 @@ TensorReader::TensorReader(const std::string& folder, const Manifest& manifest)
 }
 
 void TensorReader::read(const Tensor& tensor, int64_t begin, int64_t numel, char* to) {
-  // Slices are sorted and have no gaps (Manifest::parse), so the first one is found by its end.
+  // Slices are sorted and have no gaps (Manifest::parse), so the first slice to read is found by
+  // its end.
   const int64_t size = value_bytes(tensor.dtype), end = begin + numel;
   auto slice = std::upper_bound(tensor.slices.begin(), tensor.slices.end(), begin,
                                 [](int64_t at, const Slice& one) { return at < one.end; });
@@ -157,7 +158,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   for (const Holding& holding : target.holdings) {
     if (holding.role != kParam && !options.optimizer) continue;
     roles.insert(holding.role);
-    // Checks the whole flat: the parts of other ranks must be in the checkpoint, too.
+    // Checks the whole flat, because the parts of other ranks must also be in the checkpoint.
     for (const StatePiece& piece : pieces(holding, 0, holding.flat->numel, target.global_of)) {
       comparison.look({holding.role,
                        piece.global.name,
@@ -183,8 +184,7 @@ void check(const Manifest& manifest, const Target& target, const std::vector<std
   for (const Tensor& tensor : manifest.tensors) {
     if (tensor.rank >= 0 || comparison.has(tensor)) continue;
     if (target.elsewhere.contains(tensor.name)) continue;
-    // A rank expects the state of the user's own optimizer only for parameters that it has pieces
-    // of.
+    // A rank expects the state of a user's optimizer only for parameters of which it has a piece.
     const bool piece = tensor.role.starts_with(kUsers) && options.optimizer &&
                        comparison.wanted.count(concat(kParam, "/", tensor.name)) == 0;
     if (piece || roles.count(tensor.role) > 0) comparison.unexpected.push_back(tensor.key());
@@ -224,7 +224,7 @@ struct Filling {
   std::string error{};
   std::vector<char> block{};
 
-  // Keeps the first error; nothing is read after it.
+  // Keeps the first error. Nothing is read after an error.
   template <class Work>
   void attempt(const Work& work) {
     if (!error.empty()) return;
@@ -280,7 +280,7 @@ struct Filling {
     int64_t numel = 0;
     for (const Holding& part : parts) numel += part.numel();
     mem::Lease room;
-    std::vector<char> spare;  // keeps the collective going if there is no memory
+    std::vector<char> spare;  // takes part in the collective even if there is no memory
     try {
       room = target.tiers.host.take(numel * 4, mem::Account::kBuffers);
     } catch (const RuntimeFault& full) {

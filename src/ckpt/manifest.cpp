@@ -50,7 +50,8 @@ File parse_file(const Json& value) {
   file.data = entry.whole("data", 0, file.table);
   file.granule = entry.whole("granule", 1, kMostGranule);
   file.checksum = entry.text("checksum");
-  // Every granule has a checksum of eight bytes; division avoids an overflow for large sizes.
+  // Every granule has a checksum of eight bytes. The check divides, because a product could
+  // overflow for large sizes.
   const int64_t length = file.table - file.data;
   const int64_t pieces = length / file.granule + (length % file.granule == 0 ? 0 : 1);
   if (pieces > file.bytes || file.bytes - file.table != pieces * 8) {
@@ -144,8 +145,8 @@ std::string Manifest::text() const {
   }
   body["tensors"] = Json::array();
   for (const Tensor& tensor : tensors) body["tensors"].push_back(json_of(tensor));
-  // The first line has the version and the checksum of all that follows, so a reader can check both
-  // before it uses the rest. Both lines together are one JSON object.
+  // The first line has the version and a checksum of the following text, so a reader can check both
+  // before it uses that text. Both lines together are one JSON object.
   const std::string rest = dump(body).substr(1) + "\n";
   return concat("{\"penstock_checkpoint\":", kFormatVersion, ",\"checksum\":\"",
                 hex(checksum(rest.data(), static_cast<int64_t>(rest.size()))), "\",\n", rest);
@@ -204,7 +205,7 @@ Manifest merge(const std::vector<Manifest>& parts) {
         throw RuntimeFault(
             concat("[ckpt::save] ranks have \"", tensor.key(), "\" in different shapes or dtypes"));
       }
-      // A part numbers its own files from 0.
+      // Each part numbers its files from 0.
       for (Slice slice : tensor.slices) {
         slice.file += first_file;
         into.slices.push_back(slice);

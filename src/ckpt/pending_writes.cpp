@@ -49,8 +49,8 @@ std::optional<size_t> PendingWrites::next() {
       stages_[index] = Stage::kGivenOut;
       return index;
     }
-    // A source that is being copied becomes available when the copy ends; until then others come
-    // first.
+    // A source that is being copied becomes available when the copy ends. Until then, other sources
+    // come first.
     bool copying = false;
     for (size_t index = next_; index < stages_.size(); ++index) {
       if (stages_[index] == Stage::kWaiting) {
@@ -90,7 +90,7 @@ void PendingWrites::wait_for(std::unique_lock<std::mutex>& lock, size_t index) {
   --hurries_;
 }
 
-// Copies the source; if there is no memory for a copy, waits until it is written.
+// Copies the source. If there is no memory for a copy, waits until the source is written.
 void PendingWrites::copy(std::unique_lock<std::mutex>& lock, size_t index) {
   Source& source = sources_[index];
   stages_[index] = Stage::kCopying;
@@ -100,7 +100,7 @@ void PendingWrites::copy(std::unique_lock<std::mutex>& lock, size_t index) {
     copy = tiers_.host.take(source.bytes, mem::Account::kBuffers);
     std::memcpy(copy.data().host(), source.data, static_cast<size_t>(source.bytes));
   } catch (const RuntimeFault&) {
-    // There is no memory: write it now.
+    // There is no memory for a copy, so the source must be written now.
   }
   lock.lock();
   if (stages_[index] == Stage::kDone) return;  // abandon() was called meanwhile
@@ -120,7 +120,7 @@ void PendingWrites::memory_changes(const char* data, int64_t bytes) {
     changed_.wait(lock, [&] { return stages_[index] != Stage::kCopying; });
     if (sources_[index].copy || stages_[index] == Stage::kDone) return;
     if (stages_[index] == Stage::kWaiting) return copy(lock, index);
-    // Already given out: waits until it is written.
+    // next() has already returned the source, so this waits until it is written.
     ++hurries_;
     changed_.wait(lock, [&] { return stages_[index] == Stage::kDone; });
     --hurries_;

@@ -16,7 +16,7 @@ namespace penstock::ckpt {
 namespace {
 
 constexpr int64_t kLengthBytes = 8;
-constexpr int64_t kMaxHeadBytes = 1LL << 30;  // more is taken for damage
+constexpr int64_t kMaxHeadBytes = 1LL << 30;  // a larger header is treated as damage
 
 constexpr std::array<std::pair<std::string_view, int64_t>, 14> kDtypes = {{{"F64", 8},
                                                                            {"F32", 4},

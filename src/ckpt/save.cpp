@@ -33,8 +33,8 @@ bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % k
 
 }  // namespace
 
-// Memory for data that cannot be written in place: four parts in rotation. Some are filled while
-// others are written.
+// Memory for data that cannot be written in place. It has four parts, used in rotation: some are
+// filled while others are written.
 class Save::Bounce {
  public:
   Bounce(mem::Arena& arena, ShardWriter& writer, int64_t bytes)
@@ -43,7 +43,8 @@ class Save::Bounce {
         memory_(arena.take(kParts * part_bytes_, mem::Account::kBuffers)) {}
 
   static constexpr int kParts = 4;
-  static constexpr int kDirect = kParts;  // first of two batches for data that is written in place
+  // The first of the two batches for data that is written in place.
+  static constexpr int kDirect = kParts;
   static_assert(kDirect + 2 == ShardWriter::kBatches);
 
   int64_t part_bytes() const { return part_bytes_; }
@@ -91,7 +92,7 @@ Save::Save(exec::Executor& executor, mem::Tiers& tiers, int rank, std::vector<Ho
 }
 
 Save::~Save() {
-  if (pending_ != nullptr) {  // write() did not run, because a rank could not begin
+  if (pending_ != nullptr) {  // write() did not run, because some rank could not begin the save
     pending_->abandon();
     executor_.traffic().watch(nullptr);
   }
@@ -185,8 +186,8 @@ void Save::capture(Source& source, bool behind, bool* stays) {
 }
 
 void Save::capture(bool behind) {
-  // What users can change, and device memory, is copied now; the rest is copied only if training
-  // changes it before it is written.
+  // State that users can change, and state in device memory, is copied now. Other state is copied
+  // only if training changes it before it is written.
   executor_.traffic().settle();
   for (Source& source : std::exchange(sources_, {})) {
     bool stays = !behind;
@@ -217,7 +218,7 @@ void Save::read_from_disk(size_t index) {
 
 // Writes the oldest piece that was read.
 void Save::write_what_was_read() {
-  constexpr int64_t kPart = 16 * 1024;  // elements; too few to start other threads for
+  constexpr int64_t kPart = 16 * 1024;  // elements; too few to be worth other threads
   const Reading piece = reading_.front();
   const Source& source = pending_->at(piece.index);
   tiers_.disk->wait(piece.ticket);
@@ -247,8 +248,8 @@ void Save::write_from_memory(const Source& source, const Region& region, int bat
   }
 }
 
-// Writes in two alternating groups: while the system writes one group, the next one is started.
-// When a group is done, its memory may change.
+// Writes in two alternating groups: while the system writes one group, the next one is started. The
+// memory of a group may change when the group is written.
 void Save::write_regions() {
   std::array<std::vector<size_t>, 2> groups;
   int now = 0;
@@ -322,7 +323,7 @@ std::string Save::write() {
     if (!exists(folder_))
       error = "[ckpt::save] rank 0 abandoned this save; its error has the reason";
   }
-  // Frees the memory as soon as nothing writes from it any more.
+  // The writer ends first, because its last requests still use the memory.
   writer_.reset();
   pending_->abandon();
   stop_reading();
@@ -334,7 +335,7 @@ std::string Save::write() {
     std::remove((folder_ + "/" + layout_.file.name).c_str());
     write_text(folder_ + "/" + file_name(rank_, ".failed"), error);
   } catch (const std::exception&) {
-    // The file system does not take the error either. Rank 0 then reports that this part is late.
+    // The error could not be written either. Rank 0 then reports that this part is late.
   }
   return error;
 }

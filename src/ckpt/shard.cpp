@@ -35,7 +35,7 @@ int64_t pieces_of(const File& file) {
   return (file.table - file.data + file.granule - 1) / file.granule;
 }
 
-// Padding tensors: the format requires that every byte belongs to a tensor.
+// Adds padding tensors, because the format requires that every byte belongs to a tensor.
 void add_pad(std::vector<TensorHead>& heads, int64_t from, int64_t to, int* pads) {
   if (to > from) heads.push_back({concat("pad/", (*pads)++), "U8", {to - from}, from, to});
 }
@@ -109,7 +109,7 @@ ShardWriter::ShardWriter(std::string path, const ShardLayout& layout)
   do {
     error = ::fallocate(fd_, 0, 0, file_.bytes) == 0 ? 0 : errno;
   } while (error == EINTR);
-  // Without space claims, a full disk is noticed only by a later write.
+  // If the file system cannot claim space, only a later write notices a full disk.
   if (error == EOPNOTSUPP || error == ENOSYS)
     error = ::ftruncate(fd_, file_.bytes) == 0 ? 0 : errno;
   if (error != 0) {
@@ -149,7 +149,7 @@ void ShardWriter::write(int64_t offset, const char* data, int64_t bytes, int bat
   }
 }
 
-// Submits the rest of a write that the system did only in part.
+// Submits the rest of a write that the system made only in part.
 void ShardWriter::submit(mem::BlockRequest request, int batch) {
   mem::BlockRequest rest = request;
   request.done = [this, rest, batch](int64_t moved) mutable {
@@ -177,8 +177,8 @@ void ShardWriter::flush(int batch) {
   if (!error_.empty()) throw RuntimeFault(error_);
 }
 
-// The header has whole blocks. The table may end inside a block, so the file is cut to its size
-// after it.
+// The header has whole blocks. The table may end inside a block, so the file is truncated to its
+// exact size after the table is written.
 std::string ShardWriter::finish() {
   const auto head_bytes = static_cast<int64_t>(head_.size());
   const auto table_bytes = static_cast<int64_t>(table_.size() * sizeof(uint64_t));
@@ -277,7 +277,7 @@ void ShardReader::verify(const Manifest& manifest, int index) {
   read_raw(0, 8, head.data());
   head.resize(static_cast<size_t>(head_bytes(head, file_.bytes)));
   read_raw(0, static_cast<int64_t>(head.size()), head.data());
-  std::map<std::pair<int64_t, int64_t>, std::string> heads;  // dtype by place
+  std::map<std::pair<int64_t, int64_t>, std::string> heads;  // dtype by byte range
   for (const TensorHead& tensor : parse_head(head, file_.bytes)) {
     const auto data = static_cast<int64_t>(head.size());
     heads[{data + tensor.begin, data + tensor.end}] = tensor.dtype;
