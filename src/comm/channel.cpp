@@ -41,7 +41,7 @@ Packing packing_of(const Members& members, const std::vector<Buffer>& buffers) {
   return packing;
 }
 
-// Bytes of the packed piece for one peer; 0: nothing is packed.
+// Returns the bytes of the packed piece for one peer, or 0 if nothing is packed.
 template <class Buffer>
 int64_t packed_in(const Staging& staging, const Members& members,
                   const std::vector<Buffer>& buffers) {
@@ -55,7 +55,8 @@ int64_t packed_in(const Staging& staging, const Members& members,
 
 at::Tensor bytes_at(Address at, int64_t bytes) { return device::view(at, at::kByte, bytes); }
 
-// `staging` holds the packed piece of each member, and in it one buffer's shard after the other.
+// `staging` holds the packed piece of each member. A packed piece has the shards of all buffers,
+// one after another.
 void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, Address staging,
             int64_t packed) {
   for (int i = 0; i < members.size(); ++i) {
@@ -90,7 +91,8 @@ void add_up(const Members& members, const ReduceBuffer& buffer, Address received
   *buffer.squares = device::sum_chunks_and_squares(sum);
 }
 
-// Sums one tile of this rank's shard. Tiles arrive in order, so the sum of squares runs on.
+// Sums one tile of this rank's shard. Tiles arrive in order, so the sum of squares continues from
+// the previous tile.
 void add_tile(const Members& members, const ReduceBuffer& buffer, const Tile& tile,
               std::vector<const void*>& sources) {
   Address own = buffer.partial + members.index * shard_bytes(members, buffer) + tile.offset;
@@ -139,7 +141,7 @@ DeviceCollectives* Channel::on_device(const Members& members, Address buffer) {
   return found == on_device_.end() ? nullptr : found->second.get();
 }
 
-// Starts the next collective; returns its tag.
+// Starts the next collective and returns its tag.
 uint32_t Channel::begin(const Label& label) {
   const int64_t sequence = sequence_.fetch_add(1, std::memory_order_relaxed);
   group_.set_position({step_, sequence, name_.text, label.text});
@@ -246,8 +248,8 @@ void Channel::add_gather(const Members& members, const GatherBuffer& buffer) {
   }
 }
 
-// After some rounds a member has its own shard and those of the members that follow it. Each round
-// adds shards from a member further on.
+// After some rounds a member has its own shard and the shards of the members after it. Each round
+// adds the shards of more distant members.
 void Channel::pass_on(const Label& label, const Members& members,
                       const std::vector<GatherBuffer>& buffers, bool doubling) {
   const int size = members.size();
@@ -286,7 +288,7 @@ void Channel::all_gather(const Label& label, const Members& members,
   start();
   const int64_t packed = packed_in(staging, members, buffers);
   Address own = staging.data + members.index * packed;
-  travel_.clear();  // what the collective moves
+  travel_.clear();  // the bytes that the collective moves
   for (const GatherBuffer& buffer : buffers) {
     const int64_t bytes = buffer.shard_bytes;
     sizes_ = mix(sizes_, static_cast<uint64_t>(bytes));
@@ -299,7 +301,7 @@ void Channel::all_gather(const Label& label, const Members& members,
   }
   if (packed > 0) travel_.push_back({staging.data, packed});
   sizes_ = mix(sizes_, static_cast<uint64_t>(packed));
-  // The shards travel, packed or in place, over the device's back end or over the group.
+  // The shards are sent, packed or in place, over the device's back end or over the group.
   if (DeviceCollectives* const back_end =
           on_device(members, buffers.empty() ? Address() : buffers.front().full)) {
     std::vector<DeviceCollectives::Gather> gathers;
@@ -346,8 +348,8 @@ void Channel::add_packed(const Members& members, const std::vector<ReduceBuffer>
   }
 }
 
-// NCCL and similar back ends add in the dtype of the buffer. So sums in low precision are made
-// here, in fp32, from the rows that an all-to-all brings. That moves as many bytes as a
+// NCCL and similar back ends add in the dtype of the buffer. So low-precision sums are made here in
+// fp32, from rows that an all-to-all exchanges. The all-to-all moves as many bytes as a
 // reduce-scatter.
 void Channel::reduce_on_device(const Label& label, const Members& members,
                                const std::vector<ReduceBuffer>& buffers,
@@ -386,8 +388,8 @@ void Channel::sum_on_device(const Members& members, const std::vector<ReduceBuff
 }
 
 // Exchanges the pieces that were added to sends_. `received` is the place for the packed pieces;
-// its bytes are those of one peer's piece. Returns false if the group has no tiles, if the memory
-// is on a device, or if everything is packed.
+// its `bytes` is the size of one peer's piece. Returns false if the group has no tiles, if the
+// memory is on a device, or if everything is packed.
 bool Channel::reduce_in_tiles(const Members& members, const std::vector<ReduceBuffer>& buffers,
                               const Staging& received, uint32_t tag) {
   tiles_.peers.clear();
@@ -416,7 +418,7 @@ bool Channel::reduce_in_tiles(const Members& members, const std::vector<ReduceBu
       to = to + received.bytes;
     }
   };
-  // std::ref: the function object allocates nothing.
+  // std::ref keeps the function object from allocating memory.
   return group_.exchange_tiles(sent_, tiles_, tag, std::ref(take));
 }
 
@@ -457,7 +459,7 @@ void Channel::reduce_scatter(const Label& label, const Members& members,
 
 void Channel::all_reduce(const Label& label, const Members& members,
                          const std::vector<ReduceBuffer>& buffers, const Staging& staging) {
-  // A reduce-scatter in place, then an all-gather of the sums.
+  // Makes a reduce-scatter in place and then an all-gather of the sums.
   reduces_ = buffers;
   gathers_.clear();
   for (ReduceBuffer& buffer : reduces_) {

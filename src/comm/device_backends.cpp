@@ -45,7 +45,7 @@ void DeviceBackends::abort(const std::string& why) {
     if (refused_.empty()) refused_ = why;
     for (const auto& one : all_) one->refuse(refused_);
   }
-  // New collectives are refused from here on; queued ones may still finish.
+  // New collectives are now refused, but queued ones may still finish.
   const auto deadline = std::chrono::steady_clock::now() + kInFlight;
   while (!idle() && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(kPoll);

@@ -23,8 +23,8 @@ void DeviceCollectives::run(const Position& position, const c10::Stream& stream,
     forget_ended();
     queued_.push_back({{position, std::chrono::steady_clock::now()}, {}});
   }
-  // queue() runs without the lock: it may wait for a peer, and abort() must be able to end that
-  // wait.
+  // queue() runs without the lock, because it may wait for a peer and abort() must be able to end
+  // that wait.
   try {
     queue();
     c10::Event end(stream.device_type());
@@ -43,7 +43,7 @@ void DeviceCollectives::all_gather(std::vector<Gather>& gathers) {
   c10d::AllgatherOptions options;
   options.asyncOp = false;
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  // One launch for all buffers, if the back end can do it.
+  // All buffers share one launch if the back end supports it.
   const bool together = gathers.size() > 1 && back_end_->supportsCoalescing();
   if (together) back_end_->startCoalescing();
   for (Gather& one : gathers) {
@@ -83,7 +83,7 @@ void DeviceCollectives::forget_ended() {
     try {
       if (!queued_.front().end->query()) return;
     } catch (const std::exception&) {
-      // The device failed: the next wait on it throws.
+      // The device has failed, and the next wait on it throws.
     }
     queued_.pop_front();
     ended_ = std::chrono::steady_clock::now();
@@ -129,7 +129,7 @@ void DeviceCollectives::shut_down() {
   }
   try {
     back_end_->shutdown();
-  } catch (const std::exception& error) {  // the engine is closed; there is nothing left to fail
+  } catch (const std::exception& error) {  // the engine is closed, so no call can fail any more
     std::fprintf(stderr, "penstock: a device's collectives did not shut down: %s\n",
                  reason(error).c_str());
   }

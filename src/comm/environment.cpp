@@ -1,4 +1,4 @@
-// Group::from_environment: ranks that a launcher started as processes.
+// Group::from_environment: makes the group of ranks that a launcher started as processes.
 #include <array>
 #include <charconv>
 #include <cstdlib>
@@ -16,7 +16,7 @@ namespace penstock {
 namespace {
 
 constexpr int kDefaultPort = 29500;
-// Below the range from which the kernel picks ports.
+// These ports are below the range from which the kernel picks ports.
 constexpr int kFirstPort = 15000, kNumPorts = 15000;
 
 std::string variable(const char* name) {
@@ -35,8 +35,8 @@ int number(const char* name, int least) {
   return value;
 }
 
-// The launcher's variables. `job` has the same value on all ranks of a job and differs between
-// jobs, so it picks the port.
+// Names of a launcher's variables. `job` has the same value on all ranks of a job and differs
+// between jobs, so its value determines the port.
 struct Launcher {
   const char *rank, *size, *job;
 };
@@ -99,7 +99,7 @@ std::shared_ptr<Group> Group::from_environment(std::chrono::milliseconds timeout
                              from->size, " is ", size, ": ranks are 0 to ", size - 1));
   }
   if (size == 1) return alone();
-  // A launcher that restarts ranks keeps the store, so each start uses keys of its own.
+  // A launcher that restarts ranks keeps the store, so each start uses its own keys.
   const std::string name = concat("penstock/native/", variable("TORCHELASTIC_RUN_ID"), "/",
                                   variable("TORCHELASTIC_RESTART_COUNT"));
   const auto store =

@@ -21,7 +21,7 @@ std::string Position::text() const {
 
 Group::Group() : back_ends_(std::make_unique<comm::DeviceBackends>()) {}
 
-// Without close() this rank's device collectives may still wait for peers.
+// If close() was not called, this rank's device collectives may still wait for peers.
 Group::~Group() { back_ends_->abort("the group was destroyed without close()"); }
 
 std::shared_ptr<comm::DeviceCollectives> Group::connect_on_device(const std::vector<int>& ranks) {

@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kClose = "close";
 constexpr const char* kFault = "fault";
-// Answers to the last call. Any other answer is the reason why the ranks do nothing together.
+// Answers to the last call. Any other answer is the reason why the ranks cannot close together.
 constexpr const char* kAllWell = "all well";
 constexpr const char* kSomeFailed = "some failed";
 
@@ -25,7 +25,7 @@ std::string get_text(c10d::Store& store, const std::string& key) {
   return {value.begin(), value.end()};
 }
 
-// Returns whether the key appeared within `timeout`. Throws if the store does not answer at all.
+// Returns whether the key appeared within `timeout`. Throws if the store does not answer.
 bool comes(c10d::Store& store, const std::string& key, std::chrono::milliseconds timeout) {
   try {
     store.wait({key}, timeout);
@@ -59,8 +59,8 @@ LostRanks::~LostRanks() {
     }
     wake(rank_, kClose);
   } catch (const std::exception&) {
-    // The store's host is gone. The watch thread's connection to it fails, too, and ends that
-    // thread.
+    // The store's host is gone. The watch thread's connection to the store also fails, which ends
+    // that thread.
   }
   watcher_.join();
 }
@@ -80,7 +80,7 @@ std::string LostRanks::here() {
 }
 
 void LostRanks::wake(int rank, const std::string& why) {
-  // Each wake-up has a number, so that none is lost or seen twice.
+  // Wake-ups are numbered, so that none is lost or seen twice.
   const int64_t number = store_->add(key("wakes", rank), 1);
   store_->set(concat(key("wake", rank), "/", number), bytes_of(why));
 }
@@ -93,12 +93,12 @@ void LostRanks::watch() {
       const std::string why = get_text(*watch_store_, next);
       if (why == kClose) return;
       watch_store_->set(key("here", rank_), bytes_of(here()));
-      // The answer is stored first: ending exchanges may take a while, and a roll call may be
-      // waiting.
+      // The answer is stored first, because ending exchanges may take a while and a roll call may
+      // be waiting for the answer.
       if (why != kFault && end_exchanges_) end_exchanges_(why);
     }
   } catch (const std::exception&) {
-    // The rank that hosts the store has ended, so no rank can ask any more.
+    // The rank that hosts the store has ended, so no rank can make a request any more.
   }
 }
 
@@ -127,8 +127,9 @@ std::string LostRanks::collect(const std::string& error) {
       alive.push_back(concat("rank ", rank, " is at ", at));
     }
   }
-  // If all ranks answer, the fault is an error or a divergence on this rank, and they can still
-  // close together. If one is dead, they cannot: the verdict becomes the answer to the last call.
+  // If all ranks answer, the fault is an error or a divergence on this rank, and the ranks can
+  // still close together. If a rank is dead, they cannot, and the verdict becomes the answer to the
+  // last call.
   const bool all_answer = failed.empty();
   if (all_answer) failed.push_back("every rank answers");
   failed.insert(failed.end(), alive.begin(), alive.end());
@@ -168,7 +169,7 @@ void LostRanks::tell(const std::string& why) {
       if (rank != rank_) wake(rank, why);
     }
   } catch (const std::exception&) {
-    // The store's host is dead; the other ranks notice that themselves.
+    // The store's host is dead. The other ranks also notice that.
   }
 }
 
@@ -207,8 +208,8 @@ std::string LostRanks::last_call(const std::string& fault, std::chrono::millisec
   if (store_->add(key("came", 0), 1) == size_) {
     decide(store_->check({key("fault", 0)}) ? kSomeFailed : kAllWell);
   }
-  // A failed rank first lets messages in flight arrive; then it ends the exchanges of ranks that
-  // may be waiting for it.
+  // A failed rank first waits until messages in flight have arrived. Then it ends the exchanges of
+  // ranks that may be waiting for it.
   if (!fault.empty() && !decided(kInFlight)) {
     tell(concat("rank ", rank_, " failed and is closing: ", fault));
   }

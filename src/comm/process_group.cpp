@@ -1,5 +1,6 @@
-// Group over a c10d process group. Every collective is made of its point-to-point operations, which
-// receive in place. (gloo's all-gather copies twice, and its reduce-scatter is a full all-reduce.)
+// Group over a c10d process group. Every collective is made of the process group's point-to-point
+// operations, which receive in place. (gloo's all-gather copies twice, and its reduce-scatter is a
+// full all-reduce.)
 #include <ATen/ops/from_blob.h>
 
 #include <optional>
@@ -52,7 +53,7 @@ class ProcessGroupGroup final : public comm::StoreGroup {
   }
 
  protected:
-  // One rank watches its next rank, so every rank is watched by exactly one other.
+  // Each rank watches its next rank, so every rank is watched by exactly one other rank.
   void watch_peers() override {
     if (lifeline_) return;
     const int next = (rank() + 1) % size();
@@ -70,7 +71,7 @@ class ProcessGroupGroup final : public comm::StoreGroup {
     down_ = down->getBackend(c10::DeviceType::CPU);
   }
 
-  // Registers the works that a thread waits for, so that end_exchanges() can abort them.
+  // Registers the c10d works that a thread waits for, so that end_exchanges() can abort them.
   class WaitNotice {
    public:
     WaitNotice(ProcessGroupGroup& group, const Works& works) : group_(group), works_(&works) {

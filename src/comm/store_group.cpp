@@ -13,8 +13,8 @@ namespace penstock::comm {
 
 namespace {
 
-// After a rank has closed its engine on its own: time for the device to finish the collectives that
-// the rank took part in.
+// Time that the device gets to finish the collectives of a rank that has closed its engine on its
+// own.
 constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
 
 }  // namespace
@@ -109,12 +109,12 @@ void StoreGroup::look_at_device() {
 
 // Runs on the thread that notices a neighbour's end.
 void StoreGroup::neighbour_left(const std::string& error) {
-  // A neighbour that closes its engine ends, too, but is no failure: the last call tells them
-  // apart.
+  // A neighbour that closes its engine also ends, but has not failed. The last call distinguishes
+  // the two cases.
   std::string why;
   const LostRanks::Ending ending = roll_call_->ending(&why);
   if (ending == LostRanks::Ending::kTogether) return;
-  if (ending == LostRanks::Ending::kOneByOne) {  // collectives it took part in still finish
+  if (ending == LostRanks::Ending::kOneByOne) {  // its current collectives still finish
     const std::lock_guard lock(mutex_);
     left_ = why;
     return;
@@ -131,7 +131,7 @@ std::chrono::milliseconds StoreGroup::look() {
     const std::lock_guard lock(mutex_);
     left = left_;
   }
-  // After a neighbour has left, a device collective that takes long will never finish.
+  // After a neighbour has left, a device collective that takes a long time will never finish.
   return back_ends().look(left.empty() ? timeout_ : std::min(timeout_, kParting),
                           [&](const std::string& why) {
                             if (!left.empty()) roll_call_->tell(left);

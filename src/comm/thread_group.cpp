@@ -1,5 +1,5 @@
-// Group whose ranks are threads of one process: a mailbox under one lock. It serves tests and
-// native programs. A rank that fails or closes ends the waits of the other ranks.
+// Group whose ranks are threads of one process. They share a mailbox with one lock. Tests and
+// native programs use it. A rank that fails or closes ends the waits of the other ranks.
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -25,10 +25,10 @@ struct Mailbox {
       letters;  // from, to, tag
   std::vector<Position> positions;
   std::vector<bool> closed;
-  std::vector<std::string> ended;  // by rank: why its exchanges have ended; "" while they have not
+  std::vector<std::string> ended;  // by rank: why its exchanges have ended, or "" if they have not
   std::string verdict;
-  // The last call: number of ranks that made it, fault of the first failed rank, and why it was
-  // refused.
+  // For the last call: the number of ranks that made it, the fault of the first failed rank, and
+  // the reason why it was refused.
   int came = 0;
   std::string fault, refusal;
   std::shared_ptr<Mailbox> next;  // the mailbox after renew()
@@ -96,7 +96,7 @@ class ThreadGroup final : public Group {
     ++box.came;
     box.changed.notify_all();
     const auto decided = [&] { return box.came == size_ || !box.refusal.empty(); };
-    // A failed rank first lets messages in flight arrive ([Note: Last call]).
+    // A failed rank first waits until messages in flight have arrived ([Note: Last call]).
     if (!mine.empty() && !box.changed.wait_for(lock, comm::kInFlight, decided)) {
       for (std::string& ended : box.ended) {
         if (ended.empty()) ended = concat("rank ", rank_, " failed and is closing: ", mine);
@@ -158,7 +158,7 @@ class ThreadGroup final : public Group {
              !ended.empty();
     };
     const bool in_time = mailbox_->changed.wait_until(lock, deadline, ready);
-    // A letter counts even if its sender has failed or closed since.
+    // A letter is delivered even if its sender has failed or closed since it was sent.
     const auto found = letters.find(key);
     if (found == letters.end()) {
       if (!ended.empty()) throw std::runtime_error(ended);

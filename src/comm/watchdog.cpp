@@ -46,7 +46,7 @@ void Watchdog::to_stderr(const std::string& line) { std::fputs(line.c_str(), std
 void Watchdog::run() {
   std::unique_lock lock(mutex_);
   while (!closing_) {
-    // The looks run without the lock: `also` may end exchanges, which takes other locks.
+    // The looks run without the lock, because `also` may end exchanges, which takes other locks.
     const Look also = also_;
     renewed_ = false;
     lock.unlock();
@@ -65,7 +65,7 @@ std::chrono::milliseconds Watchdog::look() {
   for (const RankStatus::Lane& lane : status.lanes) {
     if (!lane.waits) continue;
     const auto warned = warned_.find(lane.name);
-    // One warning for each collective, however long it takes.
+    // Each collective gets one warning, however long it takes.
     if (warned != warned_.end() && warned->second == lane.sequence) continue;
     if (lane.line.age_s < warn_s) {
       quiet_s = std::min(quiet_s, warn_s - lane.line.age_s);
@@ -77,7 +77,7 @@ std::chrono::milliseconds Watchdog::look() {
                 static_cast<int64_t>(lane.line.age_s), " s for ", whom, " in `", lane.line.text,
                 "`; `penstock status ", status.pid, "` shows all ranks\n"));
   }
-  // Rounded up, so that the wait is due at the next look.
+  // The time is rounded up, so that the wait is due at the next look.
   return std::chrono::milliseconds(static_cast<int64_t>(quiet_s * 1e3) + 1);
 }
 

@@ -27,8 +27,8 @@ std::vector<ByteRange> ranges_of(const std::vector<Contiguous>& flats) {
   return ranges;
 }
 
-// Splits a buffer into `count` parts: of these numbers of rows, or of equal size if `rows` is
-// empty.
+// Splits a buffer into `count` parts. `rows` has the number of rows of each part; if it is empty,
+// the parts have equal sizes.
 std::vector<ByteRange> parts_of(const Contiguous& flat, int count,
                                 const std::vector<int64_t>& rows) {
   const ByteRange all = flat.range();

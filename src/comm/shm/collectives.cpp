@@ -8,9 +8,10 @@ namespace penstock::comm {
 
 namespace {
 
-// Up to this many bytes, an all-reduce is one round in which every rank sends everything to all.
+// An all-reduce of at most this many bytes is one round, in which every rank sends all of its
+// values to every other rank.
 constexpr int64_t kOneRound = 16 << 10;
-constexpr int64_t kPart = 64;  // bytes; the parts of an all-reduce begin at multiples of it
+constexpr int64_t kPart = 64;  // bytes; the parts of an all-reduce begin at multiples of this
 // set in tags of collectives; messages of ShmMessages have tags below it
 constexpr uint32_t kOfCollectives = 0x80000000U;
 
@@ -84,7 +85,7 @@ void ShmCollectives::all_reduce_small(const ByteRange& values, const Reduction& 
   reduction.run(values.data, sources, values.bytes / value_bytes);
 }
 
-// A large all-reduce: each rank reduces its part in place, then the parts are gathered.
+// In a large all-reduce, each rank reduces its part in place, and then the parts are gathered.
 void ShmCollectives::all_reduce(const ByteRange& values, const Reduction& reduction,
                                 int64_t value_bytes) {
   if (size() == 1) {

@@ -22,7 +22,8 @@ ShmEndpoint::ShmEndpoint(std::unique_ptr<ShmFabric> fabric, std::chrono::millise
       collectives_(*fabric_),
       messages_(*fabric_) {}
 
-// Works of this rank that a thread still waits for fail with this reason.
+// If a thread still waits for a collective or message of this rank, the wait fails with this
+// reason.
 ShmEndpoint::~ShmEndpoint() {
   fabric_->end("the process group was destroyed");
   const auto close = [this] {

@@ -22,7 +22,7 @@ std::vector<ShmSpan> spans_of(const std::vector<Piece>& pieces, int peer) {
   return spans;
 }
 
-// The peers in the order in which they first appear.
+// Returns the peers in the order in which they first appear.
 std::vector<int> peers_of(const std::vector<Piece>& pieces) {
   std::vector<int> peers;
   for (const Piece& piece : pieces) {
@@ -37,8 +37,9 @@ std::vector<int> peers_of(const std::vector<Piece>& pieces) {
 
 // ---- messages to a peer
 //
-// lost() is always read before the shared words. A peer may post or take a message and then end;
-// what it did before its end is seen first, and the loss is reported only if nothing is there.
+// lost() is always read before the shared words. A peer may post or take a message and then end. In
+// this order, a message that it handled before its end is found first, and the loss is reported
+// only if there is none.
 
 ShmSender::ShmSender(ShmFabric& fabric, int peer, uint32_t tag, std::vector<ShmSpan> spans)
     : fabric_(&fabric), peer_(peer), tag_(tag), from_(std::move(spans)) {
@@ -102,7 +103,7 @@ bool ShmSender::begin() {
   return true;
 }
 
-// Fills the next chunk, if bytes are left and a chunk is empty. Returns whether it did.
+// Fills the next chunk if bytes are left and a chunk is empty. Returns whether it filled one.
 bool ShmSender::fill_one() {
   const ShmSegment& segment = *fabric_->segment_;
   ShmSlot& slot = segment.link(fabric_->rank(), peer_).slots[slot_];
@@ -185,7 +186,8 @@ void ShmReceiver::claim() {
         concat("rank ", peer_, " sent ", slot.bytes, " bytes where ", bytes_, " were expected"));
   }
   form_ = slot.form;
-  // A long list of spans does not fit into the slot: it is read from the sender's memory, too.
+  // A long list of spans does not fit into the slot, so the list itself is also read from the
+  // sender's memory.
   if (form_ == ShmForm::kSpans) {
     std::vector<ShmSpan> spans(slot.num_spans);
     if (spans.size() <= slot.spans.size()) {
@@ -233,7 +235,8 @@ int64_t ShmReceiver::read_chunks(SpanCursor& to) {
     count += moved;
     if (taken_ % chunk_bytes != 0 || taken_ == bytes_) continue;
     slot.emptied.store(number + 1, std::memory_order_release);
-    // The sender fills this chunk again only if the message goes on kChunks further.
+    // The sender fills this chunk again only if the message has a chunk with a number that is
+    // kChunks higher.
     if (bytes_ > (int64_t{number} + kChunks) * chunk_bytes) {
       fabric_->ring(peer_, ShmFabric::waits_for(tag_));
     }
@@ -246,7 +249,7 @@ void ShmReceiver::end() {
     fabric_->release(peer_, fabric_->rank(), slot_);
   } else {
     ShmLink& link = fabric_->segment_->link(peer_, fabric_->rank());
-    // If the sender has withdrawn the message, the bytes that were read may be wrong.
+    // If the sender has withdrawn the message, the received bytes may be wrong.
     uint64_t head = head_of(tag_, ShmState::kTaking);
     if (!link.heads[slot_].compare_exchange_strong(head, head_of(tag_, ShmState::kTaken))) {
       throw std::runtime_error(
@@ -302,7 +305,7 @@ bool ShmExchange::advance() {
   return moved;
 }
 
-// The peer that the exchange waits for; the first one if there are several.
+// Returns the peer that the exchange waits for, or the first one if there are several.
 int ShmExchange::awaited() const {
   for (const Arrival& one : receives_) {
     if (!one.message.done()) return one.message.peer();
@@ -314,7 +317,7 @@ int ShmExchange::awaited() const {
 }
 
 // `met` makes an attempt, reports in its argument whether anything moved, and returns whether to
-// stop. The bell is read before the attempt, so a change after it is not missed.
+// stop. The bell is read before the attempt, so a change after the attempt is not missed.
 template <class Condition>
 void ShmExchange::wait_until(const Condition& met, const ShmWait& wait) {
   using Clock = ShmFabric::Clock;

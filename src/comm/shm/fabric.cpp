@@ -18,7 +18,8 @@ namespace penstock::comm {
 
 namespace {
 
-// Time to poll the bell before sleeping: about as long as falling asleep and waking up takes.
+// Time to poll the bell before sleeping. It is about the time that falling asleep and waking up
+// take.
 constexpr std::chrono::microseconds kSpin{20};
 
 // FUTEX_PRIVATE_FLAG is not set: processes share the word.
@@ -153,8 +154,8 @@ void ShmFabric::give_up(int peer) {
 
 void ShmFabric::ring(int rank, uint32_t threads) {
   ShmBell& bell = segment_->bell(rank);
-  // A sleeper counts itself before it reads the bell, and the bell is counted up before `sleepers`
-  // is read (both seq_cst), so no wake-up is lost.
+  // A sleeper increments `sleepers` before it reads the bell, and this function increments the bell
+  // before it reads `sleepers` (both seq_cst), so no wake-up is lost.
   bell.word.fetch_add(1, std::memory_order_seq_cst);
   if (bell.sleepers.load(std::memory_order_seq_cst) == 0) return;
   futex(bell.word, FUTEX_WAKE_BITSET, INT_MAX, nullptr, threads);

@@ -57,8 +57,8 @@ class ShmGroup final : public comm::StoreGroup {
   }
 
  protected:
-  // The fabric notices the end of every peer's process. Only the next rank's is reported, as a
-  // ConnectionWatch does for gloo, so that exactly one rank starts the roll call.
+  // The fabric notices the end of every peer's process. It reports only the end of the next rank's
+  // process (as ConnectionWatch does for gloo), so that exactly one rank starts the roll call.
   void watch_peers() override {
     fabric_->on_death([this](int peer) {
       if (peer == (rank() + 1) % size())

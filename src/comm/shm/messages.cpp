@@ -32,20 +32,20 @@ void ShmMessages::add(const c10::intrusive_ptr<ShmWork>& work, const Message& me
       });
     }
   }
-  fabric_.ring(fabric_.rank(), ShmFabric::kAll);  // its thread may be asleep there
+  fabric_.ring(fabric_.rank(), ShmFabric::kAll);  // wakes the thread, which may sleep on the bell
 }
 
 void ShmMessages::run() {
   std::deque<PendingMessage> entries;
   while (true) {
-    // Read before the attempt, so that a change after it is not missed.
+    // The bell is read before the attempt, so that a change after the attempt is not missed.
     const uint32_t seen = fabric_.bell();
     if (!wait_for_work(entries)) return;
     if (!advance(entries) && !entries.empty()) sleep(seen, entries);
   }
 }
 
-// Returns false if there is no work and none can follow.
+// Returns false if there is no work and no work can follow.
 bool ShmMessages::wait_for_work(std::deque<PendingMessage>& entries) {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return closing_ || !added_.empty() || !entries.empty(); });
@@ -117,7 +117,7 @@ bool ShmMessages::advance(PendingMessage& entry, std::vector<PendingMessage*>& w
   return moved;
 }
 
-// Returns false while no rank has sent a message that a receive from any rank could take.
+// Returns false if `entry` is a receive from any rank and no rank has sent a matching message yet.
 bool ShmMessages::connect(PendingMessage& entry) {
   if (entry.exchange) return true;
   Message& message = entry.message;

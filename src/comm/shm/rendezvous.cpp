@@ -22,15 +22,16 @@ namespace penstock::comm {
 //   sees     whether this rank can open the other processes, and read their memory
 //   has      whether this rank has mapped the memory that rank 0 made ("segment")
 // All ranks read all answers of a round, so all draw the same conclusion. If a process ends during
-// the meeting, the ranks that notice it answer for it, so no rank waits for the timeout.
+// the meeting, the ranks that notice this answer in its place, so no rank waits for the timeout.
 
 namespace {
 
-// A rank's answers; any other text is the reason why it cannot.
+// Answers of a rank. Any other text is the reason why the rank cannot share memory.
 constexpr const char* kSpans = "+spans";
 constexpr const char* kChunked = "+chunked";
 constexpr const char* kReady = "+ready";
-// First character of the answer for a rank whose process has ended, given by the ranks that see it.
+// First character of the answer for a rank whose process has ended. The ranks that notice the end
+// give this answer.
 constexpr char kGone = '!';
 
 std::string first_line(const char* path) {
@@ -51,9 +52,9 @@ uint64_t random_key() {
   return uint64_t{device()} << 32 | device();
 }
 
-// If Yama lets only a parent read the memory of a process, this also allows the siblings, which
-// descend from the same parent. It allows no other process. A failure does not matter, since the
-// memory access is tried later.
+// If Yama lets only a parent read the memory of a process, this call also allows processes that
+// descend from the same parent. It allows no other process. A failure does not matter, because the
+// memory access is tested later.
 void allow_siblings() {
   if (first_line("/proc/sys/kernel/yama/ptrace_scope") == "1") prctl(PR_SET_PTRACER, getppid());
 }
@@ -136,8 +137,8 @@ class Meeting {
                   who_[static_cast<size_t>(dead)].pid, ", has ended");
   }
 
-  // Runs on the watch thread. It needs its own connection to the store, because this rank waits in
-  // the other.
+  // Runs on the watch thread. It needs its own connection to the store, because this rank's main
+  // thread waits on the other connection.
   void say_for(int dead) {
     try {
       const auto store = store_.clone();
@@ -146,7 +147,7 @@ class Meeting {
         store->compareSet(key(what, dead), std::string(), text);
       }
     } catch (const std::exception&) {
-      // The store's host is gone; this rank notices that itself.
+      // The store's host is gone, which this rank's main thread also notices.
     }
   }
 
@@ -156,7 +157,7 @@ class Meeting {
       std::vector<int64_t> pids;
       for (const Who& one : who_) pids.push_back(one.pid);
       watch_.emplace(pids, [this](int dead) { say_for(dead); });
-      // kChunked of one rank makes all ranks copy through chunks.
+      // If one rank answers kChunked, all ranks copy through chunks.
       for (const Who& one : who_) {
         if (one.pid != getpid() && !reads(one)) return kChunked;
       }
@@ -177,7 +178,7 @@ class Meeting {
     return got == sizeof(value) && value == other.probe;
   }
 
-  // Returns null if the memory cannot be shared; the other ranks are told by the answers.
+  // Returns null if the memory cannot be shared; the answers inform the other ranks.
   std::unique_ptr<ShmFabric> share(const ShmShape& shape) {
     try {
       auto segment = std::make_shared<ShmSegment>(rank_ == 0 ? make(shape) : open(shape));
@@ -220,7 +221,7 @@ class Meeting {
   const std::chrono::milliseconds timeout_;
   uint64_t probe_;  // the word that the other ranks probe
   std::vector<Who> who_;
-  std::optional<ProcessWatch> watch_;  // last: its thread uses the members above
+  std::optional<ProcessWatch> watch_;  // the last member, because its thread uses the others
 };
 
 }  // namespace

@@ -54,7 +54,7 @@ ShmSegment ShmSegment::open(const ShmShape& shape, const ShmAddress& address) {
                     header.magic == kShmMagic && header.key == address.key &&
                     header.size == shape.size && header.chunk_bytes == shape.chunk_bytes();
   if (!same) throw std::runtime_error(concat(path, " is not the file with the ranks' memory"));
-  // The mapping keeps the memory; the descriptor is not needed any more.
+  // The mapping keeps the memory, so the descriptor is no longer needed.
   opened.map(shape.bytes());
   opened.seal();
   return opened;

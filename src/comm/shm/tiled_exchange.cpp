@@ -46,7 +46,8 @@ void ShmTiles::exchange(ShmExchange& exchange, const TileSource& from, const Shm
                         const TakeTile& take) {
   const TileBuffer tiles(*this, from.peers.size());
   for (size_t piece = 0; piece < from.bytes.size(); ++piece) {
-    // The same tile of every peer is read before `take` runs, so the data is still in the cache.
+    // `take` runs when the same tile of every peer has been read, so the data is still in the
+    // cache.
     for (int64_t offset = 0; offset < from.bytes[piece]; offset += kTileBytes) {
       const int64_t bytes = std::min(kTileBytes, from.bytes[piece] - offset);
       for (size_t i = 0; i < from.peers.size(); ++i) {

@@ -23,7 +23,7 @@ void ShmWork::run(std::function<void()> body) {
   } catch (const std::exception&) {
     error = std::current_exception();
   }
-  body = nullptr;  // frees what it holds before a waiting thread continues
+  body = nullptr;  // frees the objects that body() holds before a waiting thread continues
   end(error);
 }
 
@@ -58,11 +58,11 @@ void ShmQueue::add(const c10::intrusive_ptr<ShmWork>& work, std::function<void()
     });
     return;
   }
-  if (std::this_thread::get_id() == thread_.get_id()) {  // called by a callback of a finished work
+  if (std::this_thread::get_id() == thread_.get_id()) {  // called by a finished work's callback
     lock.unlock();
     return work->run(std::move(body));
   }
-  // The calling thread waits for the queued works and runs this one itself.
+  // The calling thread waits until the queue is empty and then runs this collective itself.
   changed_.wait(lock, [this] { return entries_.empty() && !busy_; });
   busy_ = true;
   lock.unlock();
@@ -82,7 +82,7 @@ void ShmQueue::run() {
     busy_ = true;
     lock.unlock();
     entry.work->run(std::move(entry.body));
-    // its tensors may belong to Python; freeing them may wait for the interpreter's lock
+    // The tensors may belong to Python, and freeing them may wait for the interpreter's lock.
     entry.work.reset();
     lock.lock();
     busy_ = false;
