@@ -57,7 +57,7 @@ class InEval {
 
  private:
   // train() also changes the modules inside. Modules are restored from the outermost to the
-  // innermost, so each one's own mode is set last.
+  // innermost, so the mode of each module is set after the modes of the modules that enclose it.
   static void set(torch::nn::Module& module, bool training) {
     if (module.is_training() != training) module.train(training);
   }
@@ -132,7 +132,7 @@ Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& co
 
 Engine::~Engine() = default;
 
-// `running` is restored at the end, because a forward may run another engine's model inside.
+// `running` is restored at the end, because a forward may call a forward of another engine's model.
 at::Tensor Engine::Impl::run(const std::function<at::Tensor()>& forward) {
   core->unit_begin(0, at::GradMode::is_enabled());
   const engine::Running outer =
@@ -197,7 +197,7 @@ double Engine::eval_batch(const std::function<at::Tensor(int)>& loss_of) {
   return state.mean(losses);
 }
 
-// In a pipeline only ranks with the last stage have losses; the others do not count.
+// In a pipeline only ranks with the last stage have losses, so only these ranks count.
 double Engine::Impl::mean(const std::vector<at::Tensor>& losses) const {
   double sum = 0.0;
   for (const at::Tensor& one : losses) sum += one.item<double>();
@@ -245,7 +245,7 @@ at::Tensor unit(const torch::nn::Module& module, const std::vector<at::Tensor>& 
 
 namespace {
 
-// Returns how tensor ranks cut the layer; null if it is not cut.
+// Returns how tensor ranks cut the layer, or null if it is not cut.
 const TensorModule* cut_of(const torch::nn::Module& layer) {
   if (running.core == nullptr) return nullptr;
   const auto found = running.cut->find(&layer);

@@ -22,7 +22,7 @@ constexpr const char* kPassOn =
     "(\"parallel.stages\")";
 
 // Thrown when a unit of the next stage is called, to leave the model's forward. It is not a
-// std::exception, so code in the model that catches errors does not catch it.
+// std::exception, so that code in the model that catches errors does not catch it.
 struct StageEnd {
   std::string module;
   std::vector<at::Tensor> inputs;
@@ -119,8 +119,8 @@ std::unique_ptr<PipelineRunner::StagePass> PipelineRunner::forward(
     pass_ = nullptr;
     throw;
   }
-  // Every stage must have called its first unit, and all but the last must end at a unit of the
-  // next.
+  // The forward must have called the stage's first unit and, except in the last stage, must have
+  // ended at a unit of the next stage.
   const bool is_last = action.stage + 1 == ranks_.num_stages();
   if (ended == is_last || !pass->begun) {
     throw RuntimeFault(concat("[front::train_batch] the model's forward ended in stage ",
@@ -153,7 +153,8 @@ void PipelineRunner::backward(const StageAction& action, StagePass& pass) {
     }
     core_.resume_backward();
   }
-  // A stage without roots (no output needs a gradient) still counts its backward and answers.
+  // If no output needs a gradient, the stage has no roots. It still counts the backward and sends
+  // an answer.
   try {
     if (!roots.empty()) torch::autograd::backward(roots, gradients);
   } catch (const std::exception& error) {
@@ -189,7 +190,8 @@ at::Tensor PipelineRunner::call(const torch::nn::Module& module, const Tensors& 
   return forward(with_values(piece.module, inputs));
 }
 
-// Called by the first unit of this stage: its inputs get the values that the previous stage sent.
+// Called by the first unit of this stage. The unit's inputs get the values that the previous stage
+// sent.
 void PipelineRunner::take(const std::string& module, const Tensors& inputs) {
   const std::string& text = pass_->given.text;
   const std::string told = text.substr(0, text.find('\n'));
@@ -202,7 +204,7 @@ void PipelineRunner::take(const std::string& module, const Tensors& inputs) {
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     pass_->arrivals.emplace_back();
-    if (!inputs[i].is_meta()) continue;  // computed from the batch on this rank, too
+    if (!inputs[i].is_meta()) continue;  // this rank computed it from the batch
     at::Tensor value = pass_->given.tensors.at(i);
     if (trains[i] == '1' && at::GradMode::is_enabled()) {
       const auto arrival = c10::make_intrusive<StageInput>();

@@ -23,8 +23,9 @@ constexpr const char* kGuard =
     "each rank has only a shard of it. Read or load it inside `with penstock.init():`.";
 
 struct ShardPart {
-  // The storage of the hollow tensor. The weak reference keeps its address, which is the key in
-  // `parts`, from being reused. A strong reference would keep it alive after the model dropped it.
+  // The storage of the hollow tensor. The storage's address is the key in `parts`, and the weak
+  // reference keeps the address from being reused. A strong reference would keep the storage alive
+  // after the model dropped it.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;

@@ -61,7 +61,7 @@ void StageLanes::record(const std::shared_ptr<trace::Recorder>& recorder) {
   watch(*sends_backward_, "to the stage before");
 }
 
-// An evaluation runs the forwards of the schedule "gpipe".
+// An evaluation uses the forwards of the schedule "gpipe".
 Schedule StageLanes::schedule_of(int num_micro, bool trains) const {
   const PipelineShape shape{members_.size(), virtual_stages_, num_micro};
   Schedule schedule = make_schedule(trains ? schedule_ : "gpipe", shape);
@@ -153,7 +153,8 @@ void StageLanes::bring_buffers(const Share& share) {
                "them. Build the modules with the same buffers on every rank (",
                different, ")"));
   }
-  // Each rank of the pipeline sends the buffers of its stages to the others, one rank at a time.
+  // Each rank of the pipeline sends the buffers of its stages to the other ranks, one rank at a
+  // time.
   for (int owner = 0; owner < members_.size(); ++owner) {
     parallel::TensorMessage own;
     std::vector<StageBuffer> theirs;

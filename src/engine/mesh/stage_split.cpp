@@ -31,7 +31,7 @@ class StageFinder {
   }
 
   const std::vector<size_t>& pieces() const { return pieces_; }
-  // Returns the own parameters of modules that enclose pieces.
+  // Returns the parameters that belong directly to modules that enclose pieces.
   const std::set<int>& enclosing() const { return enclosing_; }
 
   // Returns the number of weights that one token is multiplied with.
@@ -70,9 +70,9 @@ class StageFinder {
   std::set<int> enclosing_;  // parameter indices
 };
 
-// Returns the first piece of each stage after the first. The split minimizes the sum of the squared
-// work of the stages, by dynamic programming. Returns an empty list if too few pieces may begin a
-// stage.
+// Returns the first piece of each stage except the first stage. The split minimizes the sum of the
+// squared work of the stages, by dynamic programming. Returns an empty list if too few pieces may
+// begin a stage.
 std::vector<size_t> balance(const std::vector<int64_t>& work, const std::vector<bool>& may_begin,
                             int count) {
   const size_t size = work.size();

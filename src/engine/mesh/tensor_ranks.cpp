@@ -37,7 +37,8 @@ at::Tensor TensorRanks::linear(const TensorModule& how, const at::Tensor& input,
   state_->check_open("forward");
   const parallel::OperatorPeers peers = state_->model_ranks.tensor->ranks_of(how);
   const at::Tensor rows = how.transposed ? weight.t() : weight;
-  // The row styles sum partial outputs over the ranks: the input is cut like the weight's columns.
+  // The row styles sum partial outputs over the ranks, because the input is cut like the weight's
+  // columns.
   if (how.style == "row") return parallel::row_linear(input, rows, bias, peers);
   if (how.style == "row_tokens") return parallel::row_linear_tokens(input, rows, bias, peers);
   if (how.style == "row_cut") {

@@ -11,8 +11,8 @@ namespace penstock::engine {
 
 namespace {
 
-// Points a parameter to `storage` without replacing autograd's node for its gradient. So graphs
-// that were built before stay valid when the parameter is a part again.
+// Points a parameter to `storage` without replacing autograd's node for its gradient. Graphs built
+// earlier therefore stay valid once the parameter is this rank's part again.
 void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayRef sizes) {
   at::Tensor window = at::empty({0}, param.options().requires_grad(false));
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
@@ -22,7 +22,7 @@ void look_at(const at::Tensor& param, const c10::Storage& storage, at::IntArrayR
 
 }  // namespace
 
-// Calls action(part, slot) for the slots that this rank does not hold whole.
+// Calls action(part, slot) for the slots of which this rank does not hold the full tensor.
 template <class Action>
 void WholeParams::for_each(int unit, const Action& action) {
   for (const exec::Part& part : executor_.units()[static_cast<size_t>(unit)].parts()) {
@@ -31,7 +31,7 @@ void WholeParams::for_each(int unit, const Action& action) {
   }
 }
 
-// Returns the copy of the flat that computes.
+// Returns the copy of the flat that forward and backward use.
 const exec::Buffer& WholeParams::computing(const exec::Flat& flat) const {
   const Placement& computes = executor_.table().at(Role::kParam, Phase::kForward);
   for (const exec::Copy& copy : flat.params) {
@@ -41,7 +41,7 @@ const exec::Buffer& WholeParams::computing(const exec::Flat& flat) const {
       concat("[engine::WholeParams] \"", flat.slots.front().name, "\" has no copy that computes"));
 }
 
-// Returns a view of the slot in the copy that computes.
+// Returns a view of the slot in the copy that forward and backward use.
 at::Tensor WholeParams::part(const exec::Flat& flat, const exec::Slot& slot) const {
   return device::view(computing(flat).at(slot.offset), flat.dtype, slot.numel).view(slot.sizes);
 }
@@ -67,7 +67,7 @@ void WholeParams::show(int unit) {
     if (one.here && !flat.owners.empty()) {
       all = device::view(computing(flat).data(), flat.dtype, flat.numel);
     }
-    // A stage does not know whether the others show the flat already, so every stage takes part.
+    // A stage does not know whether other stages show the flat already, so every stage takes part.
     all = values.across_stages(flat, all, concat("shown u", unit, ".", flat.number));
     if (shown) continue;
     for (exec::Slot& slot : flat.slots) {

@@ -26,8 +26,8 @@ bool is_tile(const exec::Slot& slot, const ModelTree& tree) {
 at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
   if (!tree.init || !tree.init->holds(slot.param)) return slot.param.detach();
   if (!is_tile(slot, tree)) return tree.init->take(slot.param);
-  // A tile reads its rows; take() frees the parameter's values after all its tiles have read
-  // theirs.
+  // Each tile reads its own rows. take() frees the parameter's values after all tiles have read
+  // their rows.
   return tree.init->whole(slot.param)
       .narrow(0, slot.param.storage_offset(), slot.param.numel())
       .clone();
@@ -39,7 +39,7 @@ void set_window(const at::Tensor& param, c10::Storage storage, at::ScalarType dt
                 at::IntArrayRef sizes) {
   const auto options = param.options().dtype(dtype).requires_grad(false);
   // set_data() drops autograd's node, which expects the old sizes, only if the dtype changes. So
-  // the dtype is changed once in between.
+  // the dtype is changed temporarily.
   if (param.sizes() != sizes) param.set_data(at::empty({0}, options.dtype(at::kDouble)));
   at::Tensor window = at::empty({0}, options);
   window.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
@@ -116,7 +116,7 @@ void Adoption::claim_here(const Config& config, const ModelDesc& model, bool ext
   options.stall_s = config.offload.timeout_s;
   options.recorder = tiers_.recorder;
   if (table.uses_disk()) tiers_.disk.emplace(options);
-  // The sizes of activations are only known at run time, so their file grows.
+  // The sizes of activations are only known at run time, so the file for activations grows.
   if (table.at(Role::kAct, Phase::kHold).tier == Tier::kDisk) {
     executor_.activations().open_disk(options);
   }
@@ -158,7 +158,7 @@ void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>
 }
 
 // [all ranks] Returns rank 0's values of the flat, in fp32, and gives the parameters their windows.
-// Of a cut parameter the full tensor is broadcast, and each rank takes its part.
+// A cut parameter is broadcast whole, and each rank takes its part.
 at::Tensor Adoption::take_values(exec::Flat& flat, const std::string& label,
                                  const ModelTree& tree) {
   at::Tensor full = at::zeros({flat.numel}, at::TensorOptions(at::kFloat));
@@ -173,7 +173,7 @@ at::Tensor Adoption::take_values(exec::Flat& flat, const std::string& label,
     full.narrow(0, slot.offset, slot.numel).copy_(initial.reshape({-1}));
     if (is_tile(slot, tree)) {
       own_storage(slot.param, flat.dtype,
-                  slot.sizes);  // its memory belongs to the user's parameter, which may have views
+                  slot.sizes);  // the memory belongs to the user's parameter, which may have views
     } else {
       take_storage(slot.param, flat.dtype, slot.sizes);
     }

@@ -15,12 +15,12 @@ namespace penstock::engine {
 
 namespace {
 
-// The facts about the mesh and a rank's place in it that its flats depend on.
+// The mesh axes, and the rank's place in them, that determine the rank's flats.
 struct Axes {
   int num_data, tensor, num_tensor, pipeline, num_pipeline;
 };
 
-// Returns the pipeline ranks that have the parameter; an empty list if there is one stage.
+// Returns the pipeline ranks that have the parameter, or an empty list if there is one stage.
 std::vector<int> owners_of(const Stages& stages, int param, int num_pipeline) {
   if (num_pipeline == 1) return {};
   std::set<int> ranks;
@@ -135,7 +135,7 @@ Question question_of(const Blueprint& blueprint, const Room& room, bool external
           external_optimizer};
 }
 
-// Refuses settings that do not work with tensor ranks yet.
+// Throws ConfigError for settings that do not work with tensor ranks yet.
 void check_tensor(const ModelTree& tree, const Config& config) {
   const auto fail = [&](const std::string& what) {
     throw ConfigError(concat("[engine::draw] \"mesh.tensor\" is ", config.mesh.tensor, ": ", what));
@@ -154,7 +154,7 @@ void check_tensor(const ModelTree& tree, const Config& config) {
   }
 }
 
-// Refuses settings that do not work with pipelines yet.
+// Throws ConfigError for settings that do not work with pipelines yet.
 void check_pipeline(const ModelTree& tree, const Config& config) {
   const auto fail = [&](const std::string& what) {
     throw ConfigError(
@@ -195,7 +195,7 @@ Dtype compute_dtype(const Config& config, const ParamInfo& param) {
   return own == at::kHalf ? Dtype::kFp16 : Dtype::kFp32;
 }
 
-// The order matters: rules cut parameters, then large weights are split into tiles, then units are
+// The order matters. Rules cut parameters, then large weights are split into tiles, then units are
 // found among modules and tiles, then stages get their modules.
 Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   Blueprint drawn;
@@ -220,7 +220,8 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   drawn.units = lay_out(
       split, drawn.specs, config, drawn.stages,
       {drawn.mesh.data(), drawn.mesh.coordinate(rank, Axis::kTensor), tensor, at, pipeline});
-  drawn.print = fingerprint(drawn.units);  // before keep_own(): it must be equal on all stages
+  // This comes before keep_own(), because the text must be equal on all stages.
+  drawn.print = fingerprint(drawn.units);
   if (pipeline > 1) keep_own(drawn.units, at);
   drawn.model = describe(drawn.units, drawn.specs);
   return drawn;
@@ -229,7 +230,7 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
 void foresee(Blueprint& blueprint) {
   ModelDesc& model = blueprint.model;
   assume_order(model, blueprint.split.tree, blueprint.specs);
-  // A unit of another stage has no flats here. This rank has no events for it.
+  // A unit of another stage has no flats and no events on this rank.
   const auto is_away = [&](const Visit& visit) {
     return visit.unit > 0 && model.units[static_cast<size_t>(visit.unit)].flats.empty();
   };
@@ -241,7 +242,7 @@ void foresee(Blueprint& blueprint) {
 std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_optimizer) {
   const bool open = leaves_tiers_open(blueprint.config);
   Question question = question_of(blueprint, room, external_optimizer);
-  // A full disk is reported later, when its space is claimed: that error names the path.
+  // A full disk is reported later, when the space is claimed, because that error names the path.
   if (!open) question.asked.room.disk = Room::kNoLimit;
   const std::vector<Alternative> tried = alternatives(question, blueprint.model);
   if (tried.empty()) throw ConfigError(refusal(question, blueprint.model));

@@ -1,9 +1,10 @@
-// Checkpoints: save and load of a core: when they are allowed, how the ranks agree, and the state
-// that is not a tensor (counts, loss scale, config). src/ckpt reads and writes the tensors.
+// Save and load of a core: this file decides when they are allowed, makes the ranks agree, and
+// handles the state that is not a tensor (counts, loss scale, config). src/ckpt reads and writes
+// the tensors.
 //
 // [Note: A load] Rank 0 chooses the newest checkpoint whose manifest and files look whole. The
 // other ranks must see the same manifest. All ranks check names and shapes before any state is
-// changed. Then they read the data; State::unloaded makes every call fail until the load has
+// changed. Then they read the data. State::unloaded makes every call fail until the load has
 // finished. If any rank finds damaged data, all ranks try the next checkpoint.
 #include "penstock/checkpoint.h"
 
@@ -34,8 +35,8 @@ namespace {
 
 using ckpt::Json;
 
-// Returns a function from slots to names in a checkpoint: a tile is a range of rows of the user's
-// weight.
+// Returns a function from slots to names in a checkpoint. For a tile, the result is a range of rows
+// of the user's weight.
 ckpt::GlobalOf names_of(const tiles::TiledWeights& tiled) {
   std::map<int, ckpt::Global> of_tile;
   for (const tiles::TiledWeight& one : tiled.all()) {
@@ -64,8 +65,8 @@ Json parse(const std::string& text, const char* what) {
   }
 }
 
-// Returns the front's tensors that this rank writes: tensors of its own, or on rank 0 the ones that
-// are equal on all ranks.
+// Returns the front's tensors that this rank writes: its own tensors and, on rank 0, the tensors
+// that are equal on all ranks.
 std::vector<ckpt::Extra> extras_of(const std::vector<CheckpointTensor>& tensors,
                                    exec::Executor& executor, int rank) {
   uint64_t own = 0;
@@ -83,7 +84,7 @@ std::vector<ckpt::Extra> extras_of(const std::vector<CheckpointTensor>& tensors,
     if (owner == CheckpointTensor::kAll && rank != 0) continue;
     if (owner == CheckpointTensor::kPieces) {
       const Placement& place = executor.table().at(Role::kOptim, Phase::kUpdate);
-      if (owners(place, executor.mesh(), rank).index < 0) continue;  // another rank has the same
+      if (owners(place, executor.mesh(), rank).index < 0) continue;  // another rank writes them
       owner = CheckpointTensor::kAll;
     }
     extras.push_back({one.role, {one.name, one.shape, one.begin}, owner, one.tensor});
@@ -91,8 +92,8 @@ std::vector<ckpt::Extra> extras_of(const std::vector<CheckpointTensor>& tensors,
   return extras;
 }
 
-// Returns the front's tensors to read. If ranks saved tensors of their own, a rank reads its own,
-// or rank 0's if the number of ranks has changed.
+// Returns the front's tensors to read. If each rank saved its own tensors, a rank reads its own
+// tensors again. If the number of ranks has changed, it reads the tensors of rank 0.
 std::vector<ckpt::Extra> wanted_of(const std::vector<CheckpointTensor>& tensors,
                                    const ckpt::Manifest& manifest, int rank, int world) {
   std::vector<ckpt::Extra> extras;
@@ -185,7 +186,7 @@ std::vector<std::string> Core::State::Checkpointing::share(const std::string& la
   });
 }
 
-// Returns the error text if nothing can be saved now, else "".
+// Returns an error text if nothing can be saved now. Otherwise returns "".
 std::string Core::State::Checkpointing::refusal() const {
   const auto seen = state.window->seen();
   if (seen > 0 || state.window->armed()) {
@@ -208,7 +209,8 @@ void Core::State::Checkpointing::rest() const {
   state.drop_gradients();
 }
 
-// [all ranks] Returns the counts of the engine. Those of parameters are collected from all stages.
+// [all ranks] Returns the counts of the engine. The counts of parameters are collected from all
+// stages.
 Json Core::State::Checkpointing::numbers() const {
   Json updates = Json::object();
   const std::vector<exec::UnitState>& units = state.executor->units();
@@ -278,7 +280,7 @@ struct Core::State::Checkpointing::Load {
   const LoadOptions& options;
   Core::State& state = shared.state;
   std::vector<std::string> passed_over{};
-  std::string last{};  // why the last candidate was passed over
+  std::string last{};  // why the last candidate was skipped
 
   FoundCheckpoint run() {
     while (true) {
@@ -319,8 +321,8 @@ struct Core::State::Checkpointing::Load {
                   last.empty() ? "" : concat(" (", last, ")"));
   }
 
-  // [all ranks] Rank 0 chooses a checkpoint and the others must see the same one. The path is "" if
-  // there is none.
+  // [all ranks] Rank 0 chooses a checkpoint, and the other ranks must see the same one. The path is
+  // "" if there is none.
   Candidate choose() {
     const int rank = state.group->rank();
     Candidate chosen;
@@ -511,7 +513,8 @@ std::string Checkpoints::failure() {
 
 FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& options) {
   if (state_->closed) throw RuntimeFault("[engine::load] the engine is closed");
-  const std::string before = state_->saver.finish();  // it may write the checkpoint to load
+  // The last save may still be writing the checkpoint to load.
+  const std::string before = state_->saver.finish();
   if (!before.empty()) state_->save_failure = before;
   const Core::State::Checkpointing shared{*state_};
   return Core::State::Checkpointing::Load{shared, path, options}.run();

@@ -22,7 +22,7 @@ void own_values(const at::Tensor& param, const at::Tensor& values) {
       .target_device(storage->device())
       .make_tensor()
       .copy_(values.reshape({-1}));
-  // From here on the storage is an ordinary one of torch.
+  // The storage is now an ordinary torch storage.
   storage->set_data_ptr_noswap(std::move(memory));
   exec::clear_guard(*storage);
   storage->set_allocator(allocator);

@@ -1,6 +1,6 @@
 // Values: the optimizer state of one parameter (fp32 master and moments), read and replaced between
-// steps, as a full tensor or as this rank's part. The buffers are found by ckpt::holdings(), like
-// those of a checkpoint, so tables, tiers and tiles need no code here.
+// steps, as a full tensor or as this rank's part. ckpt::holdings() finds the buffers, as for a
+// checkpoint, so tables, tiers and tiles need no code here.
 #include "src/engine/model/values.h"
 
 #include <ATen/core/grad_mode.h>
@@ -29,7 +29,7 @@ using ckpt::Holding;
 
 constexpr const char* kParam = "param";  // role name of masters
 
-// Elements of the parameter, from `begin` on, that this rank holds.
+// Elements of the parameter that this rank holds, beginning at `begin`.
 struct OwnedRange {
   int64_t begin = 0;
   std::vector<float> values{};
@@ -103,8 +103,8 @@ struct Values::ParamState {
                              "\": the parameter is frozen, or the optimizer keeps none"));
   }
 
-  // Calls action(holding, piece) for the elements that this rank holds. With `once`, elements that
-  // several ranks hold are visited on one of them only.
+  // Calls action(holding, piece) for the elements that this rank holds. If `once` is set, elements
+  // that several ranks hold are visited on only one of these ranks.
   template <class Action>
   void for_each(bool once, const Action& action) {
     for (Holding& one : found) {
@@ -118,7 +118,7 @@ struct Values::ParamState {
     }
   }
 
-  // Calls `action` with the buffer's values in memory, also if the buffer rests on disk.
+  // Calls `action` with the buffer's values in memory. If the buffer rests on disk, reads it first.
   template <class Action>
   void with_values(Holding& one, const Action& action) {
     mem::DiskTraffic& traffic = state.executor->traffic();
@@ -185,7 +185,7 @@ struct Values::ParamState {
     return full;
   }
 
-  // [all ranks] Replaces this rank's elements by those of `full`, the full tensor in fp32.
+  // [all ranks] Replaces this rank's elements by the elements of `full`, the full tensor in fp32.
   void write(const float* full) {
     state.driver->abandon();  // frees working copies, which have the old values
     std::vector<const exec::Flat*> done;

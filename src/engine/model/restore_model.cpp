@@ -1,11 +1,11 @@
 // Core::State::close(): gives the model back.
 //
-// [Note: Closing] All ranks meet without exchanges (Group::last_call), so this also works after a
-// failure: the exchanges of ranks that still wait are ended, and new connections are made. Then
-// each unit's resting parameters are gathered. Each parameter keeps its storage, which gets memory
-// of its own, so views that users keep stay views of it. If the weights cannot be gathered, reading
-// a parameter without values raises an error. Errors are collected and thrown at the end, after all
-// memory is released.
+// [Note: Closing] All ranks meet without exchanges (Group::last_call), so close() also works after
+// a failure. Exchanges of ranks that still wait are ended, and new connections are made. Then each
+// unit's resting parameters are gathered. Each parameter keeps its storage, which gets its own
+// memory, so views that users keep stay views of the parameter. If the weights cannot be gathered,
+// reading a parameter without values raises an error. Errors are collected and thrown at the end,
+// after all memory is released.
 #include <cstdio>
 #include <exception>
 
@@ -28,10 +28,10 @@ constexpr const char* kUpdateRaised = ", where its update raised ";
 // The state of one close().
 struct Core::State::Closing {
   State& state;
-  const bool gathers;   // gathers weights from other ranks
+  const bool gathers;   // whether weights are gathered from other ranks
   std::string lost{};   // why gathering or giving back the weights failed
   std::string stale{};  // why buffers were not copied from their stages
-  std::string torn{};   // an aborted device collective that published new weights
+  std::string torn{};   // a device collective that was aborted while it published new weights
 
   std::string drained();
   void discard();
@@ -45,13 +45,14 @@ struct Core::State::Closing {
   at::Tensor sent_across(const exec::Part& part, int unit, int index, const at::Tensor& own);
 };
 
-// Waits for all lanes. Returns the error that they ended with, or "".
+// Waits for all lanes. Returns the error of a lane that failed, or "".
 std::string Core::State::Closing::drained() {
   try {
     state.executor->drain();
-    if (state.tiers.disk) state.tiers.disk->wait_for_all();  // reads ahead of an update not made
+    // Reads for an update that was not made may be in progress.
+    if (state.tiers.disk) state.tiers.disk->wait_for_all();
     return "";
-  } catch (const std::exception& error) {  // a call that waited for the lane has thrown it already
+  } catch (const std::exception& error) {  // a call that waited has already thrown it
     return reason(error);
   }
 }
@@ -60,12 +61,12 @@ void Core::State::Closing::discard() {
   try {
     state.executor->discard();
   } catch (const std::exception&) {
-    // The gradients are discarded anyway.
+    // The error is ignored, because the gradients are discarded.
   }
 }
 
-// Meets the other ranks, also if ranks have failed. Returns the error of the first rank that
-// failed, or "". The lanes are idle afterwards.
+// Meets the other ranks, even if some have failed. Returns the error of the first rank that failed,
+// or "". The lanes are idle afterwards.
 std::string Core::State::Closing::part(const std::string& why) {
   std::string fault = state.faulted ? state.trouble : why;
   if (fault.empty()) fault = state.model_ranks.cut_short();
@@ -107,8 +108,8 @@ void Core::State::Closing::bring_buffers() {
   }
 }
 
-// Returns the values of a full flat, in fp32. Undefined if the parameters have their values
-// already, or if they cannot be gathered.
+// Returns the values of a full flat, in fp32. The result is undefined if the parameters already
+// have their values, or if the values cannot be gathered.
 at::Tensor Core::State::Closing::values_of(int unit, int flat) {
   const bool rests_whole = state.executor->table().rests_whole();
   if (rests_whole && state.executor->units()[unit].attached) return {};
@@ -124,7 +125,7 @@ void Core::State::Closing::give_back(int unit, exec::Flat& flat, const at::Tenso
   if (flat.tensor == TensorCut::kCut) return give_back_cut(flat, values);
   for (exec::Slot& slot : flat.slots) {
     if (slot.param.storage().unsafeGetStorageImpl() != slot.window.unsafeGetStorageImpl()) {
-      flat.let_go(slot);  // users gave the parameter other memory, which it keeps
+      flat.let_go(slot);  // if users gave the parameter other memory, it keeps that memory
       continue;
     }
     engine::own_values(slot.param, values.defined() ? values.narrow(0, slot.offset, slot.numel)
@@ -146,7 +147,7 @@ void Core::State::Closing::give_back_cut(exec::Flat& flat, const at::Tensor& val
         concat("[exec::guard] this tensor is a view of the part of \"", slot.name,
                "\" that this rank had while its engine was open. The parameter is a full tensor "
                "again: take a new view");
-    if (slot.shown) continue;  // close() inside gathered(): it is a full tensor already
+    if (slot.shown) continue;  // already a full tensor: close() was called inside gathered()
     const at::Tensor part =
         values.defined() ? values.narrow(0, slot.offset, slot.numel) : slot.param.variable_data();
     const at::Tensor whole = state.executor->values().whole_of(slot, part).to(slot.param.options());
@@ -155,7 +156,7 @@ void Core::State::Closing::give_back_cut(exec::Flat& flat, const at::Tensor& val
   flat.detach();
 }
 
-// Gives another stage's parameters their values, if every rank takes part.
+// Gives the parameters of another stage their values, if every rank takes part.
 void Core::State::Closing::give_back_away(exec::Flat& flat, const at::Tensor& values) {
   if (!gathers || !lost.empty()) {
     flat.say_gone();
@@ -183,7 +184,7 @@ at::Tensor Core::State::Closing::sent_across(const exec::Part& part, int unit, i
 
 void Core::State::Closing::give_back(int unit) {
   exec::UnitState& parts = state.executor->units()[unit];
-  int index = -1;  // among this rank's flats
+  int index = -1;  // index among this rank's flats
   for (const exec::Part& part : parts.parts()) {
     exec::Flat& flat = *part.flat;
     index += part.here ? 1 : 0;
@@ -231,7 +232,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   engine::take_back(lent_gradients);
   border->hide_gradients();
   tiled->close();
-  // Waits for I/O that still reads into or writes from the copies below.
+  // Waits for I/O that still uses the memory of the copies freed below.
   if (!closing.gathers || !closing.lost.empty()) tiers.close_disk();
   for (size_t unit = 0; unit < executor->units().size(); ++unit) {
     closing.give_back(static_cast<int>(unit));

@@ -104,9 +104,9 @@ class Finder {
     return type == "ModuleList" || type == "ModuleDict" || type == "Sequential";
   }
 
-  // Returns whether a list inside the module repeats modules that have grandchildren. Then the
-  // module is a stack of blocks (an encoder and a decoder of one class), and not a block. A block
-  // with a list of plain experts stays a block.
+  // Returns whether a list inside the module repeats modules that have grandchildren. If so, the
+  // module is a stack of blocks and not a block (for example an encoder and a decoder of one
+  // class). A block with a list of plain experts stays a block.
   bool has_blocks(int module) const {
     std::map<std::string, int> count;
     for (const int child : children_[module]) {
@@ -140,8 +140,8 @@ class Finder {
     }
   }
 
-  // Returns the bytes of the parameters that only this module uses; the root keeps shared ones. A
-  // layer in tiles returns 0, because its tiles are units already.
+  // Returns the bytes of the parameters that only this module uses, because the root keeps shared
+  // parameters. Returns 0 for a layer in tiles, whose tiles are units already.
   int64_t own_bytes(int module) const {
     const ModuleInfo& info = tree_.modules[module];
     int64_t bytes = 0;
@@ -158,12 +158,12 @@ class Finder {
   const UnitsConfig& config_;
   std::vector<std::vector<int>> children_;
   std::vector<int64_t> bytes_;
-  std::vector<int> num_users_;  // by parameter: modules that own it
+  std::vector<int> num_users_;  // by parameter: number of modules that own it
   std::vector<int> blocks_, layers_;
   std::set<std::string> found_;
 };
 
-// Writes the assumed order of visits. It visits the modules in order; a unit is open while its
+// Writes the assumed order of visits. It visits the modules in order. A unit is open while its
 // descendants are visited.
 class OrderWriter {
  public:
@@ -288,7 +288,8 @@ std::vector<UnitSpec> find_units(const ModelTree& tree, const UnitsConfig& confi
     if (wholes.contains(static_cast<int>(p))) continue;  // its tiles have units
     specs[std::max(0, unit_of_param[p])].params.push_back(static_cast<int>(p));
   }
-  // A unit without parameters (all of them are shared and belong to the root) is removed.
+  // A unit without parameters is removed. All of its modules' parameters are shared and belong to
+  // the root.
   specs.erase(std::remove_if(specs.begin() + 1, specs.end(),
                              [](const UnitSpec& spec) { return spec.params.empty(); }),
               specs.end());

@@ -70,7 +70,7 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
   std::map<int, at::Tensor> rows_of = state_->tiled->whole_values(
       true, at::TensorOptions(at::kFloat).device(state_->tiers.computes.where()), &tensors);
   for (size_t unit = 0; unit < state_->executor->units().size(); ++unit) {
-    int index = -1;  // among this rank's flats
+    int index = -1;  // index among this rank's flats
     for (const exec::Part& part : state_->executor->units()[unit].parts()) {
       const exec::Flat& flat = *part.flat;
       const std::vector<exec::Slot>& slots = flat.slots;
@@ -102,7 +102,8 @@ std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::str
 
 namespace {
 
-// Takes memory for the largest flat on ranks where it arrives, on other ranks for this rank's part.
+// Takes memory for the largest flat on ranks where the values arrive. On other ranks, takes memory
+// for the rank's part.
 mem::Lease room_for_a_flat(exec::Executor& executor, mem::Arena& memory, bool arrives) {
   int64_t numel = 0;
   for (const exec::UnitState& unit : executor.units()) {
@@ -146,8 +147,8 @@ bool holds_first_part(const Mesh& mesh, int rank) {
 }  // namespace
 
 // [all ranks] Calls sink(unit, slot, full tensor) on the ranks where values arrive, flat by flat,
-// so that one flat is in memory at a time. Inside gathered(write=True) it writes the user's values
-// first.
+// so that only one flat is in memory at a time. Inside gathered(write=True), first writes the
+// user's values.
 template <class Sink>
 void Values::for_each_weight(bool everywhere, const Sink& sink) {
   state_->check_open("state_dict");
@@ -164,7 +165,7 @@ void Values::for_each_weight(bool everywhere, const Sink& sink) {
   const mem::Lease room = agreed_room(executor, state_->tiers.on_host(), arrives);
   for (size_t u = 0; u < executor.units().size(); ++u) {
     const auto unit = static_cast<int>(u);
-    int index = -1;  // among this rank's flats
+    int index = -1;  // index among this rank's flats
     for (const exec::Part& one : executor.units()[u].parts()) {
       const exec::Flat& flat = *one.flat;
       at::Tensor full;
@@ -224,7 +225,7 @@ void Values::stream(const Take& take) {
   const Take keep = [&](const std::string& name, int64_t begin, const at::Tensor& values) {
     try {
       if (problem.empty()) take(name, begin, values);
-    } catch (const std::exception& error) {  // kept: all ranks must finish the collectives
+    } catch (const std::exception& error) {  // kept until all ranks have finished the collectives
       problem = error.what();
     }
   };
@@ -260,7 +261,7 @@ void refuse_other_values(exec::Executor& executor, const std::map<std::string, a
 
 namespace {
 
-// Checks names and shapes, also for parameters of other stages.
+// Checks names and shapes, including the parameters of other stages.
 void check_gradients(std::vector<exec::UnitState>& units,
                      const std::map<std::string, at::Tensor>& given) {
   std::set<std::string> unknown;
@@ -335,7 +336,7 @@ void Values::gather(const std::vector<int>& units, bool write) {
       state_->wholes->show(unit);
     }
     state_->tiled->gather(units, state_->tiers.device);
-  } catch (const RuntimeFault&) {  // for example no memory: undo everything
+  } catch (const RuntimeFault&) {  // for example for lack of memory: undo everything
     for (const int unit : units) {
       if (state_->driver->held(unit) == 0) state_->wholes->hide(unit);
     }
@@ -375,13 +376,13 @@ void Values::let_go_of(const std::vector<int>& units) {
 }
 
 // [all ranks] Throws if users edited gathered parameters without write=True. Each rank compares
-// only its own shard, so the ranks share what they found and all throw.
+// only its own shard. The ranks then share the results, so that all of them throw.
 void Values::refuse_edits(const std::vector<int>& units) {
   const bool rests_whole = state_->executor->table().rests_whole();
   if (rests_whole && !state_->wholes->used()) return;
   std::string mine;
   for (const int unit : units) {
-    // Inside another gathered() of the unit, the outer block checks it.
+    // If this gathered() is inside another one of the unit, the outer block makes the check.
     if (!mine.empty() || state_->driver->held(unit) != 1) continue;
     mine = state_->wholes->edited(unit);
     if (mine.empty() && !rests_whole) mine = state_->border->edited(unit, true);
@@ -411,7 +412,8 @@ void Values::set_to_itself(const std::string& param) {
       }
     }
   }
-  // The parameter has a new accumulator. In a backward, gradients still arrive at the old one.
+  // The parameter has a new accumulator. During a backward, gradients still arrive at the old
+  // accumulator.
   if (engine::in_backward()) return;
   for (engine::GradientHook& hook : state_->hooks) hook.follow();
 }

@@ -26,8 +26,8 @@ struct CallRule {
   const char* refusal;
 };
 
-// Indexed by Call. An update keeps kScaled: the next loss may have been scaled already. A drop
-// keeps kForwarded: the loss still exists, so a backward from it is legal.
+// Indexed by Call. An update keeps kScaled, because the next loss may have been scaled already. A
+// drop keeps kForwarded, because the loss still exists and a backward from it is legal.
 constexpr std::array<CallRule, 9> kRules = {{
     {Call::kForward, kNone, kNone, kForwarded, kNone, Count::kKeep, ""},
     {Call::kBackward, kForwarded, kNone, kScaled, kNone, Count::kKeep,

@@ -58,7 +58,8 @@ bool Core::any_forward(bool mine) {
   state_->check_open("forward");
   const std::string all = engine::say_each(*state_->executor, "any forward", mine);
   const bool any = all.find('1') != std::string::npos, ended = all.find('0') != std::string::npos;
-  // A rank that is done runs the plan of a forward. The plan has the tiles only after step one.
+  // A rank that has no more batches runs the plan of a forward. Before the end of step one, the
+  // plan does not have the tiles yet.
   if (any && ended && state_->moves_params && !state_->order->done() &&
       !state_->tiled->all().empty()) {
     throw RuntimeFault(
@@ -69,7 +70,7 @@ bool Core::any_forward(bool mine) {
   return any;
 }
 
-// Adds up in rank order, so the result has the same bits on every rank.
+// Adds up the values in rank order, so the result has the same bits on every rank.
 double Core::mean(double mine, bool counts) const {
   state_->check_open("mean");
   const std::array<double, 2> own = {counts ? mine : 0.0, counts ? 1.0 : 0.0};
@@ -92,7 +93,7 @@ void Core::relearn() {
 void Core::resume_backward() {
   state_->check_open("backward");
   state_->window->on(engine::Call::kBackward);
-  // Exceptions kept from an earlier backward are stale now.
+  // An exception that was kept from an earlier backward is now obsolete.
   state_->fault = nullptr;
   state_->model_ranks.take_fault();
   state_->seen_before = state_->window->seen();
@@ -106,7 +107,7 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
   if (!gradient.defined() && loss.numel() == 1) state_->monitor->saw(loss);
   const double scale = state_->loss_scale.value();
   if (scale == 1.0 || (!gradient.defined() && loss.numel() != 1)) return gradient;
-  // A scale above the range of fp16 becomes infinite: then the step is skipped and the scale
+  // A scale above the range of fp16 becomes infinite. The step is then skipped, and the scale is
   // halved.
   const at::Tensor factor = at::scalar_tensor(scale, at::TensorOptions(at::kFloat));
   const at::Tensor start = gradient.defined() ? gradient : at::ones_like(loss);

@@ -1,9 +1,9 @@
 // Core::State: makes flats, hooks and plans from a model.
 //
-// [Note: Set-up] All decisions come before any change of the model: resolve the config, draw the
-// blueprint, compare models and configs between ranks, choose tiers and budgets. Adoption::claim()
-// then reserves all room on all ranks, and Adoption::take() moves the parameters. If anything
-// throws before Adoption::commit(), the model is released.
+// [Note: Set-up] All decisions are made before the model is changed: the config is resolved, the
+// blueprint is drawn, the ranks compare models and configs, and tiers and budgets are chosen.
+// Adoption::claim() then reserves all room on all ranks, and Adoption::take() moves the parameters.
+// If anything throws before Adoption::commit(), the model is released.
 #include <algorithm>
 #include <cstdio>
 #include <set>
@@ -44,7 +44,7 @@ c10::Device device_of(const ModelTree& tree) {
                              : tree.params.front().param.device();
 }
 
-// Refuses parameters that share elements of one storage.
+// Throws if parameters share elements of one storage.
 void check_memory(const ModelTree& tree) {
   struct Extent {
     const void* storage;
@@ -100,7 +100,7 @@ Room agree(const Config& config, Group& group, const ModelTree& tree, const std:
   comm::Members all{{}, group.rank()};
   for (int rank = 0; rank < group.size(); ++rank) all.ranks.push_back(rank);
   const engine::AvailableMemory mine = engine::find_room(config, tree, group.size());
-  // Without the device index, which may differ between ranks.
+  // The text omits the device index, which may differ between ranks.
   const std::string device =
       concat("parameters on ", c10::DeviceTypeName(device_of(tree).type()), ", collectives ",
              group.device_groups() ? "there" : "here", "\n");
@@ -133,8 +133,7 @@ void check_optimizer(const Config& config, bool external) {
              "\"optimizer\" in the config"));
 }
 
-// Returns the sequence ranks of `rank`: ranks that differ only in the innermost part of the `local`
-// axis.
+// Returns the sequence ranks of `rank`. They differ only in the innermost part of the `local` axis.
 Members sequence_ranks(const Config& config, int rank) {
   const int tensor = config.mesh.tensor, count = config.mesh.sequence;
   Members members;
@@ -226,7 +225,7 @@ Core::State::~State() {
   try {
     close(false, "");
   } catch (const std::exception&) {
-    // A destructor cannot report an error; close() does.
+    // A destructor cannot report an error. close() reports it.
   }
 }
 

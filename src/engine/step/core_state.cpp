@@ -17,7 +17,8 @@ namespace penstock {
 
 namespace {
 
-// A parameter that was frozen at initialize() has no master, no moments and no gradient hook.
+// A parameter that was frozen at initialize() cannot train later, because it has no master, moments
+// or gradient hook.
 void check_frozen(const std::vector<exec::UnitState>& units) {
   for (const exec::UnitState& unit : units) {
     for (const exec::Flat& flat : unit.flats) {
@@ -35,8 +36,8 @@ void check_frozen(const std::vector<exec::UnitState>& units) {
   }
 }
 
-// Checks before a step that cut modules were called, and that no gathered() block is open: its
-// tensors would keep the old values.
+// Checks before a step that cut modules were called and that no gathered() block is open. The
+// tensors of an open block would keep the old values.
 void check_model(const engine::Driver& driver, const exec::Executor& executor,
                  const engine::WholeParams& wholes, const engine::ModelRanks& model_ranks) {
   if (model_ranks.tensor) model_ranks.tensor->check_called(executor.units());
@@ -46,7 +47,8 @@ void check_model(const engine::Driver& driver, const exec::Executor& executor,
       "update. Leave the block before the step");
 }
 
-// A scheduler may set momentum after initialize(), which then made no room for the moment.
+// A scheduler may set momentum after initialize(). In that case initialize() made no room for the
+// moment.
 void check_groups(const Config& config, const std::vector<OptimizerConfig>& groups) {
   const int room = num_moments(config);
   for (size_t i = 0; i < groups.size(); ++i) {
@@ -67,7 +69,8 @@ void check_groups(const Config& config, const std::vector<OptimizerConfig>& grou
 // gradient on any rank do not count. The window stays open and no update is made.
 class StillOpen : public std::exception {};
 
-// Refuses edits of a gathered unit that is about to be freed. Inside gathered(), release() does it.
+// Throws if users edited a gathered unit that is about to be freed. Inside gathered(), release()
+// makes this check.
 void refuse_edit(const engine::Driver& driver, engine::OutsideEdits& border, int unit,
                  const char* where) {
   if (driver.held(unit) > 0) return;
@@ -75,8 +78,8 @@ void refuse_edit(const engine::Driver& driver, engine::OutsideEdits& border, int
 }
 
 // Returns whether the backward in progress accumulates gradients of this model. It does not in
-// torch.autograd.grad(), in a backward(inputs=...) for other tensors, or if another model's
-// backward passes through this model while it is frozen.
+// torch.autograd.grad(), in a backward(inputs=...) for other tensors, or if this model is frozen
+// and another model's backward passes through it.
 bool expects_gradients(const tiles::TiledWeights& tiled,
                        const std::vector<engine::GradientHook>& hooks) {
   if (!tiled.all().empty() && !engine::in_side_backward()) return true;
@@ -97,7 +100,7 @@ void Core::State::forward_begin(bool grad_enabled) {
         "forward");
   }
   if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
-  if (window->armed()) {  // the last backward threw, so the window's gradients are incomplete
+  if (window->armed()) {  // the last backward threw, so the gradients of the window are incomplete
     driver->abandon();
     drop_gradients();
   }
@@ -128,7 +131,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
   }
   unit_end(0, outputs);
   if (engine::in_backward()) return;
-  // An evaluation has no norm, which otherwise reports edits found on a device.
+  // In training the norm reports edits that were found on a device, but an evaluation has no norm.
   if (driver->section() == Section::kEval) {
     engine::OutsideEdits::refuse_edit(executor->values().resolve_doubts(), "in forward");
   }
@@ -140,7 +143,8 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
 void Core::State::unit_begin(int unit) {
   began[unit] = engine::now();
   if (engine::in_backward()) return backward_enter(unit);
-  // A layer that is used twice in a forward becomes a spanning unit: whole for the entire pass.
+  // A layer that is used twice in a forward becomes a spanning unit, which stays whole for the
+  // entire pass.
   if (!model.units[unit].block && !order->spans(unit) && order->enters_again(unit)) {
     order->span(unit);
     driver->enter(Op::kForward, unit);
@@ -174,8 +178,8 @@ void Core::State::forward_failed(const std::string& error) {
   driver->abandon();
 }
 
-// Publishes this rank's error: the other ranks will wait for it in their next collective, and their
-// errors quote its position.
+// Publishes this rank's error as its position. Other ranks will wait for this rank in their next
+// collective, and their errors quote the position.
 void Core::State::failed(const char* what, const std::string& error) {
   faulted = true;
   show(group->board(), concat("the caller's code, after its ", what, " raised"));
@@ -220,7 +224,8 @@ void Core::State::drop_gradients() {
   window->on(engine::Call::kDrop);
 }
 
-// The backward may have reached no hook of this rank, but it counts: it does on the other stages.
+// Even if the backward reached no hook of this rank, it counts, because it counts on the other
+// stages.
 void Core::State::end_backward_of_stage() {
   if (window->seen() > seen_before || window->armed()) return;
   start_backward(false);
@@ -269,8 +274,8 @@ void Core::State::backward_enter(int unit) {
   if (!unit_events) return;
   if (unit != 0) complete_frozen(unit);
   const bool spans = order->spans(unit);
-  // The plan of step one has the unit at its module. Entering it there would run all lines before
-  // it.
+  // The plan of step one has the unit's lines at its module. Entering the unit would run all lines
+  // before them.
   if (spans && !order->done()) return driver->pin(unit);
   order->begin(Op::kBackward, unit);
   driver->enter(Op::kBackward, unit);
@@ -278,7 +283,8 @@ void Core::State::backward_enter(int unit) {
 }
 
 // A frozen weight has no gradient that marks its last use in backward. Autograd works from later
-// forward nodes to earlier ones, so reaching another unit's output marks it.
+// forward nodes to earlier ones, so the last use has ended when the backward reaches the output of
+// another unit.
 void Core::State::complete_frozen(int except) {
   const std::vector<int> open = std::exchange(frozen_open, {});
   for (const int unit : open) {
@@ -304,7 +310,8 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
     take_gradient(unit, flat_index, slot_index, gradient);
     gradient.reset();
   }
-  // A module whose uses are recomputed in backwards of their own gets one gradient per use.
+  // If each use of a module is recomputed in its own backward, the module gets one gradient per
+  // use.
   if (std::exchange(slot.arrived, true) || --waiting[unit] != 0) return;
   const std::vector<exec::Flat>& flats = executor->units()[unit].flats;
   const bool has_frozen = std::any_of(flats.begin(), flats.end(), [](const exec::Flat& one) {
@@ -343,7 +350,8 @@ void Core::State::leave_tile(int unit, Mark in_backward) {
     return;
   }
   const bool nothing = in_backward == Mark::kUse && !moves_params;
-  if (nothing || !window->armed()) return;  // not armed: enter_tile() pinned it for autograd.grad()
+  // If the window is not armed, enter_tile() pinned the unit for autograd.grad().
+  if (nothing || !window->armed()) return;
   order->add(Op::kBackward, {unit, in_backward});
   if (in_backward == Mark::kUse) {
     driver->pause(unit);
@@ -378,12 +386,13 @@ void Core::State::end_backward() {
   border->show_gradients();
   show(group->board(), "the caller's code, after backward");
   if (order->done()) return;
-  // A backward through frozen weights only does not show the order of the units.
+  // A backward through frozen weights alone does not show the order of the units.
   const bool gave = window->gave().back() == '1';
-  // Only this stage: other stages are elsewhere in the schedule.
+  // Only the ranks of this stage exchange texts, because other stages are elsewhere in the
+  // schedule.
   const std::vector<std::string> all = executor->share("gave in step one", gave ? "1" : "0", true);
   if (std::count(all.begin(), all.end(), "1") == 0) return;
-  // Step one is over: new plans follow the order that all ranks agreed on.
+  // Step one is over, and new plans follow the order on which all ranks agreed.
   const auto in_stage = [this](const std::string& name, const std::string& payload) {
     return executor->share(name, payload, true);
   };
@@ -435,7 +444,8 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
   try {
     driver->finish();
-    // If parameters rest where they compute, the user may read them right after step().
+    // If forward and backward use the resting parameters, the user may read them right after
+    // step().
     if (!config.offload.late_update || executor->table().rests_whole()) {
       executor->updates().finish();
     }

@@ -20,7 +20,7 @@ bool is_forward(Section section) {
   return is_training_forward(section) || section == Section::kEval;
 }
 
-// Returns whether the section leaves parameters in `hold` for the next section of the window.
+// Returns whether the section leaves parameters in phase `hold` for the next section of the window.
 bool is_followed(Section section) {
   return is_training_forward(section) || section == Section::kBackward;
 }
@@ -86,7 +86,7 @@ void Driver::begin(Section section) {
 }
 
 // Moves all units back to `hold` after an evaluation inside the window. If `hold` is whole, no plan
-// line gathers the units again. Ranks may use different units, so all ranks move all of them in
+// line gathers the units again. Ranks may use different units, so every rank moves all units, in
 // this order.
 void Driver::bring_back() {
   for (size_t unit = 0; unit < active_.size(); ++unit) {
@@ -113,8 +113,9 @@ int Driver::computing() const {
   return innermost;
 }
 
-// Records a compute event. Forwards nest like calls. Backwards follow each other: an entered unit
-// may wait while autograd works on another, so its event begins where the previous backward ended.
+// Records a compute event. Forward events nest like calls. Backward events follow each other: an
+// entered unit may wait while autograd works on another unit, so its event begins when the backward
+// of the previous unit ended.
 void Driver::compute_ends(Op op, int unit) {
   if (!recorder_.on()) return;
   const int64_t now = trace::now_ns(), began = std::exchange(began_ns_[unit], 0);
@@ -150,13 +151,13 @@ void Driver::leave(Op op, int unit) {
   compute_ends(op, unit);
   if (op == Op::kBackward) done_[unit] = true;
   if (running_) {
-    // A unit whose parameters do not move has no enter(); its first line is passed here.
+    // A unit whose parameters do not move has no enter(), so its first line is passed here.
     if (!entered) pass(find(op, unit, false));
     pass(find(op, unit, true));
     run_moves();
     pump();
   }
-  if (op == Op::kForward) {  // does nothing if a plan line did it
+  if (op == Op::kForward) {  // does nothing if a plan line has already moved them
     executor_.activations().put_away(unit, executor_.units()[unit].name);
   }
   if (drop_later_[unit] || unforeseen_[unit]) release(unit);
@@ -210,9 +211,9 @@ void Driver::release(int unit) {
 void Driver::run_to(size_t end) {
   while (next_ < end) {
     const Step& step = (*steps_)[next_].step;
-    // If parameters move, every unit is entered before its gradients come. So a unit whose line is
-    // passed without that was skipped on this rank. Its gradient move must run anyway, because
-    // other ranks wait in it.
+    // If parameters move, every unit is entered before its gradients come. So if a unit's line is
+    // passed and the unit was not entered, this rank skipped the unit. The unit's gradient move
+    // must run anyway, because other ranks wait in it.
     if (step.op == Op::kBackward && step.mark != Mark::kBegin && step.mark != Mark::kUse &&
         executor_.table().moves_params() && active_[step.units.front()] == 0) {
       done_[step.units.front()] = true;
@@ -275,8 +276,8 @@ void Driver::finish() {
   finishing_ = running_ = false;
 }
 
-// Records late gradients at the end of a backward. The test is only valid now: later moves may
-// place a gradient where backwards leave it.
+// Records late gradients at the end of a backward. The test is valid only at this time, because
+// later moves may place a gradient where backwards leave it.
 void Driver::note_late() {
   std::fill(late_.begin(), late_.end(), false);
   for (const exec::PlannedStep& planned : *steps_) {
@@ -287,7 +288,7 @@ void Driver::note_late() {
 
 std::vector<bool> Driver::late() const {
   std::vector<bool> late;
-  for (size_t unit = 0; unit < late_.size(); ++unit) {  // the gradient may have been dropped since
+  for (size_t unit = 0; unit < late_.size(); ++unit) {  // the gradient may have been dropped
     late.push_back(late_[unit] && executor_.gradients().late(static_cast<int>(unit)));
   }
   return late;

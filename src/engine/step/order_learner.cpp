@@ -26,7 +26,8 @@ void OrderLearner::begin(Op pass, int unit) {
 
 void OrderLearner::end(Op pass, int unit) {
   if (!records(pass)) return;
-  // Its gradients came and it was not entered: its backward needs no parameters, as an embedding.
+  // The unit's gradients came although it was not entered, so its backward needs no parameters (as
+  // for an embedding).
   if (pass == Op::kBackward && scope_.moves_params && !backward_.has(unit)) {
     return backward_.add({unit, Mark::kGradient});
   }
@@ -45,8 +46,8 @@ bool OrderLearner::enters_again(int unit) const {
   return scope_.moves_params && in_forward_ && forward_.has(unit);
 }
 
-// Returns the recorded visits, and whole visits of units that did not run. Units that are not in
-// the assumed order (other stages have them) are left out.
+// Returns the recorded visits, and whole visits of units that did not run. It leaves out units that
+// are not in the assumed order, because other stages have them.
 std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
                                         const std::vector<Visit>& assumed) const {
   std::vector<Visit> visits = record.visits(static_cast<int>(assumed_.units.size()));
@@ -61,7 +62,7 @@ std::vector<Visit> OrderLearner::all_of(const OrderRecord& record,
 std::vector<Visit> OrderLearner::seen_forward() const {
   if (!scope_.units_are_entered || forward_.empty()) return assumed_.forward;
   std::vector<Visit> visits = all_of(forward_, assumed_.forward);
-  // A tile that was not used inside the forward gets no visit there; it is gathered on demand.
+  // A tile that was not used inside the forward gets no visit. It is gathered on demand.
   std::erase_if(visits, [this](const Visit& visit) {
     return scope_.is_tile(visit.unit) && !forward_.has(visit.unit);
   });
@@ -72,7 +73,8 @@ std::vector<Visit> OrderLearner::seen_forward() const {
 std::vector<Visit> OrderLearner::seen_backward() const {
   if (backward_.empty()) return assumed_.backward;
   std::vector<Visit> visits = all_of(backward_, assumed_.backward);
-  // A unit that was not reached (for example frozen) keeps the assumed visit without parameters.
+  // A unit that the backward did not reach (for example a frozen one) keeps its assumed visit if
+  // that visit uses no parameters.
   for (const Visit& visit : assumed_.backward) {
     if (visit.mark != Mark::kGradient || backward_.has(visit.unit)) continue;
     std::replace(visits.begin(), visits.end(), Visit{visit.unit, Mark::kWhole}, visit);
@@ -98,8 +100,8 @@ ModelDesc OrderLearner::agree(int64_t off_plan, const ShareText& share) {
   const std::string mine = visits_text(seen.forward) + "\n" + visits_text(seen.backward);
   const std::string difference = first_difference(share("order of step one", mine));
   if (difference.empty()) return seen;
-  // Ranks may skip different units, so the assumed order is kept. If parameters move, it must have
-  // fit on every rank. If only gradients move, any common order is right.
+  // Ranks may skip different units, so the assumed order is kept. If parameters move, the assumed
+  // order must have fit on every rank. If only gradients move, any common order is right.
   bool served = true;
   for (const std::string& count : share("off plan in step one", std::to_string(off_plan))) {
     served &= count == "0";

@@ -95,7 +95,7 @@ void OutsideEdits::look_at(Param& param) {
     refuse(param.name, concat("was ", at::IntArrayRef(param.sizes), " and is ", tensor.sizes(),
                               " now. close() the engine, change the shape and initialize again"));
   }
-  if (slot->shown) return;  // not a window now: it has the full tensor (WholeParams)
+  if (slot->shown) return;  // the parameter is the full tensor now and not a window (WholeParams)
   const c10::Storage& window = param.tiled ? param.tiled : slot->window;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   const bool same = storage == window.unsafeGetStorageImpl() && tensor.storage_offset() == 0 &&
@@ -152,7 +152,7 @@ std::string OutsideEdits::edited(int index, bool always) {
       if (slot.param._version() != slot.version) return slot.name;
     }
   }
-  // The comparison copies the resting shard into the memory that computes, so it is made rarely.
+  // The comparison copies the resting shard to the device or from disk, so it is made rarely.
   const Tier rest = executor_.table().at(Role::kParam, Phase::kRest).tier;
   const bool on_accelerator = !executor_.traffic().tiers().computes.is_host();
   if ((rest == Tier::kDisk || (rest == Tier::kHost && on_accelerator)) && !always) {
@@ -189,7 +189,7 @@ OutsideEdits::SeenGradients OutsideEdits::look_at_gradients(bool adds) {
            "engine.backward() to add to them");
   }
   if (dropped.empty()) return SeenGradients::kKept;
-  // All dropped means zero_grad(): the caller drops the whole window.
+  // If all were dropped, users called zero_grad(), and the caller drops the whole window.
   if (dropped.size() == num_shown) return SeenGradients::kAllDropped;
   for (Param* param : dropped) forget(*param);
   return SeenGradients::kSomeDropped;

@@ -8,8 +8,8 @@
 
 namespace penstock::engine {
 
-// Format: one character per backward of a full window ('1' gradient, '0' none, '.' has not ended),
-// then one per unit ('1': its gradient is late).
+// Format: one character per backward of a full window ('1': it produced a gradient, '0': it did
+// not, '.': it has not ended), then one character per unit ('1': its gradient is late).
 std::string say_window(const AccumulationWindow& window, const Driver& driver) {
   const auto backwards = static_cast<size_t>(window.accumulate());
   std::string said = window.gave().substr(0, backwards);
@@ -35,7 +35,7 @@ std::string options_text(const std::vector<OptimizerConfig>& groups, const std::
 bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window, Driver& driver) {
   const auto backwards = static_cast<size_t>(window.accumulate());
   const auto ended = [&](const std::string& said) { return std::min(said.find('.'), backwards); };
-  const size_t options = backwards + driver.late().size();  // begin of options_text()
+  const size_t options = backwards + driver.late().size();  // index at which options_text() begins
   std::string anywhere = all.front().substr(0, options);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (ended(all[rank]) != ended(all.front())) {

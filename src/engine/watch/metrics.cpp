@@ -82,7 +82,7 @@ void Core::State::Observer::begin() {
   const std::string& reports = state.config.comm.report_dir;
   about.folder = reports.empty() ? state.config.monitor.path : reports;
   if (!about.folder.empty()) {
-    std::error_code later;  // ignored: the write reports the error
+    std::error_code later;  // ignored, because the write reports the error
     about.folder = std::filesystem::absolute(about.folder);
     std::filesystem::create_directories(about.folder, later);
   }
@@ -186,7 +186,7 @@ void Core::State::Observer::write_trace(const engine::TraceWish& wish) {
     try {
       const std::string more = wish.more(state.tiers.recorder->about.offset_ns);
       own += (own.empty() || more.empty() ? "" : ",\n") + more;
-    } catch (const std::exception& error) {  // reported only: other ranks wait in collect()
+    } catch (const std::exception& error) {  // only reported, because other ranks wait in collect()
       say(concat("the trace has only the lanes' events: ", reason(error)));
     }
   }
@@ -198,7 +198,7 @@ void Core::State::Observer::write_trace(const engine::TraceWish& wish) {
   if (state.group->rank() != 0) return;
   try {
     write_file(wish.path, trace::chrome_trace(parts, "{}"));
-  } catch (const RuntimeFault& error) {  // reported only: the step was applied
+  } catch (const RuntimeFault& error) {  // only reported, because the step was applied
     say(error.what());
   }
 }

@@ -64,7 +64,7 @@ void Monitor::ask(TraceWish wish) {
 
 std::optional<TraceWish> Monitor::take_finished() {
   if (!wish_) return std::nullopt;
-  // The wish was made before its first step; recording starts now.
+  // The trace was requested before its first step, so recording starts now.
   if (!records_ && applied_ + 1 >= wish_->first) ask(std::move(*wish_));
   if (!records_ || applied_ < wish_->last) return std::nullopt;
   records_ = false;

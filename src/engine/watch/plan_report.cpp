@@ -1,5 +1,5 @@
-// plan_report(), mesh_report(): apply src/plan/cost/strategy_comparison.h and mesh_choice.h to a
-// real model.
+// plan_report() and mesh_report() apply strategy_comparison.h and mesh_choice.h (src/plan/cost) to
+// a real model.
 #include "penstock/core.h"
 #include "penstock/plan.h"
 #include "src/engine/model/blueprint.h"

@@ -20,8 +20,8 @@ std::vector<Section> sections_of(int64_t micro_batches) {
 }
 
 // Returns the work of each unit from the measured FLOPs of a forward. If units have no events, all
-// FLOPs were counted in the root and are divided by the units' parameters. A backward of a
-// trainable unit takes twice its forward.
+// FLOPs were counted in the root and are distributed in proportion to the units' parameters. A
+// backward of a trainable unit takes twice the work of its forward.
 std::vector<UnitWork> work_of_units(const ModelDesc& model, std::vector<double> flops) {
   const double total = std::accumulate(flops.begin(), flops.end(), 0.0);
   flops.resize(model.units.size(), 0.0);

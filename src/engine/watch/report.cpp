@@ -37,7 +37,7 @@ std::string Report::overflow() const { return state_->overflow; }
 LedgerReport Report::ledger() const {
   LedgerReport report;
   report.strategy = state_->config.strategy;
-  // The same simulator makes these predictions and `penstock plan` (src/plan/cost).
+  // `penstock plan` uses the same simulator for its predictions (src/plan/cost).
   for (const std::string& name : preset_names()) {
     const Config config = adapted(state_->config, name, state_->config.offload.optimizer);
     report.predicted[name] = entry_of(predict(config, state_->model));

@@ -78,7 +78,7 @@ RunFiles::~RunFiles() {
     say(concat(dropped_, " rows were dropped: the disk is slower than the steps"));
   }
   if (lock_ < 0) return;
-  flock(lock_, LOCK_UN);  // close() is not enough: forked processes share the open file
+  flock(lock_, LOCK_UN);  // close() is not enough, because forked processes share the open file
   close(lock_);
 }
 
@@ -121,7 +121,7 @@ void RunFiles::run() {
 
 void RunFiles::write(const FileTask& task) {
   if (!task.name.empty()) {
-    // A new file that is renamed, so that readers never see half of it.
+    // The text is written to a new file that is then renamed, so that readers never see half of it.
     const std::string path = concat(folder_, "/", task.name), made = path + ".new";
     std::ofstream file(made);
     file << task.text;
