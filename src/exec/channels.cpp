@@ -6,7 +6,7 @@
 
 namespace penstock::exec {
 
-// A channel's name is part of every tag, so each set of owners has a name of its own. See [Note:
+// A channel's name is part of every tag, so each set of owners has its own name. See [Note:
 // Channels of a pipeline].
 Channels::Channels(const Mesh& mesh, Group& peers, const std::vector<UnitState>& units)
     : gather(peers, "gather"), reduce(peers, "reduce"), control(peers, "control") {

@@ -13,7 +13,8 @@ namespace penstock::exec {
 
 namespace {
 
-// Moves run mostly on lanes: below this time (ns) the compute thread records no event for them.
+// Moves run mostly on lanes, so the compute thread records an event for a move only if it takes at
+// least this time (ns).
 constexpr int64_t kWorthAnEvent = 20'000;
 
 }  // namespace
@@ -69,7 +70,7 @@ std::vector<PlannedStep> Executor::prepare(const Plan& plan) const {
 void Executor::run(const PlannedStep& planned) {
   const Step& step = planned.step;
   const trace::AtLine at(planned.label.text);
-  // An event of this thread only; lanes record events for the work that this line submits.
+  // This event covers only this thread. Lanes record events for the work that this line submits.
   trace::Span span(step.is_compute() ? nullptr : rank_.tiers.recorder.get(), trace::Kind::kLine,
                    planned.label.text);
   if (step.op == Op::kMove || step.op == Op::kDrop) span.at_least(kWorthAnEvent);
@@ -99,7 +100,7 @@ void Executor::run(const PlannedStep& planned) {
   }
 }
 
-// Dispatches a move by the role of its copies.
+// Calls the function for the role of the move's copies.
 void Executor::move(const PlannedStep& planned) {
   switch (planned.step.role) {
     case Role::kParam:
@@ -137,10 +138,11 @@ void Executor::discard() {
 }
 
 void Executor::drain() {
-  // A lane is ordered, so an empty task is done when all work before it is done.
+  // A lane is ordered, so an empty task ends after all work that was submitted before it.
   const std::array<device::Fence, 3> ends = {
       lanes_.gather.submit([] {}), lanes_.reduce.submit([] {}), lanes_.update.submit([] {})};
-  for (const device::Fence& end : ends) end.settle();  // waits for all lanes before one throws
+  // All lanes are waited for before any of them throws.
+  for (const device::Fence& end : ends) end.settle();
   for (const device::Fence& end : ends) end.wait();
   rank_.traffic.settle();
 }
@@ -159,7 +161,7 @@ std::vector<std::string> Executor::collect(const std::string& label, std::string
   for (const std::string& one : share(label, {reinterpret_cast<const char*>(&own), sizeof(own)})) {
     std::memcpy(&sizes.emplace_back(), one.data(), sizeof(own));
   }
-  // Texts are padded to the longest one: a collective needs equal sizes.
+  // Texts are padded to the longest one, because a collective needs equal sizes.
   const auto most = static_cast<size_t>(*std::max_element(sizes.begin(), sizes.end()));
   const bool first = rank_.group.rank() == 0;
   text.resize(first ? most * sizes.size() : most);

@@ -26,11 +26,12 @@ char* bytes_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data
 // Returns the buffer's values in host memory: a view of host memory, or a copy from a device.
 at::Tensor GatheredValues::on_host(const Buffer& buffer) const {
   if (rank_.on_accelerator())
-    rank_.tiers.computes.synchronize();  // ends copies from the device to the host
+    rank_.tiers.computes.synchronize();  // waits for copies from the device to the host
   return device::brought(buffer.data(), buffer.dtype, buffer.numel, nullptr);
 }
 
-// Gathers the full flat in fp32. `own`: this rank's part, in the placement's dtype; not changed.
+// Gathers the full flat in fp32. `own`: this rank's part, in the placement's dtype. It is not
+// changed.
 at::Tensor GatheredValues::whole(Placement place, const void* own, const Flat& flat,
                                  const std::string& label) {
   at::Tensor full = zeros32(flat.numel);
@@ -73,7 +74,8 @@ Dtype GatheredValues::parameters(int unit, int index, char* room, bool everywher
   updates_.finish();
   Flat& flat = rank_.units[unit].flats[index];
   const std::string label = concat("read u", unit, ".", index, " param");
-  // The state of a flat with one chunk may rest under another placement than it is updated under.
+  // The optimizer state of a flat with one chunk may rest under a placement other than the
+  // update's.
   const bool one = flat.trainable && flat.chunks.size() == 1 && rank_.table.has_master(flat.dtype);
   Buffer* kept = one ? &flat.chunks.front().optim.back().buffers.front() : nullptr;
   Placement place = one ? rank_.cell(Role::kOptim, Phase::kRest) : rank_.table.master();
@@ -115,8 +117,8 @@ at::Tensor GatheredValues::resting(int unit, int index) {
   return read(flat.rest().one(), flat.rest().place, mem::Account::kParam, flat, label);
 }
 
-// Gathers a sum that backwards may still add to. Only slots with a contribution count: the gaps are
-// not zeroed yet.
+// Gathers a sum that backwards may still add to. Only slots with a contribution are read, because
+// the gaps are not zeroed yet.
 at::Tensor GatheredValues::open_sum(const Flat& flat, const Copy* sum, const std::string& label) {
   const at::Tensor own = zeros32(flat.numel);
   for (const Slot& slot : flat.slots) {
@@ -146,7 +148,7 @@ at::Tensor GatheredValues::gradient(int unit, int index) {
     add_up(rank_.channels.stage(), rank_.groups.tensor(), bytes_of(full), Dtype::kFp32, flat.numel,
            label);
   }
-  // If gradients are held as sums of each rank, every rank takes part, with or without a gradient.
+  // If each rank holds its own sum of gradients, every rank takes part, with or without a gradient.
   const Copy* open = find(flat.grads, made);
   if (rank_.table.holds_grad_in_place() || open != nullptr) {
     const at::Tensor sum = open_sum(flat, open, label);
@@ -211,7 +213,8 @@ at::Tensor GatheredValues::across_stages(const Flat& flat, const at::Tensor& own
   if (static_cast<int>(flat.owners.size()) == stages.size() || flat.owners.empty()) return own;
   const bool first = rank_.is_first_owner(flat);
   const at::Tensor values = first ? own.to(at::kFloat).contiguous() : zeros32(flat.numel);
-  // The broadcast starts at the first rank of the list: the first stage that has the flat.
+  // The broadcast starts at the first rank of the list, which is the rank of the first stage that
+  // has the flat.
   Members ranks{{stages.ranks.at(static_cast<size_t>(flat.owners.front()))}, 0};
   for (int stage = 0; stage < stages.size(); ++stage) {
     if (stage == flat.owners.front()) continue;

@@ -27,7 +27,7 @@ void add_up(comm::Channel& channel, const Members& ranks, device::Address addend
   channel.all_reduce(label, ranks, {buffer});
 }
 
-// Returns the copy that backwards add to; opens it with memory if it does not exist.
+// Returns the copy that backwards add to. If it does not exist, makes it with memory.
 Copy& Gradients::sum_of(Flat& flat) {
   const Placement& made = rank_.table.grad_after_backward();
   Copy* sum = find(flat.grads, made);
@@ -73,7 +73,7 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   }
   state.updated.wait();
   Copy& copy = sum_of(flat);
-  // A gradient that a plan line moves keeps the dtype that the line expects.
+  // If a plan line moves the gradient, it keeps the dtype that the line expects.
   if (flat.summed_since != backward_ && copy.place == rank_.cell(Role::kGrad, Phase::kUpdate)) {
     widen(copy);
   }
@@ -89,9 +89,9 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   return finite;
 }
 
-// Returns the placement that a move starts from. Moves do not name it, and the book of copies is
-// ambiguous for a late gradient: an earlier gradient of the unit has already made the same move. So
-// the table's cells decide.
+// Returns the placement that a move starts from. Moves do not name this placement. The book of
+// copies is ambiguous for a late gradient, because an earlier gradient of the unit has already made
+// the same move. So the placement is taken from the table's cells.
 Placement Gradients::begin_of(const std::vector<Move>& moves) const {
   const Placement& made = rank_.table.grad_after_backward();
   const Placement& held = rank_.cell(Role::kGrad, Phase::kHold);
@@ -99,7 +99,7 @@ Placement Gradients::begin_of(const std::vector<Move>& moves) const {
 }
 
 void Gradients::run(const PlannedStep& planned, bool late) {
-  finish();  // the lane is one move deep, which bounds the buffers in flight
+  finish();  // at most one move is on the lane, which bounds the buffers in flight
   const std::vector<Move>& moves = planned.step.moves;
   const Placement& made = rank_.table.grad_after_backward();
   const Placement from = begin_of(moves);
@@ -112,9 +112,9 @@ void Gradients::run(const PlannedStep& planned, bool late) {
     unit.grads.move(moves, from);
     for (Flat& flat : unit.flats) {
       if (!flat.trainable) continue;
-      flat.grads.reserve(flat.grads.size() + 3);  // pointers into the vector stay valid
+      flat.grads.reserve(flat.grads.size() + 3);  // so that pointers into the vector stay valid
       Copy* source = from == made ? &sum_of(flat) : find(flat.grads, from);
-      // This rank may have no contribution, but it takes part in the sum with zeros.
+      // If this rank has no contribution, it takes part in the sum with zeros.
       if (source == nullptr && late) source = &zeros_at(from, flat);
       PENSTOCK_ASSERT(source != nullptr,
                       concat("[exec::move] there is no gradient for `", *planned.label.text, "`"));
@@ -170,10 +170,10 @@ void Gradients::sum(const PlannedStep& planned) {
       const bool sums = across ? flat.owners.size() > 1 : flat.tensor == TensorCut::kPartial;
       if (!flat.trainable || !sums) continue;
       flat.grads.reserve(flat.grads.size() + 1);
-      // A copy on disk has the sum of earlier backwards already; this backward's sum joins it
-      // later.
+      // A copy on disk already has the sum of earlier backwards. The sum of this backward is added
+      // to it later.
       Copy* copy = rank_.grads_on_disk ? &sum_of(flat) : held(flat);
-      // This rank may have no contribution, but it takes part in the sum with zeros.
+      // If this rank has no contribution, it takes part in the sum with zeros.
       if (copy == nullptr) copy = &zeros_at(rank_.cell(Role::kGrad, Phase::kUpdate), flat);
       unit.grads.make(copy->place);
       if (copy->place == made) flat.complete(copy->one());
@@ -185,7 +185,7 @@ void Gradients::sum(const PlannedStep& planned) {
   }
 }
 
-// Divides each sum by the number of its addends: each rank again has one addend of the same sum.
+// Divides each sum by the number of its addends, so each rank again has one addend of the same sum.
 void Gradients::reopen() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
@@ -207,8 +207,9 @@ void Gradients::add_up(Flat& flat, Buffer& sum, bool across, const comm::Label& 
   exec::add_up(channel, ranks, sum.data(), sum.dtype, sum.numel, label);
 }
 
-// Ends a sum: no backward adds to it any more. A device does not check take()'s values, so the sum
-// of all values is kept there as a scalar; the norm reads it to find values that are not finite.
+// Ends a sum, to which no backward will add any more. On a device, take() does not check values, so
+// the sum of all values is kept there as a scalar. The norm reads the scalar to find values that
+// are not finite.
 void Gradients::close(Flat& flat, Buffer& sum) {
   flat.complete(sum);
   if (sum.data().device == nullptr) return;
@@ -237,7 +238,7 @@ void Gradients::finish() {
   walk_.reset();
 }
 
-// Writes a gradient to disk. Its sum of squares is computed before, while it is in memory.
+// Writes a gradient to disk. The sum of squares is computed first, while the gradient is in memory.
 void Gradients::put_back(Flat& flat, Copy& copy) {
   if (!copy.one().on_disk()) return;
   if (!flat.squares_there.defined()) flat.squares = own_squares(flat, &copy, nullptr);
@@ -253,7 +254,7 @@ Copy* Gradients::held(Flat& flat) const {
 
 void Gradients::complete() {
   const Placement& made = rank_.table.grad_after_backward();
-  if (made.partial()) return;  // a move completes it before it is used
+  if (made.partial()) return;  // a move completes the sum before it is used
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
       Copy* sum = find(flat.grads, made);
@@ -264,7 +265,7 @@ void Gradients::complete() {
 
 double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const {
   if (copy == nullptr) return 0.0;
-  // A gradient that all tensor ranks hold is counted by the first of them.
+  // If all tensor ranks hold a gradient, the first of these ranks counts it.
   if (flat.tensor != TensorCut::kCut && rank_.groups.tensor().index > 0) return 0.0;
   if (!rank_.is_first_owner(flat)) return 0.0;  // tied weights: one stage counts
   if (!(flat.squares < 0.0)) return flat.squares;

@@ -12,7 +12,7 @@ namespace penstock::exec {
 
 namespace {
 
-constexpr size_t kBadBytes = 256;  // for the text that names a non-finite contribution
+constexpr size_t kBadBytes = 256;  // size of the text that names a non-finite contribution
 constexpr char kCounts = '1', kDoubtful = '0';
 
 std::vector<Slot*> slots_of(std::vector<UnitState>& units) {
@@ -33,7 +33,7 @@ bool Norm::stay_on_device() const {
 }
 
 // Reads all device scalars of the step in one read: squares, sums, fingerprints, edit counts, loss.
-// In a step without offload this is the only time that the host waits for the device.
+// In a step without offload, the host waits for the device only here.
 Norm::Own Norm::look(const Update& update) {
   if (rank_.on_accelerator() && !stay_on_device()) {
     gradients_.last_move().wait_on_host();
@@ -90,8 +90,8 @@ Norm::Own Norm::look(const Update& update) {
   return own;
 }
 
-// Returns the lanes' histories up to the previous norm. The current histories would make this
-// thread wait for work that the lanes still do.
+// Returns the lanes' histories up to the previous norm. To read the current histories, this thread
+// would have to wait for work that the lanes still do.
 std::array<uint64_t, 2> Norm::history() {
   std::array<uint64_t, 2> seen{};
   if (!rank_.on_accelerator() || !rank_.group.device_groups()) return seen;
@@ -111,9 +111,10 @@ std::array<uint64_t, 2> Norm::history() {
   return seen;
 }
 
-// Payload: sum of squares; whether the bad contribution counts by itself; its text; a parameter
-// whose edit is lost; the lanes' histories; the counts; one flag per parameter of all stages (so
-// that the length is the same on every rank); the text of say().
+// The payload has these fields: sum of squares, whether the bad contribution counts by itself, the
+// text of the bad contribution, a parameter whose edit is lost, the lanes' histories, the counts,
+// one flag per parameter of all stages (so that the length is the same on every rank), and the text
+// of say().
 Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
   const Own own = look(update);
   Result made;

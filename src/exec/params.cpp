@@ -15,15 +15,15 @@ bool Params::leaves(const std::vector<Move>& moves) const {
 
 bool Params::whole(int unit) const { return rank_.units[unit].params.current() == rank_.whole(); }
 
-// The plan assumes one backward per forward. A unit may be elsewhere than the plan assumes: a
-// second backward finds it at rest and not in `hold`. Such a unit takes its own route from where it
-// is.
+// The plan assumes one backward per forward. A unit may have another placement than the plan
+// assumes: a second backward finds it at rest and not in `hold`. Such a unit is moved from the
+// placement that it has.
 void Params::run(const PlannedStep& planned) {
   const std::vector<Move>& moves = planned.step.moves;
   const bool away = leaves(moves);
   std::vector<int> together;
   for (const int unit : planned.step.units) {
-    if (away != whole(unit)) continue;  // an off-plan read has moved it already
+    if (away != whole(unit)) continue;  // an off-plan read has already moved it
     const std::optional<Placement> from = rank_.units[unit].params.source(moves);
     if (away || (from && apply_all(*from, moves) == rank_.whole())) {
       together.push_back(unit);
@@ -39,7 +39,7 @@ void Params::move_to(int index, Phase phase) {
   const Copies& book = rank_.units[index].params;
   if (book.current() == wanted) return;
   if (wanted == rank_.cell(Role::kParam, Phase::kRest)) return drop(index);
-  if (wanted != rank_.whole() && !whole(index)) return;  // staying at rest is right, too
+  if (wanted != rank_.whole() && !whole(index)) return;  // the unit may also stay at rest
   const std::vector<Move> moves = book.way_to(wanted);
   const Step step{.op = Op::kMove, .units = {index}, .moves = moves};
   go({index}, moves, concat(step.text(), " (", rank_.units[index].name, ") off plan"));
@@ -57,7 +57,8 @@ void Params::fetch(const std::vector<int>& units, const Placement& from) {
   for (const int index : units) {
     UnitState& unit = rank_.units[index];
     unit.param_ready.wait();
-    if (from.tier == Tier::kDisk) unit.updated.wait();  // the read must follow the update's write
+    // The read must come after the update's write.
+    if (from.tier == Tier::kDisk) unit.updated.wait();
     for (Flat& flat : unit.flats) {
       rank_.traffic.fetch(find(flat.params, from)->one(), mem::Account::kParam);
     }
@@ -69,7 +70,7 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
   auto walk = std::make_shared<Walk>(rank_.walk(from, moves));
   std::vector<std::vector<Copy>> arriving(units.size());
   std::vector<device::Fence> updated;
-  try {  // if memory is short, this throws before anything has changed
+  try {  // if there is too little memory, this throws before anything has changed
     fetch(units, from);
     for (size_t i = 0; i < units.size(); ++i) {
       UnitState& unit = rank_.units[units[i]];
@@ -106,8 +107,8 @@ void Params::bring(const std::vector<int>& units, const Placement& from,
   }
 }
 
-// Waits for the last move. Its sources and scratch memory are freed here, on the compute thread, so
-// that memory peaks do not depend on the lane's timing.
+// Waits for the last move. The move's sources and scratch memory are freed here, on the compute
+// thread, so that memory peaks do not depend on the lane's timing.
 void Params::settle(UnitState& unit) {
   unit.param_ready.wait();
   unit.leaving.clear();
@@ -139,7 +140,7 @@ void Params::put_away(int index, const std::vector<Move>& moves, const comm::Lab
   Walk walk = rank_.walk(from, moves);
   std::vector<Copy*> made;
   for (Flat& flat : unit.flats) {
-    flat.params.reserve(flat.params.size() + 1);  // `source` stays valid
+    flat.params.reserve(flat.params.size() + 1);  // so that `source` stays valid
     const Buffer& source = find(flat.params, from)->one();
     Copy& copy = rank_.open(flat.params, walk.route().to, flat, mem::Account::kParam);
     walk.add({source.data(), copy.one().data(), source.dtype, copy.one().dtype, flat.numel});
@@ -196,7 +197,7 @@ void Params::drop(int index) {
                   [](const Copy& copy) { return !copy.valid && !copy.one().on_disk(); });
   }
   unit.params.drop();
-  if (whole(index)) attach(unit);  // the resting copy also computes
+  if (whole(index)) attach(unit);  // forward and backward use the resting copy
 }
 
 }  // namespace penstock::exec

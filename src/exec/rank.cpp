@@ -74,8 +74,8 @@ Members Rank::owners_across(const Flat& flat) const {
   return owners;
 }
 
-// Each lane gets connections of its own. Two lanes may reach their collectives in a different order
-// on different ranks; on shared connections they would block each other.
+// Each lane gets its own connections. Two lanes may reach their collectives in different orders on
+// different ranks, and on shared connections the lanes would block each other.
 void Rank::connect() {
   if (!on_accelerator() || !group.device_groups()) return;
   std::vector<const Members*> connected;
@@ -104,7 +104,7 @@ Buffer Rank::buffer_at(const Placement& place, const Flat& flat) const {
 void Rank::claim_params(Flat& flat) {
   const Placement& rest = cell(Role::kParam, Phase::kRest);
   const Placement& held = cell(Role::kParam, Phase::kHold);
-  // Reserves room for all possible copies: lanes keep a pointer to the resting copy while other
+  // Reserves room for all possible copies. Lanes keep a pointer to the resting copy while other
   // copies are added and removed, so the vector must not reallocate.
   flat.params.reserve(4);
   std::vector<Placement> places = {rest};
@@ -157,7 +157,7 @@ void Rank::claim_state(Flat& flat, int num_chunks, int num_moments) {
   }
 }
 
-// An invalid copy under the placement is reused: it keeps its extent on disk.
+// An invalid copy under the placement is reused, because it keeps its extent on disk.
 Copy& Rank::open(std::vector<Copy>& copies, const Placement& place, const Flat& flat,
                  mem::Account account) {
   auto found = copies.begin();

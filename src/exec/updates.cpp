@@ -18,7 +18,7 @@ namespace penstock::exec {
 
 namespace {
 
-// A move between disk and host memory hands its memory to the other copy; no bytes are copied.
+// A move between disk and host memory passes the memory on to the other copy and copies no bytes.
 bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
   if (moves.size() != 1 || moves[0].kind != MoveKind::kCopy) return false;
   const Tier other = moves[0].from == Tier::kDisk ? moves[0].to : moves[0].from;
@@ -26,8 +26,8 @@ bool stays_in_memory(const std::vector<Move>& moves, const mem::Tiers& tiers) {
   return disk && tiers.owner(other) == nullptr;
 }
 
-// Returns whether the publish only gathers: the masters are this rank's shards of the resting
-// parameters.
+// Returns whether the publish only gathers, because the masters are this rank's shards of the
+// resting parameters.
 bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Route& way) {
   return way.passes.size() == 1 && way.passes[0].kind == PassKind::kAllGather &&
          std::all_of(units.begin(), units.end(), [&](int unit) {
@@ -38,10 +38,10 @@ bool gathers_masters(const Rank& rank, const std::vector<int>& units, const Rout
          });
 }
 
-// Compares the gradients of parameters that all tensor ranks hold whole. They are equal, unless a
-// rule is missing and each rank has only an addend. Each slot is compared once, in the first step
-// in which it has a nonzero gradient: a layer before one that is initialized to zero has none in
-// step one.
+// Compares the gradients of parameters that all tensor ranks hold whole. The gradients are equal
+// unless a rule is missing and each rank has only an addend. Each slot is compared once, in the
+// first step in which it has a nonzero gradient. In step one, the gradient is zero in a layer whose
+// output goes to a layer that is initialized to zero.
 void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slot*>* compared) {
   const Groups& groups = rank.groups;
   std::vector<const Slot*> slots;
@@ -70,7 +70,8 @@ void compare_replicas(Rank& rank, const Gradients& gradients, std::set<const Slo
       rank.channels.stage().share("gradients alike", groups.stage(), mine);
   for (size_t other = 0; other < all.size(); ++other) {
     const int tensor = rank.mesh.coordinate(static_cast<int>(other), Axis::kTensor);
-    const std::string& first = all[other - static_cast<size_t>(tensor)];  // the axis is innermost
+    // The tensor axis is innermost.
+    const std::string& first = all[other - static_cast<size_t>(tensor)];
     for (size_t i = 0; i < slots.size(); ++i) {
       double one = 0.0, two = 0.0;
       std::memcpy(&one, first.data() + i * 8, sizeof(one));
@@ -104,7 +105,7 @@ void Updates::begin(Update update) {
   update_ = std::move(update);
 }
 
-// Runs on the lane, because updates of the previous step may still be there.
+// The change runs on the lane, because updates of the previous step may still be queued there.
 void Updates::set_step(int64_t step) {
   on_lane({}, [this, step] { channel_.set_step(step); });
 }
@@ -136,7 +137,7 @@ void Updates::norm(const comm::Label& label) {
   Norm::Result made;
   while (made.divisor == 0.0) {
     gradients_.finish();
-    rank_.traffic.settle();  // writes of the previous step's last unit
+    rank_.traffic.settle();  // ends the writes of the previous step's last unit
     gradients_.complete();
     if (rank_.groups.tensor().size() > 1) compare_replicas(rank_, gradients_, &compared_);
     made = norm_.exchange(label, update_);
@@ -161,7 +162,8 @@ void Updates::norm(const comm::Label& label) {
   }
 }
 
-// Makes autograd raise its error for a graph that the user kept: its saved parameters change now.
+// Makes autograd raise its error for a graph that the user kept, because the parameters saved in
+// the graph change now.
 void Updates::bump_versions() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
@@ -212,7 +214,7 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
                   concat("[exec::move] the optimizer state is not where this plan line starts: ",
                          *planned.label.text));
   if (fetches) {
-    // Starts all reads before any memory is handed over, so that an error leaves the state intact.
+    // Starts all reads before any memory is passed on, so that an error leaves the state intact.
     for (Buffer& kept : chunk.optim.front().buffers)
       rank_.traffic.fetch(kept, mem::Account::kOptim);
     Copy away{at, {}, true};
@@ -279,8 +281,8 @@ std::pair<int64_t, int64_t> Updates::owned(const Flat& flat) const {
   return {begin, begin + rank_.numel_of(place, flat)};
 }
 
-// Returns the address in the resting parameters of an element, counted from the first element that
-// this rank updates. The resting buffer may hold more elements than this rank updates.
+// Returns the address of an element in the resting parameters. `element` counts from the first
+// element that this rank updates. The resting buffer may hold more elements than this rank updates.
 device::Address Updates::rest_at(Flat& flat, int64_t element) const {
   return flat.rest().one().at(owned(flat).first - rank_.begin_of(flat.rest().place, flat) +
                               element);
@@ -423,8 +425,9 @@ void Updates::update_range(Flat& flat, ChunkState& chunk, std::pair<int64_t, int
   }
 }
 
-// Returns where the optimizer's pass writes the new parameters: into the resting copy, or, if that
-// is in other memory than the masters, into a buffer beside them that is copied afterwards.
+// Returns where the optimizer's pass writes the new parameters. This is the resting copy if it is
+// in the same memory as the masters. Otherwise it is a buffer beside the masters, which is copied
+// afterwards.
 Updates::Published Updates::publish_from(device::Address rest, const optim::Range& range,
                                          device::Address master) {
   if (rest.device == master.device) return {rest, rest, {}};
@@ -441,7 +444,7 @@ Updates::Published Updates::publish_from(device::Address rest, const optim::Rang
 void Updates::publish_to_disk(int unit, const Chunk& chunk) {
   for (Flat& flat : rank_.units[unit].flats) {
     if (!flat.trainable) continue;
-    rank_.traffic.drop(flat.rest().one());  // a read may have left the old values in memory
+    rank_.traffic.drop(flat.rest().one());  // a read may have left old values in memory
     ChunkState& state = flat.chunks.at(chunk.index);
     rank_.traffic.make_room(state.param, mem::Account::kParam);
     if (!state.param.exists()) continue;
@@ -453,9 +456,9 @@ void Updates::publish_to_disk(int unit, const Chunk& chunk) {
 
 // [Note: Three publishes] Parameters that rest on disk are written by the update lane, chunk by
 // chunk. If the optimizer's pass already wrote the first pass of the route (`joined`), or if the
-// masters are shards of the resting parameters (`in_window`), the gather lane runs the remaining
-// passes and waits for the update's fence first. Otherwise the update lane runs the whole route on
-// its own channel.
+// masters are shards of the resting parameters (`in_window`), the gather lane waits for the
+// update's fence and then runs the remaining passes. Otherwise the update lane runs the whole route
+// on its own channel.
 void Updates::publish(const PlannedStep& planned) {
   const std::vector<int>& units = planned.step.units;
   if (rank_.publishes_chunks) {

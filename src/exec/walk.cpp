@@ -42,8 +42,8 @@ bool Walk::adds_here(const Travel& travel, size_t pass) const {
          (kind == PassKind::kLocal || kind == PassKind::kReduceScatter);
 }
 
-// Returns whether the sum is made in other memory than `to`: a sum is made in the memory of its
-// addends, and arrive() copies it.
+// Returns whether the sum is made in memory other than `to`. A sum is made in the memory of its
+// addends, and arrive() copies it to `to`.
 bool Walk::sums_elsewhere(const Travel& travel, size_t pass) const {
   return route_.passes[pass].sums() && travel.to.device != owner(route_.passes[pass].from.tier);
 }
@@ -54,13 +54,14 @@ Address Walk::scratch(Tier tier, int64_t bytes) {
   return leases_.back().data();
 }
 
-// Chooses the output address of each pass, from the last pass to the first, so that a pass writes
-// directly to `to` or into its place in the next gather, and needs scratch memory only otherwise.
+// Chooses the output address of each pass, from the last pass to the first. So a pass can write
+// directly to `to` or to its place in the next gather, and needs scratch memory only if neither is
+// possible.
 void Walk::lay_out(size_t index) {
   const Travel& travel = travels_[index];
   const std::vector<Pass>& passes = route_.passes;
   std::vector<Address>& stops = stops_[index];
-  int64_t receives = 0;  // the largest need of a pass; passes run one after the other
+  int64_t receives = 0;  // largest need of a pass, because passes run one after another
   Tier sums_at = Tier::kDevice;
   for (size_t i = passes.size(); i-- > 0;) {
     const Pass& pass = passes[i];
@@ -69,11 +70,11 @@ void Walk::lay_out(size_t index) {
       const int64_t here = numel_at(travel, pass.from) * dtype_bytes(dtype_before(travel, i));
       const int64_t size = members_[i]->size();
       sums_at = pass.from.tier;
-      // A device back end also sends a rank its own part.
+      // A device back end also sends a rank's own part to that rank.
       const int64_t parts = owner(sums_at) == nullptr ? size - 1 : size;
       receives = std::max(receives, here / size * parts);
     }
-    if (pass.kind == PassKind::kAllReduce) continue;  // in place
+    if (pass.kind == PassKind::kAllReduce) continue;  // works in place
     const bool as_it_ends =
         !travel.adds && dtype_after(travel, i) == travel.last && !sums_elsewhere(travel, i);
     if ((route_.ends_at(i) && as_it_ends) || adds_here(travel, i)) {
@@ -105,7 +106,8 @@ int64_t Walk::lay_out_collective(size_t index) {
       gathers_[index].push_back({to, numel * dtype_bytes(after)});
       continue;
     }
-    // If the pass does not write to `to`, arrive() still changes the values: do not count squares.
+    // If the pass does not write to `to`, arrive() still changes the values, so their squares are
+    // not counted yet.
     double* const squares =
         counts && to == travel.to && to.device == nullptr ? travel.squares : nullptr;
     reduces_[index].push_back({input(t, index), received_[t], to, before, after, numel, scale,
@@ -138,8 +140,8 @@ comm::Staging Walk::staging_of(size_t index) const {
   return fits ? staging_ : comm::Staging{};
 }
 
-// The squares of the last sum count only if the shard that this rank sums is the part that it
-// counts for the norm (Gradients::own_squares).
+// The squares of the last sum are used only if this rank sums the same part that it counts for the
+// norm (Gradients::own_squares).
 bool Walk::counts_squares() const {
   if (route_.passes.empty() || !route_.passes.back().sums()) return false;
   const Pass& last = route_.passes.back();
@@ -216,7 +218,7 @@ void Walk::reduce(size_t index, comm::Channel& channel, const comm::Label& label
   count_squares(index);
 }
 
-// Computes squares on a device. Skipped if arrive() adds the sum to other values afterwards.
+// Computes squares on a device. Does nothing if arrive() adds the sum to other values afterwards.
 void Walk::count_squares(size_t index) const {
   const Pass& pass = route_.passes[index];
   if (index + 1 != route_.passes.size() || !counts_squares()) return;
