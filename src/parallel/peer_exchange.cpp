@@ -91,7 +91,7 @@ at::Tensor Peers::sum_and_cut(const at::Tensor& addend, int64_t dim, const comm:
   return reduce(first, size() == 1, label).view(sizes).movedim(0, dim).contiguous();
 }
 
-// If shares differ by one element, every rank sends as many as the largest share has.
+// If shares differ by one element, every rank sends as many elements as the largest share has.
 at::Tensor Peers::gather(const at::Tensor& part, int64_t dim, int64_t total,
                          const comm::Label& label) {
   check_host(part);
@@ -138,7 +138,7 @@ at::Tensor Peers::all_to_all(const at::Tensor& values, int64_t cut_dim, int64_t 
   return at::cat(received.unbind(0), join_dim);
 }
 
-// Only hashes travel; host copies of the values are made one at a time.
+// The ranks exchange only hashes. Host copies of the values are made one at a time.
 std::pair<int, bool> Peers::compare(const std::vector<at::Tensor>& values, const std::string& text,
                                     const std::string& other) {
   uint64_t hash = hash_text(text);

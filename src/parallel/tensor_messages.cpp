@@ -11,7 +11,7 @@ namespace penstock::parallel {
 
 namespace {
 
-// Serializes numbers and texts one after the other.
+// Serializes numbers and texts one after another.
 class MessageWriter {
  public:
   void put(int64_t number) { text_.append(reinterpret_cast<const char*>(&number), sizeof(number)); }
@@ -61,7 +61,7 @@ std::string head_of(const TensorMessage& message) {
   return std::move(writer).take();
 }
 
-// Allocates the tensors of a message; their values are received later.
+// Allocates the tensors of a message, whose values are received later.
 TensorMessage message_of(const std::string& head) {
   MessageReader reader(head);
   TensorMessage message;
@@ -95,8 +95,8 @@ Messages::Messages(std::shared_ptr<Group> group, int from, const std::vector<int
       ends_(ends_of(from, to, group_->rank())),
       channel_(*group_, lane, concat(ends_.index == 0 ? "send, " : "receive, ", lane)) {}
 
-// A small fixed-size exchange sends the header's length; 0: the header is the previous one. Then
-// follow the header and each tensor.
+// A small fixed-size exchange first sends the header's length, or 0 if the header equals the
+// previous one. The header and each tensor are sent after that.
 void Messages::send(const comm::Label& label, const TensorMessage& message) {
   const std::string head = head_of(message);
   const bool again = head == head_;

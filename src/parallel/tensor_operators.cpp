@@ -27,8 +27,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // Used in a forward. Results of peers have their own memory, mostly in another shape. Below
-// autograd, reshaping them does not make a view. A model could not change a view of a custom
-// function in place (`output += residual`).
+// autograd, reshaping a result does not make a view. If a custom function returned a view, the
+// model could not change it in place (`output += residual`).
 using NoViews = at::AutoDispatchBelowADInplaceOrView;
 
 enum class Transfer : uint8_t { kNothing, kSum, kSumAndCut, kGather, kCut, kAllToAll, kScale };
@@ -60,7 +60,7 @@ struct Kept : torch::CustomClassHolder {
   OperatorPeers peers;
   Transfer back = Transfer::kNothing;
   int64_t dim = 0, size = -1, other_dim = 0;
-  // Of embedding and cross_entropy only.
+  // Used only by embedding and cross_entropy.
   int64_t first = 0, padding_idx = -1, vocabulary = 0;
   double smoothing = 0;
 
@@ -89,7 +89,7 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& values, Transfer way,
                             const c10::intrusive_ptr<Kept>& kept) {
     kept->save_in(context);
-    // Without an exchange the result is the value itself. It is a view, so that it has its own
+    // Without an exchange the result has the same values. It is a view, so that it has its own
     // gradient.
     if (way == Transfer::kNothing) return values.view_as(values);
     const NoViews guard;
@@ -105,7 +105,7 @@ struct WayFunction : torch::autograd::Function<WayFunction> {
   }
 };
 
-// `size`: total size along `dim` of a gather; < 0: equal parts.
+// `size`: total size along `dim` of a gather, or < 0 for equal parts.
 at::Tensor way(const at::Tensor& values, Transfer there, Transfer back, int64_t dim,
                const OperatorPeers& peers, int64_t size = -1) {
   const auto kept = kept_of(peers);
@@ -128,7 +128,7 @@ struct VocabEmbeddingFunction : torch::autograd::Function<VocabEmbeddingFunction
     context->save_for_backward({own, elsewhere, weight});
     kept->save_in(context);
     const NoViews guard;
-    // A rank without rows (fewer rows than ranks) adds zeros.
+    // If there are fewer rows than ranks, a rank without rows adds zeros.
     if (weight.size(0) == 0) {
       std::vector<int64_t> sizes = ids.sizes().vec();
       sizes.push_back(weight.size(1));
@@ -154,8 +154,8 @@ struct VocabEmbeddingFunction : torch::autograd::Function<VocabEmbeddingFunction
 
 // ---- cross entropy
 
-// Per token: the largest of a rank's logits, the sum of exp(logit - largest), the target's logit (0
-// if it is on another rank), and the sum of the logits.
+// A rank's values per token: the largest logit, the sum of exp(logit - largest), the target's logit
+// (0 if it is on another rank), and the sum of the logits.
 struct Local {
   at::Tensor most, exponentials, target, sum;
 };

@@ -84,7 +84,7 @@ Rule parse(const std::string& pattern, const std::string& text) {
                                   : concat("\"", name, "\" takes no numbers"));
 }
 
-// The weight of a module as a matrix.
+// The weight and bias of a module whose weight is a matrix.
 struct Matrix {
   int weight = -1, bias = -1;  // index in the tree; -1: none
   bool embedding = false, transposed = false;
@@ -157,8 +157,8 @@ class Cutter {
     return ruled;
   }
 
-  // A module that shares a cut parameter needs a rule; it would compute with a part as if it were
-  // whole.
+  // A module that shares a cut parameter needs a rule. Otherwise it would use its part as if it
+  // were the whole parameter.
   void check_shared(const std::vector<Ruled>& ruled) const {
     for (size_t index = 0; index < tree_.modules.size(); ++index) {
       const bool known = std::any_of(ruled.begin(), ruled.end(), [&](const Ruled& one) {
@@ -189,7 +189,7 @@ class Cutter {
 
  private:
   // An embedding with one column per head (T5's position bias) is cut by columns, so each rank gets
-  // those of its heads.
+  // the columns of its heads.
   Ruled cut_embedding(const Matrix& matrix, const Rule& rule, Ruled ruled) {
     const ModuleInfo& module = tree_.modules[ruled.module];
     const at::Tensor& weight = tree_.params[matrix.weight].param;
@@ -291,7 +291,7 @@ std::vector<Ruled> apply(const std::vector<std::pair<std::string, std::string>>&
       if (!matches(rule, tree->params[index].name)) continue;
       const Style style = rule.row->style;
       rule.used = true;
-      if (cutter.knows(static_cast<int>(index))) break;  // the rule of its module counts
+      if (cutter.knows(static_cast<int>(index))) break;  // its module's rule takes precedence
       if (style != Style::kPartial && style != Style::kWhole) {
         rule.fail(concat("\"", tree->params[index].name,
                          "\" is a parameter; allowed: \"partial\" or \"whole\". For other styles "
