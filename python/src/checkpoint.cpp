@@ -14,7 +14,7 @@ namespace penstock::python {
 
 namespace {
 
-// The header penstock/checkpoint.h documents these values; JSON travels as text.
+// The header penstock/checkpoint.h documents these values. JSON is passed as text.
 void bind_values_of(py::module_& module) {
   py::class_<CheckpointTensor>(module, "CheckpointTensor")
       .def(py::init([](std::string role, std::string name, std::vector<int64_t> shape,
@@ -41,7 +41,7 @@ void bind_values_of(py::module_& module) {
       .def_readonly("tensors", &FoundCheckpoint::tensors);
 }
 
-// Checkpoint files without an engine (penstock/checkpoint_files.h). Dtypes are torch's.
+// Checkpoint files without an engine (penstock/checkpoint_files.h). Dtypes are torch dtypes.
 void bind_files(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<StoredTensor>(module, "StoredTensor")
@@ -102,8 +102,8 @@ void bind_files(py::module_& module) {
 
 }  // namespace
 
-// Functions that wait for disks or ranks release the interpreter's lock. load() takes it again to
-// call `tensors`, a function from a FoundCheckpoint to the list of its CheckpointTensors.
+// Functions that wait for disks or ranks release the interpreter's lock. load() takes the lock
+// again to call `tensors`, a function from a FoundCheckpoint to the list of its CheckpointTensors.
 void bind_checkpoint(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   bind_values_of(module);

@@ -47,8 +47,8 @@ void bind_tree(py::module_& module) {
            py::arg("modules"), py::arg("params"), py::arg("buffers"), py::arg("init"));
 }
 
-// `external`: None for Penstock's kernels, else a function that runs the user's own optimizer. It
-// is called with the interpreter's lock. `options`: see Core::step().
+// `external`: None for Penstock's kernels, else a function that runs the user's own optimizer. The
+// function is called with the interpreter's lock held. `options`: see Core::step().
 bool step(Core& core, const std::vector<OptimizerConfig>& groups, const py::object& external,
           const std::string& options) {
   const bool native = external.is_none();

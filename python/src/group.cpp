@@ -23,7 +23,7 @@ std::chrono::milliseconds milliseconds(double seconds) {
 
 }  // namespace
 
-// Times in seconds. on_one_host() returns (group, ""), or (None, why not). The reason is "" if the
+// Times in seconds. on_one_host() returns (group, "") or (None, reason). The reason is "" if the
 // ranks are on several hosts.
 void bind_group(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "Group")

@@ -6,8 +6,8 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
-// penstock/init.h documents the methods. whole() and broadcast() exchange, so they release the
-// interpreter's lock.
+// penstock/init.h documents the methods. whole() and broadcast() exchange data with other ranks, so
+// they release the interpreter's lock.
 void bind_init(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<ShardedInit, std::shared_ptr<ShardedInit>>(module, "ShardedInit")

@@ -13,7 +13,8 @@ namespace penstock::python {
 
 namespace {
 
-// Unknown values become None; whole numbers become ints. Names and units: docs/monitoring.md.
+// Unknown values become None, and whole numbers become ints. docs/monitoring.md documents names and
+// units.
 py::dict dict_of(const StepMetrics& metrics) {
   py::dict dict;
   for (const auto& [name, value] : metrics.values()) {

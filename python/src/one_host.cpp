@@ -22,7 +22,7 @@ void unlocked(const std::function<void()>& body) {
 
 }  // namespace
 
-// Returns (back end, ""), or (None, why not). `timeout_s` in seconds.
+// Returns (back end, "") or (None, reason). `timeout_s` in seconds.
 void bind_one_host(py::module_& module) {
   module.def(
       "one_host_back_end",

@@ -27,7 +27,7 @@ py::dict section_of(const OptimizerConfig& optimizer) {
   return section;
 }
 
-// Accepts a tensor of one element for a number.
+// Accepts a tensor of one element instead of a number.
 void read_key(const OptimizerKey& key, const py::object& value, OptimizerConfig* out) {
   try {
     std::visit(
@@ -61,7 +61,7 @@ void bind_optimizer_kinds(py::module_& module) {
       .def_property_readonly("type",
                              [](const OptimizerConfig& self) { return kind_of(self.type).name; })
       .def_property_readonly("section", &section_of)
-      .def_property_readonly("moments",  // names of the moments that it keeps, as in torch
+      .def_property_readonly("moments",  // names of the moments, as in torch
                              [](const OptimizerConfig& self) {
                                const auto& names = kind_of(self.type).moments;
                                return std::vector<std::string>(names.begin(),

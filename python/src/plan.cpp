@@ -12,7 +12,7 @@ namespace penstock::python {
 
 namespace {
 
-// Bytes per rank of each tier, and predicted seconds per step (penstock/plan.h).
+// Returns the bytes of each tier per rank and the predicted seconds per step (penstock/plan.h).
 py::dict dict_of(const Alternative& one) {
   py::dict dict;
   dict["strategy"] = one.strategy;

@@ -10,7 +10,7 @@ namespace penstock::python {
 
 namespace {
 
-// Bytes on this rank, by role and by tier (penstock/report.h).
+// Returns the bytes on this rank by role and by tier (penstock/report.h).
 py::dict dict_of(const LedgerEntry& entry) {
   py::dict dict;
   dict["param"] = entry.param;

@@ -8,7 +8,7 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
-// Functions that exchange with the sequence ranks release the interpreter's lock.
+// Functions that exchange data with the sequence ranks release the interpreter's lock.
 void bind_sequence_ranks(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<SequenceRanks>(module, "SequenceRanks")

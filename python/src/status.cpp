@@ -8,7 +8,7 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
-// Ages in seconds. `numbers` has the names and units of kStepNumbers; NaN: not known.
+// Ages are in seconds. `numbers` has the names and units of kStepNumbers. NaN means unknown.
 void bind_status(py::module_& module) {
   py::class_<RankStatus> status(module, "RankStatus");
   py::class_<RankStatus::Line>(status, "Line")

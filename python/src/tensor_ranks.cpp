@@ -8,7 +8,7 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
-// Functions that exchange with the tensor ranks release the interpreter's lock.
+// Functions that exchange data with the tensor ranks release the interpreter's lock.
 void bind_tensor_ranks(py::module_& module) {
   py::class_<TensorModule>(module, "TensorModule")
       .def_readonly("name", &TensorModule::name)

@@ -14,7 +14,7 @@ at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
 }
 
-// Without `values` the parameter's own values are used (Bias, src/tiles/tiling.h).
+// If `values` is unset, the parameter's own values are used (Bias, src/tiles/tiling.h).
 Bias bias_of(const std::optional<at::Tensor>& param, const std::optional<at::Tensor>& values) {
   return {or_undefined(param), or_undefined(values ? values : param)};
 }

@@ -8,7 +8,8 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
-// Methods that exchange release the interpreter's lock. stream() takes it again for each `take`.
+// Methods that exchange data with other ranks release the interpreter's lock. stream() takes it
+// again to call `take`.
 void bind_values(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<Values>(module, "Values")
