@@ -57,7 +57,7 @@ class Disk {
   DiskTicket read(int64_t offset, char* data, int64_t bytes);
   DiskTicket write(int64_t offset, const char* data, int64_t bytes);
   void wait(const DiskTicket& ticket) const;
-  bool done(const DiskTicket& ticket) const;  // true if it failed as well
+  bool done(const DiskTicket& ticket) const;  // true even after an error
   // Blocks until every request has ended. Throws if the disk stalls; errors of requests are thrown
   // only by wait().
   void wait_for_all() const;

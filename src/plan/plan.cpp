@@ -19,7 +19,7 @@ constexpr std::array<const char*, 11> kOpNames = {"micro",   "move", "forward", 
                                                   "publish", "send", "recv"};
 constexpr std::array<const char*, 5> kMarkNames = {"", "begin", "end", "use", "gradient"};
 
-// Whether a line of this kind has a hop, a role and so on.
+// Each function returns whether a line with this operation has that part.
 bool hops_on(Op op) { return op == Op::kSend || op == Op::kReceive; }
 bool has_role(Op op) {
   return op == Op::kMove || op == Op::kDrop || op == Op::kSum || op == Op::kPublish || hops_on(op);
