@@ -50,8 +50,8 @@ class Draft {
 };
 
 // ---- complete checkpoints
-// Returns the tags of the complete checkpoints: first the one that `latest` names, then the others
-// from newest to oldest. Returns an empty list if the folder does not exist.
+// Returns the tags of the complete checkpoints: first the one that `latest` names, then the other
+// tags from newest to oldest. Returns an empty list if the folder does not exist.
 std::vector<std::string> tags(const std::string& root);
 
 }  // namespace penstock::ckpt

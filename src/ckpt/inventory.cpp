@@ -103,7 +103,7 @@ namespace {
 // the full tensor, so it becomes one piece. `part`: elements of the flat.
 void add_cut(const exec::Slot& slot, const Global& global, std::pair<int64_t, int64_t> part,
              std::vector<StatePiece>* found) {
-  // The name of an empty part must be in the manifest, too.
+  // The manifest must have the name even if this part is empty.
   if (slot.numel == 0) return found->push_back({global, 0, slot.offset});
   const auto dim = static_cast<size_t>(slot.cut.dim);
   int64_t inner = 1, outer = 1;

@@ -1,6 +1,6 @@
 #pragma once
 // Load: reads any checkpoint into this run's state. The number of ranks, the strategy and the tiers
-// may differ from those of the run that wrote it. Each rank reads only what it holds.
+// may differ from the run that wrote it. Each rank reads only the state that it holds.
 #include <cstdint>
 #include <map>
 #include <memory>

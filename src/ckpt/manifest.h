@@ -25,7 +25,7 @@ struct Slice {
 struct Tensor {
   std::string role;  // "param", "buffer", ..., or the optimizer's name of the state ("exp_avg")
   std::string name;  // name in the model
-  int rank = -1;     // the owner, if each rank has its own values; else -1
+  int rank = -1;     // the owner if each rank has its own values, or -1
   std::vector<int64_t> shape;
   std::string dtype;  // safetensors name of the dtype
   std::vector<Slice> slices;

@@ -103,7 +103,7 @@ void PendingWrites::copy(std::unique_lock<std::mutex>& lock, size_t index) {
     // There is no memory for a copy, so the source must be written now.
   }
   lock.lock();
-  if (stages_[index] == Stage::kDone) return;  // abandon() was called meanwhile
+  if (stages_[index] == Stage::kDone) return;  // abandon() was called during the wait
   stages_[index] = Stage::kWaiting;
   if (copy) {
     source.copy = std::move(copy);

@@ -96,7 +96,7 @@ Save::~Save() {
     pending_->abandon();
     executor_.traffic().watch(nullptr);
   }
-  writer_.reset();  // before the memory that it writes from is freed
+  writer_.reset();  // must end before the memory that it writes from is freed
 }
 
 int64_t Save::bytes() const { return layout_.file.bytes; }
