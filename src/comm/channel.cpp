@@ -72,7 +72,7 @@ void unpack(const Members& members, const std::vector<GatherBuffer>& buffers, Ad
 }
 
 // Sums in member order on every rank, so the result has the same bits everywhere. `received` is the
-// first peer's shard; the next peer's shard lies `stride` bytes further.
+// first peer's shard; each following peer's shard lies `stride` bytes after the previous one.
 void add_up(const Members& members, const ReduceBuffer& buffer, Address received, int64_t stride,
             std::vector<const void*>& sources) {
   sources.clear();

@@ -179,7 +179,7 @@ class Channel {
     int64_t bytes = 0;
   };
   std::vector<PeerBytes> sends_, receives_;
-  std::vector<Piece> sent_, received_;  // in the form that the group takes
+  std::vector<Piece> sent_, received_;  // in the form that a group exchanges
   uint64_t history_ = 0;
   std::vector<std::pair<const Members*, std::shared_ptr<DeviceCollectives>>> on_device_;
   uint64_t sizes_ = 0;  // hash of the bytes of each buffer

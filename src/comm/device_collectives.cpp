@@ -129,7 +129,7 @@ void DeviceCollectives::shut_down() {
   }
   try {
     back_end_->shutdown();
-  } catch (const std::exception& error) {  // the engine is closed, so no call can fail any more
+  } catch (const std::exception& error) {  // the engine is closed, and no call can report this
     std::fprintf(stderr, "penstock: a device's collectives did not shut down: %s\n",
                  reason(error).c_str());
   }

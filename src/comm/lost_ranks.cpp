@@ -98,7 +98,7 @@ void LostRanks::watch() {
       if (why != kFault && end_exchanges_) end_exchanges_(why);
     }
   } catch (const std::exception&) {
-    // The rank that hosts the store has ended, so no rank can make a request any more.
+    // The rank that hosts the store has ended, so no rank can make another request.
   }
 }
 
@@ -141,7 +141,7 @@ std::string LostRanks::collect(const std::string& error) {
 
 std::string LostRanks::call(const std::string& error) {
   try {
-    // The first rank that counts this key holds the roll call; the others repeat its verdict.
+    // The first rank that counts this key holds the roll call. The other ranks repeat its verdict.
     const bool first = store_->add(key("hand", 0), 1) == 1;
     store_->set(key("here", rank_), bytes_of(here()));
     if (!first) {

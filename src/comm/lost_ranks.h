@@ -1,6 +1,6 @@
 #pragma once
-// LostRanks: the roll call, which finds out after a failure which ranks still answer and where each
-// of them is.
+// LostRanks: the roll call. After a failure it finds out which ranks still answer, and the position
+// of each rank.
 //
 // [Note: Roll call] Every rank has a watch thread that waits in the store for a key of that rank. A
 // rank whose exchange failed posts its position and error, wakes all watch threads, and waits a

@@ -52,12 +52,12 @@ class ShmFabric {
   static uint32_t waits_for(uint32_t tag) { return 1U << tag % 31; }
 
   // ---- messages to a peer
-  // Returns a slot that now belongs to this thread; -1 if none is free. The bell rings when one
-  // becomes free.
+  // Returns a slot that now belongs to this thread, or -1 if none is free. The bell rings when a
+  // slot becomes free.
   int acquire(int peer);
   void post(int peer, int slot, uint32_t tag);
   // ---- messages from a peer
-  // Returns the slot of the oldest message with that tag; -1 if there is none.
+  // Returns the slot of the oldest message with that tag, or -1 if there is none.
   int find(int peer, uint32_t tag) const;
   // Like find(), and marks the message as being read.
   int take(int peer, uint32_t tag);
@@ -83,9 +83,10 @@ class ShmFabric {
   std::vector<std::atomic<bool>> gone_;           // by rank: whether its process has ended
   std::atomic<bool> ended_ = false;
   mutable std::mutex mutex_;
-  std::string why_;                        // guarded by mutex_
-  std::function<void(int)> on_death_;      // guarded by mutex_
-  std::optional<ProcessWatch> processes_;  // the last member, because its thread uses the others
+  std::string why_;                    // guarded by mutex_
+  std::function<void(int)> on_death_;  // guarded by mutex_
+  // The last member, because its thread uses the other members.
+  std::optional<ProcessWatch> processes_;
 };
 
 }  // namespace penstock::comm

@@ -221,7 +221,7 @@ class Meeting {
   const std::chrono::milliseconds timeout_;
   uint64_t probe_;  // the word that the other ranks probe
   std::vector<Who> who_;
-  std::optional<ProcessWatch> watch_;  // the last member, because its thread uses the others
+  std::optional<ProcessWatch> watch_;  // the last member, because its thread uses the other members
 };
 
 }  // namespace
