@@ -56,11 +56,11 @@ class PENSTOCK_API PipelineRanks {
   // `trains` is false, there are only forwards. Throws ConfigError if the schedule does not allow
   // this number. Throws RuntimeFault if the previous window was cut short.
   std::vector<StageAction> begin(int num_micro, bool trains);
-  // Waits for the message that `action` needs: from the previous stage, or from the next stage for
-  // a backward. Throws RuntimeFault if the peer is gone.
+  // Waits for the message that `action` needs. It comes from the previous stage or, for a backward,
+  // from the next stage. Throws RuntimeFault if the peer is gone.
   StageMessage receive(const StageAction& action);
-  // Sends the result of `action` to the next stage, or to the previous stage for a backward.
-  // Returns at once; the tensors must not change until end().
+  // Sends the result of `action` to the next stage or, for a backward, to the previous stage.
+  // Returns at once, and the tensors must not change until end().
   void send(const StageAction& action, const StageMessage& made);
   // Must be called after every backward, even if the backward reached no parameter of this rank.
   void end_backward();

@@ -2,9 +2,9 @@
 // StageLanes: the messages between the stages of a pipeline. Separate threads send and receive
 // them, so messages travel while stages compute. Compute thread only.
 //
-// [Note: No deadlock] Each direction between two ranks is a lane on both sides. It sends, or
-// receives, in the order in which the sender's schedule makes the messages. A send waits only for
-// the matching receive. A receive is posted when this rank waits for it, and one more is posted
+// [Note: No deadlock] Each direction between two ranks is a lane on both sides. The lane sends or
+// receives the messages in the order in which the sender's schedule makes them. A send waits only
+// for the matching receive. A receive is posted when this rank waits for it, and one more is posted
 // ahead, so no receive waits longer than this rank itself would wait.
 #include <deque>
 #include <map>

@@ -1,6 +1,6 @@
 #pragma once
-// Stages: the modules that each stage of a pipeline computes. Pure; every rank gets the same
-// result.
+// Stages: the modules that each stage of a pipeline computes. The functions are pure, so every rank
+// gets the same result.
 #include <string>
 #include <vector>
 
@@ -21,8 +21,8 @@ struct StageModule {
 
 struct Stages {
   int count = 1;
-  std::vector<StageModule> pieces;  // in model order, and so by stage
-  // By parameter of the tree: the stages that may compute with it, in ascending order.
+  std::vector<StageModule> pieces;  // in model order, which is also the order of stages
+  // For each parameter of the tree, the stages that may compute with it, in ascending order.
   std::vector<std::vector<int>> of_param;
 
   // Returns the config for find_units() in a pipeline: a model without blocks gets one unit per

@@ -1,6 +1,6 @@
 #pragma once
 // WholeParams: inside gathered(), makes cut parameters and parameters of other stages full tensors
-// with memory of their own. Compute thread only. Every rank makes the same calls, except hide().
+// with their own memory. Compute thread only. Every rank makes the same calls, except hide().
 #include <cstdint>
 #include <map>
 #include <string>

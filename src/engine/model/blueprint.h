@@ -43,7 +43,7 @@ Blueprint draw(const ModelTree& tree, const Config& config, int rank = 0);
 void foresee(Blueprint& blueprint);
 
 // If the config leaves tiers open ("auto"), sets the best tiers that fit `room` and returns a text
-// with the alternatives; else returns "". Throws ConfigError if nothing fits. Takes no memory.
+// with the alternatives. Otherwise returns "". Throws ConfigError if nothing fits. Takes no memory.
 std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_optimizer);
 
 // Checks that every pipeline stage fits into `room`. Every rank checks all stages, so that all

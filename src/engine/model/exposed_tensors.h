@@ -12,7 +12,7 @@ namespace penstock::engine {
 // (any dtype, same number of elements).
 void own_values(const at::Tensor& param, const at::Tensor& values);
 
-// Frees the tensors and clears the list. Reading one of them raises an error afterwards.
+// Frees the tensors and clears the list. Reading one of the tensors afterwards raises an error.
 void take_back(std::vector<at::Tensor>& lent);
 
 }  // namespace penstock::engine

@@ -7,9 +7,10 @@
 //                                 |
 //                                 +-> dropped, since the backward threw -> forward seen
 //
-// Users may leave this path: several forwards, more backwards than k, a forced step. So a window is
-// a set of facts, and the table in accumulation_window.cpp has a row for each call: the facts that
-// it needs, the facts that it changes, and the error text if it is refused.
+// Users may leave this path, for example by several forwards, more than k backwards, or a forced
+// step. So a window is a set of facts. The table in accumulation_window.cpp has a row for each call
+// with the facts that the call needs, the facts that it changes, and the error text if it is
+// refused.
 #include <cstdint>
 #include <string>
 
@@ -30,8 +31,8 @@ enum class Call : uint8_t {
 
 class AccumulationWindow {
  public:
-  // `scales_loss`: every backward must go through engine.backward(loss). `sees_forwards`: every
-  // forward is reported, so a backward without a forward is an error.
+  // If `scales_loss` is set, every backward must go through engine.backward(loss). If
+  // `sees_forwards` is set, every forward is reported, so a backward without a forward is an error.
   AccumulationWindow(int64_t accumulate, bool scales_loss, bool sees_forwards);
 
   const char* refusal(Call call) const;  // the error text; null if the call is legal now

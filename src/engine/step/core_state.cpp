@@ -224,8 +224,8 @@ void Core::State::drop_gradients() {
   window->on(engine::Call::kDrop);
 }
 
-// Even if the backward reached no hook of this rank, it counts, because it counts on the other
-// stages.
+// The backward counts on the other stages, so it must count here even if it reached no hook of this
+// rank.
 void Core::State::end_backward_of_stage() {
   if (window->seen() > seen_before || window->armed()) return;
   start_backward(false);

@@ -213,7 +213,7 @@ void Driver::run_to(size_t end) {
     const Step& step = (*steps_)[next_].step;
     // If parameters move, every unit is entered before its gradients come. So if a unit's line is
     // passed and the unit was not entered, this rank skipped the unit. The unit's gradient move
-    // must run anyway, because other ranks wait in it.
+    // must still run, because other ranks wait in it.
     if (step.op == Op::kBackward && step.mark != Mark::kBegin && step.mark != Mark::kUse &&
         executor_.table().moves_params() && active_[step.units.front()] == 0) {
       done_[step.units.front()] = true;

@@ -27,11 +27,12 @@ class Driver {
   // Begins the next section of the window. Finishes the previous section if an exception cut it
   // short.
   void begin(Section section);
-  // A unit starts to compute: its parameters are whole on return.
+  // Must be called when a unit starts to compute. The unit's parameters are whole on return.
   void enter(Op op, int unit);
-  // The unit's forward has ended, or its gradients are complete.
+  // Must be called when the unit's forward has ended or its gradients are complete.
   void leave(Op op, int unit);
-  // A use of a tile in backward has ended, and the tile is entered again before its gradients come.
+  // Must be called when a use of a tile in backward has ended, and the tile will be entered again
+  // before its gradients come.
   void pause(int unit);
   // Keeps the unit whole until the next backward section ends. Must be called when
   // torch.autograd.grad() went through the unit, because the resulting graph may be differentiated
@@ -49,7 +50,7 @@ class Driver {
   std::vector<bool> late() const;
   // [all ranks] Runs the gradient moves of section `backward` again for the units in `late`.
   void move_late(const std::vector<bool>& late, Section backward);
-  // After an error in user code: drops the section and frees gathered parameters.
+  // Drops the section and frees gathered parameters after an error in user code.
   void abandon();
 
   Section section() const { return section_; }
@@ -59,7 +60,7 @@ class Driver {
   const std::string& text_of(Op op, int unit) const {
     return *computes_[op == Op::kBackward ? 1 : 0][static_cast<size_t>(unit)];
   }
-  // Returns the innermost unit that computes; the root if none does.
+  // Returns the innermost unit that is computing, or the root if there is none.
   int computing() const;
 
  private:

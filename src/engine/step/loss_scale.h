@@ -27,7 +27,7 @@ class LossScale {
     good_steps_ = 0;
     value_ *= 2.0;
   }
-  // Halves the scale. Returns false if it is at its minimum already, or not dynamic.
+  // Halves the scale. Returns false if the scale is already at its minimum or is not dynamic.
   bool overflow() {
     if (!active_ || config_.window == 0 || value_ <= config_.min) return false;
     good_steps_ = 0;

@@ -28,9 +28,9 @@ class OrderLearner {
   // `assumed`: the model in the order that the plan of step one assumes.
   OrderLearner(ModelDesc assumed, Scope scope);
 
-  // Forgets the order; it is learned again.
+  // Forgets the order, which is then learned again.
   void restart(const ModelDesc& assumed) { *this = OrderLearner(assumed, scope_); }
-  bool done() const { return done_; }  // agree() was called: nothing is recorded any more
+  bool done() const { return done_; }  // agree() was called, so nothing more is recorded
 
   // Begins a forward. A new training forward replaces the recorded one, so the last one before the
   // backward counts.
@@ -51,10 +51,10 @@ class OrderLearner {
   // Returns whether parameters move and the unit was already entered in the recorded forward.
   bool enters_again(int unit) const;
 
-  // [all ranks] Returns the model in the order that was seen if it is the same on every rank, else
-  // in the assumed order. `off_plan`: number of events of this rank that the assumed order did not
-  // foresee. If parameters move and the assumed order does not fit every rank, throws RuntimeFault
-  // with the first difference.
+  // [all ranks] If every rank saw the same order, returns the model in that order. Otherwise
+  // returns it in the assumed order. `off_plan`: number of events of this rank that the assumed
+  // order did not foresee. If the ranks saw different orders, parameters move, and the assumed
+  // order does not fit every rank, it throws RuntimeFault with the first difference.
   ModelDesc agree(int64_t off_plan, const ShareText& share);
 
  private:

@@ -13,7 +13,7 @@
 //   other dtype or shape,
 //   swapped tensors          refused
 //
-// [Note: Hollow gradients] The gradients are in the engine's copies, placed as the table says.
+// [Note: Hollow gradients] The gradients are in the engine's copies, under the table's placements.
 // Between a backward and its step, `.grad` of a parameter with a gradient is a tensor of the same
 // shape without memory. So `.grad is None` means the same as in torch. Reading its values raises an
 // error that names the engine's calls for gradients. Setting it to None drops the gradient.
@@ -69,7 +69,8 @@ class OutsideEdits {
     const void* object;         // its Python object at initialize(); null without Python
     std::vector<Place> places;  // one place, or one per tile
     bool trainable;
-    c10::Storage tiled;  // its storage if it is in tiles; else Slot::window has it
+    // Storage of a parameter in tiles. For other parameters, Slot::window has the storage.
+    c10::Storage tiled;
     at::Tensor mark{};   // see [Note: Hollow gradients]
     bool shown = false;  // `.grad` is `mark`
   };

@@ -15,7 +15,8 @@ class OrderRecord {
  public:
   void begin(int unit);
   void end(int unit);
-  // Adds a visit of a tile. A visit contains no other units; a tile may have several.
+  // Adds a visit of a tile. Such a visit contains no other units, and a tile may have several
+  // visits.
   void add(const Visit& visit) { events_.push_back({visit.unit, true, visit.mark}); }
   bool has(int unit) const;
   void clear() { events_.clear(); }
@@ -43,7 +44,8 @@ using Share =
 std::vector<std::string> share_text(const std::string& label, const std::string& text,
                                     const Share& share);
 
-// Returns the first line in which two texts differ, as "rank 0 has `a`, rank 1 has `b`"; else "".
+// Returns the first line in which two texts differ, as "rank 0 has `a`, rank 1 has `b`". Returns ""
+// if there is none.
 std::string first_difference(const std::vector<std::string>& texts_by_rank);
 
 }  // namespace penstock::engine

@@ -2,7 +2,7 @@
 // Agreement of all ranks on the accumulation window, and other texts that ranks exchange.
 //
 // [Note: One window] Ranks may take different branches of a model, so one rank cannot decide alone
-// what belongs to a window. A backward counts if it produced a gradient on any rank; a backward
+// what belongs to a window. A backward counts if it produced a gradient on any rank. A backward
 // that reached only frozen weights on all ranks does not count. If a unit's gradient came after its
 // move on any rank, all ranks run the move again. The ranks exchange these facts in the exchange
 // that computes the norm, and before users read or replace gradients.
@@ -30,7 +30,8 @@ bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window
 void hear_asked(std::vector<std::string>& all, int& wanted, int& agreed);
 // [all ranks] Returns one character per rank: '1' if `mine` is true on that rank, else '0'.
 std::string say_each(exec::Executor& executor, const std::string& label, bool mine);
-// [all ranks] Returns the problem of the first rank that has one, "rank 2: ..."; else "".
+// [all ranks] Returns the problem of the first rank that has one, as "rank 2: ...", or "" if no
+// rank has one.
 std::string first_problem(exec::Executor& executor, const std::string& label,
                           const std::string& mine);
 // [all ranks] Exchanges the window's facts until hear_window() changes nothing.

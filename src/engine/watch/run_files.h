@@ -1,6 +1,6 @@
 #pragma once
-// RunFiles: the files of a run, written by their own thread. Training never waits for them: a row
-// is dropped if the queue is full, and a failed write is reported once on stderr.
+// RunFiles: the files of a run, which have their own thread. Training never waits for writes: if
+// the queue is full, a row is dropped. A failed write is reported once on stderr.
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -30,7 +30,7 @@ class RunFiles {
 
   const std::string& folder() const { return folder_; }
   void add(const StepMetrics& metrics);
-  // Writes a file of that name with this text; replaces an existing one.
+  // Writes a file of that name with this text, and replaces an existing one.
   void replace(const std::string& name, std::string text);
   void flush();  // blocks until everything is written or was reported as failed
 
