@@ -3,9 +3,9 @@
 //
 // [Note: Channels of a pipeline] The ranks of a channel make the same collectives on it in the same
 // order. Stages hold different flats, so a stage makes collectives that the other stages do not
-// make. These need channels of their own: one for the ranks of a stage, one for the ranks of a
-// pipeline, and one for each set of stages that share tied weights. All other collectives run on
-// the channels of all ranks.
+// make. Such collectives need their own channels: one for the ranks of a stage, one for the ranks
+// of a pipeline, and one for each set of stages that share tied weights. All other collectives run
+// on the channels of all ranks.
 #include <map>
 #include <optional>
 #include <vector>
@@ -24,11 +24,11 @@ class Channels {
   comm::Channel gather, reduce;  // used by the lanes with these names
   comm::Channel control;         // collectives of all ranks, on the compute thread
 
-  // Collectives among the ranks of this stage. Returns `control` if there is one stage.
+  // Returns the channel of this stage's ranks, or `control` if there is one stage.
   comm::Channel& stage() { return stage_ ? *stage_ : control; }
-  // Collectives among the ranks of one pipeline. Requires several stages.
+  // Returns the channel of the ranks of one pipeline. Requires several stages.
   comm::Channel& pipeline() { return *pipeline_; }
-  // Collectives among the stages that have this flat. Requires several owners.
+  // Returns the channel of the stages that have this flat. Requires several owners.
   comm::Channel& across(const Flat& flat) { return tied_.at(flat.owners); }
 
   int64_t exchanges();  // number of exchanges with peers so far, over all channels

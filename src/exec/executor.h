@@ -1,7 +1,7 @@
 #pragma once
 // Executor: the interpreter of the plan. It reads a plan line (which copies move, and how) and the
-// table's cells; it does not know strategies. One function per kind of move (walk.h) moves data
-// from copy to copy. A move between host memory and disk makes no extra copy in memory.
+// table's cells. It does not depend on strategies. One function per kind of move (walk.h) moves
+// data from copy to copy. A move between host memory and disk makes no extra copy in memory.
 //
 // Compute thread only (autograd's thread while a backward runs). The executor submits work to
 // ordered lanes and waits for their fences.
@@ -20,7 +20,7 @@ namespace penstock::exec {
 
 class Executor {
  public:
-  // `units` have no memory yet: claim() reserves it, GatheredValues::adopt() fills it.
+  // `units` have no memory yet: claim() reserves the memory, and GatheredValues::adopt() fills it.
   Executor(const Table& table, const Mesh& mesh, Group& group, mem::Tiers& tiers,
            std::vector<UnitState> units);
 
@@ -46,8 +46,8 @@ class Executor {
   // this pipeline stage exchange payloads.
   std::vector<std::string> share(const std::string& label, const std::string& payload,
                                  bool in_stage = false);
-  // [all ranks] Returns every rank's text on rank 0, by rank; an empty list on other ranks. The
-  // exchange is not counted in exchanges().
+  // [all ranks] Rank 0 gets every rank's text, by rank. Other ranks get an empty list. The exchange
+  // is not counted in exchanges().
   std::vector<std::string> collect(const std::string& label, std::string text);
   // [all ranks] Copies rank 0's bytes to every rank.
   void broadcast(const std::string& label, void* data, int64_t bytes);

@@ -79,17 +79,17 @@ class Flat {
   // Points the windows of all parameters into `base`, a full copy.
   void attach(device::Address base);
   void detach();  // frees all parameters ([Note: Windows])
-  // Points one parameter's window into `base`; null frees the parameter.
+  // Points one parameter's window into `base`. If `base` is null, frees the parameter.
   void point(Slot& slot, device::Address base);
   // Gives the slot's window its own memory with a copy of the values, for tensors that still use
   // this storage.
   void let_go(Slot& slot);
   // Makes the error text of the next detach() say that the parameters no longer have values.
   void say_gone();
-  // Like detach(), but skips parameters that still have memory of their own.
+  // Like detach(), but skips parameters that still have their own memory.
   void let_params_go();
-  // Zeroes the slots without a contribution, the gaps and the padding of a full copy. A copy on a
-  // device was zeroed when it was made.
+  // Zeroes the slots without a contribution, the gaps and the padding of a full copy. This is not
+  // needed for a copy on a device, which was zeroed when it was made.
   void complete(Buffer& sum);
 
   Copy& rest() { return params.front(); }

@@ -1,7 +1,7 @@
 #pragma once
 // GatheredValues: reads and writes full tensors of parameters and gradients, wherever their copies
-// are. Most methods are collectives outside the plan; every rank calls them in the same order.
-// Compute thread only. Values that go in and out are in host memory. [stage], [pipeline] and
+// are. Most methods are collectives outside the plan, and every rank must call them in the same
+// order. Compute thread only. Values that go in and out are in host memory. [stage], [pipeline] and
 // [tensor ranks] mark collectives of the ranks of this stage, pipeline or tensor group.
 #include <ATen/core/Tensor.h>
 
@@ -30,10 +30,11 @@ class GatheredValues {
   // `own`: this stage's values, or an undefined tensor. Defined values are returned unchanged. Does
   // nothing if all stages have the flat.
   at::Tensor across_stages(const Flat& flat, const at::Tensor& own, const std::string& label);
-  // [stage] Like whole_of(), but only the first rank of the stage gets the full tensor; other ranks
-  // get an undefined one.
+  // [stage] Like whole_of(), but only the first rank of the stage gets the full tensor. Other ranks
+  // get an undefined tensor.
   at::Tensor whole_on_first(const Slot& slot, const at::Tensor& part);
-  // Returns a copy of this rank's part of a cut parameter; `whole` itself if it is not cut.
+  // Returns a copy of this rank's part of a cut parameter, or `whole` itself if the parameter is
+  // not cut.
   at::Tensor part_of(const Slot& slot, const at::Tensor& whole) const;
   // [stage] Stores `full` (fp32, equal on all ranks) as resting parameters and masters, and zeroes
   // the moments.
@@ -46,8 +47,8 @@ class GatheredValues {
   // [stage] Copies the first rank's edited full parameters to every copy on every rank.
   void refresh(int unit);
   // Returns the first parameter whose gathered values differ from this rank's resting shard, which
-  // means that users wrote to it; else "". Not collective. On a device the call does not read the
-  // result: it adds the count to Rank::doubts, and the norm throws the error.
+  // means that users wrote to it. Returns "" if there is none. Not collective. On a device the call
+  // does not read the result: it adds the count to Rank::doubts, and the norm throws the error.
   std::string edited(int unit);
   // Reads Rank::doubts, which blocks until the device is done. Returns the first edited parameter.
   std::string resolve_doubts();

@@ -25,7 +25,7 @@ class Gradients {
   // Adds one parameter's gradient to the copy that backwards write. Returns false if the gradient
   // is not finite. On a device it always returns true, and the norm finds such a gradient later.
   bool take(int unit, int flat, int slot, const at::Tensor& gradient);
-  // Runs a gradient move. `late`: the move runs again for gradients that came after it; units
+  // Runs a gradient move. `late`: the move runs again for gradients that came after it. Units
   // without a late gradient add zeros.
   void run(const PlannedStep& planned, bool late = false);
   // Runs a move of the update section: reads one chunk of the gradient from disk.
@@ -49,11 +49,11 @@ class Gradients {
   void forget(Flat& flat, Slot& slot);
   // Returns the copy that holds the gradient now, or null.
   Copy* held(Flat& flat) const;
-  // Writes zeros to the gaps of those sums that no backward will add to.
+  // Writes zeros to the gaps of each sum to which no backward will add.
   void complete();
   // Returns the sum of squares of the part that only this rank counts. Each replica of a gradient
   // counts an equal piece, so every layout adds up the same pieces in the same order. A sum on a
-  // device is not included; it is appended to `there` as a device scalar.
+  // device is not included, but appended to `there` as a device scalar.
   double own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const;
 
  private:

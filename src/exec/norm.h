@@ -64,7 +64,7 @@ class Norm {
     double total = 0.0;    // sum of squares
     double divisor = 0.0;  // returned by hear()
     std::string bad;       // the first contribution that is not finite, or ""
-    Told told;             // over all ranks
+    Told told;             // counts over all ranks
   };
   // [all ranks] Marks the parameters that got a gradient on any rank. All gradient moves must have
   // been submitted. Throws RuntimeFault on all ranks if users wrote to gathered parameters, or if

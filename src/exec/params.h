@@ -16,7 +16,8 @@ class Params {
   Params(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}
 
   void run(const PlannedStep& planned);  // runs a parameter move of the plan
-  // Moves the unit's parameters, off plan, from their current placement to that of `phase`.
+  // Moves the unit's parameters, off plan, from their current placement to the placement of
+  // `phase`.
   void move_to(int unit, Phase phase);
   // Makes the unit's parameters whole: starts the move if it has not started, waits for it, and
   // sets the windows.

@@ -125,7 +125,7 @@ struct Rank {
   Group& group;
   mem::Tiers& tiers;
   std::vector<UnitState> units;
-  const int num_slots;  // over all stages
+  const int num_slots;  // number of slots over all stages
   mem::DiskTraffic traffic;
   std::vector<Doubt> doubts;  // read by the next norm
   Channels channels;

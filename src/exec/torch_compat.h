@@ -11,7 +11,7 @@ namespace penstock::exec {
 // shared_ptr up to 2.12, intrusive_ptr since 2.13.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
 
-// Sets the storage's data-access error flag: every read of its data throws `message`.
+// Sets the storage's data-access error flag, so every read of its data throws `message`.
 inline void set_guard(c10::StorageImpl& storage, const std::string& message) {
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }

@@ -214,7 +214,8 @@ void Updates::move_state(Flat& flat, ChunkState& chunk, const PlannedStep& plann
                   concat("[exec::move] the optimizer state is not where this plan line starts: ",
                          *planned.label.text));
   if (fetches) {
-    // Starts all reads before any memory is passed on, so that an error leaves the state intact.
+    // Starts all reads before any memory changes its owner, so that an error leaves the state
+    // intact.
     for (Buffer& kept : chunk.optim.front().buffers)
       rank_.traffic.fetch(kept, mem::Account::kOptim);
     Copy away{at, {}, true};
@@ -440,7 +441,7 @@ Updates::Published Updates::publish_from(device::Address rest, const optim::Rang
 
 // ---- publishing
 
-// Writes all parameters of the chunk to disk, including those that this step did not update.
+// Writes all parameters of the chunk to disk, including parameters that this step did not update.
 void Updates::publish_to_disk(int unit, const Chunk& chunk) {
   for (Flat& flat : rank_.units[unit].flats) {
     if (!flat.trainable) continue;

@@ -37,7 +37,8 @@ class Walk {
   // follow the last add(). run() calls it on its own thread if the caller did not.
   void ready();
 
-  // Runs the passes from `first` on, on one thread; `channel` belongs to that thread's lane.
+  // Runs the passes, beginning with pass `first`, on the calling thread. `channel` must belong to
+  // that thread's lane.
   void run(comm::Channel& channel, const comm::Label& label, size_t first = 0);
   void let_go() { leases_.clear(); }  // frees the memory of ready(); after run()
   const Route& route() const { return route_; }
