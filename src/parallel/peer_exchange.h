@@ -38,8 +38,8 @@ class Peers {
   // Returns the sum of the ranks' addends, which have this shape and dtype. For low precision the
   // sum is computed in fp32. It is equal on all ranks.
   at::Tensor sum(const at::Tensor& addend, const comm::Label& label);
-  // Returns the ranks' parts joined along `dim`, in rank order. If `size` < 0 the parts have equal
-  // sizes; else each rank has its share() of `size`.
+  // Returns the ranks' parts joined along `dim`, in rank order. If `size` < 0, the parts have equal
+  // sizes. Otherwise each rank has its share() of `size`.
   at::Tensor gather(const at::Tensor& part, int64_t dim, int64_t size, const comm::Label& label);
   // Returns this rank's part of the sum along `dim`. Throws c10::Error if the size is not divisible
   // by the number of ranks.

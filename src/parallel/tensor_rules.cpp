@@ -142,7 +142,7 @@ class Cutter {
       if (rule.sizes.size() != 1 || rule.sizes.front() % count_ != 0) {
         return share_heads(*matrix, rule, ruled);
       }
-      ruled.style = Style::kColumn;  // at least as many heads as ranks
+      ruled.style = Style::kColumn;  // there are at least as many heads as ranks
     }
     const int64_t dim = takes_out ? out_dim : 1 - out_dim;
     const Cut cut{TensorCut::kCut, dim, parts(weight.size(dim), module, rule)};

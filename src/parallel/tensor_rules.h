@@ -30,7 +30,7 @@ struct Ruled {
   int module = 0;  // index in the tree
   Style style = Style::kWhole;
   bool transposed = false;  // the weight is [in, out] (transformers' Conv1D)
-  int64_t heads = 0;        // for kShared
+  int64_t heads = 0;        // kShared: number of heads
   int64_t size = 0;  // size of the whole output; for an embedding with kVocab: number of rows
 };
 
