@@ -21,8 +21,8 @@ Tensors out_of(const std::vector<at::Tensor>& tensors) {
   return out;
 }
 
-// Detaches the tensors from their Python objects, because freeing those on another thread needs the
-// interpreter's lock.
+// Detaches the tensors from their Python objects, because freeing a Python object on another thread
+// needs the interpreter's lock.
 std::vector<at::Tensor> into(const Tensors& tensors) {
   std::vector<at::Tensor> in;
   for (const auto& one : tensors) in.push_back(one ? one->detach() : at::Tensor());
