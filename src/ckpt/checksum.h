@@ -1,5 +1,5 @@
 #pragma once
-// 64-bit XXH3. It detects damage on the way to and from a disk; it does not protect against an
+// 64-bit XXH3. It detects damage on the way to and from a disk, but does not protect against an
 // attacker.
 #include <ATen/core/Tensor.h>
 

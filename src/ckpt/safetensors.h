@@ -8,11 +8,11 @@
 
 namespace penstock::ckpt {
 
-// Returns the size in bytes of one value of this dtype ("F32", "BF16", "U8", ...); 0 if the dtype
-// is unknown.
+// Returns the size in bytes of one value of this dtype ("F32", "BF16", "U8", ...), or 0 if the
+// dtype is unknown.
 int64_t value_bytes(std::string_view dtype);
 
-// Returns the product of the sizes; -1 if one is negative or the product overflows.
+// Returns the product of the sizes, or -1 if a size is negative or the product overflows.
 int64_t num_elements(const std::vector<int64_t>& shape);
 
 struct TensorHead {

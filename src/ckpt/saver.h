@@ -29,12 +29,12 @@ class Saver {
   // Starts to write a captured save. The previous save must have finished.
   void start(std::unique_ptr<Save> save, MergeStep merge);
   bool busy() const { return thread_.joinable() && !ended_; }
-  // Waits for the save. Returns the error of this rank's part; rank 0 returns the error of any
+  // Waits for the save. Returns the error of this rank's part. On rank 0, returns the error of any
   // part. Each error is returned only once.
   std::string finish();
   // Like finish(), but waits at most a few seconds for other ranks, which may be gone.
   std::string finish_alone();
-  // Like finish() without waiting; returns "" while the save runs.
+  // Like finish(), but does not wait: it returns "" while the save runs.
   std::string poll() { return thread_.joinable() && ended_ ? finish() : ""; }
   const std::string& path() const { return path_; }  // on rank 0: the last complete checkpoint
 

@@ -1,8 +1,8 @@
 #pragma once
-// A shard: the safetensors file of one rank. Its tensors are grouped in regions; a region has the
-// bytes of one buffer. Regions begin at blocks of the file, so they can be written in any order, in
-// place, and without the page cache. A table after the regions has one checksum per granule of the
-// file.
+// A shard: the safetensors file of one rank. Its tensors are grouped in regions, each of which has
+// the bytes of one buffer. Regions begin at blocks of the file, so they can be written in any
+// order, in place, and without the page cache. A table after the regions has one checksum per
+// granule of the file.
 #include <array>
 #include <condition_variable>
 #include <cstdint>
