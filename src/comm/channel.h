@@ -72,7 +72,7 @@ struct Staging {
 //
 // [Note: Many ranks] Over host memory, up to kDirect members send each other their shards in one
 // round. More members gather small shards by doubling, in log2(members) rounds, and larger shards
-// around a ring. In the ring, one rank of each node sends to another node; all other sends stay
+// around a ring. In the ring, one rank of each node sends to another node, and all other sends stay
 // inside a node. A broadcast is a binomial tree. A sum is always one round of direct sends: it
 // moves as many bytes as a ring and adds in member order, in fp32. The plan decides how sums use
 // the links between nodes (sum_wide()).
@@ -94,15 +94,15 @@ class Channel {
   static int64_t staging_bytes(const Members& members, const std::vector<GatherBuffer>& buffers);
   static int64_t staging_bytes(const Members& members, const std::vector<ReduceBuffer>& buffers);
 
-  // `shown`: the channel's name on the board; needed if another thread's channel has the same
+  // `shown`: the channel's name on the board. It is needed if another thread's channel has the same
   // `name`.
   Channel(Group& group, std::string name, const std::string& shown = "");
 
   // Makes collectives on device memory among `members` use `back_end`. `members` is compared by
   // address and must outlive the channel.
   void use(const Members& members, std::shared_ptr<DeviceCollectives> back_end);
-  // Hash of all device collectives so far; equal on ranks that made the same collectives.
-  // Collectives through the host need no history: their tags are compared one by one.
+  // Returns a hash of all device collectives so far. It is equal on ranks that made the same
+  // collectives. Collectives through the host need no history: their tags are compared one by one.
   uint64_t history() const { return history_; }
 
   void set_step(int64_t step) { step_ = step; }  // used in tags and error texts

@@ -19,7 +19,7 @@ class DeviceBackends {
   // Refuses new collectives. Queued collectives get one second to finish, because peers may already
   // take part in them. Unfinished ones are then aborted.
   void abort(const std::string& why);
-  // Returns the first collective that abort() cut off, as text; "" if there was none.
+  // Returns the text of the first collective that abort() cut off, or "" if there was none.
   std::string cut_off();
   // Shuts all back ends down in order. Does nothing for a back end that abort() has ended.
   void close();

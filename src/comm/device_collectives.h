@@ -23,7 +23,7 @@ class Backend;
 
 namespace penstock::comm {
 
-// Thrown by calls after abort(); the text is the reason for the abort.
+// Thrown by calls after abort(). The text is the reason for the abort.
 class Aborted : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -53,7 +53,7 @@ class LostRanks {
   std::string collect(const std::string& error);
   void wake(int rank, const std::string& why);
   void watch();
-  // Stores `answer` as the answer to the last call, unless the store has one already: the first
+  // Stores `answer` as the answer to the last call, unless the store has one already. The first
   // answer is valid for all ranks.
   void decide(const std::string& answer);
   bool decided(std::chrono::milliseconds within);

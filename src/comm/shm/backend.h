@@ -30,9 +30,9 @@ class ShmCollectives {
  public:
   explicit ShmCollectives(ShmFabric& fabric) : fabric_(fabric) {}
 
-  // Sends this rank's `own` to all ranks; to[i] receives the bytes of rank i.
+  // Sends this rank's `own` to all ranks. to[i] receives the bytes of rank i.
   void all_gather(const ByteRange& own, const std::vector<ByteRange>& to);
-  // Reduces parts[i] over all ranks; rank i writes the result to its `to`.
+  // Reduces parts[i] over all ranks. Rank i writes the result to its `to`.
   void reduce_scatter(const std::vector<ByteRange>& parts, void* to, const Reduction& reduction,
                       int64_t value_bytes);
   void all_reduce(const ByteRange& values, const Reduction& reduction, int64_t value_bytes);

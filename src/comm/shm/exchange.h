@@ -95,7 +95,7 @@ class ShmExchange {
   // the fabric's end().
   void finish(const ShmWait& wait);
   // Copies the next bytes of the message from `peer` to `to`. The whole message must be read this
-  // way; the memory of its receive pieces is not used.
+  // way. The memory of its receive pieces is not used.
   void read(int peer, SpanCursor& to, const ShmWait& wait);
 
  private:

@@ -1,6 +1,6 @@
 #pragma once
 // The layout of the memory that the ranks of one host share. Every word that two ranks may access
-// at once is atomic; all other memory has one writer until an atomic word passes the memory on to
+// at once is atomic. All other memory has one writer until an atomic word passes the memory on to
 // another thread.
 //
 // [Note: Shared memory] Each ordered pair of ranks has a link with a few slots, and each slot holds
@@ -34,14 +34,14 @@ struct ShmSpan {
   uint64_t address = 0, bytes = 0;
 };
 
-// The bell of one rank; all ranks write to it.
+// The bell of one rank. All ranks write to it.
 struct alignas(64) ShmBell {
   std::atomic<uint32_t> word = 0;
   std::atomic<uint32_t> sleepers = 0;
   std::atomic<uint32_t> left = 0;  // 1: the rank has closed its connections
 };
 
-// The lower half of a slot's head; the upper half is the message's tag.
+// The lower half of a slot's head. The upper half is the message's tag.
 enum class ShmState : uint32_t {
   kFree,
   kFilling,    // the sender writes the description

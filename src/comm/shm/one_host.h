@@ -1,5 +1,5 @@
 #pragma once
-// Lets ranks of one host exchange data through shared memory. Engines use a group; torch's DDP,
+// Lets ranks of one host exchange data through shared memory. Engines use a group. torch's DDP,
 // FSDP2 and torch.distributed use a c10d back end, which Python registers as "penstock"
 // (python/penstock/front/registration.py).
 #include <c10/util/intrusive_ptr.h>
@@ -20,22 +20,22 @@ class Store;
 namespace penstock {
 
 // [all ranks] Connects processes of one host, which meet at `store` (used by this group alone) and
-// exchange through shared memory. Returns null on every rank if they cannot share memory; `why_not`
-// then gives the reason; it is "" if the ranks are on several hosts.
+// exchange through shared memory. If the processes cannot share memory, returns null on every rank,
+// and `why_not` gives the reason. The reason is "" if the ranks are on several hosts.
 PENSTOCK_API std::shared_ptr<Group> group_on_one_host(const c10::intrusive_ptr<c10d::Store>& store,
                                                       int rank, int size,
                                                       std::chrono::milliseconds timeout,
                                                       const WatchOptions& watch,
                                                       std::string* why_not);
 
-// [all ranks] The ranks meet at `store`, which this back end uses alone. Returns null on every rank
-// if they cannot share memory; `why_not` then gives the reason. Throws std::exception if a rank
-// does not arrive.
+// [all ranks] The ranks meet at `store`, which this back end uses alone. If the ranks cannot share
+// memory, returns null on every rank, and `why_not` gives the reason. Throws std::exception if a
+// rank does not arrive.
 //
 // Supports collectives of CPU tensors of any dtype, point-to-point messages by tag, and the
 // operations that torch builds from these. fp32, bf16 and fp16 are summed in fp32 in rank order and
 // rounded once, so the result has the same bits on every rank. `timeout` bounds every wait for a
-// peer; the end of a peer's process is noticed at once. After an error on any rank, the back end
+// peer. The end of a peer's process is noticed at once. After an error on any rank, the back end
 // can no longer be used.
 //
 // If set, `unlocked` calls its argument while this thread does not hold the lock that releasing a

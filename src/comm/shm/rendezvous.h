@@ -17,7 +17,7 @@ struct ShmMeeting {
 };
 
 // [all ranks] `store` must be used for this meeting only (use a PrefixStore). Ranks are on one host
-// if their kernel (boot id) and process namespace are equal; each rank then verifies this by
+// if their kernel (boot id) and process namespace are equal. Each rank then verifies this by
 // opening the other processes and the memory that rank 0 made. Throws std::exception if a rank does
 // not arrive within `timeout`.
 ShmMeeting meet_in_memory(c10d::Store& store, int rank, int size,

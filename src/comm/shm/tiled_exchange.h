@@ -17,7 +17,7 @@ class ShmTiles {
   // See Group::exchange_tiles().
   void exchange(ShmExchange& exchange, const TileSource& from, const ShmWait& wait,
                 const TakeTile& take);
-  // Returns the receive pieces of such an exchange; they have sizes but no memory.
+  // Returns the receive pieces of such an exchange, which have sizes but no memory.
   static std::vector<Piece> receives(const TileSource& from);
 
  private:
