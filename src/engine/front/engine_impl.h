@@ -35,7 +35,7 @@ struct Engine::Impl {
 
 namespace engine {
 
-// The engine whose forward runs on this thread; unit() reads it.
+// The engine whose forward runs on this thread. unit() reads it.
 struct Running {
   Core* core = nullptr;
   const std::unordered_map<const torch::nn::Module*, int>* unit_of = nullptr;

@@ -46,7 +46,7 @@ class PipelineRunner {
  private:
   struct StageInput;
   struct Arrive;
-  // The forward of one stage and micro-batch; kept until its backward.
+  // The forward of one stage and micro-batch, which is kept until its backward.
   struct StagePass {
     StageAction action;
     StageMessage given{};  // received from the previous stage

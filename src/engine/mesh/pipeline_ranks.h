@@ -1,5 +1,5 @@
 #pragma once
-// PipelineRanks: ranks that compute one model one after another; each rank computes one or more
+// PipelineRanks: ranks that compute one model one after another. Each rank computes one or more
 // stages (config keys "mesh.pipeline" and "parallel"). Docs: docs/parallel.md.
 #include <ATen/core/Tensor.h>
 

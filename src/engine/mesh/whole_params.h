@@ -23,7 +23,7 @@ class WholeParams {
   std::string edited(int unit);
   // Points the parameters to this rank's parts again.
   void hide(int unit);
-  // Returns whether any rank may show a parameter; the answer is the same on every rank.
+  // Returns whether any rank may show a parameter. The answer is the same on every rank.
   bool used() const;
 
  private:

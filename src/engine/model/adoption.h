@@ -30,7 +30,7 @@ class Adoption {
   Adoption& operator=(const Adoption&) = delete;
 
   // [all ranks] Reserves room for all resting copies before any data moves. Throws ConfigError or
-  // RuntimeFault on all ranks if one rank has no room; the text names that rank.
+  // RuntimeFault on all ranks if one rank has no room. The text names that rank.
   void claim(const Config& config, const ModelDesc& model, bool external_optimizer);
   // [all ranks] Stores rank 0's values of parameters and buffers on every rank. The parameters in
   // `tiled` lose their memory, because their tiles have the values.

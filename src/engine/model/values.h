@@ -34,13 +34,14 @@ class PENSTOCK_API Values {
  public:
   explicit Values(Core& core) : state_(core.state_) {}
 
-  // [all ranks] Returns full fp32 values by parameter name; `role` is "grad" or "param".
+  // [all ranks] Returns full fp32 values by parameter name. `role` is "grad" or "param".
   std::vector<std::pair<std::string, at::Tensor>> full(const std::string& role);
-  // [all ranks] Returns full("grad") of one parameter; undefined if no gradient is kept for it.
+  // [all ranks] Returns full("grad") of one parameter. The result is undefined if no gradient is
+  // kept for it.
   at::Tensor gradient(const std::string& param);
   // [all ranks] Returns full values by parameter name, each tensor in its own memory. The result is
   // empty on ranks that do not want the values. Units are gathered one flat after another through
-  // memory that is counted with the buffers; a rank that does not want the values only sends its
+  // memory that is counted with the buffers. A rank that does not want the values only sends its
   // shards. Throws RuntimeFault on every rank if one rank has no room for a flat.
   std::vector<std::pair<std::string, at::Tensor>> weights(const WeightsOptions& options = {});
   // [all ranks] Streams the same values to rank 0, without memory for all of them at once.
@@ -62,21 +63,21 @@ class PENSTOCK_API Values {
   at::Tensor state(const std::string& param, const std::string& role);
   // [all ranks] Replaces the state that state() returns by values that are equal on every rank.
   void set_state(const std::string& param, const std::string& role, const at::Tensor& values);
-  // Returns a copy of this rank's part of the state: the index of its first element, and the
-  // elements, possibly none.
+  // Returns the index of the first element of this rank's part of the state, and a copy of the
+  // part, which may be empty.
   std::pair<int64_t, at::Tensor> local_state(const std::string& param, const std::string& role);
   // [all ranks] Replaces this rank's part of the state.
   void set_local_state(const std::string& param, const std::string& role, const at::Tensor& values);
 
-  // Returns the units that contain these parameters; every unit if the list is empty.
+  // Returns the units that contain these parameters, or every unit if the list is empty.
   std::vector<int> units_of(const std::vector<std::string>& params) const;
-  // [all ranks] Gathers the units; their parameters have full values until release().
+  // [all ranks] Gathers the units, whose parameters then have full values until release().
   void gather(const std::vector<int>& units, bool write);
   // [all ranks] With `write`, rank 0's values become the weights. Otherwise throws RuntimeFault if
   // the values were changed.
   void release(const std::vector<int>& units, bool write);
-  // Replaces release() after an exception on this rank; not collective. Values that users wrote are
-  // lost unless the parameters rest whole.
+  // Must be called instead of release() after an exception on this rank. Not collective. Values
+  // that users wrote are lost unless the parameters rest whole.
   void let_go(const std::vector<int>& units);
 
   // Must be called after a parameter was `set_()` to itself, as torch.nn.utils.parametrize does.

@@ -1,6 +1,6 @@
 #pragma once
-// Driver: matches the events of eager code with the lines of the plan. Compute thread only;
-// autograd's thread while a backward runs.
+// Driver: matches the events of eager code with the lines of the plan. Compute thread only
+// (autograd's thread while a backward runs).
 //
 // [Note: Driving a plan] An event names a compute line, and the driver runs the section's lines up
 // to it. This includes lines of units that this rank skips, so ranks that take different branches

@@ -1,5 +1,5 @@
 #pragma once
-// Dynamic loss scaling (arXiv:1710.03740): the scale halves when gradients overflow and doubles
+// Dynamic loss scaling (arXiv:1710.03740). The scale is halved when gradients overflow, and doubled
 // after a window of good steps.
 #include "penstock/config.h"
 

@@ -37,7 +37,7 @@ class OrderRecord {
 
 std::string visits_text(const std::vector<Visit>& visits);  // one per line: "u0 begin", "u1", ...
 
-// A collective over payloads of equal length; returns every rank's payload, in rank order.
+// A collective over payloads of equal length. It returns every rank's payload, in rank order.
 using Share =
     std::function<std::vector<std::string>(const std::string& label, const std::string& payload)>;
 // [all ranks] Returns every rank's text, in rank order. Texts may differ in length.

@@ -21,7 +21,7 @@ std::string say_window(const AccumulationWindow& window, const Driver& driver);
 // options have equal hashes.
 std::string options_text(const std::vector<OptimizerConfig>& groups, const std::string& others);
 // Takes the texts of all ranks, by rank. A text may end with options_text(). Removes backwards that
-// produced no gradient on any rank, and moves late gradients. Returns false if it did either; the
+// produced no gradient on any rank, and moves late gradients. Returns false if it did either. The
 // ranks must then exchange their texts again. Throws RuntimeFault if ranks ended different numbers
 // of backwards or have different options.
 bool hear_window(const std::vector<std::string>& all, AccumulationWindow& window, Driver& driver);

@@ -1,5 +1,5 @@
 #pragma once
-// Monitor: counts the metrics of a rank's run; rank 0 writes them to files. Compute thread only.
+// Monitor: counts the metrics of a rank's run. Rank 0 writes them to files. Compute thread only.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -72,7 +72,7 @@ class Monitor {
   // Returns and clears the wish if its last step was recorded.
   std::optional<TraceWish> take_finished();
   // In the exchange for the norm, the ranks agree on whether a trace ends with this step. say()
-  // returns this rank's digit; hear() removes the digit from the end of each rank's text.
+  // returns this rank's digit, and hear() removes the digit from the end of each rank's text.
   char say() const { return wish_ && applied_ + 1 >= wish_->last ? '1' : '0'; }
   void hear(std::vector<std::string>& all);
   // Ranks whose trace does not end with this step. If there are any, a collective that writes the

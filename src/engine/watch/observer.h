@@ -21,7 +21,8 @@ struct Core::State::Observer {
   void begin();
   // Writes run.json. Called when the run begins, and again after step one, which fixes the plans.
   void describe();
-  // [all ranks] Ends an applied step and begins the next; writes a trace that ends with this step.
+  // [all ranks] Ends an applied step and begins the next one. Writes the requested trace if it ends
+  // with this step.
   void end_step(const std::vector<OptimizerConfig>& groups);
   // Simulates a step of `batch.accumulate` micro-batches. Returns nothing without
   // `monitor.machine`, in pipelines, and before the FLOPs or the tokens of a forward were counted.
@@ -33,7 +34,7 @@ struct Core::State::Observer {
   // Must be called after an error. Writes the last steps to a file, and prints the path of the file
   // to stderr once.
   void dump();
-  // Ends the run; no step may follow.
+  // Ends the run. No step may follow.
   void end();
 
   State& state;
