@@ -51,8 +51,9 @@ class Executor {
   std::vector<std::string> collect(const std::string& label, std::string text);
   // [all ranks] Copies rank 0's bytes to every rank.
   void broadcast(const std::string& label, void* data, int64_t bytes);
-  // Begins a training step. The gather and reduce lanes must be idle: the step is part of every
-  // tag. The update lane switches to the new step after the work that is already queued on it.
+  // Begins a training step. The gather and reduce lanes must be idle, because the step is part of
+  // every tag. The update lane switches to the new step after the work that is already queued on
+  // it.
   void set_step(int64_t step);
   // Returns the number of exchanges with peers in the last complete step.
   int64_t exchanges() const { return exchanges_; }

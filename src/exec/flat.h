@@ -109,8 +109,8 @@ class Flat {
   const bool trainable;
   const TensorCut tensor;  // how tensor ranks hold its parameters
   int64_t numel = 0;       // padded, after seal()
-  // In a pipeline: the pipeline ranks that have the flat, ascending, and the flat's index among the
-  // unit's flats of all stages.
+  // In a pipeline, the pipeline ranks that have the flat (in ascending order), and the flat's index
+  // among the unit's flats of all stages.
   std::vector<int> owners;
   int number = 0;
   std::vector<Slot> slots;
@@ -128,7 +128,7 @@ class Flat {
   std::vector<ChunkState> chunks;  // empty if frozen
 };
 
-// A flat of a unit; `here` is false for a flat of another stage.
+// A flat of a unit. `here` is false for a flat of another stage.
 struct Part {
   Flat* flat = nullptr;
   bool here = true;

@@ -16,7 +16,7 @@ class GatheredValues {
   GatheredValues(Rank& rank, Gradients& gradients, Updates& updates)
       : rank_(rank), gradients_(gradients), updates_(updates) {}
 
-  // [stage] Gathers the flat's masters (a frozen flat: its resting parameters) into `room`, on
+  // [stage] Gathers the flat's masters (or the resting parameters of a frozen flat) into `room`, on
   // every rank or on the first data rank. On these ranks `room` must hold numel fp32 elements. On
   // other ranks it must hold the rank's part. Returns the dtype of the gathered values.
   Dtype parameters(int unit, int flat, char* room, bool everywhere);

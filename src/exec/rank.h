@@ -1,6 +1,6 @@
 #pragma once
-// Rank: the state that the parts of one rank's executor share. Lanes: the threads that they submit
-// work to.
+// Rank: the state that the parts of one rank's executor share. Lanes: the threads to which these
+// parts submit work.
 #include <array>
 #include <string>
 #include <utility>
@@ -32,7 +32,7 @@ struct Doubt {
   at::Tensor edits;
 };
 
-// The lanes for gathers, reductions and updates. Each lane is ordered; only fences order work
+// The lanes for gathers, reductions and updates. Each lane is ordered, but only fences order work
 // between lanes.
 struct Lanes {
   // A lane that only queues device work has no thread. This is the case if all tiers of the lane's

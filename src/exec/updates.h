@@ -20,7 +20,7 @@
 
 namespace penstock::exec {
 
-// Thrown on all ranks alike when gradients are not finite; the weights are unchanged.
+// Thrown on all ranks if gradients are not finite. The weights are unchanged.
 class NonFinite : public RuntimeFault {
  public:
   using RuntimeFault::RuntimeFault;
@@ -54,7 +54,7 @@ class Updates {
   void publish(const PlannedStep& planned);
   // Returns the range of the flat's elements that this rank updates.
   std::pair<int64_t, int64_t> owned(const Flat& flat) const;
-  // Returns the chunk's fp32 masters in memory; reads them from disk if they rest there.
+  // Returns the chunk's fp32 masters in memory. If they rest on disk, reads them first.
   device::Address fetch_master(Flat& flat, ChunkState& chunk);
   std::vector<ShardView> shard_views();
   std::vector<at::Tensor> shard_gradients();  // fp32, aligned with shard_views()
