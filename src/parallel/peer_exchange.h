@@ -25,7 +25,8 @@ class Peers {
   // Returns the exception that an exchange threw since the last call, or null. Autograd passes on
   // only the text of an exception, so the exception itself is kept here.
   std::exception_ptr take_fault() { return std::exchange(fault_, nullptr); }
-  // Ends all exchanges: a later one, from a graph that outlives its engine, throws RuntimeFault.
+  // Ends all exchanges. A later exchange, made by a graph that outlives its engine, throws
+  // RuntimeFault.
   void close() { closed_ = true; }
   void set_step(int64_t step) { channel_.set_step(step); }  // the step in error texts
   void record(std::shared_ptr<trace::Recorder> recorder) {

@@ -52,9 +52,9 @@ at::Tensor gather_whole(const at::Tensor& part, int64_t dim, int64_t size,
                         const OperatorPeers& peers);
 at::Tensor cut(const at::Tensor& whole, int64_t dim, const OperatorPeers& peers);  // I to V
 
-// Takes a part along `join_dim` with all of `cut_dim`; returns all of `join_dim` with a part along
-// `cut_dim`. Backward is the inverse. [.., tokens / ranks, .., heads, ..] -> [.., tokens, .., heads
-// / ranks, ..] (DeepSpeed-Ulysses, arXiv:2309.14509).
+// Takes a part along `join_dim` with all of `cut_dim`, and returns all of `join_dim` with a part
+// along `cut_dim`. Backward is the inverse. [.., tokens / ranks, .., heads, ..] -> [.., tokens, ..,
+// heads / ranks, ..] (DeepSpeed-Ulysses, arXiv:2309.14509).
 at::Tensor all_to_all(const at::Tensor& part, int64_t cut_dim, int64_t join_dim,
                       const OperatorPeers& peers);
 // Returns the sum of the ranks' addends of one loss. Gradients are averaged over the ranks later,
@@ -87,8 +87,8 @@ struct LossOptions {
   double label_smoothing = 0.0;
   bool mean = true;  // mean over the targets that are not ignored; false: sum
 };
-// logits [tokens, own rows] (cut), target [tokens] (whole) -> [] (whole, fp32). One exchange of
-// four values per token; logits are never gathered.
+// logits [tokens, own rows] (cut), target [tokens] (whole) -> [] (whole, fp32). It makes one
+// exchange of four values per token and never gathers logits.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, int64_t vocabulary,
                          const LossOptions& options, const OperatorPeers& peers);
 
