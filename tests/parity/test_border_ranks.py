@@ -182,7 +182,7 @@ GIVEN = {
     "by-rank": (lambda grads: {n: g + dist.get_rank() for n, g in grads.items()}, "every rank"),
     "none": (lambda grads: dict.fromkeys(grads), '"lift.weight" is a NoneType'),
     "number": (lambda grads: dict.fromkeys(grads, 0.0), '"lift.weight" is a float'),
-    "unknown": (lambda grads: {"head": grads["lift.bias"]}, '"head" is no parameter'),
+    "unknown": (lambda grads: {"head": grads["lift.bias"]}, '"head" is not a trainable parameter'),
     "nan": (lambda grads: {n: g * torch.nan for n, g in grads.items()}, "given to set_grads()"),
 }
 

@@ -221,7 +221,7 @@ def another_loader(folder):
     other.register_for_checkpointing(loader_of(seed=4))
     tiny_step(other, 2)
     before = other.state_dict(rank0_only=False)
-    with pytest.raises(penstock.ConfigError, match="seed is 4, and 3 in the checkpoint"):
+    with pytest.raises(penstock.ConfigError, match="seed is 4 here and 3 in the checkpoint"):
         other.load(folder)
     after = other.state_dict(rank0_only=False)
     assert all(before[name].equal(after[name]) for name in before)

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
-#include <unordered_map>
 #include <vector>
 
 #include "src/exec/torch_compat.h"
@@ -51,29 +50,6 @@ class GradientHook {
   std::function<void()> taken_;
   exec::NodePtr accumulator_;  // kept alive here: a tensor has only a weak reference
   uintptr_t key_ = 0;
-};
-
-// [Note: Outside reads] A model may read a parameter outside the module that owns it. In the first
-// forward the engine checks the arguments of every op, by a fallback on a dispatch key that torch
-// itself does not use (about 0.1 us per op). If an op is about to read a freed parameter, the
-// engine gathers its unit first. From then on the unit is whole for the entire pass. Later passes
-// run without the fallback, so reading a freed parameter raises the guard's error.
-class OutsideReads {
- public:
-  // `found` gathers the unit of a freed parameter. Keys: the storages of the parameters.
-  OutsideReads(std::unordered_map<const c10::StorageImpl*, int> unit_of_storage,
-               std::function<void(int)> found);
-  ~OutsideReads();
-  OutsideReads(const OutsideReads&) = delete;
-  OutsideReads& operator=(const OutsideReads&) = delete;
-
-  // Called for each tensor argument of each op of the current thread.
-  void look_at(const at::Tensor& tensor) const;
-
- private:
-  std::unordered_map<const c10::StorageImpl*, int> unit_of_storage_;
-  std::function<void(int)> found_;
-  OutsideReads* outer_;
 };
 
 }  // namespace penstock::engine

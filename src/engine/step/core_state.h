@@ -23,6 +23,7 @@
 #include "src/engine/step/loss_scale.h"
 #include "src/engine/step/order_learner.h"
 #include "src/engine/step/outside_edits.h"
+#include "src/engine/step/outside_reads.h"
 #include "src/engine/watch/monitor.h"
 #include "src/exec/executor.h"
 #include "src/mem/tiers.h"
