@@ -30,7 +30,7 @@ from penstock.front.batches import Batches
 from penstock.front.config_file import ConfigLike
 from penstock.front.device_backends import warn_of_idle
 from penstock.front.forward_guard import Forwards, Pace, Uneven, remove
-from penstock.front.model_structure import Structure
+from penstock.front.model_structure import Structure, check_params
 from penstock.front.param_state import ParamState
 from penstock.monitor.monitored import Monitored
 from penstock.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
@@ -588,19 +588,7 @@ def initialize(
             "[front::initialize] optimizer is a class. Pass an object, or a callable such as "
             "lambda params: torch.optim.AdamW(params, lr=1e-3)"
         )
-    if next(model.parameters(), None) is None:
-        raise ConfigError("[front::initialize] the model has no parameters to train")
-    for name, param in model.named_parameters():
-        if torch.nn.parameter.is_lazy(param):
-            raise ConfigError(
-                f'[front::initialize] parameter "{name}" has no shape yet. Call the model once '
-                f"before, so that its lazy modules get their shapes"
-            )
-        if param.is_inference():
-            raise ConfigError(
-                f'[front::initialize] parameter "{name}" was made in inference mode, so it cannot '
-                f"be trained. Clone it outside inference mode"
-            )
+    check_params(model)
     if isinstance(optimizer, Mapping):  # it replaces the config key "optimizer"
         overrides["optimizer"] = dict(optimizer)
         optimizer = None

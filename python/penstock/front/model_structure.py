@@ -1,4 +1,4 @@
-"""Compares the parameters that a model has now with the parameters at initialize()."""
+"""Checks of a model's parameters: at initialize(), and later against those of initialize()."""
 
 import weakref
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.utils.parametrize import ParametrizationList
 
-from penstock._native import RuntimeFault
+from penstock._native import ConfigError, RuntimeFault
 from penstock.front import module_tree
 
 
@@ -104,3 +104,20 @@ class Structure:
         tied = any(len(names[p]) > len(self.names.get(p, ())) for p in names)
         self.names, self._places = names, self._where()
         return tied
+
+
+def check_params(model: torch.nn.Module) -> None:
+    """Raises ConfigError if the model has no parameters or one that cannot be trained."""
+    if next(model.parameters(), None) is None:
+        raise ConfigError("[front::initialize] the model has no parameters to train")
+    for name, param in model.named_parameters():
+        if torch.nn.parameter.is_lazy(param):
+            raise ConfigError(
+                f'[front::initialize] parameter "{name}" has no shape yet. Call the model once '
+                f"before, so that its lazy modules get their shapes"
+            )
+        if param.is_inference():
+            raise ConfigError(
+                f'[front::initialize] parameter "{name}" was made in inference mode, so it cannot '
+                f"be trained. Clone it outside inference mode"
+            )

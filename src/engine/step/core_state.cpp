@@ -444,8 +444,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   driver->begin(window->reduces() ? Section::kUpdate : Section::kUpdateEarly);
   try {
     driver->finish();
-    // If forward and backward use the resting parameters, the user may read them right after
-    // step().
+    // The user may read resting parameters right after step() if they are the ones that compute.
     if (!config.offload.late_update || executor->table().rests_whole()) {
       executor->updates().finish();
     }

@@ -50,12 +50,10 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's signature
 
     Args:
         args: the script's arguments; `args.deepspeed_config` is the config if no other is given.
-        model: any nn.Module, also one built in `zero.Init`. A PipelineModule gives a
-            PipelineEngine.
+        model: an nn.Module, maybe built in `zero.Init`. A PipelineModule gives a PipelineEngine.
         optimizer: a torch optimizer, or a callable that creates one from the parameters; default:
             the config's optimizer.
-        model_parameters: parameters or groups for the config's optimizer; default: all trainable
-            parameters.
+        model_parameters: parameters or groups for the config's optimizer; default: all trainable.
         training_data: a dataset for the returned loader.
         lr_scheduler: a scheduler, which is stepped after each update, or a callable that creates
             one from the optimizer; default: the config's scheduler.
