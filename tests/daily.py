@@ -14,7 +14,9 @@ from typing import Any
 
 STRIDES = {
     "parity/test_idioms.py": 2,
-    "parity/test_activations.py": 3,
+    "parity/test_activations.py": 6,
+    "parity/test_activation_limits.py": 2,
+    "parity/test_border_ranks.py": 2,
     "parity/test_optimizers.py": 3,
     "parity/test_root_layers.py": 4,
     "parity/test_loops.py": 2,
@@ -30,6 +32,7 @@ STRIDES = {
     "drop_in/test_configs.py": 2,
     "drop_in/test_pipe.py": 2,
     "drop_in/test_trainers.py": 2,
+    "python/test_bench.py": 2,
     "python/test_faults.py": 2,
     "python/test_checkpoint_tensor.py": 2,
     "python/test_checkpoint_layouts.py": 2,

@@ -529,8 +529,7 @@ def _refuse_model(model: torch.nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
                 f'[front::initialize] module "{name}" is scripted (torch.jit.script), and Python '
-                f"hooks do not run inside it. Train the module itself, and script a copy "
-                f"of it afterwards"
+                f"hooks do not run inside it. Train the module itself and script a copy afterwards"
             )
     taken = [engine._structure.own for engine in _alive]
     for param, names in module_tree.names_of(model).items():
