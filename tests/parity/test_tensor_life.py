@@ -353,7 +353,7 @@ ERRORS = [
     (asks_the_model_for_its_state, "Use engine.state_dict"),
     (gives_other_inputs, "ranks 0 and 1 compute one model together"),
     (trains_on_one, "ranks 0 and 1 compute one model together"),
-    (sets_a_part, "has shape \\[72, 48\\], its parameter \\[144, 48\\]"),
+    (sets_a_part, "has shape \\[72, 48\\], but its parameter has \\[144, 48\\]"),
     (differentiates_twice, "no second derivative"),
 ]
 
@@ -428,7 +428,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"rules": {"*.nothing": "row"}}}, "no module and no parameter has such a name"),
     ({"parallel": {"rules": {"*.heads": "divide:3"}}}, "does not divide by 3"),
     ({"parallel": {"rules": {"*.head": "divide"}}}, "no module has an attribute of that name"),
-    ({"parallel": {}}, "Those that could be: tokens, places, blocks.0.attention.query"),
+    ({"parallel": {}}, "Layers that can be cut: tokens, places, blocks.0.attention.query"),
     ({"mesh": {"tensor": 3}}, "does not divide 2 ranks"),
 ]
 

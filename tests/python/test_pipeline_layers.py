@@ -90,7 +90,7 @@ def test_stages_begin_with_layers_that_have_parameters(method, parts, begins):
     }
     owners = [model.stage_owner(index) for index in range(6)]
     assert owners == sorted(owners) and set(owners) == set(range(parts))
-    with pytest.raises(ConfigError, match="layer 6 of 6"):
+    with pytest.raises(ConfigError, match="there is no layer 6: the model has 6 layers"):
         model.stage_owner(6)
 
 
