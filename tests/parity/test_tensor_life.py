@@ -429,7 +429,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"rules": {"*.heads": "divide:3"}}}, "does not divide by 3"),
     ({"parallel": {"rules": {"*.head": "divide"}}}, "no module has an attribute of that name"),
     ({"parallel": {}}, "Layers that can be cut: tokens, places, blocks.0.attention.query"),
-    ({"mesh": {"tensor": 3}}, "does not divide 2 ranks"),
+    ({"mesh": {"tensor": 3}}, "do not divide 2 ranks evenly"),
 ]
 
 

@@ -28,7 +28,7 @@ double of(int64_t value) { return static_cast<double>(value); }
 
 void check_on(const trace::Recorder& recorder) {
   if (recorder.on()) return;
-  throw ConfigError("[engine::trace] \"monitor.events\" is 0: nothing of this run is recorded");
+  throw ConfigError("[engine::trace] \"monitor.events\" is 0, so this run records no events");
 }
 
 void write_file(const std::string& path, const std::string& text) {
