@@ -218,7 +218,7 @@ Outcome simulated(const Case& run) {
   Outcome outcome;
   outcome.seconds = timeline.step;
   outcome.teraflops = run.flops() / timeline.step / run.ranks() / 1e12;
-  // Of the busiest rank, so waits for a slower stage do not count.
+  // Measured on the busiest rank, so waits for a slower stage do not count.
   const auto busiest =
       std::max_element(timeline.ranks.begin(), timeline.ranks.end(),
                        [](const auto& a, const auto& b) { return a.busy < b.busy; });
