@@ -209,7 +209,7 @@ class StreamBackend : public c10d::Backend {
 
     // As NCCL's kernels: without its peers, or with another collective there, a collective waits
     // until it is aborted or its device fails. The inner backend's cannot be ended, so a thread is
-    // left with those.
+    // left with those; nothing else may begin beside them, or it would meet what a peer sends them.
     void run(int device, uint64_t kind, std::function<std::vector<WorkPointer>(Backend&)> begin) {
       auto ended = std::make_shared<bool>(false);  // with the mutex
       std::thread([self = shared_from_this(), kind, begin = std::move(begin), ended] {
@@ -227,6 +227,7 @@ class StreamBackend : public c10d::Backend {
       const auto over = [&] { return aborted || *ended || has_failed(device); };
       while (!changed.wait_for(lock, kLook, over)) {
       }
+      if (!*ended) aborted = true;
     }
 
     // Whether all have come for the same; the inner backend ends the process where sizes differ.
