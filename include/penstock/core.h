@@ -91,6 +91,9 @@ class PENSTOCK_API Core {
   at::Tensor start_backward(const at::Tensor& loss, const at::Tensor& gradient = {});
   // Must be called before a backward that starts from gradients of another pipeline stage.
   void resume_backward();
+  // Multiplies each gradient of the following backwards by `weight` when the gradient is added to
+  // the window's sum, once per parameter and backward. Default: 1.
+  void set_backward_weight(double weight);
   // Must be called after a backward that threw `error`. If an engine hook threw, rethrows its
   // exception.
   void backward_failed(const std::string& error);
@@ -100,16 +103,17 @@ class PENSTOCK_API Core {
   // [all ranks] Updates the weights. `groups` has the optimizer settings of each parameter group.
   // `external` runs the user's optimizer; `options` describes its settings. Returns false if fp16
   // gradients overflowed (the weights are unchanged and the loss scale is smaller), or if no
-  // backward of the window produced a gradient. If a gradient is not finite and no loss scale
-  // helps, throws RuntimeFault with the name of the first such parameter. Throws RuntimeFault if
-  // groups or options differ between ranks.
+  // backward of the window produced a gradient. If a gradient is not finite and a smaller
+  // loss scale cannot help, throws RuntimeFault with the name of the first such parameter. Throws
+  // RuntimeFault if groups or options differ between ranks.
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {},
             const std::string& options = "");
   // Drops the gradients accumulated since the last step.
   void zero_grad();
   int64_t steps() const;
 
-  // Returns or replaces the plan of a section ("forward", ...). A replacement must do the same.
+  // Returns or replaces the plan of a section ("forward", ...). A replacement must compute
+  // the same results.
   std::string plan_text(const std::string& section) const;
   void set_plan_text(const std::string& section, const std::string& text);
 

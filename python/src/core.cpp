@@ -103,6 +103,7 @@ void bind_core(py::module_& module) {
              const at::Tensor start = core.start_backward(loss, gradient.value_or(at::Tensor()));
              return start.defined() ? std::optional(start) : std::nullopt;
            })
+      .def("set_backward_weight", &Core::set_backward_weight)
       .def("backward_failed", &Core::backward_failed)
       .def("window_complete", &Core::window_complete)
       .def("step", &step, py::arg("groups"), py::arg("external") = py::none(),

@@ -192,6 +192,14 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             self._core.backward_failed(f"{type(error).__name__}: {error}")
             raise
 
+    def set_backward_weight(self, weight: float) -> None:
+        """Multiplies each gradient of the following backwards by `weight` (default: 1).
+
+        The weight is applied once, where a gradient enters its parameter's sum: a plain
+        `loss.backward()` then adds what `(weight * loss).backward()` would.
+        """
+        self._core.set_backward_weight(weight)
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss for a plain `.backward()`: with fp16 it is multiplied by the loss scale.
 

@@ -103,7 +103,6 @@ class LazyLogits(torch.Tensor):
     head: Head
     hidden: torch.Tensor
     step: int  # head.step() when the head ran
-    scales: list[Callable[[torch.Tensor], Any]]  # linear functions applied to the gradient
 
     @staticmethod
     def of(
@@ -122,13 +121,11 @@ class LazyLogits(torch.Tensor):
         )
         made.head, made.hidden = head, hidden
         made.step = head.step() if step is None else step
-        made.scales = []
         return made
 
     def like(self, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> "LazyLogits":
-        """Returns the logits of rearranged tokens, with the same head, step and scales."""
+        """Returns the logits of rearranged tokens, with the same head and step."""
         made = LazyLogits.of(self.head, hidden, dtype or self.dtype, self.step)
-        made.scales = self.scales
         return made
 
     def whole(self) -> torch.Tensor:
@@ -140,13 +137,7 @@ class LazyLogits(torch.Tensor):
             RuntimeFault: if the weights changed since the head ran.
         """
         self.check()
-        return self.scaled(self.head.logits(self.hidden).to(self.dtype))
-
-    def scaled(self, made: torch.Tensor) -> torch.Tensor:
-        """Registers `scales` on `made`, whose gradient is linear in the logits' gradient."""
-        for scale in self.scales if made.requires_grad else ():
-            made.register_hook(scale)  # type: ignore[no-untyped-call]
-        return made
+        return self.head.logits(self.hidden).to(self.dtype)
 
     def check(self) -> None:
         """Raises RuntimeFault if the weights changed since the head ran."""
@@ -212,14 +203,6 @@ _WRITING = {
     "register_hook",
     "retain_grad",
 }
-
-
-def scale_gradient(tensor: torch.Tensor, scale: Callable[[torch.Tensor], Any]) -> None:
-    """Applies `scale`, a linear function, to the gradient of a tensor or of lazy logits."""
-    if isinstance(tensor, LazyLogits):
-        tensor.scales.append(scale)
-    else:
-        tensor.register_hook(scale)  # type: ignore[no-untyped-call]
 
 
 def with_history(tensor: torch.Tensor) -> torch.Tensor:
@@ -311,7 +294,7 @@ def _cross_entropy(logits: LazyLogits, *args: Any, **kwargs: Any) -> torch.Tenso
     )
     if loss is None:
         return None
-    return logits.scaled(loss if reduction != "none" else loss.reshape(target.shape))
+    return loss if reduction != "none" else loss.reshape(target.shape)
 
 
 _ORDER_KEEPING = (

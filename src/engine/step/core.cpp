@@ -114,6 +114,8 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
   return start.mul(factor.to(start.scalar_type()));
 }
 
+void Core::set_backward_weight(double weight) { state_->backward_weight = weight; }
+
 void Core::backward_failed(const std::string& error) {
   state_->failed("backward", error);
   if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));

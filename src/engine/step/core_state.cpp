@@ -328,7 +328,12 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
 
 void Core::State::take_gradient(int unit, int flat, int slot, const at::Tensor& gradient) {
   window->contribute();
-  if (executor->gradients().take(unit, flat, slot, gradient) || window->blamed()) return;
+  // Weighted in fp32, because a weighted gradient could underflow in a smaller dtype.
+  const at::Tensor weighted =
+      backward_weight == 1.0
+          ? gradient
+          : gradient.to(at::promote_types(gradient.scalar_type(), at::kFloat)).mul(backward_weight);
+  if (executor->gradients().take(unit, flat, slot, weighted) || window->blamed()) return;
   const std::string& name = executor->units()[unit].flats[flat].slots[slot].name;
   window->blame(concat("parameter \"", name, "\", rank ", group->rank(), ", step ", steps + 1,
                        ", micro-step ", window->seen()));

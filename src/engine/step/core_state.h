@@ -68,8 +68,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void end_backward_of_stage();
   // [all ranks, with `gather`] Gives the model back. With `gather` every rank has full parameters
   // afterwards, also after a failure. Without it the call needs no peer. `why`: the user's error
-  // that the engine ends for, or "". Returns a remark on the weights, or "". Throws RuntimeFault,
-  // after releasing everything, if the weights could not be gathered.
+  // that is the reason for closing, or "". Returns a remark on the weights, or "". Throws
+  // RuntimeFault, after releasing everything, if the weights could not be gathered.
   std::string close(bool gather, const std::string& why);
   void check_open(const char* call) const;  // throws RuntimeFault if closed
 
@@ -97,6 +97,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::vector<int> written;      // by unit: open gathered(write=True) blocks
   std::vector<bool> expected;    // by unit: gradients were missing when the backward began
   int64_t seen_before = 0;       // backwards of the window before the current one
+  double backward_weight = 1.0;  // see Core::set_backward_weight()
   std::vector<int> frozen_open;  // units whose frozen weights the backward may still read
   std::vector<at::Tensor> lent;  // shards of masters that a user's optimizer holds
   std::vector<at::Tensor> lent_gradients;  // their gradients, only during its step

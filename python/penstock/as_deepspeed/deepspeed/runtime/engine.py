@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import warnings
+import weakref
 from collections.abc import Iterator
 from logging import WARNING
 from typing import Any
@@ -21,7 +22,6 @@ from penstock.front import optimizer as optimizers
 from penstock.front import schedules
 from penstock.front.engine import engine_of
 from penstock.monitor.deepspeed import step_events
-from penstock.parallel import lazy_logits
 
 from ..comm.comm import get_rank, get_world_size
 from ..monitor.monitor import MonitorMaster
@@ -40,6 +40,7 @@ from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from .zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
+_ENGINES: weakref.WeakSet["DeepSpeedEngine"] = weakref.WeakSet()  # those that are not destroyed
 # Keys without effect in a penstock.Engine that this engine implements.
 _TAKEN_HERE = ("steps_per_print", "dataloader_drop_last", "fp16.auto_cast")
 
@@ -136,7 +137,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self.last_step_overflowed = False
         self._boundary: bool | None = None
         self._frozen: list[torch.nn.Parameter] = []  # parameters that this engine froze
-        self._applied = self._in_backward = False
+        self._applied = False
         self._losses = 0  # number of losses that backward() got in this window
         self._auto_cast = self._config.fp16_enabled and self._config.auto_cast
         self.global_rank, self.world_size = get_rank(), get_world_size()
@@ -146,6 +147,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         except BaseException:
             self.monitor.close()
             raise
+        _ENGINES.add(self)
+        self._weigh(1.0)
         self._set_groups()
         self.lr_scheduler = self._scheduler(lr_scheduler)
         self.training_dataloader = (
@@ -263,16 +266,18 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         """Runs the model's forward with the same arguments."""
         if self._auto_cast:
             inputs, kwargs = _tree.tree_map(_halved, (inputs, kwargs))
-        outputs = self.native(*inputs, **kwargs)
-        if self.gradient_accumulation_steps() > 1 and torch.is_grad_enabled():
-            for one in _tree.tree_leaves(outputs):
-                if isinstance(one, torch.Tensor) and one.requires_grad:
-                    lazy_logits.scale_gradient(one, self._of_plain_backward)
-        return outputs
+        self._weigh(1.0)
+        return self.native(*inputs, **kwargs)
 
-    def _of_plain_backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Scales the gradient of a plain loss.backward() as that of one micro-batch."""
-        return None if self._in_backward else gradient / self.gradient_accumulation_steps()
+    def _weigh(self, divided_by: float) -> None:
+        """Sets how gradients enter the window from a loss that was divided by `divided_by`.
+
+        A plain `loss.backward()` divides by nothing, so its gradients are weighted at the
+        parameters.
+        """
+        if self._reduction == "sum":
+            weight = divided_by / self.gradient_accumulation_steps()
+            self.native.set_backward_weight(weight)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -290,11 +295,15 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         steps = self.gradient_accumulation_steps()
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
         self._losses += 1
-        self._in_backward = True
+        others = [one for one in _ENGINES if one is not self]
+        for one in others:  # the loss may depend on their parameters too
+            one._weigh(steps if scale_wrt_gas else one.gradient_accumulation_steps())
+        self.native.set_backward_weight(1.0)
         try:
             self.native.backward(scaled, retain_graph=retain_graph)
         finally:
-            self._in_backward = False
+            for one in (self, *others):
+                one._weigh(1.0)
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -417,6 +426,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         if self._grid is not None:
             self._close_groups()
             self._grid = None
+        _ENGINES.discard(self)
         self.monitor.close()
         try:
             self.native.close()

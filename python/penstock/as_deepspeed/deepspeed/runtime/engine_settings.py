@@ -157,6 +157,7 @@ class EngineSettings:
             )
         config.gradient_accumulation_steps = train_batch_size // per_step
         config.train_batch_size = train_batch_size
+        self._weigh(1.0)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the size of a micro-batch, and with it the batch size."""
@@ -171,6 +172,7 @@ class EngineSettings:
         config.gradient_accumulation_steps = steps
         ranks = self.dp_world_size
         config.train_batch_size = config.train_micro_batch_size_per_gpu * steps * ranks
+        self._weigh(1.0)
 
     def get_lr(self) -> list[float]:
         """Returns the learning rate of each parameter group."""
