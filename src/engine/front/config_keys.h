@@ -1,0 +1,22 @@
+#pragma once
+// Which config keys the C++ front reads. The Python front implements the others itself, so without
+// a check they would be silently without effect here.
+#include <span>
+
+#include "penstock/config.h"
+
+namespace penstock::engine {
+
+struct ConfigKey {
+  const char* path;    // "/comm/timeout_s"; a prefix stands for all keys below it
+  const char* remedy;  // what to do in C++ instead; null: the C++ front reads the key
+};
+
+// Every key of Config::json(), by path.
+std::span<const ConfigKey> config_keys();
+
+// Throws ConfigError with key, value and remedy if `config` has a value, other than the default,
+// that only the Python front reads.
+void refuse_unread_keys(const Config& config);
+
+}  // namespace penstock::engine
