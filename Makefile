@@ -64,7 +64,8 @@ test: build-tests  ## C++ tests, then Python tests
 	@echo "[test] ctest"
 	@ctest --preset release -j $(JOBS)
 	@echo "[test] pytest"
-	@$(BIN)/python -m pytest -q tests/python tests/parity tests/drop_in tests/device
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests/python tests/parity tests/drop_in \
+	  tests/device
 
 demo: package  ## train a small GPT on two ranks of this machine; kill and resume another
 	@echo "[demo] penstock bench --nproc 2 --precision auto --width 448 -o build/machine.json"

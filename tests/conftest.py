@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import sys
 
 import pytest
@@ -25,8 +26,19 @@ def pytest_addoption(parser):
 
 
 def shared_memory():
+    """What torch and Penstock left in /dev/shm, but for the files of processes that still run.
+
+    Two workers of pytest run side by side, each with ranks of its own. torch's names have the
+    number of the process that made them: `torch_4711_...`.
+    """
     folder = pathlib.Path("/dev/shm")
-    return set(os.listdir(folder)) if folder.exists() else set()
+    names = os.listdir(folder) if folder.exists() else []
+    ours = {name for name in names if name.startswith(("torch_", "penstock"))}
+    return {name for name in ours if not _runs(re.search(r"_(\d+)", name))}
+
+
+def _runs(number):
+    return number is not None and pathlib.Path(f"/proc/{number[1]}").exists()
 
 
 def started_pools():
@@ -43,7 +55,7 @@ def started_pools():
     assert all(code == 0 for exits in codes.values() for code in exits), (
         f"ranks did not end by themselves with 0, by world size: {codes}"
     )
-    left = {name for name in shared_memory() - before if name.startswith(("torch_", "penstock"))}
+    left = shared_memory() - before
     assert not left, f"left in /dev/shm: {left}"
 
 
@@ -82,6 +94,20 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_configure(config):
     config.parity_key = pytest.StashKey[dict[str, float]]()
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist hands its figures to the process that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        found = session.config.stash.get(session.config.parity_key, {})
+        session.config.workeroutput["largest"] = {k: float(v) for k, v in found.items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    largest = node.config.stash.setdefault(node.config.parity_key, {})
+    for name, value in getattr(node, "workeroutput", {}).get("largest", {}).items():
+        largest[name] = max(value, largest.get(name, 0.0))
 
 
 def pytest_terminal_summary(terminalreporter, config):

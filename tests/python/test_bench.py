@@ -12,6 +12,7 @@ import sys
 
 import psutil
 import pytest
+from conftest import shared_memory
 
 # Set for all that a test starts, so that survivors can be found by it.
 MARK = "PENSTOCK_TEST_MARK"
@@ -46,7 +47,7 @@ def survivors(folder):
 def folder(tmp_path):
     """Where a bench runs, which leaves its file there and nothing else."""
     (tmp_path / "disk").mkdir()
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     yield tmp_path
     left = survivors(tmp_path)
     for process in left:
@@ -54,8 +55,7 @@ def folder(tmp_path):
     assert not left
     assert sorted(os.listdir(tmp_path)) == ["disk", "m.json"]
     assert not os.listdir(tmp_path / "disk")
-    made = set(os.listdir("/dev/shm")) - shared
-    assert not {name for name in made if name.startswith(("torch_", "penstock"))}
+    assert not shared_memory() - shared
 
 
 def ended(process):

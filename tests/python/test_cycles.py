@@ -51,7 +51,7 @@ def footprint(folder):
     process = psutil.Process()
     objects = gc.get_objects()  # but for those that are frozen
     storages = {t.untyped_storage()._cdata for t in objects if type(t) is torch.Tensor}
-    shared = [n for n in os.listdir("/dev/shm") if n.startswith(("torch_", "penstock"))]
+    shared = [n for n in os.listdir("/dev/shm") if n.startswith(f"torch_{os.getpid()}_")]
     return {
         "bytes": resident(),
         "threads": process.num_threads(),

@@ -120,5 +120,5 @@ def test_a_kill_leaves_nothing(seed, tmp_path):
         launcher.wait()
     assert not list(swap.iterdir()), "swap files were left"
     assert not list(temporary.glob("*penstock*")), "temporary files were left"
-    left = {name for name in shared_memory() - before if name.startswith(("torch_", "penstock"))}
+    left = shared_memory() - before
     assert not left, f"left in /dev/shm: {left}"
