@@ -61,6 +61,13 @@ void bind_group(py::module_& module) {
       .def_property_readonly("transport", &Group::transport)
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("size", &Group::size);
+  // In seconds. Python has no `options` on back ends whose class torch does not bind.
+  module.def(
+      "back_end_timeout_s",
+      [](const c10::intrusive_ptr<c10d::Backend>& back_end) {
+        return std::chrono::duration<double>(back_end->getBackendOptions()->timeout).count();
+      },
+      py::arg("back_end"));
 }
 
 }  // namespace penstock::python

@@ -4,7 +4,7 @@
 
 namespace penstock::comm {
 
-// Timeout for a wait that only an event ends.
+// Timeout for a wait that only an event ends. It never expires in practice.
 inline constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 // Minimum timeout of the first exchange. Ranks arrive at different times, because imports and
 // connections do not take equally long on all of them.

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.launch import cores, exports, hostfile, layout
 
-GRAMMAR = "allowed are `NAME slots=N` with N from 1, empty lines, and comments after #"
+GRAMMAR = "allowed are `NAME slots=N` with N from 1 to 65535, empty lines, and comments after #"
 
 
 @pytest.fixture
@@ -48,6 +48,9 @@ def test_a_hostfile_keeps_its_order(write):
         ("a slots=two\n", f"hosts:1: 'a slots=two' is not an entry; {GRAMMAR}"),
         ("a slots=0\n", f"hosts:1: 'a slots=0' is not an entry; {GRAMMAR}"),
         ("a slots=-1\n", f"hosts:1: 'a slots=-1' is not an entry; {GRAMMAR}"),
+        ("a slots=65536\n", f"hosts:1: 'a slots=65536' is not an entry; {GRAMMAR}"),
+        ("a slots=" + "9" * 5000, f"hosts:1: 'a slots={'9' * 5000}' is not an entry; {GRAMMAR}"),
+        ("a slots=1\x0cb slots=1\n", "hosts:1: 'a slots=1\\x0cb slots=1' is not an entry; "),
         ("a slots=2 max_slots=4\n", "hosts:1: 'a slots=2 max_slots=4' is not an entry; " + GRAMMAR),
         (
             "a slots=2\nb slots=1\na slots=1\n",
@@ -67,6 +70,8 @@ def test_a_hostfile_that_is_not_there(tmp_path):
         hostfile.read_hostfile(str(tmp_path / "none"))
 
 
+ALLOWED = "allowed are 0 to 1 (hosts:2)"
+EMPTY = f"the list of slots of b is empty; {ALLOWED}, or b without a colon for all"
 HOSTS = [
     hostfile.Host("a", 4, "hosts:1"),
     hostfile.Host("b", 2, "hosts:2"),
@@ -83,6 +88,8 @@ HOSTS = [
         ("a:1@a:0,1", "", {"a": (0, 1)}),
         ("me@c:1@a:3", "", {"a": (3,), "me@c": (1,)}),
         ("me@c", "", {"me@c": (0, 1)}),
+        ("me@c@me@c", "", {"me@c": (0, 1)}),
+        ("b:01", "", {"b": (1,)}),
         ("", "a@b:1", {"b": (0,), "me@c": (0, 1)}),
         ("", "a:0,1,2,3", {"b": (0, 1), "me@c": (0, 1)}),
     ],
@@ -104,12 +111,48 @@ def test_filters(include, exclude, expected):
         ("b:x", "", "--include b:x: no slot 'x' on b; allowed are 0 to 1 (hosts:2)"),
         ("b:0,", "", "--include b:0,: no slot '' on b; allowed are 0 to 1 (hosts:2)"),
         ("", "a:4", "--exclude a:4: no slot '4' on a; allowed are 0 to 3 (hosts:1)"),
-        ("", "a@b@me@c", "--exclude a@b@me@c leaves no slot of any host"),
+        ("", "a@b@me@c", "--exclude a@b@me@c leaves no slot of any host; give fewer slots"),
+        ("b:", "", "--include b:: " + EMPTY),
+        ("a:1@b:", "", "--include a:1@b:: " + EMPTY),
+        ("", "b:", "--exclude b:: " + EMPTY),
+        ("", "b:@a", "--exclude b:@a: " + EMPTY),
+        ("b: 1", "", "--include b: 1: no slot ' 1' on b; allowed are 0 to 1 (hosts:2)"),
+        ("b:,1", "", "--include b:,1: no slot '' on b; allowed are 0 to 1 (hosts:2)"),
+        (
+            "b:" + "9" * 5000,
+            "",
+            f"--include b:{'9' * 5000}: no slot '{'9' * 5000}' on b; {ALLOWED}",
+        ),
+        (
+            "b@b:1",
+            "",
+            "--include b@b:1: b is given both with and without slots; give the host "
+            "alone for all its slots, or only the slots",
+        ),
+        (
+            "",
+            "b:1@b",
+            "--exclude b:1@b: b is given both with and without slots; give the host "
+            "alone for all its slots, or only the slots",
+        ),
+        ("a@", "", "--include a@: no host ''; allowed are a, b, me@c"),
+        (":0", "", "--include :0: no host ''; allowed are a, b, me@c"),
+        (" ", "", "--include  : no host ' '; allowed are a, b, me@c"),
     ],
 )
 def test_a_wrong_filter_is_refused(include, exclude, message):
     with pytest.raises(ValueError, match="^" + re.escape("[launch::select] " + message) + "$"):
         hostfile.select(HOSTS, include, exclude)
+
+
+def test_a_filter_with_two_meanings_is_refused():
+    hosts = [hostfile.Host("a", 4, "hosts:1"), hostfile.Host("a:1", 2, "hosts:2")]
+    message = (
+        "--include a:1: 'a:1' is a host, and slots of the host a; rename one of them in hosts:2"
+    )
+    with pytest.raises(ValueError, match="^" + re.escape("[launch::select] " + message) + "$"):
+        hostfile.select(hosts, "a:1", "")
+    assert slots(hostfile.select(hosts, "a:2@a:1:0", "")) == {"a": (2,), "a:1": (0,)}
 
 
 def test_the_first_hosts_and_slots():
@@ -126,7 +169,7 @@ def test_layouts_and_numbers():
         assert layout.format_numbers(numbers) == text
     assert layout.parse_layout("0-1@3@0,2") == ((0, 1), (3,), (0, 2))
     assert layout.format_layout([(0, 1), (3,), (0, 2)]) == "0-1@3@0,2"
-    for wrong in ("", "a", "1-", "-1", "1 2", "0@"):
+    for wrong in ("", "a", "1-", "-1", "1 2", "0@", "0-65536", "0-" + "9" * 5000):
         with pytest.raises(
             ValueError, match=r"^\[launch::layout\] --layout: .* is not a list like"
         ):

@@ -347,6 +347,14 @@ MULTI = "-H hosts train.py"
         (f"--nproc 2 {MULTI}", "[launch::command] --hostfile start all nodes from here, but"),
         (f"--no_ssh {MULTI}", "[launch::command] --no-ssh needs --node-rank, 0 to 2"),
         (f"--no_ssh --node_rank 3 {MULTI}", "[launch::command] --node-rank must be 0 to 2"),
+        (f"--include=a: {MULTI}", "[launch::select] --include a:: the list of slots of a is empty"),
+        (f"-e b@a: {MULTI}", "[launch::select] --exclude b@a:: the list of slots of a is empty"),
+        (
+            "--include=localhost: train.py",
+            "[launch::select] --include localhost:: the list of slots of localhost is empty; "
+            "allowed are 0 to 0 (this machine), or localhost without a colon for all",
+        ),
+        ("--layout 0@ --node-rank 0 train.py", "[launch::layout] --layout: '' is not a list like"),
         ("--layout 0@1 --node-rank 2 train.py", "[launch::command] --node-rank must be 0 to 1"),
         ("--layout 0@x train.py", "[launch::layout] --layout: 'x' is not a list like 0-3,6"),
         ("--layout 0 --nproc 1 train.py", "[launch::command] give --layout or --nproc, not both"),
@@ -380,6 +388,13 @@ MULTI = "-H hosts train.py"
 )
 def test_what_does_not_fit_is_refused(words, message, refused):
     assert re.match(re.escape(f"penstock: {message}"), refused(*words.split()))
+
+
+@pytest.mark.parametrize("option", ["--layout=", "--bind-core-list=", "--bind_core_list= "])
+def test_an_empty_list_is_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args([option, "train.py"])
+    assert "the list is empty; give numbers, or drop the option" in capsys.readouterr().err
 
 
 def test_the_address_of_the_first_node(monkeypatch):

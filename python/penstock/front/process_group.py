@@ -1,7 +1,10 @@
 """Reads rank and world size from torch.distributed's process group, without importing torch."""
 
+import contextlib
 import sys
 from typing import Any
+
+from penstock._native import _penstock
 
 
 def _distributed() -> Any:
@@ -25,3 +28,16 @@ def world() -> int:
     """Returns the number of ranks, 1 without a process group."""
     dist = _distributed()
     return 1 if dist is None else int(dist.get_world_size())
+
+
+def timeout_s() -> float | None:
+    """Returns the longest timeout of the process group's back ends, in seconds; 0 without a process
+    group, None if no back end has options that give it (MPI, groups written in Python)."""
+    dist = _distributed()
+    if dist is None:
+        return 0.0
+    group, found = dist.group.WORLD, []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):  # torch's answer for a back end without options
+            found.append(float(_penstock.back_end_timeout_s(group._get_backend(device))))
+    return max(found, default=None)

@@ -5,6 +5,7 @@ import itertools
 import os
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from penstock._native import ConfigError, _penstock
-from penstock.front import device_backends, environment
+from penstock.front import device_backends, environment, process_group
 from penstock.front.process_group import rank as rank
 from penstock.front.process_group import world as world
+
+_LONGEST_S = 1e9  # the largest allowed value of comm.timeout_s
 
 # Number of the next group. All ranks make the same groups, so their keys in the store match.
 _numbers = itertools.count()
@@ -94,6 +97,35 @@ class Ranks:
     def close(self) -> None:
         """Destroys the process groups, without waiting for other ranks."""
         self._made.close()
+
+
+def with_timeout(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the values of a config with `comm.timeout_s`, which is `default_timeout_s()` if
+    `values` does not set it."""
+    comm = values.get("comm")
+    if comm is not None and not isinstance(comm, Mapping):
+        return values  # the config refuses it
+    if comm and comm.get("timeout_s") is not None:
+        return values
+    return {**values, "comm": {**(comm or {}), "timeout_s": default_timeout_s()}}
+
+
+def default_timeout_s() -> float:
+    """Returns how long an engine waits for a peer if no setting says it: the default of
+    `comm.timeout_s` or the timeout of torch's default process group, whichever is longer.
+
+    Warns on rank 0 if several ranks have a process group that does not tell its timeout.
+    """
+    own = float(_penstock.Config({}).comm.timeout_s)
+    of_group = process_group.timeout_s()
+    if of_group is None and world() > 1 and rank() == 0:
+        warnings.warn(
+            f'[front::initialize] the process group of torch ("{dist.get_backend()}") does not '
+            f"tell its timeout, so the engine waits {own:g} s for a peer. If a rank may be later, "
+            'set "comm.timeout_s"',
+            stacklevel=4,
+        )
+    return min(max(own, of_group or 0.0), _LONGEST_S)
 
 
 def of_config(comm: Any, device: torch.device) -> Ranks:

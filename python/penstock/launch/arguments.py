@@ -49,6 +49,14 @@ def node_range(text: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
+def list_of_numbers(text: str) -> str:
+    """Returns the text of a list. Raises argparse.ArgumentTypeError if it is empty: it then came
+    from a variable that is not set, and would be taken for an option that is not given."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the list is empty; give numbers, or drop the option")
+    return text
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "the run")
     group.add(
@@ -111,7 +119,7 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
     )
     group.add(
         "--layout",
-        default="",
+        type=list_of_numbers,
         metavar="0-7@0-3",
         help="slots of each node if nodes differ, instead of --nproc and --nnodes",
     )
@@ -203,7 +211,12 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="bind each rank to an equal share of the cores",
     )
-    group.add("--bind-core-list", default="", metavar="0-3,8", help="cores to bind ranks to")
+    group.add(
+        "--bind-core-list",
+        type=list_of_numbers,
+        metavar="0-3,8",
+        help="cores to bind ranks to",
+    )
     group.add(
         "--enable-each-rank-log",
         default="",

@@ -82,7 +82,7 @@ def _rank_options(args: argparse.Namespace) -> RankOptions:
         as_deepspeed=args.as_deepspeed,
         local_rank=args.as_deepspeed and not args.no_local_rank,
         bind_cores=args.bind_cores_to_rank,
-        core_list=args.bind_core_list,
+        core_list=args.bind_core_list or "",
         log_dir="" if folder == "None" else folder,
         env=env | _trace_variables(args, env),
     )

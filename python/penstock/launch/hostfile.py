@@ -7,12 +7,14 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from penstock.launch.layout import Node, Slots
+from penstock.launch.layout import LARGEST, Node, Slots, parse_number
 
 DEFAULT = "/job/hostfile"
 _ENTRY = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)\Z")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]*\Z")
-_GRAMMAR = "allowed are `NAME slots=N` with N from 1, empty lines, and comments after #"
+_GRAMMAR = (
+    f"allowed are `NAME slots=N` with N from 1 to {LARGEST}, empty lines, and comments after #"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ def read_hostfile(path: str) -> list[Host]:
     Raises ValueError, with file and line, if the file cannot be read or has a wrong entry.
     """
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"[launch::hostfile] cannot read the hostfile {path}: {error}") from None
     hosts: dict[str, Host] = {}
@@ -52,23 +54,25 @@ def read_hostfile(path: str) -> list[Host]:
 
 def _entry(text: str, where: str) -> Host:
     match = _ENTRY.match(text)
-    if match is None or int(match["slots"]) == 0:
+    slots = parse_number(match["slots"]) if match else None
+    if match is None or not slots:
         raise ValueError(f"[launch::hostfile] {where}: {text!r} is not an entry; {_GRAMMAR}")
     if not _NAME.match(match["name"]):
         raise ValueError(
             f"[launch::hostfile] {where}: {match['name']!r} is not a host name; allowed are "
             f"letters, digits and . _ : @ - after a letter or digit"
         )
-    return Host(match["name"], int(match["slots"]), where)
+    return Host(match["name"], slots, where)
 
 
 def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Node]:
     """Returns the slots that --include names, or all slots except those that --exclude names.
 
     A filter consists of NAME[:SLOT,...] parts joined by @. A name alone means all slots of that
-    host. Nodes are in the order of `hosts`.
+    host. Several parts may name slots of one host. Nodes are in the order of `hosts`.
 
-    Raises ValueError if both filters are given, a name or slot is unknown, or no slot is left.
+    Raises ValueError if both filters are given, a name or slot is unknown, a list of slots is
+    empty, a part has two meanings, or no slot is left.
     """
     if include and exclude:
         raise ValueError("[launch::select] --include and --exclude are both given: give only one")
@@ -80,31 +84,62 @@ def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Node]:
         if kept:
             nodes.append(Node(host.name, tuple(sorted(kept))))
     if not nodes:
-        raise ValueError(f"[launch::select] --exclude {exclude} leaves no slot of any host")
+        raise ValueError(
+            f"[launch::select] --exclude {exclude} leaves no slot of any host; give fewer slots"
+        )
     return nodes
 
 
 def _parse(text: str, hosts: dict[str, Host], included: bool) -> dict[str, set[int]]:
     """Returns the slots in a filter by host name."""
-    option = "--include" if included else "--exclude"
+    where = f"[launch::select] {'--include' if included else '--exclude'} {text}"
     named: dict[str, set[int]] = {}
+    alone: dict[str, bool] = {}  # whether a part names the host without slots
     for spec in _specs(text, hosts) if text else []:
-        name, _, list_of_slots = (spec, "", "") if spec in hosts else spec.rpartition(":")
-        if name not in hosts:
-            known = ", ".join(hosts)
+        name, listed = _name_and_list(spec, hosts, where)
+        if alone.setdefault(name, listed is None) != (listed is None):
             raise ValueError(
-                f"[launch::select] {option} {text}: no host {name or spec!r}; allowed are {known}"
+                f"{where}: {name} is given both with and without slots; give the host alone for "
+                f"all its slots, or only the slots"
             )
         host = hosts[name]
-        pieces = list_of_slots.split(",") if list_of_slots else [str(n) for n in range(host.slots)]
-        for piece in pieces:
-            if not piece.isdecimal() or int(piece) >= host.slots:
-                raise ValueError(
-                    f"[launch::select] {option} {text}: no slot {piece!r} on {name}; allowed are "
-                    f"0 to {host.slots - 1} ({host.where})"
-                )
-        named.setdefault(name, set()).update(int(piece) for piece in pieces)
+        slots = range(host.slots) if listed is None else _slots(listed, host, where)
+        named.setdefault(name, set()).update(slots)
     return named
+
+
+def _name_and_list(spec: str, hosts: dict[str, Host], where: str) -> tuple[str, str | None]:
+    """Splits one part of a filter into a known host name and the text after its colon; None if the
+    part has no list of slots."""
+    name, colon, listed = spec.rpartition(":")
+    if spec in hosts and colon and name in hosts:
+        raise ValueError(
+            f"{where}: {spec!r} is a host, and slots of the host {name}; rename one of them in "
+            f"{hosts[spec].where}"
+        )
+    named = colon != "" and spec not in hosts
+    if not named:
+        name = spec
+    if name not in hosts:
+        raise ValueError(f"{where}: no host {name!r}; allowed are {', '.join(hosts)}")
+    return name, listed if named else None
+
+
+def _slots(listed: str, host: Host, where: str) -> list[int]:
+    """Parses the list of slots after a host name."""
+    allowed = f"allowed are 0 to {host.slots - 1} ({host.where})"
+    if not listed:
+        raise ValueError(
+            f"{where}: the list of slots of {host.name} is empty; {allowed}, or {host.name} "
+            f"without a colon for all"
+        )
+    slots = []
+    for piece in listed.split(","):
+        slot = parse_number(piece)
+        if slot is None or slot >= host.slots:
+            raise ValueError(f"{where}: no slot {piece!r} on {host.name}; {allowed}")
+        slots.append(slot)
+    return slots
 
 
 def _specs(text: str, hosts: dict[str, Host]) -> list[str]:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 Slots = tuple[int, ...]
+LARGEST = 65535  # slots of a host, cores of a machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,15 @@ class Node:
     slots: Slots
 
 
+def parse_number(text: str) -> int | None:
+    """Returns the number that `text` spells in decimal digits; None if it spells none, or one above
+    LARGEST."""
+    digits = text.lstrip("0") or text[-1:]
+    if not text.isdecimal() or len(digits) > len(str(LARGEST)) or int(digits) > LARGEST:
+        return None
+    return int(digits)
+
+
 def parse_numbers(text: str, what: str) -> Slots:
     """Parses a list of numbers: "0-2,5" gives (0, 1, 2, 5).
 
@@ -28,9 +38,11 @@ def parse_numbers(text: str, what: str) -> Slots:
     numbers: list[int] = []
     for piece in text.split(","):
         first, dash, last = piece.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"{what} {text!r} is not a list like 0-3,6")
-        low, high = int(first), int(last or first)
+        low, high = parse_number(first), parse_number(last if dash else first)
+        if low is None or high is None:
+            raise ValueError(
+                f"{what} {text!r} is not a list like 0-3,6 of numbers from 0 to {LARGEST}"
+            )
         if high < low or (numbers and low <= numbers[-1]):
             raise ValueError(f"{what} {text!r} is not in ascending order")
         numbers.extend(range(low, high + 1))

@@ -75,7 +75,10 @@ class ShmEndpoint : public c10d::Backend {
 
   const std::string getBackendName() const override { return "penstock"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    timeout_ = timeout;
+    options_->timeout = timeout;
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return num_collectives_; }
   void abort() override { fabric_->end("the process group was aborted"); }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import os
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
-_TIMEOUT = datetime.timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))
+from penstock import ConfigError
+from penstock.front import process_group
 
 
 def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
@@ -29,10 +31,21 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
 
     The launcher's environment variables give rank and address. Without them this process is the
     only rank. Back ends for devices (nccl, ccl) are replaced by gloo.
+
+    Args:
+        timeout: how long torch's collectives and the engine's waits for a peer last; default:
+            DEEPSPEED_TIMEOUT, in minutes, or 10 minutes. The engine's waits are never shorter than
+            the default of `comm.timeout_s`; a config that sets this key decides alone.
+
+    Raises:
+        ConfigError: DEEPSPEED_TIMEOUT is not a number of minutes.
     """
-    if dist.is_initialized() or dist_init_required is False:
+    if dist.is_initialized():
+        _warn_of_unused(timeout)
         return
-    waits = timeout or _TIMEOUT
+    if dist_init_required is False:
+        return
+    waits = _default_timeout() if timeout is None else timeout
     backend = dist_backend or "gloo"
     if "nccl" in backend or "ccl" == backend:
         backend = "gloo"
@@ -61,6 +74,30 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
             rank=0,
             world_size=1,
         )
+
+
+def _default_timeout() -> datetime.timedelta:
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10").strip()
+    if not minutes.isdecimal() or len(minutes) > 6 or int(minutes) == 0:
+        raise ConfigError(
+            f"[deepspeed::init_distributed] DEEPSPEED_TIMEOUT={minutes!r} is not a number of "
+            "minutes. Set a whole number from 1 to 999999, or unset it for 10"
+        )
+    return datetime.timedelta(minutes=int(minutes))
+
+
+def _warn_of_unused(timeout: datetime.timedelta | None) -> None:
+    """Warns on rank 0 if the process group that exists has another timeout."""
+    waits_s = process_group.timeout_s()
+    if timeout is None or timeout.total_seconds() == waits_s or process_group.rank() != 0:
+        return
+    has = "another timeout" if waits_s is None else f"a timeout of {waits_s:g} s"
+    warnings.warn(
+        f"[deepspeed::init_distributed] timeout={timeout} has no effect, because the process group "
+        f'exists and has {has}. Give it to the call that makes the group, or set "comm.timeout_s" '
+        'in the section "penstock" of the config',
+        stacklevel=3,
+    )
 
 
 def is_initialized() -> bool:
