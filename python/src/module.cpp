@@ -1,13 +1,38 @@
 #include "python/src/module.h"
 
+#include <exception>
+#include <string_view>
+
 #include "penstock/error.h"
 
 namespace penstock::python {
 
+namespace {
+
+// Paths and damaged files bring bytes into error texts that are not UTF-8. They become \xNN;
+// pybind's own translator would raise a UnicodeDecodeError instead of the error.
+template <class Error>
+void bind_error(pybind11::module_& module, const char* name, PyObject* base) {
+  static const pybind11::object* const type =
+      new pybind11::exception<Error>(module, name, base);  // lives as long as the process
+  pybind11::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const Error& error) {
+      const std::string_view text = error.what();
+      const auto said = pybind11::reinterpret_steal<pybind11::object>(PyUnicode_DecodeUTF8(
+          text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
+      PyErr_SetObject(type->ptr(), said.ptr());
+    }
+  });
+}
+
+}  // namespace
+
 void bind_errors(pybind11::module_& module) {
-  pybind11::register_exception<ConfigError>(module, "ConfigError", PyExc_ValueError);
-  pybind11::register_exception<RuntimeFault>(module, "RuntimeFault", PyExc_RuntimeError);
-  pybind11::register_exception<Bug>(module, "Bug", PyExc_AssertionError);
+  bind_error<ConfigError>(module, "ConfigError", PyExc_ValueError);
+  bind_error<RuntimeFault>(module, "RuntimeFault", PyExc_RuntimeError);
+  bind_error<Bug>(module, "Bug", PyExc_AssertionError);
 }
 
 }  // namespace penstock::python

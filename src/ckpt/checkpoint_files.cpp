@@ -5,7 +5,6 @@
 
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <optional>
 #include <utility>
 
@@ -172,11 +171,14 @@ CheckpointReader::CheckpointReader(const std::string& path, const std::string& t
     path_ += "/" + tag;
   } else if (!ckpt::exists(path + "/" + ckpt::kManifest)) {
     const std::vector<std::string> tags = ckpt::tags(path);
-    if (tags.empty()) throw RuntimeFault(concat("[ckpt::files] no checkpoint in \"", path, "\""));
+    if (tags.empty()) {
+      throw RuntimeFault(concat("[ckpt::files] no checkpoint in \"", path, "\": there is no \"",
+                                path, "/", ckpt::kManifest, "\", and no folder there has one"));
+    }
     path_ += "/" + tags.front();
   }
   ckpt::Manifest& manifest = files_->manifest;
-  manifest = ckpt::Manifest::parse(ckpt::read_text(path_ + "/" + ckpt::kManifest));
+  manifest = ckpt::Manifest::read(path_ + "/" + ckpt::kManifest);
   files_->reader = std::make_unique<ckpt::TensorReader>(path_, manifest);
   for (const ckpt::Tensor& one : manifest.tensors) {
     tensors_.push_back({one.role, one.name, one.rank, one.shape, ckpt::scalar_type(one.dtype), -1});
@@ -201,16 +203,11 @@ at::Tensor CheckpointReader::read(int index) {
 void CheckpointReader::verify() { files_->reader->verify(); }
 
 std::vector<SafetensorsEntry> read_safetensors_head(const std::string& path) {
-  std::error_code error;
-  const auto bytes = static_cast<int64_t>(std::filesystem::file_size(path, error));
-  std::ifstream file(path, std::ios::binary);
-  if (error || !file) throw RuntimeFault(concat("[ckpt::files] cannot read \"", path, "\""));
+  const std::string first = ckpt::read_head(path, 8);
+  const auto bytes = static_cast<int64_t>(std::filesystem::file_size(path));
   try {
-    std::string head(8, '\0');
-    if (!file.read(head.data(), 8)) head.clear();
-    const int64_t size = ckpt::head_bytes(head, bytes);
-    head.resize(static_cast<size_t>(size));
-    file.read(head.data() + 8, size - 8);
+    const int64_t size = ckpt::head_bytes(first, bytes);
+    const std::string head = ckpt::read_head(path, size);
     std::vector<SafetensorsEntry> entries;
     for (ckpt::TensorHead& one : ckpt::parse_head(head, bytes)) {
       entries.push_back(
@@ -218,7 +215,7 @@ std::vector<SafetensorsEntry> read_safetensors_head(const std::string& path) {
     }
     return entries;
   } catch (const ckpt::Damaged& damage) {
-    throw RuntimeFault(concat("\"", path, "\": ", damage.what()));
+    throw RuntimeFault(concat(damage.what(), ", in \"", path, "\""));
   }
 }
 

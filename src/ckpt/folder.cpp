@@ -12,12 +12,14 @@
 #include <cstring>
 #include <ctime>
 #include <filesystem>
+#include <limits>
 #include <random>
 #include <system_error>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/ckpt/json.h"
 
 namespace penstock::ckpt {
 
@@ -31,6 +33,7 @@ constexpr const char* kSaving = ".saving-";
 constexpr const char* kOld = "old";
 constexpr const char* kStep = "step-";
 constexpr int64_t kMinute = 60;
+constexpr int64_t kMostLatestBytes = 4096;  // longer than the longest tag
 
 [[noreturn]] void fail(const char* what, const std::string& path, int error) {
   throw RuntimeFault(
@@ -124,12 +127,25 @@ std::string space_error(const std::string& path, int64_t bytes, int error) {
 }
 
 std::string read_text(const std::string& path) {
-  const Descriptor file(path, O_RDONLY);
+  return read_head(path, std::numeric_limits<int64_t>::max());
+}
+
+std::string read_head(const std::string& path, int64_t most) {
+  // Opening a pipe that nobody writes to would block without O_NONBLOCK.
+  const Descriptor file(path, O_RDONLY | O_NONBLOCK);
   if (file.get() < 0) fail("read", path, errno);
+  struct stat found{};
+  if (::fstat(file.get(), &found) != 0) fail("read", path, errno);
+  if (!S_ISREG(found.st_mode)) {
+    throw RuntimeFault(concat("[ckpt::folder] cannot read \"", path, "\": it is not a file"));
+  }
   std::string text;
   char block[1 << 16];
   while (true) {
-    const ssize_t got = ::read(file.get(), block, sizeof(block));
+    const int64_t left = most - static_cast<int64_t>(text.size());
+    if (left == 0) return text;
+    const int64_t wanted = std::min<int64_t>(left, sizeof(block));
+    const ssize_t got = ::read(file.get(), block, static_cast<size_t>(wanted));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) fail("read", path, errno);
     if (got == 0) return text;
@@ -239,10 +255,21 @@ std::vector<std::string> tags(const std::string& root) {
   std::sort(found.rbegin(), found.rend());
   std::vector<std::string> names;
   for (auto& [age, name] : found) names.push_back(std::move(name));
-  std::string latest;
-  if (exists(root + "/" + kLatest)) latest = std::string(trim(read_text(root + "/" + kLatest)));
-  const auto at = std::find(names.begin(), names.end(), latest);
-  if (at != names.end()) std::rotate(names.begin(), at, at + 1);
+  const std::string pointer = root + "/" + kLatest;
+  if (!exists(pointer)) return names;
+  std::string why;
+  try {
+    const std::string text = read_head(pointer, kMostLatestBytes);
+    const auto at = std::find(names.begin(), names.end(), trim(text));
+    if (at != names.end()) {
+      std::rotate(names.begin(), at, at + 1);
+      return names;
+    }
+    why = concat("it names \"", printable(trim(text)), "\", which has no ", kManifest, " here");
+  } catch (const RuntimeFault& fault) {
+    why = fault.what();
+  }
+  std::fprintf(stderr, "penstock: \"%s\" is passed over: %s\n", pointer.c_str(), why.c_str());
   return names;
 }
 

@@ -14,6 +14,8 @@ inline constexpr const char* kManifest = "checkpoint.json";
 
 // ---- files
 std::string read_text(const std::string& path);
+// Returns the first bytes of the file, at most `most`.
+std::string read_head(const std::string& path, int64_t most);
 // Writes the file durably: after a crash it is there with the whole text, or not at all.
 void write_text(const std::string& path, const std::string& text);
 void sync_folder(const std::string& path);
@@ -51,7 +53,8 @@ class Draft {
 
 // ---- complete checkpoints
 // Returns the tags of the complete checkpoints: first the one that `latest` names, then the other
-// tags from newest to oldest. Returns an empty list if the folder does not exist.
+// tags from newest to oldest. Returns an empty list if the folder does not exist. If `latest` is
+// there and names none of them, prints a line on stderr.
 std::vector<std::string> tags(const std::string& root);
 
 }  // namespace penstock::ckpt

@@ -12,6 +12,7 @@ namespace penstock::ckpt {
 namespace {
 
 constexpr int kMaxDepth = 256;
+constexpr size_t kMostShown = 200;
 
 }  // namespace
 
@@ -27,11 +28,29 @@ Json parse_json(std::string_view text, const std::string& what) {
       throw Damaged(concat("[ckpt::json] ", what, " has key ", value.dump(), " twice"));
     return true;
   };
+  // The library takes a NUL for the end of the text and ignores what follows.
+  if (text.find('\0') != std::string_view::npos) {
+    throw Damaged(concat("[ckpt::json] ", what, " is not valid JSON: it has a NUL byte"));
+  }
   try {
     return Json::parse(text, watch);
   } catch (const nlohmann::json::exception& error) {
-    throw Damaged(concat("[ckpt::json] ", what, " is not valid JSON: ", error.what()));
+    throw Damaged(concat("[ckpt::json] ", what, " is not valid JSON: ", printable(error.what())));
   }
+}
+
+std::string printable(std::string_view text) {
+  std::string shown;
+  for (const char one : text.substr(0, kMostShown)) {
+    const auto byte = static_cast<unsigned char>(one);
+    constexpr const char* kDigits = "0123456789abcdef";
+    if (byte >= ' ' && byte < 0x7f) {
+      shown += one;
+    } else {
+      shown += concat("\\x", kDigits[byte >> 4], kDigits[byte & 15]);
+    }
+  }
+  return text.size() > kMostShown ? shown + "..." : shown;
 }
 
 std::string dump(const Json& json) {

@@ -9,6 +9,7 @@
 #include "src/base/text.h"
 #include "src/ckpt/checksum.h"
 #include "src/ckpt/damaged.h"
+#include "src/ckpt/folder.h"
 #include "src/ckpt/safetensors.h"
 
 namespace penstock::ckpt {
@@ -172,6 +173,19 @@ Manifest Manifest::parse(std::string_view text, bool complete) {
     }
   }
   return manifest;
+}
+
+Manifest Manifest::read(const std::string& path, std::string* text) {
+  // Another file may be there by mistake. Its first byte shows that without reading all of it.
+  const bool begins = read_head(path, 1) == "{";
+  const std::string all = begins ? read_text(path) : "";
+  if (text != nullptr) *text = all;
+  try {
+    if (!begins) throw Damaged("[ckpt::manifest] it does not begin like a manifest");
+    return parse(all);
+  } catch (const Damaged& damage) {
+    throw Damaged(concat(damage.what(), ", in \"", path, "\""));
+  }
 }
 
 const Tensor* Manifest::find(const std::string& key) const {

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "src/base/text.h"
@@ -42,6 +43,11 @@ void add_pad(std::vector<TensorHead>& heads, int64_t from, int64_t to, int* pads
 
 std::string table_name() { return "checksums"; }
 
+// The name of a slice in the header.
+std::string name_of(const Tensor& tensor, const Slice& slice) {
+  return concat(tensor.key(), "[", slice.begin, ":", slice.end, "]");
+}
+
 }  // namespace
 
 Block aligned_block(int64_t bytes) {
@@ -67,8 +73,7 @@ ShardLayout lay_out(std::vector<Region>& regions, std::vector<Tensor>& tensors) 
       PENSTOCK_ASSERT(from >= at && to <= region.offset + region.bytes, tensor.key());
       add_pad(heads, at, from, &pads);
       if (run.numel > 0) {
-        const std::string name =
-            concat(tensor.key(), "[", run.begin, ":", run.begin + run.numel, "]");
+        const std::string name = name_of(tensor, {run.begin, run.begin + run.numel});
         heads.push_back({name, tensor.dtype, {run.numel}, from, to});
       }
       at = to;
@@ -210,7 +215,8 @@ std::string ShardWriter::finish() {
 
 ShardReader::ShardReader(const std::string& folder, const File& file)
     : path_(folder + "/" + file.name), file_(file) {
-  fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
+  // Opening a pipe that nobody writes to would block without O_NONBLOCK.
+  fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   struct stat found{};
   if (fd_ < 0 || ::fstat(fd_, &found) != 0) {
     const std::string why = std::strerror(errno);
@@ -219,6 +225,9 @@ ShardReader::ShardReader(const std::string& folder, const File& file)
   }
   if (found.st_size == file_.bytes && S_ISREG(found.st_mode)) return;
   ::close(fd_);
+  if (!S_ISREG(found.st_mode)) {
+    throw Damaged(concat("[ckpt::load] \"", path_, "\" is not a file"));
+  }
   throw Damaged(concat("[ckpt::load] \"", path_, "\" has ", found.st_size,
                        " bytes; its manifest says ", file_.bytes));
 }
@@ -240,6 +249,7 @@ void ShardReader::read_raw(int64_t offset, int64_t bytes, char* to) {
 
 void ShardReader::read(int64_t offset, int64_t bytes, char* to) {
   PENSTOCK_ASSERT(offset >= file_.data && offset + bytes <= file_.table, path_);
+  if (!table_checked_) check_table();
   std::vector<uint64_t> sums;
   while (bytes > 0) {
     // Reads whole granules, up to kReadBytes at once, and keeps them for the next call.
@@ -271,33 +281,66 @@ void ShardReader::read(int64_t offset, int64_t bytes, char* to) {
   }
 }
 
-void ShardReader::verify(const Manifest& manifest, int index) {
-  std::string head(8, '\0');
-  if (file_.bytes < 8) throw Damaged(concat("[ckpt::load] \"", path_, "\" has no header"));
-  read_raw(0, 8, head.data());
+void ShardReader::check_table() {
+  RunningChecksum sum;
+  std::vector<char> part(static_cast<size_t>(std::min(kReadBytes, file_.bytes - file_.table)));
+  for (int64_t at = file_.table; at < file_.bytes; at += kReadBytes) {
+    const int64_t bytes = std::min(kReadBytes, file_.bytes - at);
+    read_raw(at, bytes, part.data());
+    sum.add(part.data(), bytes);
+  }
+  if (hex(sum.value()) != file_.checksum) {
+    throw Damaged(concat("[ckpt::load] the checksums of \"", path_,
+                         "\" are damaged, or it is the file of another rank or checkpoint"));
+  }
+  table_checked_ = true;
+}
+
+// Checks that every tensor of the header is one that the manifest describes, or padding.
+void ShardReader::check_head(const Manifest& manifest, int index) {
+  std::string head(static_cast<size_t>(std::min<int64_t>(8, file_.bytes)), '\0');
+  read_raw(0, static_cast<int64_t>(head.size()), head.data());
   head.resize(static_cast<size_t>(head_bytes(head, file_.bytes)));
   read_raw(0, static_cast<int64_t>(head.size()), head.data());
-  std::map<std::pair<int64_t, int64_t>, std::string> heads;  // dtype by byte range
-  for (const TensorHead& tensor : parse_head(head, file_.bytes)) {
-    const auto data = static_cast<int64_t>(head.size());
-    heads[{data + tensor.begin, data + tensor.end}] = tensor.dtype;
-  }
+  const auto data = static_cast<int64_t>(head.size());
+  std::multimap<std::pair<int64_t, int64_t>, std::string> expected;  // names by byte range
   for (const Tensor& tensor : manifest.tensors) {
     const int64_t size = value_bytes(tensor.dtype);
     for (const Slice& slice : tensor.slices) {
-      if (slice.file != index) continue;
-      const auto found =
-          heads.find({slice.offset, slice.offset + (slice.end - slice.begin) * size});
-      if (found != heads.end() && found->second == tensor.dtype) continue;
-      throw Damaged(concat("[ckpt::load] \"", path_, "\" does not have \"", tensor.key(),
-                           "\" where its manifest says"));
+      const std::pair range{slice.offset, slice.offset + (slice.end - slice.begin) * size};
+      if (slice.file == index) expected.emplace(range, name_of(tensor, slice) + tensor.dtype);
     }
   }
-  std::string table(static_cast<size_t>(file_.bytes - file_.table), '\0');
-  read_raw(file_.table, static_cast<int64_t>(table.size()), table.data());
-  if (hex(checksum(table.data(), static_cast<int64_t>(table.size()))) != file_.checksum) {
-    throw Damaged(concat("[ckpt::load] the checksums of \"", path_, "\" are damaged"));
+  int pads = 0;
+  std::set<std::pair<int64_t, int64_t>> found;
+  for (const TensorHead& tensor : parse_head(head, file_.bytes)) {
+    const std::pair range{data + tensor.begin, data + tensor.end};
+    found.insert(range);
+    const auto [first, last] = expected.equal_range(range);
+    const bool known = std::any_of(
+        first, last, [&](const auto& one) { return one.second == tensor.name + tensor.dtype; });
+    if (known && tensor.shape.size() == 1) continue;
+    if (first == last && tensor.name == concat("pad/", pads)) {
+      ++pads;
+      continue;
+    }
+    if (range.first == file_.table && tensor.name == table_name()) continue;
+    throw Damaged(concat("the header has \"", tensor.name, "\", which its manifest has not"));
   }
+  for (const auto& [range, name] : expected) {
+    if (range.first < range.second && found.count(range) == 0) {
+      throw Damaged(concat("the header does not have \"", name, "\" where its manifest says"));
+    }
+  }
+}
+
+void ShardReader::verify(const Manifest& manifest, int index) {
+  try {
+    check_head(manifest, index);
+  } catch (const Damaged& damage) {
+    throw Damaged(concat("[ckpt::load] \"", path_, "\" is damaged: ", damage.what()));
+  }
+  check_table();
   std::vector<char> block(static_cast<size_t>(kReadBytes));
   for (int64_t at = file_.data; at < file_.table; at += kReadBytes) {
     read(at, std::min(kReadBytes, file_.table - at), block.data());

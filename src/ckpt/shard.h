@@ -92,7 +92,8 @@ class ShardReader {
   ShardReader(const ShardReader&) = delete;
   ShardReader& operator=(const ShardReader&) = delete;
 
-  // Throws Damaged if a checksum does not match.
+  // Throws Damaged if a checksum does not match. The first call also checks that the checksums are
+  // those that the manifest describes, so files cannot be swapped.
   void read(int64_t offset, int64_t bytes, char* to);
   // Checks every byte of the file, and its header against the manifest's slices.
   void verify(const Manifest& manifest, int index);
@@ -100,11 +101,14 @@ class ShardReader {
 
  private:
   void read_raw(int64_t offset, int64_t bytes, char* to);
+  void check_table();
+  void check_head(const Manifest& manifest, int index);
 
   const std::string path_;
   const File file_;
   int fd_ = -1;
   int64_t bytes_read_ = 0;
+  bool table_checked_ = false;
   std::vector<char> block_;
   int64_t block_at_ = 0, block_bytes_ = 0;  // range of the file whose checked bytes are in block_
 };

@@ -9,6 +9,14 @@
 
 namespace penstock::device {
 
+namespace {
+
+std::exception_ptr closed_error() {
+  return std::make_exception_ptr(RuntimeFault("[device::Lane::run] the engine was closed"));
+}
+
+}  // namespace
+
 Lane::Lane(const std::string& name, const Device& device, LaneKind kind)
     : device_(device),
       stream_(device.is_host() ? std::nullopt : std::optional(device.side_stream())) {
@@ -20,7 +28,9 @@ Lane::Lane(const std::string& name, const Device& device, LaneKind kind)
   });
 }
 
-Lane::~Lane() {
+Lane::~Lane() { close(); }
+
+void Lane::close() {
   {
     const std::lock_guard lock(mutex_);
     closing_ = true;
@@ -51,6 +61,10 @@ Fence Lane::submit(std::function<void()> work) {
     task.after->record(device_.current());
   }
   const Fence fence = task.fence;
+  if (closing_) {
+    task.fence.set(closed_error());
+    return fence;
+  }
   if (!thread_.joinable()) {
     const c10::OptionalStreamGuard guard(stream_);
     run(task);
@@ -100,9 +114,7 @@ void Lane::run() {
     run(task);
     lock.lock();
   }
-  const auto closed =
-      std::make_exception_ptr(RuntimeFault("[device::Lane::run] the engine was closed"));
-  for (const Task& task : queue_) task.fence.set(closed);
+  for (const Task& task : queue_) task.fence.set(closed_error());
 }
 
 }  // namespace penstock::device

@@ -36,6 +36,9 @@ class Lane {
   void record(std::shared_ptr<trace::Recorder> recorder, const std::string& row);
 
   Fence submit(std::function<void()> work);
+  // Waits for the work in progress, drops the rest and ends the thread, as the destructor does. The
+  // fences of later work carry an error.
+  void close();
 
  private:
   struct Task {
@@ -53,7 +56,7 @@ class Lane {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> queue_;    // guarded by mutex_
-  bool closing_ = false;      // guarded by mutex_
+  bool closing_ = false;      // guarded by mutex_; the owner's thread sets it
   std::exception_ptr error_;  // used only by the thread that runs the work
   std::thread thread_;        // not started for kQueued
 };

@@ -36,6 +36,21 @@ void check_errors(LaneKind kind) {
 TEST(Lane, KeepsItsFirstErrorAndRunsNothingAfterIt) { check_errors(LaneKind::kThread); }
 TEST(Lane, WithoutAThreadToo) { check_errors(LaneKind::kQueued); }
 
+void check_close(LaneKind kind) {
+  Lane lane("test", Device::host(), kind);
+  bool ran = false;
+  lane.submit([] {}).wait();
+  lane.close();
+  lane.close();
+  EXPECT_THROW(lane.submit([&ran] { ran = true; }).wait(), std::runtime_error);
+  EXPECT_FALSE(ran);
+}
+
+TEST(Lane, RunsNothingAfterClose) {
+  check_close(LaneKind::kThread);
+  check_close(LaneKind::kQueued);
+}
+
 TEST(Fence, ADefaultFenceIsDone) { Fence().wait(); }
 
 }  // namespace

@@ -137,12 +137,15 @@ void Executor::discard() {
   gradients_.discard();
 }
 
-void Executor::drain() {
+void Executor::drain(bool last) {
   // A lane is ordered, so an empty task ends after all work that was submitted before it.
   const std::array<device::Fence, 3> ends = {
       lanes_.gather.submit([] {}), lanes_.reduce.submit([] {}), lanes_.update.submit([] {})};
   // All lanes are waited for before any of them throws.
   for (const device::Fence& end : ends) end.settle();
+  if (last) {
+    for (device::Lane* lane : {&lanes_.gather, &lanes_.reduce, &lanes_.update}) lane->close();
+  }
   for (const device::Fence& end : ends) end.wait();
   rank_.traffic.settle();
 }

@@ -31,7 +31,9 @@ class Executor {
   // Executes a plan line. User code does the computing. For a compute line, run() only records that
   // it has started.
   void run(const PlannedStep& planned);
-  void drain();  // waits for all lanes
+  // Waits for all lanes. The last time, also ends their threads: no call that uses a lane may
+  // follow.
+  void drain(bool last = false);
 
   Params& params() { return params_; }
   Gradients& gradients() { return gradients_; }

@@ -13,7 +13,7 @@ thread_local Text line_of_thread;
 
 }  // namespace
 
-// Returns the category in a trace.
+// Returns the name of the kind, which is the category ("cat") of its events in a trace.
 const char* name_of(Kind kind) {
   constexpr std::array<const char*, kNumKinds> kNames = {"compute", "line",  "exchange", "wait",
                                                          "read",    "write", "step"};
@@ -120,6 +120,11 @@ std::vector<Event> Recorder::last() const {
   std::vector<Event> events(ring_.begin() + static_cast<std::ptrdiff_t>(next_), ring_.end());
   events.insert(events.end(), ring_.begin(), ring_.begin() + static_cast<std::ptrdiff_t>(next_));
   return events;
+}
+
+void Recorder::fit() {
+  const std::lock_guard lock(mutex_);
+  ring_.shrink_to_fit();
 }
 
 int64_t Recorder::dropped() const {

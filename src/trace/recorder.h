@@ -98,6 +98,8 @@ class Recorder {
   std::vector<Event> end_record();
   // Returns the last events, oldest first.
   std::vector<Event> last() const;
+  // Frees the memory for events that are still to come; later events may take memory again.
+  void fit();
   int64_t dropped() const;  // events that record() did not keep because of kMostRecorded
 
   About about;

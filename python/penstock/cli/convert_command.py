@@ -35,7 +35,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _rules(path: str) -> dict[str, Any]:
     try:
         held: dict[str, Any] = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f'[convert::rules] cannot read "{path}" as JSON: {error}') from error
     return held
 

@@ -14,6 +14,7 @@ from penstock._native import _penstock
 
 _MANIFEST = "checkpoint.json"
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+_MOST_NAME = 4096  # bytes of `latest` that are read; a name is shorter
 _MOST_SLICES = 3  # slices shown in one line
 
 
@@ -34,13 +35,37 @@ def _manifest(folder: pathlib.Path) -> dict[str, Any]:
     return read
 
 
-def _health(folder: pathlib.Path) -> str:
-    """Reads every byte. Returns "whole", or a description of the damage."""
+def _look(folder: pathlib.Path, quick: bool, tensors: bool) -> tuple[list[str], str]:
+    """Reads the manifest and, unless `quick`, every byte.
+
+    Returns the lines about the checkpoint, and "whole", "not read" or the damage. The manifest is
+    printed only if its checksum is right.
+    """
+    lines = [f"{folder}"]
     try:
-        _penstock.CheckpointReader(str(folder)).verify()
+        reader = _penstock.CheckpointReader(str(folder))
+        lines = _summary(folder) + (_table(folder) if tensors else [])
+        if not quick:
+            reader.verify()
     except RuntimeError as error:
-        return str(error)
-    return "whole"
+        return lines, str(error)
+    except (KeyError, TypeError, ValueError) as error:  # of another writer
+        return lines, f"{folder / _MANIFEST}: {error!r}"
+    return lines, "not read" if quick else "whole"
+
+
+def _latest(path: pathlib.Path) -> tuple[str, bool]:
+    """Returns the line about the file `latest` ("": there is none), and whether it is damaged."""
+    latest = path / "latest"
+    if not latest.exists():
+        return "", False
+    try:
+        with latest.open("rb") as file:
+            named = file.read(_MOST_NAME).decode(errors="backslashreplace").strip()
+        there = "\0" not in named and (path / named / _MANIFEST).is_file()
+    except OSError as error:
+        return f"latest: {error}", True
+    return f"latest: {named}" + ("" if there else " (there is no such checkpoint)"), not there
 
 
 def _summary(folder: pathlib.Path) -> list[str]:
@@ -97,18 +122,14 @@ def _inspect(args: argparse.Namespace) -> int:
     damaged = 0
     for folder in _checkpoints(path):
         begin = time.monotonic()
-        health = "not read" if args.quick else _health(folder)
-        try:
-            lines = _summary(folder) + (_table(folder) if args.tensors else [])
-        except (KeyError, TypeError, ValueError) as error:
-            lines, health = [f"{folder}"], health if health != "whole" else f"manifest: {error!r}"
+        lines, health = _look(folder, args.quick, args.tensors)
         damaged += health not in ("whole", "not read")
         took = f" ({time.monotonic() - begin:.2f} s)" if health == "whole" else ""
         print("\n".join([*lines, f"  health: {health}{took}"]))
-    latest = path / "latest"
-    if latest.is_file():
-        print(f"latest: {latest.read_text(encoding='utf-8').strip()}")
-    return 1 if damaged else 0
+    line, wrong = _latest(path)
+    if line:
+        print(line)
+    return 1 if damaged or wrong else 0
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from penstock.cli.model_spec import HEAD, SPECS, nearest, num_heads, pairs, whole
 from penstock.front import module_tree
 
-# Key of a shape -> its possible names in configs of transformers.
+# Key of a shape -> its possible names in transformers configs.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -127,7 +127,7 @@ def _config_in(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object in the file. Raises ValueError if it is not a transformers config."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"[plan] --model: cannot read {path} as JSON: {error}") from error
     if not isinstance(held, dict) or not isinstance(held.get("model_type"), str):
         raise ValueError(
@@ -143,11 +143,17 @@ def _hugging_face(path: pathlib.Path) -> nn.Module:
     except ImportError:
         raise ValueError(f"[plan] {path} needs the package transformers. Install it") from None
     names = _config_in(path).get("architectures") or []
-    config = transformers.AutoConfig.from_pretrained(path)
-    kind = getattr(transformers, names[0], None) if names else None
-    if kind is not None:
-        return kind(config)  # type: ignore[no-any-return]
-    return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        kind = getattr(transformers, names[0], None) if names else None
+        if kind is not None:
+            return kind(config)  # type: ignore[no-any-return]
+        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise ValueError(
+            f"[plan] --model: transformers makes no model of {path}: {error!r}. Pass the "
+            f"config.json that save_pretrained() wrote, or a copy of it"
+        ) from error
 
 
 def build(spec: str) -> Built:

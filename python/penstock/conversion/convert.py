@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ def convert(
     """
     wanted = options or Options()
     if wanted.to not in FORMATS:
-        raise ConfigError(f'[convert] to is "{wanted.to}"; one of {", ".join(FORMATS)}')
+        raise ConfigError(f'[convert] to is "{wanted.to}"; allowed: {", ".join(FORMATS)}')
     path, target = pathlib.Path(source), pathlib.Path(out)
     if not path.exists():
         raise ConfigError(f'[convert] there is no "{path}"')
@@ -57,10 +59,20 @@ def convert(
             f'"{wanted.to}" writes a {"file" if wanted.to == "torch" else "folder"}'
         )
     ours = (path / _MANIFEST).is_file() or any(path.glob(f"*/{_MANIFEST}"))
-    try:
+    with _named(path):
         return _convert(path, target, wanted, ours)
-    except (ConfigError, RuntimeFault, OSError, MemoryError):
+
+
+@contextlib.contextmanager
+def _named(path: pathlib.Path) -> Iterator[None]:
+    """Makes every other exception a RuntimeFault that names the source."""
+    try:
+        yield
+    except (ConfigError, RuntimeFault):
         raise
+    except (OSError, MemoryError) as error:
+        why = str(error) or "there is not enough memory"
+        raise RuntimeFault(f'[convert] cannot convert "{path}": {why}') from error
     except Exception as error:
         raise RuntimeFault(
             f'[convert] "{path}" does not have the layout of its detected format: {error!r}'
@@ -82,11 +94,12 @@ def state_dict(
         RuntimeFault: a file is damaged or missing.
     """
     path = pathlib.Path(source)
-    if (path / _MANIFEST).is_file() or any(path.glob(f"*/{_MANIFEST}")):
-        return writers.whole(writers.of_ours(path, tag, lambda line: None), trained_only)
-    found = _read(path, Options(tag=tag))
-    found.finish()
-    return writers.whole(writers.of_foreign(found), trained_only)
+    with _named(path):
+        if (path / _MANIFEST).is_file() or any(path.glob(f"*/{_MANIFEST}")):
+            return writers.whole(writers.of_ours(path, tag, lambda line: None), trained_only)
+        found = _read(path, Options(tag=tag))
+        found.finish()
+        return writers.whole(writers.of_foreign(found), trained_only)
 
 
 def _convert(path: pathlib.Path, target: pathlib.Path, wanted: Options, ours: bool) -> str:
@@ -144,5 +157,5 @@ def _read(path: pathlib.Path, wanted: Options) -> Foreign:
 def parse_dtype(text: str) -> Any:
     named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if text not in named:
-        raise ConfigError(f'[convert] dtype is "{text}"; one of {", ".join(named)}')
+        raise ConfigError(f'[convert] dtype is "{text}"; allowed: {", ".join(named)}')
     return named[text]

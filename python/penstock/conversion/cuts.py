@@ -115,7 +115,7 @@ def checked(rules: Rules) -> Rules:
     """Returns the rules without the styles that do not describe a parameter.
 
     Raises:
-        ConfigError: the rules are no mapping from patterns, or a style is unknown.
+        ConfigError: the rules are not a mapping from patterns, or a style is unknown.
     """
     if not isinstance(rules, Mapping) or not all(isinstance(one, str) for one in rules):
         raise ConfigError(

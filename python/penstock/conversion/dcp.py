@@ -110,7 +110,7 @@ def _place(one: Any) -> _StorageInfo:
 
 
 class _Planner(DefaultLoadPlanner):
-    """A planner that loads only plain values besides tensors."""
+    """A planner that loads only tensors and plain values."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -72,7 +72,7 @@ def read(folder: pathlib.Path, inert: Sequence[str], rules: Rules | None = None)
         rules: how model-parallel ranks cut the weights, by name pattern.
 
     Raises:
-        ConfigError: the checkpoint has expert parallel training; the cut of weights is unknown.
+        ConfigError: the checkpoint is from expert-parallel training; a weight's cut is unknown.
         RuntimeFault: a file is missing or damaged.
     """
     files = _Files.of(folder, inert)
@@ -117,8 +117,8 @@ class _Files:
                 held[int(layer[1])] = pickles.load(path, inert)
             elif _OTHERS.fullmatch(path.name):
                 raise ConfigError(
-                    f'[convert::deepspeed] "{path.name}" comes from expert parallel training, or '
-                    f"from axes other than pipe, data and model, which is not supported"
+                    f'[convert::deepspeed] "{path.name}" comes from expert-parallel training or '
+                    f"has axes other than pipe, data and model, which is not supported"
                 )
         models = [_of_ranks(folder, _MODEL, rank, inert) for rank in range(max(ranks) + 1)]
         if len(models) > 1 and _is_universal(folder):
@@ -158,8 +158,9 @@ class _Files:
         tensor = len(self.layers)
         if tensor and (sorted(self.layers) != list(range(tensor)) or len(self.models) % tensor):
             raise RuntimeFault(
-                f'[convert::deepspeed] "{self.folder}" has layers of the tensor ranks '
-                f"{sorted(self.layers)}, which do not match its {len(self.models)} model ranks"
+                f'[convert::deepspeed] "{self.folder}" has layer files for the tensor ranks '
+                f"{sorted(self.layers)}, which do not fit its {len(self.models)} model ranks: "
+                f"files are missing or belong to another checkpoint"
             )
         places = {frozenset(held) for held in self.layers.values()}
         if len(places) > 1:
@@ -405,7 +406,7 @@ def _take_buffer(found: Foreign, shards: list[_Shard], index: int, shapes: dict[
                 found.add_moment(name, key, value, shape)
             elif value.numel() < first.weights[index].numel():
                 found.notes.append(
-                    f'state "{key}" of "{name}" is left out: it has not one value per element'
+                    f'state "{key}" of "{name}" is left out: it does not have one value per element'
                 )
             else:
                 _add_moment_cut(found, name, key, shape, parts(key))

@@ -71,7 +71,7 @@ class Foreign:
             return
         if read is None and value.numel() != torch.Size(shape).numel():
             self.notes.append(
-                f'state "{key}" of "{name}" is left out: it has not one value per element'
+                f'state "{key}" of "{name}" is left out: it does not have one value per element'
             )
             return
         role = key if key in MOMENTS else OWN + key

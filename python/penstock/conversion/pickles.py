@@ -10,6 +10,7 @@ import importlib
 import os
 import pathlib
 import pickle
+import zipfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from penstock._native import ConfigError, RuntimeFault
 
-# Classes in DeepSpeed's checkpoints besides tensors and plain values.
+# Classes in DeepSpeed's checkpoints that are neither tensors nor plain values.
 _KNOWN = (
     "argparse.Namespace",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -50,6 +51,8 @@ def load(path: str | os.PathLike[str], inert: Sequence[str] = ()) -> Any:
     ]
     allowed += _numpy_scalars()
     zipped = _is_zip(path)
+    if zipped:
+        _check_members(path)
     try:
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
@@ -81,6 +84,24 @@ def _numpy_scalars() -> list[Any]:
         (multiarray.scalar, "numpy.core.multiarray.scalar"),
         (multiarray.scalar, "numpy._core.multiarray.scalar"),
     ]
+
+
+def _check_members(path: str | os.PathLike[str]) -> None:
+    """Compares the CRC-32 of each member of the zip archive, because torch's reader does not.
+
+    Raises RuntimeFault if one does not match, or the archive is damaged.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:
+        raise RuntimeFault(f'[convert::load] cannot read "{os.fspath(path)}": {error!r}') from error
+    if damaged is not None:
+        raise RuntimeFault(
+            f'[convert::load] cannot read "{os.fspath(path)}": the CRC-32 of "{damaged}" does not '
+            f"match. If it was saved with torch.serialization.set_crc32_options(False), save it "
+            f"again without this call"
+        )
 
 
 def _is_zip(path: str | os.PathLike[str]) -> bool:

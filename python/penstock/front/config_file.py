@@ -17,6 +17,7 @@ from penstock._native import ConfigError, _penstock
 from penstock.front import process_group
 
 ConfigLike = Mapping[str, Any] | str | os.PathLike[str] | None
+_LONGEST_PATH = 4096
 
 
 def config_dict(config: ConfigLike) -> dict[str, Any]:
@@ -57,9 +58,9 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str, dict[str, Any]]:
     try:
         parsed = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"[front::initialize] config is not valid JSON: {error}") from error
+        raise ConfigError(f"[front::initialize] {_named(config)} is no JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise ConfigError("[front::initialize] config must be a JSON object")
+        raise ConfigError(f"[front::initialize] {_named(config)} must be a JSON object")
     return parsed, "", {}
 
 
@@ -103,10 +104,25 @@ def text_of(config: ConfigLike) -> str:
     Raises ConfigError if `config` is neither JSON nor a readable file, or has a key twice.
     """
     text = _given_text(config)
+    if "\0" in text:
+        raise ConfigError(
+            f"[front::initialize] {_named(config)} has a NUL character: it is no JSON"
+        )
     try:
         return json.dumps(finite(json.loads(text, object_pairs_hook=_once)))
     except json.JSONDecodeError:  # perhaps comments, which the DeepSpeed translator accepts
         return text
+    except ConfigError:
+        raise
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of 4301 digits
+        raise ConfigError(f"[front::initialize] {_named(config)} is no config: {error}") from error
+
+
+def _named(config: ConfigLike) -> str:
+    """Returns "config" with the file's name, for errors."""
+    given = "" if config is None or isinstance(config, Mapping) else os.fspath(config)
+    is_text = given.lstrip().startswith("{")
+    return f'config "{given}"' if given and not is_text and len(given) < _LONGEST_PATH else "config"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,7 +145,13 @@ def _given_text(config: ConfigLike) -> str:
     path = pathlib.Path(text)
     with contextlib.suppress(OSError):  # the name is too long for a file: it may be base64
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            try:
+                return path.read_text(encoding="utf-8-sig")  # editors may write a BOM
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f'[front::initialize] config "{text}" is not UTF-8 text: {error}. Save it as '
+                    f"UTF-8"
+                ) from error
     with contextlib.suppress(binascii.Error, UnicodeError):
         decoded = base64.urlsafe_b64decode(text.encode()).decode()
         if decoded.lstrip().startswith("{"):

@@ -8,15 +8,43 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError
+from penstock.front.loaded_values import LoadedValues
 
 
 class ParamState:
     """The engine's methods that read and write this state. All ranks call them together."""
 
     config: Any
+    module: torch.nn.Module
     _core: Any
     _structure: Any
     _external: Any
+    gathered: Any
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads whole weights and buffers. All ranks call it; the weights of rank 0 count.
+
+        The model's own `load_state_dict()` takes the values, so overrides of it and hooks work as
+        without an engine. A master takes a value in fp32, also if its parameter rounds it; in
+        `gathered(write=True)` around the model's method the master would take the rounded value.
+
+        Args:
+            state_dict: as `Engine.state_dict()` returns it, in any floating dtypes.
+            strict, assign: as in `torch.nn.Module.load_state_dict()`.
+
+        Returns:
+            What the model's method returns: the missing and the unexpected keys.
+
+        Raises:
+            RuntimeError: from the model's method, for other keys or shapes.
+        """
+        how = {"assign": True} if assign else {}
+        with self.gathered(write=True), LoadedValues(self._structure.own) as loaded:
+            keys = self.module.load_state_dict(state_dict, strict=strict, **how)
+        self._core.values.refine_masters(list(loaded.found.items()))
+        return keys
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Returns averaged full fp32 gradients by name on all ranks, between backward and step."""
