@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -98,15 +99,28 @@ def test_on_disk(pools, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def swap_file(path):
+    """Whether this process has a file open in the folder; swap files have no name there."""
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return any(os.path.realpath(link).startswith(f"{path}/") for link in links)
+
+
 def another_path(path):
     import penstock  # noqa: PLC0415
 
     with penstock.init():
         model = nn.Linear(4, 4)
-    with pytest.raises(penstock.ConfigError, match=r'"memory", and all must go to one place'):
-        with penstock.init(path=path):
+    with penstock.init(path=path):
+        other = nn.Linear(4, 4)
+        with penstock.init():  # in the place of the outer context
+            inner = nn.Linear(4, 4)
+    assert swap_file(path)
+    for one in (model, other, inner):
+        penstock.initialize(one).close()
+    assert not swap_file(path)
+    with pytest.raises(penstock.ConfigError, match="none"):
+        with penstock.init(path="/none"):
             pass
-    penstock.initialize(model).close()
 
 
 def test_a_path_is_never_ignored(pools, tmp_path):
@@ -168,7 +182,8 @@ def build_large(layers, width):
     import penstock  # noqa: PLC0415
 
     with penstock.init():  # what is loaded on first use does not count
-        nn.Linear(8, 8)
+        first = nn.Linear(8, 8)
+    penstock.initialize(first, {"strategy": "zero3"}).close()
     gc.collect()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")

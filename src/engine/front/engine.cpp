@@ -3,18 +3,22 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/linear.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/instancenorm.h>
 #include <torch/nn/modules/linear.h>
 
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
 #include "penstock/error.h"
 #include "penstock/report.h"
 #include "src/base/text.h"
+#include "src/engine/front/config_keys.h"
 #include "src/engine/front/engine_impl.h"
 #include "src/engine/model/values.h"
 
@@ -72,6 +76,18 @@ std::string class_name(const torch::nn::Module& module) {
   return name;
 }
 
+template <class... Kinds>
+bool is_any(const torch::nn::Module& module) {
+  return ((typeid(module) == typeid(Kinds)) || ...);
+}
+
+// Subclasses are left out, because their forward may compute in other dtypes.
+bool keeps_statistics(const torch::nn::Module& module) {
+  return is_any<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl,
+                torch::nn::InstanceNorm1dImpl, torch::nn::InstanceNorm2dImpl,
+                torch::nn::InstanceNorm3dImpl>(module);
+}
+
 ModelTree tree_of(const torch::nn::Module& model) {
   ModelTree tree;
   std::map<const at::TensorImpl*, int> index_of;
@@ -96,7 +112,16 @@ ModelTree tree_of(const torch::nn::Module& model) {
     module_of[info.name] = static_cast<int>(tree.modules.size());
     tree.modules.push_back(info);
   }
-  for (const at::Tensor& buffer : model.buffers()) tree.buffers.push_back(buffer);
+  for (const auto& item : model.named_modules("", /*include_self=*/true)) {
+    const auto params = item.value()->named_parameters(/*recurse=*/false);
+    // Running statistics must have the dtype of the weight beside them.
+    const bool follows = keeps_statistics(*item.value()) && params.contains("weight");
+    const int weight = follows ? index_of.at(params["weight"].unsafeGetTensorImpl()) : -1;
+    for (const auto& buffer : item.value()->named_buffers(/*recurse=*/false)) {
+      const std::string prefix = item.key().empty() ? "" : item.key() + ".";
+      tree.buffers.push_back({prefix + buffer.key(), buffer.value(), weight});
+    }
+  }
   return tree;
 }
 
@@ -105,11 +130,7 @@ ModelTree tree_of(const torch::nn::Module& model) {
 Engine::Engine(const std::shared_ptr<torch::nn::Module>& model, const Config& config,
                std::shared_ptr<Group> group)
     : state_(std::make_unique<Impl>()) {
-  if (config.activations.checkpoint != 0) {  // checked before the model is changed
-    throw ConfigError(
-        "[engine::Engine] \"activations.checkpoint\": the C++ front cannot recompute units; set it "
-        "to \"none\"");
-  }
+  engine::refuse_unread_keys(config);  // before the model is changed
   state_->model = model;
   state_->rank = group->rank();
   state_->world = group->size();
@@ -173,7 +194,7 @@ double Engine::train_batch(const std::function<at::Tensor(int)>& loss_of) {
     losses.push_back(loss.detach());
     if (step() && micro + 1 < count) {
       throw RuntimeFault(
-          "[front::train_batch] there were backwards since the last step already, so the window "
+          "[front::train_batch] backwards had already run since the last step, so the window "
           "ended inside this batch. Call step(true) before train_batch()");
     }
   }

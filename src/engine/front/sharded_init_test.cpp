@@ -6,6 +6,8 @@
 #include <thread>
 #include <vector>
 
+#include "penstock/error.h"
+
 namespace penstock {
 namespace {
 
@@ -27,13 +29,41 @@ TEST(ShardedInit, KeepsPartsAndGivesWholeValues) {
         EXPECT_TRUE(whole.view({5, 7}).equal(expected));
         whole.add_(1);
         init.keep(tensor, whole);
-        EXPECT_TRUE(init.take(tensor).equal(expected + 1));
+        const at::Tensor twin = init.copy(tensor);
+        init.keep(tensor, expected.reshape({-1}));
+        EXPECT_THROW(twin.sum(), c10::Error);
+        EXPECT_TRUE(init.take(twin).equal(expected + 1));
+        EXPECT_TRUE(init.holds(tensor) && !init.empty());
+        EXPECT_TRUE(init.take(tensor).equal(expected));
         EXPECT_TRUE(init.empty());
         groups[rank]->close();
       });
     }
     for (std::thread& thread : threads) thread.join();
   }
+}
+
+// Ranks free a tensor at different times, then meet in another group.
+TEST(ShardedInit, KeepsPartsThroughANewGroup) {
+  auto groups = Group::threads(2), others = Group::threads(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      ShardedInit init(groups[rank]);
+      at::Tensor kept = at::arange(7, at::kFloat), dropped = at::arange(3, at::kFloat);
+      init.hollow(kept);
+      init.hollow(dropped);
+      if (rank == 1) dropped = at::Tensor();
+      EXPECT_FALSE(init.empty());
+      init.connect(others[rank]);
+      groups[rank]->close();
+      EXPECT_TRUE(init.take(kept).equal(at::arange(7, at::kFloat)));
+      EXPECT_EQ(init.empty(), rank == 1);
+      EXPECT_THROW(init.connect(Group::alone()), RuntimeFault);
+      others[rank]->close();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace

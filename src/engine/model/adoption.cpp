@@ -10,6 +10,7 @@
 #include "penstock/error.h"
 #include "penstock/optimizer_kinds.h"
 #include "src/base/text.h"
+#include "src/engine/model/blueprint.h"
 #include "src/engine/model/memory_budget.h"
 #include "src/engine/step/unit_order.h"
 #include "src/exec/torch_compat.h"
@@ -81,6 +82,7 @@ void take_storage(const at::Tensor& param, Dtype dtype, at::IntArrayRef sizes) {
 
 Adoption::~Adoption() {
   if (committed_) return;
+  for (const auto& [buffer, former] : cast_) buffer.set_data(former);
   for (exec::UnitState& unit : executor_.units()) {
     for (exec::Flat& flat : unit.flats) flat.let_params_go();
   }
@@ -137,7 +139,8 @@ void Adoption::check_moments(const Config& config, bool external_optimizer) cons
                            ". Leave it at \"fp32\""));
 }
 
-void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>& tiled) {
+void Adoption::take(const ModelTree& tree, const Config& config,
+                    const std::vector<tiles::TiledWeight>& tiled) {
   for (size_t unit = 0; unit < executor_.units().size(); ++unit) {
     for (const exec::Part& part : executor_.units()[unit].parts()) {
       const std::string label = concat("initial u", unit, ".", part.flat->number);
@@ -150,7 +153,8 @@ void Adoption::take(const ModelTree& tree, const std::vector<tiles::TiledWeight>
       mem::trim_heap(2 * part.flat->numel * 4);
     }
   }
-  take_buffers(tree.buffers);
+  executor_.traffic().settle();  // no plan line counts on the memory of these writes
+  take_buffers(tree, config);
   for (const tiles::TiledWeight& one : tiled) {
     if (tree.init && tree.init->holds(one.whole)) tree.init->take(one.whole);
     take_storage(one.whole, exec::dtype_of(one.tiles.front().scalar_type()), one.whole.sizes());
@@ -185,12 +189,18 @@ at::Tensor Adoption::take_values(exec::Flat& flat, const std::string& label,
   return full;
 }
 
-void Adoption::take_buffers(const std::vector<at::Tensor>& buffers) {
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    at::Tensor buffer = buffers[i].cpu().contiguous();
+// A cast buffer stays the same tensor object, so that modules that share it still do.
+void Adoption::take_buffers(const ModelTree& tree, const Config& config) {
+  for (size_t i = 0; i < tree.buffers.size(); ++i) {
+    const at::Tensor& own = tree.buffers[i].buffer;
+    at::Tensor buffer = own.cpu().contiguous();
     executor_.broadcast(concat("buffer ", i), buffer.data_ptr(),
                         static_cast<int64_t>(buffer.nbytes()));
-    if (!buffer.is_same(buffers[i])) buffers[i].copy_(buffer);
+    if (!buffer.is_same(own)) own.copy_(buffer);
+    const at::ScalarType dtype = buffer_dtype(config, tree, tree.buffers[i]);
+    if (dtype == own.scalar_type()) continue;
+    cast_.emplace_back(own, own.detach());
+    own.set_data(own.detach().to(dtype));
   }
 }
 

@@ -2,6 +2,7 @@
 // Adoption: takes a model's parameters into the executor's flats and makes them windows ([Note:
 // Windows]). Without a call of commit(), the adoption is undone.
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "penstock/core.h"
@@ -32,19 +33,22 @@ class Adoption {
   // [all ranks] Reserves room for all resting copies before any data moves. Throws ConfigError or
   // RuntimeFault on all ranks if one rank has no room. The text names that rank.
   void claim(const Config& config, const ModelDesc& model, bool external_optimizer);
-  // [all ranks] Stores rank 0's values of parameters and buffers on every rank. The parameters in
-  // `tiled` lose their memory, because their tiles have the values.
-  void take(const ModelTree& tree, const std::vector<tiles::TiledWeight>& tiled);
+  // [all ranks] Stores rank 0's values of parameters and buffers on every rank, and casts buffers
+  // (see buffer_dtype()). The parameters in `tiled` lose their memory, because their tiles have the
+  // values.
+  void take(const ModelTree& tree, const Config& config,
+            const std::vector<tiles::TiledWeight>& tiled);
   void commit() { committed_ = true; }
 
  private:
   void claim_here(const Config& config, const ModelDesc& model, bool external_optimizer);
   void check_moments(const Config& config, bool external_optimizer) const;
   at::Tensor take_values(exec::Flat& flat, const std::string& label, const ModelTree& tree);
-  void take_buffers(const std::vector<at::Tensor>& buffers);
+  void take_buffers(const ModelTree& tree, const Config& config);
 
   exec::Executor& executor_;
   mem::Tiers& tiers_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> cast_;  // buffers and their former tensors
   bool committed_ = false;
 };
 

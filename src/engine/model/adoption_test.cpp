@@ -3,12 +3,16 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/sum.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 
 #include <array>
 #include <memory>
 #include <optional>
 #include <thread>
 
+#include "penstock/engine.h"
 #include "penstock/error.h"
 #include "src/engine/model/blueprint.h"
 
@@ -24,7 +28,9 @@ struct Rank {
     for (const char* name : {"a", "b"}) {
       tree.params.push_back({name, at::arange(6, at::kFloat).add(group->rank()).requires_grad_()});
     }
-    tree.buffers.push_back(at::arange(4, at::kFloat).add(group->rank()));
+    tree.buffers.push_back({"kept", at::arange(4, at::kFloat).add(group->rank())});
+    tree.buffers.push_back({"follows", at::arange(4, at::kFloat).add(group->rank()), 1});
+    tree.buffers.push_back({"ruled", at::arange(4, at::kFloat).add(group->rank()), 1});
     Blueprint blueprint = draw(tree, config);
     const Table table = settle(blueprint);
     model = blueprint.model;
@@ -72,7 +78,7 @@ TEST(Adoption, WhatIsNotCommittedLetsTheModelGo) {
   {
     Adoption adoption(*rank.executor, rank.tiers);
     adoption.claim(rank.config, rank.model, false);
-    adoption.take(rank.tree, {});
+    adoption.take(rank.tree, rank.config, {});
     EXPECT_FLOAT_EQ(rank.sum(1), 15.0F);
     EXPECT_TRUE(rank.tiers.disk.has_value());
   }
@@ -100,13 +106,41 @@ TEST(Adoption, WhatIsCommittedHasTheValuesOfRankZeroEverywhere) {
     {
       Adoption adoption(*rank.executor, rank.tiers);
       adoption.claim(rank.config, rank.model, false);
-      adoption.take(rank.tree, {});
+      adoption.take(rank.tree, rank.config, {});
       adoption.commit();
     }
     EXPECT_FLOAT_EQ(rank.sum(0), 15.0F);
-    EXPECT_FLOAT_EQ(at::sum(rank.tree.buffers[0]).item<float>(), 6.0F);
+    EXPECT_FLOAT_EQ(at::sum(rank.tree.buffers[0].buffer).item<float>(), 6.0F);
   });
   EXPECT_EQ(errors, (std::array<std::string, 2>{}));
+}
+
+TEST(Adoption, CastsBuffersUntilItIsUndone) {
+  Rank rank(R"({"strategy": "zero1", "precision": "bf16", "dtypes": {"rul*": "fp16"}})",
+            Group::alone());
+  const at::ScalarType expected[] = {at::kFloat, at::kBFloat16, at::kHalf};
+  {
+    Adoption adoption(*rank.executor, rank.tiers);
+    adoption.claim(rank.config, rank.model, false);
+    adoption.take(rank.tree, rank.config, {});
+    for (size_t i = 0; i < 3; ++i) {
+      EXPECT_EQ(rank.tree.buffers[i].buffer.scalar_type(), expected[i]);
+      EXPECT_FLOAT_EQ(at::sum(rank.tree.buffers[i].buffer).item<float>(), 6.0F);
+    }
+  }
+  for (const BufferInfo& info : rank.tree.buffers) {
+    EXPECT_EQ(info.buffer.scalar_type(), at::kFloat);
+  }
+}
+
+TEST(Adoption, StatisticsOfTheCppFrontHaveTheDtypeOfTheirWeight) {
+  const torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::BatchNorm1d(4));
+  Engine engine(model.ptr(), Config::parse(R"({"precision": "bf16"})"), Group::alone());
+  for (const auto& item : model->named_buffers()) {
+    const bool counts = item.key() == "1.num_batches_tracked";
+    EXPECT_EQ(item.value().scalar_type(), counts ? at::kLong : at::kBFloat16) << item.key();
+  }
+  engine.close();
 }
 
 TEST(Adoption, ARankWithoutRoomEndsAllOfThem) {

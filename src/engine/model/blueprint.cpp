@@ -3,11 +3,13 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/device.h"
 #include "src/plan/cost/strategy_choice.h"
 #include "src/plan/strategy.h"
 
@@ -124,10 +126,6 @@ bool leaves_tiers_open(const Config& config) {
   return config.offload.optimizer == "auto" || config.offload.params == "auto";
 }
 
-void leave_tiers_open(Question& question) {
-  question.asked.config.offload.optimizer = question.asked.config.offload.params = "auto";
-}
-
 Question question_of(const Blueprint& blueprint, const Room& room, bool external_optimizer) {
   const Config& config = blueprint.config;
   return {{config, blueprint.mesh.world(), 0, Machine::cpu(), room},
@@ -181,15 +179,33 @@ void check_pipeline(const ModelTree& tree, const Config& config) {
 
 }  // namespace
 
+namespace {
+
+std::optional<Dtype> ruled_dtype(const Config& config, const std::string& name) {
+  for (const auto& [pattern, dtype] : config.dtypes) {
+    if (fnmatch(pattern.c_str(), name.c_str(), 0) == 0) return parse_dtype(dtype);
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+at::ScalarType buffer_dtype(const Config& config, const ModelTree& tree, const BufferInfo& buffer) {
+  const at::ScalarType own = buffer.buffer.scalar_type();
+  if (!at::isFloatingType(own)) return own;
+  if (const auto ruled = ruled_dtype(config, buffer.name)) return device::scalar_type(*ruled);
+  if (buffer.follows < 0) return own;
+  return device::scalar_type(
+      compute_dtype(config, tree.params.at(static_cast<size_t>(buffer.follows))));
+}
+
 Dtype compute_dtype(const Config& config, const ParamInfo& param) {
   const at::ScalarType own = param.param.scalar_type();
   if (own != at::kFloat && own != at::kBFloat16 && own != at::kHalf) {
     throw ConfigError(concat("[engine::compute_dtype] parameter \"", param.name, "\" has dtype ",
                              at::toString(own), "; float32, bfloat16 and float16 are supported"));
   }
-  for (const auto& [pattern, dtype] : config.dtypes) {
-    if (fnmatch(pattern.c_str(), param.name.c_str(), 0) == 0) return parse_dtype(dtype);
-  }
+  if (const auto ruled = ruled_dtype(config, param.name)) return *ruled;
   if (config.precision) return parse_dtype(*config.precision);
   if (own == at::kBFloat16) return Dtype::kBf16;
   return own == at::kHalf ? Dtype::kFp16 : Dtype::kFp32;
@@ -249,7 +265,8 @@ std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_o
   const Alternative& best = tried.front();
   // The error lists alternatives: other tiers with this strategy, and all strategies.
   if (!best.fits) {
-    leave_tiers_open(question);
+    open_all(question);
+    question.asked.room = room;
     std::vector<Alternative> others = alternatives(question, blueprint.model);
     question.strategies = preset_names();
     for (const Alternative& other : alternatives(question, blueprint.model)) {
@@ -265,7 +282,7 @@ std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_o
 
 Budgets budgets_of(const Blueprint& blueprint, const Room& room, bool external_optimizer) {
   Question question = question_of(blueprint, room, external_optimizer);
-  leave_tiers_open(question);
+  open_all(question);
   const Config& config = blueprint.config;
   const auto budget = [&](const char* name, int64_t limit, int64_t Alternative::* bytes) {
     const auto advice = [question, bytes, model = blueprint.model, now = config.offload] {
@@ -276,8 +293,9 @@ Budgets budgets_of(const Blueprint& blueprint, const Room& room, bool external_o
   const char* found = config.memory.host_bytes < 0
                           ? "free memory at initialize() (memory.host_bytes overrides it)"
                           : "device and host memory (memory.host_bytes)";
+  const char* host = config.memory.host_bytes < 0 ? found : "host memory (memory.host_bytes)";
   return {budget("device memory (memory.device_bytes)", room.device, &Alternative::device),
-          budget("host memory (memory.host_bytes)", room.host, &Alternative::host),
+          budget(host, room.host, &Alternative::host),
           budget(found, room.memory, &Alternative::memory)};
 }
 

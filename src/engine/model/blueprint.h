@@ -21,6 +21,9 @@ namespace penstock::engine {
 // Returns a parameter's compute dtype: the first matching `dtypes` rule, else `precision`, else the
 // parameter's own dtype. Throws ConfigError if its own dtype is not float32, bfloat16 or float16.
 Dtype compute_dtype(const Config& config, const ParamInfo& param);
+// Returns a buffer's dtype under the engine. If it is a floating buffer: the first matching
+// `dtypes` rule, else the compute dtype of the parameter that it follows. Otherwise its own dtype.
+at::ScalarType buffer_dtype(const Config& config, const ModelTree& tree, const BufferInfo& buffer);
 
 struct Blueprint {
   Config config;  // resolved

@@ -76,8 +76,8 @@ TEST(Blueprint, BudgetsAreTheRoomAndAdviseWhatTakesLess) {
   const Budgets budgets = budgets_of(blueprint, {.device = 1 << 20, .host = 1 << 30}, false);
   EXPECT_EQ(budgets.device.bytes, 1 << 20);
   EXPECT_EQ(budgets.memory.bytes, Room::kNoLimit);
-  EXPECT_EQ(budgets.host.name, "host memory (memory.host_bytes)");
-  EXPECT_NE(budgets.device.advice().find("offload.optimizer \"host\""), std::string::npos)
+  EXPECT_EQ(budgets.host.name, "free memory at initialize() (memory.host_bytes overrides it)");
+  EXPECT_NE(budgets.device.advice().find("offload.gradients \"host\""), std::string::npos)
       << budgets.device.advice();
 }
 

@@ -164,9 +164,7 @@ class Init:
 
     @staticmethod
     def _shard(param: torch.nn.Parameter) -> None:
-        held = sharded_init.waiting()
-        if held is not None and not held.holds(param) and param.numel() > 0:
-            held.hollow(param)
+        sharded_init.shard(param)
         mark(param)
 
     def __enter__(self) -> Init:
@@ -213,7 +211,7 @@ class GatheredParameters:
             params = [params]
         elif isinstance(params, torch.nn.Module):
             params = params.parameters()
-        self._params = [one for one in _flat(params) if hasattr(one, "ds_id")] if enabled else []
+        self._params = [one for one in _flat(params) if is_zero_param(one)] if enabled else []
         self._modifier_rank = modifier_rank
         self._stack: contextlib.ExitStack | None = None
 
@@ -298,7 +296,12 @@ def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.P
 
 
 def is_zero_param(parameter: Any) -> bool:
-    return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
+    if not torch.is_tensor(parameter):
+        return False
+    held = sharded_init.waiting()
+    if held is not None and held.holds(parameter):
+        mark(parameter)  # copy.deepcopy() copies no attributes of parameters
+    return hasattr(parameter, "ds_id")
 
 
 class InsertPostInitMethodToModuleSubClasses:
