@@ -2,6 +2,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <c10/util/accumulate.h>
@@ -260,6 +261,7 @@ void GatheredValues::set_rest(Flat& flat, const Placement& at, char* values,
   Placement from = at;
   from.dtype = Dtype::kFp32;
   Buffer& rest = flat.rest().one();
+  for (Slot& slot : flat.slots) slot.given = 0;
   rank_.traffic.make_room(rest, mem::Account::kParam);
   from.tier = rank_.whole().tier;
   Walk walk = rank_.walk_on_host(from, hops(from, flat.rest().place));
@@ -284,6 +286,29 @@ void GatheredValues::restore(int unit, Flat& flat, const Placement& place, char*
     rank_.traffic.put_back(master);
   }
   set_rest(flat, place, masters, concat("restore u", unit));
+}
+
+void GatheredValues::take_edits(int index) {
+  for (Flat& flat : rank_.units[index].flats) {
+    if (rank_.users_write(flat)) write(flat, 0, flat.numel, flat.rest().one().data());
+  }
+}
+
+void GatheredValues::publish(int index) {
+  for (Flat& flat : rank_.units[index].flats) {
+    if (!flat.trainable) continue;
+    if (rank_.has_master[static_cast<size_t>(flat.dtype)] || !rank_.table.publish().empty()) {
+      const Placement place = rank_.table.master();
+      const at::Tensor masters = zeros32(rank_.numel_of(place, flat));
+      own_masters(flat, bytes_of(masters));
+      set_rest(flat, place, bytes_of(masters), concat("publish u", index));
+    }
+    for (Slot& slot : flat.slots) {
+      slot.param.unsafeGetTensorImpl()->bump_version();
+      slot.version = slot.param._version();
+    }
+  }
+  rank_.traffic.settle();
 }
 
 void GatheredValues::adopt(Flat& flat, const at::Tensor& full, const std::string& label) {
@@ -316,7 +341,34 @@ void GatheredValues::refresh(int index) {
                                      bytes_of(values), whole.bytes());
     if (whole.data().device != nullptr) device::copy(whole.data(), bytes_of(values), whole.bytes());
     write(flat, 0, flat.numel, whole.data());
-    for (Slot& slot : flat.slots) slot.version = slot.param._version();
+    for (Slot& slot : flat.slots) {
+      slot.version = slot.param._version();
+      slot.given = 0;  // now the values of the first rank
+    }
+  }
+}
+
+void GatheredValues::refine(Flat& flat, const at::Tensor& values, const std::string& label) {
+  updates_.finish();
+  rank_.channels.stage().broadcast(label, rank_.owners_of(flat), bytes_of(values),
+                                   static_cast<int64_t>(values.nbytes()));
+  const auto rounded = [&](const at::Tensor& one) {
+    return one.to(device::scalar_type(flat.dtype));
+  };
+  for (ChunkState& chunk : flat.chunks) {
+    exec::Copy& copy = chunk.optim.front();
+    Buffer& master = copy.buffers.front();
+    if (!master.exists()) continue;
+    rank_.traffic.fetch(master, mem::Account::kOptim);
+    rank_.traffic.wait_read(master);
+    rank_.traffic.changes(master);
+    const at::Tensor kept = on_host(master);
+    const at::Tensor loaded =
+        values.narrow(0, rank_.begin_of(copy.place, flat) + chunk.begin, master.numel);
+    const at::Tensor made = at::where(rounded(kept).eq(rounded(loaded)), loaded, kept);
+    device::copy(master.data(), bytes_of(made), master.bytes());
+    rank_.traffic.put_back(master);
+    rank_.traffic.settle();
   }
 }
 

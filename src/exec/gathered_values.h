@@ -42,10 +42,18 @@ class GatheredValues {
   // [stage] Stores this rank's part of new fp32 masters, cut as in `place`, and writes the resting
   // parameters from them (cast and gathered).
   void restore(int unit, Flat& flat, const Placement& place, char* masters);
+  // Copies user edits of the unit's parameters to its masters, as the next update would.
+  void take_edits(int unit);
+  // [stage] Writes the unit's resting parameters from its masters, which were changed outside an
+  // update.
+  void publish(int unit);
   // Sets the windows again after the resting parameters were written.
   void show(Flat& flat);
   // [stage] Copies the first rank's edited full parameters to every copy on every rank.
   void refresh(int unit);
+  // [stage] `values` [flat.numel]: fp32, of the first rank; NaN: no value. A master that rounds to
+  // the same parameter as its value becomes this value.
+  void refine(Flat& flat, const at::Tensor& values, const std::string& label);
   // Returns the first parameter whose gathered values differ from this rank's resting shard, which
   // means that users wrote to it. Returns "" if there is none. Not collective. On a device the call
   // does not read the result: it adds the count to Rank::doubts, and the norm throws the error.

@@ -5,7 +5,6 @@ of `_penstock.OPTIMIZER_KINDS` run on the engine's kernels. Any other elementwis
 fp32 shards.
 """
 
-import copy
 import inspect
 import types
 import weakref
@@ -17,6 +16,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.front.optimizer_methods import Methods, refuse_save
+from penstock.front.optimizer_trial import check_elementwise, check_sizes, fresh_state
 
 _KINDS: dict[str, Any] = {kind.name: kind for kind in _penstock.OPTIMIZER_KINDS}
 _LION: dict[str, Any] = _KINDS["Lion"].defaults
@@ -66,6 +67,10 @@ def register(made: type[torch.optim.Optimizer], kind: str) -> None:
 _INEFFECTIVE = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 
 
+def _kernels() -> str:
+    return ", ".join(_KINDS)
+
+
 def prepare(
     given: Any, model: torch.nn.Module, config: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer | None, dict[str, Any]]:
@@ -101,7 +106,7 @@ def prepare(
         given.state.clear()  # the engine keeps the state
         config = {**config, "optimizer": _section_of(given) | (section or {})}
     else:
-        check_elementwise(given)
+        check_elementwise(given, _kernels())
     return given, config
 
 
@@ -215,129 +220,6 @@ def group_of(
     return groups
 
 
-def _on_probe(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter]) -> Any:
-    """Returns an optimizer of the same class and settings for other parameters."""
-    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    probe = copy.copy(optimizer)  # with its groups, hooks and state
-    for name, value in vars(optimizer).items():  # further attributes of the user's class
-        if name not in vars(probe):
-            keeps = isinstance(value, torch.nn.Module) or callable(value)
-            vars(probe)[name] = value if keeps else copy.deepcopy(value)
-    probe.__dict__.pop("step", None)  # a scheduler's wrapper calls the original optimizer
-    probe.param_groups = [{**options, "params": params}]
-    probe.state = defaultdict(dict)
-    owner = next(iter(optimizer.param_groups[0]["params"]), None)
-    for param in params:
-        vars(param).update(vars(owner) if owner is not None else {})
-        probe.state[param] = _fresh_state(optimizer, param)
-    return probe
-
-
-def _fresh_state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    """Returns the state that some optimizers (Adagrad) make in the constructor, for `param`.
-
-    Raises ConfigError if a state has more than one value, so that it cannot be expanded.
-    """
-    made: dict[str, Any] = {}
-    for owner, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == owner.shape and value.numel() > 1:
-                if not torch.equal(value, value.flatten()[0].expand_as(value)):
-                    raise ConfigError(
-                        f"[front::initialize] the optimizer's state {key!r} changed since it was "
-                        f"built. Pass a new optimizer"
-                    )
-                made[key] = value.flatten()[0].expand_as(param).clone()
-            else:
-                made[key] = copy.deepcopy(value)
-        if made:
-            break
-    return made
-
-
-_CUT = 11  # first element of the second half; the trial has 24 elements
-
-
-def _cut(values: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-    flat = values.flatten()
-    return flat[:at], flat[at:]
-
-
-def _close(whole: torch.Tensor, halves: list[torch.nn.Parameter]) -> bool:
-    return torch.allclose(whole.flatten(), torch.cat([*halves]), rtol=1e-6, atol=1e-7)
-
-
-def _each_alone(optimizer: torch.optim.Optimizer, shape: torch.Size) -> list[torch.nn.Parameter]:
-    """Returns two halves after three steps, each by an optimizer of its own, as on two ranks."""
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(shape, generator=generator)
-    halves = [torch.nn.Parameter(half.clone()) for half in _cut(whole, _CUT)]
-    probes = [_on_probe(optimizer, [half]) for half in halves]
-    for _ in range(3):
-        gradient = torch.randn(shape, generator=generator)
-        for half, part, probe in zip(halves, _cut(gradient, _CUT), probes, strict=True):
-            half.grad = part.clone()
-            probe.step()
-    return halves
-
-
-def _in_pieces(
-    optimizer: torch.optim.Optimizer, shape: torch.Size, at: int, steps: int
-) -> tuple[torch.nn.Parameter, bool]:
-    """Returns a parameter after `steps` steps, and whether its two halves have the same values."""
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.nn.Parameter(torch.randn(shape, generator=generator))
-    pieces = [torch.nn.Parameter(piece.clone()) for piece in _cut(whole.detach(), at)]
-    on_whole, on_pieces = _on_probe(optimizer, [whole]), _on_probe(optimizer, pieces)
-    for _ in range(steps):
-        whole.grad = torch.randn(shape, generator=generator)
-        for piece, gradient in zip(pieces, _cut(whole.grad, at), strict=True):
-            piece.grad = gradient.clone()
-        on_whole.step()
-        on_pieces.step()
-    return whole, _close(whole, pieces)
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError unless the optimizer updates slices of a parameter like the whole.
-
-    Three steps on a small matrix and on its two flat halves must give the same values, within
-    rtol 1e-6 and atol 1e-7.
-    """
-    name = type(optimizer).__name__
-    try:
-        whole, same = _in_pieces(optimizer, torch.Size([4, 6]), _CUT, steps=3)
-        cause = "it updates a parameter and its slices differently"
-        if same:
-            same = _close(whole, _each_alone(optimizer, whole.shape))
-            cause = "its step on one parameter depends on the others"
-    except Exception as error:  # noqa: BLE001 - any error: this class cannot step on slices
-        same, cause = False, f"on slices of a parameter it raised {type(error).__name__}: {error}"
-    if not same:
-        raise ConfigError(
-            f"[front::initialize] {name} is not elementwise ({cause}), so it cannot run on shards. "
-            f"Use {', '.join(_KINDS)} or another elementwise optimizer"
-        )
-
-
-_TRIED_NUMEL = 1 << 22  # elements of the largest parameter that is tried
-
-
-def check_sizes(optimizer: torch.optim.Optimizer, sizes: set[int], world: int) -> None:
-    """Raises ConfigError if the optimizer's rule depends on the size of a parameter.
-
-    Compares a parameter of each size in `sizes` with its shard, which is `world` times smaller.
-    """
-    tried = sorted({min(size, _TRIED_NUMEL) for size in sizes})
-    for numel in {*tried[:: max(1, len(tried) // 8)], *tried[-1:]}:
-        if not _in_pieces(optimizer, torch.Size([numel]), max(1, numel // world), steps=1)[1]:
-            raise ConfigError(
-                f"[front::initialize] {type(optimizer).__name__} is not elementwise (it updates "
-                f"{numel} elements and a part of them differently), so it cannot run on shards. "
-                f"Use {', '.join(_KINDS)} or another elementwise optimizer"
-            )
-
-
 def _plain(value: Any) -> bool:
     """Whether repr() is equal on all ranks. The text of other objects may have an address."""
     if isinstance(value, (list, tuple)):
@@ -371,14 +253,6 @@ class _State(defaultdict[Any, Any]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _refuse_state_dict(*_: Any) -> None:
-    raise RuntimeFault(
-        "[front::optimizer] the optimizer's state is sharded in the engine, so state_dict() and "
-        "load_state_dict() of the optimizer do not save or load it. Use engine.save() and "
-        "engine.load()"
-    )
-
-
 def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None:
     """Replaces the optimizer's step(), zero_grad() and state by the engine's."""
     kept = weakref.ref(core)
@@ -400,8 +274,8 @@ def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None
     changed: Any = optimizer
     changed.step = types.MethodType(step, optimizer)
     changed.zero_grad = types.MethodType(zero_grad, optimizer)
-    optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-    optimizer.register_load_state_dict_pre_hook(_refuse_state_dict)
+    optimizer.register_state_dict_pre_hook(refuse_save)
+    optimizer.register_load_state_dict_pre_hook(refuse_save)
     if native:
         changed.state = _State()
 
@@ -467,13 +341,15 @@ class ShardStep:
             self.places.append((name, begin))
         sizes = {param.numel() for param in shards}
         if sum(master.numel() for master in self._masters) < sum(p.numel() for p in shards):
-            check_sizes(optimizer, sizes, world)
+            check_sizes(optimizer, sizes, world, _kernels())
+        self._methods = Methods(optimizer, values)
         for group in optimizer.param_groups:
             group["params"] = [piece for p in group["params"] for piece in shards.get(p, ())]
         self._step = optimizer.step
-        fresh = {master: _fresh_state(optimizer, master) for master in self._masters}
+        fresh = {master: fresh_state(optimizer, master) for master in self._masters}
         optimizer.state.clear()
         optimizer.state.update({master: state for master, state in fresh.items() if state})
+        self._methods.install()
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor]]:
         """Yields name, first element, parameter and master [numel] fp32 of each slice that this
@@ -488,6 +364,7 @@ class ShardStep:
         for master, param, gradient in zip(self._masters, self._params, gradients, strict=True):
             vars(master).update(vars(param))  # attributes that the optimizer may read
             master.grad = gradient
-        self._step()
+        with self._methods.step():
+            self._step()
         for master in self._masters:
             master.grad = None

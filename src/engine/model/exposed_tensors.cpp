@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "penstock/error.h"
+#include "src/base/text.h"
 #include "src/exec/torch_compat.h"
 
 namespace penstock::engine {
@@ -29,14 +31,62 @@ void own_values(const at::Tensor& param, const at::Tensor& values) {
   storage->set_resizable(true);
 }
 
+void LentShards::add(const std::string& name, const at::Tensor& master) {
+  // An empty shard has no memory of the engine.
+  if (master.numel() == 0) return;
+  c10::Storage window = master.storage();
+  void* const memory = window.mutable_data();
+  shards_.push_back({name, master, std::move(window), memory});
+}
+
+void LentShards::show() {
+  for (const LentShard& shard : shards_) {
+    c10::StorageImpl* storage = shard.window.unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(c10::DataPtr(shard.memory, storage->device()));
+    exec::clear_guard(*storage);
+  }
+}
+
+void LentShards::hide() {
+  for (const LentShard& shard : shards_) {
+    c10::StorageImpl* storage = shard.window.unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+    exec::set_guard(*storage,
+                    concat("[engine::shards] the optimizer's shard of \"", shard.name,
+                           "\" was read or written outside step(), where it has no memory. Read or "
+                           "write the shards inside the optimizer's step() or in a public method "
+                           "of its class, and the model's parameters inside "
+                           "engine.gathered(write=True)"));
+  }
+}
+
+void LentShards::check() const {
+  for (const LentShard& shard : shards_) {
+    if (shard.master.storage().is_alias_of(shard.window)) continue;
+    throw RuntimeFault(concat("[engine::shards] the optimizer gave its shard of \"", shard.name,
+                              "\" other memory (p.data = x), which the engine does not see. Copy "
+                              "the values instead: p.data.copy_(x)"));
+  }
+}
+
+void LentShards::take_back() {
+  std::vector<at::Tensor> tensors;
+  for (const LentShard& shard : std::exchange(shards_, {})) {
+    tensors.push_back(shard.master);
+    shard.window.unsafeGetStorageImpl()->set_data_ptr_noswap(
+        c10::DataPtr(nullptr, shard.window.device()));
+  }
+  engine::take_back(tensors);
+}
+
 void take_back(std::vector<at::Tensor>& lent) {
   for (const at::Tensor& tensor : lent) {
     c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
     exec::set_guard(*storage,
                     "[engine::take_back] this shard of a parameter or of its gradient belonged to "
-                    "an engine that is closed, or to a step that has ended. Its values are not "
-                    "here any more. Clone shards that you need for longer.");
+                    "an engine that is closed, or to a step that has ended. Its values are "
+                    "gone. Clone shards that you still need after the step.");
   }
   lent.clear();
 }

@@ -4,6 +4,8 @@
 // Windows]).
 #include <ATen/core/Tensor.h>
 
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace penstock::engine {
@@ -11,6 +13,30 @@ namespace penstock::engine {
 // Gives the parameter's storage, which the parameter's views share, its own memory with `values`
 // (any dtype, same number of elements).
 void own_values(const at::Tensor& param, const at::Tensor& values);
+
+// [Note: Lent shards] A user's optimizer has this rank's fp32 shards in its parameter groups. The
+// shards have memory only inside step() and inside a call of Values::change_shards(), which
+// publishes what the optimizer wrote. Elsewhere a read or a write of a shard raises an error, so no
+// edit can stay on one rank or miss the parameters.
+class LentShards {
+ public:
+  void add(const std::string& name, const at::Tensor& master);
+  bool empty() const { return shards_.empty(); }
+  void show();  // gives the shards their memory
+  void hide();
+  // Throws RuntimeFault if the optimizer gave a shard other memory (`p.data = x`).
+  void check() const;
+  void take_back();  // hides the shards forever and forgets them
+
+ private:
+  struct LentShard {
+    std::string name;
+    at::Tensor master;
+    c10::Storage window;
+    void* memory;
+  };
+  std::vector<LentShard> shards_;
+};
 
 // Frees the tensors and clears the list. Reading one of the tensors afterwards raises an error.
 void take_back(std::vector<at::Tensor>& lent);

@@ -1,0 +1,211 @@
+"""The public methods of a user's optimizer outside step().
+
+[Note: Methods outside step()] Such a method (`eval()` of schedule-free optimizers, `backup()` of a
+Lookahead) may write weights, which rest in this rank's shards. The engine runs it on the shards and
+publishes them at once, on all ranks. It first runs the same call on a twin: a small optimizer of
+the same class that has taken the same steps and calls, and whose values are equal on all ranks. So
+all ranks decide alike, before anything changes, whether the call touches weights (then it is a
+collective) and whether it works on shards (else it is refused).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from penstock._native import RuntimeFault
+from penstock.front import optimizer_trial as trial
+
+Optimizer = torch.optim.Optimizer
+_SAVES = ("state_dict", "load_state_dict")
+
+
+def _names(made: type[Optimizer]) -> tuple[list[str], list[str]]:
+    """Returns the public methods of a user's class, and those that replace torch's to save."""
+    names: dict[str, None] = {}
+    for base in made.__mro__:
+        if base not in Optimizer.__mro__:
+            own = [name for name, value in vars(base).items() if inspect.isfunction(value)]
+            names |= dict.fromkeys(own)
+    public = [n for n in names if not n.startswith("_") and not hasattr(Optimizer, n)]
+    return public, [name for name in _SAVES if name in names]
+
+
+class _Call:
+    """A call of a method by name, with copies of its arguments."""
+
+    def __init__(self, name: str, args: Any, kwargs: Any) -> None:
+        self._name, self._args, self._kwargs = name, args, kwargs
+
+    def __call__(self, optimizer: Optimizer, seed: int = 0) -> list[Any]:
+        torch.default_generator.manual_seed(seed)  # the forked one
+        method = getattr(optimizer, self._name)
+        result = method(*copy.deepcopy(self._args), **copy.deepcopy(self._kwargs))
+        if hasattr(result, "__enter__") or hasattr(result, "__next__"):
+            raise trial.CannotTry(
+                "returns a context or a generator, whose code runs after the call"
+            )
+        return list(trial.leaves([result]))
+
+
+class _Twin:
+    """The small optimizer that follows the user's optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._given = optimizer
+        self._draws = torch.Generator().manual_seed(2)
+        start = torch.randn(trial.SHAPES[0], generator=self._draws)
+        self._twin = trial.on(optimizer, [torch.nn.Parameter(start)])
+        self._failure = ""
+
+    def _gradient(self) -> torch.Tensor:
+        return torch.randn(trial.SHAPES[0], generator=self._draws)
+
+    def _follow(self) -> None:
+        self._twin.param_groups[0].update(trial.options_of(self._given.param_groups[0]))
+        kept = {  # some optimizers also keep a value of their own under a text
+            piece: state
+            for piece, state in self._given.state.items()
+            if isinstance(piece, torch.Tensor) and piece.numel() != 1 and state
+        }
+        piece, state = next(iter(kept.items()), (None, None))
+        param = trial.param_of(self._twin)
+        if state is None or piece is None or state.keys() == self._twin.state[param].keys():
+            return
+        # A checkpoint was loaded: the same keys, with any values.
+        made = {
+            key: torch.randn(param.shape, generator=self._draws)
+            if isinstance(value, torch.Tensor) and value.shape == piece.shape
+            else copy.deepcopy(value)
+            for key, value in state.items()
+        }
+        self._twin.state[param] = made | {
+            key: value for key, value in self._twin.state[param].items() if key in made
+        }
+
+    def step(self) -> None:
+        if self._failure:
+            return
+        self._follow()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                trial.step(self._twin, [self._gradient()])
+        except Exception as error:  # noqa: BLE001 - the user's step() raises it, too
+            self._failure = f"its step() raised {trial.told(error)}"
+
+    def call(self, name: str, args: Any, kwargs: Any) -> tuple[str, bool]:
+        """Returns why the call cannot run on shards, or "", and whether it touches weights."""
+        if self._failure:
+            return f"cannot be tried, because in a trial {self._failure}", False
+        if not trial.is_plain([list(args), kwargs]):
+            return "takes a function or an object, which the engine cannot try before", False
+        self._follow()
+        whole = trial.same_as(self._twin)
+        watch = trial.Watch(trial.param_of(whole))
+        try:
+            with torch.random.fork_rng(devices=[]):
+                problem = self._compared(whole, watch, _Call(name, args, kwargs))
+        except trial.CannotTry as error:
+            problem = str(error)
+        except Exception as error:  # noqa: BLE001 - any error of the user's method
+            problem = f"raised in a trial {trial.told(error)}"
+        if not problem:
+            self._twin = whole
+        return problem, watch.seen
+
+    def _compared(self, whole: Optimizer, watch: trial.Watch, call: _Call) -> str:
+        """Calls the method on copies of the twin; returns how their values differ, or ""."""
+        param = trial.param_of(whole)
+        window = param.untyped_storage()._cdata
+        with watch:
+            result = call(whole)
+        if param.untyped_storage()._cdata != window:
+            return "gives a parameter other memory (p.data = x); use p.data.copy_(x)"
+        state = list(trial.leaves(whole))
+        given = trial.same_as(self._twin)
+        trial.param_of(given).grad = self._gradient()
+        if not trial.same(call(given) + list(trial.leaves(given)), result + state):
+            return "uses gradients, which shards have only inside step()"
+        parts = trial.halves(self._twin)
+        # Other random numbers for each slice, as on other ranks.
+        results = [call(part, seed) for seed, part in enumerate(parts, 1)]
+        joined = trial.joined([list(trial.leaves(part)) for part in parts], state, param.numel())
+        if not trial.same(joined, state):
+            return "changes a parameter and its slices differently"
+        if watch.seen and not trial.same(trial.joined(results, result, param.numel()), result):
+            return "returns a value of all elements, of which a rank has only some"
+        return ""
+
+
+class Methods:
+    """Wraps the public methods that a user's class adds to torch's optimizer."""
+
+    def __init__(self, optimizer: Optimizer, values: Any) -> None:
+        self._optimizer = optimizer
+        self._values = values
+        self._inside = False  # in step() or in a method: the shards are the method's
+        self._names, self._saves = _names(type(optimizer))
+        self._twin = _Twin(optimizer) if self._names else None
+
+    def install(self) -> None:
+        """Replaces the methods on the object. Must follow the engine's other changes to it."""
+        for name in self._names:
+            if name not in vars(self._optimizer):
+                method = getattr(self._optimizer, name)
+                vars(self._optimizer)[name] = self._wrapped(name, method)
+        for name in self._saves:
+            vars(self._optimizer)[name] = refuse_save
+
+    def _wrapped(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(_self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._call(name, method, args, kwargs)
+
+        return types.MethodType(call, self._optimizer)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """In this context the optimizer steps, and its methods run as they are."""
+        if self._twin is not None:
+            self._twin.step()
+        with self._alone():
+            yield
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def _call(self, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._inside or self._twin is None:
+            return method(*args, **kwargs)
+        what = f"{type(self._optimizer).__name__}.{name}()"
+        problem, touches = self._twin.call(name, args, kwargs)
+        if problem:
+            raise RuntimeFault(
+                f"[front::optimizer] {what} {problem}. Outside step() the engine runs only methods "
+                f"that change shards element by element. Do it in step(), or change the model's "
+                f"parameters inside engine.gathered(write=True)"
+            )
+        results: list[Any] = []
+        with self._alone():
+            if not touches:
+                return method(*args, **kwargs)
+            self._values.change_shards(what, lambda: results.append(method(*args, **kwargs)))
+        return results[0]
+
+
+def refuse_save(*_: Any, **__: Any) -> None:
+    raise RuntimeFault(
+        "[front::optimizer] the optimizer's state is sharded in the engine, so state_dict() and "
+        "load_state_dict() of the optimizer do not save or load it. Use engine.save() and "
+        "engine.load()"
+    )
