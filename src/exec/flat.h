@@ -41,9 +41,12 @@ struct Slot {
   std::vector<int64_t> sizes, whole;  // sizes of this rank's part; sizes of the full tensor
   std::vector<std::pair<int64_t, int64_t>> ranges{};  // this rank's part along cut.dim
   int64_t offset = 0, numel = 0;
-  int64_t room = 0;      // elements of the largest part over the tensor ranks
-  int group = 0;         // optimizer parameter group
-  int64_t updates = 0;   // optimizer steps taken so far
+  int64_t room = 0;     // elements of the largest part over the tensor ranks
+  int group = 0;        // optimizer parameter group
+  int64_t updates = 0;  // optimizer steps taken so far
+  // Hash of values that the user assigned since the last norm; 0: none ([Note: Edits on some
+  // ranks])
+  uint64_t given = 0;
   bool arrived = false;  // its gradient arrived in this backward
   bool touched = false;  // it got a gradient in this window (after the norm: on any rank)
   bool written = false;  // its contribution is in the copy that backwards add to

@@ -12,8 +12,7 @@ namespace penstock::exec {
 
 namespace {
 
-constexpr size_t kBadBytes = 256;  // size of the text that names a non-finite contribution
-constexpr char kCounts = '1', kDoubtful = '0';
+constexpr size_t kTextBytes = 256;  // of the texts that name a contribution or a parameter
 
 std::vector<Slot*> slots_of(std::vector<UnitState>& units) {
   std::vector<Slot*> slots;
@@ -39,7 +38,7 @@ Norm::Own Norm::look(const Update& update) {
     gradients_.last_move().wait_on_host();
     rank_.tiers.computes.synchronize();  // gradients that no lane has moved
   }
-  Own own{0.0, update.bad, false, {}, update.counted.told};
+  Own own{0.0, update.bad, false, {}, update.counted.told, {}};
   std::vector<at::Tensor> there;
   std::vector<std::string> suspects;
   for (UnitState& unit : rank_.units) {
@@ -71,9 +70,13 @@ Norm::Own Norm::look(const Update& update) {
   const size_t num_left = left.size();
   for (const Doubt& doubt : rank_.doubts) there.push_back(doubt.edits);
   const std::vector<Doubt> doubts = std::exchange(rank_.doubts, {});
+  const size_t begin = there.size();
+  own.edits = edits_.look(&there);
+  const size_t end = there.size();
   if (update.counted.loss_there.defined()) there.push_back(update.counted.loss_there);
   const std::vector<double> answers = device::read(there);
   if (update.counted.loss_there.defined()) own.told.loss += answers.back();
+  for (size_t i = begin; i < end; ++i) own.edits.sample += answers[i];
   for (size_t i = 0; i < num_squares; ++i) own.squares += answers[i];
   for (size_t i = 0; i < num_sums && own.bad.empty(); ++i) {
     if (std::isfinite(answers[num_squares + i])) continue;
@@ -111,58 +114,100 @@ std::array<uint64_t, 2> Norm::history() {
   return seen;
 }
 
-// The payload has these fields: sum of squares, whether the bad contribution counts by itself, the
-// text of the bad contribution, a parameter whose edit is lost, the lanes' histories, the counts,
-// one flag per parameter of all stages (so that the length is the same on every rank), and the text
-// of say().
+// The first part of the payload. Flags follow, one per parameter of all stages (so that the length
+// is the same on every rank), and the text of say().
+struct Norm::Head {
+  double squares = 0.0;
+  ReplicaEdits::Facts edits;
+  std::array<uint64_t, 2> history{};  // of the lanes
+  Told told;
+  Next next = Next::kStep;
+  char doubt = 0;                         // 1: `bad` counts only if the total is not finite either
+  std::array<char, kTextBytes> bad{};     // the first contribution that is not finite
+  std::array<char, kTextBytes> edited{};  // a parameter whose edit is lost
+
+  static Head of(const std::string& payload) {
+    Head head;
+    std::memcpy(&head, payload.data(), sizeof(head));
+    return head;
+  }
+};
+
+std::string Norm::payload_of(const Head& head, const std::string& flags, const std::string& said) {
+  std::string payload(sizeof(head), '\0');
+  std::memcpy(payload.data(), &head, sizeof(head));
+  return payload + flags + said;
+}
+
+std::string Norm::going_on(const std::vector<UnitState>& units, Next next,
+                           const std::string& said) {
+  Head head;
+  head.next = next;
+  return payload_of(head, std::string(static_cast<size_t>(count_slots(units)), '\0'), said);
+}
+
+void Norm::compare(const std::vector<std::string>& payloads) {
+  constexpr std::array<const char*, 3> kDoes = {"called step()", "began another forward",
+                                                "began another backward"};
+  const auto next = [&](size_t rank) { return Head::of(payloads[rank]).next; };
+  const auto does = [&](size_t rank) { return kDoes[static_cast<size_t>(next(rank))]; };
+  for (size_t rank = 1; rank < payloads.size(); ++rank) {
+    if (next(rank) == next(0)) continue;
+    throw RuntimeFault(
+        concat("[exec::norm] after the last backward of the accumulation window, rank ", rank, " ",
+               does(rank), " and rank 0 ", does(0),
+               ". Run the same number of forwards and backwards on every rank before step()"));
+  }
+}
+
+void Norm::compare_history(const std::vector<std::string>& all, const Head& mine) const {
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const auto other = static_cast<int>(rank);
+    const bool of_stage =
+        rank_.mesh.coordinate(other, Axis::kPipeline) == rank_.groups.pipeline().index;
+    if (!of_stage || Head::of(all[rank]).history == mine.history) continue;
+    throw RuntimeFault(concat("[exec::norm] ranks ", other, " and ", rank_.group.rank(),
+                              " made different collectives on their devices in the previous step. "
+                              "Their gathered parameters and summed gradients may be wrong: load a "
+                              "checkpoint"));
+  }
+}
+
 Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
   const Own own = look(update);
-  Result made;
+  Head mine;
+  mine.squares = own.squares;
+  mine.edits = own.edits;
+  mine.history = history();
+  mine.told = own.told;
+  mine.doubt = own.doubt ? 1 : 0;
+  own.bad.copy(mine.bad.data(), kTextBytes - 1);
+  own.edited.copy(mine.edited.data(), kTextBytes - 1);
   const std::vector<Slot*> slots = slots_of(rank_.units);
-  constexpr size_t kBad = sizeof(double) + 1, kEdited = kBad + kBadBytes;
-  constexpr size_t kHistory = kEdited + kBadBytes;
-  const std::array<uint64_t, 2> mine = history();
-  constexpr size_t kTold = kHistory + sizeof(mine), kFlags = kTold + sizeof(Told);
-  const auto num_flags = static_cast<size_t>(rank_.num_slots);
-  std::string payload(kFlags + num_flags, '\0');
-  std::memcpy(payload.data(), &own.squares, sizeof(double));
-  payload[sizeof(double)] = own.doubt ? kDoubtful : kCounts;
-  own.bad.copy(payload.data() + kBad, kBadBytes - 1);
-  own.edited.copy(payload.data() + kEdited, kBadBytes - 1);
-  std::memcpy(payload.data() + kHistory, mine.data(), sizeof(mine));
-  std::memcpy(payload.data() + kTold, &own.told, sizeof(Told));
-  const auto flag_of = [](const Slot& slot) { return kFlags + static_cast<size_t>(slot.number); };
-  for (const Slot* slot : slots) payload[flag_of(*slot)] = static_cast<char>(slot->touched);
-  const size_t said = payload.size();
-  payload += update.say();
-  std::string doubtful, edited;
-  int other = -1;
-  std::vector<std::string> all;
-  for (const std::string& part :
-       rank_.channels.control.share(label, rank_.groups.everyone(), payload)) {
-    double sum = 0.0;
-    std::memcpy(&sum, part.data(), sizeof(sum));
-    made.total += sum;
-    Told told;
-    std::memcpy(&told, part.data() + kTold, sizeof(told));
-    made.told.add(told);
-    std::string& first = part[sizeof(double)] == kCounts ? made.bad : doubtful;
-    if (first.empty()) first = part.c_str() + kBad;
-    if (edited.empty()) edited = part.c_str() + kEdited;
-    const auto from = static_cast<int>(all.size());
-    const bool of_stage =
-        rank_.mesh.coordinate(from, Axis::kPipeline) == rank_.groups.pipeline().index;
-    if (of_stage && std::memcmp(part.data() + kHistory, mine.data(), sizeof(mine)) != 0) {
-      other = from;
-    }
-    for (Slot* slot : slots) slot->touched |= part[flag_of(*slot)] != 0;
-    all.push_back(part.substr(said));
+  std::string flags(static_cast<size_t>(rank_.num_slots), '\0');
+  for (const Slot* slot : slots) {
+    flags[static_cast<size_t>(slot->number)] = static_cast<char>(slot->touched);
   }
-  if (other >= 0) {
-    throw RuntimeFault(concat("[exec::norm] rank ", other, " made other collectives than rank ",
-                              rank_.group.rank(),
-                              " on its device in the previous step. Their gathered parameters and "
-                              "summed gradients may be wrong: load a checkpoint"));
+  Result made;
+  std::string doubtful, edited;
+  std::vector<ReplicaEdits::Facts> edits;
+  PENSTOCK_ASSERT(*label.text == kLabel, "[exec::norm] the label differs from Norm::kLabel");
+  std::vector<std::string> all = rank_.channels.control.share(
+      label, rank_.groups.everyone(), payload_of(mine, flags, update.say()));
+  compare(all);
+  compare_history(all, mine);
+  for (std::string& part : all) {
+    const Head theirs = Head::of(part);
+    made.total += theirs.squares;
+    made.told.add(theirs.told);
+    std::string& first = theirs.doubt == 0 ? made.bad : doubtful;
+    if (first.empty()) first = theirs.bad.data();
+    if (edited.empty()) edited = theirs.edited.data();
+    edits.push_back(theirs.edits);
+    for (Slot* slot : slots) {
+      slot->touched |= part[sizeof(Head) + static_cast<size_t>(slot->number)] != 0;
+    }
+    part.erase(0, sizeof(Head) + flags.size());
   }
   if (!edited.empty()) {
     throw RuntimeFault(concat(
@@ -170,6 +215,7 @@ Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
         "\" was changed in place in a forward or backward. It is a gathered copy there, so the "
         "change would be lost. Change it inside `with engine.gathered(write=True):`"));
   }
+  edits_.agree(edits);
   made.divisor = update.hear(all);
   if (made.bad.empty() && !std::isfinite(made.total)) made.bad = doubtful;
   return made;

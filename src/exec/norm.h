@@ -12,6 +12,7 @@
 
 #include "penstock/config.h"
 #include "src/exec/gradients.h"
+#include "src/exec/replica_edits.h"
 
 namespace penstock::exec {
 
@@ -58,7 +59,10 @@ struct Update {
 class Norm {
  public:
   Norm(Rank& rank, Lanes& lanes, Gradients& gradients)
-      : rank_(rank), lanes_(lanes), gradients_(gradients) {}
+      : rank_(rank), lanes_(lanes), gradients_(gradients), edits_(rank) {}
+
+  // What a rank does after the last backward of its window.
+  enum class Next : char { kStep, kForward, kBackward };
 
   struct Result {
     double total = 0.0;    // sum of squares
@@ -67,10 +71,21 @@ class Norm {
     Told told;             // counts over all ranks
   };
   // [all ranks] Marks the parameters that got a gradient on any rank. All gradient moves must have
-  // been submitted. Throws RuntimeFault on all ranks if users wrote to gathered parameters, or if
-  // ranks made different device collectives before the previous norm. (Collectives through the host
-  // are compared one by one.)
+  // been submitted. Throws RuntimeFault on all ranks if users wrote to gathered parameters, if
+  // parameters have other values on some ranks ([Note: Edits on some ranks]), or if ranks made
+  // different device collectives before the previous norm. (Collectives through the host are
+  // compared one by one.)
   Result exchange(const comm::Label& label, const Update& update);
+
+  // The label of the exchange in every plan.
+  static constexpr const char* kLabel = "norm ()";
+  // Returns a payload that takes the place of the norm's before a forward or backward that follows
+  // the window's last backward without a step. `said`: as from say().
+  static std::string going_on(const std::vector<UnitState>& units, Next next,
+                              const std::string& said);
+  // Takes such payloads of all ranks, by rank. Throws a RuntimeFault on all ranks if they do not go
+  // on in the same way, so that none waits for the others until a timeout.
+  static void compare(const std::vector<std::string>& payloads);
 
  private:
   // This rank's values before the exchange.
@@ -80,8 +95,13 @@ class Norm {
     bool doubt = false;  // `bad` counts only if the total is not finite either
     std::string edited;  // a gathered parameter that users wrote to, or ""
     Told told;
+    ReplicaEdits::Facts edits;
   };
+  struct Head;
   Own look(const Update& update);
+  static std::string payload_of(const Head& head, const std::string& flags,
+                                const std::string& said);
+  void compare_history(const std::vector<std::string>& all, const Head& mine) const;
   bool stay_on_device() const;  // whether gradients never leave the device
   std::array<uint64_t, 2> history();
 
@@ -94,6 +114,7 @@ class Norm {
   Rank& rank_;
   Lanes& lanes_;
   Gradients& gradients_;
+  ReplicaEdits edits_;
   std::array<std::shared_ptr<Made>, 2> before_{};  // at the previous norm: gather lane, reduce lane
 };
 

@@ -17,6 +17,8 @@ device::LaneKind kind_of(const Table& table, Role role, const device::Device& de
   return device::LaneKind::kQueued;
 }
 
+}  // namespace
+
 int count_slots(const std::vector<UnitState>& units) {
   size_t count = 0;
   for (const UnitState& unit : units) {
@@ -25,8 +27,6 @@ int count_slots(const std::vector<UnitState>& units) {
   }
   return static_cast<int>(count);
 }
-
-}  // namespace
 
 Lanes::Lanes(const Table& table, const device::Device& device, bool peers_meet_on_host)
     : gather("penstock-gather", device, kind_of(table, Role::kParam, device, peers_meet_on_host)),

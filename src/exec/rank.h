@@ -17,8 +17,8 @@
 
 namespace penstock::exec {
 
-// A plan line and the label of its collectives, which has the line's text and the modules of its
-// units.
+// A plan line and the label of its collectives. The label contains the line's text and the modules
+// of its units.
 struct PlannedStep {
   Step step;
   comm::Label label;
@@ -45,6 +45,9 @@ struct Lanes {
   device::Lane gather, reduce, update;
 };
 
+// Returns the number of slots over all stages.
+int count_slots(const std::vector<UnitState>& units);
+
 struct Rank {
   Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memory,
        std::vector<UnitState> parts);
@@ -69,8 +72,8 @@ struct Rank {
     return shard_index(place, mesh, group.rank()) * numel_of(place, flat);
   }
   // Returns whether users can edit the resting parameters without changing the masters. They can if
-  // forward and backward use the resting copy and the masters are other buffers. The update copies
-  // such edits to the masters.
+  // forward and backward use the resting copy and the masters are in separate buffers. The update
+  // copies such edits to the masters.
   bool users_write(const Flat& flat) const {
     return flat.trainable && flat.rest().place == whole() &&
            has_master[static_cast<size_t>(flat.dtype)];
@@ -89,7 +92,7 @@ struct Rank {
     return {route(from, moves, mesh, group.rank(), false), mesh, groups, tiers, true};
   }
   bool on_accelerator() const { return !tiers.computes.is_host(); }
-  // Returns whether this stage counts and saves a flat that several stages have.
+  // Returns whether this stage is the one that counts and saves a flat that several stages hold.
   bool is_first_owner(const Flat& flat) const {
     return flat.owners.empty() || flat.owners.front() == groups.pipeline().index;
   }

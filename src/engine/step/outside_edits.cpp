@@ -10,6 +10,7 @@
 #include "src/base/text.h"
 #include "src/device/kernels.h"
 #include "src/engine/model/adoption.h"
+#include "src/exec/replica_edits.h"
 #include "src/exec/torch_compat.h"
 
 namespace penstock::engine {
@@ -106,8 +107,9 @@ void OutsideEdits::look_at(Param& param) {
   if (storage->_mutable_data_ptr_no_checks().get() !=
       find(flat->params, whole)->one().at(slot->offset).data) {
     refuse(param.name,
-           "has other memory than the engine gave it, for example by share_memory_(). The engine "
-           "cannot take that over. Share copies between processes instead");
+           "no longer uses the memory that the engine gave it, for example because of "
+           "share_memory_(). The engine cannot use the new memory. Share copies between processes "
+           "instead");
   }
 }
 
@@ -116,12 +118,13 @@ void OutsideEdits::look_at(Param& param) {
 void OutsideEdits::take_over(Param& param) {
   if (param.tiled) {
     refuse(param.name,
-           "is in tiles and was given other memory, which the engine cannot take over. Write to it "
+           "is in tiles and was given new memory, which the engine cannot use. Write to it "
            "inside engine.gathered(write=True)");
   }
   const auto [unit, flat, slot] = param.places.front();
   executor_.updates().finish();
   const at::Tensor values = param.tensor.detach().clone(at::MemoryFormat::Contiguous);
+  slot->given = exec::ReplicaEdits::print_of(values);
   // Other tensors that share the parameter's old storage keep it, with its values.
   const bool own =
       param.tensor.storage().unsafeGetStorageImpl() == slot->window.unsafeGetStorageImpl();

@@ -88,6 +88,21 @@ std::string first_problem(exec::Executor& executor, const std::string& label,
   return "";
 }
 
+void go_on(exec::Executor& executor, const AccumulationWindow& window, const Driver& driver,
+           exec::Norm::Next next, const std::function<void()>& drop) {
+  const Mesh& mesh = executor.mesh();
+  if (mesh.world() == 1 || mesh.size(Axis::kPipeline) > 1 || !window.complete()) return;
+  // As long as the text that is sent with the norm.
+  const std::string said = say_window(window, driver) + std::string(kSaidBesides, '\0');
+  try {
+    exec::Norm::compare(
+        executor.share(exec::Norm::kLabel, exec::Norm::going_on(executor.units(), next, said)));
+  } catch (...) {
+    drop();
+    throw;
+  }
+}
+
 void agree_on_window(exec::Executor& executor, AccumulationWindow& window, Driver& driver) {
   // Ends the moves first, so that a timeout error names this exchange and not a gradient move.
   executor.gradients().finish();

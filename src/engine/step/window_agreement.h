@@ -6,6 +6,7 @@
 // that reached only frozen weights on all ranks does not count. If a unit's gradient came after its
 // move on any rank, all ranks run the move again. The ranks exchange these facts in the exchange
 // that computes the norm, and before users read or replace gradients.
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,10 @@
 #include "src/engine/step/driver.h"
 
 namespace penstock::engine {
+
+// Bytes that follow say_window() in the exchange of the norm: options_text(), and the digits of
+// traces and saves.
+inline constexpr size_t kSaidBesides = sizeof(uint64_t) + 2;
 
 // Returns this rank's facts about the window as a text. Its length is the same on every rank.
 std::string say_window(const AccumulationWindow& window, const Driver& driver);
@@ -34,6 +39,12 @@ std::string say_each(exec::Executor& executor, const std::string& label, bool mi
 // rank has one.
 std::string first_problem(exec::Executor& executor, const std::string& label,
                           const std::string& mine);
+// [all ranks] Must be called before a forward or backward that runs collectives. If the window has
+// its last backward already, ranks may be in step(), and would wait until a timeout. So the ranks
+// make the exchange of the norm, in which all of them then throw a RuntimeFault at once, after
+// `drop`. Does nothing in a pipeline, whose schedule decides what follows a backward.
+void go_on(exec::Executor& executor, const AccumulationWindow& window, const Driver& driver,
+           exec::Norm::Next next, const std::function<void()>& drop);
 // [all ranks] Exchanges the window's facts until hear_window() changes nothing.
 void agree_on_window(exec::Executor& executor, AccumulationWindow& window, Driver& driver);
 

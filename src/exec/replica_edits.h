@@ -1,0 +1,80 @@
+#pragma once
+// ReplicaEdits: finds parameters that users edited on some ranks only. Compute thread only.
+//
+// [Note: Edits on some ranks] Ranks that hold the same parameter must hold the same values. The
+// exchange of the norm carries two numbers for this, so it costs no collective of its own:
+//
+//   counted  a hash of the edits that the engine sees since the last agreement: torch's version
+//            counters, and the values of parameters that got other memory. It sees every such edit
+//            in the next step.
+//   sample   a hash of at most kSamples values of each parameter that rests whole; every
+//            kStepsPerSample steps it takes other values. It sees writes to `.data`, which torch
+//            does not count: an edit of a whole parameter in the next step, an edit of few values
+//            only if they are in the sample. In `zero1` and `zero2` the update replaces the values
+//            of an edit, so later samples do not see it.
+//
+// If ranks differ in one of them, they exchange which parameters are concerned, and hashes of their
+// full values. Equal values are no error: rank 0 may swap weights for an evaluation and put them
+// back. Sharded parameters have no values to compare, so the values that users assigned count.
+//
+// If each rank computes every update itself (`optim.update` is replicated, as in `ddp`), unlike
+// processors may round differently. Values that differ by rounding are then no error either, and
+// end the sampling.
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "src/exec/rank.h"
+
+namespace penstock::exec {
+
+class ReplicaEdits {
+ public:
+  static constexpr int64_t kSamples = 32;
+  static constexpr int64_t kStepsPerSample = 32;
+
+  explicit ReplicaEdits(Rank& rank);
+
+  struct Facts {
+    uint64_t counted = 0;
+    double sample = 0.0;  // a whole number
+  };
+  // Returns this rank's facts. A sample on a device is not included, but appended to `there` as a
+  // scalar in double.
+  Facts look(std::vector<at::Tensor>* there);
+  // [all ranks] Takes the facts of all ranks, by rank. Throws RuntimeFault on all ranks, which
+  // names parameter and ranks, if ranks hold different values.
+  void agree(const std::vector<Facts>& all);
+
+  // Returns a hash of a tensor's values.
+  static uint64_t print_of(const at::Tensor& values);
+
+ private:
+  struct Print;  // of one parameter on one rank
+  struct ReplicaPlace {
+    UnitState* unit = nullptr;
+    Flat* flat = nullptr;
+    Slot* slot = nullptr;
+  };
+  bool alike(int rank, int other, bool cut) const;
+  Print print(const ReplicaPlace& place) const;
+  std::string suspects(bool counted, bool sampled) const;
+  void compare(const std::string& suspects);
+  [[noreturn]] void refuse(size_t number, int rank, int other);
+  at::Tensor sample();
+  void choose();
+  void settle();
+
+  Rank& rank_;
+  std::vector<ReplicaPlace> places_;  // of this stage
+  std::vector<uint32_t> agreed_;      // by place: the version counter at the last agreement
+  // The sampled elements of each flat that rests whole, in the flat's memory.
+  std::vector<std::pair<const Flat*, at::Tensor>> sampled_;
+  int64_t turn_ = 0;  // number of agreements
+  bool samples_ = true;
+};
+
+}  // namespace penstock::exec
