@@ -14,6 +14,9 @@ namespace penstock {
 // Name of the anonymous file that each rank keeps open; /proc/PID/fd lists it.
 inline constexpr const char* kStatusFile = "penstock-status";
 
+// Name of the lane that waits for the disk and not for a peer.
+inline constexpr const char* kDiskLane = "disk";
+
 // Numbers that a rank (src/engine) publishes about its last applied step, under the names in
 // docs/monitoring.md. Byte counts are current values.
 inline constexpr std::array<const char*, 12> kStepNumbers = {

@@ -72,10 +72,12 @@ std::chrono::milliseconds Watchdog::look() {
       continue;
     }
     warned_[lane.name] = lane.sequence;
-    const std::string whom = lane.peer < 0 ? "its peers" : concat("rank ", lane.peer);
-    say_(concat("penstock: rank ", status.rank, ", step ", lane.line.step, ": waiting ",
-                static_cast<int64_t>(lane.line.age_s), " s for ", whom, " in `", lane.line.text,
-                "`; `penstock status ", status.pid, "` shows all ranks\n"));
+    const bool disk = lane.name == kDiskLane;
+    const std::string peer = lane.peer < 0 ? "its peers" : concat("rank ", lane.peer);
+    const std::string whom = disk ? "the disk" : peer;
+    say_(concat("penstock: rank ", status.rank, ", step ", disk ? status.at.step : lane.line.step,
+                ": waiting ", static_cast<int64_t>(lane.line.age_s), " s for ", whom, " in `",
+                lane.line.text, "`; `penstock status ", status.pid, "` shows all ranks\n"));
   }
   // The time is rounded up, so that the wait is due at the next look.
   return std::chrono::milliseconds(static_cast<int64_t>(quiet_s * 1e3) + 1);

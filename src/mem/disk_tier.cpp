@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "penstock/error.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/mem/keep_until_exit.h"
 #include "src/mem/swap_file.h"
@@ -88,6 +89,10 @@ struct Disk::Impl {
   int64_t progress = 0;          // guarded by mutex; counts results
   bool stalled = false;          // guarded by mutex; stays true until the next progress
   int64_t bytes_read = 0, bytes_written = 0;  // guarded by mutex
+  Board* board = nullptr;
+  int lane = -1;                 // of the board
+  int num_waits = 0;             // guarded by mutex; the board shows the first wait of several
+  int64_t shown_waits = 0;       // guarded by mutex
   Clock::time_point busy_since;  // guarded by mutex; valid while a request is in flight
   Clock::duration busy{};        // guarded by mutex; time up to busy_since
   const trace::Text read_text = std::make_shared<const std::string>("read");
@@ -182,7 +187,7 @@ void Disk::Impl::ended(Request& request, int64_t result) {
     const bool same = matches(ticket.check, ticket.sums);
     lock.lock();
     if (error.empty() && !same)
-      error = request.text() + " returned other bytes than were written there";
+      error = request.text() + " returned bytes that differ from the bytes written there";
     changed.notify_all();
   }
   if (ticket.error.empty()) ticket.error = error;
@@ -219,11 +224,17 @@ std::string Disk::Impl::problem(Request& request, int64_t result) const {
 bool Disk::Impl::wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done) {
   const std::chrono::duration<double> slice(options.stall_s / kSlices);
   int quiet = stalled ? kSlices - 1 : 0;
+  const bool shown = board != nullptr && !done();
+  if (shown && num_waits++ == 0) {
+    board->wait_begins(lane, {0, ++shown_waits, 0},
+                       in_flight.empty() ? "a request" : in_flight.front().text());
+  }
   while (!done() && quiet < kSlices) {
     const int64_t before = progress;
     const bool moved = changed.wait_for(lock, slice, [&] { return done() || progress != before; });
     quiet = moved ? 0 : quiet + 1;
   }
+  if (shown && --num_waits == 0) board->wait_ends(lane);
   stalled |= quiet == kSlices;
   return done();
 }
@@ -295,6 +306,11 @@ bool Disk::done(const DiskTicket& ticket) const {
   if (!ticket.state_) return true;
   const std::lock_guard lock(impl_->mutex);
   return ticket.state_->left == 0;
+}
+
+void Disk::show_on(Board* board) {
+  impl_->board = board;
+  if (board != nullptr) impl_->lane = board->lane(kDiskLane);
 }
 
 void Disk::wait_for_all() const {

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "penstock/error.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/mem/swap_file.h"
 #include "src/mem/tiers.h"
@@ -272,7 +273,7 @@ TEST_F(DiskTest, EveryFaultIsAnErrorThatNamesTheRequest) {
       {"reached the end of the file after 0 of them", on_reads(0), {}},
       {"makes no progress after 0 of them, in 100 tries", on_reads(512), {}},
       {"makes no progress after 0 of them, in 100 tries", on_reads(-EINTR), {}},
-      {"other bytes",
+      {"bytes that differ",
        [](const BlockRequest& r, int64_t moved) {
          if (!r.write) r.data[5] ^= 1;
          return moved;
@@ -407,6 +408,30 @@ TEST_F(DiskTest, AStallNamesTheRequestAndItsMemoryIsNeverFreed) {
     gate->open();
     gate->wait_passed();  // it wrote to memory that still exists
   }
+}
+
+TEST_F(DiskTest, TheBoardShowsAWait) {
+  const auto gate = std::make_shared<Gate>();
+  DiskOptions waits = options();
+  waits.make_io = [gate] {
+    return std::make_unique<FaultyIo>(
+        nullptr, [gate](const BlockRequest& r, int64_t moved) { return gate->pass(r, moved); });
+  };
+  Board board(0, 1);
+  const auto lane = [&] { return board.status().lanes.front(); };
+  Disk disk(waits);
+  disk.show_on(&board);
+  Block block(kBlockBytes);
+  disk.reserve(kBlockBytes);
+  disk.allocate();
+  const DiskTicket ticket = disk.write(0, block.data(), kBlockBytes);
+  std::thread waiter([&] { disk.wait(ticket); });
+  while (!lane().waits) std::this_thread::yield();
+  EXPECT_EQ(lane().name, kDiskLane);
+  EXPECT_EQ(lane().line.text.rfind("write of ", 0), 0U) << lane().line.text;
+  gate->open();
+  waiter.join();
+  EXPECT_FALSE(lane().waits);
 }
 
 TEST_F(DiskTest, ASlowDiskIsNoStall) {

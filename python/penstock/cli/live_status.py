@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock._native import _penstock
+from penstock.launch import arrivals
 
 _PROC = pathlib.Path("/proc")
 _LONG_S = 5.0  # a healthy run has no wait of all ranks longer than this
@@ -104,9 +105,10 @@ def of_process(pid: int, command: str) -> Found:
         raise ValueError(f"[{command}] there is no process {pid}")
     found = [(pid, board) for board in own] or readable(descendants(pid))
     if not found:
+        missing = "; ".join(arrivals.sentences(descendants(pid)))
         raise ValueError(
-            f"[{command}] process {pid} and its descendants have no engine. They do not use "
-            f"Penstock, or have not reached penstock.initialize()"
+            f"[{command}] process {pid} and its descendants have no engine. "
+            + (missing or "They do not use Penstock, or have not reached penstock.initialize()")
         )
     runs = {board.run for _, board in found if board.run}
     if runs:
@@ -155,8 +157,17 @@ class Place:
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
+_DISK = "disk"  # kDiskLane of src/base/status.h
+
+
 def _waits(board: Any) -> list[Any]:
-    return [lane for lane in board.lanes if lane.waits]
+    """Returns the lanes that wait for a peer."""
+    return [lane for lane in board.lanes if lane.waits and lane.name != _DISK]
+
+
+def _on_disk(board: Any) -> Any:
+    """Returns the lane that waits for the disk, or None."""
+    return next((lane for lane in board.lanes if lane.waits and lane.name == _DISK), None)
 
 
 def _behind(lane: Any, peer: Any) -> bool:
@@ -216,6 +227,10 @@ def _place(pid: int, board: Any) -> Place:
         line = waits[0].line
         whom = f"rank {waits[0].peer}" if waits[0].peer >= 0 else "its peers"
         words.insert(0, f"waits for {whom} in `{line.text}` (lane {waits[0].name}),")
+    disk = _on_disk(board)
+    if not waits and disk is not None:
+        line = disk.line
+        words.insert(0, f"waits for the disk ({line.text}),")
     if not waits and board.at.text == "update" and board.log:
         words.append(f"in `{board.log[-1].text}`")
     if field(pid, "State")[:1] == ["T"]:

@@ -6,6 +6,7 @@ import argparse
 
 from penstock.cli import live_status
 from penstock.cli.live_status import Found, Place
+from penstock.launch import arrivals
 
 
 def _row(place: Place) -> list[str]:
@@ -48,7 +49,8 @@ def _status(args: argparse.Namespace) -> int:
     else:
         found = live_status.of_process(args.pid, "status")
     if not found:
-        print("you have no engine on this machine")
+        missing = arrivals.sentences(live_status.pids())
+        print("\n".join(["you have no engine on this machine", *missing]))
         return 0
     if args.log:
         print(_log(found))

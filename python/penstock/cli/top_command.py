@@ -62,8 +62,9 @@ class Watch:
             self._about = run.json_object(self._folder / "run.json")
             if not self._about:
                 raise ValueError(
-                    f'[top] "{what}" is neither a process id nor the folder of a run, because it '
-                    f'has no run.json. "monitor": {{"path": ...}} writes it with the first step'
+                    f'[top] "{what}" is neither a process id nor the folder of a run: it has no '
+                    f'run.json. A run with "monitor": {{"path": ...}} writes that file in its '
+                    f"first step"
                 )
 
     @property

@@ -14,12 +14,15 @@ import signal
 import time
 
 from penstock.deepspeed import FOLDER
+from penstock.launch import arrivals
 from penstock.launch.layout import Slots
 from penstock.launch.messages import LOG, speak
 from penstock.launch.options import AS_DEEPSPEED, RESUME, LaunchOptions
 from penstock.launch.processes import Child, Events, Task, first_stdout
 from penstock.launch.rendezvous import rendezvous
 from penstock.launch.supervision import Patience, report, signals_to, supervise
+
+_ARRIVAL_S = 60.0  # a rank that connects to the store later than this is named
 
 
 def node_environment(options: LaunchOptions, cores: list[Slots]) -> dict[str, str]:
@@ -109,6 +112,10 @@ def launch(options: LaunchOptions) -> int:
     return code
 
 
+def _say_missing(text: str) -> None:
+    LOG.warning(f"{text}; `penstock status {os.getpid()}` shows this again")
+
+
 def _run_once(options: LaunchOptions) -> tuple[int, bool]:
     """Runs the ranks once. Returns the exit code and whether a signal stopped the launcher."""
     events: Events = queue.SimpleQueue()
@@ -122,12 +129,14 @@ def _run_once(options: LaunchOptions) -> tuple[int, bool]:
                 place = rank_environment(options, local_rank, meeting.host, meeting.port)
                 children.append(Child(_task(options, common | place, cores, stamp)))
                 children[-1].watch(events)
-            end = supervise(
-                children,
-                events,
-                Patience(options.grace_s),
-                lambda child: meeting.fail(child.exit_code, child.failure()),
-            )
+            pids = [child.pid for child in children]
+            with arrivals.watched(pids, _say_missing, _ARRIVAL_S):
+                end = supervise(
+                    children,
+                    events,
+                    Patience(options.grace_s),
+                    lambda child: meeting.fail(child.exit_code, child.failure()),
+                )
             first = meeting.first_failure()
         finally:
             for child in children:

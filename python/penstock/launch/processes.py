@@ -156,6 +156,10 @@ class Child:
             pump.join(timeout=2.0)  # a process in another session may still hold the pipe
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int:
         """The exit code as in a shell: 128 + signal if the process was killed."""
         code = self.returncode or 0

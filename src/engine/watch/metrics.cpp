@@ -76,6 +76,7 @@ void Core::State::Observer::say(const std::string& what) const {
 
 void Core::State::Observer::begin() {
   state.model_ranks.record(state.tiers.recorder);
+  if (state.tiers.disk) state.tiers.disk->show_on(state.group->board());
   trace::About& about = state.tiers.recorder->about;
   about.rank = state.group->rank();
   about.host = host_name();
@@ -173,8 +174,8 @@ void Core::State::Observer::end_step(const std::vector<OptimizerConfig>& groups)
     const int rank = state.group->rank(), other = state.monitor->without().front();
     const std::string path = rank == 0 ? wish->path : concat(wish->path, ".rank", rank);
     write_own(path, state.monitor->recorder().end_record());
-    say(concat("rank ", other, " asked for no trace of these steps, so ", path,
-               " has only this rank. Call trace() with the same arguments on all ranks"));
+    say(concat("rank ", other, " did not request a trace of these steps, so ", path,
+               " covers only this rank. Call trace() with the same arguments on all ranks"));
   }
   state.executor->set_step(state.steps + 1);
   state.model_ranks.set_step(state.steps + 1);
@@ -218,7 +219,8 @@ std::string Core::State::Observer::events_of(const std::vector<trace::Event>& ev
                               predicted ? predicted->lines : trace::Predicted());
 }
 
-void Core::State::Observer::dump() {
+void Core::State::Observer::dump(const std::string& call) {
+  if (!state.monitor->dumped.insert(call).second) return;
   const std::string where = trace::dump(*state.tiers.recorder);
   if (where.empty() || state.trouble.find(where) != std::string::npos) return;
   if (!std::exchange(state.monitor->said_dump, true)) say(state.trouble + where);

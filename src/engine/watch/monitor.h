@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -67,16 +68,17 @@ class Monitor {
   std::vector<double> forward_flops;  // by unit, per micro-batch; empty: not counted
   std::optional<Machine> machine;     // the measured machine ("monitor.machine")
   bool said_dump = false;             // the dump file was announced on stderr
+  std::set<std::string> dumped;       // calls whose first error was dumped
   // Requests a trace and replaces an earlier request. Recording starts at the trace's first step.
   void ask(TraceWish wish);
-  // Returns and clears the wish if its last step was recorded.
+  // Returns the requested trace and forgets it, if its last step was recorded.
   std::optional<TraceWish> take_finished();
   // In the exchange for the norm, the ranks agree on whether a trace ends with this step. say()
   // returns this rank's digit, and hear() removes the digit from the end of each rank's text.
   char say() const { return wish_ && applied_ + 1 >= wish_->last ? '1' : '0'; }
   void hear(std::vector<std::string>& all);
-  // Ranks whose trace does not end with this step. If there are any, a collective that writes the
-  // trace would not return.
+  // Returns the ranks whose trace does not end with this step. If there are any, a collective that
+  // writes the trace would not return.
   const std::vector<int>& without() const { return without_; }
 
  private:

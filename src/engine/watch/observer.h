@@ -31,9 +31,10 @@ struct Core::State::Observer {
   std::optional<Prediction> predict() const;
   // Returns the events as part of a Chrome trace.
   std::string events_of(const std::vector<trace::Event>& events);
-  // Must be called after an error. Writes the last steps to a file, and prints the path of the file
-  // to stderr once.
-  void dump();
+  // Must be called after an error in a `call` ("forward"). Writes the last steps to a file, once
+  // per call, because a script may catch errors in a loop. Prints the path of the file to stderr
+  // once.
+  void dump(const std::string& call);
   // Ends the run. No step may follow.
   void end();
 

@@ -3,6 +3,7 @@
 #include "penstock/error.h"
 #include "src/base/text.h"
 #include "src/engine/step/core_state.h"
+#include "src/mem/process_memory.h"
 #include "src/plan/strategy.h"
 
 namespace penstock {
@@ -23,6 +24,7 @@ LedgerEntry entry_of(const Ledger& ledger) {
     entry.buffers += tier.buffers;
     entry.total += tier.total;
   }
+  entry.memory = ledger.in_memory;
   entry.exchanges = ledger.exchanges;
   return entry;
 }
@@ -53,11 +55,16 @@ LedgerReport Report::ledger() const {
                      device.total_peak + host.total_peak,
                      state_->tiers.disk ? state_->tiers.disk->reserved() : 0,
                      device.total_peak,
-                     host.total_peak};
+                     host.total_peak,
+                     state_->tiers.peak()};
   if (state_->tiers.disk) {
     report.disk_read = state_->tiers.disk->bytes_read();
     report.disk_written = state_->tiers.disk->bytes_written();
   }
+  const mem::ProcessMemory resident = mem::process_memory();
+  report.resident = {resident.process,   state_->tiers.host.usage().held,
+                     resident.libraries, resident.shared,
+                     resident.heap,      resident.heap_free};
   activations::Activations& activations = state_->executor->activations();
   report.measured.act = activations.peak_bytes();
   report.measured.exchanges = state_->executor->exchanges();
