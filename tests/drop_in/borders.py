@@ -78,8 +78,10 @@ def engines(stage: int) -> dict[str, Any]:
     losses = _train(first, 2)
     second = _engine(model, stage)  # ends the first
     losses += _train(second, 2)
+    said = [_raised(_train, first, 1), _raised(first.step)]
     second.destroy()
-    return {"losses": losses, "trains": all(one.requires_grad for one in model.parameters())}
+    trains = all(one.requires_grad for one in model.parameters())
+    return {"losses": losses, "trains": trains, "said": said}
 
 
 def ranks_differ(stage: int) -> dict[str, Any]:

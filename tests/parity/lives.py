@@ -487,7 +487,7 @@ class Kept:
         texts = [value for value in values.values() if isinstance(value, str)]
         if texts:
             assert self.gone or not self.exact, f"values are gone: {texts[0]}"
-            told = ("has no values", "are not here", "is not in memory")
+            told = ("has no values", "does not have its values", "are gone", "is not in memory")
             assert all(any(words in text for words in told) for text in texts), texts[0]
             return
         gone = self.gone and self.closed and self.life.world > 1 and self.life.strategy == "zero3"

@@ -176,7 +176,7 @@ def test_a_parameter_that_came_later_is_an_error(strategy, how):
 
     engine = penstock.initialize(build(), {"strategy": strategy, "optimizer": SGD})
     how(engine.module)
-    with pytest.raises(penstock.RuntimeFault, match="came after initialize"):
+    with pytest.raises(penstock.RuntimeFault, match="was added after initialize"):
         engine(data(0)[0])
     engine.close()
 
@@ -300,6 +300,56 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused():
     optimizer = NormOfAll(model.parameters(), lr=0.1)
     with pytest.raises(penstock.ConfigError, match="depends on the others"):
         penstock.initialize(model, {"strategy": "ddp"}, optimizer=optimizer)
+
+
+class OnMatrices(torch.optim.SGD):
+    """Takes nothing but matrices, as Muon, and says so without a text."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if any(p.dim() != 2 for p in group["params"]):
+                raise AssertionError
+        return super().step(closure)
+
+
+def test_an_error_of_an_optimizer_without_a_text_names_its_place():
+    import penstock  # noqa: PLC0415
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    optimizer = OnMatrices(model.parameters(), lr=0.1)
+    with pytest.raises(
+        penstock.ConfigError,
+        match=r"AssertionError in step\(\), test_border_modules.py:\d+: raise AssertionError",
+    ):
+        penstock.initialize(model, {"strategy": "ddp"}, optimizer=optimizer)
+
+
+class Unequal(Net):
+    """Rank 1 runs its layers another number of times."""
+
+    def forward(self, features):
+        x = self.lift(features)
+        for _ in range(1 + 2 * dist.get_rank()):
+            x = self.blocks(x)
+        return self.leave(x).squeeze(-1)
+
+
+def units_that_ranks_run_unequally():
+    comm = {"timeout_s": 3, "bucket_bytes": 0}
+    model = models.fill(Unequal())
+    engine = start("zero3", model=model, comm=comm, units={"modules": ["Linear"]})
+    try:
+        engine.backward(loss_of(engine, *mine(0)))
+        engine.step()
+    finally:
+        engine.close(gather=False)
+
+
+def test_units_that_ranks_run_unequally(pools):
+    outcomes = pools(2).attempt(units_that_ranks_run_unequally, timeout=60)
+    for one in outcomes:
+        assert one.is_a("RuntimeFault"), one.trace
+        assert '"units.modules"' in one.text and '"units.layer_bytes"' in one.text, one.text
 
 
 def test_a_scheduler_that_needs_a_metric_is_the_users():

@@ -256,7 +256,7 @@ def in_a_forked_process():
 
 def test_in_a_forked_process(pools):
     for said in pools(2).run(in_a_forked_process):
-        assert said.startswith("RuntimeFault") and "in another process" in said
+        assert said.startswith("RuntimeFault") and "in a process other than" in said
 
 
 def is_shared():

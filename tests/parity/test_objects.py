@@ -212,7 +212,7 @@ def test_a_parameter_that_came_frozen_and_trains_later_is_an_error(strategy):
         engine.backward(loss_of(engine, *data(step)))
         engine.step()
     engine.module.later.requires_grad_()
-    with pytest.raises(penstock.RuntimeFault, match=r'"later.weight" came after initialize'):
+    with pytest.raises(penstock.RuntimeFault, match=r'"later.weight" was added after initialize'):
         engine(data(0)[0])
     engine.close()
 

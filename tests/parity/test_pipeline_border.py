@@ -125,7 +125,7 @@ def other_data(how: str) -> str:
 
 def test_other_data_on_a_stage_is_an_error(pools):
     said = pools(2).run(other_data, "other")
-    assert any("stage 1 was given another batch than stage 0" in one for one in said), said
+    assert any("stage 1 was given a different batch from stage 0" in one for one in said), said
 
 
 def test_loaders_that_shuffle_stay_in_step(pools):
@@ -246,7 +246,7 @@ def makes_late() -> tuple[str, float]:
 
 def test_buffers_that_ranks_have_not_alike_cost_no_weights(pools):
     for said, apart in pools(2).run(makes_late):
-        assert "ranks have other buffers" in said and apart < LIMIT, (said, apart)
+        assert "the model's buffers on some ranks differ" in said and apart < LIMIT, (said, apart)
 
 
 class Turned(models.Block):

@@ -426,7 +426,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"rules": {"tokens": "vocab"}}}, 'module "head" also uses'),
     ({"parallel": {"rules": {"*.qkv": "column:7"}}}, "which is not 7 equal parts"),
     ({"parallel": {"rules": {"*.nothing": "row"}}}, "no module and no parameter has such a name"),
-    ({"parallel": {"rules": {"*.heads": "divide:3"}}}, "does not divide by 3"),
+    ({"parallel": {"rules": {"*.heads": "divide:3"}}}, "is not divisible by the 3"),
     ({"parallel": {"rules": {"*.head": "divide"}}}, "no module has an attribute of that name"),
     ({"parallel": {}}, "Layers that can be cut: tokens, places, blocks.0.attention.query"),
     ({"mesh": {"tensor": 3}}, "do not divide 2 ranks evenly"),

@@ -511,7 +511,7 @@ REFUSED = {
     "resize_token_embeddings": (more_tokens, build, {}, "was [64, 32] and is [80, 32] now"),
     "half": (in_half, build, {}, SHARDED),
     "save_pretrained": (saved_bare, build, {}, SHARDED),
-    "an adapter that came later": (another_adapter, adapted, {}, "came after initialize()"),
+    "an adapter that came later": (another_adapter, adapted, {}, "was added after initialize()"),
     "merge_adapter": (merged_bare, adapted, {}, SHARDED),
     "a static cache, recomputed": (static_cache, build, RECOMPUTED, "wrote in place to a tensor"),
 }

@@ -56,9 +56,10 @@ class Batches:
 
         Raises:
             StopIteration: if the iterator is exhausted, on every rank.
-            ConfigError: if the rows do not divide by `batch.accumulate`, or outputs have no loss.
+            ConfigError: if the number of rows is not a multiple of `batch.accumulate`, or outputs
+                have no loss.
             RuntimeFault: if an iterator ends inside a window, if there were backwards before this
-                call, or as `step()`.
+                call, or for a reason of `step()`.
         """
         if not torch.is_grad_enabled():
             raise ConfigError(
@@ -77,7 +78,7 @@ class Batches:
             applied = self.step()  # type: ignore[attr-defined]
             if applied and index + 1 < count:
                 raise RuntimeFault(
-                    "[front::train_batch] there were backwards since the last step already, so the "
+                    "[front::train_batch] backwards had already run since the last step, so the "
                     "window ended inside this batch. Call step(True) before train_batch()"
                 )
         return self._mean(losses)
@@ -96,13 +97,13 @@ class Batches:
             The mean loss over all parts and data ranks, [] fp32 on the CPU, the same on every rank.
 
         Raises:
-            ConfigError: if `parts` is less than 1, if the rows do not divide by it, or if outputs
-                have no loss.
+            ConfigError: if `parts` is less than 1, if the number of rows is not a multiple of it,
+                or if outputs have no loss.
         """
         count = int(self.config.batch.accumulate) if parts is None else parts
         if count < 1:
             raise ConfigError(f"[front::eval_batch] parts is {parts}. Allowed: 1 or more")
-        was = [(module, module.training) for module in self.module.modules()]
+        was = [(module, module.training) for _, module in module_tree.modules_of(self.module)]
         self.module.eval()
         try:
             with torch.no_grad():
@@ -112,6 +113,7 @@ class Batches:
                         return self._mean(pipeline_window.evaluate(self, list(each), loss_of))
                 return self._mean([self._loss(part, loss_of) for part in each])
         finally:
+            self.module.train(was[0][1])
             for module, training in was:
                 module.training = training
 
@@ -162,7 +164,7 @@ def _cut(data: Any, count: int) -> Iterator[Any]:
     if len(rows) != 1 or min(rows) == 0 or min(rows) % count:
         raise ConfigError(
             f"[front::train_batch] the batch has tensors of {sorted(rows)} rows. All tensors need "
-            f"the same number of rows, which divides by batch.accumulate {count}"
+            f"the same number of rows, a multiple of batch.accumulate ({count})"
         )
     size = rows.pop() // count
     for index in range(count):

@@ -19,6 +19,7 @@ import torch
 from penstock._native import ConfigError, _penstock
 from penstock.front import export, generators, module_tree, ranks
 from penstock.front.json_values import decode, decode_scalar, encode, encode_scalar
+from penstock.front.model_state import extra_states
 from penstock.front.optimizer import ShardStep
 from penstock.launch import RESUME
 
@@ -27,7 +28,7 @@ _OWN = "optim."  # prefix of the roles of the state that a Python optimizer keep
 
 
 class _Signals:
-    """Signal handlers that make engines save. They also call the handlers installed before."""
+    """Signal handlers that make engines save. They also call the earlier handlers."""
 
     GOES_ON, ENDS = 1, 2
     engines: "dict[int, weakref.WeakSet[Checkpointing]]" = {}
@@ -92,7 +93,7 @@ class Checkpointing:
             tag: name of the checkpoint; default: "step-N". Replaces a checkpoint of that name.
             client_state: numbers, strings, and lists, tuples and dicts of them. `load()` returns
                 them.
-            wait: False returns after the state is copied, and a thread writes while training
+            wait: if False, returns once the state is copied, and a thread writes it while training
                 continues. A later call reports a failed write as a RuntimeWarning. `close()` and
                 the next `save()` wait for the write.
 
@@ -118,7 +119,7 @@ class Checkpointing:
         *,
         weights_only: bool = False,
     ) -> Any:
-        """Loads a checkpoint, whatever the number of ranks, strategy, offload and tiling it has.
+        """Loads a checkpoint. Ranks, strategy, offload and tiling may differ from the saving run.
 
         Restores weights, buffers, the optimizer's state and the options of its groups, the
         scheduler, random generators and registered objects.
@@ -177,8 +178,8 @@ class Checkpointing:
         """Writes the weights for `from_pretrained()`. All ranks call it, and rank 0 writes.
 
         Writes `model.safetensors`, or shards of it and `model.safetensors.index.json`, with tied
-        weights once, and the model's config if it is one of transformers. The call gathers one unit
-        at a time, so rank 0 holds one unit and one more tensor.
+        weights once, and the model's config if it is a transformers model. The call gathers one
+        unit at a time, so rank 0 holds one unit and one more tensor.
 
         Args:
             path: a folder, which may exist; replaces the files of an earlier export in it.
@@ -244,8 +245,8 @@ def _kept(engine: Any, client_state: Any) -> tuple[dict[str, Any], dict[str, Any
         "optimizer": _optimizer_state(engine),
         "scheduler": _scheduler_state(engine),
         "extra_state": {
-            name: encode(module.get_extra_state(), f'get_extra_state() of "{name}"')
-            for name, module in _with_extra_state(engine.module)
+            name: encode(module.get_extra_state(), f'the extra state of "{name}"')
+            for name, module in extra_states(engine)
         },
         "client_state": encode(client_state, "client_state"),
         "tied": _tied(engine),
@@ -297,7 +298,7 @@ class _Taken:
         self.front = json.loads(found.front)
         self._engine, self._weights_only = engine, weights_only
         self._of_ranks = [json.loads(one) for one in found.of_ranks]
-        self._extra = dict(_with_extra_state(engine.module))
+        self._extra = dict(extra_states(engine))
         # A checkpoint of a C++ program and a converted checkpoint lack some of these entries.
         self._has_options = "optimizer" in self.front
         if "extra_state" in self.front:
@@ -346,8 +347,8 @@ class _Taken:
 
     def _say_it_stays(self, what: str) -> None:
         warnings.warn(
-            f"[front::load] the checkpoint of {self.front['converted']} has no {what}. The "
-            f"engine's {what} did not change",
+            f"[front::load] the checkpoint, which was converted from {self.front['converted']}, "
+            f"has no {what}. The engine keeps its own {what}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -425,13 +426,13 @@ class _Taken:
 
 def _device_of(engine: Any) -> torch.device:
     """Returns the device on which this rank's parameters compute."""
-    return next((one.device for one in engine.module.parameters()), torch.device("cpu"))
+    return module_tree.device_of(engine.module)
 
 
 def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the buffers of state_dict() by name. A shared buffer comes once."""
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in module_tree.modules_of(model):
         for name, value in module_tree.saved_buffers(module):
             if id(value) not in seen:
                 seen.add(id(value))
@@ -440,12 +441,6 @@ def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _buffer(name: str, value: torch.Tensor) -> Any:
     return _Tensor("buffer", name, list(value.shape), 0, _Tensor.IF_DIFFERENT, value)
-
-
-def _with_extra_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            yield name, module
 
 
 def _same_names(what: str, there: set[str], here: set[str]) -> None:
@@ -459,7 +454,7 @@ def _same_names(what: str, there: set[str], here: set[str]) -> None:
 def _tied(engine: Any) -> dict[str, str]:
     """Maps each further name of a tied parameter to the name that the engine uses."""
     own = engine._structure.own
-    named = engine.module.named_parameters(remove_duplicate=False)
+    named = module_tree.params_of(engine.module, repeats=True)
     return {name: own[one] for name, one in named if one in own and own[one] != name}
 
 
@@ -491,8 +486,9 @@ def _check_optimizer(engine: Any, saved: dict[str, Any]) -> None:
     here = _optimizer_state(engine)
     if saved["class"] is not None and here["class"] != saved["class"]:
         raise ConfigError(
-            f"[front::load] the checkpoint is of optimizer {saved['class']}, but the engine has "
-            f"{here['class']}. load(..., weights_only=True) loads the weights without its state"
+            f"[front::load] the checkpoint has the state of optimizer {saved['class']}, but the "
+            f"engine has {here['class']}. load(..., weights_only=True) loads the weights without "
+            f"that state"
         )
     if len(here["groups"]) != len(saved["groups"]):
         raise ConfigError(

@@ -20,8 +20,8 @@ _LATER = datetime.timedelta(seconds=60)
 
 
 def name_for(device: torch.device, wanted: str) -> str | None:
-    """Returns the name of the back end for that device. Returns None if no back end can be made by
-    its name, or if `wanted` is not "auto". Then exchanges go through host memory."""
+    """Returns the name of the back end for that device. Returns None if a name is not enough to
+    make the back end, or if `wanted` is not "auto". Exchanges then go through host memory."""
     if device.type in ("cpu", "meta") or wanted != "auto":
         return None
     found = dist.Backend.default_device_backend_map.get(device.type)

@@ -18,6 +18,7 @@ from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.front import (
     checkpoint,
     config_file,
+    model_state,
     module_tree,
     ranks,
     recompute,
@@ -30,7 +31,7 @@ from penstock.front.batches import Batches
 from penstock.front.config_file import ConfigLike
 from penstock.front.device_backends import warn_of_idle
 from penstock.front.forward_guard import Forwards, Pace, Uneven, remove
-from penstock.front.model_structure import Structure, check_params
+from penstock.front.model_structure import Structure, check_params, refuse_model
 from penstock.front.param_state import ParamState
 from penstock.monitor.monitored import Monitored
 from penstock.parallel import pipeline_parallel, sequence_parallel, tensor_parallel
@@ -60,9 +61,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
     ) -> None:
         self.module = model
         self._of_deepspeed = of_deepspeed
-        _refuse_model(model)
+        refuse_model(model)
         given, values = optim.prepare(optimizer, model, values)
-        config = tiling.with_head(model, _penstock.Config(values))
+        config = tiling.with_head(model, _penstock.Config(ranks.with_timeout(values)))
         config = tensor_parallel.with_rules(model, config)
         if given is None:
             given = optim.from_config(model, config.optimizer)
@@ -75,7 +76,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         )
         super().__init__()
         self._installed: list[Any] = []  # hooks on modules, removed by close()
-        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        device = module_tree.device_of(model)
         warn_of_idle(device)
         self._ranks = ranks.of_config(config.comm, device)
         try:
@@ -88,6 +89,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
                 self._end(True, "" if alike else f"{type(error).__name__}: {error}")
             raise
         _alive.add(self)
+        self._structure.engine = weakref.ref(self)
         self._watch_signals()
 
     def _adopt(self, described: Any, config: Any) -> None:
@@ -95,7 +97,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         _cores.add(self)
         self.config = self._core.config
         self._pipeline = pipeline_parallel.PipelineParallel(self.module, self._core, self.config)
-        sharded_init.let_go()
+        sharded_init.let_go(self._core.mean)
         if self.config.seed >= 0:
             torch.manual_seed(self.config.seed + self._of_stage() // self.config.mesh.tensor)
         self._structure.set_to_itself = self._core.values.set_to_itself
@@ -198,7 +200,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         The weight is applied once, where a gradient enters its parameter's sum: a plain
         `loss.backward()` then adds what `(weight * loss).backward()` would.
         """
-        self._core.set_backward_weight(weight)
+        self._core.values.set_backward_weight(weight)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss for a plain `.backward()`: with fp16 it is multiplied by the loss scale.
@@ -354,14 +356,14 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         counts as "buffers" in the ledger and towards a budget. Other ranks hold at most their shard
         of a unit.
 
-        State-dict hooks of modules see full values in the dict. They run on rank 0 after the last
-        collective, so an error in a hook is raised on rank 0 alone. A hook that reads a sharded
-        parameter of a module needs `with engine.gathered():` around the call.
+        The model's own `state_dict()` makes the dict, so overrides of it and hooks see full values
+        in the dict and in the modules. They run on rank 0 after the last collective, so an error in
+        them is raised on rank 0 alone.
 
         Args:
             dtype: dtype of the parameters; default: float32. The call converts one unit at a time.
             device: device of the tensors; default: the CPU.
-            rank0_only: False returns the whole dict on every rank.
+            rank0_only: if False, returns the whole dict on every rank.
 
         Raises:
             RuntimeFault: if a rank has no memory for a unit (on all ranks), or a peer has ended.
@@ -379,14 +381,16 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             return {}
         by_param = {id(param): full[name] for param, name in self._structure.own.items()}
         with self._tensor:
-            return module_tree.filled_state_dict(self.module, by_param, device)
+            made = model_state.filled_state_dict(self.module, by_param, device)
+        return made  # type: ignore[no-any-return]
 
     def ledger(self) -> dict[str, Any]:
         """Returns bytes per rank, predicted for each strategy and measured for the current one.
 
         Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
         peak bytes in memory of "param", "grad", "optim", "buffers" and of their "total"; "device"
-        and "host", the total by tier; and "disk", the bytes on disk. "exchanges" is the number of
+        and "host", the total by tier; "memory", the peak of device and host at one time; and
+        "disk", the bytes on disk. "exchanges" is the number of
         exchanges with other ranks in a step (measured: in the last step). "measured" also has
         "disk_read" and "disk_written", the bytes moved so far, and "act", the bytes of offloaded
         activations in host memory. "act" is not part of the total, because its size is unknown
@@ -404,7 +408,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
 
     def eval(self) -> "Engine":
         """Sets the model to eval mode, like `torch.nn.Module.eval`. Returns the engine."""
-        return self.train(False)
+        self.module.eval()
+        return self
 
     def train(self, mode: bool = True) -> "Engine":
         """Sets the model's mode, like `torch.nn.Module.train`. Returns the engine."""
@@ -529,23 +534,6 @@ _alive: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 def engine_of(param: torch.Tensor) -> Engine | None:
     """Returns the open engine whose model has this parameter, or None."""
     return next((engine for engine in list(_alive) if param in engine._structure.own), None)
-
-
-def _refuse_model(model: torch.nn.Module) -> None:
-    """Raises ConfigError for a scripted module and for a parameter that another engine trains."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(
-                f'[front::initialize] module "{name}" is scripted (torch.jit.script), and Python '
-                f"hooks do not run inside it. Train the module itself and script a copy afterwards"
-            )
-    taken = [engine._structure.own for engine in _alive]
-    for param, names in module_tree.names_of(model).items():
-        if any(param in own for own in taken):
-            raise ConfigError(
-                f'[front::initialize] parameter "{names[0]}" is in another engine already. '
-                f"Call close() of that engine first"
-            )
 
 
 _cores: "weakref.WeakSet[Engine]" = weakref.WeakSet()  # engines with a core, open or closed

@@ -259,7 +259,7 @@ _SOURCES: tuple[Callable[[Environ], Place | None], ...] = (
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"[environment::adopt] {name}={text!r} is not a number of 0 or more")
+        raise ConfigError(f"[environment::adopt] {name}={text!r} is not a whole number >= 0")
     return int(text)
 
 

@@ -13,6 +13,7 @@ from typing import IO, Any
 import torch
 
 from penstock._native import Bug, ConfigError
+from penstock.front.model_state import OwnState
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _OTHERS = {
@@ -155,6 +156,7 @@ def export_hf(
     max_shard_bytes: int,
 ) -> None:
     """See `Checkpointing.export_hf`."""
+    OwnState(engine).check_names()
     params = engine._structure.own
     made = {name: dtype or param.dtype for param, name in params.items()}
     if dtype is not None and dtype not in _NAMES:
@@ -195,7 +197,7 @@ def export_hf(
 
 
 def _save_configs(model: torch.nn.Module, path: str) -> None:
-    """Writes config.json and generation_config.json, if the model is one of transformers."""
+    """Writes config.json and generation_config.json, if the model is a transformers model."""
     for name in ("config", "generation_config"):
         save = getattr(getattr(model, name, None), "save_pretrained", None)
         if callable(save):

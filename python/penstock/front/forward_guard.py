@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from penstock._native import RuntimeFault
-from penstock.front import module_tree
+from penstock.front import buffer_dtypes, module_tree
 from penstock.front.model_structure import Structure
 
 
@@ -37,7 +37,7 @@ class Hook:
         self._module, self._call = id(module), call
 
     def __call__(self, module: torch.nn.Module, *others: Any) -> None:
-        if id(module) == self._module:
+        if id(module) == self._module and not torch.compiler.is_exporting():
             self._call(*others)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -63,10 +63,22 @@ class Forward:
         module.__dict__[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():  # the program is that of a plain model
+            return self._inner(*args, **kwargs)
         return self._around(self._inner, *args, **kwargs)
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """The code of the method, which torch.export reads."""
+        code: types.CodeType = self._inner.__code__
+        return code
+
     def remove(self) -> None:
-        """Restores the module's own method."""
+        """Restores the module's own method. A method that the user has set since then stays; if it
+        calls this one, this one calls the module's own."""
+        self._around = _alone
+        if self._module.__dict__.get(self._name) is not self:
+            return
         if self._had is None:
             self._module.__dict__.pop(self._name, None)
         else:
@@ -111,8 +123,12 @@ class Forwards:
         self._process, self._thread = os.getpid(), 0  # process of the engine, thread of the forward
         self._installed = installed  # the engine's hooks on modules
         self._installed.append(Forward(module, self.run))
-        if core.needs_unit_events and hasattr(module, "generate"):
-            self._installed.append(Forward(module, self._generate, "generate"))
+        generate = getattr(module, "generate", None)
+        if core.needs_unit_events and callable(generate):
+            # It may be an inner module's, which `__getattr__` returns.
+            owner = getattr(generate, "__self__", module)
+            owner = owner if isinstance(owner, torch.nn.Module) else module
+            self._installed.append(Forward(owner, self._generate, "generate"))
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `forward` as a forward of the whole model."""
@@ -128,6 +144,11 @@ class Forwards:
         except BaseException as error:
             if not in_backward():  # checkpointing stops a recomputation early with an exception
                 self._fail(error)
+                params = [param for _, param in module_tree.params_of(self._model)]
+                buffers = module_tree.named_buffers_of(self._model)
+                mixture = buffer_dtypes.explained(error, params, buffers)
+                if mixture:
+                    raise RuntimeFault(mixture) from error
             raise
         finally:  # a signal may raise anywhere
             self._open = False
@@ -163,7 +184,7 @@ class Forwards:
                 elif self._thread != threading.get_ident():
                     raise RuntimeFault(
                         f"[front::forward] a {type(module).__name__} was called from another "
-                        f"thread while a forward of the model runs. Sharded parameters are "
+                        f"thread while a forward of the model was running. Sharded parameters are "
                         f"gathered in the order of one thread. Call the module in the thread of "
                         f'the forward, or use "zero2"'
                     )
@@ -184,8 +205,11 @@ class Forwards:
         if module_tree.is_compiled_in_place(module):
             self._installed.append(Forward(module, _around(begin, end)))
             return
-        self._installed.append(module.register_forward_pre_hook(Hook(module, begin), prepend=True))
-        self._installed.append(module.register_forward_hook(Hook(module, end), always_call=True))
+        # Not the module's own methods: its class may override them.
+        before, after = Hook(module, begin), Hook(module, end)
+        plain = torch.nn.Module
+        self._installed.append(plain.register_forward_pre_hook(module, before, prepend=True))
+        self._installed.append(plain.register_forward_hook(module, after, always_call=True))
 
     def watch_part(self, module: torch.nn.Module) -> None:
         """Watches a module outside of the units that has parameters and may be called by itself."""
@@ -201,11 +225,12 @@ class Forwards:
         if not in_backward():
             if self._core.needs_unit_events and os.getpid() != self._process:
                 raise RuntimeFault(
-                    "[front::forward] the model was called in another process than its engine's "
-                    "(for example a DataLoader worker), which has no parameters. Give the "
+                    "[front::forward] the model was called in a process other than the engine's "
+                    "(for example a DataLoader worker). That process has no parameters. Give the "
                     "worker a copy of the model, made inside engine.gathered()"
                 )
             self._thread = threading.get_ident()
+            self._structure.check_engine()
             if self._structure.look():
                 self._core.relearn()
             if self._pace.uneven:
@@ -249,6 +274,10 @@ def remove(installed: list[Any]) -> None:
 def in_backward() -> bool:
     """Whether this thread runs a backward, which may recompute a forward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _alone(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return inner(*args, **kwargs)
 
 
 def _around(begin: Callable[..., None], end: Callable[..., None]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ def states(device: torch.device) -> dict[str, Any]:
 
 
 def restore(kept: dict[str, Any], device: torch.device) -> None:
-    """Restores the result of `states`. Does not change a device of another type than the saved."""
+    """Restores the result of `states`. Skips a device of another type than the saved device."""
     if "random" in kept:
         random.setstate(decode(kept["random"]))
     if "numpy" in sys.modules and "numpy" in kept:

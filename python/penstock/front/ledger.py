@@ -12,6 +12,13 @@ _COLUMNS = {
     "total": "total",
     "disk": "on disk",
 }
+_RESIDENT = {
+    "engine": "engine",
+    "libraries": "code of libraries",
+    "shared": "shared between ranks",
+    "heap": "heap (tensors and objects of Python and torch)",
+    "heap_free": "free in the heap",
+}
 
 
 def _row(name: str, entry: dict[str, int], columns: list[str]) -> str:
@@ -19,8 +26,22 @@ def _row(name: str, entry: dict[str, int], columns: list[str]) -> str:
     return f"{name:<22}{cells}"
 
 
+def _memory_lines(
+    resident: dict[str, int], measured: dict[str, int], predicted: dict[str, int]
+) -> list[str]:
+    parts = ", ".join(f"{text} {resident[key] / 2**20:.2f}" for key, text in _RESIDENT.items())
+    both = f"{measured['memory'] / 2**20:.2f} of {predicted['memory'] / 2**20:.2f} predicted"
+    return [
+        f"device and host at one time, which budgets compare: {both}",
+        f"the process now has {resident['process'] / 2**20:.2f}: {parts}",
+    ]
+
+
 def format_ledger(ledger: dict[str, Any], measured: bool = True) -> str:
     """Returns the ledger as a table in MiB per rank: peaks in memory, and disk space if not 0.
+
+    Each column has the peak of its own moment, so the parts may add up to more than the total. The
+    total adds the peaks of device and host; the line "at one time" has the peak of their sum.
 
     Args:
         ledger: the result of `Engine.ledger()`.
@@ -39,6 +60,7 @@ def format_ledger(ledger: dict[str, Any], measured: bool = True) -> str:
         lines.append(_row(f"{running} measured", ledger["measured"], columns))
         ratio = ledger["measured"]["total"] / max(1, predicted[running]["total"])
         lines.append(f"measured / predicted   {ratio:.3f}")
+        lines += _memory_lines(ledger["resident"], ledger["measured"], predicted[running])
     if measured and ledger["measured"]["act"] > 0:
         lines.append(f"activations offloaded{ledger['measured']['act'] / 2**20:>15.2f}")
     return "\n".join(lines)

@@ -40,6 +40,13 @@ class _Changes:
                     model.set_to_itself(model.own[value])
 
 
+_COLLECTED = (
+    "the model's engine was garbage collected without close(), so nothing can apply gradients, and "
+    "its parameters are still the engine's. Keep what initialize() returns, and call its close() "
+    "before the model goes on without it"
+)
+
+
 class Structure:
     """The parameters of one model by name, at `initialize()` and now.
 
@@ -47,7 +54,11 @@ class Structure:
         names: every name that a parameter has now; a tied parameter has several.
         own: each parameter's name in the engine.
         set_to_itself: called with the parameter's name when a parametrization is registered on it.
+        engine: returns the engine that trains the model, or None once it was garbage collected;
+            before `initialize()` is complete and after `close()` the attribute is None.
     """
+
+    engine: "weakref.ref[Any] | None" = None
 
     def __init__(self, model: torch.nn.Module) -> None:
         _Changes.watch()
@@ -62,13 +73,19 @@ class Structure:
     def _where(self) -> list[tuple[dict[str, Any], str, Any]]:
         return [
             (module._parameters, name, param)
-            for module in self._model.modules()
+            for _, module in module_tree.modules_of(self._model)
             for name, param in module._parameters.items()
         ]
 
     def forget(self) -> None:
         """Stops watching the model, when the engine closes."""
+        self.engine = None
         _Changes.models.discard(self)
+
+    def check_engine(self) -> None:
+        """Raises RuntimeFault if a gradient would go to an engine that was garbage collected."""
+        if self.engine is not None and self.engine() is None and torch.is_grad_enabled():
+            raise RuntimeFault(f"[front::forward] {_COLLECTED}")
 
     def look(self) -> bool:
         """Returns whether weights were tied: a parameter has more names than before.
@@ -82,20 +99,22 @@ class Structure:
         if same and not registered:
             return False
         names = module_tree.names_of(self._model)
-        # Without a registration torch.func.functional_call() may have put it there for one call.
+        # Without a registration, torch.func.functional_call() may have put a parameter there for
+        # one call.
         others = {param: its[0] for param, its in names.items() if param not in self.own}
         for param, name in others.items():
             if param.is_meta:
                 raise RuntimeFault(
                     f'[front::parameters] parameter "{name}" is on meta now, without values, but '
-                    f"the engine still trains the parameter of initialize(). Call close() before"
+                    f"the engine still trains the parameter that the model had at initialize(). "
+                    f"Call close() before you move the model to meta"
                 )
             if registered and param.requires_grad:
                 raise RuntimeFault(
-                    f'[front::parameters] parameter "{name}" came after initialize(), so the '
-                    f"engine neither averages its gradient nor trains it. Add it before, or "
-                    f"close() the engine and initialize again. To change the values of a "
-                    f"parameter, copy new values into it"
+                    f'[front::parameters] parameter "{name}" was added after initialize(), so the '
+                    f"engine neither averages its gradient nor trains it. Add it before "
+                    f"initialize(), or close() the engine and initialize again. To change "
+                    f"the values of a parameter, copy new values into it"
                 )
         self._seen = _Changes.count
         self._late = others if registered else self._late
@@ -106,15 +125,63 @@ class Structure:
         return tied
 
 
+def refuse_model(model: torch.nn.Module) -> None:
+    """Raises ConfigError for a scripted module, and for a parameter that another engine trains or
+    trained until it was garbage collected."""
+    for name, module in module_tree.modules_of(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f'[front::initialize] module "{name}" is scripted (torch.jit.script), and Python '
+                f"hooks do not run inside it. Train the module itself and script a copy afterwards"
+            )
+    owners = [one for one in _Changes.models if one.engine is not None]
+    for name, param in module_tree.params_of(model):
+        for owner in owners:
+            if param not in owner.own:
+                continue
+            if owner.engine is not None and owner.engine() is None:
+                raise ConfigError(f'[front::initialize] parameter "{name}": {_COLLECTED}')
+            raise ConfigError(
+                f'[front::initialize] parameter "{name}" is in another engine already. '
+                f"Call close() of that engine first"
+            )
+
+
+def _is_a(one: Any, *names: str) -> bool:
+    """Whether a class of torch of one of these names is among the object's classes."""
+    kinds = type(one).__mro__
+    return any(kind.__name__ in names and kind.__module__.startswith("torch.") for kind in kinds)
+
+
+def _refuse_wrappers(model: torch.nn.Module) -> None:
+    # By name, because an import of torch.distributed.fsdp takes long.
+    for name, module in module_tree.modules_of(model):
+        if _is_a(module, "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
+            what = f'module "{name}"' if name else "the model"
+            wraps = "module" in module._modules
+            raise ConfigError(
+                f"[front::initialize] {what} is a {type(module).__name__}, which averages or "
+                f"shards gradients itself. Pass the model "
+                f"{'that it wraps (its .module)' if wraps else 'without fully_shard()'}"
+            )
+
+
 def check_params(model: torch.nn.Module) -> None:
     """Raises ConfigError if the model has no parameters or one that cannot be trained."""
-    if next(model.parameters(), None) is None:
+    if next(module_tree.params_of(model), None) is None:
         raise ConfigError("[front::initialize] the model has no parameters to train")
-    for name, param in model.named_parameters():
+    _refuse_wrappers(model)
+    for name, param in module_tree.params_of(model):
+        if _is_a(param, "DTensor"):
+            raise ConfigError(
+                f'[front::initialize] parameter "{name}" is a DTensor, so fully_shard() or '
+                f"parallelize_module() has cut it already. Pass the model as it was before: the "
+                f"engine shards it"
+            )
         if torch.nn.parameter.is_lazy(param):
             raise ConfigError(
                 f'[front::initialize] parameter "{name}" has no shape yet. Call the model once '
-                f"before, so that its lazy modules get their shapes"
+                f"before initialize(), so that its lazy modules get their shapes"
             )
         if param.is_inference():
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from penstock._native import _penstock
+from penstock.front import buffer_dtypes
 from penstock.parallel.lazy_logits import with_history
 
 
@@ -21,62 +22,107 @@ def model_tree(
     """
     params: dict[torch.Tensor, int] = {}
     infos: list[Any] = []
-    for name, param in model.named_parameters():
+    for name, param in params_of(model):
         params[param] = len(infos)
         infos.append(_penstock.ParamInfo(name, param, group_of.get(param, 0)))
     indices: dict[str, int] = {}
     modules: list[Any] = []
-    for name, module in model.named_modules():
+    for name, module in modules_of(model):
         parent = name.rpartition(".")[0]
         indices[name] = len(modules)
-        own = sorted({params[p] for p in module.parameters(recurse=False)})
-        rows = params[module.weight] if has_rows(module) else -1
+        own = sorted({params[p] for p in module._parameters.values() if p is not None})
+        weight: Any = module._parameters["weight"] if has_rows(module) else None
+        rows = -1 if weight is None else params[weight]
         kind = type(module).__name__
         above = indices[parent] if name else -1
         keeps = any(True for _ in saved_buffers(module))
         modules.append(_penstock.ModuleInfo(name, kind, above, own, rows, keeps))
-    return _penstock.ModelTree(modules, infos, list(model.buffers()), init)
+    return _penstock.ModelTree(modules, infos, _buffer_infos(model, params), init)
+
+
+def _buffer_infos(model: torch.nn.Module, params: Mapping[torch.Tensor, int]) -> list[Any]:
+    """Describes each buffer once, with the parameter whose dtype it takes."""
+    follows = buffer_dtypes.followed(module for _, module in modules_of(model))
+    infos: dict[int, Any] = {}
+    for name, value in named_buffers_of(model):
+        param = follows.get(id(value))
+        index = -1 if param is None else params[param]
+        infos.setdefault(id(value), _penstock.BufferInfo(name, value, index))
+    return list(infos.values())
+
+
+# [Note: Overridden walks] A model may override `parameters`, `named_modules` and similar methods
+# to hide or rename weights. The engine must still see every parameter once, under the name that its
+# checkpoints have. So it walks the modules' own dicts.
+
+
+def modules_of(
+    model: torch.nn.Module, repeats: bool = False
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yields the modules by name in pre-order, each once, or under every name with `repeats`.
+
+    See [Note: Overridden walks].
+    """
+    yield from _modules_below("", model, None if repeats else set())
+
+
+def _modules_below(
+    name: str, module: torch.nn.Module, seen: set[int] | None
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    if seen is not None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+    yield name, module
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _modules_below(f"{name}.{key}" if name else key, child, seen)
+
+
+def params_of(
+    model: torch.nn.Module, repeats: bool = False
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yields the parameters by name, each once, or under every name with `repeats`."""
+    seen: set[int] = set()
+    for path, module in modules_of(model, repeats):
+        for key, param in module._parameters.items():
+            if param is None or (id(param) in seen and not repeats):
+                continue
+            seen.add(id(param))
+            yield f"{path}.{key}" if path else key, param
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Returns the device of the model's parameters; the CPU if there are none."""
+    return next((param.device for _, param in params_of(model)), torch.device("cpu"))
+
+
+def named_buffers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers under every name, persistent ones and others."""
+    for path, module in modules_of(model):
+        for key, value in module._buffers.items():
+            if value is not None:
+                yield f"{path}.{key}" if path else key, value
+
+
+def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Returns the buffers, each once."""
+    return list({id(value): value for _, value in named_buffers_of(model)}.values())
+
+
+def submodule(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    """Returns the module of that name. Raises KeyError if there is none."""
+    module: Any = model
+    for key in name.split(".") if name else ():
+        module = module._modules[key]
+    return module  # type: ignore[no-any-return]
 
 
 def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the module's own persistent buffers by name."""
-    for name, value in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:
+    for name, value in module._buffers.items():
+        if value is not None and name not in module._non_persistent_buffers_set:
             yield name, value
-
-
-class _Filled(OrderedDict[str, Any]):
-    """A state dict that replaces parameters by full values, so that module hooks see these."""
-
-    def __init__(self, full: Mapping[int, torch.Tensor]) -> None:
-        super().__init__()
-        self._full = full
-        self._metadata: OrderedDict[str, Any] = OrderedDict()
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, self._full.get(id(value), value))
-
-
-def filled_state_dict(
-    model: torch.nn.Module,
-    full: Mapping[int, torch.Tensor],
-    device: torch.device | str | None = None,
-) -> dict[str, Any]:
-    """Returns the model's state_dict() with the values `full`, by id of the parameter.
-
-    The values are not copied; buffers are copied to `device`.
-    """
-    found = model.state_dict(destination=_Filled(full), keep_vars=True)
-    ours = {id(value) for value in full.values()}
-    state: OrderedDict[str, Any] = OrderedDict()
-    for name, value in found.items():
-        if isinstance(value, torch.Tensor) and id(value) not in ours:
-            value = value.detach().clone()  # noqa: PLW2901 - a buffer, or a tensor of a hook
-            state[name] = value if device is None else value.to(device)
-        else:
-            state[name] = value
-    state._metadata = getattr(found, "_metadata", OrderedDict())  # type: ignore[attr-defined]
-    return state
 
 
 def has_rows(module: torch.nn.Module) -> bool:
@@ -98,12 +144,12 @@ def place_of_hooks(model: torch.nn.Module, name: str) -> torch.nn.Module:
     Compiled code runs no hooks of the layers inside it, so hooks go around the compiled module.
     """
     # The OptimizedModule of torch.compile() holds the module: hooks go around both.
-    outer = model.get_submodule(name.removesuffix("._orig_mod"))
-    if next(model.get_submodule(name).children(), None) is not None:
+    outer = submodule(model, name.removesuffix("._orig_mod"))
+    if any(child is not None for child in submodule(model, name)._modules.values()):
         return outer
     parts = name.split(".")
     for depth in range(1, len(parts)):
-        module = model.get_submodule(".".join(parts[:depth]))
+        module = submodule(model, ".".join(parts[:depth]))
         if type(module).__name__ == "OptimizedModule" or is_compiled_in_place(module):
             return module
     return outer
@@ -111,20 +157,20 @@ def place_of_hooks(model: torch.nn.Module, name: str) -> torch.nn.Module:
 
 def parts_around(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Returns the modules outside of the units that have parameters, except the model itself."""
-    inside = {module for unit in units for module in unit.modules()}
+    inside = {id(module) for unit in units for _, module in modules_of(unit)}
     return [
         module
-        for module in model.modules()
+        for _, module in modules_of(model)
         if module is not model
-        and module not in inside
-        and next(module.parameters(), None) is not None
+        and id(module) not in inside
+        and next(params_of(module), None) is not None
     ]
 
 
 def names_of(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
     """Returns every name of every parameter. A tied parameter has several."""
     names: dict[torch.Tensor, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in params_of(model, repeats=True):
         names.setdefault(param, []).append(name)
     return names
 

@@ -27,7 +27,7 @@ class _Buffers:
     def __init__(self, module: torch.nn.Module) -> None:
         self._kept = [
             (owner._buffers, name, buffer, buffer.detach().clone())
-            for owner in module.modules()
+            for _, owner in module_tree.modules_of(module)
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
@@ -54,7 +54,7 @@ class _Buffers:
 
 
 class _Objects:
-    """States of the objects among a forward's arguments from before it, such as a key-value cache.
+    """The states that objects among a forward's arguments (a key-value cache) had before it.
 
     The objects have these states while the forward is recomputed. A tensor in them that the forward
     wrote to in place cannot be restored.

@@ -31,7 +31,7 @@ class _Schedule:
     Raises:
         ConfigError: if a parameter is unknown, missing, or has a value that is not allowed.
         TypeError: if `optimizer` is not an optimizer, or a parameter is given twice.
-        ValueError: if a list has not one value for each parameter group.
+        ValueError: if a list does not have one value for each parameter group.
     """
 
     kind: ClassVar[str]

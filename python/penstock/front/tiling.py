@@ -4,11 +4,13 @@ Modules and parameters stay the user's objects. While the engine is open, it rep
 of tiled modules. The computation is in C++ (src/tiles/tiled_operators.cpp).
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from penstock._native import ConfigError, _penstock
+from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.front import module_tree
 from penstock.front.forward_guard import Forward, Pace
 from penstock.parallel.lazy_logits import LazyLogits, TiledHead
@@ -22,13 +24,13 @@ def with_head(model: torch.nn.Module, config: Any) -> Any:
 
 
 def _find_head(model: torch.nn.Module) -> str:
-    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
-    told = getattr(model, "get_output_embeddings", lambda: None)()
-    linear = [module for module in names if isinstance(module, torch.nn.Linear)]
-    if told in names:
-        return names[told]
-    if linear:
-        return names[linear[-1]]
+    modules = list(module_tree.modules_of(model))
+    tell = getattr(model, "get_output_embeddings", None)
+    told = tell() if callable(tell) else None
+    linear = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
+    found = [name for name, module in modules if module is told] or linear[-1:]
+    if found:
+        return found[0]
     raise ConfigError(
         '[front::initialize] "tiling.loss_tokens" is set, but the model has no nn.Linear whose '
         "output could be the logits. Leave the key out"
@@ -41,13 +43,38 @@ def install(
     """Replaces the forward of every module whose weight is in tiles, until
     `forward_guard.remove()`."""
     tiles = {name: _penstock.Tiles(core, name) for name in _penstock.Tiles.names(core)}
-    of_param = {p: tiles[n] for n, p in model.named_parameters() if n in tiles}
-    for name, module in model.named_modules():
-        if not module_tree.has_rows(module) or module.weight not in of_param:
+    of_param = {p: tiles[n] for n, p in module_tree.params_of(model) if n in tiles}
+    for name, module in module_tree.modules_of(model):
+        weight: Any = module._parameters["weight"] if module_tree.has_rows(module) else None
+        if weight not in of_param:
             continue
         is_head = config.tiling.loss_tokens > 0 and name == config.tiling.head
-        own = _forward(module, of_param[module.weight], (core, pace) if is_head else None)
-        installed.append(Forward(module, own))
+        own = _forward(module, of_param[weight], (core, pace) if is_head else None)
+        label = f"{name}.weight"
+        if _hooked(weight):
+            raise ConfigError(f"[front::initialize] {_of_hook(label)}")
+        installed.append(Forward(module, functools.partial(_without_hooks, module, label, own)))
+
+
+def _hooked(weight: Any) -> bool:
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
+def _of_hook(label: str) -> str:
+    return (
+        f'parameter "{label}" has a gradient hook, but it is in tiles, so its gradient is never '
+        f'whole. Remove the hook, or leave the module out of "tiling.modules"; '
+        f"engine.full_grads() and engine.set_grads() read and change gradients"
+    )
+
+
+def _without_hooks(
+    module: Any, label: str, own: Callable[..., Any], inner: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs the tiled forward. Raises RuntimeFault if the weight got a hook after initialize()."""
+    if _hooked(module.weight):
+        raise RuntimeFault(f"[front::forward] {_of_hook(label)}")
+    return own(inner, *args, **kwargs)
 
 
 def _forward(module: Any, tiles: Any, lazy_in: Any) -> Any:

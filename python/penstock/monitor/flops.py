@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.front import module_tree
+
 aten = torch.ops.aten
 Shape = tuple[int, ...]
 
@@ -100,7 +102,7 @@ def hidden(module: torch.nn.Module) -> bool:
     """Whether parts of the module are compiled. A Counter cannot see operators in compiled code."""
     return any(
         type(one).__name__ == "OptimizedModule" or one._compiled_call_impl is not None
-        for one in module.modules()
+        for _, one in module_tree.modules_of(module)
     )
 
 

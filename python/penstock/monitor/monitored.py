@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault
-from penstock.front import ranks
+from penstock.front import module_tree, ranks
 from penstock.monitor import flops
 from penstock.monitor.console import Console
 from penstock.monitor.deepspeed import StepEvents
@@ -67,7 +67,7 @@ class Monitored:
         self._ended = False
         self._uncounted = bool(monitor.path) or monitor.console != "none"
         if self._uncounted:
-            device = next((one.device for one in self.module.parameters()), torch.device("cpu"))
+            device = module_tree.device_of(self.module)
             self._peak = flops.peak(device, self.config.precision or "fp32")
         self._timelines = Timelines(self)
         if ranks.rank() != 0:

@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 from penstock._native import ConfigError, RuntimeFault
-from penstock.front import ranks
+from penstock.front import module_tree, ranks
 from penstock.monitor.profiled import Profile, check_free, running
 from penstock.monitor.trace_request import TRACE, Wish, check_folder, of_environment
 
@@ -181,7 +181,7 @@ def _say(text: str) -> None:
 
 
 def _on_cuda(module: Any) -> bool:
-    return any(param.device.type == "cuda" for param in module.parameters())
+    return module_tree.device_of(module).type == "cuda"
 
 
 def _nobody_came() -> None:

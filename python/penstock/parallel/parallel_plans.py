@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError
+from penstock.front import module_tree
 
 Rules = dict[str, str]
 
@@ -141,8 +142,8 @@ _STYLES = {
 def rules_for(model: torch.nn.Module, tensor: int) -> Rules:
     """Returns the rules of a model on `tensor` ranks; empty if the model is unknown.
 
-    Raises ConfigError if numbers of heads do not divide, or transformers' plan has a style that is
-    not supported.
+    Raises ConfigError if a number of heads does not fit `tensor`, or transformers' plan has a style
+    that is not supported.
     """
     config = getattr(model, "config", None)
     plan = getattr(model, "_tp_plan", None) or {}
@@ -203,7 +204,7 @@ def _of_transformers(model: torch.nn.Module, plan: Mapping[str, str], tensor: in
 def _check_heads(config: Any, tensor: int, shared: bool) -> int:
     """Returns the number of key and value heads if it is less than `tensor`, else 0.
 
-    Raises ConfigError if numbers of heads do not divide.
+    Raises ConfigError if a number of heads does not fit `tensor`.
     """
     queries = next(
         (
@@ -216,15 +217,15 @@ def _check_heads(config: Any, tensor: int, shared: bool) -> int:
     keys = getattr(config, "num_key_value_heads", None) or queries
     if queries % tensor:
         raise ConfigError(
-            f'[front::initialize] "mesh.tensor" is {tensor}, but the model has {queries} attention '
-            f"heads, which do not divide by it"
+            f'[front::initialize] "mesh.tensor" is {tensor}, which does not divide the model\'s '
+            f"{queries} attention heads. Set it to a divisor of {queries}"
         )
     if keys % tensor == 0:
         return 0
     if not shared or tensor % keys:
         raise ConfigError(
             f'[front::initialize] "mesh.tensor" is {tensor}, but the model has {keys} key and '
-            f"value heads. One of the two numbers must divide by the other"
+            f"value heads. One of the two numbers must be a multiple of the other"
         )
     return int(keys)
 
@@ -234,7 +235,8 @@ def _with_both_embeddings(model: torch.nn.Module, rules: Rules) -> Rules:
     first, last = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
     if not first or not last:
         return rules
-    weights = [getattr(model.get_submodule(name), "weight", None) for name in (first, last)]
+    both = [module_tree.submodule(model, name) for name in (first, last)]
+    weights = [getattr(module, "weight", None) for module in both]
     if weights[0] is not weights[1]:
         return rules
     cutting = [[p for p in rules if matches(name, p)] for name in (first, last)]
@@ -248,12 +250,12 @@ def _name_of(model: torch.nn.Module, getter: str) -> str:
         wanted = getattr(model, getter, lambda: None)()
     except NotImplementedError:
         return ""
-    return next((name for name, module in model.named_modules() if module is wanted), "")
+    return next((name for name, module in module_tree.modules_of(model) if module is wanted), "")
 
 
 def _names(model: torch.nn.Module) -> list[str]:
-    names = [name for name, _ in model.named_modules()]
-    names += [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in module_tree.modules_of(model)]
+    names += [name for name, _ in module_tree.params_of(model)]
     return names + list(attributes(model))
 
 
@@ -264,7 +266,7 @@ def attributes(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]
     """
     return {
         f"{name}.{key}" if name else key: (module, key)
-        for name, module in model.named_modules()
+        for name, module in module_tree.modules_of(model)
         for key, value in vars(module).items()
         if isinstance(value, int) and not isinstance(value, bool)
     }

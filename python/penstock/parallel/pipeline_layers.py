@@ -222,7 +222,8 @@ class PipelineLayers(nn.Module):
         layers: modules, LayerSpec, TiedLayerSpec, functions of one argument.
         num_stages: number of stages.
         partition_method: the number that is balanced over stages: trainable "parameters", layers
-            ("uniform"), or layers whose class or function name "type:REGEX" matches, in any case.
+            ("uniform"), or layers whose class or function name matches "type:REGEX" (upper and
+            lower case are equal).
 
     Attributes:
         parts: num_stages + 1 bounds of the stages' layers.

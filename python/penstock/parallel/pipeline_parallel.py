@@ -126,7 +126,7 @@ class PipelineParallel:
         if self.active:
             self.ranks = _penstock.PipelineRanks(core)
             for name, stage in self.ranks.pieces:
-                self._pieces.append((name, stage, model.get_submodule(name)))
+                self._pieces.append((name, stage, module_tree.submodule(model, name)))
 
     def install(self, tensor: Any, installed: list[Any]) -> None:
         """Replaces the forward of the stages' modules. It is the outermost replacement, so that a
@@ -209,11 +209,10 @@ class PipelineParallel:
         """Yields name, stage and tensor of each buffer, once."""
         seen: set[int] = set()
         for piece, stage, outer in self._pieces:
-            for inner, module in outer.named_modules(prefix=piece):
-                for name, one in module.named_buffers(recurse=False):
-                    if id(one) not in seen:
-                        seen.add(id(one))
-                        yield f"{inner}.{name}", stage, one
+            for name, one in module_tree.named_buffers_of(outer):
+                if id(one) not in seen:
+                    seen.add(id(one))
+                    yield f"{piece}.{name}", stage, one
         for name, one in self._outside():
             if id(one) not in seen:
                 yield name, self.last, one
@@ -221,7 +220,7 @@ class PipelineParallel:
     def _outside(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the buffers of modules outside of the stages' modules."""
         inside = tuple(f"{name}." for name, _ in self.ranks.pieces)
-        for path, module in self._model.named_modules():
+        for path, module in module_tree.modules_of(self._model):
             if not f"{path}.".startswith(inside):
                 for name, one in module_tree.saved_buffers(module):
                     yield f"{path}.{name}" if path else name, one
@@ -277,7 +276,7 @@ class PipelineParallel:
         if not running.begun:
             self._take(running, name, given)
             running.begun = True
-            # Each stage draws its own random numbers from here on. Before, all draw the same.
+            # From here on each stage draws its own random numbers. Up to here all draw the same.
             torch.default_generator.manual_seed(running.micro.seed + running.stage)
         for one in module_tree.take_out(given)[0]:
             if is_absent(one):
@@ -449,7 +448,7 @@ class _Shape:
 
 
 def _check_saves(module: nn.Module, name: str, stage: int) -> None:
-    for one in module.modules():
+    for _, one in module_tree.modules_of(module):
         own = type(one).get_extra_state is not nn.Module.get_extra_state
         if own and stage > 0:
             raise ConfigError(
@@ -468,7 +467,7 @@ class _without_values:  # noqa: N801 - a context
         self._noted: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def __enter__(self) -> None:
-        for one in self._module.modules():
+        for _, one in module_tree.modules_of(self._module):
             self._noted.append((one, dict(vars(one))))
             both: tuple[dict[str, Any], dict[str, Any]] = (one._parameters, one._buffers)
             for kept in both:
@@ -525,7 +524,8 @@ def _check_batch(told: dict[str, Any], micro: Micro, stage: int) -> None:
     """Raises RuntimeFault if the previous stage has another micro-batch."""
     if micro.batch is not None and told["batch"] is not None and told["batch"] != micro.batch:
         raise RuntimeFault(
-            f"[front::train_batch] stage {stage} was given another batch than stage {stage - 1}. "
+            f"[front::train_batch] stage {stage} was given a different batch from stage "
+            f"{stage - 1}. "
             f"Give all ranks of a pipeline the samples of engine.data_rank (of engine.data_size). "
             f"A loader that shuffles needs a generator with the same seed on all these ranks, or "
             f"a DistributedSampler(num_replicas=engine.data_size, rank=engine.data_rank)"

@@ -3,7 +3,7 @@
 Each rank of `mesh.sequence` computes its part of every sequence. Around attention the ranks
 exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509), so that each rank has full
 sequences of some heads. The C++ core runs the exchanges (`_penstock.SequenceRanks`); this module
-makes models of transformers call them.
+makes transformers models call them.
 """
 
 import copy
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock.front import module_tree
 from penstock.front.forward_guard import in_backward
 from penstock.parallel import stand_in
 from penstock.parallel.pipeline_parallel import Handed
@@ -37,7 +38,7 @@ class SequenceParallel:
         self._model, self._tensor = model, config.mesh.tensor
         self._check()
         self._ranks = _penstock.SequenceRanks(core)
-        self._modules = set(model.modules())
+        self._modules = {module for _, module in module_tree.modules_of(model)}
         self._cut = False  # the running forward computes a part
         self._mask: torch.Tensor | None = None  # attention mask of full sequences
         installed.append(_Attention(self, model))
@@ -72,8 +73,9 @@ class SequenceParallel:
         own, own_keys = heads // self._tensor, max(1, keys // self._tensor)
         if own % self._count or (own_keys % self._count and self._count % own_keys):
             self._refuse(
-                f"the model has {own} attention heads and {own_keys} of keys and values (on each "
-                f"tensor rank). These numbers must divide by it; keys and values may also divide it"
+                f"the model has {own} attention heads and {own_keys} key and value heads (on "
+                f'each tensor rank). Both must be multiples of "mesh.sequence"; the number of key '
+                f"and value heads may also be a divisor of it"
             )
 
     # ---- a forward
@@ -191,9 +193,9 @@ class SequenceParallel:
         """
         if in_backward():
             raise RuntimeFault(
-                "[front::backward] with mesh.sequence > 1 a recomputed unit makes its own "
-                "attention mask, but the mask no longer exists. Recompute the unit's layers "
-                "instead"
+                "[front::backward] with mesh.sequence > 1 a recomputed unit needs the "
+                "attention mask of whole sequences, but it no longer exists in backward. Recompute "
+                "the unit's layers instead"
             )
         return self._mask if self._cut else inner(*args, **kwargs)
 

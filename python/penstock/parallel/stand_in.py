@@ -14,7 +14,7 @@ from penstock._native import RuntimeFault
 @functools.cache
 def _mode() -> FakeTensorMode:
     """Returns the only mode of the process, because torch cannot mix fake tensors of several modes.
-    The first fake tensor takes a second."""
+    Making the first fake tensor takes about one second."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -53,11 +53,16 @@ class TensorParallel:
         self._tokens = TokenParts.of(model, config, self._ranks, installed)
         self._parts: list[tuple[str, torch.nn.Parameter]] = []
         for how in self._ranks.modules:
-            module = model.get_submodule(how.name)
+            module = module_tree.submodule(model, how.name)
             self._cut(module, how, installed)
             if how.style != "whole":
-                _see_calls(model.get_submodule(how.name.rpartition(".")[0]), how, installed)
-                self._parts += module.named_parameters(how.name, recurse=False)
+                outer = module_tree.submodule(model, how.name.rpartition(".")[0])
+                _see_calls(outer, how, installed)
+                self._parts += [
+                    (f"{how.name}.{key}", param)
+                    for key, param in module._parameters.items()
+                    if param is not None
+                ]
         self._divide(model, config.parallel.rules, installed)
         if self._cut_logits and not any(_is_head(model, how) for how in self._ranks.modules):
             raise ConfigError(
@@ -71,7 +76,9 @@ class TensorParallel:
         _refuse(module, how)
         installed.append(_Layer(module, self._standing_in(module, how), self))
         installed.append(
-            module.register_state_dict_pre_hook(Hook(module, lambda *_: self.refuse_parts()))
+            torch.nn.Module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                module, Hook(module, lambda *_: self.refuse_parts())
+            )
         )
 
     def _standing_in(self, module: Any, how: Any) -> Callable[..., Any]:
@@ -217,7 +224,7 @@ def _see_calls(parent: torch.nn.Module, how: Any, installed: list[Any]) -> None:
 
 
 def _is_head(model: torch.nn.Module, how: Any) -> bool:
-    module = model.get_submodule(how.name)
+    module = module_tree.submodule(model, how.name)
     return how.style == "vocab" and not isinstance(module, torch.nn.Embedding)
 
 
@@ -275,8 +282,8 @@ class _Attribute:
         self.whole = getattr(module, key)
         if self.whole % count:
             raise ConfigError(
-                f'[front::initialize] "{name}" is {self.whole}, which does not divide by {count} '
-                f"tensor ranks"
+                f'[front::initialize] "{name}" is {self.whole}, which is not divisible by the '
+                f"{count} tensor ranks"
             )
         self.divide()
 
@@ -322,7 +329,8 @@ def _cut_slopes(heads: _Attribute, rank: int) -> Any:
         part = parts[:, rank * own : (rank + 1) * own].flatten(0, 1)
         return args, given | {"alibi": part}
 
-    return module.register_forward_pre_hook(_Given(module, cut), with_kwargs=True)
+    given = _Given(module, cut)
+    return torch.nn.Module.register_forward_pre_hook(module, given, with_kwargs=True)
 
 
 def _refuse_falcon(module: Any) -> None:
@@ -335,8 +343,8 @@ def _refuse_falcon(module: Any) -> None:
         )
     if module.config.alibi:
         raise ConfigError(
-            "[front::initialize] this Falcon has alibi. Its model makes one bias of all heads, but "
-            'with "mesh.tensor" each rank has a part of them. Set "mesh.tensor" to 1'
+            "[front::initialize] this Falcon has alibi. Its model makes one bias for all heads, "
+            'but with "mesh.tensor" each rank has only some of the heads. Set "mesh.tensor" to 1'
         )
 
 

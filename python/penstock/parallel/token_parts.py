@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock._native import ConfigError, RuntimeFault
+from penstock.front import module_tree
 from penstock.front.forward_guard import Forward, in_backward
 from penstock.parallel import parallel_plans
 
@@ -35,7 +36,7 @@ class TokenParts:
         self._open = False  # a forward of the model runs
         self._on: bool | None = None  # this forward cuts tokens; None: no stack has begun
         self._parts = False  # hidden states are parts now
-        names = dict(model.named_modules())
+        names = dict(module_tree.modules_of(model))
         styles = {name: _style_of(name, rules) for name in names}
         self._stacks = [name for name, style in styles.items() if style == "tokens"]
         self._gathering = [name for name, style in styles.items() if style == "gather_tokens"]
@@ -117,13 +118,13 @@ class TokenParts:
 
     def _install(self, model: torch.nn.Module, installed: list[Any]) -> None:
         for name in self._stacks:
-            stack: Any = model.get_submodule(name)
+            stack: Any = module_tree.submodule(model, name)
             blocks = list(stack)
             for block in blocks:
                 around = self._around(block, block is blocks[0], block is blocks[-1])
                 installed.append(Forward(block, around))
         for name in self._gathering:
-            module = model.get_submodule(name)
+            module = module_tree.submodule(model, name)
             installed.append(Forward(module, self._gather(module, name)))
 
     # ---- a forward
@@ -258,10 +259,10 @@ def partial_rules(model: torch.nn.Module, rules: Mapping[str, str]) -> dict[str,
     On each rank they get a part of the tokens, or all tokens of a part of the heads, so each rank
     has an addend of their gradient.
     """
-    stacks = [n for n, _ in model.named_modules() if _style_of(n, rules) == "tokens"]
+    stacks = [n for n, _ in module_tree.modules_of(model) if _style_of(n, rules) == "tokens"]
     ours = {p: s for p, s in rules.items() if s.partition(":")[0] not in _OF_FRONT}
     made = {}
-    for name, _ in model.named_parameters():
+    for name, _ in module_tree.params_of(model):
         owner = name.rpartition(".")[0]
         inside = any(name.startswith(f"{stack}.") for stack in stacks)
         if inside and not _style_of(owner, ours) and not _style_of(name, ours):

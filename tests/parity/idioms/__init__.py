@@ -18,6 +18,8 @@ GROUPS = [
     "parametrized",
     "calls",
     "modules",
+    "overrides",
+    "overridden_calls",
     "outputs",
     "functions",
     "copies",

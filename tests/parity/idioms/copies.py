@@ -456,9 +456,44 @@ def dropped(t: Any) -> dict[str, Any]:
     t.start()
     t.train(1)
     model = t.model
+    drop(t)
+    return {"sums": sums(model)}
+
+
+def drop(t: Any) -> None:
+    """The engine ends by garbage collection; plain torch's is the model alone, too."""
     t.engine, t.engines[:] = None, []
     gc.collect()
-    return {"sums": sums(model)}
+
+
+@rows("an engine that is dropped without `close()`; the model evaluates under `no_grad`")
+def dropped_evaluates(t: Any) -> dict[str, Any]:
+    t.start()
+    t.train(1)
+    model = t.model
+    drop(t)
+    with torch.no_grad():
+        return {"output": model(X).float()}
+
+
+@rows("an engine that is dropped without `close()`; plain torch trains its model", refused("close"))
+def dropped_trains(t: Any) -> None:
+    t.start()
+    t.train(1)
+    model = t.model
+    drop(t)
+    features, targets = t.batch(1)
+    ((model(features).float() - targets) ** 2).mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@rows("an engine that is dropped without `close()`; `initialize` again", refused("close"))
+def dropped_again(t: Any) -> None:
+    t.start()
+    t.train(1)
+    model = t.model
+    drop(t)
+    t.start(model)
 
 
 @rows("an exception in the loss, then `close()` in `finally`", accumulate=ONE)

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.nn.utils import fusion, stateless
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from idioms import nets
+from idioms import nets, trial
 from idioms.table import SINCE_2_12, Group, either, raises, refused
 
 rows = Group("torch's own machinery")
@@ -426,3 +426,36 @@ def inference_parameters(t: Any) -> None:
         model.leave.weight = nn.Parameter(torch.ones(1, 8))
     t.start(model)
     t.train(2)
+
+
+def exported(t: Any, **options: Any) -> dict[str, Any]:
+    """The outputs of the exported program and of the model."""
+    features, _ = nets.batch(1, trial.SAMPLES)
+    program = torch.export.export(t.model, (features,), **options)
+    return {"of program": program.module()(features), "of model": t.model(features)}
+
+
+@rows("`torch.export` inside `gathered()`", precision=FP32)
+def exports(t: Any) -> dict[str, Any]:
+    t.start()
+    t.train(1)
+    with t.engine.gathered(), torch.no_grad():
+        found = exported(t)
+    t.train(1, start=1)
+    return found
+
+
+@rows("`torch.export(strict=True)` inside `gathered()`", precision=FP32)
+def exports_strictly(t: Any) -> dict[str, Any]:
+    t.start()
+    t.train(1)
+    with t.engine.gathered(), torch.no_grad():
+        return exported(t, strict=True)
+
+
+@rows("`torch.export` outside of `gathered()`", sharded=either(), precision=FP32)
+def exports_outside(t: Any) -> dict[str, Any]:
+    t.start()
+    t.train(1)
+    with torch.no_grad():
+        return exported(t)

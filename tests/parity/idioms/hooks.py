@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from idioms import nets
-from idioms.table import Group, either, raises
+from idioms.table import Group, either, raises, refused
 
 rows = Group("Hooks")
 ONE = (1,)
@@ -455,3 +455,50 @@ def own_function(t: Any) -> None:
             return -0.5 * gradient
 
     with_hook(t, lambda m: m.blocks[0].register_forward_hook(lambda _m, _i, o: Reverse.apply(o)))
+
+
+TILES = {"max_bytes": 128}
+
+
+@rows("`p.register_hook` on a weight in tiles, put on before `initialize`", refused("tiling"))
+def hook_on_tiles(t: Any) -> None:
+    model = nets.build()
+    model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)
+    t.start(model, tiling=TILES)
+    t.train(2)
+
+
+@rows("`p.register_hook` on a weight in tiles, put on after `initialize`", refused("tiling"))
+def later_hook_on_tiles(t: Any) -> None:
+    t.start(tiling=TILES)
+    t.train(1)
+    t.model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)
+    t.train(1, start=1)
+
+
+@rows("`register_post_accumulate_grad_hook` on a weight in tiles", refused("blocks.1.down.weight"))
+def post_hook_on_tiles(t: Any) -> None:
+    t.start(tiling=TILES)
+    t.train(1)
+
+    def halve(parameter: Any) -> None:
+        parameter.grad.mul_(0.5)
+
+    t.model.blocks[1].down.weight.register_post_accumulate_grad_hook(halve)
+    t.train(1, start=1)
+
+
+@rows("`register_multi_grad_hook` on weights in tiles", refused("tiling"))
+def multi_hook_on_tiles(t: Any) -> None:
+    t.start(tiling=TILES)
+    weights = [t.model.blocks[0].up.weight, t.model.blocks[0].down.weight]
+    torch.autograd.graph.register_multi_grad_hook(weights, lambda gradients: None)
+    t.train(1)
+
+
+@rows("a hook on a weight in tiles, removed before the next forward")
+def removed_hook_on_tiles(t: Any) -> None:
+    t.start(tiling=TILES)
+    handle = t.model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)
+    handle.remove()
+    t.train(2)

@@ -273,3 +273,53 @@ def channels_last_later(t: Any) -> None:
     t.train(1)
     t.model.to(memory_format=torch.channels_last)
     t.train(2, start=1)
+
+
+def wrapped(t: Any, wrap: Any) -> None:
+    """Plain torch, in one process, has no group of ranks and trains the model itself."""
+    model = nets.build()
+    t.start(model if t.plain else wrap(model))
+    t.train(1)
+
+
+@rows("a model in `DistributedDataParallel`", refused("DistributedDataParallel", ".module"))
+def in_ddp(t: Any) -> None:
+    wrapped(t, nn.parallel.DistributedDataParallel)
+
+
+@rows("a block in `DistributedDataParallel`", refused("blocks.0", "DistributedDataParallel"))
+def block_in_ddp(t: Any) -> None:
+    def wrap(model: Any) -> nn.Module:
+        model.blocks[0] = nn.parallel.DistributedDataParallel(model.blocks[0])
+        return model
+
+    wrapped(t, wrap)
+
+
+@rows("a model in `FullyShardedDataParallel`", refused("FullyShardedDataParallel"))
+def in_fsdp(t: Any) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes long
+
+    wrapped(t, lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")))
+
+
+@rows("a model after `fully_shard`", refused("fully_shard"))
+def after_fully_shard(t: Any) -> None:
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - takes long
+
+    def wrap(model: Any) -> nn.Module:
+        fully_shard(model)
+        return model
+
+    wrapped(t, wrap)
+
+
+@rows("the `module` of a `DistributedDataParallel` that stays alive")
+def of_ddp(t: Any) -> None:
+    kept = []
+
+    def wrap(model: Any) -> nn.Module:
+        kept.append(nn.parallel.DistributedDataParallel(model))
+        return kept[0].module
+
+    wrapped(t, wrap)

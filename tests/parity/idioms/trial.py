@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -116,15 +117,25 @@ class PlainEngine:
     def gathered(self, params: Any = None, write: bool = False) -> Iterator[None]:
         yield
 
-    def state_dict(self) -> Tensors:
+    def state_dict(self, rank0_only: bool = True) -> Tensors:
         self.take_edits()
+        own = {p.data_ptr(): master for p, master in self.masters.items()}
         state = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        for name, value in self.module.state_dict().items():
             if isinstance(value, torch.Tensor):
-                value = self.masters.get(value, value).detach()
+                value = own.get(value.data_ptr(), value).detach()
                 value = value.float() if value.is_floating_point() else value.clone()
             state[name] = value
         return state
+
+    def save(self, _folder: str) -> None:
+        """As the engine's; in fp32 alone, for no masters are saved."""
+        self.saved = copy.deepcopy((self.module.state_dict(), self.optimizer.state_dict()))
+
+    def load(self, _folder: str) -> None:
+        state, optimizer = self.saved
+        self.module.load_state_dict(state)
+        self.optimizer.load_state_dict(optimizer)
 
     def close(self, gather: bool = True) -> None:
         self.closed = True
@@ -243,6 +254,19 @@ class Trial:
 
 def tensors(state: Mapping[str, Any]) -> Tensors:
     return {name: v.detach().clone() for name, v in state.items() if isinstance(v, torch.Tensor)}
+
+
+def all_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that train, whatever the model's own `parameters` says."""
+    found = {p for m in _modules(model) for p in m._parameters.values() if p is not None}
+    return [p for p in found if p.requires_grad]
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    yield model
+    for child in model._modules.values():
+        if child is not None:
+            yield from _modules(child)
 
 
 def values(numbers: Any) -> Any:
