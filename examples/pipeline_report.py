@@ -293,7 +293,8 @@ def bubble_report(engine: penstock.Engine, clock: Clock) -> str:
     ]
     if cores < len(everyone):
         lines.append(
-            f"{len(everyone)} ranks share {cores} cores here: what is measured has waits for a "
-            f"core in it, and who waits leaves its core to others, so it is not the bubble alone"
+            f"{len(everyone)} ranks share {cores} cores here: the measured times include "
+            f"waits for a core, and who waits leaves its core to others, so the idle time is not "
+            f"the bubble alone"
         )
     return "\n".join(lines)

@@ -28,6 +28,7 @@ STRIDES = {
     "parity/test_tensor_life.py": 2,
     "parity/test_transformers.py": 2,
     "parity/test_border_gradients.py": 2,
+    "parity/test_overrides.py": 3,
     "drop_in/test_drop_in_loops.py": 2,
     "drop_in/test_configs.py": 2,
     "drop_in/test_pipe.py": 2,

@@ -24,7 +24,7 @@ struct CheckpointTensor {
 
   std::string role, name;
   std::vector<int64_t> shape;         // of the whole tensor
-  int64_t begin = 0;                  // row-major index in the whole of the first element here
+  int64_t begin = 0;                  // row-major index of its first element in the whole tensor
   int rank = kAll;                    // one of the constants above, or the rank that owns it
   at::Tensor tensor;                  // on the CPU
   at::ScalarType dtype = at::kFloat;  // set by load()
@@ -80,14 +80,15 @@ class PENSTOCK_API Checkpoints {
   int asked();
   // [all ranks] Waits until the save in progress has ended. Throws RuntimeFault if it failed.
   void wait();
-  // Returns, once, why a save that was not waited for failed on this rank. Rank 0 reports failures
-  // of all ranks.
+  // Returns, once, why a save without `wait` failed on this rank. Rank 0 reports failures of all
+  // ranks.
   std::string failure();
 
-  // [all ranks] Loads from a folder of checkpoints or from one checkpoint. A damaged newest
-  // checkpoint is skipped, with a line on stderr, unless a tag asks for it. Throws ConfigError with
-  // every name, shape and dtype that does not fit, before anything is changed. Throws RuntimeFault
-  // if no complete checkpoint is left; afterwards the engine can only load or be closed.
+  // [all ranks] Loads from a folder of checkpoints or from one checkpoint. If the newest
+  // checkpoint is damaged and no tag names it, it is skipped, with a line on stderr. Throws
+  // ConfigError with every name, shape and dtype that does not fit, before anything is changed.
+  // Throws RuntimeFault if no complete checkpoint is left; afterwards the engine can only load or
+  // be closed.
   FoundCheckpoint load(const std::string& path, const LoadOptions& options = {});
   // [all ranks] Must be called after load(), once the front has applied its part of the result.
   // `problem` says why the front could not do so; "" if it could. If any rank has a problem,

@@ -34,10 +34,15 @@ struct ParamInfo {
   int whole = -1;  // for a tile: index of the parameter whose rows the tile has
   Cut cut{};       // cut over the tensor axis, from the config's rules
 };
+struct BufferInfo {
+  std::string name;
+  at::Tensor buffer;
+  int follows = -1;  // the parameter whose dtype it takes; -1: it keeps its own
+};
 struct ModelTree {
   std::vector<ModuleInfo> modules;
   std::vector<ParamInfo> params;
-  std::vector<at::Tensor> buffers;    // set to rank 0's values; never cast
+  std::vector<BufferInfo> buffers;    // set to rank 0's values
   std::shared_ptr<ShardedInit> init;  // holds the values of hollow parameters; may be null
 };
 
@@ -91,9 +96,6 @@ class PENSTOCK_API Core {
   at::Tensor start_backward(const at::Tensor& loss, const at::Tensor& gradient = {});
   // Must be called before a backward that starts from gradients of another pipeline stage.
   void resume_backward();
-  // Multiplies each gradient of the following backwards by `weight` when the gradient is added to
-  // the window's sum, once per parameter and backward. Default: 1.
-  void set_backward_weight(double weight);
   // Must be called after a backward that threw `error`. If an engine hook threw, rethrows its
   // exception.
   void backward_failed(const std::string& error);

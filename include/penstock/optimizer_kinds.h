@@ -26,11 +26,11 @@ PENSTOCK_API std::span<const OptimizerKey> optimizer_keys();
 PENSTOCK_API const OptimizerKey& optimizer_key(std::string_view name);  // throws Bug
 
 struct PENSTOCK_API OptimizerKind {
-  std::string name;  // matched in any case
+  std::string name;  // upper and lower case match alike
   std::vector<std::string>
       keys;                  // names in optimizer_keys(); with "moments_dtype", moments may be bf16
   OptimizerConfig defaults;  // `type` is this optimizer
-  // torch's names for the values kept per parameter besides the master; "": none.
+  // torch's names for the values kept per parameter in addition to the master; "": none.
   std::array<std::string_view, 2> moments{};
   bool needs_momentum = false;   // no moments are kept while `momentum` is 0
   bool decoupled_decay = false;  // weight decay is not added to the gradient
@@ -45,7 +45,7 @@ PENSTOCK_API const OptimizerKind& kind_of(OptimizerType type);
 // Returns null if there is no such optimizer.
 PENSTOCK_API const OptimizerKind* find_optimizer(std::string_view name);
 
-// Number of values kept per parameter besides the master.
+// Returns the number of values kept per parameter in addition to the master.
 PENSTOCK_API int num_moments(const OptimizerConfig& optimizer);
 
 }  // namespace penstock

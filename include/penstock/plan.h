@@ -46,14 +46,16 @@ struct Room {
 // One way to train. Bytes are peaks on one rank.
 struct Alternative {
   std::string strategy, optimizer, params;  // tiers as in `offload`: "none" "host" "disk"
+  std::string gradients = "none";
   int64_t device = 0, host = 0, disk = 0;
   int64_t memory = 0;     // device and host together
   double seconds = 0;     // of one step, as the simulator predicts
   std::string longest{};  // the longest part of the step: "forward, local link"
   bool fits = true;
-  bool tight = false;        // less than a tenth of some limit is left
-  std::string over{};        // if it does not fit: "device 1.50 GiB over"
-  std::string text() const;  // `strategy "zero3", offload.optimizer "host", offload.params "none"`
+  bool tight = false;  // less than a tenth of some limit is left
+  std::string over{};  // if it does not fit: "device 1.50 GiB over"
+  // `strategy "zero3", offload.optimizer "host", offload.params "none", offload.gradients "none"`
+  std::string text() const;
 };
 
 struct PlanQuestion {

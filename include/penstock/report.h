@@ -17,12 +17,26 @@ struct LedgerEntry {
   int64_t param = 0, grad = 0, optim = 0, buffers = 0, total = 0;
   int64_t disk = 0;
   int64_t device = 0, host = 0;  // the peaks of `total`, by tier
-  int64_t act = 0;  // measured only: inputs of recomputed units in host memory; not in `total`
+  int64_t memory = 0;  // peak of device and host together, which budgets compare on the CPU
+  int64_t act = 0;     // measured only: inputs of recomputed units in host memory; not in `total`
   int64_t exchanges = 0;  // exchanges with peers in one step; measured: in the last step
+};
+// What the memory of this process consists of now, in bytes. The parts are not exact: `engine` has
+// small buffers that `heap` counts too, and free memory of the heap may have gone back to the
+// system.
+struct ResidentMemory {
+  int64_t process = 0;    // resident pages
+  int64_t engine = 0;     // the engine's buffers in host memory, used or kept for reuse;
+                          // on the CPU the device is host memory too
+  int64_t libraries = 0;  // pages of files: the code of Python, torch and the engine
+  int64_t shared = 0;     // memory that ranks of this host share
+  int64_t heap = 0;       // in use in the heap of malloc: tensors and objects of Python and torch
+  int64_t heap_free = 0;  // free in that heap: tensors that have been freed
 };
 struct LedgerReport {
   std::map<std::string, LedgerEntry> predicted;
   LedgerEntry measured;
+  ResidentMemory resident;
   int64_t disk_read = 0, disk_written = 0;  // bytes since the start
   std::string strategy;
 };

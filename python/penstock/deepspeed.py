@@ -2,7 +2,7 @@
 
 There are three ways, all before the first `import deepspeed`: `penstock run --as-deepspeed
 script.py`, the environment variable PENSTOCK_AS_DEEPSPEED=1, or `penstock.deepspeed.install()`. The
-package is in a folder of its own (as_deepspeed/), so that Python does not find it otherwise.
+package is in a separate folder (as_deepspeed/), so Python finds it only after one of these.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def install() -> None:
     early = [one for one in _DECIDE if one in sys.modules]
     if early and not installed():
         raise ConfigError(
-            f"[deepspeed::install] {early[0]} was imported already and has found no deepspeed. "
-            f"Call install() (or import penstock.hf, penstock.lightning) before"
+            f"[deepspeed::install] {early[0]} was already imported and did not find a "
+            f"deepspeed. Call install() (or import penstock.hf or penstock.lightning) before you "
+            f"import {early[0]}"
         )
     if not installed():
         sys.path.insert(0, str(FOLDER))

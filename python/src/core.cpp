@@ -38,9 +38,14 @@ void bind_tree(py::module_& module) {
              return ParamInfo{std::move(name), param.set_requires_grad(true), group};
            }),
            py::arg("name"), py::arg("shape"), py::arg("group"));
+  py::class_<BufferInfo>(module, "BufferInfo")
+      .def(py::init([](std::string name, at::Tensor buffer, int follows) {
+             return BufferInfo{std::move(name), std::move(buffer), follows};
+           }),
+           py::arg("name"), py::arg("buffer"), py::arg("follows") = -1);
   py::class_<ModelTree>(module, "ModelTree")
       .def(py::init([](std::vector<ModuleInfo> modules, std::vector<ParamInfo> params,
-                       std::vector<at::Tensor> buffers, std::shared_ptr<ShardedInit> init) {
+                       std::vector<BufferInfo> buffers, std::shared_ptr<ShardedInit> init) {
              return ModelTree{std::move(modules), std::move(params), std::move(buffers),
                               std::move(init)};
            }),
@@ -103,7 +108,6 @@ void bind_core(py::module_& module) {
              const at::Tensor start = core.start_backward(loss, gradient.value_or(at::Tensor()));
              return start.defined() ? std::optional(start) : std::nullopt;
            })
-      .def("set_backward_weight", &Core::set_backward_weight)
       .def("backward_failed", &Core::backward_failed)
       .def("window_complete", &Core::window_complete)
       .def("step", &step, py::arg("groups"), py::arg("external") = py::none(),

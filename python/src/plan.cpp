@@ -18,6 +18,7 @@ py::dict dict_of(const Alternative& one) {
   dict["strategy"] = one.strategy;
   dict["optimizer"] = one.optimizer;
   dict["params"] = one.params;
+  dict["gradients"] = one.gradients;
   dict["device"] = one.device;
   dict["host"] = one.host;
   dict["disk"] = one.disk;

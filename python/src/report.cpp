@@ -21,8 +21,20 @@ py::dict dict_of(const LedgerEntry& entry) {
   dict["disk"] = entry.disk;
   dict["device"] = entry.device;
   dict["host"] = entry.host;
+  dict["memory"] = entry.memory;
   dict["act"] = entry.act;
   dict["exchanges"] = entry.exchanges;
+  return dict;
+}
+
+py::dict dict_of(const ResidentMemory& memory) {
+  py::dict dict;
+  dict["process"] = memory.process;
+  dict["engine"] = memory.engine;
+  dict["libraries"] = memory.libraries;
+  dict["shared"] = memory.shared;
+  dict["heap"] = memory.heap;
+  dict["heap_free"] = memory.heap_free;
   return dict;
 }
 
@@ -36,6 +48,7 @@ py::dict ledger_of(const Report& whole) {
   measured["disk_read"] = report.disk_read;
   measured["disk_written"] = report.disk_written;
   dict["measured"] = measured;
+  dict["resident"] = dict_of(report.resident);
   dict["strategy"] = report.strategy;
   return dict;
 }

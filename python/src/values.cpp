@@ -1,5 +1,6 @@
 #include "src/engine/model/values.h"
 
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include "python/src/module.h"
@@ -31,6 +32,8 @@ void bind_values(py::module_& module) {
              });
            })
       .def("set_gradients", &Values::set_gradients, NoGil())
+      .def("set_backward_weight", &Values::set_backward_weight)
+      .def("set_closed_by", &Values::set_closed_by)
       .def("gradient",
            [](Values& values, const std::string& param) -> std::optional<at::Tensor> {
              const py::gil_scoped_release release;
@@ -44,16 +47,18 @@ void bind_values(py::module_& module) {
       .def("units_of", &Values::units_of)
       .def("gather", &Values::gather, NoGil())
       .def("release", &Values::release, NoGil())
+      .def("refine_masters", &refine_masters, NoGil())
       .def("let_go", &Values::let_go, NoGil())
       .def("set_to_itself", &Values::set_to_itself)
       .def("shards",
            [](Values& values) {
              std::vector<py::tuple> shards;
-             for (auto& [name, param, master, begin] : values.shards()) {
+             for (auto& [name, param, master, begin] : values.shards(/*hidden=*/true)) {
                shards.push_back(py::make_tuple(name, param, master, begin));
              }
              return shards;
            })
+      .def("change_shards", &Values::change_shards, NoGil())
       .def("shard_gradients", [](Values& values) {
         std::vector<std::optional<at::Tensor>> gradients;
         for (at::Tensor& gradient : values.shard_gradients()) {

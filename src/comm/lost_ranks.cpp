@@ -20,6 +20,11 @@ constexpr const char* kSomeFailed = "some failed";
 
 std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
+// Whether the rank gathers parameters there. It gathers them in the order of its forward.
+bool gathers(const std::string& position) {
+  return position.find(" param all_gather") != std::string::npos;
+}
+
 std::string get_text(c10d::Store& store, const std::string& key) {
   const std::vector<uint8_t> value = store.get(key);
   return {value.begin(), value.end()};
@@ -113,6 +118,7 @@ std::string LostRanks::answer_of(int rank, std::chrono::milliseconds grace) {
 
 std::string LostRanks::collect(const std::string& error) {
   std::vector<std::string> failed, alive;
+  bool elsewhere = false;  // another rank gathers other parameters
   const auto deadline = std::chrono::steady_clock::now() + grace_;
   for (int rank = 0; rank < size_; ++rank) {
     // All answers share one grace period, of which each rank gets at least 50 ms.
@@ -124,6 +130,7 @@ std::string LostRanks::collect(const std::string& error) {
       failed.push_back(concat("rank ", rank, " is dead or stopped (no answer within ",
                               grace_.count() / 1000.0, " s)"));
     } else {
+      elsewhere |= gathers(here()) && gathers(at) && at != here();
       alive.push_back(concat("rank ", rank, " is at ", at));
     }
   }
@@ -135,6 +142,12 @@ std::string LostRanks::collect(const std::string& error) {
   failed.insert(failed.end(), alive.begin(), alive.end());
   std::string verdict =
       concat(join(failed, "; "), "; rank ", rank_, " failed at ", here(), ": ", error);
+  if (all_answer && elsewhere) {
+    verdict +=
+        ". If these ranks run modules in another order or another number of times, keep these "
+        "modules in the root: leave them out of \"units.modules\", and set a larger "
+        "\"units.layer_bytes\"";
+  }
   if (!all_answer) decide(verdict);
   return verdict;
 }

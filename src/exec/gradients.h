@@ -21,7 +21,12 @@ class Gradients {
  public:
   Gradients(Rank& rank, Lanes& lanes) : rank_(rank), lanes_(lanes) {}
 
-  void begin_backward() { ++backward_; }
+  // Ends the writes of the last update, which forward could hide, so that backward has their
+  // memory.
+  void begin_backward() {
+    ++backward_;
+    rank_.traffic.settle();
+  }
   // Adds one parameter's gradient to the copy that backwards write. Returns false if the gradient
   // is not finite. On a device it always returns true, and the norm finds such a gradient later.
   bool take(int unit, int flat, int slot, const at::Tensor& gradient);
@@ -49,7 +54,7 @@ class Gradients {
   void forget(Flat& flat, Slot& slot);
   // Returns the copy that holds the gradient now, or null.
   Copy* held(Flat& flat) const;
-  // Writes zeros to the gaps of each sum to which no backward will add.
+  // Ends each sum to which no more backwards will add: zeroes the elements without a contribution.
   void complete();
   // Returns the sum of squares of the part that only this rank counts. Each replica of a gradient
   // counts an equal piece, so every layout adds up the same pieces in the same order. A sum on a

@@ -136,6 +136,7 @@ void Params::put_away(int index, const std::vector<Move>& moves, const comm::Lab
   UnitState& unit = rank_.units[index];
   settle(unit);
   unit.updated.wait();
+  rank_.traffic.settle();  // ends the write of the previous unit, which holds its memory
   const Placement from = *unit.params.source(moves);
   Walk walk = rank_.walk(from, moves);
   std::vector<Copy*> made;

@@ -34,14 +34,16 @@ struct Mapping {
   size_t bytes;
 };
 
-c10::DataPtr map_large(int64_t bytes) {
+// A huge page takes all its memory at the first touch, so only pages below `used` bytes are huge:
+// the rest of the mapping is reserved for other sizes and takes no memory.
+c10::DataPtr map_large(int64_t bytes, int64_t used) {
   const auto size = static_cast<size_t>(block_padded(bytes));
   void* base = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) throw std::bad_alloc();
   const auto begin = (reinterpret_cast<uintptr_t>(base) + kHugePage - 1) / kHugePage * kHugePage;
   auto* data = reinterpret_cast<void*>(begin);
-  madvise(data, static_cast<size_t>(bytes / kHugePage * kHugePage), MADV_HUGEPAGE);
+  madvise(data, static_cast<size_t>(used / kHugePage * kHugePage), MADV_HUGEPAGE);
   const auto unmap = [](void* context) {
     const std::unique_ptr<Mapping> mapping(static_cast<Mapping*>(context));
     munmap(mapping->base, mapping->bytes);
@@ -50,8 +52,8 @@ c10::DataPtr map_large(int64_t bytes) {
 }
 
 // Host buffers consist of whole blocks, so that any buffer can be written to disk.
-c10::DataPtr allocate_host(int64_t bytes) {
-  if (bytes >= 2 * kHugePage) return map_large(bytes);
+c10::DataPtr allocate_host(int64_t bytes, int64_t used) {
+  if (bytes >= 2 * kHugePage) return map_large(bytes, used);
   void* data = nullptr;
   const int error = posix_memalign(&data, kBlockBytes, static_cast<size_t>(block_padded(bytes)));
   if (error != 0) throw std::bad_alloc();
@@ -73,7 +75,7 @@ c10::DataPtr allocate_pinned(const device::Device& device, int64_t bytes) {
         "): host memory will not be pinned, and copies to and from the device will block. "
         "Raise ulimit -l, or the container's limit on locked memory");
   }
-  return allocate_host(bytes);
+  return allocate_host(bytes, bytes);
 }
 
 void check_budget(const Budget& budget, int64_t bytes, int64_t in_use) {
@@ -129,10 +131,10 @@ void Pool::set_budget(Budget budget) {
   budget_ = std::move(budget);
 }
 
-c10::DataPtr Pool::allocate(int64_t bytes) {
+c10::DataPtr Pool::allocate(int64_t bytes, int64_t used) {
   switch (kind_) {
     case MemoryKind::kHost:
-      return allocate_host(bytes);
+      return allocate_host(bytes, used);
     case MemoryKind::kPinned:
       return allocate_pinned(device_, bytes);
     case MemoryKind::kDevice:
@@ -188,7 +190,7 @@ c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
   } else {
     evict(bytes);
     try {
-      data = allocate(slot);
+      data = allocate(slot, bytes);
     } catch (const std::exception& error) {
       throw RuntimeFault(concat("[mem::Arena::take] cannot allocate ", format_bytes(bytes),
                                 " with ", format_bytes(in_use_),
@@ -252,6 +254,11 @@ void Pool::evict(int64_t room) {
 int64_t Pool::held() const {
   const std::lock_guard lock(mutex_);
   return in_use_ + unused_bytes_;
+}
+
+int64_t Pool::peak() const {
+  const std::lock_guard lock(mutex_);
+  return most_in_use_;
 }
 
 void Pool::reset_peak() {

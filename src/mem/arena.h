@@ -63,6 +63,7 @@ class Pool {
   void give_back(c10::DataPtr data, int64_t bytes);
   void forget(int64_t bytes);  // stops counting memory that will never be given back
   int64_t held() const;
+  int64_t peak() const;  // the most bytes in use since the last reset_peak()
   void reset_peak();
   void trim();  // returns unused buffers to the system
   device::Address address(const c10::DataPtr& data) const {
@@ -80,7 +81,7 @@ class Pool {
   // Frees the largest unused buffers until `room` bytes fit below the highest use.
   void evict(int64_t room);
   void free(Unused unused) const;
-  c10::DataPtr allocate(int64_t bytes);
+  c10::DataPtr allocate(int64_t bytes, int64_t used);  // `used`: what the first user asks for
   int64_t slot_bytes(int64_t bytes) const;
   Buffers::iterator choose(Buffers& buffers, const void* wanted) const;
   bool stands_by(Unused& unused) const;

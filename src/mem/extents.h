@@ -1,6 +1,6 @@
 #pragma once
-// Extents: parts of a swap file that are taken and given back. The file grows as large as the most
-// bytes that were in use at once.
+// Extents: parts of a swap file that are taken and given back. The file grows to the largest
+// number of bytes in use at once.
 #include <cstdint>
 #include <map>
 #include <mutex>

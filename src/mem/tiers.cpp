@@ -10,6 +10,10 @@ Tiers::Tiers(c10::Device where, int64_t events)
       host(memory),
       recorder(std::make_shared<trace::Recorder>(events)) {}
 
+int64_t Tiers::peak() const {
+  return computes.is_host() ? memory.peak() : device.usage().total_peak + host.usage().total_peak;
+}
+
 void Tiers::close_disk() {
   if (!disk) return;
   // An address does not show which arena it belongs to, so both arenas keep it.

@@ -30,6 +30,9 @@ struct Tiers {
   // Returns the arena for values that the host reads. On the CPU it is the device tier's arena, and
   // its bytes count towards the device budget.
   Arena& on_host() { return computes.is_host() ? device : host; }
+  // Returns the most bytes that were in use at one time on the device and in host memory together.
+  // With a device, whose memory is counted separately, it is the sum of two peaks.
+  int64_t peak() const;
   // Ends the disk while the buffers of its requests are still taken. The buffers of hanging
   // requests are never freed.
   void close_disk();

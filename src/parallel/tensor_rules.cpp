@@ -237,7 +237,7 @@ class Cutter {
     for (const int64_t part : parts) {
       if (part % count_ == 0 || rule.row->style == Style::kVocab) continue;
       rule.fail(concat("\"", module.name, "\" has ", part, parts.size() > 1 ? " in a part" : "",
-                       ", which does not divide by ", count_, " tensor ranks (mesh.tensor)"));
+                       ", which is not divisible by ", count_, " tensor ranks (mesh.tensor)"));
     }
     return parts;
   }

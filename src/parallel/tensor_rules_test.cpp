@@ -100,7 +100,7 @@ TEST(Rules, WhatCannotBeIsNamed) {
       {{{"norm", "column"}}, "Their names: wte, attn.qkv, attn.proj, mlp, head"},
       {{{"attn.qkv", "column:5"}}, "has 24, which is not 5 equal parts"},
       {{{"attn.qkv", "column:16,4"}}, "not the sum of its parts"},
-      {{{"attn.qkv", "column:21,3"}}, "has 21 in a part, which does not divide by 2"},
+      {{{"attn.qkv", "column:21,3"}}, "has 21 in a part, which is not divisible by 2"},
       {{{"wte", "vocab"}}, "which module \"head\" also uses"},
       {{{"wte", "vocab"}, {"head", "row"}}, "cuts it in another way"},
       {{{"wte", "row"}}, "is an embedding"},
@@ -110,7 +110,7 @@ TEST(Rules, WhatCannotBeIsNamed) {
   for (const auto& [rules, part] : cases) {
     EXPECT_NE(told(rules).find(part), std::string::npos) << told(rules);
   }
-  EXPECT_NE(told({{"attn.proj", "column"}}, 3).find("does not divide by 3 tensor ranks"),
+  EXPECT_NE(told({{"attn.proj", "column"}}, 3).find("is not divisible by 3 tensor ranks"),
             std::string::npos);
 }
 

@@ -76,8 +76,8 @@ Mesh Mesh::parse(const std::string& text) {
   // Only the canonical text is accepted, without unknown axes and in the order of text().
   if (positive && mesh.text() == text) return mesh;
   throw ConfigError(concat("[place::Mesh::parse] mesh '", text,
-                           "' is invalid: write node and local, then the axes "
-                           "above size one, as in 'node=2 local=4 tensor=2'"));
+                           "' is invalid: write node and local, then the other axes "
+                           "with more than one rank, as in 'node=2 local=4 tensor=2'"));
 }
 
 }  // namespace penstock

@@ -23,9 +23,9 @@ Plan fuse(const Plan& plan, const ModelDesc& model, int64_t bucket_bytes);
 // once. Sums are computed in fp32 with and without this pass. `table` must be normalized for the
 // mesh.
 Plan sum_as_fp32(const Plan& plan, const Table& table);
-// Returns whether a ring in fp32 sends fewer bytes between nodes than ranks that send their parts
-// to each other in 2 bytes per value. Returns false if only a second sum crosses nodes, since that
-// sum is in fp32 anyway.
+// Returns whether a ring in fp32 sends fewer bytes between nodes than a direct exchange of parts in
+// 2 bytes per value. Returns false if only a second sum crosses nodes, since that sum is in fp32
+// anyway.
 bool ring_sends_less(const Mesh& mesh, const Table& table);
 
 // Reads state from disk while the previous update runs: each read starts before that update, and

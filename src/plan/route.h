@@ -5,7 +5,7 @@
 //
 // [Note: Fusions]
 //   slice, copy, cast      one pass reads a part, converts it and writes it to its tier
-//   ... ; all_gather       the pass before writes this rank's shard directly into the gathered copy
+//   ... ; all_gather       the last pass before it writes this rank's shard into the gathered copy
 //   reduce_scatter; ...    the sum is written in its last dtype to its last tier, and added there
 //   all_reduce             in place if nothing else changes: the partial sum becomes the sum
 //   sum; sum               values between two sums stay in fp32
@@ -35,14 +35,14 @@ struct Route {
   Placement from, to;
   std::vector<Pass> passes;
 
-  // Whether the result is in the buffer of the source.
+  // Returns whether the result is in the buffer of the source.
   bool in_place() const;
   bool local() const;  // no peer takes part
-  // Whether a pass writes into this rank's shard of the next pass's gather buffer.
+  // Returns whether a pass writes into this rank's shard of the next pass's gather buffer.
   bool into_next(size_t pass) const;
-  // Whether a pass writes to the end of the route: all later passes work in place.
+  // Returns whether a pass writes to the end of the route: all later passes work in place.
   bool ends_at(size_t pass) const;
-  // For a publish: whether the optimizer can do the first pass of the route.
+  // For a publish: returns whether the optimizer can do the first pass of the route.
   bool joins_update() const;
   // Returns the dtype after a pass, for a buffer that starts in dtype `first` and ends in `last`.
   Dtype dtype_after(size_t pass, Dtype first, Dtype last) const;

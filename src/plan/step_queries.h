@@ -18,18 +18,18 @@ inline bool is_move(const Step& step, Role role) {
   return step.op == Op::kMove && step.role == role;
 }
 
-// Whether the step sends or receives between pipeline stages.
+// Returns whether the step sends or receives between pipeline stages.
 inline bool is_transfer(const Step& step) {
   return step.op == Op::kSend || step.op == Op::kReceive;
 }
 
-// Whether a parameter move must stay below this step. Activation moves and transfers do not touch
-// parameters.
+// Returns whether a parameter move must stay below this step. Activation moves and transfers do not
+// touch parameters.
 inline bool in_order(const Step& above, const Step& move) {
   return shares_unit(above, move) && !is_move(above, Role::kAct) && !is_transfer(above);
 }
 
-// Whether the move makes parameters ready for use. Other moves (to `hold`) come after the use.
+// Returns whether the move makes parameters ready for use. Other moves (to `hold`) come after it.
 inline bool is_gather(const Step& step) {
   return is_move(step, Role::kParam) &&
          std::any_of(step.moves.begin(), step.moves.end(), [](const Move& move) {
@@ -38,7 +38,7 @@ inline bool is_gather(const Step& step) {
          });
 }
 
-// Whether gathers, joined collectives and activation moves stop at this step.
+// Returns whether gathers, joined collectives and activation moves stop at this step.
 inline bool is_wall(const Step& step) {
   return step.op == Op::kMicro || step.op == Op::kNorm || step.op == Op::kUpdate ||
          step.op == Op::kPublish;

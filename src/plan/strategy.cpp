@@ -1,6 +1,8 @@
 #include "src/plan/strategy.h"
 
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "penstock/error.h"
 #include "penstock/optimizer_kinds.h"
@@ -150,26 +152,71 @@ int num_moments(const Config& config) {
   return penstock::num_moments(config.optimizer.value_or(OptimizerConfig{}));
 }
 
-Ledger predict(const Config& config, ModelDesc model) {
+Plan window_plan(const Config& config, const Table& table, const ModelDesc& model) {
+  const Mesh mesh = mesh_of(config);
+  Plan window;
+  const auto append = [&](Section section) {
+    Plan part = with_passes(plan_section(table, model, mesh, section), model, config);
+    std::move(part.steps.begin(), part.steps.end(), std::back_inserter(window.steps));
+  };
+  const auto num_micro = static_cast<int>(config.batch.accumulate);
+  for (int micro = 0; micro < num_micro; ++micro) {
+    window.steps.push_back({.op = Op::kMicro, .micro = micro});
+    append(micro == 0 ? Section::kForward : Section::kForwardNext);
+    append(micro + 1 < num_micro ? Section::kBackward : Section::kBackwardLast);
+  }
+  append(Section::kUpdate);
+  return window;
+}
+
+namespace {
+
+// A unit with frozen parameters stays in use until a backward enters another unit (it has no
+// gradient that marks its last use). So the last unit that is entered ends after the units that
+// only produce a gradient.
+void end_frozen_last(const Table& table, ModelDesc& model) {
+  if (!table.moves_params()) return;
+  std::vector<Visit>& visits = model.backward;
+  const auto last = std::find_if(visits.rbegin(), visits.rend(), [](const Visit& visit) {
+    return visit.unit != 0 && visit.mark != Mark::kGradient;
+  });
+  if (last == visits.rend() || last->mark != Mark::kWhole) return;
+  const std::vector<FlatDesc>& flats = model.units[static_cast<size_t>(last->unit)].flats;
+  if (std::all_of(flats.begin(), flats.end(), [](const FlatDesc& one) { return one.trainable; })) {
+    return;
+  }
+  Visit end = *last;
+  last->mark = Mark::kBegin;
+  end.mark = Mark::kEnd;
+  visits.insert(visits.end() - (visits.back().unit == 0 ? 1 : 0), end);
+}
+
+}  // namespace
+
+Ledger predict(const Config& config, ModelDesc model, bool external_optimizer) {
   const Mesh mesh = mesh_of(config);
   const Table table = table_of(config, model).on(mesh);
   set_chunks(config, table, model);
-  const Plan plan = plan_step(table, model, mesh, static_cast<int>(config.batch.accumulate));
-  return simulate(with_passes(plan, model, config), table, model, mesh, num_moments(config));
+  end_frozen_last(table, model);
+  const int moments = external_optimizer ? 0 : num_moments(config);
+  return simulate(window_plan(config, table, model), table, model, mesh,
+                  {.moments_per_param = static_cast<double>(moments),
+                   .late_update = config.offload.late_update && !table.rests_whole(),
+                   .external = external_optimizer});
 }
 
 // The first and the last micro-batch of a window differ from the rest, and their neighbours may
 // differ as well.
 constexpr int64_t kAlike = 3;
 
-Ledger predict_window(const Config& config, ModelDesc model) {
+Ledger predict_window(const Config& config, ModelDesc model, bool external_optimizer) {
   const int64_t more = config.batch.accumulate - kAlike;
-  if (more <= 0) return predict(config, std::move(model));
+  if (more <= 0) return predict(config, std::move(model), external_optimizer);
   Config few = config;
   few.batch.accumulate = kAlike - 1;
-  const Ledger less = predict(few, model);
+  const Ledger less = predict(few, model, external_optimizer);
   few.batch.accumulate = kAlike;
-  Ledger ledger = predict(few, std::move(model));
+  Ledger ledger = predict(few, std::move(model), external_optimizer);
   ledger.exchanges += more * (ledger.exchanges - less.exchanges);
   for (auto& [phase, links] : ledger.sent) {
     for (auto& [link, bytes] : links) {

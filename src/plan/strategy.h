@@ -44,12 +44,19 @@ bool can_rest_away(const std::string& strategy);
 // Returns the same settings for another strategy and another optimizer tier, without settings that
 // do not apply there.
 Config adapted(Config config, const std::string& strategy, const std::string& optimizer);
-int num_moments(const Config& config);  // per parameter, besides the master
+int num_moments(const Config& config);  // per parameter, without the master
 
-// Predicts one training step of this strategy.
-Ledger predict(const Config& config, ModelDesc model);
+// Returns the plan of one window as the engine runs it: section after section, each with its
+// passes. `table` must be normalized for the mesh, and set_chunks() must have been called for
+// `model`.
+Plan window_plan(const Config& config, const Table& table, const ModelDesc& model);
+
+// Predicts one training step of this strategy. The bytes are the peaks of a run: of its first steps
+// and of the steps after them. They are what `penstock plan`, initialize(), the advice of errors
+// and the ledger say.
+Ledger predict(const Config& config, ModelDesc model, bool external_optimizer = false);
 // Like predict(), but plans at most three micro-batches of a window, since all other micro-batches
 // are alike.
-Ledger predict_window(const Config& config, ModelDesc model);
+Ledger predict_window(const Config& config, ModelDesc model, bool external_optimizer = false);
 
 }  // namespace penstock

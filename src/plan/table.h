@@ -27,26 +27,28 @@ class Table {
   // Returns the dtype that a flat of dtype `own` has in a param or grad cell: `own` if the cell has
   // the table's precision (an fp32 router in a bf16 model), else the cell's dtype.
   Dtype dtype_in(const Placement& cell, Dtype own) const;
-  // Returns whether the optimizer keeps an fp32 master besides a parameter of this dtype. If not,
-  // the resting parameter is the master: it is fp32, rests where the optimizer works, and contains
-  // the elements that this rank updates.
+  // Returns whether the optimizer keeps a separate fp32 master for a parameter of this dtype. If
+  // not, the resting parameter is the master: it is fp32, rests where the optimizer works, and
+  // contains the elements that this rank updates.
   bool has_master(Dtype dtype) const;
   // Returns the placement in which masters are updated. An optim cell has the dtype of the moments;
   // masters are fp32.
   Placement master() const;
-  // Whether the model computes directly with the resting parameters.
+  // Returns whether the model computes directly with the resting parameters.
   bool rests_whole() const;
-  // Whether parameters are sometimes not ready to compute, so that units must be fetched.
+  // Returns whether parameters are sometimes not ready for computing, so that units must be
+  // fetched.
   bool moves_params() const;
-  // Whether the inputs of recomputed units are on another tier until backward.
+  // Returns whether the inputs of recomputed units are on another tier until backward.
   bool moves_activations() const;
-  // Whether gradients are held where a backward leaves them: added up locally, without a move.
+  // Returns whether gradients are held where a backward leaves them: added up locally, without a
+  // move.
   bool holds_grad_in_place() const;
   // Returns the cell of a unit's gradient at the end of its backward.
   const Placement& grad_after_backward() const;
   bool uses_disk() const;  // for anything except activations
-  // Whether optimizer state on disk can pass through memory in chunks: it moves unchanged, and the
-  // published values are written during the update.
+  // Returns whether optimizer state on disk can pass through memory in chunks: it moves unchanged,
+  // and the published values are written during the update.
   bool streams_state() const;
   // grads_wait_on_disk: gradients are held on disk until their unit is updated.
   // grads_come_in_chunks: in addition, they are read in the same chunks as the optimizer state.
@@ -55,7 +57,7 @@ class Table {
   // Returns the moves that turn updated masters into resting parameters: a cast if only the buffer
   // changes, no moves if the resting parameters are the masters.
   std::vector<Move> publish() const;
-  // Whether updated parameters go to rest in the same chunks as the optimizer state.
+  // Returns whether updated parameters go to rest in the same chunks as the optimizer state.
   bool publishes_chunks() const;
   std::string text() const;  // one line per role: "param rest=SS@device:bf16 forward=..."
   // Parses the form that text() returns. Every cell must be present. Throws ConfigError with the

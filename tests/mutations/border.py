@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted import Mutation, Pytest
+from planted import Mutation, Program, Pytest
 
 RANKS = "tests/parity/test_border_ranks.py"
 WINDOWS = "tests/parity/test_border_windows.py"
@@ -54,10 +54,38 @@ AT_THE_BORDER = [
         Pytest((RANKS, "-k", "reads_attributes and zero2")),
     ),
     Mutation(
+        "a method of an optimizer that reads gradients runs without them",
+        "python/penstock/front/optimizer_methods.py",
+        "        trial.param_of(given).grad = self._gradient()\n",
+        "",
+        Pytest(("tests/parity/test_optimizers_outside_step.py", "-k", "SAM and zero1-fp32")),
+    ),
+    Mutation(
         "a cache that grew is there twice when a unit runs again",
         "python/penstock/front/recompute.py",
         "with buffers.as_before(), objects.as_before():\n                return inner(",
         "with buffers.as_before():\n                return inner(",
         Pytest(("tests/parity/test_objects.py", "-k", "an_object_that_blocks_change")),
+    ),
+    Mutation(
+        "a plain backward of the drop-in is not weighted",
+        "python/penstock/as_deepspeed/deepspeed/runtime/engine.py",
+        "weight = divided_by / self.gradient_accumulation_steps()",
+        "weight = divided_by / divided_by",
+        Pytest(("tests/drop_in/test_plain_backward.py", "-k", "loss-alone")),
+    ),
+    Mutation(
+        "another engine's parameters are weighted twice",
+        "python/penstock/as_deepspeed/deepspeed/runtime/engine.py",
+        "one._weigh(steps if scale_wrt_gas else one.gradient_accumulation_steps())",
+        "one._weigh(1.0)",
+        Pytest(("tests/drop_in/test_plain_backward.py", "-k", "mutual-by-the-engine")),
+    ),
+    Mutation(
+        "the C++ front takes a key that only Python reads",
+        "src/engine/front/config_keys.cpp",
+        '{"/parallel/norms", kPython},',
+        '{"/parallel/norms", nullptr},',
+        Program("src/engine/engine_test", ("--gtest_filter=ConfigKeys.*",)),
     ),
 ]

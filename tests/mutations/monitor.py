@@ -17,8 +17,8 @@ OF_A_RUN = [
     Mutation(
         "a row has the losses of one rank alone",
         NORM,
-        "    made.told.add(told);\n",
-        "    if (other < 0 && all.empty()) made.told.add(told);\n",
+        "    made.told.add(theirs.told);\n",
+        "    if (edits.empty()) made.told.add(theirs.told);\n",
         METRICS,
     ),
     Mutation(

@@ -491,9 +491,8 @@ MUTATIONS = [
     Mutation(
         "cast of a buffer",
         "src/engine/model/adoption.cpp",
-        "at::Tensor buffer = buffers[i].cpu().contiguous();",
-        "buffers[i].set_data(buffers[i].to(at::kBFloat16));\n"
-        "    at::Tensor buffer = buffers[i].cpu().contiguous();",
+        "at::Tensor buffer = own.cpu().contiguous();",
+        "own.set_data(own.to(at::kBFloat16));\n    at::Tensor buffer = own.cpu().contiguous();",
         CHUNKS,
     ),
     Mutation(
@@ -540,7 +539,7 @@ MUTATIONS = [
     Mutation(
         "an optimizer's shards dangle after the end",
         "src/engine/model/restore_model.cpp",
-        "  engine::take_back(lent);\n",
+        "  lent.take_back();\n",
         "",
         ranks("*Shards.*"),
     ),

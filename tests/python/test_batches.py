@@ -129,7 +129,7 @@ def refuses(case):
         ("unlike", "tensors of [2, 4] rows"),
         ("no loss", "loss_of(outputs, part) returned None, not a tensor of one element"),
         ("ends", "ended after 1 of the 2 parts"),
-        ("too late", "there were backwards since the last step already"),
+        ("too late", "backwards had already run since the last step"),
     ],
 )
 def test_refused(case, expected, pools):

@@ -48,7 +48,7 @@ def refusals(folder):
             engine.save(folder, client_state=state)
     for tag in ("", "a/b", "..", "latest", ".hidden"):
         if tag:
-            with pytest.raises(penstock.ConfigError, match="is no name of a folder"):
+            with pytest.raises(penstock.ConfigError, match="cannot name a folder"):
                 engine.save(folder, tag=tag)
     with pytest.raises(penstock.ConfigError, match="rank 0 and rank 1 called save"):
         engine.save(folder, tag=f"of-{dist.get_rank()}")
@@ -285,7 +285,7 @@ def test_a_damaged_newest_is_passed_over_loudly(kind, pools, tmp_path):
     (first, said), (second, _) = pools(2).run(newest, str(folder))
     assert first == second == 2
     if kind != "no manifest":  # then it is no checkpoint at all
-        assert 'step-3" is passed over' in said
+        assert 'step-3" is skipped' in said
         outcomes = pools(2).attempt(newest, str(folder), "step-3")
         assert all(one.is_a("RuntimeFault") for one in outcomes)
 
@@ -307,7 +307,7 @@ def unusable_until_loaded(folder):
     with pytest.raises(penstock.RuntimeFault, match="no checkpoint that can be loaded"):
         engine.load(folder, "step-3")
     for call in (lambda: engine(torch.ones(2, 8)), engine.state_dict, lambda: engine.save(folder)):
-        with pytest.raises(penstock.RuntimeFault, match="neither the old nor those"):
+        with pytest.raises(penstock.RuntimeFault, match="neither the old ones nor those"):
             call()
     assert engine.load(folder, "step-2") == 2
     tiny_step(engine)

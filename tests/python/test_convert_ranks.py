@@ -203,7 +203,7 @@ ERRORS = [
     (PIPE, {}, changed("*mp_rank_01_optim*", all_ones), "on several stages"),
     (PIPE, {}, sizes(param_shapes=None), "pipeline without ZeRO"),
     (BOTH, {"*gate_up": "column:2", "*down": "row"}, remove("*_03-model_01*"), "layers .3."),
-    (BOTH, {}, remove("layer_*-model_00-*"), "layers of the tensor ranks .1."),
+    (BOTH, {}, remove("layer_*-model_00-*"), "layer files for the tensor ranks .1."),
     (BOTH, {}, None, r"1.gate_up.weight .8, 6. .8, 6."),
 ]
 

@@ -137,7 +137,7 @@ def test_nothing_is_made_up(environ):
     ("environ", "message"),
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a number of 0 or more"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a whole number >= 0"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
         (
             TORCHRUN | {"LOCAL_WORLD_SIZE": "8"},

@@ -458,7 +458,7 @@ WRONG = {
     "another's": ("", "have no engine"),
     "no folder": (
         "nowhere/at/all",
-        "is neither a process id nor the folder of a run, because it has no run.json",
+        "is neither a process id nor the folder of a run: it has no run.json",
     ),
     "no run": (
         str(pathlib.Path(__file__).parent),

@@ -72,7 +72,7 @@ struct Net {
     tree.modules = {{"", "Net", -1, {0, 1, 2, 3}}, {"block", "Block", 0, {kNumWeights - 1}}};
     for (int i = 0; i < kNumWeights; ++i)
       tree.params.push_back({name_of(i), weights[i], group_of(i)});
-    tree.buffers = {buffer};
+    tree.buffers = {{"buffer", buffer}};
     return tree;
   }
 

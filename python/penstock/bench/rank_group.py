@@ -27,7 +27,7 @@ class Spread:
 
 
 class RankGroup:
-    """All ranks of the launcher, or a single rank without one. `close()` must be called."""
+    """The ranks that a launcher started, or else a single rank. `close()` must be called."""
 
     def __init__(self) -> None:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))

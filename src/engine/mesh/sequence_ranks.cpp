@@ -35,9 +35,9 @@ void SequenceRanks::compare(const std::vector<at::Tensor>& inputs,
   if (different < 0) return;
   throw RuntimeFault(
       concat("[engine::forward] ", count(),
-             " ranks have parts of the same sequences (mesh.sequence), but number ", different + 1,
-             " of the ranks with rank ", state_->group->rank(),
-             " was given other inputs than number 1. Choose samples by engine.data_rank and "
+             " ranks have parts of the same sequences (mesh.sequence), but the inputs of number ",
+             different + 1, " of the ranks with rank ", state_->group->rank(),
+             " differ from those of number 1. Choose samples by engine.data_rank and "
              "engine.data_size, not by the rank"));
 }
 

@@ -148,10 +148,10 @@ void StageLanes::bring_buffers(const Share& share) {
   for (const StageBuffer& buffer : buffers_) names += concat(buffer.name, " ", buffer.stage, "\n");
   const std::string different = first_difference(share_text("names of buffers", names, share));
   if (!different.empty()) {
-    throw RuntimeFault(
-        concat("[engine::stages] ranks have other buffers than rank 0, so stages cannot exchange "
-               "them. Build the modules with the same buffers on every rank (",
-               different, ")"));
+    throw RuntimeFault(concat(
+        "[engine::stages] the model's buffers on some ranks differ from those on rank 0, so "
+        "stages cannot exchange them. Build the modules with the same buffers on every rank (",
+        different, ")"));
   }
   // Each rank of the pipeline sends the buffers of its stages to the other ranks, one rank at a
   // time.

@@ -121,11 +121,11 @@ bool TensorRanks::compare(const std::vector<at::Tensor>& inputs, const std::stri
       state_->model_ranks.tensor->peers().compare(inputs, others, draws);
   if (different < 0) return alike;
   const int first = state_->group->rank() - index();
-  throw RuntimeFault(concat(
-      "[engine::forward] ranks ", first, " and ", first + different,
-      " compute one model together (mesh.tensor ", count(),
-      ") but were given other inputs. Choose samples by engine.data_rank and engine.data_size, not "
-      "by the rank"));
+  throw RuntimeFault(
+      concat("[engine::forward] ranks ", first, " and ", first + different,
+             " compute one model together (mesh.tensor ", count(),
+             ") but were given different inputs. Choose samples by engine.data_rank and "
+             "engine.data_size, not by the rank"));
 }
 
 }  // namespace penstock

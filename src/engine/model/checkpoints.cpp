@@ -136,8 +136,7 @@ struct Candidate {
   ckpt::Manifest manifest{};
 
   void open() {
-    text = ckpt::read_text(path + "/" + ckpt::kManifest);
-    manifest = ckpt::Manifest::parse(text);
+    manifest = ckpt::Manifest::read(path + "/" + ckpt::kManifest, &text);
     for (const ckpt::Tensor& tensor : manifest.tensors) ckpt::scalar_type(tensor.dtype);
     const ckpt::TensorReader reader(path, manifest);
   }
@@ -152,8 +151,7 @@ std::vector<std::string> candidates(const std::string& path, const std::string& 
 }
 
 void say_passed_over(const std::string& path, const std::string& why) {
-  std::fprintf(stderr, "penstock: checkpoint \"%s\" is passed over: %s\n", path.c_str(),
-               why.c_str());
+  std::fprintf(stderr, "penstock: checkpoint \"%s\" is skipped: %s\n", path.c_str(), why.c_str());
 }
 
 }  // namespace
@@ -341,7 +339,7 @@ struct Core::State::Checkpointing::Load {
     const std::vector<std::string> hashes =
         shared.share("load manifest", ckpt::hex(hash_text(chosen.text)));
     if (problem.empty() && hashes[rank] != hashes.front()) {
-      problem = "it sees another checkpoint than rank 0. Every rank needs the same folder";
+      problem = "its checkpoint differs from that of rank 0. Every rank needs the same folder";
     }
     problem = shared.agree("load sees", problem);
     if (!problem.empty()) throw RuntimeFault(concat("[engine::load] \"", there, "\": ", problem));
@@ -359,7 +357,9 @@ struct Core::State::Checkpointing::Load {
     std::string problem;
     try {
       if (state.driver->holds()) {
-        throw RuntimeFault("[engine::load] load() inside gathered(): leave the block before");
+        throw RuntimeFault(
+            "[engine::load] load() was called inside gathered(). Leave the block before you call "
+            "load()");
       }
       executor.updates().finish();
       if (options.tensors) {
@@ -385,7 +385,7 @@ struct Core::State::Checkpointing::Load {
     shared.rest();
     state.unloaded =
         concat("[engine::load] the load of \"", chosen.path,
-               "\" did not finish, so the weights are neither the old nor those of the "
+               "\" did not finish, so the weights are neither the old ones nor those of the "
                "checkpoint. Load another checkpoint, or close() the engine");
     ckpt::TensorReader reader(chosen.path, chosen.manifest);
     const at::NoGradGuard no_grad;
@@ -418,7 +418,7 @@ void Core::State::Checkpointing::check_asked(const std::string& path, const std:
   std::string problem = options.problem.empty() ? refusal() : options.problem;
   if (problem.empty() && !ckpt::is_tag(tag)) {
     problem = concat("[engine::save] the tag \"", tag,
-                     "\" is no name of a folder: it must not be empty, begin with a dot, contain a "
+                     "\" cannot name a folder: it must not be empty, begin with a dot, contain a "
                      "slash or be \"latest\"");
   }
   const std::vector<std::string> asked = share("save", concat(path, "\n", tag, "\n", options.wait));
@@ -512,7 +512,9 @@ std::string Checkpoints::failure() {
 }
 
 FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& options) {
-  if (state_->closed) throw RuntimeFault("[engine::load] the engine is closed");
+  if (state_->closed) {
+    throw RuntimeFault(concat("[engine::load] the engine is closed", state_->closed_by));
+  }
   // The last save may still be writing the checkpoint to load.
   const std::string before = state_->saver.finish();
   if (!before.empty()) state_->save_failure = before;

@@ -14,13 +14,15 @@
 namespace penstock::engine {
 
 std::string AvailableMemory::text() const {
-  return concat(memory, " ", model, " ", disk, " ", pid, " ", when_ns, " ", host);
+  return concat(memory, " ", model, " ", disk, " ", pid, " ", apart ? 1 : 0, " ", when_ns, " ",
+                host);
 }
 
 AvailableMemory AvailableMemory::parse(const std::string& text) {
   AvailableMemory found;
   std::istringstream words(text);
-  words >> found.memory >> found.model >> found.disk >> found.pid >> found.when_ns >> found.host;
+  words >> found.memory >> found.model >> found.disk >> found.pid >> found.apart >> found.when_ns >>
+      found.host;
   PENSTOCK_ASSERT(!words.fail(), concat("cannot parse the memory that a rank found: ", text));
   return found;
 }
@@ -41,6 +43,8 @@ AvailableMemory find_room(const Config& config, const ModelTree& tree, int world
   // A hollow parameter (penstock.init()) has only a shard on each rank.
   for (const ParamInfo& info : tree.params) {
     const bool hollow = tree.init && tree.init->holds(info.param);
+    found.apart |= !info.param.is_cpu();
+    if (!info.param.is_cpu()) continue;
     found.model += static_cast<int64_t>(info.param.nbytes()) / (hollow ? world_size : 1);
   }
   return found;
@@ -56,7 +60,10 @@ Room room_of(const MemoryConfig& budgets, const std::vector<AvailableMemory>& by
     memory = std::min(memory, found.memory / on_host + found.model);
     room.disk = std::min(room.disk, found.disk / on_host);
   }
-  if (budgets.device_bytes < 0 || budgets.host_bytes < 0) {
+  // A device with memory of its own takes none from the host.
+  if (by_rank.front().apart) {
+    if (budgets.host_bytes < 0) room.host = memory;
+  } else if (budgets.device_bytes < 0 || budgets.host_bytes < 0) {
     room.memory = budgets.host_bytes < 0 ? memory : budgets.host_bytes;
   }
   return room;

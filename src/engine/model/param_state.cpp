@@ -52,7 +52,7 @@ struct Values::ParamState {
     state.check_open("state");
     if (state.driver->holds())
       throw RuntimeFault(
-          "[engine::state] this call does not work inside gathered(). Leave the block before");
+          "[engine::state] this call does not work inside gathered(). Leave the block first");
     state.executor->updates().finish();
     state.border->look_at_params();
     const OptimizerKind& kind = kind_of(state.config.optimizer.value_or(OptimizerConfig{}).type);
@@ -270,8 +270,9 @@ void Values::set_state(const std::string& param, const std::string& role,
   const std::vector<std::string> all = state_->executor->share(
       "set state values", {reinterpret_cast<const char*>(&hash), sizeof(hash)});
   if (std::count(all.begin(), all.end(), all.front()) != static_cast<int64_t>(all.size())) {
-    throw ConfigError(concat("[engine::set_state] ranks were given other values of \"", param,
-                             "\" than rank 0. Pass the same values on every rank"));
+    throw ConfigError(concat("[engine::set_state] some ranks were given values of \"", param,
+                             "\" that differ from those of rank 0. Pass the same values on every "
+                             "rank"));
   }
   one.write(static_cast<const float*>(full.const_data_ptr()));
 }

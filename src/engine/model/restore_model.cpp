@@ -33,7 +33,7 @@ struct Core::State::Closing {
   std::string stale{};  // why buffers were not copied from their stages
   std::string torn{};   // a device collective that was aborted while it published new weights
 
-  std::string drained();
+  std::string drained(bool last = false);
   void discard();
   std::string part(const std::string& why);
   void bring_buffers();
@@ -45,10 +45,11 @@ struct Core::State::Closing {
   at::Tensor sent_across(const exec::Part& part, int unit, int index, const at::Tensor& own);
 };
 
-// Waits for all lanes. Returns the error of a lane that failed, or "".
-std::string Core::State::Closing::drained() {
+// Waits for all lanes; the last time, also ends their threads. Returns the error of a lane that
+// failed, or "".
+std::string Core::State::Closing::drained(bool last) {
   try {
-    state.executor->drain();
+    state.executor->drain(last);
     // Reads for an update that was not made may be in progress.
     if (state.tiers.disk) state.tiers.disk->wait_for_all();
     return "";
@@ -214,6 +215,7 @@ void Core::State::Closing::give_back(int unit) {
 std::string Core::State::close(bool gather, const std::string& why) {
   if (closed) return "";
   closed = true;
+  if (faulted) Observer{*this}.dump("close");  // of the error that ends the engine
   Observer{*this}.end();
   // A background save reads buffers that are freed below, so it must end first.
   const bool all_come = gather && why.empty() && !faulted;
@@ -228,7 +230,7 @@ std::string Core::State::close(bool gather, const std::string& why) {
   outside_reads.reset();
   hooks.clear();
   executor->activations().close();
-  engine::take_back(lent);
+  lent.take_back();
   engine::take_back(lent_gradients);
   border->hide_gradients();
   tiled->close();
@@ -243,6 +245,9 @@ std::string Core::State::close(bool gather, const std::string& why) {
   tiers.host.trim();
   model_ranks.close();
   group->close();
+  // A user may keep a closed engine. It needs no threads, and of the recorder only the last events.
+  closing.drained(true);
+  tiers.recorder->fit();
   if (gather && !closing.lost.empty()) {
     throw RuntimeFault(concat("[engine::close] the weights could not be gathered, so sharded ",
                               "parameters have no values any more: ", closing.lost));
@@ -257,7 +262,8 @@ std::string Core::State::close(bool gather, const std::string& why) {
   }
   if (!gather || first.find(kUpdateRaised) == std::string::npos) return "";
   return concat("a step was cut short (", first,
-                "): some parameters have the values after that step, the others those before it");
+                "): some parameters have the values from after that step, and the others still "
+                "have the values from before it");
 }
 
 }  // namespace penstock

@@ -1,10 +1,13 @@
 #include "src/engine/model/values.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <set>
 #include <string_view>
@@ -18,12 +21,12 @@
 
 namespace penstock {
 
-std::vector<Shard> Values::shards() {
+std::vector<Shard> Values::shards(bool hidden) {
   state_->check_open("shards");
   std::vector<Shard> shards;
   for (auto& [name, param, master, begin] : state_->executor->updates().shard_views()) {
     shards.push_back({name, param, master, begin});
-    state_->lent.push_back(master);
+    state_->lent.add(name, master);
     for (const tiles::TiledWeight& one : state_->tiled->all()) {
       for (const int unit : one.units) {
         if (state_->unit_names[unit] != name) continue;
@@ -33,7 +36,64 @@ std::vector<Shard> Values::shards() {
       }
     }
   }
+  if (hidden) state_->lent.hide();
   return shards;
+}
+
+void Values::check_may_change(const std::string& what) {
+  const char* where = nullptr;
+  if (engine::in_backward()) {
+    where = "in backward";
+  } else if (state_->driver->section().has_value()) {
+    where = "in forward";
+  } else if (state_->driver->holds() &&
+             (!state_->executor->table().rests_whole() || state_->wholes->used())) {
+    where = "inside gathered()";
+  }
+  if (where == nullptr) return;
+  throw RuntimeFault(concat("[engine::optimizer] ", what, " was called ", where,
+                            ", where the parameters cannot take new values. Call it before or "
+                            "after, for example before the forward"));
+}
+
+void Values::change_shards(const std::string& what, const std::function<void()>& change) {
+  if (state_->closed) {
+    throw RuntimeFault(concat("[engine::optimizer] ", what, " was called, but the engine is closed",
+                              state_->closed_by));
+  }
+  state_->check_open("optimizer");
+  check_may_change(what);
+  exec::Executor& executor = *state_->executor;
+  executor.updates().finish();
+  state_->border->look_at_params();
+  for (size_t unit = 0; unit < executor.units().size(); ++unit) {
+    executor.values().take_edits(static_cast<int>(unit));
+  }
+  std::exception_ptr raised;
+  std::string problem;
+  state_->lent.show();
+  try {
+    change();
+    state_->lent.check();
+  } catch (const std::exception& error) {
+    raised = std::current_exception();
+    problem = error.what();
+  }
+  state_->lent.hide();
+  const bool apart = num_shards(executor.table().master(), executor.mesh()) > 1 ||
+                     executor.mesh().size(Axis::kTensor) > 1 ||
+                     executor.mesh().size(Axis::kPipeline) > 1;
+  if (apart) problem = engine::first_problem(executor, concat("call of ", what), problem);
+  // After an error the parameters get what the method has written until then, as in torch.
+  state_->driver->abandon();  // frees working copies, which have the old values
+  for (size_t unit = 0; unit < executor.units().size(); ++unit) {
+    executor.values().publish(static_cast<int>(unit));
+  }
+  executor.updates().arrive();
+  if (raised) std::rethrow_exception(raised);
+  if (!problem.empty()) {
+    throw RuntimeFault(concat("[engine::optimizer] ", what, " failed on another rank. ", problem));
+  }
 }
 
 std::vector<at::Tensor> Values::shard_gradients() {
@@ -252,8 +312,9 @@ void refuse_other_values(exec::Executor& executor, const std::map<std::string, a
       executor.share("set_grads", {reinterpret_cast<const char*>(&hash), sizeof(hash)});
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank] == all.front()) continue;
-    throw ConfigError(concat("[engine::set_grads] rank 0 and rank ", rank,
-                             " were given other gradients. Pass the same values on every rank"));
+    throw ConfigError(
+        concat("[engine::set_grads] rank 0 and rank ", rank,
+               " were given different gradients. Pass the same values on every rank"));
   }
 }
 
@@ -285,6 +346,10 @@ void check_gradients(std::vector<exec::UnitState>& units,
 }
 
 }  // namespace
+
+void Values::set_closed_by(const std::string& text) { state_->closed_by = text; }
+
+void Values::set_backward_weight(double weight) { state_->backward_weight = weight; }
 
 void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
   state_->check_open("set_grads");
@@ -364,6 +429,32 @@ void Values::release(const std::vector<int>& units, bool write) {
     throw;
   }
   let_go_of(units);
+}
+
+void refine_masters(Values& values, const std::vector<std::pair<std::string, at::Tensor>>& loaded) {
+  auto& state = *values.state_;
+  state.check_open("load_state_dict");
+  const at::NoGradGuard no_grad;
+  exec::Executor& executor = *state.executor;
+  const std::vector<std::string> any = executor.share("loaded values", loaded.empty() ? "0" : "1");
+  if (std::count(any.begin(), any.end(), "1") == 0) return;
+  std::map<std::string, at::Tensor> by_name(loaded.begin(), loaded.end());
+  state.tiled->split_rows(by_name);
+  for (size_t unit = 0; unit < executor.units().size(); ++unit) {
+    for (exec::Flat& flat : executor.units()[unit].flats) {
+      if (!flat.trainable || !executor.table().has_master(flat.dtype)) continue;
+      const at::Tensor fp32 = at::full({flat.numel}, std::numeric_limits<float>::quiet_NaN(),
+                                       at::TensorOptions(at::kFloat));
+      for (const exec::Slot& slot : flat.slots) {
+        const auto given = by_name.find(slot.name);
+        if (given == by_name.end()) continue;
+        const at::Tensor whole = given->second.to(at::kCPU, at::kFloat);
+        fp32.narrow(0, slot.offset, slot.numel)
+            .copy_(executor.values().part_of(slot, whole).flatten());
+      }
+      executor.values().refine(flat, fp32, concat("loaded u", unit, ".", flat.number));
+    }
+  }
 }
 
 // Releases units. When the last gathered() block of a unit ends, its parameters are this rank's

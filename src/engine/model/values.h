@@ -29,7 +29,7 @@ struct WeightsOptions {
 };
 
 // A view of a core, for the thread that runs the model. Methods marked [all ranks] are collective.
-// All methods except units_of() and release() throw RuntimeFault after close().
+// All methods except units_of(), release() and set_closed_by() throw RuntimeFault after close().
 class PENSTOCK_API Values {
  public:
   explicit Values(Core& core) : state_(core.state_) {}
@@ -56,6 +56,11 @@ class PENSTOCK_API Values {
   // must be equal on every rank. Throws RuntimeFault inside a window, and ConfigError for a wrong
   // name or shape.
   void set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients);
+  // Multiplies each gradient of the following backwards by `weight` when the gradient is added to
+  // the window's sum, once per parameter and backward. Default: 1.
+  void set_backward_weight(double weight);
+  // Appends `text` to the errors of calls after close(): what closed the engine, and what to do.
+  void set_closed_by(const std::string& text);
 
   // [all ranks] Returns the state that is kept for one parameter between steps, in fp32 and in the
   // parameter's shape: "param" (its master) or a moment by torch's name ("exp_avg"). Throws
@@ -84,14 +89,22 @@ class PENSTOCK_API Values {
   // This write changes nothing, so it is not counted as an edit.
   void set_to_itself(const std::string& param);
 
-  // Returns this rank's slices and their gradients, for a user's optimizer.
-  std::vector<Shard> shards();
+  // Returns this rank's slices and their gradients, for a user's optimizer. With `hidden`, slices
+  // have memory only inside an update and change_shards() ([Note: Lent shards]).
+  std::vector<Shard> shards(bool hidden = false);
+  // [all ranks, if masters are sharded] Runs `change`, a method of the user's optimizer, on the
+  // slices, and writes the parameters from them. `what` names the method in errors. Throws
+  // RuntimeFault inside a forward, a backward or gathered(), and if `change` threw on another rank.
+  void change_shards(const std::string& what, const std::function<void()>& change);
   std::vector<at::Tensor> shard_gradients();
 
  private:
+  friend void refine_masters(Values& values,
+                             const std::vector<std::pair<std::string, at::Tensor>>& loaded);
   struct ParamState;  // src/engine/model/param_state.cpp
 
   std::vector<std::pair<std::string, at::Tensor>> gradients(const std::string& only);
+  void check_may_change(const std::string& what);
   void refuse_edits(const std::vector<int>& units);
   void let_go_of(const std::vector<int>& units);
   template <class Sink>
@@ -99,5 +112,11 @@ class PENSTOCK_API Values {
 
   std::shared_ptr<Core::State> state_;
 };
+
+// [all ranks] Must follow Values::release() with `write`: `loaded` has the values, in any floating
+// dtype, that were copied into parameters in the block. Masters become these values instead of the
+// rounded ones of the parameters. Only the values of the first rank of each stage count.
+PENSTOCK_API void refine_masters(Values& values,
+                                 const std::vector<std::pair<std::string, at::Tensor>>& loaded);
 
 }  // namespace penstock

@@ -26,7 +26,7 @@ uint64_t now();
 void before_backward_of(const std::vector<at::Tensor>& outputs, uint64_t since,
                         const std::function<void()>& before);
 
-// Returns whether the backward of `outputs` reads no parameter: each output is an embedding lookup.
+// Returns whether each of `outputs` is an embedding lookup, whose backward reads no parameter.
 bool only_looked_up(const std::vector<at::Tensor>& outputs);
 
 // Runs `taken` each time autograd has accumulated into a leaf's .grad. The hook is removed with

@@ -114,8 +114,6 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
   return start.mul(factor.to(start.scalar_type()));
 }
 
-void Core::set_backward_weight(double weight) { state_->backward_weight = weight; }
-
 void Core::backward_failed(const std::string& error) {
   state_->failed("backward", error);
   if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
@@ -135,13 +133,17 @@ bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<
   show(state_->group->board(), "update");  // for `penstock status`
   // The optimizer's gradients are views of memory that the step frees, so they are taken back.
   const std::function<void()> lending = [&] {
+    state_->lent.show();
     try {
       external();
     } catch (...) {
+      state_->lent.hide();
       engine::take_back(state_->lent_gradients);
       throw;
     }
+    state_->lent.hide();
     engine::take_back(state_->lent_gradients);
+    state_->lent.check();
   };
   const bool applied = state_->step(groups, external ? lending : external, options);
   show(state_->group->board(), "the caller's code, after step");

@@ -202,7 +202,7 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
   unit_events = moves_params || table.moves_activations();
   engine::Adoption adoption(*executor, tiers);
   adoption.claim(config, model, external_optimizer);
-  adoption.take(blueprint.split.tree, tiled->all());
+  adoption.take(blueprint.split.tree, config, tiled->all());
   tiled->let_wholes_go();
   order.emplace(model, engine::OrderLearner::Scope{unit_events, moves_params, [this](int unit) {
                                                      return tiled->is_tile(unit);

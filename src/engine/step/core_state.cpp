@@ -105,6 +105,10 @@ void Core::State::forward_begin(bool grad_enabled) {
     drop_gradients();
   }
   faulted = false;
+  if (grad_enabled && moves_params) {
+    engine::go_on(*executor, *window, *driver, exec::Norm::Next::kForward,
+                  [this] { drop_gradients(); });
+  }
   executor->activations().begin_forward();
   border->look_at_params();
   driver->begin(grad_enabled ? Section::kForward : Section::kEval);
@@ -185,7 +189,7 @@ void Core::State::failed(const char* what, const std::string& error) {
   show(group->board(), concat("the caller's code, after its ", what, " raised"));
   trouble = concat("step ", steps + 1, ", where its ", what, " raised ", error);
   group->set_position(Position::of(trouble));
-  Observer{*this}.dump();
+  Observer{*this}.dump(what);
 }
 
 void Core::State::watch_outside_reads() {
@@ -238,6 +242,8 @@ void Core::State::start_backward(bool in_autograd) {
   look_at_gradients(true);
   border->hide_gradients();
   window->on(engine::Call::kBackwardBegin);
+  engine::go_on(*executor, *window, *driver, exec::Norm::Next::kBackward,
+                [this] { drop_gradients(); });
   driver->begin(window->reduces() ? Section::kBackwardLast : Section::kBackward);
   for (size_t unit = 0; unit < waiting.size(); ++unit) {
     waiting[unit] = 0;
@@ -481,7 +487,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
 }
 
 void Core::State::check_open(const char* call) const {
-  if (closed) throw RuntimeFault(concat("[engine::", call, "] the engine is closed"));
+  if (closed) throw RuntimeFault(concat("[engine::", call, "] the engine is closed", closed_by));
   if (!unloaded.empty()) throw RuntimeFault(unloaded);
 }
 

@@ -17,6 +17,7 @@
 #include "src/ckpt/saver.h"
 #include "src/engine/mesh/model_ranks.h"
 #include "src/engine/mesh/whole_params.h"
+#include "src/engine/model/exposed_tensors.h"
 #include "src/engine/step/accumulation_window.h"
 #include "src/engine/step/autograd_hooks.h"
 #include "src/engine/step/driver.h"
@@ -97,9 +98,9 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   std::vector<int> written;      // by unit: open gathered(write=True) blocks
   std::vector<bool> expected;    // by unit: gradients were missing when the backward began
   int64_t seen_before = 0;       // backwards of the window before the current one
-  double backward_weight = 1.0;  // see Core::set_backward_weight()
+  double backward_weight = 1.0;  // see Values::set_backward_weight()
   std::vector<int> frozen_open;  // units whose frozen weights the backward may still read
-  std::vector<at::Tensor> lent;  // shards of masters that a user's optimizer holds
+  engine::LentShards lent;       // shards of masters that a user's optimizer holds
   std::vector<at::Tensor> lent_gradients;  // their gradients, only during its step
   std::exception_ptr fault;  // thrown by a hook: autograd keeps its text but not its class
   engine::LossScale loss_scale;
@@ -108,6 +109,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   bool faulted = false;  // a forward, backward or update raised; no forward has begun since
   std::string trouble;   // step, call and text of that error
   bool closed = false;
+  std::string closed_by;  // see Values::set_closed_by()
   std::optional<engine::Monitor> monitor;
   int save_wanted = 0, save_agreed = 0;       // urgency asked by this rank; agreed by all ranks
   std::string unloaded;                       // error text after a load that did not end

@@ -12,6 +12,7 @@
 #include <array>
 #include <deque>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "src/exec/executor.h"
@@ -53,7 +54,10 @@ class Driver {
   // Drops the section and frees gathered parameters after an error in user code.
   void abandon();
 
-  Section section() const { return section_; }
+  // Returns the section that has begun and not ended, if there is one.
+  std::optional<Section> section() const {
+    return running_ ? std::optional(section_) : std::nullopt;
+  }
   Plan plan(Section section) const;
   int64_t off_plan_events() const { return off_plan_; }
   // Returns the text of a unit's forward or backward in timeline events.

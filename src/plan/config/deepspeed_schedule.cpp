@@ -59,7 +59,7 @@ double range_test(const Params& params, double iteration) {
   return iteration < 0 ? low : low * (1.0 + params.at("lr_range_test_step_rate") * interval);
 }
 
-// The two halves of OneCycle, and the height of the cycle at an iteration.
+// The two halves of OneCycle. height() returns the height of the cycle at an iteration.
 struct Cycle {
   double first, second, first_stairs, second_stairs;
 

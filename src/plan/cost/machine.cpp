@@ -42,7 +42,9 @@ Machine read_machine(const std::string& path, const Machine& otherwise) {
   if (std::filesystem::is_directory(path)) fail_machine(path, " is a folder");
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
-  if (json.is_discarded()) fail_machine(path, concat(" is not JSON", kMake));
+  // The library takes a NUL for the end of the text.
+  if (json.is_discarded() || text.find('\0') != std::string::npos)
+    fail_machine(path, concat(" is not JSON", kMake));
   if (!json.is_object()) fail_machine(path, concat(" is not a JSON object", kMake));
   Machine machine = otherwise;
   for (const auto& [key, value] : json.items()) {

@@ -10,58 +10,25 @@
 #include "src/base/text.h"
 #include "src/place/packing.h"
 #include "src/plan/copies.h"
+#include "src/plan/cost/memory_meter.h"
+#include "src/plan/cost/state_bytes.h"
 #include "src/plan/route.h"
 
 namespace penstock {
 
 namespace {
 
-enum class Use : uint8_t { kParam, kGrad, kOptim, kBuffers };
-inline constexpr int kNumUses = 4;
-
-struct Held {
-  Tier tier;
-  Use use;
-  int64_t bytes;
-};
-
-// Current bytes and their peaks.
-class Meter {
- public:
-  void add(const Held& held) {
-    int64_t& now = now_[static_cast<size_t>(held.tier)][static_cast<size_t>(held.use)];
-    now += held.bytes;
-    PENSTOCK_ASSERT(now >= 0, "more bytes freed than held");
-    MemoryPeak& peak = peaks[static_cast<size_t>(held.tier)];
-    int64_t* const by_use[kNumUses] = {&peak.param, &peak.grad, &peak.optim, &peak.buffers};
-    int64_t& own = *by_use[static_cast<size_t>(held.use)];
-    own = std::max(own, now);
-    int64_t total = 0;
-    for (const int64_t bytes : now_[static_cast<size_t>(held.tier)]) total += bytes;
-    peak.total = std::max(peak.total, total);
-    if (held.tier == Tier::kDisk) return;
-    in_memory_now_ += held.bytes;
-    in_memory = std::max(in_memory, in_memory_now_);
-  }
-  void free(const Held& held) { add({held.tier, held.use, -held.bytes}); }
-
-  std::array<MemoryPeak, kNumTiers> peaks{};
-  int64_t in_memory = 0;  // peak of device and host together
-
- private:
-  std::array<std::array<int64_t, kNumUses>, kNumTiers> now_{};
-  int64_t in_memory_now_ = 0;
-};
-
 // Simulates the plan of one rank. [Note: Copies] explains which copies exist, [Note: Fusions] which
 // buffers exist between passes.
-class Simulation {
+class Simulation : StateBytes {
  public:
-  Simulation(const Table& table, const ModelDesc& model, const Mesh& mesh, double num_moments)
-      : table_(table.on(mesh)), model_(model), mesh_(mesh), num_moments_(num_moments) {
+  Simulation(const Table& table, const ModelDesc& model, const Mesh& mesh,
+             const SimulatedUpdate& update)
+      : StateBytes(table, model, mesh, update.moments_per_param), update_(update) {
     params_.assign(model.units.size(), Copies::resting(cell(Role::kParam, Phase::kRest)));
     grads_.assign(model.units.size(), Copies::moving());
     staged_.resize(model.units.size());
+    extra_grads_.resize(model.units.size());
     for (int unit = 0; unit < static_cast<int>(model.units.size()); ++unit) {
       meter_.add(held(Role::kParam, unit, cell(Role::kParam, Phase::kRest)));
       meter_.add(held(Role::kOptim, unit, cell(Role::kOptim, Phase::kRest)));
@@ -71,6 +38,23 @@ class Simulation {
   // `by_line` receives the bytes that each line sends. If it is given, the ledger does not contain
   // them.
   Ledger run(const Plan& plan, LineBytes* by_line = nullptr) && {
+    walk(plan, by_line);
+    const Ledger first = ledger_;
+    if (by_line == nullptr && rests() && (!writing_.empty() || update_.late_update)) {
+      after_ = meter_.now();
+      if (!updated_.empty()) raise(updated_.back().second, meter_.lately());
+      if (update_.late_update) continue_update();
+      walk(plan, nullptr);  // [Note: Steady peaks]
+      ledger_ = first;
+    }
+    ledger_.tier = meter_.peaks;
+    ledger_.in_memory = meter_.in_memory;
+    return std::move(ledger_);
+  }
+
+ private:
+  void walk(const Plan& plan, LineBytes* by_line) {
+    free_all(publishing_);
     for (size_t i = 0; i < plan.steps.size(); ++i) {
       if (by_line != nullptr) ledger_.sent.clear();
       step(plan, i);
@@ -79,37 +63,17 @@ class Simulation {
       for (const auto& [phase, links] : ledger_.sent)
         for (const auto& [link, bytes] : links) line[link] += bytes;
     }
-    ledger_.tier = meter_.peaks;
-    ledger_.in_memory = meter_.in_memory;
-    return std::move(ledger_);
   }
 
- private:
-  const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
-
-  // Returns the bytes of one unit's role under a placement. Frozen parameters have no gradient and
-  // no optimizer state.
-  int64_t bytes(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
-    int64_t sum = 0;
-    for (const FlatDesc& flat : model_.units[unit].flats) {
-      if (role != Role::kParam && !flat.trainable) continue;
-      const auto [begin, end] = range_of(chunk, flat.numel / num_shards(place, mesh_));
-      const int64_t owned = end - begin;
-      if (role != Role::kOptim) {
-        sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
-      } else {
-        const auto moments = static_cast<double>(owned * dtype_bytes(place.dtype)) * num_moments_;
-        sum += static_cast<int64_t>(moments) + (table_.has_master(flat.dtype) ? owned * 4 : 0);
-      }
+  // Returns whether all units are as at the beginning of a step.
+  bool rests() const {
+    bool rests = lane_.empty() && read_.empty();
+    for (size_t unit = 0; unit < params_.size(); ++unit) {
+      rests &= params_[unit].at_rest();
+      for (const Placement& place : grads_[unit].places())  // a frozen unit has no bytes
+        rests &= bytes(Role::kGrad, static_cast<int>(unit), place) == 0;
     }
-    return sum;
-  }
-
-  Held held(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
-    const Use use = role == Role::kParam  ? Use::kParam
-                    : role == Role::kGrad ? Use::kGrad
-                                          : Use::kOptim;
-    return {place.tier, use, bytes(role, unit, place, chunk)};
+    return rests;
   }
 
   void step(const Plan& plan, size_t index) {
@@ -120,12 +84,16 @@ class Simulation {
         break;
       case Op::kForward:
         phase_ = "forward";
-        free_all(staged_[step.units[0]]);
+        wait_update(step.units[0]);
+        use(step);
+        look_for_edits(step);
         break;
       case Op::kBackward:
-        phase_ = "backward";
-        free_all(staged_[step.units[0]]);
+        if (std::exchange(phase_, "backward") == "forward") free_all(writing_);
+        free_all(updating_);
+        use(step);
         if (step.mark != Mark::kUse) make_grad(step.units[0], table_.grad_after_backward());
+        look_for_edits(step);
         break;
       case Op::kMove:
         move(plan, index);
@@ -147,18 +115,59 @@ class Simulation {
       case Op::kNorm:
         phase_ = "update";
         drain_lane();
+        if (update_.external) copy_grads();
+        updated_.clear();
+        meter_.lately();
         ledger_.exchanges += mesh_.world() > 1 ? 1 : 0;
         break;
       case Op::kUpdate:
         free_all(writing_);
         for (const int unit : step.units) update(unit, step.chunk);
+        updated_.emplace_back(step.units.back(), meter_.lately());
         break;
       case Op::kPublish:
         count_exchanges(step);
-        pass_through(route(table_.master(), step.moves, mesh_, 0, /*consumes=*/false), Role::kOptim,
-                     step.units);
+        pass_through_publish(step);
         for (const int unit : step.units) publish(step, unit);
         break;
+    }
+  }
+
+  // A publish may run on the gather lane while the update lane works on later units, so the largest
+  // buffers of a publish are kept until the end of the update.
+  void pass_through_publish(const Step& step) {
+    const Route way = route(table_.master(), step.moves, mesh_, 0, /*consumes=*/false);
+    if (cell(Role::kOptim, Phase::kUpdate).tier == Tier::kDevice) {
+      return pass_through(way, Role::kOptim, step.units);
+    }
+    const int64_t bytes = buffer_bytes(way, Role::kOptim, step.units);
+    if (!publishing_.empty() && publishing_.front().bytes >= bytes) return;
+    free_all(publishing_);
+    meter_.add(publishing_.emplace_back(Held{Tier::kDevice, Use::kBuffers, bytes}));
+  }
+
+  // A late update has finished `unit` when a forward uses it, and may be anywhere behind it. So the
+  // forward takes place beside the largest bytes of the rest of the update.
+  void wait_update(int unit) {
+    if (!update_.late_update || updated_.empty()) return;
+    const auto done = std::find_if(updated_.rbegin(), updated_.rend(),
+                                   [unit](const auto& one) { return one.first == unit; });
+    updated_.erase(updated_.begin(), done.base());
+    free_all(updating_);
+    continue_update();
+  }
+
+  // Adds the memory that the rest of the update takes beyond the memory after it.
+  void continue_update() {
+    Bytes most{};
+    for (const auto& [unit, bytes] : updated_) raise(most, bytes);
+    for (size_t tier = 0; tier < most.size(); ++tier) {
+      for (size_t use = 0; use < most[tier].size(); ++use) {
+        const int64_t more = most[tier][use] - after_[tier][use];
+        if (updated_.empty() || more <= 0) continue;
+        updating_.push_back({static_cast<Tier>(tier), static_cast<Use>(use), more});
+        meter_.add(updating_.back());
+      }
     }
   }
 
@@ -172,6 +181,46 @@ class Simulation {
     for (const Placement& place : grads_[unit].places())
       meter_.free(held(Role::kGrad, unit, place));
     grads_[unit].clear();
+    free_all(extra_grads_[unit]);
+  }
+
+  // The memory that a gather read is freed when its unit is used. The moves behind the begin of a
+  // unit run before that.
+  void use(const Step& step) {
+    for (const int unit : std::exchange(begun_, {})) free_all(staged_[unit]);
+    if (step.mark == Mark::kBegin) begun_.push_back(step.units[0]);
+    if (step.mark != Mark::kBegin) free_all(staged_[step.units[0]]);
+  }
+
+  // At the end of its forward and backward, the values of a unit are compared with those at rest,
+  // which are read from disk for that, one flat after another (GatheredValues::edited).
+  void look_for_edits(const Step& step) {
+    const Placement& rest = cell(Role::kParam, Phase::kRest);
+    const bool ends = step.mark == Mark::kWhole || step.mark == Mark::kEnd;
+    if (rest.tier != Tier::kDisk || !ends) return;
+    const Held read{Tier::kHost, Use::kParam, largest_flat(step.units[0], rest)};
+    meter_.add(read);
+    meter_.free(read);
+  }
+
+  // An optimizer of the user's own gets a copy of all gradients in fp32.
+  void copy_grads() {
+    const Placement& place = cell(Role::kGrad, Phase::kUpdate);
+    for (int unit = 0; unit < static_cast<int>(model_.units.size()); ++unit) {
+      if (grads_[unit].empty()) continue;
+      const Tier tier = cell(Role::kOptim, Phase::kUpdate).tier;
+      meter_.add(extra_grads_[unit].emplace_back(Held{tier, Use::kGrad, wide_bytes(unit, place)}));
+    }
+  }
+
+  // A sum in a low precision becomes fp32 when another backward adds to it (Gradients::widen).
+  void widen(int unit, const Placement& place) {
+    const Held low = held(Role::kGrad, unit, place);
+    const int64_t wide = wide_bytes(unit, place);
+    if (place.tier == Tier::kDisk || wide == low.bytes || !extra_grads_[unit].empty()) return;
+    meter_.add({place.tier, Use::kGrad, wide});
+    meter_.free(low);
+    extra_grads_[unit].push_back({place.tier, Use::kGrad, wide - low.bytes});
   }
 
   void publish(const Step& step, int unit) {
@@ -179,7 +228,7 @@ class Simulation {
     send(step.moves, Role::kGrad, unit, table_.master(), phase_, step.chunk);
     const Placement& rest = cell(Role::kParam, Phase::kRest);
     if (rest.tier == Tier::kDisk)
-      write({Tier::kHost, Use::kParam, bytes(Role::kParam, unit, rest, step.chunk)});
+      write({Tier::kHost, Use::kParam, bytes(Role::kParam, unit, rest, step.chunk), unit});
   }
 
   void make_grad(int unit, const Placement& place) {
@@ -212,6 +261,14 @@ class Simulation {
     writing_.push_back(held);
   }
 
+  // A read of parameters waits until the update has written them.
+  void end_writes_of(int unit) {
+    std::erase_if(writing_, [&](const Held& held) {
+      if (held.unit == unit) meter_.free(held);
+      return held.unit == unit;
+    });
+  }
+
   void move(const Plan& plan, size_t index) {
     const Step& step = plan.steps[index];
     count_exchanges(step);
@@ -237,11 +294,16 @@ class Simulation {
     send(moves, Role::kParam, unit, way.from,
          way.to.sharded() ? phase_ : phase_of_use(plan, index, unit));
     if (way.from.tier == Tier::kDisk) {
+      end_writes_of(unit);
       const Held staging{Tier::kHost, Use::kParam, bytes(Role::kParam, unit, way.from)};
       meter_.add(staging);
       staged_[unit].push_back(staging);
     }
     if (way.to != cell(Role::kParam, Phase::kRest)) meter_.add(held(Role::kParam, unit, way.to));
+    if (way.to.tier == Tier::kDisk) {  // one write at a time (Params::put_away)
+      free_all(writing_);
+      write({Tier::kHost, Use::kParam, bytes(Role::kParam, unit, way.to), unit});
+    }
     if (unit == plan.steps[index].units.back()) carry(plan, index, way);
     if (!params_[unit].at_rest()) {
       const Held left = held(Role::kParam, unit, params_[unit].current());
@@ -263,6 +325,7 @@ class Simulation {
       meter_.add(read_.back());
       return;
     }
+    if (copies.has(way.to)) widen(unit, way.to);
     if (unit == step.units.back()) {
       const Held buffers{Tier::kDevice, Use::kBuffers,
                          buffer_bytes(way, step.role, step.units, copies.has(way.to))};
@@ -273,8 +336,11 @@ class Simulation {
     copies.move(step.moves);
     if (way.in_place() && arrives) return;
     lane_.push_back(held(Role::kGrad, unit, way.from));
-    if (!arrives) return;
-    meter_.add(held(Role::kGrad, unit, way.to));
+    if (arrives) {  // a widened sum moves on
+      lane_.insert(lane_.end(), extra_grads_[unit].begin(), extra_grads_[unit].end());
+      extra_grads_[unit].clear();
+    }
+    if (arrives) meter_.add(held(Role::kGrad, unit, way.to));
     if (way.to.tier != Tier::kDisk) return;
     made_.push_back({Tier::kHost, Use::kGrad, bytes(Role::kGrad, unit, way.to)});
     meter_.add(made_.back());
@@ -299,84 +365,11 @@ class Simulation {
     }
   }
 
-  Route route_of(const Copies& copies, const std::vector<Move>& moves) const {
-    const std::optional<Placement> from = copies.source(moves);
-    PENSTOCK_ASSERT(from, concat("no copy for ", moves.front().text(), " to start from"));
-    return route(*from, moves, mesh_, 0);
-  }
-
-  int group_size(const Move& move) const {
-    int size = 1;
-    for (const Axis axis : move.axes) size *= mesh_.size(axis);
-    return size;
-  }
-
-  int64_t group_size(const Pass& pass) const {
-    int64_t size = 1;
-    for (const Axis axis : pass.axes) size *= mesh_.size(axis);
-    return size;
-  }
-
-  // Adds the memory that a move needs besides its copies, for the duration of the move.
+  // Adds the memory that a move needs in addition to its copies, for the duration of the move.
   void pass_through(const Route& way, Role role, const std::vector<int>& units) {
     const Held buffers{Tier::kDevice, Use::kBuffers, buffer_bytes(way, role, units)};
     meter_.add(buffers);
     meter_.free(buffers);
-  }
-
-  // Returns the bytes of buffers for a step whose flats all take the same route. These are the
-  // buffers between passes, plus the largest receive buffer and the largest packed buffer, since
-  // passes run one after another.
-  int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units,
-                       bool adds = false) const {
-    std::vector<Packing> packing(way.passes.size());
-    for_each_flat(role, units, [&](const FlatDesc& flat) {
-      for (size_t i = 0; i < way.passes.size(); ++i) packing[i].add(shard_bytes(way, i, flat));
-    });
-    int64_t sum = 0, packed = 0;
-    for (size_t i = 0; i < way.passes.size(); ++i) {
-      const int64_t size = group_size(way.passes[i]);
-      if (way.passes[i].sums()) packed = std::max(packed, packing[i].reduce_bytes(size));
-      if (way.passes[i].kind == PassKind::kAllGather)
-        packed = std::max(packed, packing[i].gather_bytes(size));
-    }
-    for_each_flat(role, units, [&](const FlatDesc& flat) {
-      int64_t received = 0;
-      for (size_t i = 0; i < way.passes.size(); ++i) {
-        const Pass& pass = way.passes[i];
-        if (pass.sums())
-          received = std::max(received, shard_bytes(way, i, flat) * (group_size(pass) - 1));
-        const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
-        if (stands && !(adds ? i + 1 == way.passes.size() : way.ends_at(i)))
-          sum += flat.numel / num_shards(pass.to, mesh_) * dtype_bytes(dtype_after(way, i, flat));
-      }
-      sum += received;
-    });
-    return sum + packed;
-  }
-
-  template <class Visit>
-  void for_each_flat(Role role, const std::vector<int>& units, const Visit& visit) const {
-    for (const int unit : units) {
-      for (const FlatDesc& flat : model_.units[unit].flats) {
-        if (flat.trainable || role == Role::kParam) visit(flat);
-      }
-    }
-  }
-
-  Dtype dtype_after(const Route& way, size_t pass, const FlatDesc& flat) const {
-    return way.dtype_after(pass, table_.dtype_in(way.from, flat.dtype),
-                           table_.dtype_in(way.to, flat.dtype));
-  }
-
-  // Returns the bytes of one shard in a collective pass.
-  int64_t shard_bytes(const Route& way, size_t index, const FlatDesc& flat) const {
-    const Pass& pass = way.passes[index];
-    const int64_t numel = flat.numel / num_shards(pass.from, mesh_);
-    if (!pass.sums()) return numel * dtype_bytes(dtype_after(way, index, flat));
-    const Dtype before =
-        index == 0 ? table_.dtype_in(way.from, flat.dtype) : dtype_after(way, index - 1, flat);
-    return numel * dtype_bytes(before) / group_size(pass);
   }
 
   // The buffers of a gather are kept until one of its units is used, so that measured peaks do not
@@ -450,20 +443,25 @@ class Simulation {
     if (sent > node_bytes) ledger_.sent[phase]["local"] += sent - node_bytes;
   }
 
-  const Table table_;
-  const ModelDesc& model_;
-  const Mesh mesh_;
-  const double num_moments_;
+  const SimulatedUpdate update_;
   Meter meter_;
   Ledger ledger_;
   std::string phase_ = "update";
   std::vector<Copies> params_, grads_;  // by unit
   std::vector<std::vector<Held>>
-      staged_;  // by unit: memory that the unit's gather reads, until the unit is used
-  std::vector<Held> writing_;  // being written to disk
-  std::vector<Held> read_;     // gradients read from disk for later updates
-  std::vector<Held> made_;     // reduced by the lane, written next
-  std::vector<Held> lane_;     // memory that the last gradient move still uses
+      staged_;              // by unit: memory that the unit's gather reads, until the unit is used
+  std::vector<int> begun_;  // units that have begun and whose gather still has its memory
+  std::vector<Held> writing_;                   // being written to disk
+  std::vector<std::vector<Held>> extra_grads_;  // by unit: beside the copies in grads_
+  std::vector<Held> publishing_;                // buffers of the largest publish so far
+  // For a late update: (unit, peak bytes since the update before it), the bytes after the update,
+  // and what the rest of the update takes.
+  std::vector<std::pair<int, Bytes>> updated_;
+  Bytes after_{};
+  std::vector<Held> updating_;
+  std::vector<Held> read_;  // gradients read from disk for later updates
+  std::vector<Held> made_;  // reduced by the lane, written next
+  std::vector<Held> lane_;  // memory that the last gradient move still uses
 };
 
 }  // namespace
@@ -483,14 +481,14 @@ std::string Ledger::text() const {
 }
 
 Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
-                double moments_per_param) {
-  return Simulation(table, model, mesh, moments_per_param).run(step);
+                const SimulatedUpdate& update) {
+  return Simulation(table, model, mesh, update).run(step);
 }
 
 LineBytes bytes_by_line(const Plan& step, const Table& table, const ModelDesc& model,
                         const Mesh& mesh) {
   LineBytes bytes;
-  Simulation(table, model, mesh, 2.0).run(step, &bytes);
+  Simulation(table, model, mesh, {}).run(step, &bytes);
   return bytes;
 }
 

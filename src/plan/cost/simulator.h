@@ -31,8 +31,18 @@ struct Ledger {
   std::string text() const;
 };
 
+struct SimulatedUpdate {
+  double moments_per_param = 2.0;
+  bool late_update = false;  // the update continues during the next forward (offload.late_update)
+  bool external = false;     // an optimizer of the user's own
+};
+
+// [Note: Steady peaks] The last chunks of an update are still being written to disk when the next
+// step begins, and a late update continues during its forward. So the peaks are those of two steps
+// in a row. A plan that does not end at rest (a part of a step) is simulated once. `sent` and
+// `exchanges` are of one step.
 Ledger simulate(const Plan& step, const Table& table, const ModelDesc& model, const Mesh& mesh,
-                double moments_per_param = 2.0);
+                const SimulatedUpdate& update = {});
 
 // By plan line: link -> bytes, as in Ledger::sent.
 using LineBytes = std::vector<std::map<std::string, int64_t>>;

@@ -192,8 +192,8 @@ TEST(SimulatorTest, AnyOptimizerCounts) {
   const Table table = preset("zero3", {.precision = Dtype::kBf16});
   const ModelDesc model = two_blocks(Dtype::kBf16);
   const Plan plan = plan_step(table, model, kMesh, 1);
-  EXPECT_EQ(simulate(plan, table, model, kMesh, 0).tier[0].optim, 768 * 4);
-  EXPECT_EQ(simulate(plan, table, model, kMesh, 1).tier[0].optim, 768 * 8);
+  EXPECT_EQ(simulate(plan, table, model, kMesh, {.moments_per_param = 0}).tier[0].optim, 768 * 4);
+  EXPECT_EQ(simulate(plan, table, model, kMesh, {.moments_per_param = 1}).tier[0].optim, 768 * 8);
 }
 
 // One chunk is read while another is updated and a third is written.

@@ -17,7 +17,7 @@ namespace penstock {
 
 std::string Alternative::text() const {
   return concat("strategy \"", strategy, "\", offload.optimizer \"", optimizer,
-                "\", offload.params \"", params, "\"");
+                "\", offload.params \"", params, "\", offload.gradients \"", gradients, "\"");
 }
 
 std::string Room::text() const {
@@ -93,10 +93,12 @@ Work work_of(const PlanQuestion& asked, const ModelDesc& model, const Table& tab
 Alternative simulated(const Question& question, const Config& config, const ModelDesc& model) {
   const PlanQuestion& asked = question.asked;
   const Mesh mesh = mesh_of(config);
-  const Ledger ledger = question.many ? predict_window(config, model) : predict(config, model);
+  const Ledger ledger = question.many ? predict_window(config, model, question.external_optimizer)
+                                      : predict(config, model, question.external_optimizer);
   const Work work = work_of(asked, model, table_of(config, model).on(mesh), mesh);
   const StepTime time = step_time(work, ledger, asked.machine);
-  Alternative one{config.strategy, config.offload.optimizer, config.offload.params};
+  Alternative one{config.strategy, config.offload.optimizer, config.offload.params,
+                  config.offload.gradients};
   one.device = ledger.tier[static_cast<size_t>(Tier::kDevice)].total;
   one.host = ledger.tier[static_cast<size_t>(Tier::kHost)].total;
   one.disk = ledger.tier[static_cast<size_t>(Tier::kDisk)].total;
@@ -109,9 +111,31 @@ Alternative simulated(const Question& question, const Config& config, const Mode
   return one;
 }
 
+const std::vector<std::string> kTiers = {"none", "host", "disk"};
+
 std::vector<std::string> tiers(const std::string& configured) {
-  if (configured != "auto") return {configured};
-  return {"none", "host", "disk"};
+  return configured == "auto" ? kTiers : std::vector<std::string>{configured};
+}
+
+// Returns whether sums over several backwards are rounded, which no other tier does.
+bool rounds(const Alternative& one, const Config& config, const ModelDesc& model) {
+  return one.gradients == "host" && config.batch.accumulate > 1 &&
+         precision_of(model) != Dtype::kFp32;
+}
+
+// Returns the tiers of gradients to try with a config whose other tiers are set. A tier that does
+// not apply to its strategy is left out, but the configured one is always tried.
+std::vector<std::string> gradient_tiers(const Question& question, const Config& config) {
+  if (question.gradients.empty()) return {config.offload.gradients};
+  std::vector<std::string> applied;
+  for (const std::string& tier : question.gradients) {
+    Config one = config;
+    one.offload.gradients = tier;
+    if (adapted(one, config.strategy, config.offload.optimizer).offload.gradients == tier) {
+      applied.push_back(tier);
+    }
+  }
+  return applied;
 }
 
 // Returns why the config cannot run; empty if it can.
@@ -134,7 +158,13 @@ std::string refusal_of(const Config& config, const ModelDesc& model, bool extern
 Config with(const Config& config, const Alternative& chosen) {
   Config one = adapted(config, chosen.strategy, chosen.optimizer);
   one.offload.params = chosen.params;
+  one.offload.gradients = chosen.gradients;
   return one;
+}
+
+void open_all(Question& question) {
+  question.asked.config.offload.optimizer = question.asked.config.offload.params = "auto";
+  question.gradients = kTiers;
 }
 
 // Tries every combination of open tiers. Ranks with the same config, model and room get the same
@@ -147,15 +177,20 @@ std::vector<Alternative> alternatives(const Question& question, const ModelDesc&
       for (const std::string& params : tiers(config.offload.params)) {
         const bool tried = config.offload.params == "auto";
         if (tried && params != "none" && !can_rest_away(strategy)) continue;
-        const Config one = with(config, {strategy, optimizer, params});
-        if (!refusal_of(one, model, question.external_optimizer).empty()) continue;
-        all.push_back(simulated(question, one, model));
+        Config one = adapted(config, strategy, optimizer);
+        one.offload.params = params;
+        for (const std::string& gradients : gradient_tiers(question, one)) {
+          one.offload.gradients = gradients;
+          if (!refusal_of(one, model, question.external_optimizer).empty()) continue;
+          all.push_back(simulated(question, one, model));
+        }
       }
     }
   }
   const auto rank = [&](const Alternative& one) {
-    return std::tuple(excess_bytes(one, question.asked.room), one.tight, one.seconds, one.disk,
-                      one.host, one.device);
+    const bool worse = !question.gradients.empty() && rounds(one, config, model);
+    return std::tuple(excess_bytes(one, question.asked.room), worse, one.tight, one.seconds,
+                      one.disk, one.host, one.device);
   };
   std::stable_sort(all.begin(), all.end(),
                    [&](const auto& a, const auto& b) { return rank(a) < rank(b); });
@@ -163,8 +198,11 @@ std::vector<Alternative> alternatives(const Question& question, const ModelDesc&
 }
 
 std::string choice_text(const std::vector<Alternative>& alternatives) {
+  const bool moves = std::any_of(alternatives.begin(), alternatives.end(),
+                                 [](const auto& one) { return one.gradients != "none"; });
   std::vector<std::vector<std::string>> rows = {
       {"strategy", "optimizer", "params", "device", "host", "disk", "s/step", "fits", "why"}};
+  if (moves) rows.front().insert(rows.front().begin() + 3, "gradients");
   for (const Alternative& one : alternatives) {
     const bool first = &one == &alternatives.front();
     const auto bytes = [](int64_t count) {
@@ -181,6 +219,7 @@ std::string choice_text(const std::vector<Alternative>& alternatives) {
     rows.push_back({one.strategy, one.optimizer, one.params, bytes(one.device), bytes(one.host),
                     bytes(one.disk), seconds.str(),
                     !one.fits ? "no" : (one.tight ? "tight" : "yes"), join(why, "; ")});
+    if (moves) rows.back().insert(rows.back().begin() + 3, one.gradients);
   }
   std::vector<size_t> widths(rows.front().size(), 0);
   for (const auto& row : rows) {
@@ -221,28 +260,33 @@ void refuse(const Alternative& chosen, const std::vector<Alternative>& others, c
           ? "this fits: " + fits->text()
           : "no strategy and no offload fits: use more ranks, allow more (memory.device_bytes, "
             "memory.host_bytes; without them the free memory that was found counts), or set keys "
-            "that are not chosen automatically (offload.gradients \"disk\", a smaller "
-            "offload.window_bytes, "
+            "that are not chosen automatically (a smaller offload.window_bytes or prefetch_bytes, "
             "tiling, units)";
   throw ConfigError(concat("[plan::refuse] ", chosen.text(), " needs ", join(needs, " and "),
                            " on each rank; ", instead));
 }
+
 // `now` is the combination in use. An alternative helps only if it needs less of the resource that
 // ran out.
-
 std::string advice(const Question& question, const ModelDesc& model, const OffloadConfig& now,
                    int64_t Alternative::* bytes) {
   const std::vector<Alternative> all = alternatives(question, model);
   const auto current = std::find_if(all.begin(), all.end(), [&](const Alternative& one) {
-    return one.optimizer == now.optimizer && one.params == now.params;
+    return one.optimizer == now.optimizer && one.params == now.params &&
+           one.gradients == now.gradients;
   });
   const auto less = std::find_if(all.begin(), all.end(), [&](const Alternative& one) {
     return one.fits && current != all.end() && one.*bytes < (*current).*bytes;
   });
-  if (less == all.end()) return "no offload needs less: use more ranks or allow more";
+  const std::string beyond =
+      " (the prediction does not contain gathered(), weights read outside their module, and units "
+      "that run in another order than the model lists them)";
+  if (less == all.end()) {
+    return concat("no offload that fits needs less: use more ranks or allow more", beyond);
+  }
   return concat(less->text(),
                 " needs less of it: ", format_bytes(static_cast<double>((*less).*bytes)),
-                " predicted, not ", format_bytes(static_cast<double>((*current).*bytes)));
+                " predicted, not ", format_bytes(static_cast<double>((*current).*bytes)), beyond);
 }
 
 }  // namespace penstock

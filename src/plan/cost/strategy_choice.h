@@ -16,7 +16,13 @@ struct Question {
   std::vector<std::string> strategies;
   bool external_optimizer = false;
   bool many = false;  // true: many questions follow, so predict_window() is used
+  // The tiers of gradients that are tried. Empty: the tier of the config, since "host" rounds sums
+  // over several backwards and "disk" reads and writes more.
+  std::vector<std::string> gradients{};
 };
+
+// Leaves every offload tier of the question open. "Nothing fits" is true only of such a question.
+void open_all(Question& question);
 
 // Returns the alternatives that can run, the best first: those that fit with room to spare, then
 // those that just fit, then the rest, ordered by the bytes that are missing. Ties are broken by
@@ -29,8 +35,7 @@ Config with(const Config& config, const Alternative& chosen);
 // One line per alternative, with reasons.
 std::string choice_text(const std::vector<Alternative>& alternatives);
 
-// Returns why the tiers that are not "auto" cannot run, which is the reason if alternatives() is
-// empty.
+// Returns why alternatives() is empty: the reason why the tiers that are not "auto" cannot run.
 std::string refusal(const Question& question, const ModelDesc& model);
 
 // Throws a ConfigError that says why `chosen` does not fit, and names the first of `others` that
@@ -39,7 +44,8 @@ std::string refusal(const Question& question, const ModelDesc& model);
                          const Room& room);
 
 // Returns a sentence that names the best alternative among those that need less than `now` of the
-// resource that ran out.
+// resource that ran out. The run has exceeded its prediction, so it also says what no prediction
+// contains.
 std::string advice(const Question& question, const ModelDesc& model, const OffloadConfig& now,
                    int64_t Alternative::* bytes);
 

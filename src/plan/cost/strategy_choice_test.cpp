@@ -143,9 +143,10 @@ TEST(Choice, TheRefusalNamesWhatFits) {
   } catch (const ConfigError& error) {
     EXPECT_EQ(std::string(error.what()),
               "[plan::refuse] strategy \"zero3\", offload.optimizer \"none\", "
-              "offload.params \"none\" needs 31.00 KiB of device, but 11.67 KiB is allowed on each "
+              "offload.params \"none\", offload.gradients \"none\" needs 31.00 KiB of device, but "
+              "11.67 KiB is allowed on each "
               "rank; this fits: strategy \"zero3\", offload.optimizer \"host\", offload.params "
-              "\"none\"");
+              "\"none\", offload.gradients \"none\"");
   }
   EXPECT_THROW(refuse(set.front(), {}, room), ConfigError);
 }

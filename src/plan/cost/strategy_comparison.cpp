@@ -65,6 +65,10 @@ PlanReport compare(const PlanQuestion& asked, const ModelDesc& model, int64_t nu
     }
   }
   report.alternatives = alternatives(question, model);
+  if (!report.alternatives.front().fits) {  // "nothing fits" must have tried everything
+    open_all(question);
+    report.alternatives = alternatives(question, model);
+  }
   report.text = text_of(report, asked, model.units.size(), num_params);
   return report;
 }

@@ -1,4 +1,4 @@
-"""Quantized and LoRA layers, which are not supported: peft's train under every strategy."""
+"""Quantized and LoRA layers, which are not supported. Those of peft train under every strategy."""
 
 from .. import _missing_name
 

@@ -8,7 +8,7 @@ import torch
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Returns False: no parameter is an expert's that differs between ranks."""
+    """Returns False: no parameter belongs to an expert that differs between ranks."""
     return False
 
 

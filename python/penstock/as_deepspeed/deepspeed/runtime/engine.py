@@ -40,7 +40,7 @@ from .zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from .zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER = "adam", "adamw", "lamb"
-_ENGINES: weakref.WeakSet["DeepSpeedEngine"] = weakref.WeakSet()  # those that are not destroyed
+_ENGINES: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()  # those that are not destroyed
 # Keys without effect in a penstock.Engine that this engine implements.
 _TAKEN_HERE = ("steps_per_print", "dataloader_drop_last", "fp16.auto_cast")
 
@@ -231,6 +231,10 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
             if before is not None:
                 log_dist("an earlier engine of this model is closed", ranks=[0], level=WARNING)
                 before.close()
+                before._core.values.set_closed_by(
+                    ": deepspeed.initialize() was called again for its model. Use the engine that "
+                    "the last call returned"
+                )
         if made is None:  # the weights are only read
             self._frozen = [one for one in self.module.parameters() if one.requires_grad]
             for param in self._frozen:

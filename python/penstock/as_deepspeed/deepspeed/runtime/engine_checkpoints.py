@@ -331,5 +331,4 @@ class EngineCheckpoints:
         """Loads whole weights (`checkpoint["module"]`), which must be the same on all ranks."""
         if custom_load_fn is not None:
             raise ConfigError("[deepspeed::load_module_state_dict] custom_load_fn is not supported")
-        with self.native.gathered(write=True):
-            self.module.load_state_dict(checkpoint["module"], strict=strict)
+        self.native.load_state_dict(checkpoint["module"], strict=strict)

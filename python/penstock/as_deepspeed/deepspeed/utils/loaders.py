@@ -13,7 +13,7 @@ from .groups import get_data_parallel_rank, get_data_parallel_world_size
 
 
 class RepeatingLoader:
-    """A loader that starts again at its end."""
+    """A loader that starts over after its last batch."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

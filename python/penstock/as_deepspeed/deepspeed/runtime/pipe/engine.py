@@ -104,7 +104,7 @@ class PipelineEngine(DeepSpeedEngine):
         return made
 
     def _training_loader(self, dataset: Any) -> Any:
-        """Returns a loader in the dataset's order that starts again at its end."""
+        """Returns a loader in the dataset's order that starts over after its last batch."""
         return RepeatingLoader(self.deepspeed_io(dataset, data_sampler=self._sampler(dataset)))
 
     def _sampler(self, dataset: Any, shuffle: bool = False) -> Any:

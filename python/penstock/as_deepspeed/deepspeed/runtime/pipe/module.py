@@ -40,7 +40,7 @@ class PipelineModule(pipeline_layers.PipelineLayers):
 
     Args:
         layers: modules, LayerSpec, TiedLayerSpec, functions of one argument.
-        num_stages: the number of stages; the remaining factor of the ranks are data ranks.
+        num_stages: the number of stages. Each stage has (ranks / num_stages) data ranks.
         topology: instead of num_stages: axes "pipe" and "data", in this order; "model" must be 1.
         loss_fn: loss_fn(outputs, labels) -> []; default: the last layer returns the loss.
         seed_layers: seed before each layer is built and before it runs.

@@ -42,7 +42,7 @@ class ProcessTopology:
         if set(coord_kwargs) != set(self.axes):
             raise ConfigError(
                 f"[deepspeed::get_rank] axes {sorted(coord_kwargs)} are given, but all of "
-                f"{self.axes} are needed: use filter_match() for some of them"
+                f"{self.axes} are needed: call filter_match() to select ranks by some of the axes"
             )
         key = self.ProcessCoord(**coord_kwargs)
         if key not in self.mapping:

@@ -1,6 +1,7 @@
 """Groups of ranks that share sequences. This module is an `mpu` for `deepspeed.initialize()`.
 
-The ranks of a group are neighbours: with size 2, ranks 0 and 1 form a group, and ranks 2 and 3.
+The ranks of a group are neighbours: with size 2, ranks 0 and 1 form one group, ranks 2 and 3 the
+next.
 """
 
 from __future__ import annotations

@@ -309,7 +309,10 @@ def _config_of(model: Any, attention: str) -> Any:
         _fail(f'core_attn_implementation is "{attention}"; allowed: "{_CORE}"')
     text = config.get_text_config()
     if length_dependent_rotary(text):
-        _fail("the model's rotary embedding depends on the sequence length, and a rank has a part")
+        _fail(
+            "the model's rotary embedding depends on the sequence length, but a rank has only a "
+            "part of the sequence"
+        )
     if getattr(text, "attention_chunk_size", None) is not None:
         _fail("attention in chunks (attention_chunk_size) is not supported")
     return text

@@ -1,0 +1,67 @@
+#pragma once
+// Meter: the bytes that a simulated rank holds, by tier and use, and their peaks. A plain value.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <utility>
+
+#include "penstock/error.h"
+#include "src/plan/cost/simulator.h"
+
+namespace penstock {
+
+enum class Use : uint8_t { kParam, kGrad, kOptim, kBuffers };
+inline constexpr int kNumUses = 4;
+
+struct Held {
+  Tier tier;
+  Use use;
+  int64_t bytes;
+  int unit = -1;  // parameters being written to disk: their unit
+};
+
+using Bytes = std::array<std::array<int64_t, kNumUses>, kNumTiers>;  // by Tier, then by Use
+
+// Raises each entry of `most` to the entry of `other`.
+inline void raise(Bytes& most, const Bytes& other) {
+  for (size_t tier = 0; tier < most.size(); ++tier) {
+    for (size_t use = 0; use < most[tier].size(); ++use) {
+      most[tier][use] = std::max(most[tier][use], other[tier][use]);
+    }
+  }
+}
+
+// Current bytes and their peaks.
+class Meter {
+ public:
+  void add(const Held& held) {
+    int64_t& now = now_[static_cast<size_t>(held.tier)][static_cast<size_t>(held.use)];
+    now += held.bytes;
+    PENSTOCK_ASSERT(now >= 0, "more bytes freed than held");
+    MemoryPeak& peak = peaks[static_cast<size_t>(held.tier)];
+    int64_t* const by_use[kNumUses] = {&peak.param, &peak.grad, &peak.optim, &peak.buffers};
+    int64_t& own = *by_use[static_cast<size_t>(held.use)];
+    own = std::max(own, now);
+    int64_t total = 0;
+    for (const int64_t bytes : now_[static_cast<size_t>(held.tier)]) total += bytes;
+    peak.total = std::max(peak.total, total);
+    raise(lately_, now_);
+    if (held.tier == Tier::kDisk) return;
+    in_memory_now_ += held.bytes;
+    in_memory = std::max(in_memory, in_memory_now_);
+  }
+  void free(const Held& held) { add({held.tier, held.use, -held.bytes}); }
+
+  const Bytes& now() const { return now_; }
+  // Returns the peak of each entry since the last call.
+  Bytes lately() { return std::exchange(lately_, now_); }
+
+  std::array<MemoryPeak, kNumTiers> peaks{};
+  int64_t in_memory = 0;  // peak of device and host together
+
+ private:
+  Bytes now_{}, lately_{};
+  int64_t in_memory_now_ = 0;
+};
+
+}  // namespace penstock

@@ -1,0 +1,152 @@
+#pragma once
+// StateBytes: the sizes of a rank's copies, and of the buffers that their moves take. A plain
+// value; the model must outlive it.
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "src/base/text.h"
+#include "src/place/packing.h"
+#include "src/plan/copies.h"
+#include "src/plan/cost/memory_meter.h"
+#include "src/plan/route.h"
+#include "src/plan/table.h"
+
+namespace penstock {
+
+class StateBytes {
+ public:
+  StateBytes(const Table& table, const ModelDesc& model, const Mesh& mesh, double moments_per_param)
+      : table_(table.on(mesh)), model_(model), mesh_(mesh), moments_per_param_(moments_per_param) {}
+
+  const Placement& cell(Role role, Phase phase) const { return table_.at(role, phase); }
+
+  // Returns the bytes of one unit's role under a placement. Frozen parameters have no gradient and
+  // no optimizer state.
+  int64_t bytes(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
+    int64_t sum = 0;
+    for (const FlatDesc& flat : model_.units[unit].flats) {
+      if (role != Role::kParam && !flat.trainable) continue;
+      const auto [begin, end] = range_of(chunk, flat.numel / num_shards(place, mesh_));
+      const int64_t owned = end - begin;
+      if (role != Role::kOptim) {
+        sum += owned * dtype_bytes(table_.dtype_in(place, flat.dtype));
+      } else {
+        const auto moments =
+            static_cast<double>(owned * dtype_bytes(place.dtype)) * moments_per_param_;
+        sum += static_cast<int64_t>(moments) + (table_.has_master(flat.dtype) ? owned * 4 : 0);
+      }
+    }
+    return sum;
+  }
+
+  Held held(Role role, int unit, const Placement& place, const Chunk& chunk = {}) const {
+    const Use use = role == Role::kParam  ? Use::kParam
+                    : role == Role::kGrad ? Use::kGrad
+                                          : Use::kOptim;
+    return {place.tier, use, bytes(role, unit, place, chunk)};
+  }
+
+  // Returns the bytes of a unit's gradient in fp32.
+  int64_t wide_bytes(int unit, const Placement& place) const {
+    int64_t sum = 0;
+    for (const FlatDesc& flat : model_.units[unit].flats) {
+      if (flat.trainable) sum += 4 * (flat.numel / num_shards(place, mesh_));
+    }
+    return sum;
+  }
+
+  // Returns the bytes of a unit's largest flat of parameters.
+  int64_t largest_flat(int unit, const Placement& place) const {
+    int64_t largest = 0;
+    for (const FlatDesc& flat : model_.units[unit].flats) {
+      const int64_t owned = flat.numel / num_shards(place, mesh_);
+      largest = std::max(largest, owned * dtype_bytes(table_.dtype_in(place, flat.dtype)));
+    }
+    return largest;
+  }
+
+  int group_size(const Move& move) const {
+    int size = 1;
+    for (const Axis axis : move.axes) size *= mesh_.size(axis);
+    return size;
+  }
+
+  int64_t group_size(const Pass& pass) const {
+    int64_t size = 1;
+    for (const Axis axis : pass.axes) size *= mesh_.size(axis);
+    return size;
+  }
+
+  // Returns the bytes of buffers for a step whose flats all take the same route. These are the
+  // buffers between passes, plus the largest receive buffer and the largest packed buffer, since
+  // passes run one after another.
+  int64_t buffer_bytes(const Route& way, Role role, const std::vector<int>& units,
+                       bool adds = false) const {
+    std::vector<Packing> packing(way.passes.size());
+    for_each_flat(role, units, [&](const FlatDesc& flat) {
+      for (size_t i = 0; i < way.passes.size(); ++i) packing[i].add(shard_bytes(way, i, flat));
+    });
+    int64_t sum = 0, packed = 0;
+    for (size_t i = 0; i < way.passes.size(); ++i) {
+      const int64_t size = group_size(way.passes[i]);
+      if (way.passes[i].sums()) packed = std::max(packed, packing[i].reduce_bytes(size));
+      if (way.passes[i].kind == PassKind::kAllGather)
+        packed = std::max(packed, packing[i].gather_bytes(size));
+    }
+    for_each_flat(role, units, [&](const FlatDesc& flat) {
+      int64_t received = 0;
+      for (size_t i = 0; i < way.passes.size(); ++i) {
+        const Pass& pass = way.passes[i];
+        if (pass.sums())
+          received = std::max(received, shard_bytes(way, i, flat) * (group_size(pass) - 1));
+        const bool stands = pass.kind != PassKind::kAllReduce && !way.into_next(i);
+        if (stands && !(adds ? i + 1 == way.passes.size() : way.ends_at(i)))
+          sum += flat.numel / num_shards(pass.to, mesh_) * dtype_bytes(dtype_after(way, i, flat));
+      }
+      sum += received;
+    });
+    return sum + packed;
+  }
+
+  template <class Visit>
+  void for_each_flat(Role role, const std::vector<int>& units, const Visit& visit) const {
+    for (const int unit : units) {
+      for (const FlatDesc& flat : model_.units[unit].flats) {
+        if (flat.trainable || role == Role::kParam) visit(flat);
+      }
+    }
+  }
+
+  Dtype dtype_after(const Route& way, size_t pass, const FlatDesc& flat) const {
+    return way.dtype_after(pass, table_.dtype_in(way.from, flat.dtype),
+                           table_.dtype_in(way.to, flat.dtype));
+  }
+
+  // Returns the bytes of one shard in a collective pass.
+  int64_t shard_bytes(const Route& way, size_t index, const FlatDesc& flat) const {
+    const Pass& pass = way.passes[index];
+    const int64_t numel = flat.numel / num_shards(pass.from, mesh_);
+    if (!pass.sums()) return numel * dtype_bytes(dtype_after(way, index, flat));
+    const Dtype before =
+        index == 0 ? table_.dtype_in(way.from, flat.dtype) : dtype_after(way, index - 1, flat);
+    return numel * dtype_bytes(before) / group_size(pass);
+  }
+
+  Route route_of(const Copies& copies, const std::vector<Move>& moves) const {
+    const std::optional<Placement> from = copies.source(moves);
+    PENSTOCK_ASSERT(from, concat("no copy for ", moves.front().text(), " to start from"));
+    return route(*from, moves, mesh_, 0);
+  }
+
+ protected:
+  const Table table_;
+  const ModelDesc& model_;
+  const Mesh mesh_;
+
+ private:
+  const double moments_per_param_;
+};
+
+}  // namespace penstock
