@@ -175,7 +175,7 @@ def test_refused(pools):
     pools(2).run(refused, "bloom", exact, {}, "slow_but_exact")
     pools(2).run(refused, "falcon", OLD | {"multi_query": True}, {}, "one key and value head")
     pools(2).run(refused, "falcon", OLD | {"alibi": True}, {}, "alibi")
-    pools(2).run(refused, "falcon", {"num_kv_heads": 1}, {}, "num_kv_heads.*does not divide")
+    pools(2).run(refused, "falcon", {"num_kv_heads": 1}, {}, "num_kv_heads.*is not divisible")
 
 
 def test_cut_logits_need_tensor_ranks():

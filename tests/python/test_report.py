@@ -22,6 +22,14 @@ import report_picture  # noqa: E402
 
 BROWSER = pytest.mark.skipif(report_picture.browser() is None, reason="no Chromium here")
 DEMO = pathlib.Path(__file__).parents[2] / "build/demo"
+
+
+def whole_demo():
+    """Whether `make demo` wrote it; a short run of test_examples.py writes there too."""
+    metrics = DEMO / "metrics.jsonl"
+    return (DEMO / "trace.json").exists() and len(metrics.read_text().splitlines()) >= 50
+
+
 SCRIPT = """
 import sys, torch, penstock
 torch.manual_seed(0)
@@ -153,7 +161,7 @@ def test_in_a_browser(width, scheme, folder, tmp_path):
 
 
 @BROWSER
-@pytest.mark.skipif(not (DEMO / "trace.json").exists(), reason="`make demo` writes it")
+@pytest.mark.skipif(not whole_demo(), reason="`make demo` writes it")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_report_of_the_demo(width, tmp_path):
     assert cli.main(["report", str(DEMO), "-o", str(tmp_path / "r.html")]) == 0

@@ -48,14 +48,14 @@ def _status(args: argparse.Namespace) -> int:
         found = live_status.readable(live_status.pids())
     else:
         found = live_status.of_process(args.pid, "status")
+    missing = arrivals.sentences(live_status.pids()) if args.pid is None else []
     if not found:
-        missing = arrivals.sentences(live_status.pids())
         print("\n".join(["you have no engine on this machine", *missing]))
         return 0
     if args.log:
         print(_log(found))
         return 0
-    print("\n\n".join(_table(run) for run in live_status.by_run(found)))
+    print("\n\n".join([*(_table(run) for run in live_status.by_run(found)), *missing]))
     return 0
 
 

@@ -390,8 +390,10 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         Keys: "predicted" (strategy -> entry), "measured" (entry), "strategy". An entry has the
         peak bytes in memory of "param", "grad", "optim", "buffers" and of their "total"; "device"
         and "host", the total by tier; "memory", the peak of device and host at one time; and
-        "disk", the bytes on disk. "exchanges" is the number of
-        exchanges with other ranks in a step (measured: in the last step). "measured" also has
+        "disk", the bytes on disk. "exchanges" is the number of exchanges with other ranks in a
+        step (measured: in the last step). "resident" has the bytes of the "process" now and of its
+        parts: "engine", "libraries", "shared", "heap" and "heap_free", which overlap in small
+        buffers and in free memory that has gone back to the system. "measured" also has
         "disk_read" and "disk_written", the bytes moved so far, and "act", the bytes of offloaded
         activations in host memory. "act" is not part of the total, because its size is unknown
         before the first forward.

@@ -40,7 +40,9 @@ class Simulation : StateBytes {
   Ledger run(const Plan& plan, LineBytes* by_line = nullptr) && {
     walk(plan, by_line);
     const Ledger first = ledger_;
-    if (by_line == nullptr && rests() && (!writing_.empty() || update_.late_update)) {
+    const bool whole = std::any_of(plan.steps.begin(), plan.steps.end(),
+                                   [](const Step& step) { return step.op == Op::kBackward; });
+    if (by_line == nullptr && whole && rests() && (!writing_.empty() || update_.late_update)) {
       after_ = meter_.now();
       if (!updated_.empty()) raise(updated_.back().second, meter_.lately());
       if (update_.late_update) continue_update();

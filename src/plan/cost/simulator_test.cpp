@@ -287,5 +287,24 @@ TEST(SimulatorTest, TextNamesTiersAndLinks) {
   EXPECT_NE(text.find("sent in forward over node 3.00 KiB\n"), std::string::npos) << text;
 }
 
+// The peaks of a step after the first: the last chunk of the update is still being written during
+// forward, and a late update continues there.
+TEST(SimulatorTest, TheNextForwardRunsBesideTheEndOfTheUpdate) {
+  const Table table = preset("zero3", {.optim_tier = Tier::kDisk}).on(kMesh);
+  ModelDesc model;
+  model.units = {{.name = "root", .flats = {}}, {.name = "block", .flats = {{1024}}}};
+  assume_order(model, true);
+  const Plan plan = plan_step(table, model, kMesh, 1);
+  const int64_t shard = 1024 / kMesh.data(),
+                state = shard * 8;  // fp32: the parameter is the master
+  const Ledger steady = simulate(plan, table, model, kMesh);
+  const Ledger late = simulate(plan, table, model, kMesh, {.late_update = true});
+  const auto& host = [](const Ledger& one) { return one.tier[static_cast<size_t>(Tier::kHost)]; };
+  EXPECT_GE(host(steady).total, state + shard * 4);  // the state and the gradient in the update
+  EXPECT_GE(late.in_memory, steady.in_memory);
+  EXPECT_EQ(late.exchanges, steady.exchanges);
+  EXPECT_EQ(late.sent, steady.sent);
+}
+
 }  // namespace
 }  // namespace penstock::simulator_test
