@@ -88,4 +88,32 @@ AT_THE_BORDER = [
         '{"/parallel/norms", nullptr},',
         Program("src/engine/engine_test", ("--gtest_filter=ConfigKeys.*",)),
     ),
+    Mutation(
+        "the timeout of torch's group is not the engine's",
+        "python/penstock/front/ranks.py",
+        'return {**values, "comm": {**(comm or {}), "timeout_s": default_timeout_s()}}',
+        "return values",
+        Pytest(("tests/python/test_group_timeout.py",)),
+    ),
+    Mutation(
+        "an empty list of slots means every slot",
+        "python/penstock/launch/hostfile.py",
+        "    if not listed:\n        raise ValueError(",
+        "    if not listed:\n        return list(range(host.slots))\n        raise ValueError(",
+        Pytest(("tests/python/test_launch_fuzz.py",)),
+    ),
+    Mutation(
+        "masters keep the rounded values of a loaded state",
+        "src/exec/gathered_values.cpp",
+        "at::where(rounded(kept).eq(rounded(loaded)), loaded, kept)",
+        "at::where(rounded(kept).eq(rounded(loaded)), kept, kept)",
+        Pytest(("tests/python/test_loaded_masters.py",)),
+    ),
+    Mutation(
+        "an edit on one rank is not compared",
+        "src/exec/replica_edits.cpp",
+        "  if (counted || sampled) compare(suspects(counted, sampled));\n",
+        "",
+        Pytest(("tests/parity/test_border_alone.py",)),
+    ),
 ]
