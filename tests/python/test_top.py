@@ -18,6 +18,7 @@ import subprocess
 import sys
 import termios
 import time
+from unittest import mock
 
 import models
 import psutil
@@ -236,7 +237,8 @@ def wait_for(condition, seconds=90.0):
 def top(*args):
     """Its exit code and what it says, without a terminal."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    wide = mock.patch.dict(os.environ, {"COLUMNS": "160"})  # a worker of pytest-xdist has 80
+    with wide, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = cli.main(["top", *map(str, args)])
         except SystemExit as error:  # argparse's

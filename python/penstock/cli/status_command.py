@@ -48,7 +48,9 @@ def _status(args: argparse.Namespace) -> int:
         found = live_status.readable(live_status.pids())
     else:
         found = live_status.of_process(args.pid, "status")
-    missing = arrivals.sentences(live_status.pids()) if args.pid is None else []
+    engines = {pid for pid, _ in found}
+    others = [] if args.pid is not None else [p for p in live_status.pids() if p not in engines]
+    missing = arrivals.sentences(others)
     if not found:
         print("\n".join(["you have no engine on this machine", *missing]))
         return 0
