@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from penstock.launch import arrivals
+from penstock.launch import arrivals, proc
 from penstock.launch.arrivals import Arrival
 
 SCRIPT = """
@@ -67,7 +67,7 @@ def run(tmp_path):
 
 
 def missing(launcher):
-    return arrivals.sentences(arrivals.descendants(launcher.pid))
+    return arrivals.sentences(proc.descendants(launcher.pid))
 
 
 def test_the_missing_rank_is_named(run, tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 # Engines that are made before the first measurement, and after it.
 WARM, MORE, MORE_FULL = 20, 20, 180
 LARGEST_GROWTH = 0.01  # of the resident memory
-# Of a closed engine that the user keeps: its objects and last events; with peers also buffers.
+# A closed engine that the user keeps holds its objects and last events; with peers also buffers.
 KEPT_KIB = {1: 64, 2: 256}
 
 

@@ -31,8 +31,9 @@ from torch import nn
 PACKAGE = "pytorch_optimizer"
 WORLD, STEPS = 2, 8
 STRATEGIES = ("zero1", "zero3")
-# Of the distance that plain torch goes: gradients of both sides are equal to the last bits, and an
-# optimizer that works on slices otherwise differs by percents.
+# The allowed difference, relative to the distance that plain torch moves the weights. Gradients of
+# both sides differ in their last bits only; an optimizer that treats slices otherwise differs by
+# percents.
 LIMIT = 1e-3
 
 Weights = dict[str, torch.Tensor]

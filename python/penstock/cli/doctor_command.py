@@ -13,8 +13,7 @@ import torch.distributed
 from torch._C._distributed_c10d import HashStore
 
 from penstock._native import _penstock
-from penstock.cli import live_status
-from penstock.launch import arrivals
+from penstock.launch import arrivals, proc
 
 _WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -50,7 +49,7 @@ def _doctor(_args: argparse.Namespace) -> int:
         "environment": " ".join(f"{k}={os.environ[k]}" for k in _WORLD_VARIABLES if k in os.environ)
         or "no launcher",
     }
-    for number, missing in enumerate(arrivals.sentences(live_status.pids())):
+    for number, missing in enumerate(arrivals.sentences(proc.pids())):
         facts[f"waiting {number}" if number else "waiting"] = missing
     for name, value in facts.items():
         print(f"{name:<15}{value}")

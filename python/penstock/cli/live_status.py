@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-import pathlib
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ from typing import Any
 
 from penstock._native import _penstock
 from penstock.launch import arrivals
+from penstock.launch.proc import PROC, descendants, field, pids
 
-_PROC = pathlib.Path("/proc")
 _LONG_S = 5.0  # a healthy run has no wait of all ranks longer than this
 _LINK = f"/memfd:{_penstock.STATUS_FILE}"
 
@@ -27,24 +26,10 @@ Found = list[tuple[int, Any]]  # process, board
 # ---- processes
 
 
-def pids() -> list[int]:
-    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal()]
-
-
-def field(pid: int, name: str) -> list[str]:
-    """Returns the words of one line of /proc/PID/status; empty if the process has ended."""
-    try:
-        text = (_PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    lines = (line.partition(":") for line in text.splitlines())
-    return next((value.split() for key, _, value in lines if key == name), [])
-
-
 def began(pid: int) -> float:
     """Returns when the process started, in seconds since 1970; 0 if it has ended."""
     try:
-        words = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        words = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0.0
     ticks = int(words.rpartition(")")[2].split()[19])  # since boot
@@ -52,24 +37,12 @@ def began(pid: int) -> float:
     return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def descendants(pid: int) -> list[int]:
-    """Returns the process and all its descendants; the process comes first."""
-    children: dict[int, list[int]] = collections.defaultdict(list)
-    for other in pids():
-        for parent in field(other, "PPid"):
-            children[int(parent)].append(other)
-    found: list[int] = [pid]
-    for one in found:  # the list grows
-        found.extend(children[one])
-    return found
-
-
 # ---- boards
 
 
 def of(pid: int) -> list[Any]:
     """Returns the boards of a process, without boards that it inherited through a fork."""
-    folder = _PROC / str(pid) / "fd"
+    folder = PROC / str(pid) / "fd"
     own = {str(pid), *field(pid, "NSpid")[-1:]}  # its id here, and its id in its container
     found = []
     try:

@@ -6,7 +6,7 @@ import argparse
 
 from penstock.cli import live_status
 from penstock.cli.live_status import Found, Place
-from penstock.launch import arrivals
+from penstock.launch import arrivals, proc
 
 
 def _row(place: Place) -> list[str]:
@@ -45,11 +45,11 @@ def _log(found: Found) -> str:
 
 def _status(args: argparse.Namespace) -> int:
     if args.pid is None:
-        found = live_status.readable(live_status.pids())
+        found = live_status.readable(proc.pids())
     else:
         found = live_status.of_process(args.pid, "status")
     engines = {pid for pid, _ in found}
-    others = [] if args.pid is not None else [p for p in live_status.pids() if p not in engines]
+    others = [] if args.pid is not None else [p for p in proc.pids() if p not in engines]
     missing = arrivals.sentences(others)
     if not found:
         print("\n".join(["you have no engine on this machine", *missing]))

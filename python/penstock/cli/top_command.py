@@ -13,6 +13,7 @@ from typing import Any
 from penstock.cli import live_status, terminal, top_text
 from penstock.cli.live_status import Found
 from penstock.cli.top_text import View
+from penstock.launch import proc
 from penstock.monitor import run
 
 _EVERY_S = 1.0
@@ -86,7 +87,7 @@ class Watch:
 
     def ended(self) -> bool:
         """Whether a run without an open engine cannot open another one."""
-        state = live_status.field(self._pid, "State")[:1] if self._pid is not None else []
+        state = proc.field(self._pid, "State")[:1] if self._pid is not None else []
         return not self._is_launcher or state in ([], ["Z"])
 
     def last_words(self) -> str:
@@ -118,7 +119,7 @@ class Watch:
             except ValueError:
                 if not self._runs:
                     raise
-        return [one for one in live_status.readable(live_status.pids()) if self._wanted(one)]
+        return [one for one in live_status.readable(proc.pids()) if self._wanted(one)]
 
     def _wanted(self, one: tuple[int, Any]) -> bool:
         if self._folder is None and self._pid is None:

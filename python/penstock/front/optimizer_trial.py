@@ -26,7 +26,8 @@ from penstock._native import ConfigError
 
 CUT = 11  # first element of the second half; a trial has 24 elements
 SHAPES = (torch.Size([4, 6]), torch.Size([2, 3, 2, 2]))
-# Of each step's gradient, see _gradient(): some optimizers clip, or project if it is orthogonal.
+# The size of each step's gradient; 0: nearly orthogonal to the parameter. Some optimizers clip a
+# gradient, or project it if it is orthogonal.
 _GRADIENTS = (1.0, 1.0, 0.0, 1.0, 1e-3, 1.0, 1.0, 0.0, 1.0, 1e3, 1.0, 1.0)
 STEPS = len(_GRADIENTS)
 _SCALES = (1.0, 1e-3)  # of the parameter: small values show small updates

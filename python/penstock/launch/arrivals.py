@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pathlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-_PROC = pathlib.Path("/proc")
+from penstock.launch.proc import PROC, descendants
+
 _ESTABLISHED = "01"
 
 
@@ -35,7 +35,7 @@ class Arrival:
 
 def _environment(pid: int) -> dict[str, str]:
     with contextlib.suppress(OSError):
-        text = (_PROC / str(pid) / "environ").read_bytes().decode(errors="replace")
+        text = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace")
         return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
     return {}
 
@@ -44,7 +44,7 @@ def _sockets(pid: int) -> set[str]:
     """Returns the inodes of the process's sockets."""
     found = set()
     with contextlib.suppress(OSError):
-        for entry in (_PROC / str(pid) / "fd").iterdir():
+        for entry in (PROC / str(pid) / "fd").iterdir():
             with contextlib.suppress(OSError):
                 link = os.readlink(entry)
                 if link.startswith("socket:["):
@@ -57,26 +57,12 @@ def _is_connected(pid: int, port: int) -> bool:
     own = _sockets(pid)
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
-            for line in (_PROC / str(pid) / "net" / table).read_text().splitlines()[1:]:
+            for line in (PROC / str(pid) / "net" / table).read_text().splitlines()[1:]:
                 words = line.split()
                 to_port = int(words[2].rpartition(":")[2], 16)
                 if words[3] == _ESTABLISHED and to_port == port and words[9] in own:
                     return True
     return False
-
-
-def _children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        words = (_PROC / str(pid) / "task" / str(pid) / "children").read_text().split()
-        return [int(word) for word in words]
-    return []
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Yields the process and the processes that it and its children started."""
-    yield pid
-    for child in _children(pid):
-        yield from descendants(child)
 
 
 def look(pids: Iterable[int]) -> list[Arrival]:
