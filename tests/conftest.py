@@ -67,8 +67,18 @@ def pools():
 @pytest.fixture(scope="session")
 def device_pools():
     """Of their own: a process that knows the simulated device is no longer one that knows the CPU
-    alone."""
-    yield from started_pools()
+    alone. Each rank needs a device of its own, as NCCL refuses two on one."""
+    import torch  # noqa: PLC0415 - as in started_pools()
+
+    simulated = os.environ.get("PENSTOCK_TEST_DEVICE", "sim") == "sim"
+    for pools in started_pools():
+
+        def pool_of(world, pools=pools):
+            if not simulated and world > torch.accelerator.device_count():
+                pytest.skip(f"needs {world} devices")
+            return pools(world)
+
+        yield pool_of
 
 
 @pytest.fixture(scope="module")

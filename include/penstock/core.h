@@ -99,6 +99,8 @@ class PENSTOCK_API Core {
   // Must be called after a backward that threw `error`. If an engine hook threw, rethrows its
   // exception.
   void backward_failed(const std::string& error);
+  // Must be called after a call of all ranks that raised `error` on this rank, perhaps alone.
+  void call_failed(const std::string& call, const std::string& error);
   // Returns whether a step would be applied now: either the window is complete, or `force` is set
   // and the window has had a backward.
   bool window_complete(bool force);
@@ -111,7 +113,7 @@ class PENSTOCK_API Core {
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {},
             const std::string& options = "");
   // Drops the gradients accumulated since the last step.
-  void zero_grad();
+  void zero_grad(bool set_to_none = true);
   int64_t steps() const;
 
   // Returns or replaces the plan of a section ("forward", ...). A replacement must compute
@@ -128,6 +130,7 @@ class PENSTOCK_API Core {
   std::string close(bool gather, const std::string& why = {});
 
  private:
+  friend class Calls;
   friend class Checkpoints;
   friend class Metrics;
   friend class PipelineRanks;
@@ -140,6 +143,23 @@ class PENSTOCK_API Core {
   struct State;
   // Shared with views and autograd hooks, which may outlive the core.
   std::shared_ptr<State> state_;
+};
+
+// Which thread is in a call of the engine. A front reports its forwards here.
+class PENSTOCK_API Calls {
+ public:
+  explicit Calls(const Core& core) : state_(core.state_) {}
+
+  // Must be called before a forward of the model. Throws RuntimeFault, and changes nothing, if
+  // another thread is in a forward, a backward or a step.
+  void enter(const std::string& call);
+  // Must be called after it.
+  void leave();
+  // Sets what names a thread by its number in errors; "" for a thread that no caller started.
+  void name_threads(std::function<std::string(int64_t)> name);
+
+ private:
+  std::shared_ptr<Core::State> state_;
 };
 
 // Units whose forward the front computes again in backward (UnitInfo::recomputed), and their saved

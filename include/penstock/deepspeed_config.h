@@ -35,8 +35,11 @@ struct GivenKey {
 
 struct PENSTOCK_API TranslatedConfig {
   std::string native;           // JSON, for Config::parse
+  std::string values;           // JSON: the config with each value as DeepSpeed reads it
   std::string scheduler;        // JSON of the "scheduler" section, for the front; empty if absent
   std::vector<GivenKey> given;  // in the order of the text
+  // Keys that are still "auto" although DeepSpeed needs a number there. The default applies.
+  std::vector<std::string> left_over;
 
   // Returns one text that lists the keys without effect, with reasons; empty if there are none.
   std::string warning() const;

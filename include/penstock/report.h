@@ -22,8 +22,8 @@ struct LedgerEntry {
   int64_t exchanges = 0;  // exchanges with peers in one step; measured: in the last step
 };
 // What the memory of this process consists of now, in bytes. The parts are not exact: `engine` has
-// small buffers that `heap` counts too, and free memory of the heap may have gone back to the
-// system.
+// small buffers that `heap` counts too, and the last sixteenth of a large buffer may be untouched.
+// What is left of `process` are objects of Python, stacks and small buffers of threads.
 struct ResidentMemory {
   int64_t process = 0;    // resident pages
   int64_t engine = 0;     // the engine's buffers in host memory, used or kept for reuse;
@@ -31,7 +31,7 @@ struct ResidentMemory {
   int64_t libraries = 0;  // pages of files: the code of Python, torch and the engine
   int64_t shared = 0;     // memory that ranks of this host share
   int64_t heap = 0;       // in use in the heap of malloc: tensors and objects of Python and torch
-  int64_t heap_free = 0;  // free in that heap: tensors that have been freed
+  int64_t heap_free = 0;  // resident in that heap but freed: malloc keeps it for later tensors
 };
 struct LedgerReport {
   std::map<std::string, LedgerEntry> predicted;

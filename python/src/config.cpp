@@ -39,7 +39,8 @@ void bind_state_sections(py::module_& module) {
       .def_readonly("schedule", &ParallelConfig::schedule)
       .def_readonly("virtual_stages", &ParallelConfig::virtual_stages)
       .def_readonly("cut_logits", &ParallelConfig::cut_logits)
-      .def_readonly("norms", &ParallelConfig::norms);
+      .def_readonly("norms", &ParallelConfig::norms)
+      .def_readonly("verify", &ParallelConfig::verify);
   py::class_<OffloadConfig>(module, "OffloadConfig")
       .def_readonly("optimizer", &OffloadConfig::optimizer)
       .def_readonly("params", &OffloadConfig::params)
@@ -118,8 +119,10 @@ void bind_deepspeed(py::module_& module) {
       .def_readonly("note", &GivenKey::note);
   py::class_<TranslatedConfig>(module, "TranslatedConfig")
       .def_readonly("native", &TranslatedConfig::native)
+      .def_readonly("values", &TranslatedConfig::values)
       .def_readonly("scheduler", &TranslatedConfig::scheduler)
       .def_readonly("given", &TranslatedConfig::given)
+      .def_readonly("left_over", &TranslatedConfig::left_over)
       .def_property_readonly("warning", &TranslatedConfig::warning);
   py::class_<DeepSpeedSchedule>(module, "DeepSpeedSchedule")
       .def(py::init(&DeepSpeedSchedule::make), py::arg("type"), py::arg("params"))
@@ -181,11 +184,13 @@ void bind_config(py::module_& module) {
           py::arg("world_size"))
       .def(
           "with_rules",
-          [](Config config, std::vector<std::pair<std::string, std::string>> rules) {
+          [](Config config, std::vector<std::pair<std::string, std::string>> rules,
+             std::string verify) {
             config.parallel.rules = std::move(rules);
+            config.parallel.verify = std::move(verify);
             return config;
           },
-          py::arg("rules"))
+          py::arg("rules"), py::arg("verify"))
       .def(
           "with_head",
           [](Config config, std::string module_name) {

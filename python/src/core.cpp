@@ -82,6 +82,10 @@ void bind_recomputation(py::module_& module) {
 void bind_core(py::module_& module) {
   bind_tree(module);
   bind_recomputation(module);
+  py::class_<Calls>(module, "Calls")
+      .def("enter", &Calls::enter, NoGil())
+      .def("leave", &Calls::leave, NoGil())
+      .def("name_threads", &Calls::name_threads);
   py::class_<UnitInfo>(module, "UnitInfo")
       .def_readonly("module", &UnitInfo::module)
       .def_readonly("is_tile", &UnitInfo::is_tile)
@@ -100,22 +104,27 @@ void bind_core(py::module_& module) {
       .def("unit_end", &Core::unit_end, NoGil())
       .def("any_forward", &Core::any_forward, NoGil())
       .def("mean", &Core::mean, py::arg("mine"), py::arg("counts") = true, NoGil())
-      .def("relearn", &Core::relearn)
+      .def("relearn", &Core::relearn, NoGil())
       .def("resume_backward", &Core::resume_backward, NoGil())
       .def("forward_failed", &Core::forward_failed, NoGil())
-      .def("start_backward",
-           [](Core& core, const at::Tensor& loss, const std::optional<at::Tensor>& gradient) {
-             const at::Tensor start = core.start_backward(loss, gradient.value_or(at::Tensor()));
-             return start.defined() ? std::optional(start) : std::nullopt;
-           })
-      .def("backward_failed", &Core::backward_failed)
-      .def("window_complete", &Core::window_complete)
+      .def(
+          "start_backward",
+          [](Core& core, const at::Tensor& loss, const std::optional<at::Tensor>& gradient) {
+            const at::Tensor start = core.start_backward(loss, gradient.value_or(at::Tensor()));
+            return start.defined() ? std::optional(start) : std::nullopt;
+          },
+          NoGil())
+      .def("end_backward", &Core::end_backward, NoGil())
+      .def("backward_failed", &Core::backward_failed, NoGil())
+      .def("call_failed", &Core::call_failed, NoGil())
+      .def("window_complete", &Core::window_complete, NoGil())
       .def("step", &step, py::arg("groups"), py::arg("external") = py::none(),
            py::arg("options") = "")
-      .def("zero_grad", &Core::zero_grad, NoGil())
+      .def("zero_grad", &Core::zero_grad, NoGil(), py::arg("set_to_none") = true)
       .def_property_readonly("steps", &Core::steps)
       .def("plan_text", &Core::plan_text)
       .def("set_plan_text", &Core::set_plan_text)
+      .def_property_readonly("calls", [](const Core& core) { return Calls(core); })
       .def_property_readonly("recomputation", [](Core& core) { return Recomputation(core); })
       .def_property_readonly("report", [](const Core& core) { return Report(core); })
       .def_property_readonly("metrics", [](const Core& core) { return Metrics(core); })

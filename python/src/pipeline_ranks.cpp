@@ -67,7 +67,7 @@ void bind_pipeline_ranks(py::module_& module) {
           [](PipelineRanks& ranks, const StageAction& action, const py::bytes& text,
              const Tensors& tensors) { ranks.send(action, {text, into(tensors)}); },
           py::arg("action"), py::arg("text"), py::arg("tensors"))
-      .def("end_backward", &PipelineRanks::end_backward, no_gil)
+      .def("end_backward", &PipelineRanks::end_backward, py::arg("action"), no_gil)
       .def("end", &PipelineRanks::end, no_gil)
       .def(
           "set_buffers",

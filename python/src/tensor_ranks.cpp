@@ -8,6 +8,25 @@ namespace py = pybind11;
 
 namespace penstock::python {
 
+namespace {
+
+// Returns name -> (dim, ranges [begin, end) along it of each rank) of cut parameters. A parameter
+// that is whole, and whose gradients are addends, has the dim -1 and no ranges.
+py::dict cuts_of(const TensorRanks& ranks) {
+  py::dict cuts;
+  for (const auto& [name, cut] : ranks.cuts()) {
+    std::vector<std::vector<std::pair<int64_t, int64_t>>> ranges;
+    const bool is_cut = cut.kind == TensorCut::kCut;
+    for (int rank = 0; is_cut && rank < ranks.count(); ++rank) {
+      ranges.push_back(cut.ranges(rank, ranks.count()));
+    }
+    cuts[py::str(name)] = py::make_tuple(is_cut ? cut.dim : -1, ranges);
+  }
+  return cuts;
+}
+
+}  // namespace
+
 // Functions that exchange data with the tensor ranks release the interpreter's lock.
 void bind_tensor_ranks(py::module_& module) {
   py::class_<TensorModule>(module, "TensorModule")
@@ -28,6 +47,8 @@ void bind_tensor_ranks(py::module_& module) {
       .def_property_readonly("index", &TensorRanks::index)
       .def_property_readonly("count", &TensorRanks::count)
       .def_property_readonly("modules", &TensorRanks::modules)
+      .def_property_readonly("cuts", &cuts_of)
+      .def("all_of", &TensorRanks::all_of, py::arg("what"), py::arg("values"), no_gil)
       .def("linear", &TensorRanks::linear, py::arg("how"), py::arg("input"), py::arg("weight"),
            py::arg("bias"), no_gil)
       .def("cut_logits", &TensorRanks::cut_logits, py::arg("how"), py::arg("input"),

@@ -218,6 +218,7 @@ RankStatus Board::read(const Page& page) {
     lane.waits = cell.waits.load(std::memory_order_acquire);
     lane.peer = cell.peer;
     lane.sequence = cell.sequence;
+    lane.tag = cell.tag;
     lane.line = cell.cell.read(now);
   }
   const uint32_t end = page.num_lines.load(std::memory_order_acquire);

@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "src/base/status.h"
+#include "src/base/turns.h"
 
 namespace penstock {
 
@@ -53,6 +54,9 @@ class Board {
   void waits_for(uint32_t tag, int peer);
   void wait_ends(int lane);
 
+  // The calls of the model's thread that run collectives. Other processes do not see them.
+  TurnLog& turns() { return turns_; }
+
   RankStatus status() const;
   // Returns text for the error about a lost peer: the last plan lines, and the path of a report
   // with all lines of the board. Returns "" before the first line.
@@ -71,11 +75,24 @@ class Board {
   Page* page_ = nullptr;
   int64_t step_ = 0;  // written by the model's thread
   const std::string report_dir_;
+  TurnLog turns_;
 };
 
 // Records the position of the model's thread; the board may be null.
 inline void show(Board* board, std::string_view what) {
   if (board != nullptr) board->at(what);
+}
+
+// Records that the model's thread begins a call that runs collectives. All ranks must begin calls
+// of the same `kind`. `did` tells users of it. The board may be null.
+inline void take_turn(Board* board, const std::string& kind, const std::string& did) {
+  if (board != nullptr) board->turns().begin({kind, did, std::string(), false});
+}
+
+// Records that the call ended early on this rank: "left its forward by an error". `owes`: it has
+// not made all of its collectives. The board may be null.
+inline void leave_turn(Board* board, const std::string& error, bool owes) {
+  if (board != nullptr) board->turns().raised(error, owes);
 }
 
 // RAII: records that the lane waits for this collective. The board may be null.

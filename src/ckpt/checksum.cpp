@@ -16,7 +16,7 @@ uint64_t checksum(const void* data, int64_t bytes) {
 }
 
 uint64_t checksum(const at::Tensor& tensor) {
-  const at::Tensor whole = tensor.detach().contiguous();
+  const at::Tensor whole = tensor.detach().cpu().contiguous();
   return checksum(whole.const_data_ptr(), static_cast<int64_t>(whole.nbytes()));
 }
 

@@ -269,7 +269,8 @@ std::vector<std::string> tags(const std::string& root) {
   } catch (const RuntimeFault& fault) {
     why = fault.what();
   }
-  std::fprintf(stderr, "penstock: \"%s\" is passed over: %s\n", pointer.c_str(), why.c_str());
+  std::fprintf(stderr, "penstock: \"%s\" is not used, and the newest checkpoint is: %s\n",
+               pointer.c_str(), why.c_str());
   return names;
 }
 

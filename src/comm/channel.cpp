@@ -173,8 +173,11 @@ void Channel::meet(const Label& label, const Run& run) {
 
 RuntimeFault Channel::lost(const Position& position, const std::string& error) {
   Board* const board = group_.board();
-  const std::string text = concat("[comm::exchange] rank ", group_.rank(), " at ", position.text(),
-                                  " lost a peer: ", group_.roll_call(error));
+  const std::string verdict = is_difference(error) ? error : group_.roll_call(error);
+  const std::string text = is_difference(verdict)
+                               ? verdict
+                               : concat("[comm::exchange] rank ", group_.rank(), " at ",
+                                        position.text(), " lost a peer: ", verdict);
   return RuntimeFault(concat(text, board == nullptr ? "" : board->report(text),
                              recorder == nullptr ? "" : trace::dump(*recorder)));
 }

@@ -5,6 +5,7 @@
 #include <exception>
 #include <utility>
 
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include "src/base/text.h"
 
@@ -20,6 +21,7 @@ void DeviceCollectives::run(const Position& position, const c10::Stream& stream,
   {
     const std::lock_guard lock(mutex_);
     if (!refused_.empty()) throw Aborted(refused_);
+    device_ = stream.device();
     forget_ended();
     queued_.push_back({{position, std::chrono::steady_clock::now()}, {}});
   }
@@ -93,6 +95,7 @@ void DeviceCollectives::forget_ended() {
 std::optional<DeviceCollectives::Pending> DeviceCollectives::oldest() {
   const std::lock_guard lock(mutex_);
   if (aborted_) return {};
+  const c10::OptionalDeviceGuard guard(device_);  // [Note: Contexts]
   forget_ended();
   if (queued_.empty()) return {};
   const Pending& first = queued_.front().pending;
@@ -110,6 +113,7 @@ std::optional<Position> DeviceCollectives::abort() {
     const std::lock_guard lock(mutex_);
     if (aborted_) return {};
     aborted_ = true;
+    const c10::OptionalDeviceGuard guard(device_);  // [Note: Contexts]
     forget_ended();
     if (!queued_.empty()) cut_off = queued_.front().pending.position;
   }

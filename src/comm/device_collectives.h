@@ -77,6 +77,7 @@ class DeviceCollectives {
   std::mutex mutex_;
   std::string refused_;  // the reason; guarded by mutex_, like the members below
   bool aborted_ = false;
+  std::optional<c10::Device> device_;              // of the collectives
   std::deque<Queued> queued_;                      // in order
   std::chrono::steady_clock::time_point ended_{};  // when the last finished collective was seen
 };

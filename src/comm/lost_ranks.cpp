@@ -14,6 +14,7 @@ namespace {
 
 constexpr const char* kClose = "close";
 constexpr const char* kFault = "fault";
+constexpr const char* kQuestion = "question ";  // the question follows
 // Answers to the last call. Any other answer is the reason why the ranks cannot close together.
 constexpr const char* kAllWell = "all well";
 constexpr const char* kSomeFailed = "some failed";
@@ -43,15 +44,14 @@ bool comes(c10d::Store& store, const std::string& key, std::chrono::milliseconds
 }  // namespace
 
 LostRanks::LostRanks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix,
-                     int rank, int size, std::chrono::milliseconds grace,
-                     std::function<void(const std::string&)> end_exchanges)
+                     int rank, int size, std::chrono::milliseconds grace, Requests requests)
     : store_(store->clone()),
       watch_store_(store->clone()),
       prefix_(prefix),
       rank_(rank),
       size_(size),
       grace_(grace),
-      end_exchanges_(std::move(end_exchanges)) {
+      requests_(std::move(requests)) {
   watcher_ = std::thread([this] { watch(); });
 }
 
@@ -62,7 +62,7 @@ LostRanks::~LostRanks() {
     if (!called_last_) {
       decide(concat("rank ", rank_, " has closed its engine without gathering: it is at ", here()));
     }
-    wake(rank_, kClose);
+    wake(*store_, rank_, kClose);
   } catch (const std::exception&) {
     // The store's host is gone. The watch thread's connection to the store also fails, which ends
     // that thread.
@@ -84,10 +84,10 @@ std::string LostRanks::here() {
   return position_.text();
 }
 
-void LostRanks::wake(int rank, const std::string& why) {
+void LostRanks::wake(c10d::Store& store, int rank, const std::string& why) {
   // Wake-ups are numbered, so that none is lost or seen twice.
-  const int64_t number = store_->add(key("wakes", rank), 1);
-  store_->set(concat(key("wake", rank), "/", number), bytes_of(why));
+  const int64_t number = store.add(key("wakes", rank), 1);
+  store.set(concat(key("wake", rank), "/", number), bytes_of(why));
 }
 
 void LostRanks::watch() {
@@ -97,13 +97,41 @@ void LostRanks::watch() {
       watch_store_->wait({next}, kForever);
       const std::string why = get_text(*watch_store_, next);
       if (why == kClose) return;
-      watch_store_->set(key("here", rank_), bytes_of(here()));
-      // The answer is stored first, because ending exchanges may take a while and a roll call may
-      // be waiting for the answer.
-      if (why != kFault && end_exchanges_) end_exchanges_(why);
+      if (why.starts_with(kQuestion)) watch_store_->deleteKey(next);  // ranks may ask often
+      hear(why);
     }
   } catch (const std::exception&) {
     // The rank that hosts the store has ended, so no rank can make another request.
+  }
+}
+
+// Runs on the watch thread.
+void LostRanks::hear(const std::string& why) {
+  if (!why.starts_with(kQuestion)) {
+    // The answer is stored first, because ending exchanges may take a while and a roll call may be
+    // waiting for the answer.
+    watch_store_->set(key("here", rank_), bytes_of(here()));
+    if (why != kFault && requests_.end_exchanges) requests_.end_exchanges(why);
+    return;
+  }
+  if (!requests_.answer) return;
+  const std::string found = requests_.answer(why.substr(std::string(kQuestion).size()));
+  if (found.empty()) return;
+  // Several ranks may find a difference. All ranks raise the first one.
+  const std::vector<uint8_t> first =
+      watch_store_->compareSet(key("difference", 0), bytes_of(""), bytes_of(found));
+  const std::string difference(first.begin(), first.end());
+  tell(*watch_store_, difference);
+  requests_.end_exchanges(difference);
+}
+
+void LostRanks::ask(int rank, const std::string& question) {
+  try {
+    // A wait of another thread may hold the connection `store_` for long.
+    if (!asking_) asking_ = store_->clone();
+    wake(*asking_, rank, kQuestion + question);
+  } catch (const std::exception&) {
+    // The store's host is dead. Waits for that rank end by themselves.
   }
 }
 
@@ -154,6 +182,7 @@ std::string LostRanks::collect(const std::string& error) {
 
 std::string LostRanks::call(const std::string& error) {
   try {
+    if (store_->check({key("difference", 0)})) return get_text(*store_, key("difference", 0));
     // The first rank that counts this key holds the roll call. The other ranks repeat its verdict.
     const bool first = store_->add(key("hand", 0), 1) == 1;
     store_->set(key("here", rank_), bytes_of(here()));
@@ -165,7 +194,7 @@ std::string LostRanks::call(const std::string& error) {
                     2 * grace_.count() / 1000.0, " s; ", error);
     }
     for (int rank = 0; rank < size_; ++rank) {
-      if (rank != rank_) wake(rank, kFault);
+      if (rank != rank_) wake(*store_, rank, kFault);
     }
     const std::string verdict = collect(error);
     store_->set(key("verdict", 0), bytes_of(verdict));
@@ -176,10 +205,12 @@ std::string LostRanks::call(const std::string& error) {
   }
 }
 
-void LostRanks::tell(const std::string& why) {
+void LostRanks::tell(const std::string& why) { tell(*store_, why); }
+
+void LostRanks::tell(c10d::Store& store, const std::string& why) {
   try {
     for (int rank = 0; rank < size_; ++rank) {
-      if (rank != rank_) wake(rank, why);
+      if (rank != rank_) wake(store, rank, why);
     }
   } catch (const std::exception&) {
     // The store's host is dead. The other ranks also notice that.

@@ -25,20 +25,27 @@ namespace penstock::comm {
 // Owned by a group. Any thread may call set_position(). Only a lane that failed calls call().
 class LostRanks {
  public:
-  // When another rank requests it, the watch thread calls `end_exchanges` with that rank's reason.
+  // What the watch thread does when another rank requests it.
+  struct Requests {
+    std::function<void(const std::string& why)> end_exchanges;
+    // Returns the reason why all ranks must end their exchanges, or "" ([Note: Turns]).
+    std::function<std::string(const std::string& question)> answer;
+  };
   LostRanks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix, int rank,
-            int size, std::chrono::milliseconds grace,
-            std::function<void(const std::string&)> end_exchanges = {});
+            int size, std::chrono::milliseconds grace, Requests requests = {});
   ~LostRanks();
   LostRanks(const LostRanks&) = delete;
   LostRanks& operator=(const LostRanks&) = delete;
 
   void set_position(Position position);
   // Holds the roll call, or repeats its verdict. The text has one sentence for each rank that is
-  // dead or failed, then the positions of the other ranks.
+  // dead or failed, then the positions of the other ranks. If ranks found that they make different
+  // calls ([Note: Turns]), returns that difference.
   std::string call(const std::string& error);
   // Ends the exchanges of all other ranks, with `why` as the reason.
   void tell(const std::string& why);
+  // Asks another rank whether this rank waits for it in vain. Only one thread may call it.
+  void ask(int rank, const std::string& question);
   // How the run has been closed so far: not at all, by all ranks together at the last call, or by
   // at least one rank on its own. In the last case `why` names that rank.
   enum class Ending { kOpen, kTogether, kOneByOne };
@@ -51,7 +58,9 @@ class LostRanks {
   std::string key(const char* what, int rank) const;
   std::string answer_of(int rank, std::chrono::milliseconds grace);
   std::string collect(const std::string& error);
-  void wake(int rank, const std::string& why);
+  void wake(c10d::Store& store, int rank, const std::string& why);
+  void tell(c10d::Store& store, const std::string& why);
+  void hear(const std::string& why);
   void watch();
   // Stores `answer` as the answer to the last call, unless the store has one already. The first
   // answer is valid for all ranks.
@@ -59,10 +68,11 @@ class LostRanks {
   bool decided(std::chrono::milliseconds within);
 
   c10::intrusive_ptr<c10d::Store> store_, watch_store_;
+  c10::intrusive_ptr<c10d::Store> asking_;  // a connection of its own, made by the first ask()
   const std::string prefix_;
   const int rank_, size_;
   const std::chrono::milliseconds grace_;
-  const std::function<void(const std::string&)> end_exchanges_;
+  const Requests requests_;
   bool called_last_ = false;  // used only by the thread that destroys this object
   std::mutex mutex_;
   Position position_ = Position::of("before step 1");  // guarded by mutex_

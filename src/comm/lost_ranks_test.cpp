@@ -38,7 +38,7 @@ std::vector<std::string> last_calls(const std::vector<std::string>& faults, int 
   for (size_t rank = 0; rank < faults.size(); ++rank) {
     ranks.push_back(std::make_unique<LostRanks>(
         store, "l", static_cast<int>(rank), world, std::chrono::milliseconds(200),
-        [ended, rank](const std::string& why) { ended->at(rank) = why; }));
+        LostRanks::Requests{[ended, rank](const std::string& why) { ended->at(rank) = why; }, {}}));
   }
   std::vector<std::string> answers(faults.size());
   std::vector<std::thread> threads;

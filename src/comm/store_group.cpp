@@ -16,6 +16,9 @@ namespace {
 // Time that the device gets to finish the collectives of a rank that has closed its engine on its
 // own.
 constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
+// Seconds of a wait before the first question, and at most between two questions.
+constexpr double kAsk = 1.0, kAskOften = 5.0;
+constexpr std::chrono::milliseconds kAskLook{500};
 
 }  // namespace
 
@@ -27,9 +30,17 @@ StoreGroup::StoreGroup(const c10::intrusive_ptr<c10d::Store>& store, const std::
   const auto grace = std::clamp<std::chrono::milliseconds>(timeout / 8, std::chrono::seconds(1),
                                                            std::chrono::seconds(5));
   timeout_ = std::max(timeout - 2 * grace, timeout / 2);
-  roll_call_.emplace(store, name, rank_, size_, grace,
-                     [this](const std::string& why) { end_exchanges(why); });
+  roll_call_.emplace(
+      store, name, rank_, size_, grace,
+      LostRanks::Requests{[this](const std::string& why) { end_exchanges(why); },
+                          [this](const std::string& asked) { return answer(asked); }});
   watch_.emplace(rank_, size_, watch);
+  if (size_ == 1) return;
+  {
+    const std::lock_guard lock(answers_);
+    answers_questions_ = true;
+  }
+  watch_->look_at([this, board = &watch_->board()] { return ask(*board); });
 }
 
 // Keeps the error of the first failed exchange for the last call.
@@ -42,6 +53,7 @@ auto StoreGroup::keeping_fault(const Run& run) {
   } catch (const std::exception& error) {
     const std::lock_guard lock(mutex_);
     if (lost_.empty()) lost_ = reason(error);
+    if (is_difference(ended_)) throw std::runtime_error(ended_);
     throw;
   }
 }
@@ -57,6 +69,7 @@ bool StoreGroup::exchange_tiles(const std::vector<Piece>& sends, const TileSourc
 }
 
 std::string StoreGroup::last_call(const std::string& fault) {
+  take_turn(board(), "close", "called close()");
   std::string why = fault;
   if (why.empty()) {
     const std::lock_guard lock(mutex_);
@@ -98,13 +111,17 @@ void StoreGroup::forget() {
 }
 
 void StoreGroup::let_go() {
+  {
+    const std::lock_guard lock(answers_);
+    answers_questions_ = false;
+  }
   watch_.reset();
   roll_call_.reset();
 }
 
 void StoreGroup::look_at_device() {
   back_ends().show_on(watch_->board());
-  watch_->look_at([this] { return look(); });
+  watch_->look_at([this, board = &watch_->board()] { return std::min(ask(*board), look()); });
 }
 
 // Runs on the thread that notices a neighbour's end.
@@ -122,6 +139,39 @@ void StoreGroup::neighbour_left(const std::string& error) {
   why = roll_call_->call(error);
   roll_call_->tell(why);
   end_exchanges(why);
+}
+
+// Runs on the watchdog's thread: asks the peers of long waits. Returns the time until the next
+// look.
+std::chrono::milliseconds StoreGroup::ask(Board& board) {
+  Standing mine = board.turns().standing(rank_);
+  for (const RankStatus::Lane& lane : board.status().lanes) {
+    double& asked = asked_[lane.name];
+    const double age = lane.line.age_s;
+    if (!lane.waits || age < asked) asked = 0.0;
+    if (!lane.waits || lane.peer < 0 || age < asked + std::clamp(asked / 2, kAsk, kAskOften))
+      continue;
+    asked = age;
+    mine.lane = lane.name;
+    mine.sequence = lane.sequence;
+    mine.tag = lane.tag;
+    mine.collective = lane.line.text;
+    roll_call_->ask(lane.peer, mine.text());
+  }
+  return kAskLook;
+}
+
+// Runs on the roll call's watch thread. A wait may end while it is looked at, so only the second
+// answer of the same text counts.
+std::string StoreGroup::answer(const std::string& question) {
+  const std::lock_guard lock(answers_);
+  if (!answers_questions_) return "";
+  const Standing asks = Standing::parse(question);
+  Board& board = watch_->board();
+  const std::string why = difference(asks, board.turns().standing(rank_), board.status());
+  const std::string found = concat(asks.sequence, " ", why);
+  const bool again = std::exchange(suspected_[{asks.rank, asks.lane}], found) == found;
+  return again ? why : "";
 }
 
 // Runs on the watchdog's thread.

@@ -6,9 +6,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -70,6 +72,8 @@ class StoreGroup : public Group {
   template <class Run>
   auto keeping_fault(const Run& run);
   std::chrono::milliseconds look();
+  std::chrono::milliseconds ask(Board& board);
+  std::string answer(const std::string& question);
 
   const int rank_, size_;
   const std::chrono::milliseconds limit_;  // time limit of the last call
@@ -77,6 +81,11 @@ class StoreGroup : public Group {
   std::atomic<bool> met_ = false;
   std::string lost_;  // guarded by mutex_: the error of the first failed exchange
   std::string left_;  // guarded by mutex_: why a neighbour's connection was closed
+  std::map<std::string, double> asked_;  // by lane: age of its wait when it asked last
+  std::mutex answers_;
+  bool answers_questions_ = false;  // guarded by answers_
+  // By rank and lane that asked: the last difference. Guarded by answers_.
+  std::map<std::pair<int, std::string>, std::string> suspected_;
   std::optional<LostRanks> roll_call_;
   std::optional<Watchdog> watch_;
 };

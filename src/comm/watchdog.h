@@ -30,7 +30,7 @@ class Watchdog {
   Watchdog& operator=(const Watchdog&) = delete;
 
   Board& board() { return board_; }
-  // Also calls `also` on the watchdog's thread. Call it once.
+  // Also calls `also` on the watchdog's thread, from now on.
   void look_at(Look also);
 
  private:

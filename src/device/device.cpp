@@ -4,9 +4,11 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace penstock::device {
@@ -41,7 +43,12 @@ c10::Stream Device::current() const {
 }
 
 c10::Stream Device::side_stream() const {
-  return c10::impl::VirtualGuardImpl(where_.type()).getStreamFromGlobalPool(where_);
+  return c10::impl::VirtualGuardImpl(where_.type())
+      .getStreamFromGlobalPool(where_, /*isHighPriority=*/true);
+}
+
+void Device::make_current() const {
+  if (!is_host()) c10::impl::VirtualGuardImpl(where_.type()).setDevice(where_);
 }
 
 c10::DataPtr Device::allocate(int64_t bytes) const {
@@ -59,6 +66,22 @@ void Device::give_back_pinned(c10::DataPtr memory) const {
 
 void Device::used_on(const c10::DataPtr& memory, const c10::Stream& stream) const {
   c10::impl::VirtualGuardImpl(where_.type()).recordDataPtrOnStream(memory, stream);
+}
+
+// Torch's caching allocator keeps what it has freed, so these bytes are free, too.
+std::optional<int64_t> Device::free_bytes() const {
+  auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(where_.type()));
+  if (allocator == nullptr) return std::nullopt;
+  try {
+    const auto [free, total] = allocator->getMemoryInfo(where_.index());
+    const c10::CachingDeviceAllocator::DeviceStats stats =
+        allocator->getDeviceStats(where_.index());
+    constexpr size_t kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    const int64_t kept = stats.reserved_bytes[kAll].current - stats.allocated_bytes[kAll].current;
+    return static_cast<int64_t>(free) + std::max<int64_t>(0, kept);
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
 }
 
 void Device::synchronize() const { current().synchronize(); }

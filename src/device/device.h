@@ -6,6 +6,10 @@
 // memory, and pinned memory used by device copies, is freed in the order of the stream that is
 // current when it is freed. The thread that frees it must first make that stream wait for all other
 // users (Fence::wait).
+//
+// [Note: Contexts] A thread begins on device 0. If it records or frees an event of another device,
+// it switches there and back, which makes a context on device 0, too (0.5 GB on a GPU). So every
+// thread that works with events first makes their device its own.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
@@ -33,8 +37,11 @@ class Device {
   // Returns the address of this device's memory at `at`.
   Address at(void* at) const { return {at, is_host() ? nullptr : this}; }
 
-  c10::Stream current() const;      // the calling thread's stream
-  c10::Stream side_stream() const;  // another stream; torch cycles through a few
+  c10::Stream current() const;  // the calling thread's stream
+  // Returns another stream, for moves: its work goes before the work of `current()`. Torch cycles
+  // through a few.
+  c10::Stream side_stream() const;
+  void make_current() const;  // the calling thread's device ([Note: Contexts])
   // Allocates with the caching allocator, for the calling thread's stream.
   c10::DataPtr allocate(int64_t bytes) const;
   c10::DataPtr allocate_pinned(int64_t bytes) const;
@@ -42,6 +49,8 @@ class Device {
   void give_back_pinned(c10::DataPtr memory) const;
   // Must be called before memory that another stream used is freed.
   void used_on(const c10::DataPtr& memory, const c10::Stream& stream) const;
+  // Returns the bytes that can still be allocated on the device; nothing if the device cannot tell.
+  std::optional<int64_t> free_bytes() const;
   // Blocks the host until all work of this thread's stream is done.
   void synchronize() const;
 

@@ -134,17 +134,23 @@ void scale(Address values, int64_t numel, float factor) {
   view(values, Dtype::kFp32, numel).mul_(factor);
 }
 
-// vector_norm accumulates in double, so the sum is finite exactly if all values are finite.
 at::Tensor squares_on_device(Address values, Dtype dtype, int64_t numel) {
+  const Unseen unseen;
+  return at::linalg_vector_norm(view(values, dtype, numel), 2, std::nullopt, false, at::kFloat)
+      .to(at::kDouble)
+      .square_();
+}
+
+at::Tensor exact_squares_on_device(Address values, Dtype dtype, int64_t numel) {
   const Unseen unseen;
   return at::linalg_vector_norm(view(values, dtype, numel), 2, std::nullopt, false, at::kDouble)
       .square_();
 }
 
-at::Tensor edits_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
-                           int64_t numel) {
+at::Tensor edited_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
+                            int64_t numel) {
   const Unseen unseen;
-  return changed(view(kept, kept_dtype, numel), view(values, dtype, numel)).sum(at::kDouble);
+  return changed(view(kept, kept_dtype, numel), view(values, dtype, numel)).any().to(at::kDouble);
 }
 
 at::Tensor sum_on_device(Address values, Dtype dtype, int64_t numel) {
@@ -154,10 +160,10 @@ at::Tensor sum_on_device(Address values, Dtype dtype, int64_t numel) {
 
 at::Tensor fingerprint(Address values, int64_t bytes) {
   const Unseen unseen;
-  const at::Tensor words = view(values, at::kInt, bytes / 4).view({-1, 128});
+  const at::Tensor words = view(values, at::kLong, bytes / 8).view({-1, 64});
   // The sums are weighted by position, so that the same sums in another order give another number.
   const auto folded = [&](int64_t dim) {
-    const at::Tensor sums = words.sum(dim, false, at::kLong);
+    const at::Tensor sums = words.sum(dim);
     const at::Tensor weights = at::arange(1, sums.numel() + 1, sums.options());
     return sums.mul(weights.mul_(int64_t{0x1E3779B97F4A7C15})).sum();
   };

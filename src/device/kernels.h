@@ -35,11 +35,19 @@ Address address_of(const at::Tensor& values, const Device* where);
 void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int64_t numel);
 void scale(Address values, int64_t numel, float factor);  // fp32
 
-// For values on a device: the sum of squares, and the number of values that differ from the rounded
-// value of `kept`. Both results are scalars on the device, in double.
+// [Note: Reductions on a device] torch converts values that a reduction sums in a wider dtype to
+// that dtype first, in memory: 8 bytes per value for a sum in double. Only bf16 and fp16 are summed
+// in fp32 without a copy. So no reduction here asks for another dtype.
+
+// Returns the sum of squares of values on a device, as a scalar there in double. The values are
+// summed in fp32, so squares that overflow fp32 give infinity; exact_squares_on_device() sums in
+// double, in 8 more bytes of device memory per value.
 at::Tensor squares_on_device(Address values, Dtype dtype, int64_t numel);
-at::Tensor edits_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
-                           int64_t numel);
+at::Tensor exact_squares_on_device(Address values, Dtype dtype, int64_t numel);
+// Returns whether any value differs from the rounded value of `kept`, as a scalar on the device: 1
+// or 0, in double.
+at::Tensor edited_on_device(Address kept, Dtype kept_dtype, Address values, Dtype dtype,
+                            int64_t numel);
 // Returns two int64 numbers on the device that change if the bytes change. They miss only edits
 // that keep the sum of every column and of every row of 512 bytes. `bytes` is a multiple of 512.
 at::Tensor fingerprint(Address values, int64_t bytes);

@@ -46,7 +46,8 @@ void Flat::add(const Slot& described, const std::string& unit) {
   slot.guard = concat(
       "[exec::guard] parameter \"", slot.name, "\" is sharded and its unit \"", unit,
       "\" is not running, so this rank does not have its values. Read it inside the module that "
-      "owns it, or inside `with engine.gathered():`.");
+      "owns it, or inside `with engine.gathered():`. If a loss needs it, call backward there, "
+      "too.");
   slots.push_back(slot);
 }
 

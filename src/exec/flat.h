@@ -49,6 +49,7 @@ struct Slot {
   uint64_t given = 0;
   bool arrived = false;  // its gradient arrived in this backward
   bool touched = false;  // it got a gradient in this window (after the norm: on any rank)
+  bool had = false;      // a gradient came since zero_grad(); in torch, .grad is not None
   bool written = false;  // its contribution is in the copy that backwards add to
   bool shown = false;    // inside gathered() the parameter is the full tensor (WholeParams)
   bool bad = false;      // a contribution of this rank to this window was not finite

@@ -400,14 +400,14 @@ void GatheredValues::write(Flat& flat, int64_t first, int64_t numel, device::Add
   }
 }
 
-// Counts the values of a gathered copy on a device that differ from the resting shard. The count
-// stays on the device until the norm or resolve_doubts() reads it.
+// Compares a gathered copy on a device with the resting shard. The answer stays on the device until
+// the norm or resolve_doubts() reads it.
 void GatheredValues::doubt(const Flat& flat, Buffer& own, device::Address seen) {
   const device::Device* owner = seen.device;
   const at::Tensor kept = device::brought(own.data(), own.dtype, own.numel, owner);
   rank_.traffic.let_go(own);
-  const at::Tensor edits = device::edits_on_device(device::address_of(kept, owner), own.dtype, seen,
-                                                   flat.dtype, own.numel);
+  const at::Tensor edits = device::edited_on_device(device::address_of(kept, owner), own.dtype,
+                                                    seen, flat.dtype, own.numel);
   for (Doubt& known : rank_.doubts) {
     if (known.flat != &flat) continue;
     known.edits = known.edits.add(edits);

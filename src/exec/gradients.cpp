@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <utility>
 
@@ -84,7 +85,7 @@ bool Gradients::take(int unit, int flat_index, int slot_index, const at::Tensor&
   const bool finite = device::take_checked(sum.at(slot.offset), sum.dtype,
                                            device::address_of(dense, &rank_.tiers.computes), from,
                                            slot.numel, slot.written);
-  slot.written = slot.touched = true;
+  slot.written = slot.touched = slot.had = true;
   slot.bad |= !finite;
   return finite;
 }
@@ -258,6 +259,13 @@ void Gradients::complete() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
       Copy* sum = find(flat.grads, made);
+      const bool only_zeros = held(flat) == nullptr &&
+                              std::any_of(flat.slots.begin(), flat.slots.end(),
+                                          [](const Slot& slot) { return slot.touched; });
+      if (only_zeros) {
+        sum = &sum_of(flat);
+        unit.grads.make(made);
+      }
       if (sum != nullptr) flat.complete(sum->one());
     }
   }
@@ -276,17 +284,31 @@ double Gradients::own_squares(Flat& flat, const Copy* copy, std::vector<at::Tens
   const Buffer& sum = copy->one();
   PENSTOCK_ASSERT(sum.memory, concat("[exec::norm] the gradient of ", flat.slots.front().name,
                                      " left memory before its squares were summed"));
-  int64_t numel = sum.numel, begin = 0;
+  const auto [at, numel] = counted(*copy);
+  if (at.device != nullptr) {
+    there->push_back(device::squares_on_device(at, sum.dtype, numel));
+    return 0.0;
+  }
+  return device::host::sum_squares(at.host(), sum.dtype, numel);
+}
+
+std::pair<device::Address, int64_t> Gradients::counted(const Copy& copy) const {
+  int64_t numel = copy.one().numel, begin = 0;
   for (const Axis axis : {Axis::kNode, Axis::kLocal}) {
-    if (copy->place.on(axis) != Layout::kReplicated) continue;
+    if (copy.place.on(axis) != Layout::kReplicated) continue;
     numel /= rank_.mesh.size(axis);
     begin += rank_.mesh.coordinate(rank_.group.rank(), axis) * numel;
   }
-  if (sum.data().device != nullptr) {
-    there->push_back(device::squares_on_device(sum.at(begin), sum.dtype, numel));
-    return 0.0;
-  }
-  return device::host::sum_squares(sum.at(begin).host(), sum.dtype, numel);
+  return {copy.one().at(begin), numel};
+}
+
+double Gradients::exact_squares(Flat& flat) {
+  const Copy* copy = held(flat);
+  if (copy == nullptr || !copy->one().memory) return std::numeric_limits<double>::infinity();
+  const Dtype dtype = copy->one().dtype;
+  const auto [at, numel] = counted(*copy);
+  if (at.device == nullptr) return device::host::sum_squares(at.host(), dtype, numel);
+  return device::read({device::exact_squares_on_device(at, dtype, numel)}).front();
 }
 
 void Gradients::clear(Flat& flat) {
@@ -314,11 +336,26 @@ void Gradients::discard() {
   }
 }
 
+void Gradients::leave_zeros(bool leaves) {
+  for (UnitState& unit : rank_.units) {
+    for (Flat& flat : unit.flats) {
+      for (Slot& slot : flat.slots) {
+        if (leaves) slot.touched = slot.had;
+        slot.had = leaves && slot.had;
+      }
+    }
+  }
+}
+
 bool Gradients::late(int unit) const {
   const Placement& made = rank_.table.grad_after_backward();
   const std::vector<Flat>& flats = rank_.units[unit].flats;
   return std::any_of(flats.begin(), flats.end(),
                      [&](const Flat& flat) { return find(flat.grads, made) != nullptr; });
+}
+
+bool Gradients::takes_away(const std::vector<Move>& moves) const {
+  return apply_all(begin_of(moves), moves) != rank_.table.grad_after_backward();
 }
 
 void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& full,
@@ -327,7 +364,7 @@ void Gradients::set(int unit, int flat_index, int slot_index, const at::Tensor& 
   UnitState& state = rank_.units[unit];
   Flat& flat = state.flats[flat_index];
   Slot& slot = flat.slots[slot_index];
-  slot.touched = true;
+  slot.touched = slot.had = true;
   slot.bad = false;
   Copy* copy = held(flat);
   if (copy == nullptr) {  // no backward contributed to this unit
@@ -366,7 +403,7 @@ void Gradients::forget(Flat& flat, Slot& slot) {
   for (Copy& copy : flat.grads) {
     if (copy.valid) write(flat, copy, slot, zeros, 1.0);
   }
-  slot.written = slot.touched = slot.bad = false;
+  slot.written = slot.touched = slot.had = slot.bad = false;
 }
 
 void Gradients::fetch(const PlannedStep& planned) {

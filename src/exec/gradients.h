@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/exec/rank.h"
@@ -48,20 +49,32 @@ class Gradients {
   void clear(Flat& flat);  // frees the gradient after its update
   // Returns whether a gradient of the unit is still where its backward left it.
   bool late(int unit) const;
+  // Returns whether the move takes gradients away from where backwards leave them.
+  bool takes_away(const std::vector<Move>& moves) const;
   // Replaces the accumulated gradient by `full` (fp32, the same on every rank) times `factor`.
   void set(int unit, int flat, int slot, const at::Tensor& full, double factor);
+  // Gives each parameter that had a gradient a gradient of zeros in this window (`leaves`), as
+  // zero_grad(set_to_none=False) does in torch, or forgets that it had one.
+  void leave_zeros(bool leaves);
   // Removes the parameter's contributions to this window.
   void forget(Flat& flat, Slot& slot);
   // Returns the copy that holds the gradient now, or null.
   Copy* held(Flat& flat) const;
-  // Ends each sum to which no more backwards will add: zeroes the elements without a contribution.
+  // Ends each sum to which no more backwards will add: zeroes the elements without a contribution,
+  // and makes the sums of parameters that have only zeros.
   void complete();
   // Returns the sum of squares of the part that only this rank counts. Each replica of a gradient
   // counts an equal piece, so every layout adds up the same pieces in the same order. A sum on a
   // device is not included, but appended to `there` as a device scalar.
   double own_squares(Flat& flat, const Copy* copy, std::vector<at::Tensor>* there) const;
+  // The same for a sum on a device that is not finite in fp32: repeats it in double. Blocks until
+  // the device has done so. Returns infinity if the gradient has left memory.
+  double exact_squares(Flat& flat);
 
  private:
+  // Returns the values of a copy that this rank counts: their address and number.
+  std::pair<device::Address, int64_t> counted(const Copy& copy) const;
+
   struct Moved {  // in flight on the reduce lane
     Flat* flat = nullptr;
     Placement to;

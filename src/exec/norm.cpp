@@ -24,6 +24,21 @@ std::vector<Slot*> slots_of(std::vector<UnitState>& units) {
   return slots;
 }
 
+// Appends the sums that are on the device, and returns what each is of.
+std::vector<std::string> add_sums(const std::vector<UnitState>& units,
+                                  std::vector<at::Tensor>* there) {
+  std::vector<std::string> names;
+  for (const UnitState& unit : units) {
+    for (const Flat& flat : unit.flats) {
+      if (!flat.sum_there.defined()) continue;
+      there->push_back(flat.sum_there);
+      names.push_back(flat.slots.size() == 1 ? concat("parameter \"", flat.slots.front().name, "\"")
+                                             : concat("a parameter of \"", unit.name, "\""));
+    }
+  }
+  return names;
+}
+
 }  // namespace
 
 bool Norm::stay_on_device() const {
@@ -40,22 +55,15 @@ Norm::Own Norm::look(const Update& update) {
   }
   Own own{0.0, update.bad, false, {}, update.counted.told, {}};
   std::vector<at::Tensor> there;
-  std::vector<std::string> suspects;
+  std::vector<Flat*> squared;  // those with a scalar in `there`
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
       own.squares += gradients_.own_squares(flat, gradients_.held(flat), &there);
+      if (there.size() > squared.size()) squared.push_back(&flat);
     }
   }
   const size_t num_squares = there.size();
-  for (const UnitState& unit : rank_.units) {
-    for (const Flat& flat : unit.flats) {
-      if (!flat.sum_there.defined()) continue;
-      there.push_back(flat.sum_there);
-      suspects.push_back(flat.slots.size() == 1
-                             ? concat("parameter \"", flat.slots.front().name, "\"")
-                             : concat("a parameter of \"", unit.name, "\""));
-    }
-  }
+  const std::vector<std::string> suspects = add_sums(rank_.units, &there);
   const size_t num_sums = suspects.size();
   std::vector<Flat*> left;
   for (UnitState& unit : rank_.units) {
@@ -77,7 +85,9 @@ Norm::Own Norm::look(const Update& update) {
   const std::vector<double> answers = device::read(there);
   if (update.counted.loss_there.defined()) own.told.loss += answers.back();
   for (size_t i = begin; i < end; ++i) own.edits.sample += answers[i];
-  for (size_t i = 0; i < num_squares; ++i) own.squares += answers[i];
+  for (size_t i = 0; i < num_squares; ++i) {
+    own.squares += std::isfinite(answers[i]) ? answers[i] : gradients_.exact_squares(*squared[i]);
+  }
   for (size_t i = 0; i < num_sums && own.bad.empty(); ++i) {
     if (std::isfinite(answers[num_squares + i])) continue;
     own.doubt = true;
@@ -206,6 +216,7 @@ Norm::Result Norm::exchange(const comm::Label& label, const Update& update) {
     edits.push_back(theirs.edits);
     for (Slot* slot : slots) {
       slot->touched |= part[sizeof(Head) + static_cast<size_t>(slot->number)] != 0;
+      slot->had |= slot->touched;
     }
     part.erase(0, sizeof(Head) + flags.size());
   }

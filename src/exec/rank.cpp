@@ -55,6 +55,7 @@ Rank::Rank(const Table& cells, const Mesh& ranks, Group& peers, mem::Tiers& memo
       num_slots(count_slots(units)),
       traffic(memory),
       channels(ranks, peers, units) {
+  tiers.computes.make_current();  // [Note: Contexts]
   connect();
   for (UnitState& unit : units) {
     unit.params = Copies::resting(cell(Role::kParam, Phase::kRest));

@@ -257,9 +257,10 @@ void ReplicaEdits::refuse(size_t number, int rank, int other) {
   throw RuntimeFault(concat(
       "[exec::norm] parameter \"", name.c_str(), "\" has other values on rank ", rank,
       " than on rank ", other,
-      ": it was changed outside the engine, but not on every rank in the same way. Make the same "
-      "change on every rank, or change it inside `with engine.gathered(write=True):`, which takes "
-      "the values of the first rank"));
+      ": it was changed outside the engine, or by nn.Embedding(max_norm=...) in a forward, but not "
+      "on every rank in the same way. Make the same change on every rank, or change it inside `with "
+      "engine.gathered(write=True):`, which takes the values of the first rank (renormalize rows "
+      "there instead of max_norm)"));
 }
 
 }  // namespace penstock::exec

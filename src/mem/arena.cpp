@@ -2,6 +2,7 @@
 
 #include <malloc.h>
 #include <sys/mman.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <atomic>
@@ -173,6 +174,7 @@ Pool::Buffers::iterator Pool::choose(Buffers& buffers, const void* wanted) const
 
 c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
   const std::lock_guard lock(mutex_);
+  const c10::OptionalDeviceGuard guard(on_device());
   // An arena checks its own budget first. All arenas of the pool share this budget.
   check_budget(budget_, bytes, in_use_);
   c10::DataPtr data;
@@ -204,6 +206,7 @@ c10::DataPtr Pool::take(int64_t bytes, const void* wanted) {
 
 void Pool::give_back(c10::DataPtr data, int64_t bytes) {
   const std::lock_guard lock(mutex_);
+  const c10::OptionalDeviceGuard guard(on_device());
   in_use_ -= bytes;
   const int64_t slot = slot_bytes(bytes);
   Unused unused{std::move(data), {}, kNoStream};
@@ -266,8 +269,14 @@ void Pool::reset_peak() {
   most_in_use_ = in_use_;
 }
 
+// The device whose events the buffers have ([Note: Contexts]).
+std::optional<c10::Device> Pool::on_device() const {
+  return kind_ == MemoryKind::kHost ? std::nullopt : std::optional(device_.where());
+}
+
 void Pool::trim() {
   const std::lock_guard lock(mutex_);
+  const c10::OptionalDeviceGuard guard(on_device());
   for (auto& [bytes, buffers] : unused_) {
     for (Unused& unused : buffers) free(std::move(unused));
   }

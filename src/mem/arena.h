@@ -85,6 +85,7 @@ class Pool {
   int64_t slot_bytes(int64_t bytes) const;
   Buffers::iterator choose(Buffers& buffers, const void* wanted) const;
   bool stands_by(Unused& unused) const;
+  std::optional<c10::Device> on_device() const;
 
   const MemoryKind kind_;
   const device::Device& device_;

@@ -10,7 +10,7 @@ struct ProcessMemory {
   int64_t libraries = 0;  // pages of files: the code of Python, torch and the engine
   int64_t shared = 0;     // memory that ranks of this host share
   int64_t heap = 0;       // in use in the heap of malloc
-  int64_t heap_free = 0;  // free in that heap; a part may have gone back to the system
+  int64_t heap_free = 0;  // resident in that heap but freed: malloc keeps it for later
 };
 
 ProcessMemory process_memory();

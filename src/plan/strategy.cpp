@@ -171,27 +171,34 @@ Plan window_plan(const Config& config, const Table& table, const ModelDesc& mode
 
 namespace {
 
-// A unit with frozen parameters stays in use until a backward enters another unit (it has no
-// gradient that marks its last use). So the last unit that is entered ends after the units that
-// only produce a gradient.
-void end_frozen_last(const Table& table, ModelDesc& model) {
-  if (!table.moves_params()) return;
-  std::vector<Visit>& visits = model.backward;
-  const auto last = std::find_if(visits.rbegin(), visits.rend(), [](const Visit& visit) {
-    return visit.unit != 0 && visit.mark != Mark::kGradient;
-  });
-  if (last == visits.rend() || last->mark != Mark::kWhole) return;
-  const std::vector<FlatDesc>& flats = model.units[static_cast<size_t>(last->unit)].flats;
-  if (std::all_of(flats.begin(), flats.end(), [](const FlatDesc& one) { return one.trainable; })) {
-    return;
-  }
-  Visit end = *last;
-  last->mark = Mark::kBegin;
-  end.mark = Mark::kEnd;
-  visits.insert(visits.end() - (visits.back().unit == 0 ? 1 : 0), end);
+bool has_frozen(const UnitDesc& unit) {
+  return std::any_of(unit.flats.begin(), unit.flats.end(),
+                     [](const FlatDesc& one) { return !one.trainable; });
 }
 
 }  // namespace
+
+void end_frozen_last(const Table& table, ModelDesc& model) {
+  if (!table.moves_params()) return;
+  std::vector<Visit>& visits = model.backward;
+  for (size_t i = visits.size(); i-- > 0;) {
+    Visit end = visits[i];
+    const bool ends = end.mark == Mark::kWhole || end.mark == Mark::kEnd;
+    if (end.unit == 0 || !ends || !has_frozen(model.units[static_cast<size_t>(end.unit)])) continue;
+    size_t next = i + 1;
+    while (next < visits.size() && visits[next].unit != 0 && visits[next].mark == Mark::kGradient) {
+      ++next;
+    }
+    if (next == i + 1) continue;
+    end.mark = Mark::kEnd;
+    visits.insert(visits.begin() + static_cast<std::ptrdiff_t>(next), end);
+    if (visits[i].mark == Mark::kWhole) {
+      visits[i].mark = Mark::kBegin;
+    } else {
+      visits.erase(visits.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+  }
+}
 
 Ledger predict(const Config& config, ModelDesc model, bool external_optimizer) {
   const Mesh mesh = mesh_of(config);

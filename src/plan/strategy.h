@@ -26,6 +26,11 @@ Mesh mesh_of(const Config& config);
 // recomputed.
 void mark_recomputed(const Config& config, ModelDesc& model);
 
+// Moves the end of a unit with frozen parameters behind the units that only produce a gradient.
+// Such a unit has no gradient that marks its last use, so it stays in use until a backward enters
+// another unit.
+void end_frozen_last(const Table& table, ModelDesc& model);
+
 // Sets the number of chunks in which each unit's optimizer state passes through memory. `table`
 // must be normalized for the mesh.
 void set_chunks(const Config& config, const Table& table, ModelDesc& model);

@@ -82,7 +82,7 @@ struct TileOp : torch::CustomClassHolder {
     const auto weights = this->weights();
     Host& host = weights->host();
     host.run_in_backward([&] {
-      check_backward(host, trains);
+      check_backward(host, uses, trains);
       const TiledWeight& one = weights->at(index);
       for (size_t tile = one.tiles.size(); tile-- > 0;) {
         const int unit = one.units[tile];
@@ -95,13 +95,13 @@ struct TileOp : torch::CustomClassHolder {
     });
   }
 
-  static void check_backward(Host& host, bool trains) {
+  static void check_backward(Host& host, bool uses, bool trains) {
     if (at::GradMode::is_enabled()) {
       throw RuntimeFault(
           "[tiles::check_backward] a tiled layer has no second derivative (create_graph): keep it "
           "out of \"tiling.modules\"");
     }
-    if (host.begin_tile_backward() || !trains) return;
+    if (host.begin_tile_backward(uses) || !trains) return;
     throw RuntimeFault(
         "[tiles::check_backward] torch.autograd.grad() cannot return the gradient of a tiled "
         "parameter, which is never whole. Use engine.backward() and engine.full_grads(), or keep "

@@ -18,7 +18,7 @@ class Notes : public Host {
   void leave_tile(int unit, Mark in_backward) override {
     events += concat(" -", unit, in_backward == Mark::kGradient ? "g" : "");
   }
-  bool begin_tile_backward() override { return takes_gradients; }
+  bool begin_tile_backward(bool /*uses*/) override { return takes_gradients; }
   void take_tile_gradient(int unit, const at::Tensor& gradient) override {
     gradients.emplace(unit, gradient);
   }

@@ -42,9 +42,9 @@ class Host {
   // backward. `in_backward` tells the engine what a backward leaves behind.
   virtual void enter_tile(int unit) = 0;
   virtual void leave_tile(int unit, Mark in_backward) = 0;
-  // Starts an operator's backward. Returns false inside torch.autograd.grad(), where parameters get
-  // no gradients.
-  virtual bool begin_tile_backward() = 0;
+  // Starts an operator's backward, which reads the weight if `uses` is true. Returns false inside
+  // torch.autograd.grad(), where parameters get no gradients.
+  virtual bool begin_tile_backward(bool uses) = 0;
   virtual void take_tile_gradient(int unit, const at::Tensor& gradient) = 0;
   // Runs a part of a backward and keeps the exception that it throws, because autograd passes on
   // only the exception's text.

@@ -25,6 +25,11 @@ def device() -> str:
     return f"{NAME}:{rank % torch.accelerator.device_count()}"
 
 
+def count() -> int:
+    """How many devices there are: each rank needs its own, as NCCL refuses two on one."""
+    return sim.DEVICES if NAME == "sim" else torch.accelerator.device_count()
+
+
 def schedule(seed: int) -> None:
     """Of a simulated device: how late what is queued there runs."""
     place = device()

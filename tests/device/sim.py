@@ -109,6 +109,17 @@ def check_redzones(device: int = 0) -> None:
     _sim.check_redzones(device)
 
 
+def contexts() -> list[int]:
+    """The devices on which this process has a context."""
+    contexts: list[int] = _sim.contexts()
+    return contexts
+
+
+def forget_contexts() -> None:
+    """Counts contexts from none again."""
+    _sim.forget_contexts()
+
+
 def reset_errors() -> None:
     """Waits for the devices and forgets their asynchronous errors, which otherwise stay."""
     _sim.reset_errors()

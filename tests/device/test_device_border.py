@@ -258,7 +258,7 @@ def beside_a_device():
     import penstock  # noqa: PLC0415
 
     place = on_device.device()
-    with pytest.warns(RuntimeWarning, match='model.to."sim'):
+    with pytest.warns(RuntimeWarning, match=f'model.to."{on_device.NAME}'):
         penstock.initialize(zoo.build("gpt"), Case("zero2", "fp32").config()).close()
     with torch.device(place), penstock.init():
         return raised(lambda: torch.nn.Linear(4, 4))
@@ -266,7 +266,7 @@ def beside_a_device():
 
 def test_what_is_not_on_the_device_is_told(device_pools):
     ((kind, text),) = device_pools(1).run(beside_a_device)
-    assert kind == "ConfigError" and "is made on sim" in text, text
+    assert kind == "ConfigError" and f"is made on {on_device.NAME}" in text, text
 
 
 def on_other_kinds():
@@ -284,6 +284,33 @@ def on_other_kinds():
 def test_ranks_on_other_kinds_of_device_are_refused(device_pools):
     for kind, text in device_pools(2).run(on_other_kinds):
         assert kind == "RuntimeFault" and "parameters on" in text, text
+
+
+def contexts(strategy, offload, folder):
+    """Of a rank that did not set its device: training, a save on a thread of its own, an end."""
+    import penstock  # noqa: PLC0415
+
+    place = on_device.device()
+    torch.accelerator.set_device_index(0)
+    torch.accelerator.synchronize(place)
+    sim.forget_contexts()
+    model = training.moved(zoo.build("gpt"), place)
+
+    config = Case(strategy, "bf16", world=2).config() | {"offload": offload}
+    engine = penstock.initialize(model, config)
+    batch = training.rank_part(zoo.batches("gpt", 4)[0], 0)
+    train(engine, training.sent(batch, place), 3)
+    engine.save(folder, wait=False)
+    train(engine, training.sent(batch, place), 1)
+    engine.close()
+    return torch.device(place).index, sim.contexts()
+
+
+@pytest.mark.skipif(on_device.NAME != "sim", reason="only the simulated device counts")
+@pytest.mark.parametrize("offload", [{}, {"optimizer": "host", "params": "host"}], ids=str)
+def test_a_rank_has_no_context_on_other_devices(offload, device_pools, tmp_path):
+    for index, made in device_pools(2).run(contexts, "zero3", offload, str(tmp_path)):
+        assert made == [index]
 
 
 def device_fails(strategy, offload):

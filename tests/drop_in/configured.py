@@ -10,6 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from config_outcomes import filled
 from loops import Model
 from reporting import report
 
@@ -22,7 +23,7 @@ def run(path: pathlib.Path, folder: str) -> dict[str, Any]:
     model = Model()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        given: Any = text if "//" in text else json.loads(text)
+        given: Any = text if "//" in text else filled(json.loads(text), train_batch_size=2)
         optimizer = None
         if isinstance(given, dict) and "optimizer" not in given:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

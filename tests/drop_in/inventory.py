@@ -4,8 +4,11 @@ Penstock's ConfigError."""
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
+
+COMPARES = re.compile(r" (==|is) ")
 
 NAMES = """
 deepspeed.__version__ x.startswith('0.19')
@@ -212,6 +215,112 @@ deepspeed.runtime.utils.DummyOptim x([]).param_groups
 deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator
 deepspeed.utils.timer.ThroughputTimer x(batch_size=2).start()
 deepspeed.env_report.cli_main x() == 0
+deepspeed.module_inject.layers.GatherReplacedLayerParams x([model.weight], model).__enter__()
+deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine x().commit(None)
+deepspeed.runtime.checkpoint_engine.TorchCheckpointEngine x().load
+deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine.NebulaCheckpointEngine ! x()
+deepspeed.elasticity.compute_elastic_config ! x({}, '0.19.8')
+deepspeed.elasticity.config.ElasticityError issubclass(x, Exception)
+deepspeed.elasticity.elasticity.compute_elastic_config ! x({})
+deepspeed.compression.helper.recursive_getattr x(model, 'weight.shape') == (4, 4)
+deepspeed.compression.helper.recursive_setattr x(model, 'bias', None)
+deepspeed.compression.helper.convert_conv1d_to_linear x(model, torch.nn.Conv1d) is model
+deepspeed.compression.compress.init_compression ! x(model, {})
+deepspeed.compression.compress.redundancy_clean ! x(model, {})
+deepspeed.launcher.runner.EXPORT_ENVS 'PYTHON' in x
+deepspeed.launcher.runner.fetch_hostfile x('/nowhere') is None
+deepspeed.launcher.runner.parse_inclusion_exclusion x({'a': 2}, 'a:1', '') == {'a': [1]}
+deepspeed.launcher.runner.parse_resource_filter x({'a': [0, 1], 'b': [0]}, '', 'a') == {'b': [0]}
+deepspeed.launcher.runner.encode_world_info x({'a': [0]}) == 'eyJhIjogWzBdfQ=='
+deepspeed.launcher.runner.parse_args ! x([])
+deepspeed.launcher.runner.DLTS_HOSTFILE x == '/job/hostfile'
+deepspeed.launcher.multinode_runner.PDSHRunner ! x(None, None)
+deepspeed.launcher.constants.PDSH_LAUNCHER x == 'pdsh'
+deepspeed.comm.mpi_discovery ! x()
+deepspeed.comm.TorchBackend ! x()
+deepspeed.comm.ProcessGroup x is torch.distributed.ProcessGroup
+deepspeed.checkpointing._CUDA_RNG_STATE_TRACKER x is deepspeed.checkpointing.get_cuda_rng_tracker()
+deepspeed.checkpointing._set_cuda_rng_state x(torch.get_rng_state())
+deepspeed.ops.sparse_attention.sparsity_config.LocalSlidingWindowSparsityConfig ! x(4)
+deepspeed.checkpointing._MODEL_PARALLEL_RNG_TRACKER_NAME x == 'model-parallel-rng'
+deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset.MMapIndexedDataset ! x('path')
+deepspeed.runtime.data_pipeline.constants.CURRICULUM_LEARNING_MIN_DIFFICULTY x == 'min_difficulty'
+deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd ! x(model, None)
+deepspeed.ops.sparse_attention.FixedSparsityConfig ! x(4)
+deepspeed.ops.sparse_attention.BigBirdSparsityConfig ! x(4)
+deepspeed.runtime.pipe.schedule.PipeSchedule x.steps and x.num_pipe_buffers
+deepspeed.runtime.pipe.schedule.ForwardPass x(1) == x(buffer_id=1)
+deepspeed.runtime.pipe.schedule.InferenceSchedule len(list(x(2, 2, 0))) == 3
+deepspeed.PipelineEngine._INSTRUCTION_MAP ! x[int]
+deepspeed.PipelineEngine._INSTRUCTION_MAP ! x.__setitem__(int, int)
+deepspeed.checkpoint.ORIGINAL_VOCAB_SIZE x == 'original_vocab_size'
+deepspeed.checkpoint.constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 x.endswith('cat_dim_0')
+deepspeed.checkpoint.UNIVERSAL_CHECKPOINT_INFO x == 'universal_checkpoint_info'
+deepspeed.checkpoint.UNIVERSAL_CHECKPOINT_VERSION_VALUE x == 0.4
+deepspeed.checkpoint.VOCABULARY_PARAMETER_PATTERNS x == 'vocabulary_parameter_patterns'
+deepspeed.checkpoint.ZeROCheckpoint ! x('folder')
+deepspeed.checkpoint.get_model_3d_descriptor ! x('folder')
+deepspeed.checkpoint.ds_to_universal.main ! x(None)
+deepspeed.runtime.utils.PartitionedTensor x(torch.ones(3), None).full().tolist() == [1, 1, 1]
+deepspeed.runtime.utils.partition_balanced x([1, 1, 4], 2) == [0, 2, 3]
+deepspeed.runtime.utils.prefix_sum_inc x([3, 4, 5]) == [3, 7, 12]
+deepspeed.runtime.utils.count_used_parameters_in_backward ! x([model.weight])
+deepspeed.runtime.state_dict_factory.SDLoaderFactory ! x()
+deepspeed.utils.timer.BACKWARD_MICRO_TIMER x == 'bwd_microstep'
+deepspeed.utils.timer.BACKWARD_GLOBAL_TIMER x == 'bwd'
+deepspeed.utils.timer.trim_mean x([9, 1, 2, 3, -5], 0.2) == 2.0
+deepspeed.utils.timer.NoopTimer ! x()
+deepspeed.ops.op_builder.builder.OpBuilder x is deepspeed.ops.op_builder.OpBuilder
+deepspeed.sequence.fpdt_layer.FPDT_Attention ! x(None)
+deepspeed.sequence.cross_entropy.vocab_sequence_parallel_cross_entropy ! x()
+deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT x == 29500
+deepspeed.constants.CROSS_RANK x == 'CROSS_RANK'
+deepspeed.io.FastFileWriterConfig x(None, None).num_parallel_writers == 1
+deepspeed.io.FastFileWriter ! x('file', deepspeed.io.FastFileWriterConfig(num_parallel_writers=2))
+deepspeed.io.MockFileWriter x('file').write(b'abc') == 3
+deepspeed.runtime.config.LAMB_OPTIMIZER x == 'lamb'
+deepspeed.runtime.config.ADAM_OPTIMIZER x == 'adam'
+deepspeed.runtime.config.ONEBIT_LAMB_OPTIMIZER x == 'onebitlamb'
+deepspeed.runtime.config.get_gradient_clipping x({}) == 1.0
+deepspeed.runtime.config.get_log_level x({'log_level': 'info'}) == 'info'
+deepspeed.compile.passes.prefetch.schedule_prefetch ! x()
+deepspeed.runtime.domino.transformer.DominoTransformer ! x()
+deepspeed.inference.v2.engine_v2.InferenceEngineV2 ! x()
+deepspeed.module_inject.replace_transformer_layer ! x(None, model, None, None, None)
+deepspeed.utils.torch.required_torch_version x(min_version=2.1) and not x(max_version='1.13')
+deepspeed.utils.torch.register_grad_hook x(model.weight, print)
+deepspeed.utils.numa.get_numactl_cmd ! x(None, 1, 0)
+deepspeed.utils.comms_logging.CommsLogger ! x()
+deepspeed.utils.set_log_level_from_string x('warning')
+deepspeed.runtime.precision_config.get_bfloat16_config x({'bf16': {'enabled': True}}).enabled
+deepspeed.runtime.precision_config.get_float16_config x({}).loss_scale_window == 1000
+deepspeed.runtime.precision_config.DeepSpeedFP16Config x(loss_scale='4').loss_scale == 4.0
+deepspeed.runtime.constants.TRAIN_BATCH_SIZE x == 'train_batch_size'
+deepspeed.runtime.constants.GRADIENT_CLIPPING_DEFAULT x == 1.0
+deepspeed.runtime.constants.ValidationMode x.WARN == 'WARN'
+deepspeed.runtime.config_utils.DeepSpeedConfigModel x().model_dump() == {}
+deepspeed.runtime.zero.config.DeepSpeedZeroConfig x(stage3_max_live_parameters='7').stage == 0
+deepspeed.runtime.zero.config.DeepSpeedZeroOffloadParamConfig x(device='cpu').device.name == 'cpu'
+deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig x().buffer_count == 4
+deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAMES x == []
+deepspeed.runtime.zero.linear.LinearModuleForZeroStage3 x(4, 2).out_features == 2
+deepspeed.runtime.zero.utils.ZeRORuntimeException issubclass(x, Exception)
+deepspeed.runtime.zero.offload_states.get_state_devices ! x(model, None)
+deepspeed.runtime.swap_tensor.constants.AIO_BLOCK_SIZE_DEFAULT x == 1048576
+deepspeed.runtime.swap_tensor.utils.MIN_SWAPPABLE_BYTES x == 1048576
+deepspeed.runtime.lr_schedules.LR_RANGE_TEST_MIN_LR x == 'lr_range_test_min_lr'
+deepspeed.runtime.lr_schedules.COS_MIN_RATIO x == 'cos_min_ratio'
+deepspeed.runtime.pipe.topology._prime_factors x(12) == [2, 2, 3]
+deepspeed.linear.optimized_linear.LoRAOptimizedLinear ! x(4, 4)
+deepspeed.linear.init_lora ! x(model)
+deepspeed.linear.Init ! x()
+deepspeed.ops.op_builder.PinMemoryBuilder x().load().pin_memory_handle().is_pinned(model.weight)
+deepspeed.ops.op_builder.AsyncIOBuilder x().load().aio_handle(2, 8).get_queue_depth() == 8
+deepspeed.runtime.progressive_layer_drop.ProgressiveLayerDrop ! x()
+deepspeed.runtime.fp16.onebit.adam.OnebitAdam ! x([])
+deepspeed.pipe.PipelineModule
+deepspeed.utils.groups._get_expert_parallel_ranks x(4, 1, 2) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+deepspeed.zero.partition_parameters x is deepspeed.runtime.zero.partition_parameters
 """
 
 
@@ -260,7 +369,13 @@ def use(line: str) -> str:
         return "" if refuses else f"refuses: {error}"
     except Exception as error:  # noqa: BLE001 - as above
         return f"{type(error).__name__}: {error}"
-    return "does not refuse" if refuses else "is False" if made is False and "==" in line else ""
+    return (
+        "does not refuse"
+        if refuses
+        else "is False"
+        if made is False and COMPARES.search(line)
+        else ""
+    )
 
 
 if __name__ == "__main__":

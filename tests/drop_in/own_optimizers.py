@@ -1,7 +1,7 @@
-"""A schedule-free optimizer through deepspeed.initialize(), Accelerate and Trainer; see loops.py.
+"""Optimizers of one's own through deepspeed.initialize(), Accelerate and Trainer; see loops.py.
 
 Each case trains, evaluates with the average, and trains on. It tells how far the weights are from
-those of plain torch, and how far ranks are from each other.
+those of plain torch, and how far ranks are from each other. SAM's first step is refused instead.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import pathlib
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "parity"))
@@ -18,9 +19,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState, GradientState
-from own_optimizer_cases import NAMES
+from own_optimizer_cases import NAMES, REFUSED
 from reporting import report
-from test_optimizers_outside_step import ScheduleFree
+from test_optimizers_outside_step import Own, Sam, ScheduleFree
 
 STEPS = 3
 
@@ -41,18 +42,93 @@ def batch(step: int) -> torch.Tensor:
     return (torch.arange(35).reshape(1, 5, 7) + step) % 5 - 2.0
 
 
-def plain(evaluations: int) -> list[torch.Tensor]:
+class Ema(Own):
+    """Exchanges its average with the weights."""
+
+    def after(self, p: torch.Tensor, state: dict[str, Any]) -> None:
+        state.setdefault("average", p.clone()).lerp_(p, 0.25)
+
+    def swap(self) -> None:
+        for _, p, state in self.each():
+            if "average" in state:
+                kept = p.data.clone()
+                p.data.copy_(state["average"])
+                state["average"].copy_(kept)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer (arXiv:1907.08610), and shows its slow weights."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.steps = inner, 0
+
+    def each(self) -> Any:
+        return [(p, self.state[p]) for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p, state in self.each():
+            state.setdefault("slow", p.clone())
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 4 == 0:
+            for p, state in self.each():
+                p.copy_(state["slow"].lerp_(p, 0.5))
+
+    @torch.no_grad()
+    def backup(self) -> None:
+        for p, state in self.each():
+            state["fast"] = p.clone()
+            p.copy_(state["slow"])
+
+    def restore(self) -> None:
+        for p, state in self.each():
+            if "fast" in state:
+                p.data.copy_(state.pop("fast"))
+
+
+def wrapped(params: Any) -> Lookahead:
+    return Lookahead(torch.optim.SGD(params, lr=0.05, momentum=0.5))
+
+
+# How it is built; the methods that are called before training and before an evaluation.
+KINDS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "free": (ScheduleFree, "train", "eval"),
+    "lookahead": (wrapped, "restore", "backup"),
+    "ema": (Ema, "swap", "swap"),
+    "sam": (Sam, "", "first_step"),
+}
+
+
+def call(optimizer: Any, name: str) -> None:
+    """Calls a method of an optimizer, which Accelerate wraps."""
+    if name:
+        (getattr(optimizer, name, None) or getattr(optimizer.optimizer, name))()
+
+
+def told(optimizer: Any, name: str) -> str:
+    try:
+        call(optimizer, name)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def plain(kind: str, evaluations: int) -> list[torch.Tensor]:
+    make, train, show = KINDS[kind]
     model, seen = Line(), []
-    optimizer = ScheduleFree(model.parameters())
+    optimizer = make(model.parameters())
     for span in range(evaluations):
-        optimizer.train()
+        call(optimizer, train)
         for step in range(span * STEPS, (span + 1) * STEPS):
             optimizer.zero_grad()
             model(batch(step))["loss"].backward()
             optimizer.step()
-        optimizer.eval()
+        if kind != "sam":
+            call(optimizer, show)
         seen.append(model.weight.detach().clone())
-    optimizer.train()
+    call(optimizer, train)
     return [*seen, model.weight.detach().clone()]
 
 
@@ -69,60 +145,70 @@ def looked(native: Any, seen: list[torch.Tensor]) -> None:
     seen.append(full)
 
 
-def config_of(stage: int, dtype: str) -> dict[str, Any]:
+def config_of(stage: int, dtype: str, offload: bool = False) -> dict[str, Any]:
+    away = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    # Otherwise Accelerate replaces an offloaded optimizer by DeepSpeedCPUAdam.
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage} | away,
+        "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": dtype == "bf16"},
     }
 
 
-def by_deepspeed(stage: int, dtype: str) -> list[torch.Tensor]:
+def by_deepspeed(kind: str, config: dict[str, Any], errors: list[str]) -> list[torch.Tensor]:
+    make, train, show = KINDS[kind]
     model, seen = Line(), []
-    given = ScheduleFree(model.parameters())
     engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, optimizer=given, config=config_of(stage, dtype)
+        model=model, optimizer=make(model.parameters()), config=config
     )
     for span in range(2):
-        optimizer.train()
+        call(optimizer, train)
         for step in range(span * STEPS, (span + 1) * STEPS):
             engine.backward(engine(batch(step))["loss"])
+            if kind == "sam":
+                errors.append(told(optimizer, show))
             engine.step()
-        optimizer.eval()
+        if kind != "sam":
+            call(optimizer, show)
         looked(engine.native, seen)
-    optimizer.train()
+    call(optimizer, train)
     looked(engine.native, seen)
     engine.destroy()
     return seen
 
 
-def by_accelerate(stage: int, dtype: str) -> list[torch.Tensor]:
+def by_accelerate(kind: str, config: dict[str, Any], errors: list[str]) -> list[torch.Tensor]:
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    plugin = DeepSpeedPlugin(hf_ds_config=config_of(stage, dtype), zero3_init_flag=False)
+    make, train, show = KINDS[kind]
+    plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
     accelerator = Accelerator(
         deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]
     )
     model, seen = Line(), []
-    model, optimizer = accelerator.prepare(model, ScheduleFree(model.parameters()))
+    model, optimizer = accelerator.prepare(model, make(model.parameters()))
     for span in range(2):
-        optimizer.train()
+        call(optimizer, train)
         for step in range(span * STEPS, (span + 1) * STEPS):
             accelerator.backward(model(batch(step))["loss"])
             optimizer.step()
             optimizer.zero_grad()
-        optimizer.eval()
+        if kind == "sam":
+            errors.append(told(optimizer, show))
+        else:
+            call(optimizer, show)
         looked(native_of(model), seen)
-    optimizer.train()
+    call(optimizer, train)
     looked(native_of(model), seen)
     accelerator.free_memory()
     native_of(model).close()
     return seen
 
 
-def by_trainer(stage: int, dtype: str) -> list[torch.Tensor]:
+def by_trainer(kind: str, config: dict[str, Any], errors: list[str]) -> list[torch.Tensor]:
     import transformers  # noqa: PLC0415 - slow
 
     AcceleratorState._reset_state()
@@ -134,8 +220,8 @@ def by_trainer(stage: int, dtype: str) -> list[torch.Tensor]:
     ]
     settings = transformers.TrainingArguments(
         output_dir=tempfile.mkdtemp(),
-        deepspeed=config_of(stage, dtype),
-        bf16=dtype == "bf16",
+        deepspeed=config,
+        bf16=config["bf16"]["enabled"],
         use_cpu=True,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
@@ -159,7 +245,7 @@ def by_trainer(stage: int, dtype: str) -> list[torch.Tensor]:
             return torch.utils.data.SequentialSampler(data)
 
         def create_optimizer(self, *_: Any) -> Any:
-            self.optimizer = ScheduleFree(self.model.parameters())
+            self.optimizer = KINDS[kind][0](self.model.parameters())
             return self.optimizer
 
         def create_scheduler(self, *_: Any, optimizer: Any = None, **__: Any) -> Any:
@@ -177,20 +263,23 @@ def by_trainer(stage: int, dtype: str) -> list[torch.Tensor]:
 
 
 def run(name: str) -> dict[str, Any]:
-    how, stage, dtype = name.split()
+    how, kind, stage, dtype, *offload = name.split()
     torch.manual_seed(0)
-    seen = globals()[f"by_{how}"](int(stage[-1]), dtype)
-    expected = plain(2)
+    errors: list[str] = []
+    config = config_of(int(stage[-1]), dtype, bool(offload))
+    seen = globals()[f"by_{how}"](kind, config, errors)
+    expected = plain(kind, 2)
     assert len(seen) == len(expected), f"{len(seen)} looks"
     off = max(float((a - b).abs().max()) for a, b in zip(seen, expected, strict=True))
     all_off: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_off, off)
-    return {"off": all_off, "swapped": float((expected[1] - expected[2]).abs().max())}
+    swapped = float((expected[1] - expected[2]).abs().max())
+    return {"off": all_off, "swapped": swapped, "errors": errors}
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    report(sys.argv[1:] or NAMES, run)
+    report(sys.argv[1:] or [*NAMES, *REFUSED], run)
 
 
 if __name__ == "__main__":

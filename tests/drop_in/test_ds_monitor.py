@@ -241,13 +241,13 @@ def test_an_old_comet(drop_in_pools):
 
 
 WRONG = [
-    ({"csv_monitor": {"enabled": "yes"}}, "csv_monitor.enabled"),
+    ({"csv_monitor": {"enabled": "maybe"}}, "csv_monitor.enabled"),
     ({"csv_monitor": {"output_pth": "x"}}, "csv_monitor.output_pth"),
     ({"tensorboard": {"job_name": 3}}, "tensorboard.job_name"),
     ({"wandb": {"group": 3}}, "wandb.group"),
-    ({"comet": {"samples_log_interval": True}}, "comet.samples_log_interval"),
+    ({"comet": {"samples_log_interval": "ten"}}, "comet.samples_log_interval"),
     ({"comet": {"mode": "update"}}, "get_or_create"),
-    ({"comet": {"online": "no"}}, "comet.online"),
+    ({"comet": {"online": 2}}, "comet.online"),
 ]
 
 
@@ -308,7 +308,7 @@ def test_a_script_that_just_ends(tmp_path):
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_translator_knows_the_keys(section):
-    config = getattr(get_monitor_config({}), section)
+    config = getattr(get_monitor_config({section: {"enabled": "off"}}), section)
     known = [key for key, fate, _ in _penstock.deepspeed_keys() if fate == "taken"]
     keys = [f"{section}.{key}" for key in vars(config)]
     assert keys == [one for one in known if one.startswith(f"{section}.")]

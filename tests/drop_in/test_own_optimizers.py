@@ -1,9 +1,10 @@
-"""A schedule-free optimizer shows its average at once through every way to the drop-in."""
+"""Optimizers of one's own show their average at once through every way to the drop-in, and SAM's
+first step is refused at the call."""
 
 import sys
 
 import pytest
-from own_optimizer_cases import NAMES
+from own_optimizer_cases import NAMES, REFUSED
 from record import run
 
 
@@ -17,3 +18,12 @@ def test_average_is_shown(case, found):
     """`off`: the largest difference from plain torch in any look, by rank."""
     assert "error" not in found[case], found[case]
     assert max(found[case]["off"]) < 1e-5 < 5e-3 < found[case]["swapped"]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name_and_nothing_changed(case, found):
+    assert "error" not in found[case], found[case]
+    assert max(found[case]["off"]) < 1e-5
+    for told in found[case]["errors"]:
+        assert "Sam.first_step()" in told and "gradients" in told, told
+    assert found[case]["errors"]

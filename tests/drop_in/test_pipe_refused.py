@@ -149,6 +149,10 @@ def made(name: str) -> None:
             model=model, config=pipes.config_of(pipeline={"stages": 4})
         ),
         "key": lambda: ds.initialize(model=model, config=pipes.config_of(pipeline={"stage": 2})),
+        "no section": lambda: ds.initialize(model=model, config=pipes.config_of(pipeline=3)),
+        "windows": lambda: ds.initialize(
+            model=model, config=pipes.config_of(managed_gradient_accumulation=False)
+        ),
         "mesh": lambda: ds.initialize(
             model=model, config=pipes.config_of(penstock={"mesh": {"pipeline": 1}})
         ),
@@ -177,6 +181,8 @@ MADE = {
     "mpu": "has its own, model.mpu()",
     "section": '"pipeline.stages" is 4',
     "key": "no such key",
+    "no section": '"pipeline" is 3; allowed: a section',
+    "windows": "train_batch() sets the windows",
     "mesh": "mesh.pipeline 1, but the PipelineModule has 2 stages",
 }
 

@@ -6,6 +6,7 @@ from planted import Mutation, Program, Pytest
 
 RANKS = "tests/parity/test_border_ranks.py"
 WINDOWS = "tests/parity/test_border_windows.py"
+WAITS = "tests/parity/test_border_waits.py"
 MICRO_STEPS = Pytest((WINDOWS, "-k", "micro_steps and zero2"))
 LATE = Pytest((WINDOWS, "-k", "late_on_one_rank and zero2-1-False"))
 AGREEMENT = "src/engine/step/window_agreement.cpp"
@@ -56,8 +57,8 @@ AT_THE_BORDER = [
     Mutation(
         "a method of an optimizer that reads gradients runs without them",
         "python/penstock/front/optimizer_methods.py",
-        "        trial.param_of(given).grad = self._gradient()\n",
-        "",
+        "            param.grad = gradient\n",
+        "            param.grad = None\n",
         Pytest(("tests/parity/test_optimizers_outside_step.py", "-k", "SAM and zero1-fp32")),
     ),
     Mutation(
@@ -115,5 +116,47 @@ AT_THE_BORDER = [
         "  if (counted || sampled) compare(suspects(counted, sampled));\n",
         "",
         Pytest(("tests/parity/test_border_alone.py",)),
+    ),
+    Mutation(
+        "no rank asks whether it waits in vain",
+        "src/comm/store_group.cpp",
+        "    roll_call_->ask(lane.peer, mine.text());\n",
+        "",
+        Pytest((WAITS, "-k", "uneven and shm-step-0")),
+    ),
+    Mutation(
+        "an error on one rank is no reason",
+        "src/base/turns.cpp",
+        "    if (!left || waits || !follows) continue;\n",
+        "    if (left || waits || follows) continue;\n",
+        Pytest((WAITS, "-k", "raised and argument-zero1")),
+    ),
+    Mutation(
+        "an error that all ranks caught is a reason",
+        "src/base/turns.cpp",
+        "const bool left = number + 1 == end && theirs->raised.empty() && !ours->raised.empty();",
+        "const bool left = number + 1 == end && !ours->raised.empty();",
+        Program("src/base/base_test", ("--gtest_filter=Turns.*",)),
+    ),
+    Mutation(
+        "hooks on the node of a weight in tiles are not seen",
+        "python/penstock/front/tiling.py",
+        "        if hooks:\n            return True\n",
+        "",
+        Pytest(("tests/parity/test_border_tiles.py", "-k", "hooked and node-tokens")),
+    ),
+    Mutation(
+        "a user's zero_grad() is replaced",
+        "python/penstock/front/optimizer_methods.py",
+        'n == "zero_grad" or not (',
+        "not (",
+        Pytest(("tests/parity/test_border_zero_grad.py", "-k", "overridden and ddp-Counts")),
+    ),
+    Mutation(
+        "a rank that cannot begin tells nobody",
+        "python/penstock/front/engine_calls.py",
+        "                ranks.refuse(error)\n",
+        "                pass\n",
+        Pytest((WAITS, "-k", "begins and model")),
     ),
 ]

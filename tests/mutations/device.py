@@ -191,8 +191,8 @@ BESIDE_A_DEVICE = [
     Mutation(
         "nobody looks at how long the device takes",
         STORE_GROUP,
-        "  watch_->look_at([this] { return look(); });\n",
-        "  static_cast<void>([this] { return look(); });\n",
+        "return std::min(ask(*board), look()); });\n",
+        "static_cast<void>(&StoreGroup::look); return ask(*board); });\n",
         Pytest((FAULTS, "-k", "stopped"), ("_sim",)),
     ),
 ]

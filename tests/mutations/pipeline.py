@@ -123,17 +123,23 @@ OVER_STAGES = [
     Mutation(
         "a backward by nothing of this rank's does not count",
         WINDOW,
-        "        self._ranks.end_backward()\n",
+        "        self._ranks.end_backward(action)\n",
         "",
         state("frozen and zero1"),
     ),
     Mutation(
         "backwards of frozen stages are none of the window",
-        "src/engine/step/core_state.cpp",
-        "  if (model_ranks.stages) window->contribute();"
-        "  // another stage of this batch has a gradient\n",
-        "",
+        "src/engine/step/accumulation_window.cpp",
+        "    const bool kept = at >= gave_anywhere.size() || gave_anywhere[at] != '0';\n",
+        "    const bool kept = gave_.find('1') != std::string::npos;\n",
         state("frozen and zero1"),
+    ),
+    Mutation(
+        "the backwards of a micro-batch are counted one by one",
+        "src/engine/step/core_state.cpp",
+        "  if (window->seen() > seen_before) window->set_micro(micro);\n",
+        "  static_cast<void>(micro);\n",
+        Pytest(("tests/parity/test_border_stages.py", "-k", "zero1 and interleaved")),
     ),
     Mutation(
         "buffers come from the first stage",

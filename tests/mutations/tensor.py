@@ -28,6 +28,11 @@ def around(test: str) -> Pytest:
 
 TOKENS = Pytest(("tests/parity/test_token_parts.py",))
 
+
+def checked(test: str) -> Pytest:
+    return Pytest(("tests/parity/test_rule_check.py", "-k", test))
+
+
 OVER_TENSOR_RANKS = [
     Mutation(
         "addends of a gradient are not added up over tensor ranks",
@@ -210,5 +215,19 @@ OVER_TENSOR_RANKS = [
         "        module.activation_relu_or_gelu = 0\n",
         "",
         around("fast_path"),
+    ),
+    Mutation(
+        "a known model's queries, keys and values are cut as if they were one block",
+        "python/penstock/parallel/parallel_plans.py",
+        '        "*.attn.c_attn": "column:3",  # [Q|K|V]\n',
+        '        "*.attn.c_attn": "column",\n',
+        checked("known_models and gpt2-zero1"),
+    ),
+    Mutation(
+        "a wrong rule shows only if it changes outputs",
+        "python/penstock/parallel/probe.py",
+        "        if worst is None and not region.gathers:\n",
+        "        if worst is None and region.gathers:\n",
+        checked("test_wrong_rules and zero"),
     ),
 ]

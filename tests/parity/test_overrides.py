@@ -1,21 +1,25 @@
-"""Models that override methods of `torch.nn.Module`: each row of idioms/overrides.py and of
-idioms/overridden_calls.py on two ranks, with three strategies."""
+"""Models that override methods of `torch.nn.Module`, and classes that change: each row of
+idioms/overrides.py, idioms/overridden_calls.py and idioms/late_changes.py on two ranks, with three
+strategies."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from idioms import nets, overridden_calls, overrides
+from idioms import late_changes, nets, overridden_calls, overrides
 from idioms.table import Cell
 from test_idioms import TIMEOUT, check, on_plain, on_rank, slug
 
-IDIOMS = {row.name: row for row in overrides.rows.idioms + overridden_calls.rows.idioms}
+GROUPS = (overrides, overridden_calls, late_changes)
+IDIOMS = {row.name: row for group in GROUPS for row in group.rows.idioms}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("name", IDIOMS, ids=slug)
 def test_override(name, strategy, pools, tmp_path):
     cell = Cell(strategy)
+    if strategy not in IDIOMS[name].only.get("strategy", (strategy,)):
+        return
     plain = on_plain(IDIOMS[name], cell)
     ours = pools(2).attempt(on_rank, name, cell, str(tmp_path), timeout=TIMEOUT)
     check(IDIOMS[name], cell, ours, plain)

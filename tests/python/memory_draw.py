@@ -122,8 +122,6 @@ def draw(seed: int) -> Draw:
     if rng.random() < 0.2:
         config["tiling"] = {"max_bytes": rng.choice([8192, 20000])}
         config.pop("activations", None)
-        if shape.frozen == "all but last":  # tiles of frozen blocks are dropped too early
-            del config["tiling"]
     if not by_torch:
         config["optimizer"] = rng.choice(
             [{"type": "AdamW"}, {"type": "SGD", "momentum": 0.9}, {"type": "Lion"}]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,6 +74,57 @@ def test_what_frameworks_leave_in():
     engine.close()
 
 
+def test_auto_that_is_left_over_is_listed():
+    config = SMALL | {"gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}
+    says = 'bf16.enabled, gradient_accumulation_steps: nothing replaced "auto"'
+    with pytest.warns(UserWarning, match=says):
+        engine = initialize(torch.nn.Linear(4, 4), config)
+    assert engine.config.precision is None
+    engine.close()
+
+
+def test_keys_with_a_dot_are_listed():
+    config = SMALL | {"zero_optimization.stage": 3, "zero_optimization.sub_group_size": 3686.4}
+    with pytest.warns(UserWarning, match="sub_group_size: not a DeepSpeed key: write it inside"):
+        engine = initialize(torch.nn.Linear(4, 4), config)
+    assert engine.config.strategy == "zero2"
+    engine.close()
+
+
+@pytest.mark.parametrize("text", ['// x\n{"bf16": {}, "bf16": {}}', '{"fp16": {"a": 1, "a": 2}}'])
+def test_a_key_that_is_given_twice_is_refused(text, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(penstock.ConfigError, match="is in the config twice"):
+        initialize(torch.nn.Linear(4, 4), path)
+
+
+def test_a_dict_may_have_paths_dtypes_and_numbers_of_numpy(tmp_path):
+    offload = {"device": "nvme", "nvme_path": tmp_path}
+    config = SMALL | {
+        "train_micro_batch_size_per_gpu": np.int64(2),
+        "gradient_clipping": np.float32(0.5),
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+        "tensor_parallel": {"dtype": torch.bfloat16},
+    }
+    with pytest.warns(UserWarning, match="tensor_parallel.dtype"):
+        engine = initialize(torch.nn.Linear(4, 4), config)
+    assert engine.config.offload.path == str(tmp_path)
+    assert (engine.config.batch.micro, engine.config.clip) == (2, 0.5)
+    engine.close()
+    with pytest.raises(penstock.ConfigError, match='"a" is a set, which JSON cannot express'):
+        initialize(torch.nn.Linear(4, 4), SMALL | {"my": {"a": {1}}})
+
+
+@pytest.mark.parametrize("given", [1, "true", "on", 1.0])
+def test_a_monitor_section_is_read_as_by_deepspeed(given, tmp_path):
+    csv = {"enabled": given, "output_path": str(tmp_path), "job_name": "job"}
+    engine = initialize(torch.nn.Linear(4, 4), SMALL | {"csv_monitor": csv})
+    engine.close()
+    with pytest.raises(penstock.ConfigError, match='"csv_monitor.enabled" is "x"; allowed: true'):
+        initialize(torch.nn.Linear(4, 4), SMALL | {"csv_monitor": csv | {"enabled": "x"}})
+
+
 def test_nothing_is_said_where_all_is_taken():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -85,6 +137,7 @@ def test_errors_name_the_key():
         ({"scheduler": {"type": "Warmup", "params": {}}}, "scheduler.type"),
         ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
         ({"strategy": "zero3"}, "one dialect"),
+        ({"managed_gradient_accumulation": False}, r"Call engine.step\(force=True\) instead"),
     ]:
         with pytest.raises(penstock.ConfigError, match=says):
             initialize(torch.nn.Linear(4, 4), SMALL | change)

@@ -110,6 +110,46 @@ def test_what_is_said_to_fit_runs(seed, pools, tmp_path):
     assert len(set(said)) == 1, said
 
 
+# Frozen layers beside tiles; frozen norms in step one; a gradient that returns to the device.
+@pytest.mark.parametrize("found", [378, 457, 475, 476, 541])
+def test_draws_that_failed_once(found, pools, tmp_path):
+    said = pools(draw(found).world).run(outcome, found, str(tmp_path))
+    assert len(set(said)) == 1, said
+
+
+HOST = {"optimizer": "host", "params": "host"}
+# strategy, world, offload, other settings; frozen
+BESIDE_FROZEN = [
+    ("hpz_host", 2, {"optimizer": "host"}, {}, "norms"),
+    ("hpz_host", 2, {"optimizer": "host"}, {}, "blocks"),
+    ("zero3", 2, HOST, {}, "norms"),
+    ("zero3", 2, HOST, {"tiling": {"max_bytes": 8192}}, "norms"),
+    ("zero3", 2, HOST, {"tiling": {"max_bytes": 8192}}, "blocks"),
+    ("zero3", 1, {}, {"units": {"layer_bytes": 1}}, "all but last"),
+    ("zero2", 1, {"gradients": "host"}, {}, "norms"),
+    ("zero2", 1, {"gradients": "host"}, {}, ""),
+    ("zero3", 1, {"gradients": "host"}, {}, ""),
+    ("mics", 2, {"gradients": "host"}, {}, "norms"),
+]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("case", BESIDE_FROZEN, ids=str)
+def test_no_peak_is_over_its_prediction(case, accumulate, pools, tmp_path):
+    strategy, world, offload, others, frozen = case
+    config = CONFIG | {"strategy": strategy, "offload": offload} | others
+    config |= {"batch": {"micro": 2, "accumulate": accumulate}, "units": {"layer_bytes": 1000}}
+    shape = Shape(width=40, widths=[4, 2, 1], tied=False, frozen=frozen, own="fp32")
+    chosen = Draw(world, shape, config | others, by_torch=False, limits={})
+    for predicted, measured in pools(world).run(peaks, chosen, str(tmp_path)):
+        for part in ("memory", "device", "host"):
+            assert measured[part] <= predicted[part], (part, measured, predicted)
+
+
+def peaks(chosen: Draw, folder: str) -> tuple[dict[str, int], dict[str, Any]]:
+    return need(chosen, folder), run(chosen, folder, {})
+
+
 # ---- the case that was reported, smaller
 
 GPT = Shape(width=64, widths=[4] * 4, tied=True, frozen="", own="fp32")

@@ -53,7 +53,10 @@ def test_a_wrong_command_is_one_sentence(word, says):
     assert err.startswith(f'penstock: there is no command "{word}": ') and says in err
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "bench", "status", "top", "inspect", "report"])
+COMMANDS = "run plan bench status top inspect report convert explain doctor".split()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_options_are_shown_without_torch(command):
     code, loaded, out, _ = probe([command, "--help"], HEAVY)
     assert (code, loaded) == (0, []) and f"penstock {command}" in out

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import pathlib
 import sys
 from typing import Any
 
 from penstock._native import ConfigError
-from penstock.conversion import convert
-from penstock.conversion.convert import parse_dtype
-from penstock.conversion.options import FORMATS, Options
 
 
 def _convert(args: argparse.Namespace) -> int:
-    made = convert(
+    conversion = importlib.import_module("penstock.conversion")  # imports torch
+    parse_dtype = importlib.import_module("penstock.conversion.convert").parse_dtype
+    made = conversion.convert(
         args.source,
         args.out,
-        Options(
+        conversion.Options(
             to=args.to,
             tag=args.tag,
             key=args.key,
@@ -53,7 +53,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser], summar
     convert.add_argument("out", metavar="OUT", help="see --to")
     convert.add_argument(
         "--to",
-        choices=FORMATS,
+        metavar="penstock|dcp|safetensors|torch",
         default="penstock",
         help='"penstock" (the default): OUT is a folder of checkpoints that gets a new "step-N"; '
         '"dcp": OUT is an empty folder; "safetensors": OUT is a folder for the weights, in files '

@@ -84,4 +84,24 @@ def explained(
     )
 
 
+def note_inputs(
+    error: BaseException, params: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
+) -> None:
+    """Adds a note to torch's error about dtypes: the dtype of the parameters, and what to cast."""
+    kinds = list(dict.fromkeys(p.dtype for p in params if p.is_floating_point()))
+    if not isinstance(error, RuntimeError) or not _MIXTURE.search(str(error)) or not kinds:
+        return
+    others = {one.dtype for one in inputs if one.is_floating_point() and one.dtype not in kinds}
+    mixed = sorted(str(one).removeprefix("torch.") for one in others)
+    found = f" Inputs of this forward are {' and '.join(mixed)}." if mixed else ""
+    names = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
+    note = (
+        f"[front::forward] the parameters compute in {names}, and the engine casts no input.{found}"
+        f" Cast floating inputs and tensors that the forward makes, for example x.to({kinds[0]}), "
+        f'or use torch.autocast with "precision": "fp32"'
+    )
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
+
+
 _KEYS: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}

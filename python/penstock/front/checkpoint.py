@@ -219,7 +219,7 @@ class Checkpointing:
         """Warns of an error of the last save with wait=False."""
         failure = self._core.checkpoints.failure() if self._saving else ""
         if failure:
-            warnings.warn(f"[front::save] not saved: {failure}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"[front::save] not saved: {failure}", RuntimeWarning, stacklevel=4)
 
 
 def _save(engine: Any, path: str, tag: str | None, client_state: Any, wait: bool) -> str:
@@ -362,7 +362,7 @@ class _Taken:
         for name, begin, param, master in external.pieces():
             state: dict[str, Any] = {}
             for one in kept[name]:
-                value = torch.zeros(master.numel(), dtype=one.dtype)
+                value = torch.zeros(master.numel(), dtype=one.dtype, device=master.device)
                 key = one.role.removeprefix(_OWN)
                 role, state[key] = _OWN + key, value
                 if value.numel() > 0:
@@ -567,6 +567,7 @@ def _own_state(
 
     Raises ConfigError for state that belongs to no parameter or cannot be cut into other shards.
     """
+    external.check_saved()
     tensors: list[Any] = []
     scalars: dict[str, dict[str, Any]] = defaultdict(dict)
     masters = {master for _, _, _, master in external.pieces()}

@@ -7,6 +7,7 @@ import binascii
 import contextlib
 import json
 import math
+import numbers
 import os
 import pathlib
 import warnings
@@ -35,7 +36,7 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str, dict[str, Any]]:
 
     Returns:
         The config with Penstock's keys, DeepSpeed's `scheduler` section (JSON, or ""), and the
-        DeepSpeed config as given ({} if the config has Penstock's keys).
+        DeepSpeed config as DeepSpeed reads it ({} if the config has Penstock's keys).
 
     Raises:
         ConfigError: if `config` is none of these, or has a DeepSpeed key that is not supported.
@@ -50,9 +51,16 @@ def read(config: ConfigLike) -> tuple[dict[str, Any], str, dict[str, Any]]:
                 '"tensor_parallel.partition_config". Use "parallel.rules" in the section '
                 '"penstock" instead'
             )
+        if "managed_gradient_accumulation" in asked and not json.loads(translated.values).get(
+            "managed_gradient_accumulation"
+        ):
+            raise ConfigError(
+                "[front::initialize] only deepspeed.initialize() reads "
+                '"managed_gradient_accumulation". Call engine.step(force=True) instead'
+            )
         if translated.warning and process_group.rank() == 0 and os.environ.get("RANK", "0") == "0":
             warnings.warn(f"[front::initialize] {translated.warning}", UserWarning, stacklevel=3)
-        return native, str(translated.scheduler), json.loads(_penstock.plain_json(text))
+        return native, str(translated.scheduler), json.loads(translated.values)
     if isinstance(config, Mapping):
         return dict(config), "", {}
     try:
@@ -161,13 +169,26 @@ def _given_text(config: ConfigLike) -> str:
     )
 
 
-def finite(value: Any) -> Any:
-    """Returns the value with infinities and NaN as strings, because JSON cannot express them.
+def finite(value: Any, key: str = "config") -> Any:
+    """Returns the value with infinities, NaN, paths and dtypes as strings, as JSON needs them.
 
-    Frameworks write `"steps_per_print": inf`.
+    Frameworks write `"steps_per_print": inf`. Raises ConfigError for a value that is no JSON.
     """
     if isinstance(value, Mapping):
-        return {str(key): finite(inner) for key, inner in value.items()}
+        return {str(name): finite(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner, key) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, numbers.Real):  # of numpy
+        return int(value) if isinstance(value, numbers.Integral) else finite(float(value))
+    if type(value).__name__ == "dtype":  # of torch
+        return str(value)
+    raise ConfigError(
+        f'[front::initialize] "{key}" is a {type(value).__name__}, which JSON cannot express. '
+        f"Pass a number, text, a list or a dict"
+    )

@@ -5,7 +5,6 @@ import datetime
 import itertools
 import typing
 import warnings
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,15 +19,14 @@ _LATER = datetime.timedelta(seconds=60)
 
 
 def name_for(device: torch.device, wanted: str) -> str | None:
-    """Returns the name of the back end for that device. Returns None if a name is not enough to
-    make the back end, or if `wanted` is not "auto". Exchanges then go through host memory."""
+    """Returns the name of the back end for that device. Returns None if torch has none, or if
+    `wanted` is not "auto". Exchanges then go through host memory."""
     if device.type in ("cpu", "meta") or wanted != "auto":
         return None
     found = dist.Backend.default_device_backend_map.get(device.type)
     if found in (None, "gloo") or not dist.is_backend_available(found):
         return None
-    plugin = dist.Backend._plugins.get(found.upper())
-    return None if plugin is not None and plugin.extended_api else found
+    return found if _kind(found) is not None or _plugin(found) is not None else None
 
 
 def warn_of_idle(device: torch.device) -> None:
@@ -58,21 +56,35 @@ class DeviceGroups:
         prefix = f"penstock/{self._engine}/{next(self._made)}/{ranks}"
         store = PrefixStore(prefix, distributed_c10d._get_default_store())
         own = members.index(dist.get_rank())
-        return _maker(self._name)(store, own, len(members), self._timeout)
+        return _make(self._name, store, own, members, self._timeout)
 
 
-def _maker(name: str) -> Callable[..., typing.Any]:
-    plugin = dist.Backend._plugins.get(name.upper())
-    if plugin is not None:
-        maker: Callable[..., typing.Any] = plugin.creator_fn
-        return maker
-    kind = getattr(dist, f"ProcessGroup{name.upper()}")
+def _kind(name: str) -> typing.Any:
+    """Returns the class of a back end of torch itself, or None."""
+    return getattr(dist, f"ProcessGroup{name.upper()}", None)
 
-    def make(store: typing.Any, rank: int, size: int, timeout: datetime.timedelta) -> typing.Any:
-        if not hasattr(kind, "Options"):
-            return kind(store, rank, size, timeout)
+
+def _plugin(name: str) -> typing.Any:
+    """Returns what `register_backend()` was given for a back end, or None."""
+    return dist.Backend._plugins.get(name.upper())
+
+
+def _make(
+    name: str, store: typing.Any, rank: int, members: list[int], timeout: datetime.timedelta
+) -> typing.Any:
+    """Makes a back end as torch's `init_process_group()` does. The class comes first: torch 2.14
+    registers its own back ends as plugins, too."""
+    kind, plugin, size = _kind(name), _plugin(name), len(members)
+    if kind is not None and hasattr(kind, "Options"):
         options = kind.Options()
         options._timeout = timeout
         return kind(store, rank, size, options)
-
-    return make
+    if kind is not None:
+        return kind(store, rank, size, timeout)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    described = distributed_c10d._DistributedBackendOptions()
+    described.store, described.timeout = store, timeout
+    described.group_rank, described.group_size = rank, size
+    described.group_id, described.global_ranks_in_group = f"penstock-{rank}", list(members)
+    return plugin.creator_fn(described, None)

@@ -18,6 +18,7 @@ from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.front import (
     checkpoint,
     config_file,
+    engine_calls,
     model_state,
     module_tree,
     ranks,
@@ -123,7 +124,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         self._external = (
             None if self._native else optim.ShardStep(given, self._core.values, ranks.world())
         )
-        optim.take_over(given, self._native, self._core)
+        optim.take_over(given, self._external, self._core)
         self._groups_seen = optim.group_members(given)
         if self.lr_scheduler is None:
             self._schedule_lr()
@@ -392,9 +393,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         and "host", the total by tier; "memory", the peak of device and host at one time; and
         "disk", the bytes on disk. "exchanges" is the number of exchanges with other ranks in a
         step (measured: in the last step). "resident" has the bytes of the "process" now and of its
-        parts: "engine", "libraries", "shared", "heap" and "heap_free", which overlap in small
-        buffers and in free memory that has gone back to the system. "measured" also has
-        "disk_read" and "disk_written", the bytes moved so far, and "act", the bytes of offloaded
+        parts: "engine", "libraries", "shared", "heap" (in use) and "heap_free" (freed tensors,
+        whose memory malloc keeps). "engine" and "heap" overlap in small buffers. "measured" also
+        has "disk_read" and "disk_written", the bytes moved so far, and "act", the bytes of offloaded
         activations in host memory. "act" is not part of the total, because its size is unknown
         before the first forward.
         """
@@ -530,6 +531,7 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
                 self._forwards.watch_part(module)
 
 
+engine_calls.tell_of_errors(Engine)
 _alive: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
@@ -550,6 +552,7 @@ def _forget() -> None:
 atexit.register(_forget)
 
 
+@engine_calls.tells_if_refused
 def initialize(
     model: torch.nn.Module,
     config: ConfigLike = None,
@@ -568,8 +571,7 @@ def initialize(
             parameters and returns one, or a dict that replaces the config's `optimizer` section
             (the default).
         lr_scheduler: torch scheduler of that optimizer, or a callable that takes the optimizer.
-            `step()` steps it after each applied update. Default: the config's `schedule` (in a
-            DeepSpeed config: `scheduler`).
+            `step()` steps it after each update. Default: `schedule` (DeepSpeed: `scheduler`).
         overrides: top-level config keys that replace those of `config`.
 
     Raises:

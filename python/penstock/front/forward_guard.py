@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,11 @@ class Hook:
 
 
 class Forward:
-    """Replaces a method of a module: a call becomes `around(method, *args, **kwargs)`."""
+    """Replaces a method of a module: a call becomes `around(method, *args, **kwargs)`.
+
+    It looks like the class's bound method. It looks that method up in each call, because the class
+    may change. See [Note: Copies by dict].
+    """
 
     def __init__(
         self, module: torch.nn.Module, around: Callable[..., Any], name: str = "forward"
@@ -58,31 +63,54 @@ class Forward:
         self._name = "_compiled_call_impl" if compiled else name
         self._module, self._around = module, around
         self._had = module.__dict__.get(self._name)  # None: the method is the class's
-        self._inner: Callable[..., Any] = getattr(module, self._name)
-        functools.update_wrapper(self, self._inner, updated=())  # libraries inspect the signature
+        method = self._method(module)  # libraries inspect the signature, see __getattr__()
+        self.__doc__, self.__module__ = method.__doc__, getattr(method, "__module__", __name__)
         module.__dict__[self._name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():  # the program is that of a plain model
-            return self._inner(*args, **kwargs)
-        return self._around(self._inner, *args, **kwargs)
+            return self._method(self._module)(*args, **kwargs)
+        frame, caller = sys._getframe(1), self._module
+        # Other frames are not asked: before Python 3.13 the answer would keep their locals alive.
+        if frame.f_code.co_filename == _TORCH_MODULES:
+            caller = frame.f_locals.get("self", caller)
+        if caller is self._module or not self._is_copied_to(caller):
+            return self._around(self._method(self._module), *args, **kwargs)
+        if caller._parameters is self._module._parameters:  # copy.copy(): the same weights
+            return self._around(self._method(caller), *args, **kwargs)
+        self._leave(caller)
+        return getattr(caller, self._name)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the method: its name, its code, its defaults, `__self__`."""
+        if name in ("_module", "_had", "_name"):  # not set yet
+            raise AttributeError(name)
+        return getattr(self._method(self._module), name)
 
     @property
-    def __code__(self) -> types.CodeType:
-        """The code of the method, which torch.export reads."""
-        code: types.CodeType = self._inner.__code__
-        return code
+    def __wrapped__(self) -> Any:
+        """The class's bound method, whose signature `inspect` shows."""
+        return self._method(self._module)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function that `types.MethodType` may bind again, to this module or to another."""
+        method: Any = self._method(self._module)
+
+        @functools.wraps(method.__func__)
+        def function(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module is self._module:
+                return self(*args, **kwargs)
+            return method.__func__(module, *args, **kwargs)
+
+        return function
 
     def remove(self) -> None:
         """Restores the module's own method. A method that the user has set since then stays; if it
         calls this one, this one calls the module's own."""
         self._around = _alone
-        if self._module.__dict__.get(self._name) is not self:
-            return
-        if self._had is None:
-            self._module.__dict__.pop(self._name, None)
-        else:
-            self._module.__dict__[self._name] = self._had
+        if self._module.__dict__.get(self._name) is self:
+            self._leave(self._module, self._had)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._had is not None:
@@ -96,6 +124,48 @@ class Forward:
 
     def _plain(self, module: torch.nn.Module) -> Any:
         return types.MethodType(getattr(type(module), self._name), module)
+
+    def _method(self, module: Any) -> Any:
+        """Returns what the module's method would be without this one."""
+        if isinstance(self._had, Forward):  # one inside: a cut or tiled layer's
+            return self._had if module is self._module else self._had._method(module)
+        if self._had is not None:
+            return self._had
+        for kind in type(module).__mro__:
+            if self._name in vars(kind):
+                found = vars(kind)[self._name]
+                bind = getattr(type(found), "__get__", None)
+                return found if bind is None else bind(found, module, type(module))
+        return type(module).__getattr__(module, self._name)
+
+    def _is_copied_to(self, module: Any) -> bool:
+        """Whether the module has this method because its `__dict__` is a copy."""
+        if not isinstance(module, torch.nn.Module) or vars(module).get(self._name) is not self:
+            return False
+        ours = vars(self._module)
+        return any(
+            value is ours.get(name) for name, value in vars(module).items() if type(value) in _DICTS
+        )
+
+    def _leave(self, module: torch.nn.Module, had: Any = None) -> None:
+        """Takes this method off a module. It keeps `had`; by default, what the user had set."""
+        if had is None:
+            had = self._had
+            while isinstance(had, Forward):
+                had = had._had
+        if had is None:
+            del module.__dict__[self._name]
+        else:
+            module.__dict__[self._name] = had
+
+
+# [Note: Copies by dict] Libraries copy a module with `type(module).__new__` and a copy of its
+# `__dict__`, to give the copy other parameters (learn2learn, data parallel replicas). The copy then
+# has the same `Forward` object, which belongs to the module and does not know its caller. torch's
+# own frame, from which the call comes, has the module. The copy is a plain module: at its first
+# call it loses the engine's methods.
+_TORCH_MODULES = torch.nn.Module._call_impl.__code__.co_filename
+_DICTS = (dict, OrderedDict)
 
 
 @dataclasses.dataclass
@@ -122,6 +192,7 @@ class Forwards:
         self._open = False  # a forward runs
         self._process, self._thread = os.getpid(), 0  # process of the engine, thread of the forward
         self._installed = installed  # the engine's hooks on modules
+        core.calls.name_threads(_name_of_thread)
         self._installed.append(Forward(module, self.run))
         generate = getattr(module, "generate", None)
         if core.needs_unit_events and callable(generate):
@@ -131,9 +202,24 @@ class Forwards:
             self._installed.append(Forward(owner, self._generate, "generate"))
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls `forward` as a forward of the whole model."""
-        if self._open:
+        """Calls `forward` as a forward of the whole model.
+
+        Raises RuntimeFault if another thread is in a forward, a backward or a step.
+        """
+        if self._runs_here():
             return forward(*args, **kwargs)
+        if in_backward():
+            return self._run(forward, args, kwargs)
+        self._around.before(functools.partial(self.run, forward), args, kwargs)
+        self._core.calls.enter("forward")
+        try:
+            return self._run(forward, args, kwargs)
+        finally:
+            self._core.calls.leave()
+
+    def _run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         try:
             self._begin()
             if not in_backward():
@@ -149,6 +235,7 @@ class Forwards:
                 mixture = buffer_dtypes.explained(error, params, buffers)
                 if mixture:
                     raise RuntimeFault(mixture) from error
+                buffer_dtypes.note_inputs(error, params, module_tree.tensors_in((args, kwargs)))
             raise
         finally:  # a signal may raise anywhere
             self._open = False
@@ -162,8 +249,9 @@ class Forwards:
             return generate(*args, **kwargs)
 
     def reset(self) -> None:
-        """Clears the state that an interrupted forward left."""
-        self._open = False
+        """Clears the state that an interrupted forward of this thread left."""
+        if self._thread == threading.get_ident():
+            self._open = False
 
     def uneven(self) -> "Uneven":
         """Within the context ranks may call the model a different number of times."""
@@ -172,35 +260,36 @@ class Forwards:
     def watch(self, module: torch.nn.Module, unit: int) -> None:
         """Reports a unit's begin and end when its module's forward begins and ends."""
         core = self._core
-        alone = False  # the module is called by itself, as a forward in which other units are idle
+        # The thread in which the module is called by itself, as a forward in which other units are
+        # idle; or 0.
+        alone = 0
 
         def begin(*inputs: Any) -> None:
             nonlocal alone
-            if not in_backward():
-                if not self._open:
-                    alone = True
-                    self._begin()
-                    self._around.begin(self._model, inputs)
-                elif self._thread != threading.get_ident():
-                    raise RuntimeFault(
-                        f"[front::forward] a {type(module).__name__} was called from another "
-                        f"thread while a forward of the model was running. Sharded parameters are "
-                        f"gathered in the order of one thread. Call the module in the thread of "
-                        f'the forward, or use "zero2"'
-                    )
+            if not in_backward() and not self._runs_here():
+                self._refuse_threads(module)
+                core.calls.enter("forward")
+                alone = threading.get_ident()
+                self._begin()
+                self._around.begin(self._model, inputs)
             core.unit_begin(unit, True)
 
         def end(_inputs: Any = None, output: Any = None) -> None:
             nonlocal alone
             error = sys.exc_info()[1] if output is None else None
-            if error is None:
-                core.unit_end(unit, list(module_tree.tensors_in(output)))
-            was_alone, alone = alone, False
-            if was_alone and error is None:
-                self._around.end()
-                self._end(output)
-            elif was_alone and error is not None:
-                self._fail(error)
+            was_alone = alone == threading.get_ident()
+            try:
+                if error is None:
+                    core.unit_end(unit, list(module_tree.tensors_in(output)))
+                if was_alone and error is None:
+                    self._around.end()
+                    self._end(output)
+                elif was_alone and error is not None:
+                    self._fail(error)
+            finally:
+                if was_alone:
+                    alone, self._open = 0, False
+                    core.calls.leave()
 
         if module_tree.is_compiled_in_place(module):
             self._installed.append(Forward(module, _around(begin, end)))
@@ -217,9 +306,26 @@ class Forwards:
 
     def run_part(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `forward` as `run` does. Inside a forward or a backward it is a plain call."""
-        if self._open or in_backward():
+        if self._runs_here() or in_backward():
             return forward(*args, **kwargs)
+        self._refuse_threads(getattr(forward, "__self__", self._model))
         return self.run(forward, *args, **kwargs)
+
+    def _runs_here(self) -> bool:
+        """Whether a forward runs in this thread."""
+        return self._open and self._thread == threading.get_ident()
+
+    def _refuse_threads(self, module: torch.nn.Module) -> None:
+        """Raises RuntimeFault if a forward runs in another thread, perhaps one that calls this."""
+        names = {one.ident: one.name for one in threading.enumerate()}
+        if not self._open or self._thread not in names:
+            return
+        raise RuntimeFault(
+            f"[front::forward] a {type(module).__name__} was called from another thread "
+            f'("{threading.current_thread().name}") while a forward of the model was running '
+            f'(in "{names[self._thread]}"). Sharded parameters are gathered in the order of one '
+            f'thread. Call the module in the thread of the forward, or use "zero2"'
+        )
 
     def _begin(self) -> None:
         if not in_backward():
@@ -276,6 +382,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _name_of_thread(number: int) -> str:
+    """Names a thread by its number in the operating system. "" is no thread of Python's."""
+    names = [one.name for one in threading.enumerate() if one.native_id == number]
+    return f'"{names[0]}"' if names else ""
+
+
 def _alone(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return inner(*args, **kwargs)
 
@@ -283,7 +395,11 @@ def _alone(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _around(begin: Callable[..., None], end: Callable[..., None]) -> Callable[..., Any]:
     def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin(args, kwargs)
-        output = inner(*args, **kwargs)
+        try:
+            output = inner(*args, **kwargs)
+        except BaseException:
+            end(args)
+            raise
         end(args, output)
         return output
 

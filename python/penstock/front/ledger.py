@@ -17,7 +17,7 @@ _RESIDENT = {
     "libraries": "code of libraries",
     "shared": "shared between ranks",
     "heap": "heap (tensors and objects of Python and torch)",
-    "heap_free": "free in the heap",
+    "heap_free": "freed tensors, whose memory malloc keeps for later ones",
 }
 
 
@@ -30,10 +30,12 @@ def _memory_lines(
     resident: dict[str, int], measured: dict[str, int], predicted: dict[str, int]
 ) -> list[str]:
     parts = ", ".join(f"{text} {resident[key] / 2**20:.2f}" for key, text in _RESIDENT.items())
+    rest = resident["process"] - sum(resident[key] for key in _RESIDENT)
     both = f"{measured['memory'] / 2**20:.2f} of {predicted['memory'] / 2**20:.2f} predicted"
     return [
         f"device and host at one time, which budgets compare: {both}",
-        f"the process now has {resident['process'] / 2**20:.2f}: {parts}",
+        f"the process now has {resident['process'] / 2**20:.2f}: {parts}, "
+        f"rest (objects of Python, stacks) {max(0, rest) / 2**20:.2f}",
     ]
 
 

@@ -208,7 +208,7 @@ def _slots_of(kind: type) -> Sequence[str]:
     return [slots] if isinstance(slots, str) else list(slots)
 
 
-_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
+CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque)
 _OPAQUE = (torch.Tensor, torch.nn.Module, type, str, bytes, int, float, complex)
 
 
@@ -217,7 +217,7 @@ class State:
     set or deque."""
 
     def __init__(self, one: Any) -> None:
-        self._items = copy.copy(one) if type(one) in _CONTAINERS else None
+        self._items = copy.copy(one) if type(one) in CONTAINERS else None
         self._fields = dict(vars(one)) if hasattr(one, "__dict__") else {}
         slots = [name for kind in type(one).__mro__ for name in _slots_of(kind)]
         self._slots = {n: getattr(one, n) for n in slots if n != "__dict__" and hasattr(one, n)}
@@ -266,7 +266,7 @@ def objects_in(value: Any) -> list[Any]:
             continue
         if isinstance(one, tuple):
             waiting.extend(one)
-        elif type(one) in _CONTAINERS or hasattr(one, "__dict__") or _slots_of(type(one)):
+        elif type(one) in CONTAINERS or hasattr(one, "__dict__") or _slots_of(type(one)):
             found[id(one)] = one
             waiting.extend(State(one).values())
     return list(found.values())

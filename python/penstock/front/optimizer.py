@@ -9,7 +9,7 @@ import inspect
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.front.optimizer_methods import Methods, refuse_save
-from penstock.front.optimizer_trial import check_elementwise, check_sizes, fresh_state
+from penstock.front.optimizer_trial import (
+    check_elementwise,
+    check_sizes,
+    fresh_state,
+    own_entries,
+)
 
 _KINDS: dict[str, Any] = {kind.name: kind for kind in _penstock.OPTIMIZER_KINDS}
 _LION: dict[str, Any] = _KINDS["Lion"].defaults
@@ -95,6 +100,13 @@ def prepare(
             "[front::initialize] the optimizer's step() was replaced, and the engine does not call "
             "it. Use optimizer.register_step_pre_hook() and register_step_post_hook()"
         )
+    for name in ("zero_grad", "state_dict", "load_state_dict"):
+        own = vars(given).get(name)
+        if own is not None and not getattr(own, "_of_penstock", False):
+            raise ConfigError(
+                f"[front::initialize] the optimizer's {name}() was replaced on the object, and the "
+                f"engine does not call it. Override it in a class of your own"
+            )
     only_dtype = isinstance(section, dict) and list(section) == ["moments_dtype"]
     if section is not None and not only_dtype:
         raise ConfigError(
@@ -102,7 +114,7 @@ def prepare(
             '"optimizer". Remove one (only optimizer.moments_dtype goes with an argument)'
         )
     if is_native(given):
-        _check_fresh(given)
+        _check_fresh(given, uncounted=1)
         given.state.clear()  # the engine keeps the state
         config = {**config, "optimizer": _section_of(given) | (section or {})}
     else:
@@ -123,7 +135,10 @@ def build(section: Any, params: Any) -> torch.optim.Optimizer:
     keys = [key for key in _KINDS[section.type].keys if key != "moments_dtype"]
     options = {key: getattr(section, key) for key in keys}
     make: Any = _CLASSES[section.type]
-    made: torch.optim.Optimizer = make([torch.nn.Parameter(torch.zeros(1))], **options)
+    made: Any = make.__new__(make)
+    # torch's own method imports its compiler, to exclude itself from compiled code: 66 MiB.
+    made.add_param_group = types.MethodType(inspect.unwrap(make.add_param_group), made)
+    made.__init__([torch.nn.Parameter(torch.zeros(1))], **options)
     made.state.clear()
     made.param_groups.clear()
     chosen = list(params)
@@ -131,7 +146,9 @@ def build(section: Any, params: Any) -> torch.optim.Optimizer:
         chosen = [{"params": chosen}]
     for group in chosen:
         made.add_param_group(dict(group))
-    return made
+    del made.add_param_group  # the instance's; torch's method stays
+    optimizer: torch.optim.Optimizer = made
+    return optimizer
 
 
 def _kind_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
@@ -150,9 +167,14 @@ def is_native(optimizer: torch.optim.Optimizer) -> bool:
     return all(_kind_of(optimizer, group) is not None for group in optimizer.param_groups)
 
 
-def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
+def _check_fresh(optimizer: torch.optim.Optimizer, uncounted: int) -> None:
+    """Raises ConfigError if the optimizer has taken steps; `uncounted`: if the state has no count.
+
+    A trial has looked at the state of an optimizer that computes in Python, which may have none.
+    """
     # Some optimizers (Adagrad) make their state in the constructor, with step 0.
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    if any(float(state.get("step", uncounted)) > 0 for state in states):
         raise ConfigError(
             "[front::initialize] the optimizer has taken steps already. Pass a new optimizer"
         )
@@ -253,8 +275,11 @@ class _State(defaultdict[Any, Any]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None:
-    """Replaces the optimizer's step(), zero_grad() and state by the engine's."""
+def take_over(optimizer: torch.optim.Optimizer, external: "ShardStep | None", core: Any) -> None:
+    """Replaces the optimizer's step(), zero_grad() and state by the engine's.
+
+    A class's own zero_grad() runs, too, and the engine drops its gradients if it drops them.
+    """
     kept = weakref.ref(core)
 
     def step(_self: Any, closure: Any = None) -> Any:
@@ -273,10 +298,14 @@ def take_over(optimizer: torch.optim.Optimizer, native: bool, core: Any) -> None
     step._of_penstock = True  # type: ignore[attr-defined]
     changed: Any = optimizer
     changed.step = types.MethodType(step, optimizer)
-    changed.zero_grad = types.MethodType(zero_grad, optimizer)
+    zero_grad._of_penstock = True  # type: ignore[attr-defined]
+    if "zero_grad" not in vars(optimizer):
+        changed.zero_grad = types.MethodType(zero_grad, optimizer)
+    if external is not None:
+        external.drops_gradients_by(lambda: zero_grad(optimizer))
     optimizer.register_state_dict_pre_hook(refuse_save)
     optimizer.register_load_state_dict_pre_hook(refuse_save)
-    if native:
+    if external is None:
         changed.state = _State()
 
 
@@ -326,7 +355,7 @@ class ShardStep:
     """Runs any elementwise torch optimizer on this rank's fp32 shards."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, values: Any, world: int) -> None:
-        _check_fresh(optimizer)
+        _check_fresh(optimizer, uncounted=0)
         self._optimizer = optimizer
         self._values = values
         # A tiled parameter has several masters.
@@ -339,17 +368,35 @@ class ShardStep:
             self._masters.append(master)
             self._params.append(param)
             self.places.append((name, begin))
-        sizes = {param.numel() for param in shards}
-        if sum(master.numel() for master in self._masters) < sum(p.numel() for p in shards):
-            check_sizes(optimizer, sizes, world, _kernels())
+        cut = sum(master.numel() for master in self._masters) < sum(p.numel() for p in shards)
+        check_sizes(optimizer, world if cut else 1, _kernels())
         self._methods = Methods(optimizer, values)
         for group in optimizer.param_groups:
             group["params"] = [piece for p in group["params"] for piece in shards.get(p, ())]
         self._step = optimizer.step
-        fresh = {master: fresh_state(optimizer, master) for master in self._masters}
+        pairs = zip(self._masters, self._params, strict=True)
+        fresh = {master: fresh_state(optimizer, master, param) for master, param in pairs}
+        own = own_entries(optimizer)
         optimizer.state.clear()
-        optimizer.state.update({master: state for master, state in fresh.items() if state})
+        optimizer.state.update(own | {one: state for one, state in fresh.items() if state})
         self._methods.install()
+
+    def drops_gradients_by(self, drop: Callable[[], None]) -> None:
+        """`drop` runs when the optimizer's own zero_grad() has dropped its gradients."""
+        self._methods.drop = drop
+
+    def check_saved(self) -> None:
+        """Raises ConfigError if `optimizer.state`, which checkpoints contain, is not all state."""
+        own = self._optimizer
+        for name, inner in vars(own).items():
+            if not isinstance(inner, torch.optim.Optimizer) or inner.state is own.state:
+                continue
+            if inner.state:
+                raise ConfigError(
+                    f"[front::save] {type(own).__name__} keeps another optimizer in its attribute "
+                    f'"{name}", whose state would not be saved. Let both share one state: '
+                    f"self.{name}.state = self.state in the constructor"
+                )
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor]]:
         """Yields name, first element, parameter and master [numel] fp32 of each slice that this

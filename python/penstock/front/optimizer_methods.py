@@ -5,7 +5,9 @@ Lookahead) may write weights, which rest in this rank's shards. The engine runs 
 publishes them at once, on all ranks. It first runs the same call on a twin: a small optimizer of
 the same class that has taken the same steps and calls, and whose values are equal on all ranks. So
 all ranks decide alike, before anything changes, whether the call touches weights (then it is a
-collective) and whether it works on shards (else it is refused).
+collective) and whether it works on shards (else it is refused). Each step, too, is first taken on
+the twin and its slices, because a rule that is elementwise in the trial of initialize() may change
+later.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def _names(made: type[Optimizer]) -> tuple[list[str], list[str]]:
         if base not in Optimizer.__mro__:
             own = [name for name, value in vars(base).items() if inspect.isfunction(value)]
             names |= dict.fromkeys(own)
-    public = [n for n in names if not n.startswith("_") and not hasattr(Optimizer, n)]
+    # torch's own step(), hooks and add_param_group() call or need the engine; others are replaced.
+    public = [
+        n for n in names if n == "zero_grad" or not (n.startswith("_") or hasattr(Optimizer, n))
+    ]
     return public, [name for name in _SAVES if name in names]
 
 
@@ -60,23 +65,36 @@ class _Twin:
     def __init__(self, optimizer: Optimizer) -> None:
         self._given = optimizer
         self._draws = torch.Generator().manual_seed(2)
-        start = torch.randn(trial.SHAPES[0], generator=self._draws)
-        self._twin = trial.on(optimizer, [torch.nn.Parameter(start)])
+        self._groups = sorted({*trial.first_groups(optimizer)})  # those that the twin has
+        samples = trial.samples(optimizer)
+        starts = [torch.randn(sample.shape, generator=self._draws) for sample in samples]
+        params = [[torch.nn.Parameter(start)] for start in starts]
+        self._twin = trial.on(optimizer, [*zip(samples, params, strict=True)])
         self._failure = ""
+        self.clears = True  # whether the last call dropped the gradients
 
-    def _gradient(self) -> torch.Tensor:
-        return torch.randn(trial.SHAPES[0], generator=self._draws)
+    def _gradients(self) -> list[torch.Tensor]:
+        params = trial.params_of(self._twin)
+        return [torch.randn(param.shape, generator=self._draws) for param in params]
 
     def _follow(self) -> None:
-        self._twin.param_groups[0].update(trial.options_of(self._given.param_groups[0]))
+        groups = [self._given.param_groups[index] for index in self._groups]
         kept = {  # some optimizers also keep a value of their own under a text
             piece: state
             for piece, state in self._given.state.items()
             if isinstance(piece, torch.Tensor) and piece.numel() != 1 and state
         }
-        piece, state = next(iter(kept.items()), (None, None))
-        param = trial.param_of(self._twin)
-        if state is None or piece is None or state.keys() == self._twin.state[param].keys():
+        for group, given in zip(self._twin.param_groups, groups, strict=True):
+            group.update(trial.options_of(given))
+            # This rank may have no element of the group, but all ranks must decide alike.
+            found = [piece for piece in given["params"] if piece in kept] or [*kept]
+            for param in group["params"] if found else ():
+                self._follow_state(param, found[0], kept[found[0]])
+
+    def _follow_state(
+        self, param: torch.Tensor, piece: torch.Tensor, state: dict[str, Any]
+    ) -> None:
+        if state.keys() == self._twin.state[param].keys():
             return
         # A checkpoint was loaded: the same keys, with any values.
         made = {
@@ -90,14 +108,41 @@ class _Twin:
         }
 
     def step(self) -> None:
+        """Takes a step. Raises RuntimeFault if slices get other values than the whole."""
         if self._failure:
             return
         self._follow()
-        try:
-            with torch.random.fork_rng(devices=[]):
-                trial.step(self._twin, [self._gradient()])
-        except Exception as error:  # noqa: BLE001 - the user's step() raises it, too
-            self._failure = f"its step() raised {trial.told(error)}"
+        # A sum that rounds otherwise may flip a sign once, but not three times.
+        for _ in range(3):
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    whole, same = self._stepped()
+            except Exception as error:  # noqa: BLE001 - the user's step() raises it, too
+                self._failure = f"its step() raised {trial.told(error)}"
+                return
+            if same:
+                self._twin = whole
+                return
+        raise RuntimeFault(
+            f"[front::step] {type(self._given).__name__} was elementwise until this step, which in "
+            f"a trial updates a parameter and its slices differently, so it cannot run on shards. "
+            f"Nothing has changed. Use an elementwise optimizer"
+        )
+
+    def _stepped(self) -> tuple[Optimizer, bool]:
+        """Returns the twin after a step, and whether its slices have the same values then."""
+        whole, parts, gradients = trial.same_as(self._twin), trial.halves(self._twin), []
+        for gradient in self._gradients():
+            slices = trial.cut(gradient, trial.CUT)
+            gradients.append([gradient, slices[0], slices[-1]])
+        for index, one in enumerate([whole, *parts]):
+            # Other random numbers for each slice, as on other ranks.
+            torch.default_generator.manual_seed(index)
+            pairs = zip(trial.params_of(one), gradients, strict=True)
+            trial.step(one, [(param, chosen[index]) for param, chosen in pairs])
+        state = list(trial.leaves(whole))
+        joined = trial.joined([list(trial.leaves(part)) for part in parts], state, trial.NUMEL)
+        return whole, trial.same(joined, state)
 
     def call(self, name: str, args: Any, kwargs: Any) -> tuple[str, bool]:
         """Returns why the call cannot run on shards, or "", and whether it touches weights."""
@@ -107,7 +152,7 @@ class _Twin:
             return "takes a function or an object, which the engine cannot try before", False
         self._follow()
         whole = trial.same_as(self._twin)
-        watch = trial.Watch(trial.param_of(whole))
+        watch = trial.Watch(trial.params_of(whole))
         try:
             with torch.random.fork_rng(devices=[]):
                 problem = self._compared(whole, watch, _Call(name, args, kwargs))
@@ -121,24 +166,28 @@ class _Twin:
 
     def _compared(self, whole: Optimizer, watch: trial.Watch, call: _Call) -> str:
         """Calls the method on copies of the twin; returns how their values differ, or ""."""
-        param = trial.param_of(whole)
-        window = param.untyped_storage()._cdata
+        windows = trial.windows(trial.params_of(whole))
         with watch:
             result = call(whole)
-        if param.untyped_storage()._cdata != window:
+        if trial.windows(trial.params_of(whole)) != windows:
             return "gives a parameter other memory (p.data = x); use p.data.copy_(x)"
         state = list(trial.leaves(whole))
         given = trial.same_as(self._twin)
-        trial.param_of(given).grad = self._gradient()
+        for param, gradient in zip(trial.params_of(given), self._gradients(), strict=True):
+            param.grad = gradient
         if not trial.same(call(given) + list(trial.leaves(given)), result + state):
             return "uses gradients, which shards have only inside step()"
+        left = [p.grad is not None and bool(p.grad.any()) for p in trial.params_of(given)]
+        self.clears = not any(left)
+        if any(left) and not all(left):
+            return "drops the gradients of some parameters only"
         parts = trial.halves(self._twin)
         # Other random numbers for each slice, as on other ranks.
         results = [call(part, seed) for seed, part in enumerate(parts, 1)]
-        joined = trial.joined([list(trial.leaves(part)) for part in parts], state, param.numel())
+        joined = trial.joined([list(trial.leaves(part)) for part in parts], state, trial.NUMEL)
         if not trial.same(joined, state):
             return "changes a parameter and its slices differently"
-        if watch.seen and not trial.same(trial.joined(results, result, param.numel()), result):
+        if watch.seen and not trial.same(trial.joined(results, result, trial.NUMEL), result):
             return "returns a value of all elements, of which a rank has only some"
         return ""
 
@@ -151,7 +200,10 @@ class Methods:
         self._values = values
         self._inside = False  # in step() or in a method: the shards are the method's
         self._names, self._saves = _names(type(optimizer))
-        self._twin = _Twin(optimizer) if self._names else None
+        self.drop: Callable[[], None] = _nothing  # drops the engine's gradients
+        # The rules of torch's own classes never change, and these have no other methods.
+        of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        self._twin = None if of_torch else _Twin(optimizer)
 
     def install(self) -> None:
         """Replaces the methods on the object. Must follow the engine's other changes to it."""
@@ -197,10 +249,17 @@ class Methods:
             )
         results: list[Any] = []
         with self._alone():
-            if not touches:
-                return method(*args, **kwargs)
-            self._values.change_shards(what, lambda: results.append(method(*args, **kwargs)))
+            if touches:
+                self._values.change_shards(what, lambda: results.append(method(*args, **kwargs)))
+            else:
+                results.append(method(*args, **kwargs))
+        if name == "zero_grad" and self._twin.clears:
+            self.drop()
         return results[0]
+
+
+def _nothing() -> None:
+    pass
 
 
 def refuse_save(*_: Any, **__: Any) -> None:

@@ -1,22 +1,23 @@
 """Copies of an optimizer on a small parameter, which show what its methods do.
 
 An optimizer that computes in Python works on slices of parameters, so each of its updates must give
-a slice the values that it gives the whole parameter. A trial runs the same method on a small
-parameter and on the parameter's slices, each with an optimizer of its own, and compares all values.
+a slice the values that it gives the whole parameter. A trial runs the same method on small
+parameters and on their slices, each with an optimizer of its own, and compares all values. It has a
+small parameter for each group, each number of dims and each kind of attributes that occur, because
+an optimizer may treat these differently.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
-import itertools
 import os
 import traceback
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock._native import ConfigError
 
-CUT = 11  # first element of the second half; a trial has 24 elements
-SHAPES = (torch.Size([4, 6]), torch.Size([2, 3, 2, 2]))
+NUMEL = 24  # elements of a trial's parameter, if it has dims
+CUT = 11  # first element of the second half
+_ALWAYS_TRIED = (
+    2,
+    4,
+)  # numbers of dims, so that most optimizers are refused for all models or none
+_FEW_GROUPS = 8  # so many groups are all tried; of more, one of each kind
+_MANY_KINDS = 32
 # The size of each step's gradient; 0: nearly orthogonal to the parameter. Some optimizers clip a
 # gradient, or project it if it is orthogonal.
 _GRADIENTS = (1.0, 1.0, 0.0, 1.0, 1e-3, 1.0, 1.0, 0.0, 1.0, 1e3, 1.0, 1.0)
@@ -51,21 +58,87 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__} in {at.name}(), {place}"
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes in `seen` whether an operation uses the parameter. Refuses collectives."""
+@dataclass(frozen=True)
+class Sample:
+    """A small parameter of a trial: its shape, and a parameter of the model that it stands for."""
 
-    def __init__(self, param: torch.Tensor) -> None:
+    group: int  # index of the parameter's group, or of the first group of that kind
+    owner: torch.Tensor
+    shape: torch.Size
+
+
+def _kind(value: Any, texts: bool) -> Hashable:
+    """Returns a key that is equal for values of one kind: numbers count by their signs."""
+    if isinstance(value, dict):
+        return tuple(sorted((str(key), repr(_kind(one, texts))) for key, one in value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(_kind(one, texts) for one in value)
+    if isinstance(value, (int, float)):
+        return (value > 0) - (value < 0)
+    return value if value is None or (texts and isinstance(value, str)) else type(value).__name__
+
+
+def _kinds(values: list[dict[str, Any]]) -> list[Hashable]:
+    keys: list[Hashable] = []
+    for texts in (True, False):  # texts may be names, which all differ
+        keys = [_kind(one, texts) for one in values]
+        if len(set(keys)) <= _MANY_KINDS:
+            break
+    return keys
+
+
+def first_groups(optimizer: Optimizer) -> list[int]:
+    """Returns for each group the group that a trial has in its place."""
+    groups = optimizer.param_groups
+    if len(groups) <= _FEW_GROUPS:
+        return list(range(len(groups)))
+    keys = _kinds([{k: v for k, v in group.items() if k != "params"} for group in groups])
+    return [keys.index(key) for key in keys]
+
+
+def _sorted_params(optimizer: Optimizer) -> Iterator[tuple[int, Hashable, torch.Tensor]]:
+    """Yields the group that a trial has, the kind of attributes, and the parameter."""
+    groups = zip(first_groups(optimizer), optimizer.param_groups, strict=True)
+    params = [(index, p) for index, group in groups for p in group["params"]]
+    kinds = _kinds([vars(p) for _, p in params])
+    for (index, p), kind in zip(params, kinds, strict=True):
+        yield index, kind, p
+
+
+def _small(ndim: int) -> torch.Size:
+    shapes = ((), (NUMEL,), (4, 6), (2, 3, 4))
+    return torch.Size(shapes[ndim] if ndim < len(shapes) else (2, 3, 2, 2) + (1,) * (ndim - 4))
+
+
+def samples(optimizer: Optimizer) -> list[Sample]:
+    """Returns a sample of each kind of parameter that the optimizer may treat differently."""
+    found: dict[Hashable, Sample] = {}
+    for index, kind, p in _sorted_params(optimizer):
+        for ndim in (p.ndim, *_ALWAYS_TRIED):
+            found.setdefault((index, kind, ndim), Sample(index, p, _small(ndim)))
+    return list(found.values())
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes in `seen` whether an operation uses one of the parameters. Refuses collectives."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
-        self._memory = param.untyped_storage()._cdata
+        self._memory = windows(params)
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             raise CannotTry("exchanges values with other ranks, which hold other shards")
         for one in leaves([list(args), kwargs or {}]):
             if isinstance(one, torch.Tensor):
-                self.seen |= one.untyped_storage()._cdata == self._memory
+                self.seen |= one.untyped_storage()._cdata in self._memory
         return func(*args, **(kwargs or {}))
+
+
+def windows(params: Iterable[torch.Tensor]) -> list[int]:
+    """Returns numbers that are equal as long as the parameters keep their memory."""
+    return [p.untyped_storage()._cdata for p in params]
 
 
 def _copied(value: Any, of: Of, seen: dict[int, Any]) -> Any:
@@ -90,7 +163,7 @@ def _copied(value: Any, of: Of, seen: dict[int, Any]) -> Any:
             made.__dict__[name] = _copied(one, of, seen)
     elif isinstance(value, types.MethodType) and id(value.__self__) in seen:
         made = types.MethodType(value.__func__, seen[id(value.__self__)])
-    elif isinstance(value, torch.nn.Module) or callable(value):
+    elif isinstance(value, (torch.nn.Module, int, float, str)) or callable(value):
         made = value
     else:
         made = copy.deepcopy(value)
@@ -98,44 +171,44 @@ def _copied(value: Any, of: Of, seen: dict[int, Any]) -> Any:
     return made
 
 
+def _made(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of the values in host memory, where trials run; a parameter if `like` is."""
+    copied = values.detach().cpu().clone()
+    if not isinstance(like, torch.nn.Parameter):
+        return copied
+    made = torch.nn.Parameter(copied, like.requires_grad)
+    vars(made).update(vars(like))
+    return made
+
+
 def _clone(value: torch.Tensor) -> torch.Tensor:
-    if isinstance(value, torch.nn.Parameter):
-        made = torch.nn.Parameter(value.detach().clone(), value.requires_grad)
-        vars(made).update(vars(value))
-        return made
-    return value.detach().clone()
+    return _made(value, value)
 
 
 def same_as(optimizer: Optimizer) -> Optimizer:
-    """Returns a copy of a trial's optimizer, with copies of its parameter, state and attributes."""
+    """Returns a copy of a trial's optimizer: of its parameters, state and attributes, too."""
     made: Optimizer = _copied(optimizer, _clone, {})
     return made
 
 
 def halves(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns two copies of a trial's optimizer, each with one slice of its parameter and state."""
-    numel = param_of(optimizer).numel()
+    """Returns two copies of a trial's optimizer, each with a slice of the parameters and state."""
 
     def part(of_slice: slice) -> Of:
         def cut(value: torch.Tensor) -> torch.Tensor:
-            if value.numel() != numel:
-                return _clone(value)
-            one = value.detach().flatten()[of_slice].clone()
-            if not isinstance(value, torch.nn.Parameter):
-                return one
-            made = torch.nn.Parameter(one, value.requires_grad)
-            vars(made).update(vars(value))
-            return made
+            if value.numel() == NUMEL:
+                return _made(value.flatten()[of_slice], value)
+            flat = isinstance(value, torch.nn.Parameter)  # a shard of one element has a dim
+            return _made(value.flatten() if flat else value, value)
 
         return cut
 
     return [_copied(optimizer, part(s), {}) for s in (slice(None, CUT), slice(CUT, None))]
 
 
-def param_of(optimizer: Optimizer) -> torch.Tensor:
-    """Returns the parameter of a trial's optimizer."""
-    param: torch.Tensor = optimizer.param_groups[0]["params"][0]
-    return param
+def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Returns the parameters of a trial's optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -149,26 +222,46 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def fresh_state(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    """Returns the state that some optimizers (Adagrad) make in the constructor, for `param`.
-
-    Raises ConfigError if a state has more than one value, so that it cannot be expanded.
-    """
+def fresh_state(optimizer: Optimizer, param: torch.Tensor, owner: torch.Tensor) -> dict[str, Any]:
+    """Returns the state that some optimizers (Adagrad) make in the constructor, for `param`, which
+    takes the place of the model's parameter `owner` and may be on another device."""
     made: dict[str, Any] = {}
-    for owner, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == owner.shape and value.numel() > 1:
-                if not torch.equal(value, value.flatten()[0].expand_as(value)):
-                    raise ConfigError(
-                        f"[front::initialize] the optimizer's state {key!r} changed since it was "
-                        f"built. Pass a new optimizer"
-                    )
-                made[key] = value.flatten()[0].expand_as(param).clone()
-            else:
-                made[key] = copy.deepcopy(value)
-        if made:
-            break
+    for key, value in optimizer.state.get(owner, {}).items():
+        if _per_element(optimizer, key, owner):
+            values = value.flatten()[:1].to(param.device)
+            made[key] = values.expand(param.numel()).clone().reshape(param.shape)
+        else:
+            made[key] = copy.deepcopy(value)
     return made
+
+
+def _per_element(optimizer: Optimizer, key: Any, owner: torch.Tensor) -> bool:
+    """Whether the state has a value per element; without dims, as for a parameter with dims."""
+    like = owner
+    if owner.ndim == 0:
+        params = (one for one in optimizer.state if isinstance(one, torch.Tensor) and one.ndim > 0)
+        like = next((one for one in params if key in optimizer.state[one]), owner)
+    value = optimizer.state[like][key]
+    return isinstance(value, torch.Tensor) and value.shape == like.shape and value.ndim > 0
+
+
+def _check_state(optimizer: Optimizer) -> None:
+    """Raises ConfigError if a state that the constructor made has more than one value."""
+    for owner, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(owner, torch.Tensor) else ():
+            if not _per_element(optimizer, key, owner) or value.numel() == 0:
+                continue
+            if not torch.equal(value, value.flatten()[0].expand_as(value)):
+                raise ConfigError(
+                    f"[front::initialize] the state {key!r} of {type(optimizer).__name__} differs "
+                    f"from element to element before the first step, so the engine cannot cut it. "
+                    f"Make it in step(), or pass a new optimizer"
+                )
+
+
+def own_entries(optimizer: Optimizer) -> dict[Any, Any]:
+    """Returns the entries of the optimizer's state that belong to no parameter."""
+    return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
 
 
 def _attributes(optimizer: Optimizer, kept: dict[int, Any]) -> dict[str, Any]:
@@ -197,23 +290,29 @@ def _attributes(optimizer: Optimizer, kept: dict[int, Any]) -> dict[str, Any]:
     return made
 
 
-def on(optimizer: Optimizer, params: Sequence[torch.nn.Parameter]) -> Optimizer:
-    """Returns an optimizer of the same class, settings and attributes for other parameters."""
-    first = optimizer.param_groups[0]
-    group = {**options_of(first), "params": list(params)}
-    state: Any = defaultdict(dict)
-    kept: dict[int, Any] = {id(optimizer.param_groups): [group], id(optimizer.state): state}
-    kept |= {id(one): group for one in optimizer.param_groups}
+def on(
+    optimizer: Optimizer, chosen: Sequence[tuple[Sample, Sequence[torch.nn.Parameter]]]
+) -> Optimizer:
+    """Returns an optimizer of the same class, settings and attributes, with these parameters in
+    place of each sample."""
+    firsts, groups = first_groups(optimizer), optimizer.param_groups
+    made = {i: {**options_of(groups[i]), "params": []} for i in sorted({*firsts})}
+    for sample, params in chosen:
+        made[sample.group]["params"] += params
     probe: Optimizer = object.__new__(type(optimizer))
+    state: Any = defaultdict(dict)
+    kept: dict[int, Any] = {id(groups): [*made.values()], id(optimizer.state): state}
+    kept |= {id(group): made[first] for group, first in zip(groups, firsts, strict=True)}
     kept[id(optimizer)] = probe
     probe.__dict__ = _attributes(optimizer, kept)
-    probe.param_groups, probe.state = [group], state
-    owner = next(iter(first["params"]), None)
-    for param in params:
-        vars(param).update(vars(owner) if owner is not None else {})
-        made = fresh_state(optimizer, param)
-        if made:
-            state[param] = made
+    probe.param_groups, probe.state = kept[id(groups)], state
+    state.update(_copied(own_entries(optimizer), _clone, kept))
+    for sample, params in chosen:
+        for param in params:
+            vars(param).update(vars(sample.owner))
+            fresh = fresh_state(optimizer, param, sample.owner)
+            if fresh:
+                state[param] = fresh
     train = getattr(probe, "train", None)
     if callable(train):  # schedule-free optimizers step in train mode only
         with contextlib.suppress(TypeError):
@@ -222,18 +321,19 @@ def on(optimizer: Optimizer, params: Sequence[torch.nn.Parameter]) -> Optimizer:
     return probe
 
 
-def step(probe: Optimizer, gradients: Sequence[torch.Tensor]) -> None:
+def step(probe: Optimizer, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Takes a step with these gradients of the probe's parameters."""
-    for param, gradient in zip(probe.param_groups[0]["params"], gradients, strict=True):
-        param.grad = gradient.clone()
+    for param, gradient in gradients:
+        param.grad = gradient.clone().reshape(param.shape)
     probe.step()
-    for param in probe.param_groups[0]["params"]:
+    for param in params_of(probe):
         param.grad = None
 
 
-def _cut(values: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-    flat = values.flatten()
-    return flat[:at].clone(), flat[at:].clone()
+def cut(values: torch.Tensor, at: int) -> list[torch.Tensor]:
+    """Returns copies of the two slices, flat; of the whole if it has no element `at`."""
+    flat = values.detach().flatten()
+    return [flat[:at].clone(), flat[at:].clone()] if at < flat.numel() else [flat.clone()]
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, moved: float) -> bool:
@@ -245,60 +345,111 @@ def _gradient(kind: float, param: torch.Tensor, generator: torch.Generator) -> t
     drawn = torch.randn(param.shape, generator=generator)
     if kind:
         return kind * drawn
-    rows, values = param.detach().reshape(len(param), -1), drawn.reshape(len(param), -1)
+    num_rows = len(param) if param.ndim > 1 else 1
+    rows, values = param.detach().reshape(num_rows, -1), drawn.reshape(num_rows, -1)
     along = (rows * values).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
     near = 0.01 * values.norm(dim=1, keepdim=True) / rows.norm(dim=1, keepdim=True)
     made: torch.Tensor = values + (near - along) * rows
     return made.reshape(param.shape)
 
 
-def in_slices(optimizer: Optimizer, start: torch.Tensor, at: int, steps: int) -> str:
-    """Takes steps on a parameter, on its two slices, and on each slice alone.
+@dataclass
+class _Tried:
+    """A trial of several samples: whole parameters, both slices, and each slice alone."""
+
+    whole: list[torch.nn.Parameter]
+    both: list[list[torch.nn.Parameter]]
+    first: list[list[torch.nn.Parameter]]
+    second: list[list[torch.nn.Parameter]]  # the first one again if there is one slice
+
+    def layouts(self) -> list[list[list[torch.nn.Parameter]]]:
+        return [[[p] for p in self.whole], self.both, self.first, self.second]
+
+    def step(self, probes: list[Optimizer], gradients: list[torch.Tensor], at: int) -> None:
+        given = [cut(one, at) for one in gradients]
+        layouts = [[[g] for g in gradients], given, [g[:1] for g in given], [g[-1:] for g in given]]
+        for probe, params, pieces in zip(probes, self.layouts(), layouts, strict=True):
+            pairs = zip(params, pieces, strict=True)
+            step(probe, [one for both in pairs for one in zip(*both, strict=True)])
+
+    def problem(self, index: int, moved: float) -> str:
+        whole, both = self.whole[index], self.both[index]
+        if not _close(whole, torch.cat([one.detach() for one in both]), moved):
+            return "it updates a parameter and its slices differently"
+        alone = [self.first[index][0].detach(), self.second[index][0].detach()]
+        values = [torch.cat(alone)] if len(both) > 1 else alone
+        if not all(_close(whole, one, moved) for one in values):
+            return "its step on one parameter depends on the others"
+        return ""
+
+
+def in_slices(
+    optimizer: Optimizer, chosen: Sequence[Sample], scale: float, at: int, steps: int
+) -> str:
+    """Takes steps on parameters, on their two slices, and on each slice alone.
 
     Returns "", or how their values differ.
     """
     generator = torch.Generator().manual_seed(1)
     param = torch.nn.Parameter
-    whole, parts = param(start.clone()), [param(one) for one in _cut(start, at)]
-    alone = [param(one) for one in _cut(start, at)]
-    probes = [on(optimizer, chosen) for chosen in ([whole], parts, alone[:1], alone[1:])]
-    window = whole.untyped_storage()._cdata
+    starts = [scale * torch.randn(one.shape, generator=generator) for one in chosen]
+    slices = [cut(one, at) for one in starts]
+    tried = _Tried(
+        [param(one.clone()) for one in starts],
+        [[param(one.clone()) for one in both] for both in slices],
+        [[param(both[0].clone())] for both in slices],
+        [[param(both[-1].clone())] for both in slices],
+    )
+    layouts = tried.layouts()
+    probes = [on(optimizer, [*zip(chosen, layout, strict=True)]) for layout in layouts]
+    before_all = windows(tried.whole)
     for kind in _GRADIENTS[:steps]:
-        before = whole.detach().clone()
-        gradient = _gradient(kind, whole, generator)
-        first, second = _cut(gradient, at)
-        given = ([gradient], [first, second], [first], [second])
-        with Watch(whole):
-            for probe, chosen in zip(probes, given, strict=True):
-                step(probe, chosen)
-        if whole.untyped_storage()._cdata != window:
+        before = [one.detach().clone() for one in tried.whole]
+        gradients = [_gradient(kind, one, generator) for one in tried.whole]
+        with Watch(tried.whole):
+            tried.step(probes, gradients, at)
+        if windows(tried.whole) != before_all:
             return "it gives a parameter other memory (p.data = x); use p.data.copy_(x)"
-        moved = float((whole.detach() - before).abs().max())
-        if not _close(whole, torch.cat([*parts]), moved):
-            return "it updates a parameter and its slices differently"
-        if not _close(whole, torch.cat([*alone]), moved):
-            return "its step on one parameter depends on the others"
-    if torch.equal(whole, start) and steps == STEPS:
+        for index, (whole, old) in enumerate(zip(tried.whole, before, strict=True)):
+            problem = tried.problem(index, float((whole.detach() - old).abs().max()))
+            if problem:
+                return problem
+    if steps == STEPS and all(map(torch.equal, tried.whole, starts)):
         return "in a trial it changed no parameter of param_groups"
-    if start.numel() == 1:  # a count of steps looks like a value per element
-        return ""
-    return _state_of_slices(probes[0], probes[2:])
+    return _state_of_slices(tried, probes)
 
 
-def _state_of_slices(whole: Optimizer, slices: list[Optimizer]) -> str:
-    """Returns why the state and options of the slices are not those of the whole, or ""."""
-    states = [probe.state.get(param_of(probe), {}) for probe in (whole, *slices)]
-    for value in states[0].values():
-        if not is_plain(value):
-            return f"its state has a {type(value).__name__}, which cannot be cut"
-    first, *others = [[*leaves(state)] for state in states]
-    if not same(joined(others, first, param_of(whole).numel()), first):
-        return "its state depends on the whole parameter"
-    for probe in slices:
-        here, there = ({**one.param_groups[0], "params": None} for one in (probe, whole))
-        if not same([*leaves(here)], [*leaves(there)]):
-            return "the options that it sets depend on all elements"
+def _state_of_slices(tried: _Tried, probes: list[Optimizer]) -> str:
+    """Returns why state, options and attributes of the slices are not those of the whole, or ""."""
+    chosen = [probes[0], *probes[2:]]
+    sliced = -1  # elements of a whole parameter that was cut
+    for whole, first, second in zip(tried.whole, tried.first, tried.second, strict=True):
+        if whole.numel() == 1:  # a count of steps looks like a value per element
+            continue
+        params = (whole, first[0], second[0])
+        states = [probe.state.get(p, {}) for probe, p in zip(chosen, params, strict=True)]
+        for value in states[0].values():
+            if not is_plain(value):
+                return f"its state has a {type(value).__name__}, which cannot be cut"
+        all_of, *others = [[*leaves(state)] for state in states]
+        if first[0].numel() < whole.numel():
+            sliced = whole.numel()
+        if not same(joined(others, all_of, sliced), all_of):
+            return "its state depends on the whole parameter"
+    for what, of in (("options that it sets depend", _options), ("attributes depend", _attached)):
+        all_of, *others = [[*leaves(of(probe))] for probe in chosen]
+        if not same(joined(others, all_of, sliced), all_of):
+            return f"the {what} on all elements"
     return ""
+
+
+def _options(probe: Optimizer) -> Any:
+    return [{**group, "params": None} for group in probe.param_groups]
+
+
+def _attached(probe: Optimizer) -> Any:
+    names = ("param_groups", "state", "defaults")
+    return {k: v for k, v in vars(probe).items() if k not in names}
 
 
 def check_elementwise(optimizer: Optimizer, others: str) -> None:
@@ -308,12 +459,12 @@ def check_elementwise(optimizer: Optimizer, others: str) -> None:
     and 1e-5 of the largest change. `others` names the optimizers to use instead.
     """
     problem = ""
+    _check_state(optimizer)
     with torch.random.fork_rng(devices=[]):
-        for shape, scale in itertools.product(SHAPES, _SCALES):
-            start = scale * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        for scale in _SCALES:
             try:
                 _check_inner(optimizer)
-                problem = problem or in_slices(optimizer, start, CUT, STEPS)
+                problem = problem or in_slices(optimizer, samples(optimizer), scale, CUT, STEPS)
             except ConfigError:
                 raise
             except CannotTry as error:
@@ -328,6 +479,12 @@ def check_elementwise(optimizer: Optimizer, others: str) -> None:
 
 
 def _check_inner(optimizer: Optimizer) -> None:
+    for name in ("param_groups", "state"):
+        if isinstance(getattr(type(optimizer), name, None), property):
+            raise CannotTry(
+                f'has "{name}" as a property, so the engine cannot give it shards: set '
+                f"self.{name} in the constructor, or pass the optimizer inside"
+            )
     groups = {id(group) for group in optimizer.param_groups}
     for name, value in vars(optimizer).items():
         inner = value if isinstance(value, (list, tuple)) else [value]
@@ -339,29 +496,42 @@ def _check_inner(optimizer: Optimizer) -> None:
                 )
 
 
-def check_sizes(optimizer: Optimizer, sizes: set[int], world: int, others: str) -> None:
-    """Raises ConfigError if the optimizer's rule depends on the size of a parameter.
+def _shrunk(shape: torch.Size) -> torch.Size:
+    dims = [*shape]
+    while torch.Size(dims).numel() > _TRIED_NUMEL:
+        largest = dims.index(max(dims))
+        dims[largest] = (dims[largest] + 1) // 2
+    return torch.Size(dims)
 
-    Compares a parameter of each size in `sizes` with its shard, which is `world` times smaller.
+
+def check_sizes(optimizer: Optimizer, num_shards: int, others: str) -> None:
+    """Raises ConfigError if the optimizer's rule depends on the shape or size of a parameter.
+
+    Compares parameters of the shapes that occur with their shards, which are flat and `num_shards`
+    times smaller.
     """
-    tried = sorted({min(size, _TRIED_NUMEL) for size in sizes})
+    found: dict[torch.Size, dict[Hashable, Sample]] = defaultdict(dict)
+    for index, kind, p in _sorted_params(optimizer):
+        shape = _shrunk(p.shape)
+        if shape.numel() > 0:
+            found[shape].setdefault((index, kind), Sample(index, p, shape))
+    tried = sorted(found, key=torch.Size.numel)
     with torch.random.fork_rng(devices=[]):
-        for numel in {*tried[:: max(1, len(tried) // 8)], *tried[-1:]}:
-            start = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-            problem = in_slices(optimizer, start, max(1, numel // world), steps=2)
+        for shape in {*tried[:: max(1, len(tried) // 8)], *tried[-1:]}:
+            at = max(1, shape.numel() // num_shards)
+            problem = in_slices(optimizer, [*found[shape].values()], 1.0, at, steps=2)
             if problem:
                 raise ConfigError(
                     f"[front::initialize] {type(optimizer).__name__} is not elementwise (with "
-                    f"{numel} elements {problem}), so it cannot run on shards. Use {others} or "
-                    f"another elementwise optimizer"
+                    f"{shape.numel()} elements {problem}), so it cannot run on shards. Use "
+                    f"{others} or another elementwise optimizer"
                 )
 
 
 def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
     """Yields the tensors and numbers in a value, an optimizer's attributes included."""
     seen = set() if seen is None else seen
-    if isinstance(value, Optimizer):
-        value = {k: v for k, v in vars(value).items() if not k.endswith("_hooks")}
+    value = vars(value) if isinstance(value, Optimizer) else value
     if isinstance(value, (dict, list, tuple)):
         if id(value) in seen:
             return
@@ -370,7 +540,8 @@ def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
         for key, one in value.items():
             if isinstance(key, torch.Tensor):
                 yield key
-            yield from leaves(one, seen)
+            if not (isinstance(key, str) and key.endswith("_hooks")):
+                yield from leaves(one, seen)
     elif isinstance(value, (list, tuple)):
         for one in value:
             yield from leaves(one, seen)
@@ -380,9 +551,15 @@ def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
 
 def _equal(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        one, other = ours.detach().double().flatten(), theirs.detach().double().flatten()
-        near = functools.partial(torch.allclose, rtol=1e-6, atol=1e-7, equal_nan=True)
-        return one.numel() == other.numel() and bool(near(one, other))
+        if ours.numel() != theirs.numel():
+            return False
+        one, other = ours.detach().flatten(), theirs.detach().flatten()
+        if one.dtype == other.dtype and torch.equal(one, other):
+            return True
+        one, other = one.double(), other.double()
+        # Relative to the largest value: a sum over elements may be tiny at first.
+        largest = other[other.isfinite()].abs().amax() if other.isfinite().any() else other.sum()
+        return torch.allclose(one, other, 1e-6, 1e-6 * float(largest.nan_to_num()), equal_nan=True)
     if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
         return False
     return bool(ours == theirs or abs(ours - theirs) <= 1e-6 * abs(ours) or ours != ours)

@@ -1,7 +1,7 @@
 """Connects the ranks of a run, from torch.distributed or the environment of the launcher."""
 
+import contextlib
 import datetime
-import itertools
 import os
 import warnings
 import weakref
@@ -13,15 +13,25 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-from penstock._native import ConfigError, _penstock
+from penstock._native import ConfigError, RuntimeFault, _penstock
 from penstock.front import device_backends, environment, process_group
 from penstock.front.process_group import rank as rank
 from penstock.front.process_group import world as world
 
 _LONGEST_S = 1e9  # the largest allowed value of comm.timeout_s
 
-# Number of the next group. All ranks make the same groups, so their keys in the store match.
-_numbers = itertools.count()
+
+class _Meetings:
+    """The meetings of groups that share memory. All ranks make the same groups, so the numbers of
+    their meetings, which are part of the keys in the store, match."""
+
+    number = 0  # of the next meeting
+
+    @classmethod
+    def begin(cls) -> PrefixStore:
+        prefix = f"penstock/ranks/{cls.number}"
+        cls.number += 1
+        return PrefixStore(prefix, distributed_c10d._get_default_store())
 
 
 class _Made:
@@ -99,6 +109,27 @@ class Ranks:
         self._made.close()
 
 
+_REFUSED = "[front::initialize] rank"
+
+
+def meetings() -> int:
+    """Returns the number of meetings that this rank has begun."""
+    return _Meetings.number
+
+
+def refuse(error: BaseException) -> None:
+    """Tells ranks that wait in the next meeting why this rank does not come."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    # A text that begins like this stands for a rank that is gone ([Note: Meeting]).
+    text = (
+        f"!{_REFUSED} {dist.get_rank()} raised {type(error).__name__}, and this rank waited for "
+        f"it. Mend it there: {error}"
+    )
+    with contextlib.suppress(RuntimeError):  # the store's host has ended
+        _Meetings.begin().set(f"meeting 0/who/{dist.get_rank()}", text)
+
+
 def with_timeout(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the values of a config with `comm.timeout_s`, which is `default_timeout_s()` if
     `values` does not set it."""
@@ -136,11 +167,13 @@ def of_config(comm: Any, device: torch.device) -> Ranks:
 
 def _on_one_host(wanted: str, timeout_s: float, warn_s: float, report_dir: str) -> Any:
     """Returns a group through shared memory. Returns None on all ranks if it is not possible."""
-    prefix = f"penstock/ranks/{next(_numbers)}"
-    store = PrefixStore(prefix, distributed_c10d._get_default_store())
-    group, why_not = _penstock.Group.on_one_host(
-        store, (dist.get_rank(), dist.get_world_size()), timeout_s, warn_s, report_dir
-    )
+    store = _Meetings.begin()
+    try:
+        group, why_not = _penstock.Group.on_one_host(
+            store, (dist.get_rank(), dist.get_world_size()), timeout_s, warn_s, report_dir
+        )
+    except RuntimeError as error:
+        raise RuntimeFault(str(error)) if _REFUSED in str(error) else error from None
     if group is None and why_not:
         warnings.warn(
             f"the ranks of this host cannot share memory, so they exchange over gloo: {why_not}",

@@ -6,6 +6,8 @@ unit do not pass through these hooks.
 """
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,6 +100,127 @@ class _Objects:
                 state.put_in(one)
 
 
+# What torch keeps in a module's `__dict__`, except its mode.
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+class _Fields:
+    """The fields that a unit's modules had before a forward: modes, counters, lists.
+
+    The modules have these fields while the forward is recomputed, and their later ones after it.
+    """
+
+    def __init__(self, unit: str, module: torch.nn.Module) -> None:
+        self._unit = unit
+        self._kept = [
+            (vars(one), {k: v for k, v in vars(one).items() if k not in _OF_TORCH})
+            for _, one in module_tree.modules_of(module)
+        ]
+        self._containers = [
+            (value, module_tree.State(value))
+            for _, fields in self._kept
+            for value in fields.values()
+            if type(value) in module_tree.CONTAINERS
+        ]
+        self._tensors = [
+            (name, value, value._version)
+            for _, fields in self._kept
+            for name, value in fields.items()
+            if isinstance(value, torch.Tensor) and not value.is_inference()
+        ]
+
+    def values(self) -> Iterator[Any]:
+        for _, fields in self._kept:
+            yield from fields.values()
+
+    def check(self) -> None:
+        """Raises RuntimeFault, after the forward, if it wrote to a tensor in place."""
+        for name, tensor, version in self._tensors:
+            if tensor._version != version:
+                raise RuntimeFault(
+                    f'[front::checkpoint] unit "{self._unit}" wrote in place to the tensor '
+                    f'"{name}" of one of its modules, so it cannot be recomputed in backward. Make '
+                    f"it a buffer (register_buffer), assign a new tensor (self.{name} = ...), or "
+                    f'leave out "activations.checkpoint"'
+                )
+        self._tensors.clear()
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        now = [
+            (place, {k: v for k, v in place.items() if k not in _OF_TORCH})
+            for place, _ in self._kept
+        ]
+        items = [(one, module_tree.State(one)) for one, _ in self._containers]
+        for one, before in self._containers:
+            before.put_in(one)
+        _set_fields(self._kept)
+        try:
+            yield
+        finally:
+            _set_fields(now)
+            for one, state in items:
+                state.put_in(one)
+
+
+def _set_fields(fields: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for place, values in fields:
+        for name in [name for name in place if name not in _OF_TORCH and name not in values]:
+            del place[name]
+        place.update(values)
+
+
+class _RandomStates:
+    """The states before a forward of random generators that torch does not restore: those of
+    `random` and `numpy.random`, and generators in the fields of modules."""
+
+    def __init__(self, values: Iterator[Any]) -> None:
+        numpy: Any = sys.modules.get("numpy.random")
+        found: list[Any] = [random, *([] if numpy is None else [numpy]), *values]
+        self._kept = [(*calls, calls[0]()) for calls in map(_state_calls, found) if calls]
+
+    def keep_changed(self) -> None:
+        """Drops the generators that the forward did not use."""
+        self._kept = [(get, put, was) for get, put, was in self._kept if not _equal(get(), was)]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        now = [(put, get()) for get, put, _ in self._kept]
+        for _, put, before in self._kept:
+            put(before)
+        try:
+            yield
+        finally:
+            for put, state in now:
+                put(state)
+
+
+def _state_calls(one: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Returns what gets and sets the state of a random generator; None for another object."""
+    if one is random or isinstance(one, random.Random):
+        return one.getstate, one.setstate
+    if isinstance(one, torch.Generator):
+        return one.get_state, one.set_state
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+    if one is numpy or isinstance(one, numpy.RandomState):
+        return lambda: one.get_state(legacy=False), one.set_state
+    if isinstance(one, numpy.Generator):
+        bits = one.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return None
+
+
+def _equal(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        return all(_equal(value, other[name]) for name, value in state.items())
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    # numpy's arrays compare by element.
+    return bool(state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other)
+
+
 class Recomputed:
     """A unit's forward that backward recomputes. `remove()` restores the module's own forward."""
 
@@ -120,6 +243,8 @@ class Recomputed:
         tensors, left = module_tree.take_out((args, kwargs))
         first = [(args, kwargs)]  # released by the first run
         buffers, objects = _Buffers(self._module), _Objects(self._name, (args, kwargs))
+        fields = _Fields(self._name, self._module)
+        states = _RandomStates(fields.values())
 
         def run(*inputs: torch.Tensor) -> Any:
             if first:
@@ -128,12 +253,15 @@ class Recomputed:
             again_args, again_kwargs = module_tree.put_in(inputs, left)
             self._recomputation.begin(self._unit)
             with buffers.as_before(), objects.as_before():
-                return inner(*again_args, **again_kwargs)
+                with fields.as_before(), states.as_before():
+                    return inner(*again_args, **again_kwargs)
 
         with self._hooks():
             output = checkpoint(run, *tensors, use_reentrant=False)
         buffers.keep_changed()
         objects.keep_changed()
+        fields.check()
+        states.keep_changed()
         return output
 
     def _hooks(self) -> contextlib.AbstractContextManager[Any]:

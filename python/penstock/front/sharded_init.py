@@ -10,29 +10,13 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock._native import ConfigError, RuntimeFault, _penstock
+from penstock._native import RuntimeFault, _penstock
 from penstock.front import ranks
 from penstock.front import (
     storage_guard as storage_guard,  # fixes is_shared() for parameters without values
 )
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# Ops that write every value of their first argument and read none of it.
-_OVERWRITES = {
-    torch.ops.aten.copy_.default,
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.fill_.Tensor,
-    torch.ops.aten.zero_.default,
-    torch.ops.aten.normal_.default,
-    torch.ops.aten.uniform_.default,
-    torch.ops.aten.bernoulli_.float,
-    torch.ops.aten.exponential_.default,
-    torch.ops.aten.random_.default,
-}
+from penstock.front.hollow_ops import Assignments, Built, Ops
 
 
 # [Note: Init by agreement] Ranks free the parameters of a dropped model at different times, because
@@ -141,69 +125,6 @@ torch.nn.Parameter.__deepcopy__ = _copied_parameter  # type: ignore[method-assig
 torch.Tensor.__deepcopy__ = _copied_tensor  # type: ignore[method-assign]
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the tensors that the op writes: its first argument, `out=`, or tensors in a list."""
-    written: list[Any] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            written.extend(value if isinstance(value, (list, tuple)) else [value])
-    return written
-
-
-def _is_view(func: Any) -> bool:
-    """Whether the op returns a view of the same storage and reads no value."""
-    aliases = any(result.alias_info is not None for result in func._schema.returns)
-    writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
-    return aliases and not writes
-
-
-class _Hollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs each op on parameters without values on their full values, gathered for that op."""
-
-    def __init__(self, held: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._held = held
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        flat, spec = _pytree.tree_flatten((args, kwargs))
-        hollow = [t for t in flat if isinstance(t, torch.Tensor) and self._held.holds(t)]
-        if not hollow or _is_view(func):
-            return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        values: dict[int, torch.Tensor] = {}
-        for tensor in hollow:
-            key = tensor.untyped_storage()._cdata
-            if key in values:
-                continue
-            all_new = (
-                func in _OVERWRITES
-                and tensor is args[0]
-                and tensor.nbytes == tensor.untyped_storage().nbytes()
-                and sum(one is tensor for one in hollow) == 1
-            )
-            values[key] = self._held.scratch(tensor) if all_new else self._held.whole(tensor)
-
-        def real(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not self._held.holds(value):
-                return value
-            whole = values[value.untyped_storage()._cdata]
-            return whole.as_strided(value.shape, value.stride(), value.storage_offset())
-
-        real_args, real_kwargs = _pytree.tree_unflatten([real(value) for value in flat], spec)
-        result = func(*real_args, **real_kwargs)
-        for tensor in written:
-            if isinstance(tensor, torch.Tensor) and self._held.holds(tensor):
-                self._held.keep(tensor, values[tensor.untyped_storage()._cdata])
-        values.clear()
-        real_written = _written(func, real_args, real_kwargs)
-        in_place = {id(own): given for own, given in zip(real_written, written, strict=True)}
-        return _pytree.tree_map(lambda value: in_place.get(id(value), value), result)
-
-
 def _same_generator(held: Any) -> torch.Tensor | None:
     """Sets the CPU generator of every rank to that of rank 0. Returns this rank's previous state if
     it was different."""
@@ -245,22 +166,13 @@ def init(timeout_s: float | None = None, path: str | os.PathLike[str] = "") -> I
     held.open(place)
     own = _same_generator(held)
 
-    def registered(_module: Any, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is None or param.device.type == "meta" or param.dtype not in _DTYPES:
-            return
-        if param.device.type != "cpu":
-            raise ConfigError(
-                f'[front::init] parameter "{name}" is made on {param.device}, but under '
-                "penstock.init() parameters are made on the CPU, in shards, and train there. "
-                "Build a model that fits on a device without init()"
-            )
-        shard(param)
-
-    handle = register_module_parameter_registration_hook(registered)
+    built = Built(held, lambda: _paths[-1])
+    handle = register_module_parameter_registration_hook(built.registered)
     _paths.append(place)
     try:
-        with _Hollow(held):
+        with Ops(held, built.keep), Assignments(held, built), built.conversions():
             yield
+        built.sweep()
     finally:
         _paths.pop()
         handle.remove()

@@ -57,7 +57,27 @@ def install(
 
 
 def _hooked(weight: Any) -> bool:
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+    """Whether the weight, or the node that accumulates its gradient, has a hook."""
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return True
+    if not weight.requires_grad or torch.is_inference_mode_enabled():
+        return False
+    if torch.compiler.is_compiling():
+        return False
+    with torch.enable_grad():
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    # torch does not list a node's hooks, but a new hook shows the dict that holds all of them.
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def _of_hook(label: str) -> str:
@@ -71,10 +91,21 @@ def _of_hook(label: str) -> str:
 def _without_hooks(
     module: Any, label: str, own: Callable[..., Any], inner: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs the tiled forward. Raises RuntimeFault if the weight got a hook after initialize()."""
-    if _hooked(module.weight):
-        raise RuntimeFault(f"[front::forward] {_of_hook(label)}")
-    return own(inner, *args, **kwargs)
+    """Runs the tiled forward. Raises RuntimeFault if the weight got a hook after initialize(); in
+    the backward if it got one after the forward."""
+
+    def check(call: str) -> None:
+        if _hooked(module.weight):
+            raise RuntimeFault(f"[front::{call}] {_of_hook(label)}")
+
+    check("forward")
+    output = own(inner, *args, **kwargs)
+    if torch.is_grad_enabled():
+        for one in (output, *args, *kwargs.values()):
+            if type(one) is torch.Tensor and one.requires_grad:
+                one.register_hook(lambda _: check("backward"))  # type: ignore[no-untyped-call]
+                break
+    return output
 
 
 def _forward(module: Any, tiles: Any, lazy_in: Any) -> Any:

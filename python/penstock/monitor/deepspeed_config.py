@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from penstock._native import ConfigError
+from penstock._native import ConfigError, _penstock
 
 _Section = TypeVar("_Section")
 _MODES = ("get", "create", "get_or_create")
@@ -82,12 +83,13 @@ SECTIONS = tuple(one.name for one in dataclasses.fields(DeepSpeedMonitorConfig))
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """Reads the monitor sections of a whole DeepSpeed config.
 
-    A missing key, null or "auto" takes the default.
+    A missing key or "auto" takes the default. Other values are read as DeepSpeed reads them.
 
     Raises ConfigError for an unknown key in a section or a value of the wrong type.
     """
-    given: dict[str, Any] = {one: param_dict[one] for one in SECTIONS if one in param_dict}
-    return DeepSpeedMonitorConfig(**{key: one for key, one in given.items() if not _left_out(one)})
+    given = {one: param_dict[one] for one in SECTIONS if one in param_dict}
+    read = _penstock.translate_deepspeed_config(json.dumps(given), 1).values
+    return DeepSpeedMonitorConfig(**json.loads(read))
 
 
 def _left_out(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -83,6 +84,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unit = unit or (lambda: 0)
         self.by_unit: collections.Counter[int] = collections.Counter()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch excludes the mode from compiled code, for which it imports its compiler."""
+        return False
+
     @property
     def total(self) -> int:
         return self.by_unit.total()
@@ -96,6 +102,27 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             first = out[0] if isinstance(out, (tuple, list)) else out
             self.by_unit[self._unit()] += rule(args, first)
         return out
+
+
+class _Excluded(Counter):  # type: ignore[no-untyped-call]
+    """A Counter that torch's compiler does not trace."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def counter(unit: Callable[[], int] | None = None) -> Counter:
+    """Returns a Counter that imports torch's compiler (66 MiB) only if the process has it already.
+
+    Without the compiler there is no compiled code from which the counter must be excluded.
+    """
+    return _Excluded(unit) if "torch._dynamo" in sys.modules else Counter(unit)
 
 
 def hidden(module: torch.nn.Module) -> bool:

@@ -167,7 +167,7 @@ class Monitored:
     @contextlib.contextmanager
     def _counting(self, samples: int) -> Iterator[None]:
         told = self._core.metrics
-        with flops.Counter(lambda: int(told.unit)) as counter:
+        with flops.counter(lambda: int(told.unit)) as counter:
             yield
         told.set_work([float(counter.by_unit[unit]) for unit in range(len(self._core.units))])
         mesh = self.config.mesh

@@ -101,7 +101,7 @@ class _Stage:
             self._engine.backward(self.loss)
         else:
             self._resume(action)
-        self._ranks.end_backward()
+        self._ranks.end_backward(action)
         if action.stage > 0:
             grads = [None if leaf is None else leaf.grad for leaf in self._leaves]
             self._ranks.send(action, b"", grads)

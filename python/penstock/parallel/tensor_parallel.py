@@ -16,18 +16,26 @@ from penstock.front import module_tree
 from penstock.front.forward_guard import Forward, Hook
 from penstock.parallel import parallel_plans
 from penstock.parallel.lazy_logits import CutHead, LazyLogits
+from penstock.parallel.probe import Probe
+from penstock.parallel.rule_check import RuleCheck
 from penstock.parallel.token_parts import TokenParts, partial_rules
 
 
 def with_rules(model: torch.nn.Module, config: Any) -> Any:
-    """Returns the config. If it has tensor ranks and no rules, adds the rules for this model."""
+    """Returns the config. If it has tensor ranks and no rules, adds the rules for this model.
+
+    "parallel.verify" is then "off" instead of "own", because none of the rules are the config's.
+    """
     if config.mesh.tensor == 1:
         return config
-    rules = dict(config.parallel.rules) or parallel_plans.rules_for(model, config.mesh.tensor)
-    if rules and not config.parallel.rules and config.parallel.norms == "tokens":
-        rules = parallel_plans.with_tokens(model, rules)
+    rules, verify = dict(config.parallel.rules), config.parallel.verify
+    if not rules:
+        rules = parallel_plans.rules_for(model, config.mesh.tensor)
+        if rules and config.parallel.norms == "tokens":
+            rules = parallel_plans.with_tokens(model, rules)
+        verify = "off" if verify == "own" else verify
     rules |= partial_rules(model, rules)
-    return config.with_rules(list(rules.items()))
+    return config.with_rules(list(rules.items()), verify)
 
 
 class TensorParallel:
@@ -46,11 +54,19 @@ class TensorParallel:
         self._cut_logits = config.parallel.cut_logits
         self._core, self._count = core, config.mesh.tensor
         self._attributes: list[_Attribute] = []
+        self._check: RuleCheck | None = None
         if self._count == 1:
             return
         self._ranks = _penstock.TensorRanks(core)
         self._draws = _Draws()
-        self._tokens = TokenParts.of(model, config, self._ranks, installed)
+        self._tokens = TokenParts.of(model, config, self._ranks)
+        self._divide(model, config.parallel.rules, installed)
+        # In this order, so that the check is inside the gathers of tokens, whose results it needs,
+        # and outside of what divides arguments among heads.
+        if config.parallel.verify != "off":
+            self._verify(model, config, installed)
+        if self._tokens is not None:
+            self._tokens.install(model, installed)
         self._parts: list[tuple[str, torch.nn.Parameter]] = []
         for how in self._ranks.modules:
             module = module_tree.submodule(model, how.name)
@@ -63,12 +79,18 @@ class TensorParallel:
                     for key, param in module._parameters.items()
                     if param is not None
                 ]
-        self._divide(model, config.parallel.rules, installed)
         if self._cut_logits and not any(_is_head(model, how) for how in self._ranks.modules):
             raise ConfigError(
                 '[front::initialize] "parallel.cut_logits" is set, but no Linear has the style '
                 '"vocab", so the rules do not cut this model\'s logits'
             )
+
+    def _verify(self, model: torch.nn.Module, config: Any, installed: list[Any]) -> None:
+        self._probe = Probe(
+            model, self._ranks, self._tokens, self._attributes, lambda: self._shapes_alone
+        )
+        self._check = RuleCheck(model, self._core, config, self._probe)
+        self._check.install(installed)
 
     def _cut(self, module: Any, how: Any, installed: list[Any]) -> None:
         if how.style in ("partial", "whole"):
@@ -86,24 +108,34 @@ class TensorParallel:
         if tokens is not None:
             how = tokens.marked(how)
 
-        def embedding(_inner: Any, input: torch.Tensor) -> Any:
+        def embedding(inner: Any, input: torch.Tensor) -> Any:
             if self._shapes_alone:
                 return module.weight.new_empty((*input.shape, module.weight.shape[1]))
+            if self._is_uncut(how.name):
+                return self._probe.call_uncut(module, inner, input)
             padding = -1 if module.padding_idx is None else module.padding_idx
             return ranks.embedding(how, input, module.weight, padding)
 
-        def linear(_inner: Any, input: torch.Tensor) -> Any:
+        def linear(inner: Any, input: torch.Tensor) -> Any:
             if self._shapes_alone:
                 made = input.new_empty((*input.shape[:-1], _columns(module, how)))
                 return tokens.part_of(made) if tokens and how.style == "row_tokens" else made
-            if tokens is not None and how.style == "row_tokens" and not tokens.cut:
-                return ranks.linear(tokens.as_row(how), input, module.weight, module.bias)
+            if self._is_uncut(how.name):
+                return self._probe.call_uncut(module, inner, input)
             if self._cut_logits and how.style == "vocab":
                 own = ranks.cut_logits(how, input, module.weight, module.bias)
                 return LazyLogits.of(CutHead(ranks, how, how.size), own)
-            return ranks.linear(how, input, module.weight, module.bias)
+            now = how if tokens is None else tokens.now(how)
+            return ranks.linear(now, input, module.weight, module.bias)
 
         return embedding if isinstance(module, torch.nn.Embedding) else linear
+
+    def _is_uncut(self, layer: str) -> bool:
+        """Whether a cut layer computes with its full weights, to be compared with its parts."""
+        if self._check is None or torch.compiler.is_compiling():
+            return False
+        self._check.called(layer)
+        return self._probe.uncut(layer)
 
     @contextlib.contextmanager
     def shapes_alone(self) -> Iterator[None]:
@@ -164,6 +196,15 @@ class TensorParallel:
             for one in self._attributes:
                 one.divide()
 
+    def before(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Called before a forward of the model, `run(*args, **kwargs)`, which it may call.
+
+        Raises ConfigError if "parallel.verify" finds a rule that does not compute what the uncut
+        model does.
+        """
+        if self._check is not None:
+            self._check.before(run, args, kwargs)
+
     def begin(self, model: torch.nn.Module, inputs: Any) -> None:
         """Called when a forward begins. Raises RuntimeFault if tensor ranks have other inputs."""
         if self._count == 1:
@@ -193,6 +234,8 @@ class TensorParallel:
             self._tokens.end()
         if self._count > 1:
             self._draws.end()
+        if self._check is not None:
+            self._check.end()
 
 
 class _SlowPath:
@@ -278,7 +321,7 @@ class _Attribute:
     """An integer attribute of a module that is divided by the number of tensor ranks."""
 
     def __init__(self, module: torch.nn.Module, key: str, name: str, count: int) -> None:
-        self.module, self._key, self._count = module, key, count
+        self.module, self.name, self._key, self._count = module, name, key, count
         self.whole = getattr(module, key)
         if self.whole % count:
             raise ConfigError(
@@ -302,8 +345,8 @@ class _Attribute:
         self.make_whole()
 
 
-def _cut_slopes(heads: _Attribute, rank: int) -> Any:
-    """Cuts BLOOM's bias to this rank's heads. Returns the hook's handle, with remove().
+def _cut_slopes(heads: _Attribute, rank: int) -> Forward:
+    """Cuts BLOOM's bias to this rank's heads. Returns the replaced forward, with remove().
 
     BLOOM's model makes one bias of all heads, `alibi` [batch x heads, 1, keys], and passes it to
     each attention. Raises ConfigError if attention reads slices of its weight directly
@@ -316,7 +359,7 @@ def _cut_slopes(heads: _Attribute, rank: int) -> Any:
             '"mesh.tensor" each rank has a part. Set slow_but_exact to False'
         )
 
-    def cut(_: Any, args: Any, given: dict[str, Any]) -> Any:
+    def cut(inner: Callable[..., Any], *args: Any, **given: Any) -> Any:
         own, alibi, batch = module.num_heads, given.get("alibi"), args[0].shape[0]
         if alibi is None or alibi.shape[0] != batch * heads.whole:
             raise RuntimeFault(
@@ -324,13 +367,12 @@ def _cut_slopes(heads: _Attribute, rank: int) -> Any:
                 f"heads by name. Divide num_heads of attention only, not num_heads of the model"
             )
         if own == heads.whole:
-            return None
+            return inner(*args, **given)
         parts = alibi.view(batch, heads.whole, *alibi.shape[1:])
         part = parts[:, rank * own : (rank + 1) * own].flatten(0, 1)
-        return args, given | {"alibi": part}
+        return inner(*args, **given | {"alibi": part})
 
-    given = _Given(module, cut)
-    return torch.nn.Module.register_forward_pre_hook(module, given, with_kwargs=True)
+    return Forward(module, cut)
 
 
 def _refuse_falcon(module: Any) -> None:
@@ -346,13 +388,6 @@ def _refuse_falcon(module: Any) -> None:
             "[front::initialize] this Falcon has alibi. Its model makes one bias for all heads, "
             'but with "mesh.tensor" each rank has only some of the heads. Set "mesh.tensor" to 1'
         )
-
-
-class _Given(Hook):
-    """A pre-hook that changes the module's arguments."""
-
-    def __call__(self, module: torch.nn.Module, *others: Any) -> Any:
-        return self._call(module, *others) if id(module) == self._module else None
 
 
 class _Draws:

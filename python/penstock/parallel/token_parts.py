@@ -7,8 +7,9 @@ row layers at the ends of these modules ("row_tokens") sum them and cut them aga
 block they are gathered. The gathers and sums move as many bytes as the sums of full hidden states.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,8 +41,11 @@ class TokenParts:
         styles = {name: _style_of(name, rules) for name in names}
         self._stacks = [name for name, style in styles.items() if style == "tokens"]
         self._gathering = [name for name, style in styles.items() if style == "gather_tokens"]
-        self._rows = {
-            one.name: one.with_style("row") for one in ranks.modules if one.style == "row_tokens"
+        self._all = False  # a block's module computes all tokens (all_tokens())
+        self._uncut = {
+            one.name: one.with_style("row" if one.style == "row_tokens" else one.style)
+            for one in ranks.modules
+            if self._is_inside(one.name, self._stacks)
         }
         for name in self._stacks:
             stack = names[name]
@@ -58,10 +62,8 @@ class TokenParts:
         self._check(ranks.modules)
 
     @classmethod
-    def of(
-        cls, model: torch.nn.Module, config: Any, ranks: Any, installed: list[Any]
-    ) -> "TokenParts | None":
-        """Installs the cuts of the config's rules. Returns None if the rules cut no tokens.
+    def of(cls, model: torch.nn.Module, config: Any, ranks: Any) -> "TokenParts | None":
+        """Returns the stacks of the config's rules, or None if the rules cut no tokens.
 
         Raises ConfigError if rules contradict each other.
         """
@@ -74,9 +76,7 @@ class TokenParts:
                     '"parallel.rules" has the style "tokens"'
                 )
             return None
-        made = cls(model, rules, ranks, config.mesh.pipeline > 1)
-        made._install(model, installed)
-        return made
+        return cls(model, rules, ranks, config.mesh.pipeline > 1)
 
     def _check(self, modules: list[Any]) -> None:
         used = False
@@ -112,11 +112,39 @@ class TokenParts:
         how.gathered = how.style != "row_tokens" and self._is_inside(how.name, self._gathering)
         return how
 
-    def as_row(self, how: Any) -> Any:
-        """Returns the "row" cut of a "row_tokens" module, for a forward without cut tokens."""
-        return self._rows[how.name]
+    def now(self, how: Any) -> Any:
+        """Returns the module's cut in the running forward, which may compute all tokens."""
+        return how if how.name not in self._uncut or self.cut else self._uncut[how.name]
 
-    def _install(self, model: torch.nn.Module, installed: list[Any]) -> None:
+    def is_between(self, name: str) -> bool:
+        """Whether a module of a stack computes a part of the tokens."""
+        return self._is_inside(name, self._stacks) and not self._is_inside(name, self._gathering)
+
+    @contextlib.contextmanager
+    def all_tokens(self, module: torch.nn.Module, name: str, given: Any) -> Iterator[Any]:
+        """In the context the module `name` computes all tokens on every rank. Yields its arguments
+        (args, kwargs), with the whole of the hidden states.
+
+        A module that is not between cut tokens computes as usual. All tensor ranks call it.
+        """
+        if not self._is_inside(name, self._stacks) or not self.cut:
+            yield given
+            return
+        if self.is_between(name):
+            with torch.no_grad():
+                given = _with_first(_first_name(module), given[0], given[1], self._as_input)
+        self._all = True
+        try:
+            yield given
+        finally:
+            self._all = False
+
+    def _as_input(self, part: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = self._ranks.whole_tokens(part)
+        return whole.detach().requires_grad_(part.requires_grad)
+
+    def install(self, model: torch.nn.Module, installed: list[Any]) -> None:
+        """Replaces the forwards of blocks and gathering modules."""
         for name in self._stacks:
             stack: Any = module_tree.submodule(model, name)
             blocks = list(stack)
@@ -132,6 +160,8 @@ class TokenParts:
     @property
     def cut(self) -> bool:
         """Whether the running forward cuts tokens."""
+        if self._all:
+            return False
         if in_backward() or self.shapes_alone:
             return True
         self._check_open()

@@ -49,6 +49,7 @@ constexpr auto kKeys = std::to_array<ConfigKey>({
      "are of the Python front"},
     {"/parallel/cut_logits", kPython},
     {"/parallel/norms", kPython},
+    {"/parallel/verify", kPython},
     {"/parallel", nullptr},
 });
 
@@ -60,6 +61,7 @@ bool is_below(const std::string& path, const std::string& key) {
 bool is_read(const std::string& key, const nlohmann::json& value) {
   const std::string text = value.is_string() ? value.get<std::string>() : "";
   if (key == "/monitor/formats") return text == "jsonl" || text == "csv" || value.empty();
+  if (key == "/parallel/verify") return text == "off";
   if (key != "/parallel/rules") return false;
   const std::string style = text.substr(0, text.find(':'));
   return style != "divide" && style != "tokens" && style != "gather_tokens" &&

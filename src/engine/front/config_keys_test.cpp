@@ -58,6 +58,7 @@ TEST(ConfigKeys, NamesTheKeyThatOnlyPythonReads) {
       {R"({"parallel": {"rules": {"a": "column", "b": "row_tokens"}}})", "parallel.rules.b"},
       {R"({"mesh": {"tensor": 2}, "parallel": {"cut_logits": true}})", "parallel.cut_logits"},
       {R"({"mesh": {"tensor": 2}, "parallel": {"norms": "tokens"}})", "parallel.norms"},
+      {R"({"mesh": {"tensor": 2}, "parallel": {"verify": "all"}})", "parallel.verify"},
   };
   for (const KeyRow& row : rows) {
     EXPECT_NE(error_of(row.text).find(std::string("\"") + row.key + "\""), std::string::npos)
@@ -68,6 +69,7 @@ TEST(ConfigKeys, NamesTheKeyThatOnlyPythonReads) {
 TEST(ConfigKeys, TakesWhatItReads) {
   for (const char* text : {R"({"monitor": {"path": "run", "formats": ["csv", "jsonl"]}})",
                            R"({"mesh": {"tensor": 2}, "parallel": {"rules": {"a": "column:2"}}})",
+                           R"({"mesh": {"tensor": 2}, "parallel": {"verify": "off"}})",
                            R"({"comm": {"report_dir": "reports", "bucket_bytes": 5}})",
                            R"({"seed": null, "comm": {"timeout_s": 600}})"}) {
     EXPECT_EQ(error_of(text), "") << text;

@@ -161,7 +161,7 @@ void PipelineRunner::backward(const StageAction& action, StagePass& pass) {
     core_.backward_failed(error.what());
     throw;
   }
-  ranks_.end_backward();
+  ranks_.end_backward(action);
   if (action.stage == 0) return;
   StageMessage back;
   for (const auto& one : pass.arrivals) back.tensors.push_back(one ? one->gradient : at::Tensor());

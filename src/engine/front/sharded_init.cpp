@@ -22,7 +22,8 @@ namespace {
 
 constexpr const char* kGuard =
     "[engine::init] this parameter was built under penstock.init(): until penstock.initialize() "
-    "each rank has only a shard of it. Read or load it inside `with penstock.init():`.";
+    "each rank has only a shard of it. Read or load it inside `with penstock.init():`; for numpy(), "
+    "tolist(), print() and data_ptr(), clone() it there.";
 
 // The memory or the files of one `path`.
 struct InitStore {
@@ -196,7 +197,8 @@ void ShardedInit::keep(const at::Tensor& tensor, const at::Tensor& values) {
 }
 
 at::Tensor ShardedInit::take(const at::Tensor& tensor) {
-  at::Tensor values = whole(tensor).view(tensor.sizes());
+  at::Tensor values =
+      whole(tensor).as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   InitStore* place = state_->of(tensor).place;
   place->traffic.settle();
   state_->parts.erase(storage_of(tensor));

@@ -26,6 +26,9 @@ TensorAxis::TensorAxis(const std::shared_ptr<Group>& group, const Mesh& mesh,
     modules_.push_back(
         {static_cast<int>(modules_.size()), name, style, one.transposed, one.heads, one.size});
   }
+  for (const ParamInfo& param : tree.params) {
+    if (param.cut.kind != TensorCut::kWhole) cuts_.emplace(param.name, param.cut);
+  }
 }
 
 parallel::OperatorPeers TensorAxis::ranks_of(const TensorModule& how) {

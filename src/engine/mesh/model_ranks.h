@@ -28,6 +28,8 @@ class TensorAxis {
              const std::set<int>& here);
 
   const std::vector<TensorModule>& modules() const { return modules_; }
+  // Cuts of the parameters that are not simply whole on every rank, by name.
+  const std::map<std::string, Cut>& cuts() const { return cuts_; }
   parallel::Peers& peers() { return *peers_; }
   // Returns the ranks that compute a module together. Must be called when the module is called.
   parallel::OperatorPeers ranks_of(const TensorModule& how);
@@ -44,6 +46,7 @@ class TensorAxis {
  private:
   std::shared_ptr<parallel::Peers> peers_;
   std::vector<TensorModule> modules_;
+  std::map<std::string, Cut> cuts_;
   std::vector<comm::Label> labels_;       // labels of the modules' exchanges
   std::vector<std::vector<int>> params_;  // parameters of the modules
   // Parameters whose modules were not called yet, each with one of these modules.

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "penstock/error.h"
+#include "src/base/text.h"
 #include "src/engine/step/core_state.h"
 
 namespace penstock {
@@ -25,6 +26,13 @@ std::vector<StageAction> PipelineRanks::begin(int num_micro, bool trains) {
   for (const Action& one : state_->model_ranks.stages->begin(num_micro, trains)) {
     actions.push_back({one.stage, one.forward, one.micro});
   }
+  if (trains && state_->window->seen() > 0 && !state_->window->armed()) {
+    throw RuntimeFault(concat(
+        "[front::train_batch] the last window was not applied: only ", state_->window->seen(),
+        " of ", state_->window->accumulate(),
+        " backwards of this rank reached a parameter that trains on any rank. Call step(True), "
+        "which averages over these, or zero_grad(), before train_batch()"));
+  }
   return actions;
 }
 
@@ -39,7 +47,9 @@ void PipelineRanks::send(const StageAction& action, const StageMessage& made) {
                                    {made.text, made.tensors});
 }
 
-void PipelineRanks::end_backward() { state_->end_backward_of_stage(); }
+void PipelineRanks::end_backward(const StageAction& action) {
+  state_->end_backward_of_stage(action.micro);
+}
 
 void PipelineRanks::set_buffers(std::vector<StageBuffer> buffers) {
   state_->model_ranks.stages->set_buffers(std::move(buffers));

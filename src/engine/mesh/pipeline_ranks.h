@@ -54,7 +54,7 @@ class PENSTOCK_API PipelineRanks {
 
   // Begins a window of `num_micro` micro-batches and returns this rank's actions in order. If
   // `trains` is false, there are only forwards. Throws ConfigError if the schedule does not allow
-  // this number. Throws RuntimeFault if the previous window was cut short.
+  // this number. Throws RuntimeFault if the previous window was cut short or not applied.
   std::vector<StageAction> begin(int num_micro, bool trains);
   // Waits for the message that `action` needs. It comes from the previous stage or, for a backward,
   // from the next stage. Throws RuntimeFault if the peer is gone.
@@ -63,7 +63,7 @@ class PENSTOCK_API PipelineRanks {
   // Returns at once, and the tensors must not change until end().
   void send(const StageAction& action, const StageMessage& made);
   // Must be called after every backward, even if the backward reached no parameter of this rank.
-  void end_backward();
+  void end_backward(const StageAction& action);
   // Waits until all messages have arrived.
   void end();
 

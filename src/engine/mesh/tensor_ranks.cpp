@@ -1,5 +1,6 @@
 #include "src/engine/mesh/tensor_ranks.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/linear.h>
 
@@ -126,6 +127,17 @@ bool TensorRanks::compare(const std::vector<at::Tensor>& inputs, const std::stri
              " compute one model together (mesh.tensor ", count(),
              ") but were given different inputs. Choose samples by engine.data_rank and "
              "engine.data_size, not by the rank"));
+}
+
+const std::map<std::string, Cut>& TensorRanks::cuts() const {
+  return state_->model_ranks.tensor->cuts();
+}
+
+at::Tensor TensorRanks::all_of(const std::string& what, const at::Tensor& values) const {
+  state_->check_open("forward");
+  const at::NoGradGuard no_grad;
+  const parallel::OperatorPeers peers = state_->model_ranks.tensor->all(what);
+  return peers->gather(values.detach().unsqueeze(0), 0, -1, peers.label);
 }
 
 }  // namespace penstock

@@ -4,12 +4,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "penstock/core.h"
+#include "penstock/cut.h"
 #include "penstock/export.h"
 #include "src/tiles/tiling.h"
 
@@ -67,6 +69,11 @@ class PENSTOCK_API TensorRanks {
   // text `others`) differ between ranks. Returns whether all ranks have the same `draws`.
   bool compare(const std::vector<at::Tensor>& inputs, const std::string& others,
                const std::string& draws) const;
+  // Cuts of the parameters that are not simply whole on every rank, by name.
+  const std::map<std::string, Cut>& cuts() const;
+  // Returns the values of all tensor ranks, [..] -> [ranks, ..]. `what` names the exchange in
+  // errors. Sizes and dtype must be equal on all ranks. There is no backward.
+  at::Tensor all_of(const std::string& what, const at::Tensor& values) const;
 
  private:
   std::shared_ptr<Core::State> state_;

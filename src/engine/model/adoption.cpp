@@ -30,7 +30,7 @@ at::Tensor initial_values(const exec::Slot& slot, const ModelTree& tree) {
   // Each tile reads its own rows. take() frees the parameter's values after all tiles have read
   // their rows.
   return tree.init->whole(slot.param)
-      .narrow(0, slot.param.storage_offset(), slot.param.numel())
+      .as_strided(slot.param.sizes(), slot.param.strides(), slot.param.storage_offset())
       .clone();
 }
 

@@ -11,6 +11,7 @@
 #include "src/base/text.h"
 #include "src/device/device.h"
 #include "src/plan/cost/strategy_choice.h"
+#include "src/plan/step_queries.h"
 #include "src/plan/strategy.h"
 
 namespace penstock::engine {
@@ -126,11 +127,16 @@ bool leaves_tiers_open(const Config& config) {
   return config.offload.optimizer == "auto" || config.offload.params == "auto";
 }
 
+bool is_on_host(const Blueprint& blueprint) {
+  const std::vector<ParamInfo>& params = blueprint.split.tree.params;
+  return params.empty() || params.front().param.is_cpu();
+}
+
 Question question_of(const Blueprint& blueprint, const Room& room, bool external_optimizer) {
   const Config& config = blueprint.config;
-  return {{config, blueprint.mesh.world(), 0, Machine::cpu(), room},
-          {config.strategy},
-          external_optimizer};
+  const Machine machine = is_on_host(blueprint) ? Machine::cpu() : Machine();
+  return {
+      {config, blueprint.mesh.world(), 0, machine, room}, {config.strategy}, external_optimizer};
 }
 
 // Throws ConfigError for settings that do not work with tensor ranks yet.
@@ -149,6 +155,16 @@ void check_tensor(const ModelTree& tree, const Config& config) {
     if (info.param.is_cpu()) continue;
     fail(concat("tensor ranks exchange only host memory yet, but parameter \"", info.name,
                 "\" is on ", info.param.device().str()));
+  }
+}
+
+// Throws ConfigError for settings that do not work with sequence ranks yet.
+void check_sequence(const ModelTree& tree, const Config& config) {
+  for (const ParamInfo& info : tree.params) {
+    if (info.param.is_cpu()) continue;
+    throw ConfigError(concat("[engine::draw] \"mesh.sequence\" is ", config.mesh.sequence,
+                             ": sequence ranks exchange only host memory yet, but parameter \"",
+                             info.name, "\" is on ", info.param.device().str()));
   }
 }
 
@@ -203,7 +219,9 @@ Dtype compute_dtype(const Config& config, const ParamInfo& param) {
   const at::ScalarType own = param.param.scalar_type();
   if (own != at::kFloat && own != at::kBFloat16 && own != at::kHalf) {
     throw ConfigError(concat("[engine::compute_dtype] parameter \"", param.name, "\" has dtype ",
-                             at::toString(own), "; float32, bfloat16 and float16 are supported"));
+                             at::toString(own), ", but the engine supports float32, bfloat16 and float16. Convert it with "
+                             "model.float() (which drops an imaginary part), or keep a value that "
+                             "does not train in a buffer: module.register_buffer(name, values)"));
   }
   if (const auto ruled = ruled_dtype(config, param.name)) return *ruled;
   if (config.precision) return parse_dtype(*config.precision);
@@ -220,6 +238,7 @@ Blueprint draw(const ModelTree& given, const Config& config, int rank) {
   ModelTree tree = given;
   const int tensor = drawn.mesh.size(Axis::kTensor);
   if (tensor > 1) check_tensor(tree, config);
+  if (config.mesh.sequence > 1) check_sequence(tree, config);
   std::vector<parallel::Ruled> ruled = parallel::apply(config.parallel.rules, tensor, &tree);
   if (tensor > 1) drawn.ruled = std::move(ruled);
   drawn.split =
@@ -253,6 +272,11 @@ void foresee(Blueprint& blueprint) {
   std::erase_if(model.forward, is_away);
   std::erase_if(model.backward, is_away);
   mark_recomputed(blueprint.config, blueprint.model);
+  // A device computes faster than it receives, so the next unit is always on its way, however large
+  // it is.
+  int64_t& ahead = blueprint.config.prefetch_bytes;
+  if (ahead == 0 || is_on_host(blueprint)) return;
+  for (const UnitDesc& unit : model.units) ahead = std::max(ahead, unit_bytes(unit));
 }
 
 std::string choose_tiers(Blueprint& blueprint, const Room& room, bool external_optimizer) {
@@ -309,6 +333,7 @@ Table settle(Blueprint& blueprint) {
                              "\" has weights that several pipeline stages share (tied), so their "
                              "gradients cannot wait on disk. Set \"offload.gradients\": \"host\""));
   }
+  end_frozen_last(table.on(blueprint.mesh), blueprint.model);
   set_chunks(blueprint.config, table.on(blueprint.mesh), blueprint.model);
   return table;
 }

@@ -20,6 +20,7 @@
 
 #include "penstock/error.h"
 #include "penstock/optimizer_kinds.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/ckpt/checksum.h"
 #include "src/ckpt/damaged.h"
@@ -434,6 +435,7 @@ void Core::State::Checkpointing::check_asked(const std::string& path, const std:
 
 std::string Core::State::Checkpointing::save(const std::string& path, const SaveOptions& options) {
   state.check_open("save");
+  take_turn(state.group->board(), "save", "called save()");
   const int rank = state.group->rank();
   const std::string before = state.saver.finish();  // only one save runs at a time
   if (!before.empty()) state.save_failure = before;
@@ -515,6 +517,7 @@ FoundCheckpoint Checkpoints::load(const std::string& path, const LoadOptions& op
   if (state_->closed) {
     throw RuntimeFault(concat("[engine::load] the engine is closed", state_->closed_by));
   }
+  take_turn(state_->group->board(), "load", "called load()");
   // The last save may still be writing the checkpoint to load.
   const std::string before = state_->saver.finish();
   if (!before.empty()) state_->save_failure = before;

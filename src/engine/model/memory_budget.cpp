@@ -9,20 +9,21 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/device/device.h"
 #include "src/mem/available_memory.h"
 
 namespace penstock::engine {
 
 std::string AvailableMemory::text() const {
-  return concat(memory, " ", model, " ", disk, " ", pid, " ", apart ? 1 : 0, " ", when_ns, " ",
-                host);
+  return concat(memory, " ", model, " ", disk, " ", pid, " ", device, " ", on_device, " ", when_ns,
+                " ", host);
 }
 
 AvailableMemory AvailableMemory::parse(const std::string& text) {
   AvailableMemory found;
   std::istringstream words(text);
-  words >> found.memory >> found.model >> found.disk >> found.pid >> found.apart >> found.when_ns >>
-      found.host;
+  words >> found.memory >> found.model >> found.disk >> found.pid >> found.device >>
+      found.on_device >> found.when_ns >> found.host;
   PENSTOCK_ASSERT(!words.fail(), concat("cannot parse the memory that a rank found: ", text));
   return found;
 }
@@ -40,29 +41,46 @@ AvailableMemory find_room(const Config& config, const ModelTree& tree, int world
   found.when_ns = std::chrono::steady_clock::now().time_since_epoch().count();
   found.memory = mem::free_host_bytes();
   found.disk = mem::free_disk_bytes(swap_folders(config.offload));
+  c10::Device where(c10::DeviceType::CPU);
   // A hollow parameter (penstock.init()) has only a shard on each rank.
   for (const ParamInfo& info : tree.params) {
     const bool hollow = tree.init && tree.init->holds(info.param);
-    found.apart |= !info.param.is_cpu();
-    if (!info.param.is_cpu()) continue;
-    found.model += static_cast<int64_t>(info.param.nbytes()) / (hollow ? world_size : 1);
+    const int64_t bytes = static_cast<int64_t>(info.param.nbytes()) / (hollow ? world_size : 1);
+    if (info.param.is_cpu()) {
+      found.model += bytes;
+      continue;
+    }
+    found.on_device += bytes;
+    where = info.param.device();
+  }
+  if (!where.is_cpu()) {
+    found.device = where.index();
+    const std::optional<int64_t> free = device::Device(where).free_bytes();
+    found.on_device = free ? found.on_device + *free : Room::kNoLimit;
   }
   return found;
 }
 
 Room room_of(const MemoryConfig& budgets, const std::vector<AvailableMemory>& by_rank) {
   Room room = room_of(budgets);
-  int64_t memory = Room::kNoLimit;
+  int64_t memory = Room::kNoLimit, on_device = Room::kNoLimit;
   for (const AvailableMemory& found : by_rank) {
-    const auto on_host =
-        std::count_if(by_rank.begin(), by_rank.end(),
-                      [&](const AvailableMemory& other) { return other.host == found.host; });
+    int64_t on_host = 0, sharing = 0;
+    for (const AvailableMemory& other : by_rank) {
+      if (other.host != found.host) continue;
+      ++on_host;
+      if (other.device == found.device) ++sharing;
+    }
     memory = std::min(memory, found.memory / on_host + found.model);
+    if (found.on_device != Room::kNoLimit) {
+      on_device = std::min(on_device, found.on_device / sharing);
+    }
     room.disk = std::min(room.disk, found.disk / on_host);
   }
   // A device with memory of its own takes none from the host.
-  if (by_rank.front().apart) {
+  if (by_rank.front().device >= 0) {
     if (budgets.host_bytes < 0) room.host = memory;
+    if (budgets.device_bytes < 0) room.device = on_device;
   } else if (budgets.device_bytes < 0 || budgets.host_bytes < 0) {
     room.memory = budgets.host_bytes < 0 ? memory : budgets.host_bytes;
   }

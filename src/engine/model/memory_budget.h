@@ -17,7 +17,10 @@ struct AvailableMemory {
   int64_t model = 0;   // memory of the model's parameters, which the engine takes over
   int64_t disk = 0;    // free in the folders of the swap files
   int64_t pid = 0;
-  bool apart = false;   // whether the device has memory of its own
+  int device = -1;  // index of the device, if it has memory of its own
+  // Free there, with the memory of the model's parameters; Room::kNoLimit if the device cannot
+  // tell.
+  int64_t on_device = 0;
   int64_t when_ns = 0;  // time of the steady clock; distinguishes engines of one process
 
   std::string text() const;  // one line, for the other ranks
@@ -27,7 +30,8 @@ struct AvailableMemory {
 AvailableMemory find_room(const Config& config, const ModelTree& tree, int world_size);
 
 // Returns the room of each rank. It is the same for every rank: the ranks of a machine divide its
-// free memory, and every rank gets the smallest of these shares.
+// free memory, the ranks of a device divide the device's, and every rank gets the smallest of these
+// shares.
 Room room_of(const MemoryConfig& budgets, const std::vector<AvailableMemory>& by_rank);
 // Returns the room on machines whose free memory is unknown here: only the budgets of device and
 // host.

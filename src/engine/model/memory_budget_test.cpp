@@ -31,12 +31,23 @@ const RoomCase kCases[] = {
     {"a host budget alone is shared", {.host_bytes = 30}, {{"a", 100, 0, 50}}, {kNone, 30, 50, 30}},
     {"a device with its own memory takes none from the host",
      {},
-     {{.host = "a", .memory = 100, .disk = 50, .apart = true}},
-     {kNone, 100, 50, kNone}},
+     {{.host = "a", .memory = 100, .disk = 50, .device = 0, .on_device = 70}},
+     {70, 100, 50, kNone}},
     {"a host budget beside such a device",
      {.host_bytes = 30},
-     {{.host = "a", .memory = 100, .disk = 50, .apart = true}},
-     {kNone, 30, 50, kNone}},
+     {{.host = "a", .memory = 100, .disk = 50, .device = 0, .on_device = 70}},
+     {70, 30, 50, kNone}},
+    {"a budget of such a device",
+     {.device_bytes = 20},
+     {{.host = "a", .memory = 100, .disk = 50, .device = 0, .on_device = 70}},
+     {20, 100, 50, kNone}},
+    {"the ranks of one device share it",
+     {},
+     {{.host = "a", .memory = 100, .disk = 50, .device = 0, .on_device = 70},
+      {.host = "a", .memory = 100, .disk = 50, .device = 0, .on_device = 70},
+      {.host = "a", .memory = 100, .disk = 50, .device = 1, .on_device = 60},
+      {.host = "b", .memory = 400, .disk = 200, .device = 0, .on_device = 90}},
+     {35, 33, 16, kNone}},
     {"both are what they say",
      {.device_bytes = 300, .host_bytes = 400},
      {{"a", 100, 0, 50}},
@@ -55,13 +66,14 @@ TEST(Room, BudgetsAndWhatIsFound) {
 
 TEST(Room, WhatARankFoundTravelsAsText) {
   const AvailableMemory found =
-      AvailableMemory::parse(AvailableMemory{"host-1", 7, 8, 9, 10, true, 11}.text());
+      AvailableMemory::parse(AvailableMemory{"host-1", 7, 8, 9, 10, 3, 12, 11}.text());
   EXPECT_EQ(found.host, "host-1");
   EXPECT_EQ(found.memory, 7);
   EXPECT_EQ(found.model, 8);
   EXPECT_EQ(found.disk, 9);
   EXPECT_EQ(found.pid, 10);
-  EXPECT_TRUE(found.apart);
+  EXPECT_EQ(found.device, 3);
+  EXPECT_EQ(found.on_device, 12);
   EXPECT_EQ(found.when_ns, 11);
 }
 

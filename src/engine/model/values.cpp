@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "penstock/error.h"
+#include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/unit_order.h"
@@ -123,6 +124,8 @@ at::Tensor Values::gradient(const std::string& param) {
 std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::string& only) {
   state_->check_open("full_grads");
   state_->look_at_gradients(false);
+  state_->end_raised_backward("full_grads", false);
+  take_turn(state_->group->board(), "full_grads", "called full_grads()");
   engine::agree_on_window(*state_->executor, *state_->window, *state_->driver);
   state_->window->check(engine::Call::kFullGrads);
   const double divisor = state_->divisor();
@@ -212,6 +215,7 @@ bool holds_first_part(const Mesh& mesh, int rank) {
 template <class Sink>
 void Values::for_each_weight(bool everywhere, const Sink& sink) {
   state_->check_open("state_dict");
+  take_turn(state_->group->board(), "weights", "gathered the weights, for example in state_dict()");
   state_->border->look_at_params();
   for (size_t unit = 0; unit < state_->written.size(); ++unit) {
     if (state_->written[unit] == 0) continue;
@@ -354,6 +358,8 @@ void Values::set_backward_weight(double weight) { state_->backward_weight = weig
 void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
   state_->check_open("set_grads");
   state_->look_at_gradients(false);
+  state_->end_raised_backward("set_grads", false);
+  take_turn(state_->group->board(), "set_grads", "called set_grads()");
   engine::agree_on_window(*state_->executor, *state_->window, *state_->driver);
   state_->window->check(engine::Call::kSetGrads);
   std::map<std::string, at::Tensor> by_name(gradients.begin(), gradients.end());
@@ -393,6 +399,9 @@ void Values::gather(const std::vector<int>& units, bool write) {
   state_->check_open("gathered");
   state_->border->look_at_params();
   exec::Executor& executor = *state_->executor;
+  if (!units.empty() && state_->moves_params) {
+    take_turn(state_->group->board(), "gathered", "called gathered()");
+  }
   std::vector<int> brought;
   try {
     for (const int unit : units) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <utility>
 
 #include "penstock/error.h"
@@ -42,10 +43,12 @@ constexpr std::array<CallRule, 9> kRules = {{
      "step()"},
     {Call::kSetGrads, kComplete, kNone, kNone, kNone, Count::kKeep,
      "[engine::set_grads] the gradients of the window are not complete. Call set_grads() after the "
-     "window's last backward() and before step()"},
+     "window's last backward() and before step(). It replaces gradients of backwards, so a loop "
+     "that only calls torch.autograd.grad() cannot use it"},
     {Call::kStep, kSeen | kArmed, kNone, kNone, kNone, Count::kKeep,
-     "[engine::step] step() was called without a backward since the last step. Call "
-     "engine.backward(loss) first"},
+     "[engine::step] step() was called without a backward since the last step that reached a "
+     "parameter of the model. Call engine.backward(loss) first, which also counts a loss that is "
+     "not connected to the model, or add 0 * output.sum() to such a loss"},
     {Call::kUpdate, kNone, kArmed, kNone, kForwarded, Count::kClear,
      "[engine::step] the last backward ended with an error, so its window was dropped. Run the "
      "window again"},
@@ -64,11 +67,13 @@ const CallRule& rule_of(Call call) { return kRules[static_cast<size_t>(call)]; }
 
 }  // namespace
 
-AccumulationWindow::AccumulationWindow(int64_t accumulate, bool scales_loss, bool sees_forwards)
+AccumulationWindow::AccumulationWindow(int64_t accumulate, bool scales_loss, bool sees_forwards,
+                                       int64_t per_micro)
     : accumulate_(accumulate),
       standing_(static_cast<uint8_t>((scales_loss ? kNone : kScaled) |
                                      (sees_forwards ? kNone : kForwarded))),
-      facts_(standing_) {}
+      facts_(standing_),
+      per_micro_(per_micro) {}
 
 uint8_t AccumulationWindow::facts() const {
   return facts_ | (seen() > 0 ? kSeen : kNone) | (complete() ? kComplete : kNone);
@@ -92,8 +97,15 @@ void AccumulationWindow::on(Call call) {
   if (call == Call::kBackwardBegin) reduces_ = seen() + 1 >= accumulate_;
   if (call == Call::kDrop) blamed_.clear();
   if (rule.seen == Count::kKeep) return;
-  if (rule.seen == Count::kAdd) gave_ += contributed_ ? '1' : '0';
-  if (rule.seen == Count::kClear) gave_.clear();
+  if (rule.seen == Count::kAdd) {
+    gave_ += contributed_ ? '1' : '0';
+    micros_.push_back(next_micro_++);
+  }
+  if (rule.seen == Count::kClear) {
+    gave_.clear();
+    micros_.clear();
+    next_micro_ = 0;
+  }
   contributed_ = false;
 }
 
@@ -105,11 +117,36 @@ int64_t AccumulationWindow::seen() const { return static_cast<int64_t>(gave_.siz
 
 int64_t AccumulationWindow::num_averaged() const { return std::min(seen(), accumulate_); }
 
+void AccumulationWindow::set_micro(int64_t micro) { micros_.back() = micro; }
+
+std::string AccumulationWindow::said() const {
+  std::string said;
+  for (const int64_t micro : std::set<int64_t>(micros_.begin(), micros_.end())) {
+    size_t ended = 0;
+    bool gave = false;
+    for (size_t i = 0; i < micros_.size(); ++i) {
+      if (micros_[i] != micro) continue;
+      ++ended;
+      gave = gave || gave_[i] == '1';
+    }
+    said.append(ended, gave ? '1' : '0');
+    said.append(static_cast<size_t>(per_micro_) - ended, '.');
+  }
+  said.resize(static_cast<size_t>(accumulate_), '.');
+  return said;
+}
+
 bool AccumulationWindow::keep(const std::string& gave_anywhere) {
   const size_t before = gave_.size();
-  for (size_t i = std::min(before, gave_anywhere.size()); i-- > 0;) {
-    if (gave_anywhere[i] == '1') continue;
-    gave_.erase(i, 1);
+  size_t at = 0;
+  for (const int64_t micro : std::set<int64_t>(micros_.begin(), micros_.end())) {
+    const bool kept = at >= gave_anywhere.size() || gave_anywhere[at] != '0';
+    at += static_cast<size_t>(per_micro_);
+    for (size_t i = micros_.size(); i-- > 0 && !kept;) {
+      if (micros_[i] != micro) continue;
+      gave_.erase(i, 1);
+      micros_.erase(micros_.begin() + static_cast<ptrdiff_t>(i));
+    }
   }
   return gave_.size() != before;
 }

@@ -13,6 +13,7 @@
 // refused.
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace penstock::engine {
 
@@ -33,7 +34,9 @@ class AccumulationWindow {
  public:
   // If `scales_loss` is set, every backward must go through engine.backward(loss). If
   // `sees_forwards` is set, every forward is reported, so a backward without a forward is an error.
-  AccumulationWindow(int64_t accumulate, bool scales_loss, bool sees_forwards);
+  // `per_micro`: number of backwards of a micro-batch on this rank, one for each of its stages.
+  AccumulationWindow(int64_t accumulate, bool scales_loss, bool sees_forwards,
+                     int64_t per_micro = 1);
 
   const char* refusal(Call call) const;  // the error text; null if the call is legal now
   void check(Call call) const;           // throws RuntimeFault with the error text
@@ -49,10 +52,15 @@ class AccumulationWindow {
 
   // Records that the current backward produced a gradient on this rank.
   void contribute() { contributed_ = true; }
-  // One character per backward that ended: '1' if it produced a gradient on this rank, else '0'.
-  const std::string& gave() const { return gave_; }
-  // Removes backwards that produced no gradient on any rank, which are '0' in `gave_anywhere`.
-  // Returns true if any was removed.
+  // Says to which micro-batch the last backward belongs. Without a call it has one of its own.
+  void set_micro(int64_t micro);
+  // Whether the last backward that ended produced a gradient on this rank.
+  bool gave() const { return !gave_.empty() && gave_.back() == '1'; }
+  // One character per backward of a full window, ordered by micro-batch: '1' if a backward of its
+  // micro-batch produced a gradient on this rank, '0' if none did, '.' if it has not ended.
+  std::string said() const;
+  // Removes micro-batches that produced no gradient on any rank. `gave_anywhere` has the maximum of
+  // each character of said() over all ranks. Returns true if any was removed.
   bool keep(const std::string& gave_anywhere);
 
   // Keeps the first contribution that is not finite, until it is taken or the window is dropped.
@@ -66,7 +74,10 @@ class AccumulationWindow {
   int64_t accumulate_;
   uint8_t standing_;  // facts that no call clears
   uint8_t facts_;
-  std::string gave_;
+  int64_t per_micro_;
+  std::string gave_;             // by backward that ended
+  std::vector<int64_t> micros_;  // by backward that ended
+  int64_t next_micro_ = 0;
   bool contributed_ = false;
   bool reduces_ = false;
   std::string blamed_;

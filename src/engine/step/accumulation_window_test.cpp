@@ -89,17 +89,43 @@ TEST(AccumulationWindow, BackwardsThatGaveNothingAnywhereAreNoneOfIt) {
     if (gives) window.contribute();
     window.on(Call::kBackwardEnd);
   }
-  EXPECT_EQ(window.gave(), "0101");
+  EXPECT_EQ(window.said(), "01");
   EXPECT_TRUE(window.keep("01"));
-  EXPECT_EQ(window.gave(), "101");
+  EXPECT_EQ(window.said(), "10");
   EXPECT_FALSE(window.keep("11"));  // another rank had gradients
   EXPECT_TRUE(window.keep("10"));
-  EXPECT_EQ(window.gave(), "11");
+  EXPECT_EQ(window.said(), "11");
+  EXPECT_TRUE(window.gave());
   EXPECT_TRUE(window.complete());
   EXPECT_EQ(window.num_averaged(), 2);
   window.on(Call::kUpdate);
   EXPECT_FALSE(window.keep("01"));
-  EXPECT_EQ(window.gave(), "");
+  EXPECT_EQ(window.said(), "..");
+}
+
+TEST(AccumulationWindow, StagesRunTheMicroBatchesInOrdersOfTheirOwn) {
+  // Two stages on each rank; micro-batch 1 reaches nothing that trains on any stage.
+  const std::vector<std::vector<std::pair<int, bool>>> ranks = {
+      {{0, true}, {1, false}, {0, false}, {1, false}, {2, true}, {2, true}},
+      {{0, false}, {0, true}, {1, false}, {1, false}, {2, false}, {2, false}}};
+  std::vector<AccumulationWindow> windows(2, AccumulationWindow(6, false, true, 2));
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (const auto& [micro, gives] : ranks[rank]) {
+      windows[rank].on(Call::kBackwardBegin);
+      if (gives) windows[rank].contribute();
+      windows[rank].on(Call::kBackwardEnd);
+      windows[rank].set_micro(micro);
+    }
+  }
+  EXPECT_EQ(windows[0].said(), "110011");
+  EXPECT_EQ(windows[1].said(), "110000");
+  for (AccumulationWindow& window : windows) {
+    EXPECT_TRUE(window.keep("110011"));
+    EXPECT_FALSE(window.complete());
+    EXPECT_EQ(window.num_averaged(), 4);
+  }
+  EXPECT_EQ(windows[0].said(), "1111..");
+  EXPECT_EQ(windows[1].said(), "1100..");
 }
 
 TEST(AccumulationWindow, TheFirstBadContributionIsKeptUntilItIsTakenOrDropped) {

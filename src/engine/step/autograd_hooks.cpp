@@ -1,7 +1,9 @@
 #include "src/engine/step/autograd_hooks.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -28,9 +30,15 @@ class BeforeBackward final : public torch::autograd::FunctionPreHook {
   std::function<void()> before_;
 };
 
-void hook(torch::autograd::Node& node, uint64_t since, const std::function<void()>& before) {
-  if (node.sequence_nr() < since) return;
-  node.add_pre_hook(std::make_unique<BeforeBackward>(before));
+GraphPlace place_of(const torch::autograd::Node& node) {
+  return {node.thread_id(), node.sequence_nr()};
+}
+
+void hook(torch::autograd::Node& node, const GraphPlace& since,
+          const std::function<void(const GraphPlace&)>& before) {
+  if (node.sequence_nr() < since.number) return;
+  const GraphPlace place = place_of(node);
+  node.add_pre_hook(std::make_unique<BeforeBackward>([before, place] { before(place); }));
 }
 
 }  // namespace
@@ -50,10 +58,15 @@ void at_end_of_backward(std::function<void()> done) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(done));
 }
 
-uint64_t now() { return at::sequence_number::peek(); }
+GraphPlace now() { return {at::RecordFunction::currentThreadId(), at::sequence_number::peek()}; }
 
-void before_backward_of(const std::vector<at::Tensor>& outputs, uint64_t since,
-                        const std::function<void()>& before) {
+GraphPlace in_graph() {
+  const auto node = torch::autograd::get_current_node();
+  return node ? place_of(*node) : GraphPlace{};
+}
+
+void before_backward_of(const std::vector<at::Tensor>& outputs, const GraphPlace& since,
+                        const std::function<void(const GraphPlace&)>& before) {
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad() || !output.grad_fn()) continue;
     hook(*output.grad_fn(), since, before);

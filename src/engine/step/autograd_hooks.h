@@ -18,13 +18,28 @@ bool in_side_backward();
 // Runs `done` when the outermost backward in progress has ended without an error.
 void at_end_of_backward(std::function<void()> done);
 
-// Returns the next sequence number of the graph that this thread records.
-uint64_t now();
+// A place in the graph that a thread recorded. A backward reaches the nodes of one thread from
+// later to earlier ones.
+struct GraphPlace {
+  uint64_t thread = 0, number = 0;
 
-// Runs `before` when the backward reaches one of `outputs`. Skips outputs without a gradient and
-// outputs older than `since` (a now()): a unit may return its own input.
-void before_backward_of(const std::vector<at::Tensor>& outputs, uint64_t since,
-                        const std::function<void()>& before);
+  // Whether a node here was recorded after `since`. Places of different threads have no order.
+  bool follows(const GraphPlace& since) const {
+    return thread == since.thread && number >= since.number;
+  }
+};
+
+// Returns the place of the next node that this thread records.
+GraphPlace now();
+
+// Returns the place of the node whose backward runs in this thread, or the first place.
+GraphPlace in_graph();
+
+// Runs `before` with the place of its node when the backward reaches one of `outputs`. Skips
+// outputs without a gradient and outputs older than `since` (a now()): a unit may return its own
+// input.
+void before_backward_of(const std::vector<at::Tensor>& outputs, const GraphPlace& since,
+                        const std::function<void(const GraphPlace&)>& before);
 
 // Returns whether each of `outputs` is an embedding lookup, whose backward reads no parameter.
 bool only_looked_up(const std::vector<at::Tensor>& outputs);

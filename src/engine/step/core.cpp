@@ -92,6 +92,8 @@ void Core::relearn() {
 
 void Core::resume_backward() {
   state_->check_open("backward");
+  state_->calling.check("backward");
+  state_->end_raised_backward("backward", true);
   state_->window->on(engine::Call::kBackward);
   // An exception that was kept from an earlier backward is now obsolete.
   state_->fault = nullptr;
@@ -114,6 +116,17 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
   return start.mul(factor.to(start.scalar_type()));
 }
 
+void Core::end_backward() {
+  const bool seen = state_->window->armed() || state_->window->seen() > state_->seen_before;
+  if (seen || state_->model_ranks.stages || engine::in_backward()) return;
+  TORCH_WARN_ONCE(
+      "penstock: a backward reached no parameter of the engine's model. If no backward of a window "
+      "does on any rank, step() updates nothing and returns False. If the loss may be a constant, "
+      "add 0 * output.sum() to it");
+  state_->start_backward(false);
+  state_->end_backward();
+}
+
 void Core::backward_failed(const std::string& error) {
   state_->failed("backward", error);
   if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
@@ -121,16 +134,28 @@ void Core::backward_failed(const std::string& error) {
     std::rethrow_exception(lost);
 }
 
+void Core::call_failed(const std::string& call, const std::string& error) {
+  // A call that another thread's call refused changed nothing, and that call goes on.
+  if (state_->closed || state_->calling.take_refused()) return;
+  leave_turn(state_->group->board(), concat("called ", call, "(), which raised ", error), true);
+}
+
 bool Core::window_complete(bool force) {
   state_->check_open("step");
+  state_->calling.check("step");
   state_->look_at_gradients(false);
+  state_->end_raised_backward("step", false);
   state_->window->check(engine::Call::kStep);
   return force || state_->window->complete();
 }
 
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
                 const std::string& options) {
+  state_->calling.enter("step");
+  const std::shared_ptr<void> leave(nullptr, [&](void*) { state_->calling.leave(); });
   show(state_->group->board(), "update");  // for `penstock status`
+  take_turn(state_->group->board(), exec::Norm::kLabel,
+            engine::at_this_point("called step()", *state_->window, state_->steps));
   // The optimizer's gradients are views of memory that the step frees, so they are taken back.
   const std::function<void()> lending = [&] {
     state_->lent.show();
@@ -150,9 +175,12 @@ bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<
   return applied;
 }
 
-void Core::zero_grad() {
+void Core::zero_grad(bool set_to_none) {
   state_->check_open("zero_grad");
-  if (!state_->window->armed()) state_->drop_gradients();
+  if (state_->window->armed() && state_->raised == State::Raised::kNo) return;
+  state_->drop_gradients();
+  state_->executor->gradients().leave_zeros(!set_to_none);
+  state_->border->show_gradients();
 }
 
 int64_t Core::steps() const { return state_->steps; }
@@ -176,6 +204,14 @@ void Core::set_groups(const std::vector<int>& group_of_param) {
 std::string Core::close(bool gather, const std::string& why) { return state_->close(gather, why); }
 
 // ---- views of a core
+
+void Calls::enter(const std::string& call) { state_->calling.enter(call); }
+
+void Calls::leave() { state_->calling.leave(); }
+
+void Calls::name_threads(std::function<std::string(int64_t)> name) {
+  state_->calling.name_by(std::move(name));
+}
 
 void Recomputation::begin(int unit) { state_->unit_again(unit); }
 

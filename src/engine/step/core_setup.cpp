@@ -189,10 +189,8 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
     model_ranks.tensor.emplace(group, executor->mesh(), blueprint.ruled, blueprint.split.tree,
                                params_of(executor->units()));
   }
-  if (config.mesh.sequence > 1) {
-    model_ranks.sequence =
-        std::make_shared<parallel::Peers>(group, sequence_ranks(config, group->rank()), "sequence");
-  }
+  if (const Members ranks = sequence_ranks(config, group->rank()); ranks.size() > 1)
+    model_ranks.sequence = std::make_shared<parallel::Peers>(group, ranks, "sequence");
   if (config.mesh.pipeline > 1) {
     model_ranks.stages.emplace(group, Groups(executor->mesh(), group->rank()).pipeline(),
                                blueprint.stages, config.parallel);
@@ -209,10 +207,11 @@ Core::State::State(const ModelTree& tree, const Config& settings, std::shared_pt
                                                    }});
   // Each stage of this rank runs one backward per micro-batch.
   window.emplace(config.batch.accumulate * config.parallel.virtual_stages, loss_scale.active(),
-                 unit_events);
+                 unit_events, config.parallel.virtual_stages);
   waiting.assign(executor->units().size(), 0);
   expected.assign(waiting.size(), false);
-  began.assign(waiting.size(), 0);
+  began.assign(waiting.size(), {});
+  entered.assign(waiting.size(), {});
   written.assign(waiting.size(), 0);
   make_plans();
   border.emplace(*executor, *tiled);

@@ -77,6 +77,24 @@ void refuse_edit(const engine::Driver& driver, engine::OutsideEdits& border, int
   engine::OutsideEdits::refuse_edit(border.edited(unit, false), where);
 }
 
+// Inside gathered(), a forward of units that are held runs no collective.
+bool holds_all(const engine::Driver& driver, const exec::Executor& executor) {
+  for (size_t unit = 0; unit < executor.units().size(); ++unit) {
+    const bool empty = executor.units()[unit].flats.empty();
+    if (!empty && driver.held(static_cast<int>(unit)) == 0) return false;
+  }
+  return true;
+}
+
+// Returns whether each backward of a window reduces its gradients, not only the last one.
+bool reduces_each(const exec::Executor& executor) {
+  return num_shards(executor.table().at(Role::kGrad, Phase::kHold), executor.mesh()) > 1;
+}
+
+void add_once(std::vector<int>& units, int unit) {
+  if (std::count(units.begin(), units.end(), unit) == 0) units.push_back(unit);
+}
+
 // Returns whether the backward in progress accumulates gradients of this model. It does not in
 // torch.autograd.grad(), in a backward(inputs=...) for other tensors, or if this model is frozen
 // and another model's backward passes through it.
@@ -99,15 +117,17 @@ void Core::State::forward_begin(bool grad_enabled) {
         "there, but tensor and pipeline ranks compute with their parts. Leave the block before the "
         "forward");
   }
-  if (engine::in_backward()) return backward_enter(0);  // the whole model is recomputed
-  if (window->armed()) {  // the last backward threw, so the gradients of the window are incomplete
-    driver->abandon();
-    drop_gradients();
+  if (engine::in_backward()) {  // the whole model is recomputed
+    return backward_enter(0, engine::now(), engine::in_graph());
   }
+  end_raised_backward("forward", true);
   faulted = false;
   if (grad_enabled && moves_params) {
     engine::go_on(*executor, *window, *driver, exec::Norm::Next::kForward,
                   [this] { drop_gradients(); });
+  }
+  if (moves_params && !model_ranks.stages && !holds_all(*driver, *executor)) {
+    take_turn(group->board(), "forward", engine::at_this_point("began a forward", *window, steps));
   }
   executor->activations().begin_forward();
   border->look_at_params();
@@ -146,7 +166,7 @@ void Core::State::forward_end(const std::vector<at::Tensor>& outputs) {
 
 void Core::State::unit_begin(int unit) {
   began[unit] = engine::now();
-  if (engine::in_backward()) return backward_enter(unit);
+  if (engine::in_backward()) return backward_enter(unit, began[unit], engine::in_graph());
   // A layer that is used twice in a forward becomes a spanning unit, which stays whole for the
   // entire pass.
   if (!model.units[unit].block && !order->spans(unit) && order->enters_again(unit)) {
@@ -158,16 +178,19 @@ void Core::State::unit_begin(int unit) {
 }
 
 void Core::State::unit_again(int unit) {
-  if (!closed && engine::in_backward()) backward_enter(unit);
+  if (closed || !engine::in_backward()) return;
+  backward_enter(unit, engine::now(), engine::in_graph());
 }
 
 void Core::State::unit_end(int unit, const std::vector<at::Tensor>& outputs) {
   const bool reads_none = !model.units[unit].block && engine::only_looked_up(outputs);
   if (unit == 0 || (unit_events && !reads_none)) {
-    engine::before_backward_of(outputs, began[unit], [weak = weak_from_this(), unit] {
+    const auto reached = [weak = weak_from_this(), unit,
+                          since = began[unit]](const engine::GraphPlace& at) {
       const auto self = weak.lock();
-      if (self && !self->closed) self->in_hook([&] { self->backward_enter(unit); });
-    });
+      if (self && !self->closed) self->in_hook([&] { self->backward_enter(unit, since, at); });
+    };
+    engine::before_backward_of(outputs, began[unit], reached);
   }
   if (engine::in_backward()) return;  // a recomputed unit stays whole until its gradients come
   refuse_edit(*driver, *border, unit, "in forward");
@@ -189,6 +212,9 @@ void Core::State::failed(const char* what, const std::string& error) {
   show(group->board(), concat("the caller's code, after its ", what, " raised"));
   trouble = concat("step ", steps + 1, ", where its ", what, " raised ", error);
   group->set_position(Position::of(trouble));
+  leave_turn(group->board(),
+             concat("left its ", what, " of step ", steps + 1, " by an error: ", error),
+             driver->owes());
   Observer{*this}.dump(what);
 }
 
@@ -219,9 +245,11 @@ void Core::State::look_at_gradients(bool adds) {
         "step(). engine.step() clears gradients itself after the update");
   }
   drop_gradients();
+  executor->gradients().leave_zeros(false);
 }
 
 void Core::State::drop_gradients() {
+  if (std::exchange(raised, Raised::kNo) != Raised::kNo) driver->abandon();
   monitor->drop();
   border->hide_gradients();
   executor->discard();
@@ -230,21 +258,66 @@ void Core::State::drop_gradients() {
 
 // The backward counts on the other stages, so it must count here even if it reached no hook of this
 // rank.
-void Core::State::end_backward_of_stage() {
-  if (window->seen() > seen_before || window->armed()) return;
-  start_backward(false);
-  end_backward();
+void Core::State::end_backward_of_stage(int64_t micro) {
+  if (window->seen() == seen_before && !window->armed()) {
+    start_backward(false);
+    end_backward();
+  }
+  if (window->seen() > seen_before) window->set_micro(micro);
 }
 
+void Core::State::end_raised_backward(const char* call, bool drops) {
+  if (raised == Raised::kNo) return;
+  if (raised == Raised::kByEngine) {
+    if (drops && window->seen() == 0) return drop_gradients();
+    throw RuntimeFault(concat("[engine::", call, "] the last backward was ended by an error of ",
+                              "the engine, so the gradients of its window are incomplete. Call ",
+                              "zero_grad(), which drops them, and run the window again"));
+  }
+  raised = Raised::kByEngine;  // if a peer is lost in the moves that are left
+  frozen_open.clear();
+  driver->finish();
+  window->on(engine::Call::kBackwardEnd);
+  raised = Raised::kNo;
+}
+
+// Autograd keeps this while a backward runs, and frees it at the end or when the backward raises.
+struct Core::State::Ending {
+  std::weak_ptr<State> state;
+  std::shared_ptr<void> running;  // keeps other threads out
+  bool begun = false, ended = false;
+
+  Ending(std::weak_ptr<State> of, std::shared_ptr<void> thread)
+      : state(std::move(of)), running(std::move(thread)) {}
+  ~Ending() {
+    const auto self = state.lock();
+    if (ended || !self || self->closed || !self->window->armed()) return;
+    const bool by_engine = !begun || self->fault != nullptr || self->model_ranks.stages;
+    self->raised = by_engine ? Raised::kByEngine : Raised::kByModel;
+    self->border->show_gradients();
+  }
+};
+
 void Core::State::start_backward(bool in_autograd) {
+  end_raised_backward("backward", true);
   if (window->armed()) return;
+  const std::shared_ptr<void> running = calling.enter_backward();
+  std::shared_ptr<Ending> ending;
+  if (in_autograd) ending = std::make_shared<Ending>(weak_from_this(), running);
+  fault = nullptr;
   show(group->board(), "backward");
   look_at_gradients(true);
   border->hide_gradients();
   window->on(engine::Call::kBackwardBegin);
   engine::go_on(*executor, *window, *driver, exec::Norm::Next::kBackward,
                 [this] { drop_gradients(); });
-  driver->begin(window->reduces() ? Section::kBackwardLast : Section::kBackward);
+  const Section section = window->reduces() ? Section::kBackwardLast : Section::kBackward;
+  // The stages of a pipeline run forwards and backwards in orders of their own.
+  if (!model_ranks.stages && (moves_params || window->reduces() || reduces_each(*executor))) {
+    take_turn(group->board(), "backward",
+              engine::at_this_point("began a backward", *window, steps));
+  }
+  driver->begin(section);
   for (size_t unit = 0; unit < waiting.size(); ++unit) {
     waiting[unit] = 0;
     for (exec::Flat& flat : executor->units()[unit].flats) {
@@ -257,44 +330,51 @@ void Core::State::start_backward(bool in_autograd) {
     expected[unit] = waiting[unit] > 0;
   }
   frozen_open.clear();
+  entered.assign(entered.size(), {});
   executor->gradients().begin_backward();
   order->begin_backward();
   if (in_autograd) {
-    engine::at_end_of_backward([weak = weak_from_this()] {
-      const auto self = weak.lock();
+    ending->begun = true;
+    engine::at_end_of_backward([ending] {
+      const auto self = ending->state.lock();
       if (self && !self->closed) self->in_hook([&] { self->end_backward(); });
+      ending->ended = true;
     });
   }
   if (unit_events) {
-    backward_enter(0);
-    for (const int unit : order->spanning()) backward_enter(unit);
+    backward_enter(0, {}, {});
+    for (const int unit : order->spanning()) backward_enter(unit, {}, {});
   }
 }
 
-void Core::State::backward_enter(int unit) {
+void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
+                                 const engine::GraphPlace& at) {
   if (!window->armed() && !expects_gradients(*tiled, hooks)) {
     if (moves_params) driver->pin(unit);
     return;
   }
   start_backward();
   if (!unit_events) return;
-  if (unit != 0) complete_frozen(unit);
+  if (unit != 0) complete_frozen(unit, at);
+  // A recomputed forward begins later in the graph than the nodes that use its values.
+  if (!entered[unit] || entered[unit]->follows(since)) entered[unit] = since;
   const bool spans = order->spans(unit);
   // The plan of step one has the unit's lines at its module. Entering the unit would run all lines
   // before them.
   if (spans && !order->done()) return driver->pin(unit);
   order->begin(Op::kBackward, unit);
   driver->enter(Op::kBackward, unit);
-  if (!expected[unit] && unit != 0 && !spans) frozen_open.push_back(unit);
+  if (!expected[unit] && unit != 0 && !spans) add_once(frozen_open, unit);
 }
 
 // A frozen weight has no gradient that marks its last use in backward. Autograd works from later
-// forward nodes to earlier ones, so the last use has ended when the backward reaches the output of
-// another unit.
-void Core::State::complete_frozen(int except) {
+// forward nodes to earlier ones, so the last use has ended when the backward reaches a node that
+// was recorded before the forward of the unit. A tile of a layer inside the unit is entered before
+// that.
+void Core::State::complete_frozen(int except, const engine::GraphPlace& at) {
   const std::vector<int> open = std::exchange(frozen_open, {});
   for (const int unit : open) {
-    if (unit == except) {
+    if (unit == except || (entered[unit] && at.follows(*entered[unit]))) {
       frozen_open.push_back(unit);
     } else {
       unit_complete(unit);
@@ -326,7 +406,7 @@ void Core::State::gradient_arrived(int unit, int flat_index, int slot_index) {
   });
   if (unit == 0 || order->spans(unit)) return;
   if (has_frozen && moves_params) {
-    frozen_open.push_back(unit);
+    add_once(frozen_open, unit);
   } else {
     unit_complete(unit);
   }
@@ -350,7 +430,6 @@ void Core::State::enter_tile(int unit) {
   if (!engine::in_backward()) return driver->enter(Op::kForward, unit);
   if (!window->armed() && engine::in_side_backward()) return driver->pin(unit);
   start_backward();
-  complete_frozen(unit);
   driver->enter(Op::kBackward, unit);
 }
 
@@ -371,9 +450,10 @@ void Core::State::leave_tile(int unit, Mark in_backward) {
   }
 }
 
-bool Core::State::begin_tile_backward() {
+bool Core::State::begin_tile_backward(bool uses) {
   if (!window->armed() && engine::in_side_backward()) return false;
   start_backward();
+  if (uses && moves_params) complete_frozen(-1, engine::in_graph());
   return true;
 }
 
@@ -385,20 +465,21 @@ void Core::State::unit_complete(int unit) {
   refuse_edit(*driver, *border, unit, "in backward");
   order->end(Op::kBackward, unit);
   driver->leave(Op::kBackward, unit);
+  entered[unit].reset();
 }
 
 void Core::State::end_backward() {
-  complete_frozen(-1);
+  calling.leave_backward();
+  complete_frozen(-1, {});
   refuse_edit(*driver, *border, 0, "in backward");
   order->end(Op::kBackward, 0);
   driver->finish();
-  if (model_ranks.stages) window->contribute();  // another stage of this batch has a gradient
   window->on(engine::Call::kBackwardEnd);
   border->show_gradients();
   show(group->board(), "the caller's code, after backward");
   if (order->done()) return;
   // A backward through frozen weights alone does not show the order of the units.
-  const bool gave = window->gave().back() == '1';
+  const bool gave = model_ranks.stages || window->gave();
   // Only the ranks of this stage exchange texts, because other stages are elsewhere in the
   // schedule.
   const std::vector<std::string> all = executor->share("gave in step one", gave ? "1" : "0", true);
@@ -442,13 +523,15 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   update.say = [this, told = engine::options_text(groups, options) + monitor->say()] {
     return engine::say_window(*window, *driver) + told + static_cast<char>('0' + save_wanted);
   };
-  update.hear = [this, whole = window->complete()](std::vector<std::string> all) {
+  bool begun = false;
+  update.hear = [this, &begun, whole = window->complete()](std::vector<std::string> all) {
     engine::hear_asked(all, save_wanted, save_agreed);
     monitor->hear(all);
     if (!engine::hear_window(all, *window, *driver)) return 0.0;
     if (window->seen() == 0 || (whole && !window->complete())) throw StillOpen();
     const double averaged_over = divisor();
     window->on(engine::Call::kUpdate);
+    begun = true;
     return averaged_over;
   };
   executor->updates().begin(std::move(update));
@@ -474,7 +557,7 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     overflow = error.what();
     return false;
   } catch (const std::exception& error) {  // rethrown after the section is closed
-    failed("update", error.what());
+    failed(begun ? "update" : "step", error.what());  // a step that was refused changed nothing
     drop_gradients();
     driver->abandon();
     throw;

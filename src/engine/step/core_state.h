@@ -20,6 +20,7 @@
 #include "src/engine/model/exposed_tensors.h"
 #include "src/engine/step/accumulation_window.h"
 #include "src/engine/step/autograd_hooks.h"
+#include "src/engine/step/calling_thread.h"
 #include "src/engine/step/driver.h"
 #include "src/engine/step/loss_scale.h"
 #include "src/engine/step/order_learner.h"
@@ -53,7 +54,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   // ---- calls of the tiled operators (see [Note: Tiles])
   void enter_tile(int unit) override;
   void leave_tile(int unit, Mark in_backward) override;
-  bool begin_tile_backward() override;
+  bool begin_tile_backward(bool uses) override;
   void take_tile_gradient(int unit, const at::Tensor& gradient) override;
   void run_in_backward(const std::function<void()>& work) override { in_hook(work); }
 
@@ -61,12 +62,17 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
             const std::string& options);
   // Handles user changes of `.grad` since the last call. `adds`: a backward begins.
   void look_at_gradients(bool adds);
-  // Drops the window and its accumulated gradients.
+  // Drops the window and its accumulated gradients, also those of a backward that raised.
   void drop_gradients();
+  // Must run before a call that changes the window. If model code raised in the last backward, that
+  // backward ends here: as in torch, the gradients that it gave stay, and it counts. If the engine
+  // raised, some sums are incomplete: `drops` drops a window that had no other backward, and any
+  // other window is an error until zero_grad().
+  void end_raised_backward(const char* call, bool drops);
   // Returns the factor between the accumulated and the averaged gradient.
   double divisor() const;
   // Ends a backward of a pipeline stage, even if it reached no trainable parameter of this rank.
-  void end_backward_of_stage();
+  void end_backward_of_stage(int64_t micro);
   // [all ranks, with `gather`] Gives the model back. With `gather` every rank has full parameters
   // afterwards, also after a failure. Without it the call needs no peer. `why`: the user's error
   // that is the reason for closing, or "". Returns a remark on the weights, or "". Throws
@@ -93,7 +99,9 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   int64_t steps = 0;
   std::optional<engine::AccumulationWindow> window;
   std::optional<engine::OrderLearner> order;
-  std::vector<uint64_t> began;   // by unit: graph sequence number when its last forward began
+  std::vector<engine::GraphPlace> began;  // by unit: where its last forward began
+  // By unit, while the backward uses it: where the forward of that use began.
+  std::vector<std::optional<engine::GraphPlace>> entered;
   std::vector<int> waiting;      // by unit: gradients still missing in this backward
   std::vector<int> written;      // by unit: open gathered(write=True) blocks
   std::vector<bool> expected;    // by unit: gradients were missing when the backward began
@@ -103,6 +111,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   engine::LentShards lent;       // shards of masters that a user's optimizer holds
   std::vector<at::Tensor> lent_gradients;  // their gradients, only during its step
   std::exception_ptr fault;  // thrown by a hook: autograd keeps its text but not its class
+  enum class Raised : uint8_t { kNo, kByModel, kByEngine };
+  Raised raised = Raised::kNo;  // what ended the last backward early
   engine::LossScale loss_scale;
   int64_t skipped = 0;   // steps skipped because of overflow
   std::string overflow;  // error text of the last skipped step
@@ -117,6 +127,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   int64_t bytes_read = 0, bytes_written = 0;  // by the last load and by the last save
   std::optional<tiles::TiledWeights> tiled;
   std::optional<engine::OutsideReads> outside_reads;
+  engine::CallingThread calling;
   ckpt::Saver saver;  // the last member, so that it ends first
 
   struct Checkpointing;  // checkpoints.cpp
@@ -138,10 +149,12 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
 
   void watch_outside_reads();
   void start_backward(bool in_autograd = true);
-  void backward_enter(int unit);
+  struct Ending;
+  // `since`: where the forward of this use began. `at`: the place that the backward has reached.
+  void backward_enter(int unit, const engine::GraphPlace& since, const engine::GraphPlace& at);
   void gradient_arrived(int unit, int flat, int slot);
   void take_gradient(int unit, int flat, int slot, const at::Tensor& gradient);
-  void complete_frozen(int except);
+  void complete_frozen(int except, const engine::GraphPlace& at);
   void unit_complete(int unit);
   void end_backward();
   void make_plans();

@@ -33,6 +33,12 @@ bool moves_gradients(const Step& step) { return step.op == Op::kMove && step.rol
 // A `sum` line is queued with the gradient moves.
 bool sums_gradients(const Step& step) { return step.op == Op::kSum; }
 
+bool exchanges_data(const Step& step) {
+  return step.op == Op::kSum || step.op == Op::kNorm ||
+         std::any_of(step.moves.begin(), step.moves.end(),
+                     [](const auto& move) { return move.is_collective(); });
+}
+
 }  // namespace
 
 Driver::Driver(exec::Executor& executor)
@@ -191,6 +197,14 @@ bool Driver::holds() const {
   return std::any_of(held_.begin(), held_.end(), [](int times) { return times > 0; });
 }
 
+bool Driver::owes() const {
+  if (!running_) return false;
+  const auto next = steps_->begin() + static_cast<ptrdiff_t>(next_);
+  return !owed_.empty() || std::any_of(next, steps_->end(), [](const exec::PlannedStep& planned) {
+    return exchanges_data(planned.step);
+  });
+}
+
 void Driver::pass(size_t line) {
   if (line == kNotFound) return;
   run_to(line);
@@ -263,7 +277,18 @@ void Driver::finish() {
   finishing_ = true;
   run_to(steps_->size());
   pump();
-  if (is_backward(section_)) note_late();
+  // A late gradient shows only now, because later moves may place a gradient where backwards leave
+  // it.
+  if (is_backward(section_)) {
+    std::fill(late_.begin(), late_.end(), false);
+    for (const exec::PlannedStep& planned : *steps_) {
+      if (!moves_gradients(planned.step)) continue;
+      const bool away = executor_.gradients().takes_away(planned.step.moves);
+      for (const int unit : planned.step.units) {
+        late_[unit] = away && executor_.gradients().late(unit);
+      }
+    }
+  }
   if (!is_forward(section_)) {
     std::fill(pinned_.begin(), pinned_.end(), false);
   }
@@ -274,16 +299,6 @@ void Driver::finish() {
   }
   carries_ = is_followed(section_);
   finishing_ = running_ = false;
-}
-
-// Records late gradients at the end of a backward. The test is valid only at this time, because
-// later moves may place a gradient where backwards leave it.
-void Driver::note_late() {
-  std::fill(late_.begin(), late_.end(), false);
-  for (const exec::PlannedStep& planned : *steps_) {
-    if (!moves_gradients(planned.step)) continue;
-    for (const int unit : planned.step.units) late_[unit] = executor_.gradients().late(unit);
-  }
 }
 
 std::vector<bool> Driver::late() const {

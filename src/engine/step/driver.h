@@ -54,6 +54,8 @@ class Driver {
   // Drops the section and frees gathered parameters after an error in user code.
   void abandon();
 
+  // Returns whether a section has begun whose collectives have not all begun.
+  bool owes() const;
   // Returns the section that has begun and not ended, if there is one.
   std::optional<Section> section() const {
     return running_ ? std::optional(section_) : std::nullopt;
@@ -74,7 +76,6 @@ class Driver {
   void run_moves();  // runs the lines before the next compute line
   void run(const exec::PlannedStep& planned);
   void pass(size_t line);
-  void note_late();
   void pump();  // runs queued gradient moves whose units are complete
   bool complete(const exec::PlannedStep& planned) const;
   void release(int unit);

@@ -8,12 +8,9 @@
 
 namespace penstock::engine {
 
-// Format: one character per backward of a full window ('1': it produced a gradient, '0': it did
-// not, '.': it has not ended), then one character per unit ('1': its gradient is late).
+// Format: AccumulationWindow::said(), then one character per unit ('1': its gradient is late).
 std::string say_window(const AccumulationWindow& window, const Driver& driver) {
-  const auto backwards = static_cast<size_t>(window.accumulate());
-  std::string said = window.gave().substr(0, backwards);
-  said.resize(backwards, '.');
+  std::string said = window.said();
   for (const bool late : driver.late()) said += late ? '1' : '0';
   return said;
 }
@@ -101,6 +98,11 @@ void go_on(exec::Executor& executor, const AccumulationWindow& window, const Dri
     drop();
     throw;
   }
+}
+
+std::string at_this_point(const char* did, const AccumulationWindow& window, int64_t steps) {
+  return concat(did, " in step ", steps + 1, " after ", window.seen(), " of ", window.accumulate(),
+                " backwards");
 }
 
 void agree_on_window(exec::Executor& executor, AccumulationWindow& window, Driver& driver) {

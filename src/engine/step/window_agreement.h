@@ -45,6 +45,8 @@ std::string first_problem(exec::Executor& executor, const std::string& label,
 // `drop`. Does nothing in a pipeline, whose schedule decides what follows a backward.
 void go_on(exec::Executor& executor, const AccumulationWindow& window, const Driver& driver,
            exec::Norm::Next next, const std::function<void()>& drop);
+// Returns "DID in step 3 after 1 of 4 backwards", for take_turn(). `steps`: updates so far.
+std::string at_this_point(const char* did, const AccumulationWindow& window, int64_t steps);
 // [all ranks] Exchanges the window's facts until hear_window() changes nothing.
 void agree_on_window(exec::Executor& executor, AccumulationWindow& window, Driver& driver);
 

@@ -107,7 +107,8 @@ void parse_names(const ConfigSection& section, const std::string& key, const std
 // Styles are checked later, when the modules are known (src/parallel/tensor_rules.h).
 void parse_parallel(const Json& value, Config* config) {
   const ConfigSection section(
-      value, "parallel", {"rules", "stages", "schedule", "virtual_stages", "cut_logits", "norms"});
+      value, "parallel",
+      {"rules", "stages", "schedule", "virtual_stages", "cut_logits", "norms", "verify"});
   ParallelConfig& parallel = config->parallel;
   parse_names(section, "stages", "a list of module names, such as [\"transformer.h.6\"]",
               &parallel.stages);
@@ -115,6 +116,7 @@ void parse_parallel(const Json& value, Config* config) {
   section.read_int("virtual_stages", &parallel.virtual_stages, 1, "a whole number >= 1");
   section.read("cut_logits", &parallel.cut_logits);
   parallel.norms = section.choice("norms", parallel.norms, {"whole", "tokens"});
+  parallel.verify = section.choice("verify", parallel.verify, {"own", "all", "off"});
   if (parallel.virtual_stages > 1 && parallel.schedule == "1f1b")
     fail(
         "\"parallel.virtual_stages\" above 1 needs \"parallel.schedule\": \"interleaved\" or "
@@ -523,9 +525,12 @@ void Config::resolve(int world_size) {
                              parallel.stages.empty() ? "virtual_stages" : "stages",
                              "\" is set and \"mesh.pipeline\" is 1: there is one stage"));
   }
-  if (mesh.tensor == 1 && (parallel.cut_logits || parallel.norms != "whole")) {
-    throw ConfigError(concat("[plan::Config::resolve] \"parallel.",
-                             parallel.cut_logits ? "cut_logits" : "norms",
+  const char* of_tensor_ranks = parallel.cut_logits         ? "cut_logits"
+                                : parallel.norms != "whole" ? "norms"
+                                : parallel.verify == "all"  ? "verify"
+                                                            : nullptr;
+  if (mesh.tensor == 1 && of_tensor_ranks != nullptr) {
+    throw ConfigError(concat("[plan::Config::resolve] \"parallel.", of_tensor_ranks,
                              "\" is set and \"mesh.tensor\" is 1: nothing is cut"));
   }
   if (!monitor.machine.empty()) read_machine(monitor.machine, Machine());

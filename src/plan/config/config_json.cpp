@@ -67,7 +67,8 @@ Json json_of(const ParallelConfig& parallel) {
           {"schedule", parallel.schedule},
           {"virtual_stages", parallel.virtual_stages},
           {"cut_logits", parallel.cut_logits},
-          {"norms", parallel.norms}};
+          {"norms", parallel.norms},
+          {"verify", parallel.verify}};
 }
 
 }  // namespace

@@ -79,6 +79,24 @@ TEST(DeepSpeedConfig, KeysAreTakenOver) {
   for (const Taken& one : cases) expect_taken(one);
 }
 
+TEST(DeepSpeedConfig, ValuesAreTakenAsDeepSpeedReadsThem) {
+  const Taken cases[] = {
+      // TRL writes a key with a dot, which DeepSpeed does not read.
+      {R"({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 2},
+          "zero_optimization.stage3_prefetch_bucket_size": 3686.4})",
+       "/prefetch_bytes = 8"},
+      {R"({"zero_optimization": {"stage": 2, "cpu_offload": "yes"}})",
+       "/offload/optimizer = \"host\""},
+      {R"({"zero_optimization": {"stage": 3, "cpu_offload_param": 1}})",
+       "/offload/params = \"host\""},
+      {R"({"zero_optimization": {"stage": 3, "prefetch_bucket_size": "2.0"}})",
+       "/prefetch_bytes = 8"},
+      {R"({"bf16": null, "bfloat16": {"enabled": 1.0}})", "/precision = \"bf16\""},
+      {R"({"gradient_clipping": -1})", "/clip = 0.0"},
+  };
+  for (const Taken& one : cases) expect_taken(one);
+}
+
 TEST(DeepSpeedConfig, SequenceRanksShareSamples) {
   const Taken cases[] = {
       {R"({"sequence_parallel_size": 2, "train_batch_size": 16})", "/mesh/sequence = 2", 4},
@@ -101,7 +119,7 @@ TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
       {"[]", "not a JSON object"},
       {"{", "not valid JSON"},
       {R"({"strategy": "zero2", "bf16": {"enabled": true}})", "one dialect"},
-      {R"({"zero_optimization": {"stage": 4}})", "0, 1, 2 or 3"},
+      {R"({"zero_optimization": {"stage": 4}})", "from 0 to 3"},
       {R"({"zero_optimization": {"stag": 2}})", "did you mean \"zero_optimization.stage\""},
       {R"({"fp16": {"enabled": true, "loss_scal": 2}})", "did you mean \"fp16.loss_scale\""},
       {R"({"bf16": {"enabled": true}, "fp16": {"enabled": true}})", "both true"},
@@ -111,7 +129,17 @@ TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
       {R"({"optimizer": {"type": "OneBitAdam"}})", "torch optimizer"},
       {R"({"optimizer": {"type": "AdamW", "params": {"bias_correction": false}}})", "corrected"},
       {R"({"train_batch_size": 15})", "a multiple"},
-      {R"({"train_batch_size": "many"})", "a number"},
+      {R"({"train_batch_size": "many"})", "a whole number of at least 1"},
+      {R"({"train_batch_size": 2, "bf16": {"enabled": true, "enabled": false}})", "twice"},
+      {R"({"zero_optimization": {"cpu_offload": false, "offload_optimizer": {}}})",
+       "keep the second"},
+      {R"({"zero_optimization": {"compute_grad_norm": false}})", "true at stage 0"},
+      {R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 0.5}}})",
+       "1.0 at stage 2"},
+      {R"({"fp16": {"enabled": true, "loss_scale_window": 0}})", "at least 1"},
+      {R"({"fp16": {"enabled": true, "loss_scale": 0.5}})", "\"fp16.loss_scale\" is 0.5"},
+      {R"({"zero_optimization": {"zenflow": {}}})", "zenflow\" is {}, which is not supported"},
+      {R"({"data_types": {"keep_in_fp32_modules": ["norm"]}})", "native key \"dtypes\""},
       {R"({"gradient_allreduce_op": "sum"})", "averaged"},
       {R"({"sequence_parallel_size": 3})", "a divisor of the number of data ranks, 2"},
       {R"({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}})", "data ranks, 1"},
@@ -140,10 +168,11 @@ TEST(DeepSpeedConfig, WhatWouldTrainDifferentlyIsRefused) {
 TEST(DeepSpeedConfig, WhatIsOffIsNoError) {
   const TranslatedConfig translated = translate_deepspeed_config(
       R"({"curriculum_learning": {"enabled": false, "curriculum_type": "seqlen"},
-          "sparse_gradients": false, "gradient_allreduce_op": "mean",
+          "sparse_gradients": false, "gradient_allreduce_op": "MEAN",
+          "data_types": {"keep_in_fp32_modules": "auto"}, "zero_optimization": {"zenflow": null},
           "optimizer": {"type": "AdamW", "params": {"bias_correction": true}}})",
       1);
-  EXPECT_EQ(translated.given.size(), 4U);
+  EXPECT_EQ(translated.given.size(), 5U);
 }
 
 TEST(DeepSpeedConfig, OneWarningListsWhatHasNoEffect) {

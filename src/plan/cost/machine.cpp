@@ -5,7 +5,10 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -41,7 +44,16 @@ Machine read_machine(const std::string& path, const Machine& otherwise) {
   if (!file) fail_machine(path, concat(" cannot be read: ", std::strerror(errno), kMake));
   if (std::filesystem::is_directory(path)) fail_machine(path, " is a folder");
   const std::string text{std::istreambuf_iterator<char>(file), {}};
-  const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+  std::vector<std::set<std::string>> open;  // keys of the objects that are being read
+  const auto watch = [&](int, nlohmann::json::parse_event_t event, nlohmann::json& value) {
+    using Event = nlohmann::json::parse_event_t;
+    if (event == Event::object_start) open.emplace_back();
+    if (event == Event::object_end) open.pop_back();
+    if (event == Event::key && !open.back().insert(value.get<std::string>()).second)
+      fail_machine(path, concat(": the key ", value.dump(), " is given twice. Keep one of them"));
+    return true;
+  };
+  const nlohmann::json json = nlohmann::json::parse(text, watch, false);
   // The library takes a NUL for the end of the text.
   if (json.is_discarded() || text.find('\0') != std::string::npos)
     fail_machine(path, concat(" is not JSON", kMake));

@@ -31,6 +31,8 @@ TEST(Machine, WhatIsRefused) {
       {"[1]", "is not a JSON object"},
       {"{", "is not JSON"},
       {R"({"flop": 1})", "unknown \"flop\""},
+      {R"({"flops": 1, "flops": 2})", "the key \"flops\" is given twice"},
+      {R"({"about": {"x": 1, "x": 2}})", "the key \"x\" is given twice"},
       {R"({"flops": 0})", "\"flops\" is 0; allowed: a number above 0"},
       {R"({"local": "fast"})", "\"local\" is \"fast\""},
       {R"({"overlap": 1.5})", "allowed: a number from 0 to 1"}};

@@ -62,6 +62,10 @@ PENSTOCK_SIM_API void write_wrongly(uint64_t device_address);
 // until this is called.
 PENSTOCK_SIM_API void reset_errors();
 
+// The devices on which this process has a context: on a GPU each takes half a gigabyte.
+PENSTOCK_SIM_API std::vector<int> contexts();
+PENSTOCK_SIM_API void forget_contexts();  // counts from none again
+
 // Waits for all devices and throws nothing; before the process ends.
 PENSTOCK_SIM_API void drain();
 

@@ -28,7 +28,8 @@ class DevicesAndStreams : public c10::impl::DeviceGuardImplInterface {
     return sim_device(exchange_device(device.index()));
   }
   c10::Device getDevice() const override { return sim_device(current_device()); }
-  void setDevice(c10::Device device) const override { exchange_device(device.index()); }
+  // No context, unlike CUDA's: a thread of autograd for each device calls it when it starts.
+  void setDevice(c10::Device device) const override { set_current_device(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     set_current_device(device.index());
   }
@@ -65,11 +66,13 @@ class Guard final : public DevicesAndStreams {
   // Every event has a time, so its flag does not matter.
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
               c10::EventFlag) const override {
+    visit_device(stream.device_index());
     throw_if_failed(stream.device_index());
     if (!*event) *event = new Recorded;
     recorded(*event) = {sim::record(stream), stream.device_index()};
   }
   void block(void* event, const c10::Stream& stream) const override {
+    visit_device(stream.device_index());
     throw_if_failed(stream.device_index());
     if (event) sim::block(stream, recorded(event).mark);
   }
@@ -82,6 +85,7 @@ class Guard final : public DevicesAndStreams {
     if (event) synchronize(recorded(event).device, recorded(event).mark, "event");
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    if (event != nullptr) visit_device(recorded(event).device);
     delete static_cast<Recorded*>(event);
   }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {

@@ -40,6 +40,8 @@ PYBIND11_MODULE(_sim, module) {
   module.def("write_wrongly", &write_wrongly);
   module.def("reset_errors", &reset_errors);
   module.def("is_forked", &is_forked);
+  module.def("contexts", &contexts);
+  module.def("forget_contexts", &forget_contexts);
   module.def("default_generator", [](c10::DeviceIndex device) {
     return at::globalContext().defaultGenerator({c10::kPrivateUse1, device});
   });

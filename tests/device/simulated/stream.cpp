@@ -163,6 +163,7 @@ struct Machine {
   std::array<std::array<std::atomic<Worker*>, kStreams>, kDevices> workers{};
   std::array<std::atomic<unsigned>, kDevices> next{}, next_high_priority{};
   std::atomic<bool> forked{false};
+  std::array<std::atomic<bool>, kDevices> contexts{};
 
   std::vector<Worker*> started(int device) const {
     std::vector<Worker*> all;
@@ -237,7 +238,29 @@ void wait(const Mark& mark) { mark.done.wait(false, std::memory_order_acquire); 
 
 int current_device() { return device_of_thread; }
 
-int exchange_device(int device) { return std::exchange(device_of_thread, checked(device)); }
+int exchange_device(int device) {
+  device = checked(device);
+  machine().contexts[device] = true;
+  return std::exchange(device_of_thread, device);
+}
+
+void visit_device(int device) {
+  device = checked(device);
+  machine().contexts[device] = true;
+  machine().contexts[device_of_thread] = true;
+}
+
+void forget_contexts() {
+  for (auto& context : machine().contexts) context = false;
+}
+
+std::vector<int> contexts() {
+  std::vector<int> all;
+  for (int device = 0; device < kDevices; ++device) {
+    if (machine().contexts[device]) all.push_back(device);
+  }
+  return all;
+}
 
 void set_current_device(int device) noexcept { device_of_thread = device; }
 

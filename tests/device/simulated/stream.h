@@ -22,8 +22,11 @@ struct Mark {
 using MarkPointer = std::shared_ptr<Mark>;
 
 int current_device();
+// Makes a context there, as cudaSetDevice() does since CUDA 12.
 int exchange_device(int device);
-void set_current_device(int device) noexcept;
+void set_current_device(int device) noexcept;  // makes none
+// Work with an event of that device switches this thread there and back, which makes contexts.
+void visit_device(int device);
 
 // Device -1 is the current one.
 c10::Stream current_stream(int device = -1);

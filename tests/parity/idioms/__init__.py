@@ -20,6 +20,7 @@ GROUPS = [
     "modules",
     "overrides",
     "overridden_calls",
+    "late_changes",
     "outputs",
     "functions",
     "copies",

@@ -1,12 +1,9 @@
 """DeepSpeed's names over Penstock's engine. docs/deepspeed.md describes their translation."""
 
 import argparse as _argparse
-from typing import Any as _Any
 
-from . import _missing_name, git_version_info
-from . import checkpoint as checkpoint
+from . import _table, git_version_info
 from . import comm as comm
-from . import module_inject as module_inject
 from . import monitor as monitor
 from . import ops as ops
 from . import pipe as pipe
@@ -16,10 +13,6 @@ from . import utils as utils
 from ._initialize import initialize as initialize
 from .accelerator import get_accelerator as get_accelerator
 from .comm.comm import init_distributed as init_distributed
-from .inference.config import DeepSpeedInferenceConfig as DeepSpeedInferenceConfig
-from .inference.engine import InferenceEngine as InferenceEngine
-from .ops.transformer import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
-from .ops.transformer import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
 from .runtime import zero as zero
 from .runtime.activation_checkpointing import checkpointing as checkpointing
 from .runtime.base_optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
@@ -30,7 +23,6 @@ from .runtime.config import DeepSpeedConfigError as DeepSpeedConfigError
 from .runtime.engine import ADAM_OPTIMIZER as ADAM_OPTIMIZER
 from .runtime.engine import LAMB_OPTIMIZER as LAMB_OPTIMIZER
 from .runtime.engine import DeepSpeedEngine as DeepSpeedEngine
-from .runtime.hybrid_engine import DeepSpeedHybridEngine as DeepSpeedHybridEngine
 from .runtime.lr_schedules import add_tuning_arguments as add_tuning_arguments
 from .runtime.pipe.engine import PipelineEngine as PipelineEngine
 from .runtime.pipe.module import PipelineModule as PipelineModule
@@ -45,15 +37,6 @@ __version_major__, __version_minor__, __version_patch__ = (
 __git_hash__, __git_branch__ = git_version_info.git_hash, git_version_info.git_branch
 dist = comm
 
-init_inference = _missing_name.function(
-    "deepspeed.init_inference", "it only trains; call the model under torch.inference_mode()"
-)
-default_inference_config = _missing_name.function(
-    "deepspeed.default_inference_config", "it only trains"
-)
-set_autotp_mode = _missing_name.function("deepspeed.set_autotp_mode", _missing_name.TENSOR)
-tp_model_init = _missing_name.function("deepspeed.tp_model_init", _missing_name.TENSOR)
-
 
 def add_config_arguments(parser: _argparse.ArgumentParser) -> _argparse.ArgumentParser:
     """Adds --deepspeed and --deepspeed_config to a script's parser."""
@@ -65,5 +48,4 @@ def add_config_arguments(parser: _argparse.ArgumentParser) -> _argparse.Argument
     return parser
 
 
-def __getattr__(name: str) -> _Any:
-    raise AttributeError(f"deepspeed.{name}: Penstock's package has no such name")
+__getattr__ = _table.attributes(__name__)

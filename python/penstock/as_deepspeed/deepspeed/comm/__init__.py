@@ -1,8 +1,7 @@
 """torch.distributed with DeepSpeed's names."""
 
+from .. import _table
 from . import comm as _comm
 from .comm import *  # noqa: F403
 
-
-def __getattr__(name: str) -> object:
-    return getattr(_comm, name)
+__getattr__ = _table.attributes(__name__, _comm)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
+import socket
 import warnings
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch.distributed import device_mesh
 
 from penstock import ConfigError
 from penstock.front import process_group
+
+from .. import _table
 
 
 def init_distributed(  # noqa: PLR0913 - DeepSpeed's signature
@@ -98,6 +102,28 @@ def _warn_of_unused(timeout: datetime.timedelta | None) -> None:
         'in the section "penstock" of the config',
         stacklevel=3,
     )
+
+
+def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
+    """Sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from mpi4py's world."""
+    try:
+        mpi: Any = importlib.import_module("mpi4py.MPI")
+    except ImportError as error:
+        raise ConfigError(
+            "[deepspeed::mpi_discovery] mpi4py is not installed: install it, or start the script "
+            "with `penstock run`, which needs no MPI"
+        ) from error
+    world = mpi.COMM_WORLD
+    hosts = world.allgather(mpi.Get_processor_name())
+    address = world.bcast(socket.gethostbyname(socket.gethostname()), root=0)
+    rank = world.Get_rank()
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(hosts[:rank].count(hosts[rank])),
+        "WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(distributed_port),
+    }
 
 
 def is_initialized() -> bool:
@@ -214,5 +240,4 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
     return device_mesh.init_device_mesh("cpu", mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
-def __getattr__(name: str) -> Any:
-    return getattr(dist, name)
+__getattr__ = _table.attributes(__name__, dist)

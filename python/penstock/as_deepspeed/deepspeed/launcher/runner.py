@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from penstock.launch import exports, hostfile
+
+EXPORT_ENVS = list(exports.PREFIXES)
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-DLTS_HOSTFILE = "/job/hostfile"
+DLTS_HOSTFILE = hostfile.DEFAULT
 PDSH_LAUNCHER = "pdsh"
 OPENMPI_LAUNCHER = "openmpi"
 MPICH_LAUNCHER = "mpich"
 IMPI_LAUNCHER = "impi"
 SLURM_LAUNCHER = "slurm"
 MVAPICH_LAUNCHER = "mvapich"
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """Returns the slots of each host in a hostfile; None if there is no such file."""
+    if not os.path.isfile(hostfile_path):
+        return None
+    return {host.name: host.slots for host in hostfile.read_hostfile(hostfile_path)}
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """Returns the slots of each host that a filter of --include or --exclude leaves.
+
+    Raises ConfigError, as `penstock run` does, for a filter that is wrong or leaves nothing.
+    """
+    hosts = [
+        hostfile.Host(name, max(slots, default=-1) + 1, "host_info")
+        for name, slots in host_info.items()
+    ]
+    nodes = hostfile.select(hosts, include_str, exclude_str)
+    kept = {node.name: [one for one in node.slots if one in host_info[node.name]] for node in nodes}
+    return {name: slots for name, slots in kept.items() if slots}
+
+
+def parse_inclusion_exclusion(
+    resource_pool: Mapping[str, int], inclusion: str, exclusion: str
+) -> dict[str, list[int]]:
+    """Returns the slots of each host that --include and --exclude leave of fetch_hostfile()'s."""
+    return parse_resource_filter(
+        {name: range(slots) for name, slots in resource_pool.items()}, inclusion, exclusion
+    )
+
+
+def encode_world_info(world_info: Any) -> str:
+    """Returns base64 of the JSON text."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
 def main(args: Sequence[str] | None = None) -> int:

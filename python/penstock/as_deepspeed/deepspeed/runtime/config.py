@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +28,17 @@ def as_dict(config: Any) -> dict[str, Any]:
         return dict(config)
     found: dict[str, Any] = json.loads(_penstock.plain_json(config_file.text_of(config)))
     return found
+
+
+def make_folder(path: str) -> None:
+    """Makes the folder of nvme_path, as DeepSpeed does. Raises ConfigError if that fails."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f'[deepspeed::initialize] "nvme_path" is "{path}", and this folder cannot be made: '
+            f"{error.strerror}. Set it to a folder that you can write"
+        ) from error
 
 
 class DeepSpeedConfig:
@@ -62,33 +74,35 @@ class DeepSpeedConfig:
         text = json.dumps(config_file.finite(kept))
         stages = (own or {}).get("mesh", {}).get("pipeline", 1)
         self.native, self.translated = config_file.translate(text, config_file.world() // stages)
+        _refuse_left_over(self.translated.left_over)
+        read: dict[str, Any] = json.loads(self.translated.values)
         for section, values in (own or {}).items():
             self.native[section] = {**values, **self.native.get(section, {})}
         resolved = _penstock.Config(self.native).resolved(config_file.world())
         batch = resolved.batch
-        self._param_dict = given
-        self.monitor_config = get_monitor_config(given)
+        self._param_dict, self._values = given, read
+        self.monitor_config = get_monitor_config(read)
         self.sequence_parallel_size = self._take_sequence_ranks(batch)
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulate
         self.train_batch_size = batch.global_
-        zero = given.get("zero_optimization") or {}
-        zero = {"stage": int(zero)} if isinstance(zero, bool) else zero
+        zero = read.get("zero_optimization", {})
         stages = {"ddp": 0, "zero1": 1, "zero2": 2}
         self.zero_optimization_stage = stages.get(str(self.native.get("strategy")), 3)
         self.zero_config = types.SimpleNamespace(**{**zero, "stage": self.zero_optimization_stage})
         self.zero_enabled = self.zero_optimization_stage > 0
         self.bfloat16_enabled = resolved.precision == "bf16"
         self.fp16_enabled = self.float16_enabled = resolved.precision == "fp16"
-        self.auto_cast = bool((given.get("fp16") or {}).get("auto_cast", False))
+        self.auto_cast = bool(read.get("fp16", {}).get("auto_cast", False))
         self.gradient_clipping = resolved.clip
         self.steps_per_print = _number(given.get("steps_per_print"))
-        self.optimizer_name = ((given.get("optimizer") or {}).get("type") or "").lower() or None
-        self.optimizer_params = (given.get("optimizer") or {}).get("params")
-        self.scheduler_name = (given.get("scheduler") or {}).get("type")
-        self.scheduler_params = (given.get("scheduler") or {}).get("params")
-        self.wall_clock_breakdown = bool(given.get("wall_clock_breakdown", False))
-        self.dataloader_drop_last = bool(given.get("dataloader_drop_last", False))
+        self.optimizer_name = (given.get("optimizer", {}).get("type") or "").lower() or None
+        self.optimizer_params = given.get("optimizer", {}).get("params")
+        self.scheduler_name = read.get("scheduler", {}).get("type")
+        self.scheduler_params = read.get("scheduler", {}).get("params")
+        self.wall_clock_breakdown = bool(read.get("wall_clock_breakdown", False))
+        self.managed_gradient_accumulation = read.get("managed_gradient_accumulation", True)
+        self.dataloader_drop_last = bool(read.get("dataloader_drop_last", False))
 
     def _take_sequence_ranks(self, batch: Any) -> int:
         """Returns the number of sequence ranks and removes it from the native config.
@@ -126,9 +140,21 @@ def _sequence_ranks(given: Mapping[str, Any], mpu: Any) -> dict[str, int]:
     return {key: said}
 
 
+def _refuse_left_over(keys: list[str]) -> None:
+    """Refuses "auto" where DeepSpeed's arithmetic fails on it."""
+    if keys:
+        raise ConfigError(
+            f'[deepspeed::initialize] "{keys[0]}" is "auto", and nothing replaced it: write a '
+            f"number, or leave the key out. Trainer and Accelerate replace it before they call "
+            f"deepspeed.initialize()"
+        )
+
+
 def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:
     """Returns name and parameters of a torch.optim class for which the engine has no kernel."""
-    name = (section or {}).get("type") or ""
+    name = section.get("type") if isinstance(section, Mapping) else None
+    if not isinstance(name, str):
+        return None
     kernels = {kind.name.lower() for kind in _penstock.OPTIMIZER_KINDS}
     made = getattr(torch.optim, name, None)
     if name.lower() in kernels or not isinstance(made, type):
@@ -136,7 +162,10 @@ def _of_torch(section: Any) -> tuple[str, dict[str, Any]] | None:
     if not issubclass(made, torch.optim.Optimizer):
         return None
     params = section.get("params") or {}
-    return name, {key: value for key, value in params.items() if value != "auto"}
+    _refuse_left_over(
+        [f"optimizer.params.{key}" for key, value in params.items() if value == "auto"]
+    )
+    return name, dict(params)
 
 
 def _number(value: Any) -> int:

@@ -29,7 +29,7 @@ from ..utils import groups
 from ..utils.logging import log_dist
 from ..utils.timer import SynchronizedWallClockTimer
 from .base_optimizer import ZeROOptimizer
-from .config import DeepSpeedConfig
+from .config import DeepSpeedConfig, make_folder
 from .engine_checkpoints import EngineCheckpoints
 from .engine_settings import EngineSettings
 from .layer_specs import rules_of
@@ -62,6 +62,14 @@ def _warn_of(translated: Any) -> None:
             "[deepspeed::initialize] keys of the config without effect:\n" + "\n".join(lines),
             UserWarning,
             stacklevel=5,
+        )
+
+
+def _need_managed(managed: bool, name: str) -> None:
+    if not managed:
+        raise ConfigError(
+            f"[deepspeed::{name}] not supported with managed_gradient_accumulation false, as in "
+            f"DeepSpeed: each step() is the end of a window"
         )
 
 
@@ -136,6 +144,10 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.last_step_overflowed = False
         self._boundary: bool | None = None
+        self._managed = self._config.managed_gradient_accumulation
+        self._stepping = False
+        self._inside = ""  # the context, no_sync or coalesce_grad_reduction, that is open
+        self._backwards = 0  # since the last update
         self._frozen: list[torch.nn.Parameter] = []  # parameters that this engine froze
         self._applied = False
         self._losses = 0  # number of losses that backward() got in this window
@@ -216,7 +228,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         native["batch"] = {**native.get("batch", {}), "reduction": self._reduction}
         rules = rules_of(
             self.module,
-            self.config.get("tensor_parallel") or {},
+            self._config._values.get("tensor_parallel", {}),
             tensor,
         )
         if rules is not None:
@@ -241,6 +253,8 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
                 param.requires_grad_(False)
             text = "no optimizer: parameters do not require gradients until destroy()"
             log_dist(text, ranks=[0])
+        if "path" in native.get("offload", {}):
+            make_folder(native["offload"]["path"])
         self.native = penstock.initialize(self.module, native, optimizer=made)
         if self._config.zero_optimization_stage == 3:
             for param in self.module.parameters():
@@ -299,6 +313,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         steps = self.gradient_accumulation_steps()
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
         self._losses += 1
+        self._backwards += 1
         others = [one for one in _ENGINES if one is not self]
         for one in others:  # the loss may depend on their parameters too
             one._weigh(steps if scale_wrt_gas else one.gradient_accumulation_steps())
@@ -311,10 +326,23 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Ends a micro-batch. At the window's end it updates the weights and the scheduler."""
+        """Ends a micro-batch. At the window's end it updates the weights and the scheduler.
+
+        Without managed_gradient_accumulation each call is a window's end. Raises ConfigError inside
+        no_sync() and coalesce_grad_reduction().
+        """
+        if self._inside:
+            raise ConfigError(
+                f"[deepspeed::step] not allowed inside {self._inside}(), as in DeepSpeed: call "
+                f"step() after the block"
+            )
         self._applied = False
-        if self.is_gradient_accumulation_boundary():
-            self.take_model_step(lr_kwargs)
+        self._stepping = True
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self.take_model_step(lr_kwargs)
+        finally:
+            self._stepping = False
         self.micro_steps += 1
 
     def update(self) -> None:
@@ -334,7 +362,11 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
     def _count(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Updates counts and scheduler after an update, and logs the step."""
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        samples = self.train_batch_size()
+        if not self._managed:
+            samples = samples // self.gradient_accumulation_steps() * self._backwards
+        self.global_samples += samples
+        self._backwards = 0
         if self._applied and self.lr_scheduler is not None:
             self.basic_optimizer._opt_called = True  # without it torch's schedulers warn
             if lr_kwargs or optimizers.steps_alone(self.lr_scheduler):
@@ -376,14 +408,21 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next step() updates the weights.
 
-        The value of set_gradient_accumulation_boundary() has precedence over the count.
+        The value of set_gradient_accumulation_boundary() has precedence over the count. Without
+        managed_gradient_accumulation it is True only inside step().
         """
         if self._boundary is not None:
             return self._boundary
+        if not self._managed:
+            return self._stepping
         return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether step() updates the weights, until the next call of this method."""
+        """Sets whether step() updates the weights, until the next call of this method.
+
+        Raises ConfigError without managed_gradient_accumulation.
+        """
+        _need_managed(self._managed, "set_gradient_accumulation_boundary")
         self._boundary = is_boundary
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -403,17 +442,44 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accepted, without effect: gradients accumulate in the same way without it."""
+        """Accepted, without effect: gradients accumulate in the same way without it.
+
+        Raises ConfigError with ZeRO 2 and 3, and inside another such block.
+        """
         if self._config.zero_optimization_stage >= 2:
             raise ConfigError(
                 "[deepspeed::no_sync] not supported with ZeRO stages 2 and 3, as in DeepSpeed"
             )
-        yield
+        with self._open_block("no_sync"):
+            yield
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Accepted, without effect: gradients accumulate in the same way without it."""
-        yield
+        """Accepted, without effect: gradients accumulate in the same way without it.
+
+        Raises ConfigError at stage 0, without managed_gradient_accumulation, and inside another
+        such block.
+        """
+        _need_managed(self._managed, "coalesce_grad_reduction")
+        if self._config.zero_optimization_stage == 0:
+            raise ConfigError(
+                "[deepspeed::coalesce_grad_reduction] not supported at stage 0, as in DeepSpeed: "
+                "use no_sync()"
+            )
+        with self._open_block("coalesce_grad_reduction"):
+            yield
+
+    @contextlib.contextmanager
+    def _open_block(self, name: str) -> Iterator[None]:
+        if self._inside:
+            raise ConfigError(
+                f"[deepspeed::{name}] not allowed inside {self._inside}(), as in DeepSpeed"
+            )
+        self._inside = name
+        try:
+            yield
+        finally:
+            self._inside = ""
 
     # ---- state and end
 

@@ -283,21 +283,30 @@ class EngineCheckpoints:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any] | None:
-        """Returns whole weights in their compute dtype on rank 0; None on other ranks."""
-        dtypes = {name: one.dtype for name, one in self._named()}
-        frozen = {name for name, one in self._named() if not one.requires_grad}
-        state = self.native.state_dict()
+        """Returns whole weights in their compute dtype on rank 0; None on other ranks.
+
+        As in DeepSpeed the keys are the names in the tree of modules: what a class makes of its
+        state_dict() does not count.
+        """
+        native = self.native
+        whole = dict(native._core.values.weights(torch.float32, torch.device("cpu"), False))
+        native._pipeline.bring_buffers()
         if get_rank() != 0:
             return None
-        cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # tied weights share one tensor
-        for name in list(state):
-            whole = state[name]
-            if exclude_frozen_parameters and name in frozen:
-                del state[name]
-            elif name in dtypes:
-                cast.setdefault(id(whole), (whole, whole.to(dtypes[name])))
-                state[name] = cast[id(whole)][1]
-        return dict(state)
+        cast: dict[str, torch.Tensor] = {}  # tied weights share one tensor
+        state: dict[str, Any] = {}
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for name, param in module._parameters.items():
+                if param is not None and (param.requires_grad or not exclude_frozen_parameters):
+                    own = native._structure.own[param]
+                    if own not in cast:
+                        cast[own] = whole[own].to(param.dtype)
+                    state[prefix + name] = cast[own]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    state[prefix + name] = buffer.detach().cpu().clone()
+        return state
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

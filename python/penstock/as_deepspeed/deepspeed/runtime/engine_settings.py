@@ -24,7 +24,7 @@ def _zero(key: str, default: Any) -> Callable[[Any], Any]:
 
 def _key(section: str, key: str, default: Any) -> Callable[[Any], Any]:
     def look(config: Any) -> Any:
-        found = (config._param_dict.get(section) or {}).get(key)
+        found = (config._values.get(section) or {}).get(key)
         return default if found is None or found == "auto" else found
 
     return look
@@ -32,7 +32,7 @@ def _key(section: str, key: str, default: Any) -> Callable[[Any], Any]:
 
 def _top(key: str, default: Any) -> Callable[[Any], Any]:
     def look(config: Any) -> Any:
-        found = config._param_dict.get(key)
+        found = config._values.get(key)
         return default if found is None or found == "auto" else found
 
     return look
@@ -50,6 +50,7 @@ _GETTERS: dict[str, Callable[[Any], Any]] = {
     "fp16_enabled": lambda config: config.fp16_enabled,
     "bfloat16_enabled": lambda config: config.bfloat16_enabled,
     "amp_enabled": lambda config: False,
+    "managed_gradient_accumulation": lambda config: config.managed_gradient_accumulation,
     "gradient_clipping": lambda config: config.gradient_clipping,
     "optimizer_name": lambda config: config.optimizer_name,
     "optimizer_params": lambda config: config.optimizer_params,
@@ -68,7 +69,7 @@ _GETTERS: dict[str, Callable[[Any], Any]] = {
     "sparse_gradients_enabled": lambda config: False,
     "dump_state_enabled": _top("dump_state", False),
     "zero_reduce_scatter": _zero("reduce_scatter", True),
-    "zero_overlap_comm": _zero("overlap_comm", False),
+    "zero_overlap_comm": lambda c: _zero("overlap_comm", c.zero_optimization_stage == 3)(c),
     "zero_reduce_bucket_size": _zero("reduce_bucket_size", 500_000_000),
     "zero_allgather_bucket_size": _zero("allgather_bucket_size", 500_000_000),
     "zero_allgather_partitions": _zero("allgather_partitions", True),
@@ -100,8 +101,12 @@ _GETTERS: dict[str, Callable[[Any], Any]] = {
     ),
     "load_universal_checkpoint": _key("checkpoint", "load_universal", False),
     "use_node_local_storage": _key("checkpoint", "use_node_local_storage", False),
-    "checkpoint_tag_validation_enabled": lambda config: True,
-    "checkpoint_tag_validation_fail": lambda config: True,
+    "checkpoint_tag_validation_enabled": lambda c: (
+        _key("checkpoint", "tag_validation", "warn")(c) != "ignore"
+    ),
+    "checkpoint_tag_validation_fail": lambda c: (
+        _key("checkpoint", "tag_validation", "warn")(c) == "fail"
+    ),
     "elasticity_enabled": _key("elasticity", "enabled", False),
     "curriculum_enabled_legacy": _key("curriculum_learning", "enabled", False),
     "flops_profiler_enabled": _key("flops_profiler", "enabled", False),

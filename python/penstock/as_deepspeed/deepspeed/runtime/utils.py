@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from penstock import ConfigError
 
@@ -82,6 +86,103 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Returns the bounds of equal parts. The remainder goes to the first parts, one item each."""
     size, more = divmod(num_items, num_parts)
     return [part * size + min(part, more) for part in range(num_parts + 1)]
+
+
+def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
+    """Returns the sums of the first 1, 2, ... weights."""
+    return list(itertools.accumulate(weights))
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Returns the bounds of parts whose largest and smallest sum of weights differ least.
+
+    With as many weights as parts, or fewer, each part has at most one. Of equal partitions, the one
+    with the smallest last parts counts.
+    """
+    if len(weights) <= num_parts:
+        return [min(part, len(weights)) for part in range(num_parts + 1)]
+    sums = [0.0, *itertools.accumulate(weights)]
+    # By the number of items: cost, largest and smallest sum of the parts so far, and their bounds.
+    best: dict[int, tuple[float, float, float, list[int]]] = {0: (0.0, 0.0, math.inf, [0])}
+    for part in range(1, num_parts + 1):
+        longer = {}
+        for end in range(part, len(weights) + 1):
+            made = []
+            for start in (one for one in best if one < end):
+                _, most, least, bounds = best[start]
+                own = sums[end] - sums[start]
+                most, least = max(most, own), min(least, own)
+                made.append((most - least, -start, most, least, [*bounds, end]))
+            cost, _, most, least, bounds = min(made)
+            longer[end] = (cost, most, least, bounds)
+        best = longer
+    return best[len(weights)][3]
+
+
+class PartitionedTensor:
+    """A tensor of which each rank of a group keeps a slice of the elements.
+
+    Args:
+        tensor: the full values, which are equal on all ranks.
+        group: the ranks, each of which gets a part (see partition_uniform()).
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: Any, partition_meta: Any = None) -> None:
+        self.group, self.orig_size = group, list(tensor.shape)
+        self.num_parts, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.orig_device = tensor.device
+        self.partition = partition_uniform(tensor.numel(), self.num_parts)
+        start, end = self.partition[self.rank : self.rank + 2]
+        self.local_data = tensor.detach().reshape(-1)[start:end].clone()
+
+    @classmethod
+    def from_meta(
+        cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = "cpu"
+    ) -> PartitionedTensor:
+        """Makes it from what to_meta() and data() return, with the full tensor on `device`."""
+        num_dims, *rest = meta.tolist()
+        num_parts, rank, *partition = rest[num_dims:]
+        made = cls(torch.empty(0), group)
+        if (num_parts, rank) != (made.num_parts, made.rank):
+            raise ConfigError(
+                f"[deepspeed::PartitionedTensor] the part is number {rank} of {num_parts}, but "
+                f"this rank is {made.rank} of {made.num_parts}"
+            )
+        made.orig_size, made.partition = rest[:num_dims], partition
+        made.orig_device, made.local_data = torch.device(device), local_part.detach()
+        return made
+
+    def to_meta(self) -> torch.Tensor:
+        """Returns an int64 tensor: number of dims, dims, number of parts, rank, bounds."""
+        values = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
+        return torch.tensor(values, device=self.orig_device)
+
+    def full(self, device: Any = None) -> torch.Tensor:
+        """Returns the full tensor. All ranks of the group call it."""
+        sizes = [end - start for start, end in itertools.pairwise(self.partition)]
+        own = self.local_data.new_zeros(max(sizes))
+        parts = [torch.zeros_like(own) for _ in sizes]
+        own[: self.local_data.numel()] = self.local_data
+        dist.all_gather(parts, own, group=self.group)
+        whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return whole.view(self.orig_size).to(self.orig_device if device is None else device)
+
+    def data(self) -> torch.Tensor:
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        return self.local_data.size()
+
+    def full_size(self) -> list[int]:
+        return self.orig_size
+
+
+def count_used_parameters_in_backward(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Returns how many parameters the backward that is running reaches. Call it in a hook."""
+    if torch._C._current_graph_task_id() == -1:
+        raise ConfigError("[deepspeed::count_used_parameters_in_backward] no backward is running")
+    reached = {get_gradient_edge(one).node for one in parameters if one.requires_grad}
+    return sum(torch._C._will_engine_execute_node(node) for node in reached)
 
 
 class DummyOptim:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from penstock import ConfigError
+
 from .. import _missing_name
 from ..comm.comm import get_rank, get_world_size
 
@@ -119,6 +121,43 @@ def get_model_parallel_group() -> Any:
     if not _computes_together():
         _without_tensor_ranks()
     return mpu.get_model_parallel_group()
+
+
+def _get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the groups of expert ranks, and those of ranks with the same experts.
+
+    Ranks are numbered by stage, then data rank, then tensor rank. Experts divide neighbouring data
+    ranks, or with use_data_before_expert_parallel_ those that are far apart.
+    """
+    stage, left = divmod(world_size, pipeline_parallel_size_)
+    data, more = divmod(stage, tensor_parallel_size_)
+    replicas, rest = divmod(data, expert_parallel_size_)
+    if left or more or rest:
+        raise ConfigError(
+            f"[deepspeed::_get_expert_parallel_ranks] {world_size} ranks cannot be divided by "
+            f"{pipeline_parallel_size_} stages, {tensor_parallel_size_} tensor ranks and "
+            f"{expert_parallel_size_} expert ranks"
+        )
+    experts, same = [], []
+    for first in range(0, world_size, stage):
+        for tensor in range(tensor_parallel_size_):
+            ranks = range(first + tensor, first + stage, tensor_parallel_size_)
+            near = [[*ranks[i : i + expert_parallel_size_]]
+                    for i in range(0, data, expert_parallel_size_)]  # fmt: skip
+            apart = [[*ranks[i::replicas]] for i in range(replicas)]
+            if use_data_before_expert_parallel_:
+                experts += apart
+                same += [[*ranks[i : i + replicas]] for i in range(0, data, replicas)]
+            else:
+                experts += near
+                same += [[*ranks[i::expert_parallel_size_]] for i in range(expert_parallel_size_)]
+    return experts, same
 
 
 _get_broadcast_src_rank = _zero

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any, ClassVar
 
 from penstock import ConfigError
+
+from ..file_handle import AioHandle, PinMemoryHandle
 
 
 class OpBuilder:
@@ -30,40 +33,48 @@ class OpBuilder:
     builder = jit_load = load
 
 
-# Name -> (class, whether the engine has an equivalent kernel).
-_ALL = {
-    "async_io": ("AsyncIOBuilder", True),
-    "cpu_adam": ("CPUAdamBuilder", True),
-    "cpu_adagrad": ("CPUAdagradBuilder", True),
-    "cpu_lion": ("CPULionBuilder", True),
-    "fused_adam": ("FusedAdamBuilder", True),
-    "fused_lion": ("FusedLionBuilder", True),
-    "fused_lamb": ("FusedLambBuilder", False),
-    "utils": ("UtilsBuilder", False),
-    "gds": ("GDSBuilder", False),
-    "fp_quantizer": ("FPQuantizerBuilder", False),
-    "quantizer": ("QuantizerBuilder", False),
-    "random_ltd": ("RandomLTDBuilder", False),
-    "sparse_attn": ("SparseAttnBuilder", False),
-    "spatial_inference": ("SpatialInferenceBuilder", False),
-    "transformer": ("TransformerBuilder", False),
-    "stochastic_transformer": ("StochasticTransformerBuilder", False),
-    "transformer_inference": ("InferenceBuilder", False),
-    "evoformer_attn": ("EvoformerAttnBuilder", False),
-    "deepspeed_ccl_comm": ("CCLCommBuilder", False),
-    "deepspeed_shm_comm": ("ShareMemCommBuilder", False),
-    "inference_core_ops": ("InferenceCoreBuilder", False),
-    "cutlass_ops": ("InferenceCutlassBuilder", False),
-    "ragged_ops": ("RaggedOpsBuilder", False),
-    "ragged_device_ops": ("RaggedUtilsBuilder", False),
-    "dc": ("DeepCompileBuilder", False),
-}
-ALL_OPS: dict[str, type[OpBuilder]] = {
-    name: type(kind, (OpBuilder,), {"NAME": name, "COMPATIBLE": there})
-    for name, (kind, there) in _ALL.items()
-}
-globals().update({kind: ALL_OPS[name] for name, (kind, _) in _ALL.items()})
+ALL_OPS: dict[str, type[OpBuilder]] = {}
 
 
-def __getattr__(name: str) -> Any:
-    raise AttributeError(f"deepspeed.ops.op_builder has no {name}")
+def _builder(kind: str, name: str, there: bool = False, **loaded: Any) -> type[OpBuilder]:
+    """Makes a class.
+
+    Args:
+        there: whether the engine has an equivalent kernel.
+        loaded: what load() returns, by name; without it load() raises ConfigError.
+    """
+    body: dict[str, Any] = {"NAME": name, "COMPATIBLE": there}
+    if loaded:
+        body["load"] = lambda self, verbose=True: types.SimpleNamespace(**loaded)
+    ALL_OPS[name] = type(kind, (OpBuilder,), body)
+    return ALL_OPS[name]
+
+
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", there=True, aio_handle=AioHandle)
+PinMemoryBuilder = _builder(
+    "PinMemoryBuilder", "pin_memory", there=True, pin_memory_handle=PinMemoryHandle
+)
+CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam", there=True)
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad", there=True)
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", there=True)
+FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", there=True)
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", there=True)
+FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb")
+UtilsBuilder = _builder("UtilsBuilder", "utils")
+GDSBuilder = _builder("GDSBuilder", "gds")
+FPQuantizerBuilder = _builder("FPQuantizerBuilder", "fp_quantizer")
+QuantizerBuilder = _builder("QuantizerBuilder", "quantizer")
+RandomLTDBuilder = _builder("RandomLTDBuilder", "random_ltd")
+SparseAttnBuilder = _builder("SparseAttnBuilder", "sparse_attn")
+SpatialInferenceBuilder = _builder("SpatialInferenceBuilder", "spatial_inference")
+TransformerBuilder = _builder("TransformerBuilder", "transformer")
+StochasticTransformerBuilder = _builder("StochasticTransformerBuilder", "stochastic_transformer")
+InferenceBuilder = _builder("InferenceBuilder", "transformer_inference")
+EvoformerAttnBuilder = _builder("EvoformerAttnBuilder", "evoformer_attn")
+CCLCommBuilder = _builder("CCLCommBuilder", "deepspeed_ccl_comm")
+ShareMemCommBuilder = _builder("ShareMemCommBuilder", "deepspeed_shm_comm")
+InferenceCoreBuilder = _builder("InferenceCoreBuilder", "inference_core_ops")
+InferenceCutlassBuilder = _builder("InferenceCutlassBuilder", "cutlass_ops")
+RaggedOpsBuilder = _builder("RaggedOpsBuilder", "ragged_ops")
+RaggedUtilsBuilder = _builder("RaggedUtilsBuilder", "ragged_device_ops")
+DeepCompileBuilder = _builder("DeepCompileBuilder", "dc")

@@ -124,7 +124,9 @@ class CudaRNGStatesTracker:
             torch.set_rng_state(before)
 
 
-_tracker = CudaRNGStatesTracker()
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
+_set_cuda_rng_state = torch.set_rng_state
+_tracker = _CUDA_RNG_STATE_TRACKER = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:

@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-INITIAL_LOSS_SCALE = "init_scale"
-SCALE_WINDOW = "scale_window"
-DELAYED_SHIFT = "delayed_shift"
-CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
-MIN_LOSS_SCALE = "min_scale"
-
 
 class LossScalerBase:
     """A loss scale in a checkpoint."""

@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler
 from penstock import ConfigError
 from penstock.parallel.pipeline_layers import as_inputs
 
+from ... import _missing_name
 from ...utils import groups
 from ...utils.loaders import DeepSpeedDataLoader, RepeatingLoader
 from ..config import DeepSpeedConfig, as_dict
@@ -27,6 +28,7 @@ _USUAL = {
     "seed_layers": (False,),
     "pipe_partitioned": (True, False),
     "grad_partitioned": (True, False),
+    "use_reentrant": (True, False),  # the engine recomputes in its own way
 }
 
 
@@ -51,6 +53,9 @@ class PipelineEngine(DeepSpeedEngine):
         agg_train_loss: the loss of the last batch.
     """
 
+    _INSTRUCTION_MAP = _missing_name.Thing(
+        "PipelineEngine._INSTRUCTION_MAP", "the engine runs its own plan, not DeepSpeed's methods"
+    )
     _reduction = "mean"  # losses are not divided by gradient_accumulation_steps here
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -81,6 +86,11 @@ class PipelineEngine(DeepSpeedEngine):
         own = _settings(model, given)
         made = DeepSpeedConfig(kept, own=own)
         made._param_dict = given
+        if not made.managed_gradient_accumulation:
+            raise ConfigError(
+                '[deepspeed::initialize] "managed_gradient_accumulation" false is not supported '
+                "with a PipelineModule, as in DeepSpeed: train_batch() sets the windows"
+            )
         if made.native["mesh"].get("tensor", 1) > 1:
             raise ConfigError(
                 "[deepspeed::initialize] tensor_parallel is not supported with a PipelineModule"
@@ -338,6 +348,10 @@ def _settings(model: PipelineModule, given: dict[str, Any]) -> dict[str, Any]:
     Raises ConfigError if the config sections "pipeline" or "penstock" contradict the model.
     """
     section = given.get("pipeline") or {}
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f'[deepspeed::initialize] "pipeline" is {section!r}; allowed: a section {{key: value}}'
+        )
     asked = ((given.get("penstock") or {}).get("mesh") or {}).get("pipeline", model.num_stages)
     if asked != model.num_stages:
         raise ConfigError(

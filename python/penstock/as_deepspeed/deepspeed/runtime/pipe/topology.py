@@ -14,6 +14,20 @@ from penstock import ConfigError
 from ...comm.comm import get_rank, get_world_size
 
 
+def _prime_factors(N: int) -> list[int]:  # noqa: N803 - DeepSpeed's name
+    """Returns the prime factors of a positive number in ascending order."""
+    if N < 1:
+        raise ConfigError(f"[deepspeed::_prime_factors] {N} is not a positive number")
+    found, factor = [], 2
+    while N > 1:
+        if N % factor:
+            factor += 1
+        else:
+            found.append(factor)
+            N //= factor
+    return found
+
+
 class ProcessTopology:
     """An array of ranks with named axes. The first axis is the outermost.
 

@@ -1,8 +1,6 @@
 """Types of the config section zero_optimization."""
 
 import enum
-import types
-from typing import Any
 
 
 class ZeroStageEnum(int, enum.Enum):
@@ -13,10 +11,3 @@ class ZeroStageEnum(int, enum.Enum):
     gradients = 2
     weights = 3
     max_stage = 3
-
-
-class DeepSpeedZeroConfig(types.SimpleNamespace):
-    """The section as an object with its keys as attributes."""
-
-    def __init__(self, **keys: Any) -> None:
-        super().__init__(**{"stage": 0, **keys})

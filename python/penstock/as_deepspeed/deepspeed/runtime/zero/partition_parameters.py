@@ -145,10 +145,12 @@ class Init:
         mpu: Any = None,
         **options: Any,
     ) -> None:
-        from ..config import as_dict  # noqa: PLC0415 - it imports the engine
+        from ..config import as_dict, make_folder  # noqa: PLC0415 - it imports the engine
 
         given = config_dict_or_path if config_dict_or_path is not None else config
         self._path = _nvme_path(as_dict(given) if given is not None else None)
+        if enabled and self._path:
+            make_folder(self._path)
         if remote_device not in (None, "none", "cpu", "nvme", "cuda"):
             raise ConfigError(f'[deepspeed::zero.Init] remote_device is "{remote_device}"')
         if enabled and not dist.is_initialized():

@@ -1,1 +1,0 @@
-"""Inference engines, which are not supported: Penstock only trains."""

@@ -1,0 +1,3 @@
+"""The base class of builders."""
+
+from . import OpBuilder as OpBuilder

@@ -1,0 +1,78 @@
+"""Tells the other ranks of errors that the engine raises on this rank, perhaps alone.
+
+A call of all ranks that the engine refuses on one rank runs no collective there, so the other ranks
+would wait in vain ([Note: Turns], src/comm/turns.h).
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+
+from penstock._native import Bug, ConfigError, RuntimeFault
+from penstock.front import ranks
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+# Calls of all ranks. close() tells the other ranks by itself.
+_OF_ALL_RANKS = {
+    "__call__": "forward",
+    "backward": "backward",
+    "step": "step",
+    "state_dict": "state_dict",
+    "load_state_dict": "load_state_dict",
+    "full_grads": "full_grads",
+    "set_grads": "set_grads",
+    "param_state": "param_state",
+    "set_param_state": "set_param_state",
+    "param_grad": "param_grad",
+    "save": "save",
+    "load": "load",
+}
+
+
+def tell_of_errors(made: type) -> None:
+    """Replaces the class's calls of all ranks by calls that also tell the other ranks."""
+    for name, shown in _OF_ALL_RANKS.items():
+        setattr(made, name, _told(getattr(made, name), shown))
+
+
+def tells_if_refused(call: Made) -> Made:
+    """Returns a call that also tells the other ranks of an error before the ranks have met."""
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = ranks.meetings()
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if ranks.meetings() == before and _meets(*args[:2], **kwargs):
+                ranks.refuse(error)
+            raise
+
+    return cast(Made, run)
+
+
+def _meets(model: Any = None, config: Any = None, comm: Any = None, **_: Any) -> bool:
+    """Whether the other ranks meet to share memory. Groups over gloo and of devices do not."""
+    if comm is None and isinstance(config, Mapping):
+        comm = config.get("comm")
+    if isinstance(comm, Mapping) and comm.get("backend") == "gloo":
+        return False
+    params = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return all(param.device.type in ("cpu", "meta") for param in params)
+
+
+def _told(call: Callable[..., Any], shown: str) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(self, *args, **kwargs)
+        except (Bug, ConfigError, RuntimeFault) as error:
+            core = self.__dict__.get("_core")
+            if core is not None:
+                core.call_failed(shown, f"{type(error).__name__}: {error}")
+            raise
+
+    return run

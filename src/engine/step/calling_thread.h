@@ -1,0 +1,51 @@
+#pragma once
+// CallingThread: which thread is in a call of the engine. An engine has one state, so a forward, a
+// backward or a step refuses to begin while another thread is in one. Any thread may call it.
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace penstock::engine {
+
+class CallingThread {
+ public:
+  // Returns the name of a thread by the number that the operating system gave it; "" for a thread
+  // that is not the caller's own (a thread of autograd).
+  using Name = std::function<std::string(int64_t)>;
+
+  void name_by(Name name) { name_ = std::move(name); }
+
+  // Throws RuntimeFault if another thread is in a call.
+  void check(const std::string& call);
+  // Begins a call, perhaps inside another one of this thread. Throws as check() does.
+  void enter(const std::string& call);
+  void leave();
+  // Returns whether this thread's last call was refused, once.
+  bool take_refused();
+  // Begins a backward. It ends with leave_backward(), or when autograd frees the returned object.
+  std::shared_ptr<void> enter_backward();
+  void leave_backward();
+
+ private:
+  struct Holder {
+    std::string call;
+    int64_t thread = 0;
+  };
+
+  Holder holder() const;  // whoever is in a call now
+  template <class Begin>
+  void begin_call(const std::string& call, const Begin& begin);
+
+  Name name_ = [](int64_t thread) { return std::to_string(thread); };
+  std::mutex mutex_;  // guards the members below
+  std::vector<std::string> calls_;
+  int64_t thread_ = 0;               // the thread of these calls
+  int64_t refused_ = 0;              // the thread that was refused last
+  std::weak_ptr<int64_t> backward_;  // the thread of the backward
+};
+
+}  // namespace penstock::engine

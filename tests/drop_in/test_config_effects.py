@@ -1,0 +1,106 @@
+"""What keys of a config do beside numbers: folders that are made, sections of pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pipe_models as pipes
+import pytest
+import torch
+from ranks import Failure
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+}
+
+
+def trained(offload: dict[str, Any], built_in_init: bool) -> float:
+    """Returns the loss after two steps with a section of offload."""
+    ds = pipes.deepspeed()
+    config = CONFIG | {"zero_optimization": {"stage": 3, **offload}}
+    torch.manual_seed(0)
+    if built_in_init:
+        with ds.zero.Init(config_dict_or_path=config):
+            model = torch.nn.Linear(4, 4)
+    else:
+        model = torch.nn.Linear(4, 4)
+    engine = ds.initialize(model=model, config=config)[0]
+    for _ in range(2):
+        loss = engine(torch.ones(2, 4)).square().mean()
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return float(loss)
+
+
+def offload_to(key: str, path: str) -> dict[str, Any]:
+    return {key: {"device": "nvme", "nvme_path": path, "buffer_count": "4", "pin_memory": "off"}}
+
+
+@pytest.mark.parametrize(
+    ("key", "built_in_init"),
+    [("offload_optimizer", False), ("offload_param", False), ("offload_param", True)],
+)
+def test_a_missing_folder_is_made(key, built_in_init, drop_in_pools, tmp_path):
+    folder = tmp_path / "some" / "folder"
+    losses = drop_in_pools(2).run(trained, offload_to(key, str(folder)), built_in_init)
+    assert losses == drop_in_pools(2).run(trained, {}, False)
+    assert folder.is_dir() and not list(folder.rglob("*.*"))
+
+
+@pytest.mark.parametrize("built_in_init", (False, True))
+def test_a_folder_that_cannot_be_made_is_an_error(built_in_init, drop_in_pools, tmp_path):
+    (tmp_path / "file").write_text("")
+    offload = offload_to("offload_param", str(tmp_path / "file" / "folder"))
+    for failed in drop_in_pools(2).attempt(trained, offload, built_in_init):
+        assert isinstance(failed, Failure) and failed.is_a("ConfigError"), failed
+        assert "this folder cannot be made: Not a directory" in failed.text
+
+
+def loss_of_pipeline(section: dict[str, Any]) -> float:
+    ds = pipes.deepspeed()
+    model = pipes.built("modules", num_stages=2, activation_checkpoint_interval=1)
+    engine = ds.initialize(model=model, config=pipes.config_of(pipeline=section))[0]
+    losses = [float(engine.train_batch(pipes.batches("modules", 0, 0))) for _ in range(2)]
+    engine.destroy()
+    return losses[-1]
+
+
+def test_use_reentrant_changes_nothing(drop_in_pools):
+    losses = [
+        drop_in_pools(2).run(loss_of_pipeline, {"use_reentrant": how} if how is not None else {})
+        for how in (None, True, False)
+    ]
+    assert losses[0] == losses[1] == losses[2]
+
+
+MODES = {"": [True, False], "Ignore": [False, False], "WARN": [True, False], "fail": [True, True]}
+
+
+def tags(folder: str) -> dict[str, list[Any]]:
+    """Saves under one tag and under a tag of each rank; returns what the engine says, by mode."""
+    ds = pipes.deepspeed()
+    told = {}
+    for mode in MODES:
+        config = CONFIG | ({"checkpoint": {"tag_validation": mode}} if mode else {})
+        engine = ds.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
+        engine.save_checkpoint(folder, f"one{mode}")
+        told[mode] = [
+            engine.checkpoint_tag_validation_enabled(),
+            engine.checkpoint_tag_validation_fail(),
+        ]
+        try:
+            engine.save_checkpoint(folder, f"rank{torch.distributed.get_rank()}")
+        except ValueError as error:
+            told[mode].append(str(error))
+        engine.destroy()
+    return told
+
+
+def test_tags(drop_in_pools, tmp_path):
+    """A tag of each rank is refused in every mode: no rank could load such a checkpoint."""
+    for told in drop_in_pools(2).run(tags, str(tmp_path)):
+        for mode, says in MODES.items():
+            assert told[mode][:2] == says
+            assert "Pass the same path, tag" in told[mode][2]
