@@ -66,8 +66,9 @@ def pools():
 
 @pytest.fixture(scope="session")
 def device_pools():
-    """Of their own: a process that knows the simulated device is no longer one that knows the CPU
-    alone. Each rank needs a device of its own, as NCCL refuses two on one."""
+    """Pools for device tests. They are separate, because a process that has loaded the simulated
+    device no longer behaves like one with a CPU only. Each rank needs a device of its own, as NCCL
+    refuses two ranks on one device."""
     import torch  # noqa: PLC0415 - as in started_pools()
 
     simulated = os.environ.get("PENSTOCK_TEST_DEVICE", "sim") == "sim"

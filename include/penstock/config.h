@@ -143,7 +143,7 @@ struct ParallelConfig {
   bool cut_logits = false;        // gathers the logits of a "vocab" head only when they are read
   std::string norms =
       "whole";  // "tokens": between layers each tensor rank has a part of the tokens
-  // Whose rules the first training forward checks against uncut modules: "own" (rules of the
+  // Which rules the first training forward checks against uncut modules: "own" (rules of the
   // config), "all" (also rules that come with the model) or "off".
   std::string verify = "own";
 };

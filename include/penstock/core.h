@@ -99,8 +99,6 @@ class PENSTOCK_API Core {
   // Must be called after a backward that threw `error`. If an engine hook threw, rethrows its
   // exception.
   void backward_failed(const std::string& error);
-  // Must be called after a call of all ranks that raised `error` on this rank, perhaps alone.
-  void call_failed(const std::string& call, const std::string& error);
   // Returns whether a step would be applied now: either the window is complete, or `force` is set
   // and the window has had a backward.
   bool window_complete(bool force);
@@ -112,7 +110,9 @@ class PENSTOCK_API Core {
   // RuntimeFault if groups or options differ between ranks.
   bool step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external = {},
             const std::string& options = "");
-  // Drops the gradients accumulated since the last step.
+  // Drops the gradients accumulated since the last step. Without `set_to_none` each parameter that
+  // had a gradient since the last call with it has a gradient of zeros in the next step, as in
+  // torch.
   void zero_grad(bool set_to_none = true);
   int64_t steps() const;
 
@@ -145,7 +145,7 @@ class PENSTOCK_API Core {
   std::shared_ptr<State> state_;
 };
 
-// Which thread is in a call of the engine. A front reports its forwards here.
+// Which thread is in a call of the engine, and how calls end. A front reports its forwards here.
 class PENSTOCK_API Calls {
  public:
   explicit Calls(const Core& core) : state_(core.state_) {}
@@ -153,9 +153,16 @@ class PENSTOCK_API Calls {
   // Must be called before a forward of the model. Throws RuntimeFault, and changes nothing, if
   // another thread is in a forward, a backward or a step.
   void enter(const std::string& call);
-  // Must be called after it.
+  // Must be called after that forward.
   void leave();
-  // Sets what names a thread by its number in errors; "" for a thread that no caller started.
+  // Must be called after a backward that Core::start_backward() announced and that did not throw. A
+  // backward that reached no parameter counts, too, because it may have reached some on other
+  // ranks.
+  void end_backward();
+  // Must be called if a call that all ranks make raised `error` on this rank, perhaps only here.
+  void failed(const std::string& call, const std::string& error);
+  // Sets the function that returns the name of a thread for error texts, given its number; "" for
+  // a thread that no caller started.
   void name_threads(std::function<std::string(int64_t)> name);
 
  private:

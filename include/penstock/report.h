@@ -21,9 +21,9 @@ struct LedgerEntry {
   int64_t act = 0;     // measured only: inputs of recomputed units in host memory; not in `total`
   int64_t exchanges = 0;  // exchanges with peers in one step; measured: in the last step
 };
-// What the memory of this process consists of now, in bytes. The parts are not exact: `engine` has
-// small buffers that `heap` counts too, and the last sixteenth of a large buffer may be untouched.
-// What is left of `process` are objects of Python, stacks and small buffers of threads.
+// What the memory of this process consists of now, in bytes. The parts are not exact: `heap` also
+// counts small buffers of `engine`, and the last sixteenth of a large buffer may never have been
+// touched. The rest of `process` is Python objects, stacks and small buffers of threads.
 struct ResidentMemory {
   int64_t process = 0;    // resident pages
   int64_t engine = 0;     // the engine's buffers in host memory, used or kept for reuse;

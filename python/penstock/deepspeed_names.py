@@ -14,9 +14,9 @@ from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent / "as_deepspeed"
 TENSOR = 'set "tensor_parallel": {"autotp_size": N} in the config (mesh.tensor)'
-_TRAINS = "it only trains; call the model under torch.inference_mode()"
+_TRAINS = "Penstock only trains; call the model under torch.inference_mode()"
 _LINEAR = "use peft, whose adapters train under every strategy"
-_LAYER = "use a layer of torch"
+_LAYER = "use torch's own layer"
 _COMPILE = "compile the model's blocks with torch.compile() before initialize()"
 _WHOLE = "the engine moves this state itself; its config sections say where it is kept"
 _DATA = "make batches in the script; pass the length of sequences to the data loader"
@@ -28,13 +28,13 @@ MADE = ("values", "enums", "errors", "settings", "getters")
 
 # Module or name -> what to do instead. The longest one that contains a name applies.
 _INSTEAD = {
-    "deepspeed": "it is a part of DeepSpeed's inside, and the engine has its own",
+    "deepspeed": "it is internal to DeepSpeed, and the engine has its own",
     "deepspeed.accelerator": "use torch.accelerator; deepspeed.get_accelerator() wraps it",
     "deepspeed.autotuning": "`penstock plan` predicts memory and step time of every strategy",
     "deepspeed.checkpoint": "`penstock convert` reads DeepSpeed's checkpoints, also universal ones",
     "deepspeed.comm": "use torch.distributed, or deepspeed.comm.all_reduce() and its neighbours",
     "deepspeed.compile": _COMPILE,
-    "deepspeed.compression": "it only trains; quantize or prune the exported model",
+    "deepspeed.compression": "Penstock only trains; quantize or prune the exported model",
     "deepspeed.default_inference_config": _TRAINS,
     "deepspeed.init_inference": _TRAINS,
     "deepspeed.set_autotp_mode": TENSOR,
@@ -211,7 +211,7 @@ def no_such_name(module: str, name: str, here: set[str]) -> str:
 
 
 def _distance(one: str, other: str) -> tuple[int, str]:
-    """Returns how many folders are between two modules, and the first of them for equal ones."""
+    """Returns a sort key: how many folders are between two modules; if equal, the first's name."""
     left, right = one.split("."), other.split(".")
     same = sum(1 for a, b in zip(left, right, strict=False) if a == b)
     return len(left) + len(right) - 2 * same, one

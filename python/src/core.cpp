@@ -85,6 +85,8 @@ void bind_core(py::module_& module) {
   py::class_<Calls>(module, "Calls")
       .def("enter", &Calls::enter, NoGil())
       .def("leave", &Calls::leave, NoGil())
+      .def("end_backward", &Calls::end_backward, NoGil())
+      .def("failed", &Calls::failed, NoGil())
       .def("name_threads", &Calls::name_threads);
   py::class_<UnitInfo>(module, "UnitInfo")
       .def_readonly("module", &UnitInfo::module)
@@ -114,9 +116,7 @@ void bind_core(py::module_& module) {
             return start.defined() ? std::optional(start) : std::nullopt;
           },
           NoGil())
-      .def("end_backward", &Core::end_backward, NoGil())
       .def("backward_failed", &Core::backward_failed, NoGil())
-      .def("call_failed", &Core::call_failed, NoGil())
       .def("window_complete", &Core::window_complete, NoGil())
       .def("step", &step, py::arg("groups"), py::arg("external") = py::none(),
            py::arg("options") = "")

@@ -84,13 +84,13 @@ inline void show(Board* board, std::string_view what) {
 }
 
 // Records that the model's thread begins a call that runs collectives. All ranks must begin calls
-// of the same `kind`. `did` tells users of it. The board may be null.
+// of the same `kind`. `did` describes the call to users. The board may be null.
 inline void take_turn(Board* board, const std::string& kind, const std::string& did) {
   if (board != nullptr) board->turns().begin({kind, did, std::string(), false});
 }
 
-// Records that the call ended early on this rank: "left its forward by an error". `owes`: it has
-// not made all of its collectives. The board may be null.
+// Records that the call ended early on this rank: "left its forward because of an error". `owes`:
+// it has not made all of its collectives. The board may be null.
 inline void leave_turn(Board* board, const std::string& error, bool owes) {
   if (board != nullptr) board->turns().raised(error, owes);
 }

@@ -15,10 +15,11 @@ namespace {
 constexpr size_t kKept = 16;                   // turns
 constexpr size_t kText = 1000;                 // bytes of an error
 constexpr const char* kBackward = "backward";  // the kind of such a turn
-// Lanes on which all ranks that meet make the same collectives. Stages send messages on others.
+// Lanes on which all ranks that meet make the same collectives. Stages send messages on other
+// lanes.
 constexpr std::array<const char*, 5> kAlike = {"gather", "reduce", "control", "update", "stage"};
 constexpr char kField = '\x1f', kLine = '\x1e';
-constexpr const char* kDifference = "[comm::exchange] the ranks went different ways: ";
+constexpr const char* kDifference = "[comm::exchange] the ranks made different calls: ";
 
 std::string name(int rank) { return concat("rank ", rank); }
 
@@ -102,16 +103,16 @@ std::string difference(const Standing& asks, const Standing& own, const RankStat
     const Turn *const theirs = asks.turn(number), *const ours = own.turn(number);
     if (theirs == nullptr || ours == nullptr) continue;
     if (theirs->kind != ours->kind) return tell(asks, own, number);
-    // An error that both ranks raised alike is none of the other's business, and neither is one
-    // after which both have gone on.
+    // If both ranks raised the error, or if both have gone on after it, nobody waits because of
+    // it.
     const bool left = number + 1 == end && theirs->raised.empty() && !ours->raised.empty();
     // Without its forward this rank cannot run the backward.
     const Turn* const next = asks.turn(number + 1);
     const bool follows = ours->owes || (next != nullptr && next->kind == kBackward);
     if (!left || waits || !follows) continue;
     return concat(kDifference, name(own.rank), " ", ours->raised, "; ", name(asks.rank),
-                  " did not, and waits for it in `", asks.collective,
-                  "`. Prevent the error, or let every rank raise it and catch it");
+                  " raised no error and waits for ", name(own.rank), " in `", asks.collective,
+                  "`. Prevent the error, or raise and catch it on every rank");
   }
   const bool alike = std::find(kAlike.begin(), kAlike.end(), asks.lane) != kAlike.end();
   if (!alike || !waits || lane->sequence != asks.sequence || lane->tag == asks.tag) return "";

@@ -2,9 +2,9 @@
 // Turns: the calls of this rank that run collectives, in order.
 //
 // [Note: Turns] All ranks must make the same calls that run collectives. A rank that makes another
-// call, or that leaves a call by an error, stops making the collectives that the others wait for.
-// So a rank that has waited for a second asks the rank that it waits for: the question has the last
-// turns of the rank and the collective in which it waits. The rank that is asked compares this with
+// call, or that raises an error, stops making the collectives that the others wait for. So a rank
+// that has waited for a second asks the rank that it waits for: the question contains the asking
+// rank's last turns and the collective in which it waits. The rank that is asked compares this with
 // its own turns and waits. If they contradict each other in two questions in a row, it ends the
 // exchanges of all ranks, with the difference as the reason. Nothing is sent while no rank waits
 // that long.
@@ -39,7 +39,7 @@ struct Standing {
   const Turn* turn(int64_t number) const;  // null if it is not among the last turns
 };
 
-// Any thread.
+// Usable from any thread.
 class TurnLog {
  public:
   void begin(Turn turn);

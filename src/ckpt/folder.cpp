@@ -269,7 +269,7 @@ std::vector<std::string> tags(const std::string& root) {
   } catch (const RuntimeFault& fault) {
     why = fault.what();
   }
-  std::fprintf(stderr, "penstock: \"%s\" is not used, and the newest checkpoint is: %s\n",
+  std::fprintf(stderr, "penstock: using the newest checkpoint instead of the one in \"%s\": %s\n",
                pointer.c_str(), why.c_str());
   return names;
 }

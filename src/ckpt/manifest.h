@@ -23,7 +23,7 @@ struct Slice {
 
 // A logical tensor of the training state.
 struct Tensor {
-  std::string role;  // "param", "buffer", ..., or the optimizer's name of the state ("exp_avg")
+  std::string role;  // "param", "buffer", ..., or the optimizer's name for the state ("exp_avg")
   std::string name;  // name in the model
   int rank = -1;     // the owner if each rank has its own values, or -1
   std::vector<int64_t> shape;

@@ -176,8 +176,8 @@ RuntimeFault Channel::lost(const Position& position, const std::string& error) {
   const std::string verdict = is_difference(error) ? error : group_.roll_call(error);
   const std::string text = is_difference(verdict)
                                ? verdict
-                               : concat("[comm::exchange] rank ", group_.rank(), " at ",
-                                        position.text(), " lost a peer: ", verdict);
+                               : concat("[comm::exchange] rank ", group_.rank(), " lost a peer at ",
+                                        position.text(), ": ", verdict);
   return RuntimeFault(concat(text, board == nullptr ? "" : board->report(text),
                              recorder == nullptr ? "" : trace::dump(*recorder)));
 }

@@ -16,7 +16,7 @@ namespace {
 // Time that the device gets to finish the collectives of a rank that has closed its engine on its
 // own.
 constexpr std::chrono::milliseconds kParting = std::chrono::seconds(2);
-// Seconds of a wait before the first question, and at most between two questions.
+// Seconds that a wait lasts before its first question, and at most between two later ones.
 constexpr double kAsk = 1.0, kAskOften = 5.0;
 constexpr std::chrono::milliseconds kAskLook{500};
 
@@ -161,8 +161,8 @@ std::chrono::milliseconds StoreGroup::ask(Board& board) {
   return kAskLook;
 }
 
-// Runs on the roll call's watch thread. A wait may end while it is looked at, so only the second
-// answer of the same text counts.
+// Runs on the roll call's watch thread. A wait may end while this function examines it, so a
+// difference counts only when it is found twice in a row.
 std::string StoreGroup::answer(const std::string& question) {
   const std::lock_guard lock(answers_);
   if (!answers_questions_) return "";

@@ -30,7 +30,7 @@ class Watchdog {
   Watchdog& operator=(const Watchdog&) = delete;
 
   Board& board() { return board_; }
-  // Also calls `also` on the watchdog's thread, from now on.
+  // From now on, the watchdog's thread also calls `also`.
   void look_at(Look also);
 
  private:

@@ -35,9 +35,9 @@ Address address_of(const at::Tensor& values, const Device* where);
 void take_edits(Address kept, Dtype kept_dtype, Address values, Dtype dtype, int64_t numel);
 void scale(Address values, int64_t numel, float factor);  // fp32
 
-// [Note: Reductions on a device] torch converts values that a reduction sums in a wider dtype to
-// that dtype first, in memory: 8 bytes per value for a sum in double. Only bf16 and fp16 are summed
-// in fp32 without a copy. So no reduction here asks for another dtype.
+// [Note: Reductions on a device] If a reduction sums in a wider dtype, torch first converts the
+// values to that dtype in memory: 8 bytes per value for a sum in double. Only bf16 and fp16 are
+// summed in fp32 without a copy. So no reduction here asks for another dtype.
 
 // Returns the sum of squares of values on a device, as a scalar there in double. The values are
 // summed in fp32, so squares that overflow fp32 give infinity; exact_squares_on_device() sums in

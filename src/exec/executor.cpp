@@ -152,7 +152,7 @@ void Executor::drain(bool last) {
 
 std::vector<std::string> Executor::share(const std::string& label, const std::string& payload,
                                          bool in_stage) {
-  if (!in_stage) take_turn(rank_.group.board(), label, concat("came to `", label, "`"));
+  if (!in_stage) take_turn(rank_.group.board(), label, concat("reached `", label, "`"));
   if (!in_stage) return rank_.channels.control.share(label, rank_.groups.everyone(), payload);
   return rank_.channels.stage().share(label, rank_.groups.stage(), payload);
 }

@@ -47,6 +47,7 @@ struct Slot {
   // Hash of values that the user assigned since the last norm; 0: none ([Note: Edits on some
   // ranks])
   uint64_t given = 0;
+  uint64_t print = 0;    // fingerprint of sampled values of its window; 0: none, as on a device
   bool arrived = false;  // its gradient arrived in this backward
   bool touched = false;  // it got a gradient in this window (after the norm: on any rank)
   bool had = false;      // a gradient came since zero_grad(); in torch, .grad is not None
@@ -85,6 +86,12 @@ class Flat {
   void detach();  // frees all parameters ([Note: Windows])
   // Points one parameter's window into `base`. If `base` is null, frees the parameter.
   void point(Slot& slot, device::Address base);
+  // Takes a new print of a parameter whose window the engine wrote to.
+  void renew_print(Slot& slot);
+  // Returns whether a sampled value of the window has changed since its print was taken, which
+  // means that users wrote to it. A comparison with the resting shard would see only this rank's
+  // part.
+  bool print_differs(const Slot& slot) const;
   // Gives the slot's window its own memory with a copy of the values, for tensors that still use
   // this storage.
   void let_go(Slot& slot);
@@ -118,6 +125,7 @@ class Flat {
   std::vector<int> owners;
   int number = 0;
   std::vector<Slot> slots;
+  int64_t attached = 0;  // number of attach() calls; selects the values that prints sample
 
   std::vector<Copy> params;  // the resting copy first
   std::vector<Copy> grads;   // a copy on disk comes first and keeps its place

@@ -343,6 +343,7 @@ void GatheredValues::refresh(int index) {
     write(flat, 0, flat.numel, whole.data());
     for (Slot& slot : flat.slots) {
       slot.version = slot.param._version();
+      flat.renew_print(slot);
       slot.given = 0;  // now the values of the first rank
     }
   }

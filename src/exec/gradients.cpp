@@ -259,9 +259,9 @@ void Gradients::complete() {
   for (UnitState& unit : rank_.units) {
     for (Flat& flat : unit.flats) {
       Copy* sum = find(flat.grads, made);
-      const bool only_zeros = held(flat) == nullptr &&
-                              std::any_of(flat.slots.begin(), flat.slots.end(),
-                                          [](const Slot& slot) { return slot.touched; });
+      const bool only_zeros =
+          held(flat) == nullptr && std::any_of(flat.slots.begin(), flat.slots.end(),
+                                               [](const Slot& slot) { return slot.touched; });
       if (only_zeros) {
         sum = &sum_of(flat);
         unit.grads.make(made);

@@ -61,7 +61,7 @@ class Gradients {
   // Returns the copy that holds the gradient now, or null.
   Copy* held(Flat& flat) const;
   // Ends each sum to which no more backwards will add: zeroes the elements without a contribution,
-  // and makes the sums of parameters that have only zeros.
+  // and creates a sum of zeros for parameters whose gradients are only zeros.
   void complete();
   // Returns the sum of squares of the part that only this rank counts. Each replica of a gradient
   // counts an equal piece, so every layout adds up the same pieces in the same order. A sum on a

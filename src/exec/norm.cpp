@@ -24,7 +24,7 @@ std::vector<Slot*> slots_of(std::vector<UnitState>& units) {
   return slots;
 }
 
-// Appends the sums that are on the device, and returns what each is of.
+// Appends the sums that are on the device, and returns what each of them sums, for error texts.
 std::vector<std::string> add_sums(const std::vector<UnitState>& units,
                                   std::vector<at::Tensor>* there) {
   std::vector<std::string> names;
@@ -177,7 +177,7 @@ void Norm::compare_history(const std::vector<std::string>& all, const Head& mine
         rank_.mesh.coordinate(other, Axis::kPipeline) == rank_.groups.pipeline().index;
     if (!of_stage || Head::of(all[rank]).history == mine.history) continue;
     throw RuntimeFault(concat("[exec::norm] ranks ", other, " and ", rank_.group.rank(),
-                              " made different collectives on their devices in the previous step. "
+                              " ran different collectives on their devices in the previous step. "
                               "Their gathered parameters and summed gradients may be wrong: load a "
                               "checkpoint"));
   }

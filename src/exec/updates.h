@@ -2,8 +2,8 @@
 // Updates: the global norm, the optimizer, and the publish of updated parameters.
 //
 // Called by the compute thread. If the `update` cell is on the device, the optimizer runs on that
-// thread. Otherwise it runs on the update lane, and step() may return before the update ends. Until
-// the unit's fence (UnitState::updated), only that lane may then touch the buffers of the update.
+// thread. Otherwise it runs on the update lane, and step() may return before the update ends. Then,
+// until the unit's fence (UnitState::updated), only that lane may touch the update's buffers.
 #include <ATen/core/Tensor.h>
 
 #include <functional>
@@ -43,7 +43,7 @@ class Updates {
   // Blocks until all resting parameters are in place, then takes the fingerprints (Flat::left) that
   // show later user edits.
   void arrive();
-  void discard();  // drops optimizer state that was read ahead for an update that does not come
+  void discard();  // drops optimizer state that was read ahead for an update that will not run
   const Seen& seen() const { return seen_; }  // results of the last norm
   int64_t exchanges() const { return channel_.exchanges(); }
   void set_step(int64_t step);

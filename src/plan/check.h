@@ -12,7 +12,7 @@ struct Conditions {
   bool late_update = false;    // step() returns before the optimizer has finished
 };
 
-// Returns the narrowest dtype among the trainable parameters. Parameters of other dtypes keep them.
+// Returns the narrowest dtype among the trainable parameters. Other parameters keep theirs.
 Dtype precision_of(const ModelDesc& model);
 
 // Throws ConfigError with the cell, its value, the principle and the allowed values.

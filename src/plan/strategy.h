@@ -26,9 +26,9 @@ Mesh mesh_of(const Config& config);
 // recomputed.
 void mark_recomputed(const Config& config, ModelDesc& model);
 
-// Moves the end of a unit with frozen parameters behind the units that only produce a gradient.
-// Such a unit has no gradient that marks its last use, so it stays in use until a backward enters
-// another unit.
+// In backward, moves the end of each unit with frozen parameters behind the units that only produce
+// a gradient. A unit with frozen parameters has no gradient that marks its last use, so it stays in
+// use until a backward enters another unit.
 void end_frozen_last(const Table& table, ModelDesc& model);
 
 // Sets the number of chunks in which each unit's optimizer state passes through memory. `table`

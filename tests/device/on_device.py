@@ -26,7 +26,7 @@ def device() -> str:
 
 
 def count() -> int:
-    """How many devices there are: each rank needs its own, as NCCL refuses two on one."""
+    """How many devices there are. Each rank needs its own: NCCL refuses two ranks on one."""
     return sim.DEVICES if NAME == "sim" else torch.accelerator.device_count()
 
 

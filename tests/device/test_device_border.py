@@ -287,7 +287,7 @@ def test_ranks_on_other_kinds_of_device_are_refused(device_pools):
 
 
 def contexts(strategy, offload, folder):
-    """Of a rank that did not set its device: training, a save on a thread of its own, an end."""
+    """Trains, saves in the background and closes on a rank that did not set its device."""
     import penstock  # noqa: PLC0415
 
     place = on_device.device()

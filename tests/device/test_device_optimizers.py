@@ -1,5 +1,5 @@
-"""Optimizers of one's own on a device: they step on shards there or on the host, and their methods
-outside step() show what plain torch gives."""
+"""User-defined optimizers on a device: they step on shards there or on the host, and after their
+methods outside step() the weights are those of plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers of one's own through deepspeed.initialize(), Accelerate and Trainer; see loops.py.
+"""User-defined optimizers through deepspeed.initialize(), Accelerate and Trainer; see loops.py.
 
 Each case trains, evaluates with the average, and trains on. It tells how far the weights are from
 those of plain torch, and how far ranks are from each other. SAM's first step is refused instead.
@@ -43,7 +43,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 class Ema(Own):
-    """Exchanges its average with the weights."""
+    """Swaps its average with the weights."""
 
     def after(self, p: torch.Tensor, state: dict[str, Any]) -> None:
         state.setdefault("average", p.clone()).lerp_(p, 0.25)

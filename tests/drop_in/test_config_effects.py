@@ -1,4 +1,4 @@
-"""What keys of a config do beside numbers: folders that are made, sections of pipelines."""
+"""Effects of config keys beyond numbers: folders that are made, sections of pipelines."""
 
 from __future__ import annotations
 

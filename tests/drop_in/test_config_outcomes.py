@@ -92,7 +92,7 @@ def test_given_configs(index, found):
 
 @pytest.mark.parametrize("index", range(len(DIFFERENCES)))
 def test_documented_differences(index, found):
-    """The side of Penstock; the weekly command has both."""
+    """Tests Penstock's side only; the weekly command compares both."""
     one, ours = DIFFERENCES[index], found[len(RECORDED) + len(GIVEN) + index]
     assert one.reason
     if one.refuses == "penstock":

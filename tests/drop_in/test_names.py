@@ -1,5 +1,5 @@
 """DeepSpeed's names that come from the table: constants have values, the others raise when used;
-`penstock doctor --deepspeed` finds in scripts which are missing."""
+`penstock doctor --deepspeed` lists the missing names in scripts."""
 
 import json
 import os
@@ -95,8 +95,8 @@ SNIPPETS = {
     "handle.async_pread(torch.empty(2), '/nowhere'); handle.wait()": (
         "FileNotFoundError", "/nowhere"),
     "open('e', 'wb').write(b'abc'); handle.sync_pread(torch.empty(2), 'e')": (
-        "RuntimeFault", "e ends at byte 3, but 8 bytes from 0 on are asked for"),
-    "handle.sync_pwrite(torch.ones(4, 4).t(), 'f')": ("ConfigError", "contiguous tensors"),
+        "RuntimeFault", "e ends at byte 3, but 8 bytes from byte 0 were requested"),
+    "handle.sync_pwrite(torch.ones(4, 4).t(), 'f')": ("ConfigError", "pass a contiguous tensor"),
     "made = handle.new_cpu_locked_tensor(3, torch.ones(1))\n"
     "[made.numel(), handle.is_pinned(made), handle.free_cpu_locked_tensor(made)]": [3, True, True],
     "patched()": ["TorchCheckpointEngine.load was replaced"],
@@ -222,8 +222,8 @@ SCRIPTS = {
         "deepspeed.is_deepspeed_zero3_enabled missing: deepspeed.is_deepspeed_zero3_enabled: "
         "neither DeepSpeed 0.19.8 nor Penstock's package has this name; see docs/deepspeed.md",
     "import deepspeed; deepspeed.init_inference(model)":
-        "deepspeed.init_inference raises when used: it only trains; call the model under "
-        "torch.inference_mode()",
+        "deepspeed.init_inference raises when used: Penstock only trains; call the model "
+        "under torch.inference_mode()",
     "from deepspeed.linear import OptimizedLinear":
         "raises when used: use peft, whose adapters train under every strategy",
     "from deepspeed.compile.passes import prefetch; prefetch.schedule_prefetch":
@@ -282,7 +282,7 @@ def test_doctor_without_a_script(tmp_path):
 
 
 def test_the_names_of_the_table_and_doctor_agree(found):
-    """Each name that doctor calls missing is missing in the package, too, and the reverse."""
+    """Each name that doctor calls missing is missing in the package, and vice versa."""
     code = (
         "from penstock import deepspeed_names as n\nfrom penstock.cli import doctor_names as d\n"
         "print([f'{m}.{x}' for m in n.table() for x in n.defined(m) "

@@ -1,4 +1,4 @@
-"""Optimizers of one's own show their average at once through every way to the drop-in, and SAM's
+"""User-defined optimizers show their average at once, however the drop-in is called, and SAM's
 first step is refused at the call."""
 
 import sys

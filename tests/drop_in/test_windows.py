@@ -35,8 +35,8 @@ def test_as_one_process(name, found):
 def test_unmanaged_windows_end_at_step(stage, found):
     ours = found[f"unmanaged-stage{stage}"]
     assert not any(one for window in ours["boundaries"] for one in window)
-    assert "each step() is the end of a window" in ours["said"]["boundary"]
-    assert "each step() is the end of a window" in ours["said"]["coalesce"]
+    assert "each step() then ends a window" in ours["said"]["boundary"]
+    assert "each step() then ends a window" in ours["said"]["coalesce"]
 
 
 @pytest.mark.parametrize("stage", (0, 1))

@@ -61,13 +61,13 @@ def _plain(divided: bool) -> torch.nn.Module:
 def _raised(call: Callable[[], Any]) -> str:
     try:
         call()
-    except Exception as error:  # noqa: BLE001 - that is what is asked
+    except Exception as error:  # noqa: BLE001 - the error is the result
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _tried(engine: Any, block: Callable[[], Any], said: dict[str, str]) -> None:
-    """Enters a block and calls in it what is refused there."""
+    """Enters a block and makes the calls that are refused inside it."""
     with block():
         said["step"] = _raised(engine.step)
         said["again"] = _raised(lambda: _tried(engine, block, {}))
@@ -91,7 +91,7 @@ def _engine(case: str, stage: int) -> Any:
 
 def _backward(engine: Any, case: str, loss: torch.Tensor) -> None:
     if "plain-backward" in case:
-        # It is divided by gradient_accumulation_steps on the way, as in DeepSpeed.
+        # The engine divides it by gradient_accumulation_steps, as DeepSpeed does.
         (loss * engine.gradient_accumulation_steps()).backward()
     else:
         engine.backward(loss, scale_wrt_gas=False)

@@ -24,8 +24,8 @@ OF_A_RUN = [
     Mutation(
         "what a dropped window counted is the next step's",
         "src/engine/step/core_state.cpp",
-        "void Core::State::drop_gradients() {\n  monitor->drop();\n",
-        "void Core::State::drop_gradients() {\n",
+        "Raised::kNone) driver->abandon();\n  monitor->drop();\n",
+        "Raised::kNone) driver->abandon();\n",
         METRICS,
     ),
     Mutation(

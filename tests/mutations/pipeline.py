@@ -136,8 +136,8 @@ OVER_STAGES = [
     ),
     Mutation(
         "the backwards of a micro-batch are counted one by one",
-        "src/engine/step/core_state.cpp",
-        "  if (window->seen() > seen_before) window->set_micro(micro);\n",
+        "src/engine/step/backward_end.cpp",
+        "  if (state.window->seen() > state.seen_before) state.window->set_micro(micro);\n",
         "  static_cast<void>(micro);\n",
         Pytest(("tests/parity/test_border_stages.py", "-k", "zero1 and interleaved")),
     ),

@@ -561,8 +561,8 @@ MUTATIONS = [
     Mutation(
         "running again changes buffers again",
         "python/penstock/front/recompute.py",
-        "            with buffers.as_before(), objects.as_before():\n                return inner(",
-        "            with objects.as_before():\n                return inner(",
+        "with buffers.as_before(), objects.as_before(), fields",
+        "with objects.as_before(), fields",
         BATCH_NORM,
     ),
 ]

@@ -331,8 +331,7 @@ class Trial:
             self.twin.step()
         elif self.at == "backward":
             self.twin.zero_grad()
-            if not self.apart and (self.life.fault == "interrupt" or self.life.seed % 2):
-                self.engine.zero_grad()
+            self.engine.zero_grad()
         elif self.at == "step" and all(p.grad is None for p in self.model.parameters()):
             self.twin.zero_grad()
 

@@ -171,7 +171,7 @@ class Talking(Divided):
 
 
 class Returned(Divided):
-    """Returns the attention's weights, too, of which a rank has those of its heads."""
+    """Also returns the attention's weights; a rank has those of its heads."""
 
     def forward(self, x: torch.Tensor) -> Any:
         query, key = (self.split(part(x), self.heads) for part in (self.query, self.key))

@@ -87,7 +87,6 @@ TOUCHES = {
     "clip-value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
     "add": lambda model: model.lift.weight.grad.add_(1.0),
     "norm": lambda model: model.lift.weight.grad.norm(),
-    "zero": lambda model: model.zero_grad(set_to_none=False),
     "other-optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step(),
 }
 

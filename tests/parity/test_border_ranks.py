@@ -66,12 +66,9 @@ def data_is_edited_on_the_way(strategy, when):
 def test_data_is_edited_on_the_way(strategy, when, pools):
     outcome = pools(2).attempt(data_is_edited_on_the_way, strategy, when)
     if strategy == "zero3":
-        # A rank looks at its part of the values; the others are told.
         words = "is sharded and" if when == "backward-hook" else "was changed in place in forward"
         for failure in outcome:
             assert isinstance(failure, Failure) and words in failure.text
-        if when != "backward-hook":
-            assert any("rank 0 left" in one.text or "rank 0 called" in one.text for one in outcome)
         return
     model = edited()
     model.when = when
@@ -84,7 +81,7 @@ def test_data_is_edited_on_the_way(strategy, when, pools):
     assert_close(outcome[0], model.state_dict())
 
 
-# ---- optimizers of one's own
+# ---- optimizers of your own
 
 
 class Own(torch.optim.Optimizer):
@@ -155,7 +152,7 @@ def test_an_optimizer_with_a_rule_by_size(strategy, pools):
         assert_close(outcome[0], plain_with(Sized))
         return
     for failure in outcome:
-        assert isinstance(failure, Failure) and "Sized is not elementwise (with" in failure.text
+        assert isinstance(failure, Failure) and "Sized is not elementwise (for a" in failure.text
 
 
 # ---- other values by rank

@@ -69,5 +69,5 @@ def test_reaches_nothing(strategy, kinds, config, pools):
         if 0 < count < MICRO:
             assert "the last window was not applied" in said[0]
         if count == 0:
-            assert "without a backward" in said[-1]
+            assert "no backward has reached" in said[-1]
         assert difference < LIMIT

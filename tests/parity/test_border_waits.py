@@ -1,4 +1,4 @@
-"""At the border with users' code: one rank goes another way than the others, or raises alone. All
+"""At the border with users' code: one rank makes other calls than the rest, or raises alone. All
 ranks end with an error within seconds, long before `comm.timeout_s`.
 
 A function that runs on the ranks is called like the test that starts it, without "test".
@@ -74,7 +74,7 @@ ENDS = {
     "step": (_forced, "called step() in step 2 after 1 of 4 backwards"),
     "close": (_closed, "called close()"),
     "full_grads": (_read, "called full_grads()"),
-    "state_dict": (_state, "gathered the weights"),
+    "state_dict": (_state, "began to gather the weights"),
     "gathered": (_gathered, "called gathered()"),
 }
 
@@ -141,7 +141,7 @@ def _raise(*_):
 
 
 class Fails(torch.optim.SGD):
-    """An optimizer of one's own, whose step() fails on rank 1."""
+    """A user-defined optimizer whose step() fails on rank 1."""
 
     fails = False
 
@@ -226,7 +226,7 @@ def test_raised(what, strategy, pools):
     assert error in own
     assert f"rank 1 {did}" in other
     assert error in other
-    assert "rank 0 did not, and waits for it in `" in other
+    assert "rank 0 raised no error and waits for rank 1 in `" in other
 
 
 def caught(strategy, rank):
@@ -241,7 +241,7 @@ def caught(strategy, rank):
                 time.sleep(3.5)
             continue
         if dist.get_rank() == rank and step == 2:
-            time.sleep(3.5)  # and so it may between a forward and a backward
+            time.sleep(3.5)  # it may also pause between a forward and a backward
         engine.backward(loss)
         engine.step()
     state = engine.state_dict()

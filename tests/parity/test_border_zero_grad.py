@@ -54,7 +54,7 @@ class ByHand(Own):
 
 
 class Decays(Own):
-    """Changes weights there."""
+    """Changes weights in zero_grad()."""
 
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
@@ -66,7 +66,7 @@ class Decays(Own):
 
 
 class InStep(Own):
-    """Calls it in step()."""
+    """Calls its zero_grad() in step()."""
 
     def zero_grad(self, set_to_none=True):
         self.calls += 1
@@ -87,7 +87,7 @@ EXACT = [Counts, Keeps, ByHand, Decays, InStep, PlainInStep]
 
 
 def loop(model, optimizer, batches, backward, step):
-    """Two backwards, a call of zero_grad() after the first; then two such steps more."""
+    """Takes three steps of two backwards each, with a zero_grad() after the first backward."""
     for one in (0, 2, 4):
         backward(loss_of(model, *batches(one)))
         optimizer.zero_grad()

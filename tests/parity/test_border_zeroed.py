@@ -73,8 +73,8 @@ CALLS = {
 USES = [False, True, False, False, True, False]
 
 
-def loop(model, optimizer, clear, batches, backward, step, used=USES):
-    for index, uses in enumerate(used):
+def loop(model, optimizer, clear, batches, backward, step):
+    for index, uses in enumerate(USES):
         clear(model, optimizer)
         model.uses = uses
         backward(loss_of(model, *batches(index)))
@@ -100,9 +100,9 @@ def zeroed(strategy, made, call, accumulate, offload):
     return state
 
 
-def check(pools, world, strategy, made, call, accumulate=1, offload=None):
+def check(pool, strategy, made, call, accumulate=1, offload=None):
     run = (strategy, made, call, accumulate, offload or {})
-    state = pools(world).run(zeroed, *run, timeout=60)[0]
+    state = pool.run(zeroed, *run, timeout=60)[0]
     model = models.fill(Parts())
     optimizer = OPTIMIZERS[made](model.parameters())
     clear = CALLS["optimizer" if call == "engine" else call]
@@ -113,22 +113,22 @@ def check(pools, world, strategy, made, call, accumulate=1, offload=None):
 @pytest.mark.parametrize("call", ["engine", *CALLS])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_zeroed(strategy, call, pools):
-    check(pools, 2, strategy, "adamw", call)
+    check(pools(2), strategy, "adamw", call)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.parametrize("made", ["momentum", "foreach", "own", "own-zero_grad"])
 def test_zeroed_for_other_optimizers(made, strategy, pools):
-    check(pools, 2, strategy, made, "optimizer")
+    check(pools(2), strategy, made, "optimizer")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_zeroed_alone(strategy, pools):
-    check(pools, 1, strategy, "adamw", "optimizer")
+    check(pools(1), strategy, "adamw", "optimizer")
 
 
 def test_zeroed_in_windows(pools):
-    check(pools, 2, "zero2", "adamw", "optimizer", accumulate=2)
+    check(pools(2), "zero2", "adamw", "optimizer", accumulate=2)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -136,4 +136,4 @@ def test_zeroed_with_offload(tier, pools, tmp_path):
     offload = {"optimizer": tier, "gradients": tier}
     if tier == "disk":
         offload |= {"params": tier, "path": str(tmp_path)}
-    check(pools, 2, "zero3", "adamw", "engine", offload=offload)
+    check(pools(2), "zero3", "adamw", "engine", offload=offload)

@@ -1,5 +1,5 @@
-"""Two threads and one engine: a call that would meet another thread's is refused; calls in turn
-train like plain torch."""
+"""Two threads and one engine: a call that would overlap with another thread's is refused; calls in
+turn train like plain torch."""
 
 from __future__ import annotations
 

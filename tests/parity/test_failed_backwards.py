@@ -11,6 +11,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Failure
 from test_border import SGD, assert_close, build, data, every_strategy, loss_of, mine, start
 
 
@@ -64,7 +65,8 @@ class Plain:
         self.optimizer.zero_grad()
 
     def gradients(self):
-        return {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        named = self.module.named_parameters()
+        return {n: p.grad.clone() for n, p in named if p.grad is not None}
 
 
 class Ours:
@@ -171,8 +173,8 @@ def test_backward_raises_with_offload(tier, what, pools, tmp_path):
 
 
 def engine_raises(strategy, follows):
-    """The engine's own error: what that backward gave is not whole, so earlier ones do not count
-    silently."""
+    """The engine's own error: the gradients of that backward are incomplete, so earlier backwards
+    do not count silently."""
     import penstock  # noqa: PLC0415
 
     engine = start(strategy, batch={"accumulate": 1})
@@ -215,7 +217,9 @@ def test_engine_raises(strategy, follows, pools):
     assert "was changed in place" in said[0]
     assert len(said) == 3
     for text in said[1:]:
-        assert text.startswith(f"[engine::{follows}] the last backward was ended by an error")
+        assert text.startswith(
+            f"[engine::{follows}] an error of the engine ended the last backward"
+        )
         assert "zero_grad()" in text
     model = build()
     loss_of(model, *data(3)).backward()
@@ -224,14 +228,28 @@ def test_engine_raises(strategy, follows, pools):
 
 
 def uneven(strategy):
-    """One rank's backward raises, the other's does not: no step is taken from it."""
+    """One rank's backward raises, the other's does not."""
     ours = Ours(strategy, 1, comm={"timeout_s": 10})
     ours.backward(0, None)
     ours.backward(1, 1 if dist.get_rank() == 1 else None)
-    return ours.step()
+    assert ours.step()
+    state = ours.engine.state_dict()
+    ours.engine.close()
+    return state
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_uneven(strategy, pools):
+    """The sum of what all ranks gave, or an error on each rank."""
     outcomes = pools(2).attempt(uneven, strategy, timeout=60)
-    assert all(outcome is not True for outcome in outcomes), outcomes
+    if all(isinstance(outcome, Failure) for outcome in outcomes):
+        assert all("an error" in outcome.text for outcome in outcomes), outcomes
+        return
+    plain = Plain(1)
+    plain.backward(0, None)
+    x, y = data(1)
+    for half, at in ((slice(0, 2), None), (slice(2, 4), 1)):
+        with failing(plain.module, at) if at is not None else contextlib.nullcontext():
+            (loss_of(plain.module, x[half], y[half]) / 2).backward()
+    plain.step()
+    assert_close(outcomes[0], plain.module.state_dict())

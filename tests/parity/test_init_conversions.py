@@ -45,7 +45,7 @@ def on_meta():
         return Net()
 
 
-# ---- what is done inside the context; a story may return another model
+# ---- what is done inside the context; a function may return another model
 
 
 def to_bfloat16(m):
@@ -325,7 +325,7 @@ REFUSED = {
     "share_memory": ("RuntimeError", INSIDE, lambda m: m.share_memory()),
     "resize_": (
         "ConfigError",
-        r"resize_\(\) of a parameter of shape \(8,\) to \(16,\).*Assign a new",
+        r"resize_\(\) of a parameter from shape \(8,\) to \(16,\).*Assign a new",
         lambda m: m.up.bias.detach().resize_(16),
     ),
 }

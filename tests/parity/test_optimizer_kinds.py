@@ -1,5 +1,5 @@
-"""Optimizers of which only a part of the parameters or of the steps is not elementwise: each is
-refused at initialize(), or at the step that would differ, before a weight changes."""
+"""Optimizers that are not elementwise for some parameters or in some steps: each is refused at
+initialize(), or at the step that would differ, before a weight changes."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def test_a_state_inside_that_would_not_be_saved(tmp_path):
 
 
 class Begun(Own):
-    """Its constructor makes state: a mask that is true everywhere, and a count under a text."""
+    """Its constructor makes state: a mask that is true everywhere, and a count under a string."""
 
     def __init__(self, params: Any):
         super().__init__(params)

@@ -101,7 +101,7 @@ def test_sequence_ranks(name, pools, tmp_path):
                 assert torch.allclose(ours[key], value, rtol=1e-4, atol=1e-5), key
 
 
-# What does not run an optimizer of one's own yet.
+# Features that do not run a user-defined optimizer yet.
 NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
     "tensor": ({"mesh": {"tensor": 2}}, '"mesh.tensor" is 2: an optimizer of your own'),
     "pipeline": (

@@ -1,4 +1,4 @@
-"""Optimizers of one's own whose methods change weights outside step(): all ranks see what plain
+"""User-defined optimizers whose methods change weights outside step(): all ranks see what plain
 torch gives at once, or the call is refused by name."""
 
 from __future__ import annotations

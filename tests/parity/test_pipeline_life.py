@@ -352,7 +352,7 @@ def trains_badly(kind: str) -> str:
     [
         ("careless", "with a tensor that only an earlier stage has"),
         ("looks", "of a tensor that only another stage of the pipeline has"),
-        ("back", "stages follow each other"),
+        ("back", "stages must run in order"),
     ],
 )
 def test_models_that_are_no_chain(kind, expected, pools):

@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.python, self.numpy = random.Random(1), np.random.default_rng(2)
         self.legacy, self.torch = np.random.RandomState(3), torch.Generator().manual_seed(4)
         self.last: Any = torch.ones(())
-        self.written = torch.zeros(())
+        self.written, self.large = torch.zeros(()), torch.zeros(2048)
         self.up.hits = 0  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,6 +66,11 @@ def last_value(self: Any) -> torch.Tensor:
     return self.last
 
 
+def written(self: Any) -> torch.Tensor:
+    self.written += 0.1
+    return 1 + self.written.clone()
+
+
 def draws_legacy_normal(_self: Any) -> float:
     return float(np.random.normal())  # the second of a pair comes from a cache
 
@@ -86,6 +91,7 @@ FACTORS = {
     "the length of a list": counted_in_list,
     "a field that the forward makes": made_in_forward,
     "a tensor of the last forward": last_value,
+    "a tensor that is written in place": written,
     "the mode": lambda self: 1.0 if self.training else 3.0,
 }
 
@@ -116,7 +122,7 @@ def train(model: nn.Module, run: Any, backward: Any, step: Any, drop: bool) -> l
         found += [float(loss.detach()), *numbers()]
     for one in list(model)[1:]:  # type: ignore[call-overload]
         found += [one.calls, one.up.hits, len(one.seen), one.counts["calls"], one.python.random()]
-        found += [float(one.numpy.random()), float(one.last)]
+        found += [float(one.numpy.random()), float(one.last), float(one.written)]
     return found
 
 
@@ -145,15 +151,15 @@ def test_a_block_is_recomputed_as_it_ran(name):
 
 
 def writes(self: Any) -> torch.Tensor:
-    self.written += 1
-    return self.written.clone()
+    self.large += 1
+    return self.large[0].clone()
 
 
-def test_a_tensor_that_is_written_in_place_is_refused():
+def test_a_large_tensor_that_is_written_in_place_is_refused():
     model = build(writes)
     engine = penstock.initialize(
         model, {"strategy": "zero1", "activations": {"checkpoint": "unit"}}
     )
-    with pytest.raises(penstock.RuntimeFault, match=r'the tensor "written" of one of its modules'):
+    with pytest.raises(penstock.RuntimeFault, match=r'the tensor "large" of one of its modules'):
         engine(torch.ones(2, 4))
     engine.close()

@@ -81,7 +81,9 @@ def wrong(name: str, verify: str, strategy: str, config: Any) -> Any:
 def test_wrong_rules(name, pools):
     for said in pools(2).run(wrong, name, "own", "zero3", {}):
         assert isinstance(said, str), f"silent; differs from plain torch by {said}"
-        assert said.startswith('ConfigError [front::forward] "parallel.rules" cut "blocks.0"'), said
+        assert said.startswith('ConfigError [front::forward] "parallel.rules" cuts "blocks.0"'), (
+            said
+        )
         assert re.search(rm.WRONG[name][2], said), said
         assert '"parallel.verify" to "off"' in said
 
@@ -103,7 +105,7 @@ def test_wrong_rules_of_other_engines(case, pools):
 
 
 def without_a_check() -> dict[str, Any]:
-    """Far from plain torch, or what the first step said."""
+    """Returns how far each wrong rule is from plain torch, or the error of the first step."""
     return {name: wrong(name, "off", "zero3", {}) for name in rm.WRONG}
 
 
@@ -261,7 +263,7 @@ def test_parts_among_arguments_are_told(pools):
     ):
         assert checked == unchecked and count == 7
         (said,) = warned
-        assert re.search('"encoder.block.1.layer.0.SelfAttention": its arguments are parts', said)
+        assert re.search('"encoder.block.1.layer.0.SelfAttention": its arguments differ', said)
 
 
 # ---- modules that enclose units

@@ -90,7 +90,7 @@ class Run:
             assert f'{self.newest}" is skipped' in said
             assert str(self.path(name)) in said
         elif state == 1:  # without a manifest it is no checkpoint, but `latest` names it
-            unused = f'{self.root / "latest"}" is not used, and the newest checkpoint is: it names'
+            unused = f'instead of the one in "{self.root / "latest"}": it names'
             assert f'{unused} "step-2"' in said or str(self.path(name)) in said
 
 

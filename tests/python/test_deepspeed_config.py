@@ -76,7 +76,7 @@ def test_what_frameworks_leave_in():
 
 def test_auto_that_is_left_over_is_listed():
     config = SMALL | {"gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}
-    says = 'bf16.enabled, gradient_accumulation_steps: nothing replaced "auto"'
+    says = 'bf16.enabled, gradient_accumulation_steps: still "auto"'
     with pytest.warns(UserWarning, match=says):
         engine = initialize(torch.nn.Linear(4, 4), config)
     assert engine.config.precision is None

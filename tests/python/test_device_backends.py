@@ -1,5 +1,5 @@
-"""Which back end of torch.distributed exchanges device memory, and how it is made: on any version of
-torch, and for back ends of other packages. No device is needed."""
+"""Which back end of torch.distributed exchanges device memory, and how it is made: on any version
+of torch, and for back ends of other packages. No device is needed."""
 
 import datetime
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ Plugin = dist.Backend._BackendPlugin
 
 
 class WithOptions:
-    """As ProcessGroupNCCL."""
+    """Like ProcessGroupNCCL."""
 
     class Options:
         _timeout = None
@@ -26,7 +26,7 @@ class WithOptions:
 
 
 class WithTimeout:
-    """As ProcessGroupUCC."""
+    """Like ProcessGroupUCC."""
 
     def __init__(self, store, rank, size, timeout):
         self.made = (store, rank, size, timeout)
@@ -74,9 +74,7 @@ def test_the_back_end_is_found_and_made(kind, plugin, torch_has, monkeypatch):
     torch_has(kind, plugin)
     assert device_backends.name_for(CUDA, "auto") == "nccl"
     if plugin is not None and kind is None and plugin.extended_api:
-        monkeypatch.setattr(
-            dist.distributed_c10d, "_DistributedBackendOptions", lambda: SimpleNamespace()
-        )
+        monkeypatch.setattr(device_backends, "_DistributedBackendOptions", SimpleNamespace)
     made = device_backends._make("nccl", "store", 1, [4, 6], TIMEOUT)
     assert made.made == ("store", 1, 2, TIMEOUT)
 

@@ -120,7 +120,7 @@ def engine():
 
 def test_backward_without_forward(engine):
     engine.backward(torch.ones((), requires_grad=True))  # of nothing of the model's, as in torch
-    with pytest.raises(RuntimeError, match="without a backward"):
+    with pytest.raises(RuntimeError, match="no backward has reached"):
         engine.step()
 
 

@@ -1,4 +1,4 @@
-"""The memory of a rank beside interpreter, torch, ledger and activations is small, and named."""
+"""A rank has little memory besides interpreter, torch, ledger and activations, and all is named."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ TEST(PipelineStages, SayWhatTheyAreNotGiven) {
     engine.train_batch([&](int) { return unit(*model.embed, [&] { return torch::zeros({}); }); });
   });
   for (const std::string& error : units)
-    EXPECT_NE(error.find("give unit() its inputs"), std::string::npos);
+    EXPECT_NE(error.find("pass its inputs to unit()"), std::string::npos);
 
   // A skip connection that the stage before was not given.
   const auto skips = two_ranks([](Engine& engine, ChainImpl& model) {

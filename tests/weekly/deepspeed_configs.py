@@ -4,7 +4,7 @@
     .venv/bin/python tests/weekly/deepspeed_configs.py FOLDER [--seeds 0-1000] [--record]
 
 Each seed mutates a config of tests/configs: other types, floats, numbers as text, nulls, "auto",
-missing keys, unknown keys, sections that are none. Both sides must accept it with the same
+missing keys, unknown keys, sections that are not objects. Both sides must accept it with the same
 settings, or both refuse it, or the difference is in the table of tests/drop_in/config_outcomes.py.
 The command exits with 1 if a difference is not in the table, or if the example of one in the table
 does not show it, and with 0 if FOLDER has no DeepSpeed. --record writes 100 of the results for the
@@ -197,7 +197,7 @@ def theirs(folder: str, given: list[dict[str, Any]]) -> list[Outcome]:
 
 
 def record(results: list[tuple[dict[str, Any], Outcome]]) -> None:
-    """Writes a sample: as many refused as accepted configs. Of an error it has only the class."""
+    """Writes a sample with as many refused as accepted configs, and only the class of errors."""
     refused = [
         (config, {"error": outcome["error"].partition(":")[0]})
         for config, outcome in results

@@ -1,5 +1,5 @@
-"""penstock doctor --deepspeed: finds the names of DeepSpeed in Python files that Penstock's package
-lacks, without importing anything."""
+"""penstock doctor --deepspeed: finds the names of DeepSpeed that Python files use and Penstock's
+package lacks, without importing anything."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _assigned(value: ast.expr | None, path: str, texts: dict[str, str]) -> Verdi
 
 
 def _judged(node: ast.FunctionDef | ast.ClassDef, path: str) -> Verdict:
-    """A function of which the only statement is `raise` does not work."""
+    """A function whose only statement is `raise` does not work."""
     said = ast.get_docstring(node)
     body = node.body[1:] if said else node.body
     if isinstance(node, ast.FunctionDef) and body and isinstance(body[0], ast.Raise):
@@ -203,7 +203,7 @@ def _chains(tree: ast.AST) -> Iterator[tuple[ast.Attribute, list[str]]]:
 
 
 def _end(parts: list[str]) -> int:
-    """Returns how many parts name modules, and one more for a name in the last module."""
+    """Returns how many parts name modules, plus one if a name in the last module follows."""
     ends = range(1, len(parts))
     return next((end + 1 for end in ends if not is_module(".".join(parts[: end + 1]))), len(parts))
 

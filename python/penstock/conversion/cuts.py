@@ -142,8 +142,8 @@ def of_info(info: dict[str, Any], name: str, dims: int) -> Cut | None:
     version = info.get("universal_checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version > _INFO_VERSION:
         raise ConfigError(
-            f"[convert::deepspeed] universal_checkpoint_info has version {version}; allowed are "
-            f"versions up to {_INFO_VERSION}. Describe how weights are cut with --rules"
+            f"[convert::deepspeed] universal_checkpoint_info has version {version}; versions up "
+            f"to {_INFO_VERSION} are allowed. Use --rules to describe how the weights are cut"
         )
     if _matches(_beyond(info), name):
         return None

@@ -96,7 +96,7 @@ def note_inputs(
     found = f" Inputs of this forward are {' and '.join(mixed)}." if mixed else ""
     names = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
     note = (
-        f"[front::forward] the parameters compute in {names}, and the engine casts no input.{found}"
+        f"[front::forward] the parameters are {names}, and the engine does not cast inputs.{found}"
         f" Cast floating inputs and tensors that the forward makes, for example x.to({kinds[0]}), "
         f'or use torch.autocast with "precision": "fp32"'
     )

@@ -172,7 +172,7 @@ def _given_text(config: ConfigLike) -> str:
 def finite(value: Any, key: str = "config") -> Any:
     """Returns the value with infinities, NaN, paths and dtypes as strings, as JSON needs them.
 
-    Frameworks write `"steps_per_print": inf`. Raises ConfigError for a value that is no JSON.
+    Frameworks write `"steps_per_print": inf`. Raises ConfigError for a value that JSON lacks.
     """
     if isinstance(value, Mapping):
         return {str(name): finite(inner, str(name)) for name, inner in value.items()}

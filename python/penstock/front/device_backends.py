@@ -8,7 +8,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 from torch.distributed import distributed_c10d
 
 # Number of the next engine. All ranks make the same engines, so their keys in the store match.
@@ -83,7 +83,7 @@ def _make(
         return kind(store, rank, size, timeout)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
-    described = distributed_c10d._DistributedBackendOptions()
+    described = _DistributedBackendOptions()
     described.store, described.timeout = store, timeout
     described.group_rank, described.group_size = rank, size
     described.group_id, described.global_ranks_in_group = f"penstock-{rank}", list(members)

@@ -194,6 +194,8 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
             # Autograd wraps the engine's errors. backward_failed() raises the original error.
             self._core.backward_failed(f"{type(error).__name__}: {error}")
             raise
+        if "inputs" not in kwargs:
+            self._core.calls.end_backward()
 
     def set_backward_weight(self, weight: float) -> None:
         """Multiplies each gradient of the following backwards by `weight` (default: 1).
@@ -258,19 +260,16 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients accumulated since the last step, as in torch.
+        """Drops the gradients since the last step, or zeroes them as torch would.
 
         `step()` drops the gradients that it applied, so a loop does not need this call.
-        `set_to_none` has no effect, because the engine owns the gradients.
         """
-        self._core.zero_grad()
+        self._core.zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Does nothing, for loops written for DDP: backwards add up with and without it.
-
-        To reduce once per window set `batch.accumulate`.
-        """
+        """Does nothing. It exists for loops written for DDP. To reduce once per window, set
+        `batch.accumulate`."""
         yield
 
     @property
@@ -395,9 +394,9 @@ class Engine(checkpoint.Checkpointing, ParamState, Batches, Monitored):
         step (measured: in the last step). "resident" has the bytes of the "process" now and of its
         parts: "engine", "libraries", "shared", "heap" (in use) and "heap_free" (freed tensors,
         whose memory malloc keeps). "engine" and "heap" overlap in small buffers. "measured" also
-        has "disk_read" and "disk_written", the bytes moved so far, and "act", the bytes of offloaded
-        activations in host memory. "act" is not part of the total, because its size is unknown
-        before the first forward.
+        has "disk_read" and "disk_written", the bytes moved so far, and "act", the bytes of
+        offloaded activations in host memory. "act" is not part of the total, because its size is
+        unknown before the first forward.
         """
         return dict(self._core.report.ledger())
 

@@ -1,7 +1,7 @@
 """Tells the other ranks of errors that the engine raises on this rank, perhaps alone.
 
-A call of all ranks that the engine refuses on one rank runs no collective there, so the other ranks
-would wait in vain ([Note: Turns], src/comm/turns.h).
+If all ranks make a call and the engine refuses it on one of them, that rank runs no collective, so
+the other ranks would wait in vain ([Note: Turns], src/base/turns.h).
 """
 
 import functools
@@ -15,7 +15,7 @@ from penstock.front import ranks
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
-# Calls of all ranks. close() tells the other ranks by itself.
+# Calls that all ranks make. close() tells the other ranks by itself.
 _OF_ALL_RANKS = {
     "__call__": "forward",
     "backward": "backward",
@@ -33,7 +33,7 @@ _OF_ALL_RANKS = {
 
 
 def tell_of_errors(made: type) -> None:
-    """Replaces the class's calls of all ranks by calls that also tell the other ranks."""
+    """Replaces the methods that all ranks call by ones that tell the other ranks of errors."""
     for name, shown in _OF_ALL_RANKS.items():
         setattr(made, name, _told(getattr(made, name), shown))
 
@@ -72,7 +72,7 @@ def _told(call: Callable[..., Any], shown: str) -> Callable[..., Any]:
         except (Bug, ConfigError, RuntimeFault) as error:
             core = self.__dict__.get("_core")
             if core is not None:
-                core.call_failed(shown, f"{type(error).__name__}: {error}")
+                core.calls.failed(shown, f"{type(error).__name__}: {error}")
             raise
 
     return run

@@ -148,7 +148,7 @@ class Forward:
         )
 
     def _leave(self, module: torch.nn.Module, had: Any = None) -> None:
-        """Takes this method off a module. It keeps `had`; by default, what the user had set."""
+        """Takes this method off a module and restores `had`, by default what the user had set."""
         if had is None:
             had = self._had
             while isinstance(had, Forward):
@@ -161,9 +161,9 @@ class Forward:
 
 # [Note: Copies by dict] Libraries copy a module with `type(module).__new__` and a copy of its
 # `__dict__`, to give the copy other parameters (learn2learn, data parallel replicas). The copy then
-# has the same `Forward` object, which belongs to the module and does not know its caller. torch's
-# own frame, from which the call comes, has the module. The copy is a plain module: at its first
-# call it loses the engine's methods.
+# has the same `Forward` object, which belongs to the original and does not know which module was
+# called. The frame of torch that makes the call has this module. The copy is a plain module: at its
+# first call it loses the engine's methods.
 _TORCH_MODULES = torch.nn.Module._call_impl.__code__.co_filename
 _DICTS = (dict, OrderedDict)
 
@@ -194,12 +194,20 @@ class Forwards:
         self._installed = installed  # the engine's hooks on modules
         core.calls.name_threads(_name_of_thread)
         self._installed.append(Forward(module, self.run))
+        self._installed.append(Forward(module, self._zero_grad, "zero_grad"))
         generate = getattr(module, "generate", None)
         if core.needs_unit_events and callable(generate):
             # It may be an inner module's, which `__getattr__` returns.
             owner = getattr(generate, "__self__", module)
             owner = owner if isinstance(owner, torch.nn.Module) else module
             self._installed.append(Forward(owner, self._generate, "generate"))
+
+    def _zero_grad(self, method: Any, *args: Any, **kwargs: Any) -> None:
+        """torch's method finds no gradients to set to zero, because the engine has them."""
+        none = args[0] if args else kwargs.get("set_to_none", True)
+        if none or getattr(method, "__func__", None) is not torch.nn.Module.zero_grad:
+            return method(*args, **kwargs)  # type: ignore[no-any-return]
+        self._core.zero_grad(False)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls `forward` as a forward of the whole model.
@@ -230,12 +238,7 @@ class Forwards:
         except BaseException as error:
             if not in_backward():  # checkpointing stops a recomputation early with an exception
                 self._fail(error)
-                params = [param for _, param in module_tree.params_of(self._model)]
-                buffers = module_tree.named_buffers_of(self._model)
-                mixture = buffer_dtypes.explained(error, params, buffers)
-                if mixture:
-                    raise RuntimeFault(mixture) from error
-                buffer_dtypes.note_inputs(error, params, module_tree.tensors_in((args, kwargs)))
+                self._explain(error, (args, kwargs))
             raise
         finally:  # a signal may raise anywhere
             self._open = False
@@ -260,8 +263,8 @@ class Forwards:
     def watch(self, module: torch.nn.Module, unit: int) -> None:
         """Reports a unit's begin and end when its module's forward begins and ends."""
         core = self._core
-        # The thread in which the module is called by itself, as a forward in which other units are
-        # idle; or 0.
+        # The thread in which the module is called on its own, as a forward in which other units
+        # are idle; or 0.
         alone = 0
 
         def begin(*inputs: Any) -> None:
@@ -274,7 +277,7 @@ class Forwards:
                 self._around.begin(self._model, inputs)
             core.unit_begin(unit, True)
 
-        def end(_inputs: Any = None, output: Any = None) -> None:
+        def end(inputs: Any = None, output: Any = None) -> None:
             nonlocal alone
             error = sys.exc_info()[1] if output is None else None
             was_alone = alone == threading.get_ident()
@@ -286,6 +289,8 @@ class Forwards:
                     self._end(output)
                 elif was_alone and error is not None:
                     self._fail(error)
+                    params = [param for _, param in module_tree.params_of(self._model)]
+                    buffer_dtypes.note_inputs(error, params, module_tree.tensors_in(inputs))
             finally:
                 if was_alone:
                     alone, self._open = 0, False
@@ -348,6 +353,16 @@ class Forwards:
         self._open = False  # a module called by itself does not pass through run()
         self._core.unit_end(0, list(module_tree.tensors_in(output)))
 
+    def _explain(self, error: BaseException, inputs: Any) -> None:
+        """Explains an error about operands of different dtypes: adds a note to it, or raises a
+        RuntimeFault that names buffers."""
+        params = [param for _, param in module_tree.params_of(self._model)]
+        buffers = module_tree.named_buffers_of(self._model)
+        mixture = buffer_dtypes.explained(error, params, buffers)
+        if mixture:
+            raise RuntimeFault(mixture) from error
+        buffer_dtypes.note_inputs(error, params, module_tree.tensors_in(inputs))
+
     def _fail(self, error: BaseException) -> None:
         self._open = False
         self._core.forward_failed(f"{type(error).__name__}: {error}")
@@ -383,7 +398,7 @@ def in_backward() -> bool:
 
 
 def _name_of_thread(number: int) -> str:
-    """Names a thread by its number in the operating system. "" is no thread of Python's."""
+    """Returns a thread's name by its number in the operating system; "" if Python lacks it."""
     names = [one.name for one in threading.enumerate() if one.native_id == number]
     return f'"{names[0]}"' if names else ""
 

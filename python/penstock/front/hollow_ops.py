@@ -58,14 +58,14 @@ def _check_resize(func: Any, args: Any) -> None:
     wanted = (torch.Size(shape).numel() + tensor.storage_offset()) * tensor.element_size()
     if wanted > tensor.untyped_storage().nbytes():
         raise ConfigError(
-            f"[front::init] resize_() of a parameter of shape {tuple(tensor.shape)} to "
-            f"{tuple(shape)} needs new memory, which a shard cannot give. Assign a new "
+            f"[front::init] resize_() of a parameter from shape {tuple(tensor.shape)} to "
+            f"{tuple(shape)} needs new memory, but this rank has only a shard. Assign a new "
             "nn.Parameter of that shape"
         )
 
 
 class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs each op on parameters without values on their full values, gathered for that op."""
+    """Runs each op that uses parameters without values on their full values, gathered for it."""
 
     def __init__(self, held: Any, keep: Callable[[torch.Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,8 +167,8 @@ class Built:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Leaves this rank its shard of the tensor, if it has values on the CPU. Raises ConfigError
-        for a floating dtype that does not train."""
+        """Keeps only this rank's shard of the tensor, if the tensor has values on the CPU. Raises
+        ConfigError for a floating dtype that does not train."""
         if is_lazy(tensor) or tensor.device.type == "meta" or tensor.numel() == 0:
             return
         self.check(tensor, "a parameter")
@@ -179,9 +179,9 @@ class Built:
         """Raises ConfigError if the tensor cannot be sharded and would be whole on each rank."""
         if tensor.device.type not in ("cpu", "meta"):
             raise ConfigError(
-                f"[front::init] {what} is made on {tensor.device}, but under penstock.init() "
-                "parameters are made on the CPU, in shards, and train there. Build a model that "
-                "fits on a device without init()"
+                f"[front::init] {what} is made on {tensor.device}, but penstock.init() makes "
+                "parameters on the CPU, in shards, where they train. If the model fits on the "
+                "device, build it without init()"
             )
         if tensor.dtype not in _DTYPES and (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(
@@ -208,8 +208,8 @@ class Built:
 
     @contextlib.contextmanager
     def conversions(self) -> Iterator[None]:
-        """Within the context `model.to(...)`, `half()` and `to_empty()` shard each parameter when
-        it has been converted, so one parameter at a time is whole."""
+        """Within the context, `model.to(...)`, `half()` and `to_empty()` shard each parameter right
+        after its conversion, so only one parameter at a time is whole."""
         plain = torch.nn.Module._apply
         built = self
 

@@ -5,11 +5,12 @@ of `_penstock.OPTIMIZER_KINDS` run on the engine's kernels. Any other elementwis
 fp32 shards.
 """
 
+import functools
 import inspect
 import types
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -118,8 +119,59 @@ def prepare(
         given.state.clear()  # the engine keeps the state
         config = {**config, "optimizer": _section_of(given) | (section or {})}
     else:
+        _check_keys(given)
         check_elementwise(given, _kernels())
     return given, config
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """Returns what a container, a function or an object refers to, one level deep."""
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return value
+    if isinstance(value, weakref.ref):
+        return [id(value())]  # it identifies its object, as an id does
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__func__]
+    if isinstance(value, types.FunctionType):
+        cells = inspect.getclosurevars(value).nonlocals
+        return [*cells.values(), *(value.__defaults__ or ())]
+    plain = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.ModuleType)
+    return [] if isinstance(value, plain) else getattr(value, "__dict__", {}).values()
+
+
+def _check_keys(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError if the optimizer identifies its parameters in a way that shards break.
+
+    Looks for ids of parameters, and for parameters themselves in the options of groups, down to
+    five levels of containers.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    ids, ours = {id(p) for p in params}, ("param_groups", "state", "step")
+    places: dict[str, Any] = {"state": own_entries(optimizer)}
+    for name, value in vars(optimizer).items():
+        if name not in ours and not name.endswith("_hooks"):
+            places[f'attribute "{name}"'] = value
+    for group in optimizer.param_groups:
+        places |= {f'option "{k}" of a group': v for k, v in group.items() if k != "params"}
+    for place, held in places.items():
+        level: list[Any] = [held]
+        seen: set[int] = set()
+        for _ in range(6):
+            options = place.startswith("option") and any(id(one) in ids for one in level)
+            if options or any(type(one) is int and one in ids for one in level):
+                raise ConfigError(
+                    f"[front::initialize] {type(optimizer).__name__} keeps "
+                    f"{'parameters' if options else 'ids of its parameters'} in its {place}. Its "
+                    f"step() gets shards instead, which are different tensors. Give such "
+                    f"parameters a group of their own with an option, or an attribute "
+                    f"(p.decays = False), which shards also have"
+                )
+            seen |= {id(one) for one in level}
+            level = [one for outer in level for one in _inside(outer) if id(one) not in seen]
 
 
 def from_config(model: torch.nn.Module, section: Any) -> torch.optim.Optimizer:
@@ -167,16 +219,26 @@ def is_native(optimizer: torch.optim.Optimizer) -> bool:
     return all(_kind_of(optimizer, group) is not None for group in optimizer.param_groups)
 
 
-def _check_fresh(optimizer: torch.optim.Optimizer, uncounted: int) -> None:
-    """Raises ConfigError if the optimizer has taken steps; `uncounted`: if the state has no count.
+def _num_steps(state: dict[str, Any], uncounted: int) -> float:
+    """Returns the count of steps. Zeros without a count are the state before the first step."""
+    values = [one for one in state.values() if isinstance(one, torch.Tensor)]
+    zeros = bool(values) and not any(bool(one.any()) for one in values)
+    return float(state.get("step", 0 if zeros else uncounted))
 
-    A trial has looked at the state of an optimizer that computes in Python, which may have none.
+
+def _check_fresh(optimizer: torch.optim.Optimizer, uncounted: int) -> None:
+    """Raises ConfigError if the optimizer has taken steps. `uncounted`: steps without a count.
+
+    An optimizer that computes in Python may have no count; a trial has looked at its state.
     """
     # Some optimizers (Adagrad) make their state in the constructor, with step 0.
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    if any(float(state.get("step", uncounted)) > 0 for state in states):
+    # With dampening, torch's first step from zeros is not that of a new optimizer.
+    dampens = uncounted and any(g.get("dampening") for g in optimizer.param_groups)
+    if any(_num_steps(state, uncounted) > 0 or (dampens and state) for state in states):
         raise ConfigError(
-            "[front::initialize] the optimizer has taken steps already. Pass a new optimizer"
+            "[front::initialize] the optimizer has taken steps already, or its state was set. Pass "
+            "a new optimizer, and set its state with engine.set_param_state()"
         )
 
 
@@ -278,7 +340,7 @@ class _State(defaultdict[Any, Any]):
 def take_over(optimizer: torch.optim.Optimizer, external: "ShardStep | None", core: Any) -> None:
     """Replaces the optimizer's step(), zero_grad() and state by the engine's.
 
-    A class's own zero_grad() runs, too, and the engine drops its gradients if it drops them.
+    A class's own zero_grad() runs, too. If it drops gradients, the engine also drops its own.
     """
     kept = weakref.ref(core)
 
@@ -291,7 +353,7 @@ def take_over(optimizer: torch.optim.Optimizer, external: "ShardStep | None", co
     def zero_grad(_self: Any, set_to_none: bool = True) -> None:
         own = kept()
         if own is not None:
-            own.zero_grad()
+            own.zero_grad(set_to_none)
 
     # torch's schedulers warn if a step() that they wrapped loses this attribute.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -302,7 +364,7 @@ def take_over(optimizer: torch.optim.Optimizer, external: "ShardStep | None", co
     if "zero_grad" not in vars(optimizer):
         changed.zero_grad = types.MethodType(zero_grad, optimizer)
     if external is not None:
-        external.drops_gradients_by(lambda: zero_grad(optimizer))
+        external.drops_gradients_by(lambda set_to_none: zero_grad(optimizer, set_to_none))
     optimizer.register_state_dict_pre_hook(refuse_save)
     optimizer.register_load_state_dict_pre_hook(refuse_save)
     if external is None:
@@ -381,12 +443,12 @@ class ShardStep:
         optimizer.state.update(own | {one: state for one, state in fresh.items() if state})
         self._methods.install()
 
-    def drops_gradients_by(self, drop: Callable[[], None]) -> None:
-        """`drop` runs when the optimizer's own zero_grad() has dropped its gradients."""
+    def drops_gradients_by(self, drop: Callable[[bool], None]) -> None:
+        """`drop(set_to_none)` runs when the optimizer's own zero_grad() has dropped gradients."""
         self._methods.drop = drop
 
     def check_saved(self) -> None:
-        """Raises ConfigError if `optimizer.state`, which checkpoints contain, is not all state."""
+        """Raises ConfigError if `optimizer.state`, which checkpoints contain, lacks some state."""
         own = self._optimizer
         for name, inner in vars(own).items():
             if not isinstance(inner, torch.optim.Optimizer) or inner.state is own.state:

@@ -71,7 +71,8 @@ class _Twin:
         params = [[torch.nn.Parameter(start)] for start in starts]
         self._twin = trial.on(optimizer, [*zip(samples, params, strict=True)])
         self._failure = ""
-        self.clears = True  # whether the last call dropped the gradients
+        # Whether the last call dropped the gradients, and whether it set them to None.
+        self.clears = self.to_none = True
 
     def _gradients(self) -> list[torch.Tensor]:
         params = trial.params_of(self._twin)
@@ -108,11 +109,11 @@ class _Twin:
         }
 
     def step(self) -> None:
-        """Takes a step. Raises RuntimeFault if slices get other values than the whole."""
+        """Takes a step. Raises RuntimeFault if slices and the whole get different values."""
         if self._failure:
             return
         self._follow()
-        # A sum that rounds otherwise may flip a sign once, but not three times.
+        # A sum that rounds differently may flip a sign once, but not three times.
         for _ in range(3):
             try:
                 with torch.random.fork_rng(devices=[]):
@@ -124,9 +125,9 @@ class _Twin:
                 self._twin = whole
                 return
         raise RuntimeFault(
-            f"[front::step] {type(self._given).__name__} was elementwise until this step, which in "
-            f"a trial updates a parameter and its slices differently, so it cannot run on shards. "
-            f"Nothing has changed. Use an elementwise optimizer"
+            f"[front::step] until now {type(self._given).__name__} was elementwise, but in a trial "
+            f"this step updates a parameter and its slices differently, so it cannot run on "
+            f"shards. The step changed nothing. Use an elementwise optimizer"
         )
 
     def _stepped(self) -> tuple[Optimizer, bool]:
@@ -149,7 +150,7 @@ class _Twin:
         if self._failure:
             return f"cannot be tried, because in a trial {self._failure}", False
         if not trial.is_plain([list(args), kwargs]):
-            return "takes a function or an object, which the engine cannot try before", False
+            return "takes a function or an object, so the engine cannot try it first", False
         self._follow()
         whole = trial.same_as(self._twin)
         watch = trial.Watch(trial.params_of(whole))
@@ -170,7 +171,7 @@ class _Twin:
         with watch:
             result = call(whole)
         if trial.windows(trial.params_of(whole)) != windows:
-            return "gives a parameter other memory (p.data = x); use p.data.copy_(x)"
+            return "gives a parameter new memory (p.data = x); use p.data.copy_(x)"
         state = list(trial.leaves(whole))
         given = trial.same_as(self._twin)
         for param, gradient in zip(trial.params_of(given), self._gradients(), strict=True):
@@ -179,6 +180,7 @@ class _Twin:
             return "uses gradients, which shards have only inside step()"
         left = [p.grad is not None and bool(p.grad.any()) for p in trial.params_of(given)]
         self.clears = not any(left)
+        self.to_none = all(p.grad is None for p in trial.params_of(given))
         if any(left) and not all(left):
             return "drops the gradients of some parameters only"
         parts = trial.halves(self._twin)
@@ -188,7 +190,7 @@ class _Twin:
         if not trial.same(joined, state):
             return "changes a parameter and its slices differently"
         if watch.seen and not trial.same(trial.joined(results, result, trial.NUMEL), result):
-            return "returns a value of all elements, of which a rank has only some"
+            return "returns a value that depends on all elements, of which a rank has only some"
         return ""
 
 
@@ -200,7 +202,7 @@ class Methods:
         self._values = values
         self._inside = False  # in step() or in a method: the shards are the method's
         self._names, self._saves = _names(type(optimizer))
-        self.drop: Callable[[], None] = _nothing  # drops the engine's gradients
+        self.drop: Callable[[bool], None] = _nothing  # drops the engine's gradients
         # The rules of torch's own classes never change, and these have no other methods.
         of_torch = type(optimizer).__module__.startswith("torch.optim.")
         self._twin = None if of_torch else _Twin(optimizer)
@@ -254,11 +256,11 @@ class Methods:
             else:
                 results.append(method(*args, **kwargs))
         if name == "zero_grad" and self._twin.clears:
-            self.drop()
+            self.drop(self._twin.to_none)
         return results[0]
 
 
-def _nothing() -> None:
+def _nothing(_set_to_none: bool) -> None:
     pass
 
 

@@ -31,7 +31,7 @@ _ALWAYS_TRIED = (
     2,
     4,
 )  # numbers of dims, so that most optimizers are refused for all models or none
-_FEW_GROUPS = 8  # so many groups are all tried; of more, one of each kind
+_FEW_GROUPS = 8  # up to this number, all groups are tried; above it, one of each kind
 _MANY_KINDS = 32
 # The size of each step's gradient; 0: nearly orthogonal to the parameter. Some optimizers clip a
 # gradient, or project it if it is orthogonal.
@@ -68,7 +68,7 @@ class Sample:
 
 
 def _kind(value: Any, texts: bool) -> Hashable:
-    """Returns a key that is equal for values of one kind: numbers count by their signs."""
+    """Returns a key that is equal for values of one kind: of a number only the sign counts."""
     if isinstance(value, dict):
         return tuple(sorted((str(key), repr(_kind(one, texts))) for key, one in value.items()))
     if isinstance(value, (list, tuple)):
@@ -172,7 +172,7 @@ def _copied(value: Any, of: Of, seen: dict[int, Any]) -> Any:
 
 
 def _made(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of the values in host memory, where trials run; a parameter if `like` is."""
+    """Copies the values to host memory, where trials run; into a parameter if `like` is one."""
     copied = values.detach().cpu().clone()
     if not isinstance(like, torch.nn.Parameter):
         return copied
@@ -186,7 +186,7 @@ def _clone(value: torch.Tensor) -> torch.Tensor:
 
 
 def same_as(optimizer: Optimizer) -> Optimizer:
-    """Returns a copy of a trial's optimizer: of its parameters, state and attributes, too."""
+    """Returns a copy of a trial's optimizer, including its parameters, state and attributes."""
     made: Optimizer = _copied(optimizer, _clone, {})
     return made
 
@@ -236,7 +236,7 @@ def fresh_state(optimizer: Optimizer, param: torch.Tensor, owner: torch.Tensor) 
 
 
 def _per_element(optimizer: Optimizer, key: Any, owner: torch.Tensor) -> bool:
-    """Whether the state has a value per element; without dims, as for a parameter with dims."""
+    """Whether the state has a value per element. If `owner` has no dims, one with dims decides."""
     like = owner
     if owner.ndim == 0:
         params = (one for one in optimizer.state if isinstance(one, torch.Tensor) and one.ndim > 0)
@@ -253,9 +253,9 @@ def _check_state(optimizer: Optimizer) -> None:
                 continue
             if not torch.equal(value, value.flatten()[0].expand_as(value)):
                 raise ConfigError(
-                    f"[front::initialize] the state {key!r} of {type(optimizer).__name__} differs "
-                    f"from element to element before the first step, so the engine cannot cut it. "
-                    f"Make it in step(), or pass a new optimizer"
+                    f"[front::initialize] the state {key!r} of {type(optimizer).__name__} has "
+                    f"different values for different elements before the first step, so the engine "
+                    f"cannot shard it. Make it in step(), or pass a new optimizer"
                 )
 
 
@@ -331,7 +331,7 @@ def step(probe: Optimizer, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]
 
 
 def cut(values: torch.Tensor, at: int) -> list[torch.Tensor]:
-    """Returns copies of the two slices, flat; of the whole if it has no element `at`."""
+    """Returns flat copies of both slices, or of the whole if it has no element `at`."""
     flat = values.detach().flatten()
     return [flat[:at].clone(), flat[at:].clone()] if at < flat.numel() else [flat.clone()]
 
@@ -409,7 +409,7 @@ def in_slices(
         with Watch(tried.whole):
             tried.step(probes, gradients, at)
         if windows(tried.whole) != before_all:
-            return "it gives a parameter other memory (p.data = x); use p.data.copy_(x)"
+            return "it gives a parameter new memory (p.data = x); use p.data.copy_(x)"
         for index, (whole, old) in enumerate(zip(tried.whole, before, strict=True)):
             problem = tried.problem(index, float((whole.detach() - old).abs().max()))
             if problem:
@@ -430,7 +430,7 @@ def _state_of_slices(tried: _Tried, probes: list[Optimizer]) -> str:
         states = [probe.state.get(p, {}) for probe, p in zip(chosen, params, strict=True)]
         for value in states[0].values():
             if not is_plain(value):
-                return f"its state has a {type(value).__name__}, which cannot be cut"
+                return f"its state has a {type(value).__name__}, which cannot be sharded"
         all_of, *others = [[*leaves(state)] for state in states]
         if first[0].numel() < whole.numel():
             sliced = whole.numel()
@@ -482,8 +482,8 @@ def _check_inner(optimizer: Optimizer) -> None:
     for name in ("param_groups", "state"):
         if isinstance(getattr(type(optimizer), name, None), property):
             raise CannotTry(
-                f'has "{name}" as a property, so the engine cannot give it shards: set '
-                f"self.{name} in the constructor, or pass the optimizer inside"
+                f'defines "{name}" as a property, so the engine cannot replace it by shards: set '
+                f"self.{name} in the constructor, or pass the inner optimizer"
             )
     groups = {id(group) for group in optimizer.param_groups}
     for name, value in vars(optimizer).items():
@@ -522,9 +522,9 @@ def check_sizes(optimizer: Optimizer, num_shards: int, others: str) -> None:
             problem = in_slices(optimizer, [*found[shape].values()], 1.0, at, steps=2)
             if problem:
                 raise ConfigError(
-                    f"[front::initialize] {type(optimizer).__name__} is not elementwise (with "
-                    f"{shape.numel()} elements {problem}), so it cannot run on shards. Use "
-                    f"{others} or another elementwise optimizer"
+                    f"[front::initialize] {type(optimizer).__name__} is not elementwise (for a "
+                    f"parameter of {shape.numel()} elements, {problem}), so it cannot run on "
+                    f"shards. Use {others} or another elementwise optimizer"
                 )
 
 

@@ -123,8 +123,8 @@ def refuse(error: BaseException) -> None:
         return
     # A text that begins like this stands for a rank that is gone ([Note: Meeting]).
     text = (
-        f"!{_REFUSED} {dist.get_rank()} raised {type(error).__name__}, and this rank waited for "
-        f"it. Mend it there: {error}"
+        f"!{_REFUSED} {dist.get_rank()}, for which this rank waited, raised "
+        f"{type(error).__name__}. Fix the error there: {error}"
     )
     with contextlib.suppress(RuntimeError):  # the store's host has ended
         _Meetings.begin().set(f"meeting 0/who/{dist.get_rank()}", text)

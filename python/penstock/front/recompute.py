@@ -123,20 +123,26 @@ class _Fields:
             if type(value) in module_tree.CONTAINERS
         ]
         self._tensors = [
-            (name, value, value._version)
-            for _, fields in self._kept
+            (place, name, value, value._version, _copy_of(value))
+            for place, fields in self._kept
             for name, value in fields.items()
             if isinstance(value, torch.Tensor) and not value.is_inference()
         ]
+        self._written: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     def values(self) -> Iterator[Any]:
         for _, fields in self._kept:
             yield from fields.values()
 
-    def check(self) -> None:
-        """Raises RuntimeFault, after the forward, if it wrote to a tensor in place."""
-        for name, tensor, version in self._tensors:
-            if tensor._version != version:
+    def keep_changed(self) -> None:
+        """Keeps, after the forward, the values of tensors that it wrote to in place.
+
+        Raises RuntimeFault if such a tensor is large.
+        """
+        for place, name, tensor, version, before in self._tensors:
+            if tensor._version != version and before is not None:
+                self._written.append((place, name, before))
+            elif tensor._version != version:
                 raise RuntimeFault(
                     f'[front::checkpoint] unit "{self._unit}" wrote in place to the tensor '
                     f'"{name}" of one of its modules, so it cannot be recomputed in backward. Make '
@@ -152,15 +158,22 @@ class _Fields:
             for place, _ in self._kept
         ]
         items = [(one, module_tree.State(one)) for one, _ in self._containers]
-        for one, before in self._containers:
-            before.put_in(one)
+        for one, state in self._containers:
+            state.put_in(one)
         _set_fields(self._kept)
+        for place, name, before in self._written:
+            place[name] = before.clone()
         try:
             yield
         finally:
             _set_fields(now)
             for one, state in items:
                 state.put_in(one)
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns a copy of a small tensor, such as a counter."""
+    return tensor.detach().clone() if tensor.numel() <= 1024 else None
 
 
 def _set_fields(fields: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
@@ -171,12 +184,13 @@ def _set_fields(fields: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 class _RandomStates:
-    """The states before a forward of random generators that torch does not restore: those of
-    `random` and `numpy.random`, and generators in the fields of modules."""
+    """The states, before a forward, of the random generators that torch does not restore: those
+    of `random` and `numpy.random`, and generators in the fields of modules."""
 
     def __init__(self, values: Iterator[Any]) -> None:
         numpy: Any = sys.modules.get("numpy.random")
-        found: list[Any] = [random, *([] if numpy is None else [numpy]), *values]
+        own = [one for one in values if not isinstance(one, (str, int, float, type(None)))]
+        found: list[Any] = [random, *([] if numpy is None else [numpy]), *own]
         self._kept = [(*calls, calls[0]()) for calls in map(_state_calls, found) if calls]
 
     def keep_changed(self) -> None:
@@ -196,7 +210,7 @@ class _RandomStates:
 
 
 def _state_calls(one: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Returns what gets and sets the state of a random generator; None for another object."""
+    """Returns the getter and the setter of a random generator's state; None for other objects."""
     if one is random or isinstance(one, random.Random):
         return one.getstate, one.setstate
     if isinstance(one, torch.Generator):
@@ -252,15 +266,14 @@ class Recomputed:
                 return inner(*own_args, **own_kwargs)
             again_args, again_kwargs = module_tree.put_in(inputs, left)
             self._recomputation.begin(self._unit)
-            with buffers.as_before(), objects.as_before():
-                with fields.as_before(), states.as_before():
-                    return inner(*again_args, **again_kwargs)
+            with buffers.as_before(), objects.as_before(), fields.as_before(), states.as_before():
+                return inner(*again_args, **again_kwargs)
 
         with self._hooks():
             output = checkpoint(run, *tensors, use_reentrant=False)
         buffers.keep_changed()
         objects.keep_changed()
-        fields.check()
+        fields.keep_changed()
         states.keep_changed()
         return output
 

@@ -53,7 +53,8 @@ def install(
         label = f"{name}.weight"
         if _hooked(weight):
             raise ConfigError(f"[front::initialize] {_of_hook(label)}")
-        installed.append(Forward(module, functools.partial(_without_hooks, module, label, own)))
+        plain = functools.partial(_as_torch, name, type(module).forward, own)
+        installed.append(Forward(module, functools.partial(_without_hooks, module, label, plain)))
 
 
 def _hooked(weight: Any) -> bool:
@@ -106,6 +107,17 @@ def _without_hooks(
                 one.register_hook(lambda _: check("backward"))  # type: ignore[no-untyped-call]
                 break
     return output
+
+
+def _as_torch(name: str, forward: Any, own: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs the tiled forward. Raises RuntimeFault if the class has another one by now."""
+    if getattr(inner, "__func__", None) is not forward:
+        raise RuntimeFault(
+            f'[front::forward] the forward of module "{name}" was replaced after initialize(), but '
+            f"its weight is in tiles, which compute as torch's own forward. Replace it before "
+            f'initialize(), or leave the module out of "tiling.modules"'
+        )
+    return own(inner, *args, **kwargs)
 
 
 def _forward(module: Any, tiles: Any, lazy_in: Any) -> Any:

@@ -143,8 +143,9 @@ class LazyLogits(torch.Tensor):
         """Raises RuntimeFault if the weights changed since the head ran."""
         if self.head.step() != self.step:
             raise RuntimeFault(
-                "[front::LazyLogits] with tiling.loss_tokens logits are computed when they are "
-                "used, but engine.step() changed the weights since. Use the logits before step()"
+                "[front::LazyLogits] with tiling.loss_tokens, logits are computed only when they "
+                "are used, and engine.step() has changed the weights in the meantime. Use the "
+                "logits before step()"
             )
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]

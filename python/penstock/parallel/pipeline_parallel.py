@@ -264,8 +264,8 @@ class PipelineParallel:
             if running.begun:
                 raise RuntimeFault(
                     f'[front::train_batch] "{name}" of stage {stage} is called after stage '
-                    f"{running.stage} began, but stages follow each other. Begin the stages "
-                    f'elsewhere ("parallel.stages"). They begin: {self._text()}'
+                    f"{running.stage} has begun, but stages must run in order. Move the stage "
+                    f'boundaries ("parallel.stages"). Stages begin: {self._text()}'
                 )
             return self._stand_in(module, name, inner, (args, kwargs))
 
@@ -283,7 +283,7 @@ class PipelineParallel:
                 raise RuntimeFault(
                     f'[front::train_batch] "{name}" is called in stage {running.stage} with a '
                     f"tensor that only an earlier stage has: pass it as an argument of the modules "
-                    f"that stages begin with, or begin the stages elsewhere "
+                    f"that stages begin with, or move the stage boundaries "
                     f'("parallel.stages")'
                 )
         return module_tree.filled(given, value_of)
@@ -526,7 +526,8 @@ def _check_batch(told: dict[str, Any], micro: Micro, stage: int) -> None:
         raise RuntimeFault(
             f"[front::train_batch] stage {stage} was given a different batch from stage "
             f"{stage - 1}. "
-            f"Give all ranks of a pipeline the samples of engine.data_rank (of engine.data_size). "
+            f"Give all ranks of a pipeline the same samples: part engine.data_rank of "
+            f"engine.data_size parts. "
             f"A loader that shuffles needs a generator with the same seed on all these ranks, or "
             f"a DistributedSampler(num_replicas=engine.data_size, rank=engine.data_rank)"
         )

@@ -26,8 +26,8 @@ from penstock.parallel.lazy_logits import LazyLogits
 # are small in a new model, so runs compute in fp32 if the module can.
 _ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _LOW = (torch.float16, torch.bfloat16)
-# A gradient can be zero but for rounding (the bias of keys), so differences are relative at least
-# to this part of the largest gradient.
+# A gradient can be zero except for rounding (the bias of keys). So a difference is divided by at
+# least this part of the largest gradient.
 _FLOOR = 0.1
 _PIECE = 1 << 18  # elements that are compared at a time
 _MODULE = frozenset(vars(torch.nn.Module()))  # attributes of torch's own
@@ -247,7 +247,7 @@ class Probe:
 
     @contextlib.contextmanager
     def _full_attributes(self, region: Any) -> Iterator[None]:
-        """In the context divided attributes have their full values, but in enclosed regions."""
+        """In the context divided attributes have their full values, except in inner regions."""
         own = [one for one in self._attributes if not region.encloses(one.name)]
         for one in own:
             one.make_whole()

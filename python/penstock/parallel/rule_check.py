@@ -5,16 +5,17 @@ part of the features, heads that are not divided. So before the first training f
 that encloses a closed group of cut layers (from "column" to "row"), the module runs twice on its
 arguments: with the ranks' parts, and with full weights. Its outputs and the gradients of its inputs
 and parameters must agree. The probe leaves random numbers, buffers, attributes and gradients as
-they are. Dropout is off in it. It runs before each module, so only the full weights of one module
-exist at a time.
+they are. Dropout is off in the probe. It runs before each module, so only the full weights of one
+module exist at a time.
 
-Modules that enclose units whose parameters come and go are compared in an evaluation before the
-first training forward, without gradients.
+Modules that enclose units whose parameters are gathered and released are compared in an evaluation
+before the first training forward, without gradients.
 """
 
 import contextlib
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -40,7 +41,7 @@ class Region:
     Attributes:
         layers: the cuts of the group. Layers of enclosed regions are not part of it.
         inner: names of the enclosed regions.
-        gathers: it encloses units whose parameters come and go.
+        gathers: it encloses units whose parameters are gathered and released.
     """
 
     name: str
@@ -50,11 +51,11 @@ class Region:
     gathers: bool = False
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter or an attribute is the region's, and not of an enclosed region."""
+        """Whether a parameter or an attribute belongs to the region, not to an enclosed one."""
         return _is_inside(name, self.name) and not self.encloses(name)
 
     def encloses(self, name: str) -> bool:
-        """Whether a parameter or an attribute is that of an enclosed region."""
+        """Whether a parameter or an attribute belongs to an enclosed region."""
         return any(_is_inside(name, one) for one in self.inner)
 
 
@@ -92,7 +93,7 @@ def regions_of(model: torch.nn.Module, layers: Iterable[Any]) -> list[Region]:
 
 
 class RuleCheck:
-    """The regions of one engine's model that were not compared yet."""
+    """The regions of one engine's model that have not been compared yet."""
 
     def __init__(self, model: torch.nn.Module, core: Any, config: Any, probe: Probe) -> None:
         self._model, self._probe, self._tokens = model, probe, probe.tokens
@@ -149,7 +150,7 @@ class RuleCheck:
             return
         if self._ahead == region.gathers and self._trains(region.module):
             del self._due[region.name]
-            self._unchecked[region.name] = "its layers were called without its forward"
+            self._unchecked[region.name] = "its layers were called, but its forward was not"
 
     def end(self) -> None:
         """Called when a forward of the model has ended. Warns once of regions that could not be
@@ -160,7 +161,7 @@ class RuleCheck:
         self._unchecked.clear()
         warnings.warn(
             f'[front::forward] "parallel.verify" could not compare these modules with uncut ones. '
-            f"{told}. Compare a loss with that of one process",
+            f"{told}. Compare the loss with that of a run in one process",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -186,7 +187,7 @@ class RuleCheck:
         """Raises ConfigError on all tensor ranks if the cut module differs from the uncut one."""
         with self._all_tokens(region, given) as probed:
             if not same_everywhere(self._probe.ranks, probed):
-                self._unchecked[region.name] = "its arguments are parts"
+                self._unchecked[region.name] = "its arguments differ between tensor ranks"
                 return
             runs = self._runs(region, inner, probed)
             if isinstance(runs, str):
@@ -195,10 +196,11 @@ class RuleCheck:
             worst = self._probe.compared(region, *runs)
         if worst is not None:
             what, difference, allowed = worst
+            by = f" by {difference:.2g} (relative; allowed: {allowed:.0e})"
             raise ConfigError(
-                f'[front::forward] "parallel.rules" cut "{region.name or "the model"}" '
-                f"({_rules(region)}), and {what} then differs from that of the uncut module: by "
-                f"{difference:.2g} (relative), allowed {allowed:.0e}.\n{_remedy(what)} If the "
+                f'[front::forward] "parallel.rules" cuts "{region.name or "the model"}" '
+                f"({_rules(region)}), and {what} then differs from that of the uncut module"
+                f"{by if math.isfinite(difference) else ''}.\n{_remedy(what)} If the "
                 f'module is right, set "parallel.verify" to "off"'
             )
 

@@ -126,6 +126,6 @@ def _fault(func: Any) -> RuntimeFault:
     return RuntimeFault(
         f"[front::pipeline] the model, or a hook on one of its modules, computes `{name}` of a "
         f"tensor that only another stage of the pipeline has. A stage receives only the arguments "
-        f"of its first module. Pass the tensor as one of them, or begin the stages elsewhere "
+        f"of its first module. Pass the tensor as one of them, or move the stage boundaries "
         f'("parallel.stages")'
     )

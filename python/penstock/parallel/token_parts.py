@@ -194,7 +194,8 @@ class TokenParts:
         ):
             raise RuntimeFault(
                 "[front::forward] output_hidden_states is not supported with "
-                '"parallel.norms": "tokens", because hidden states between layers are parts'
+                '"parallel.norms": "tokens", because between layers each rank has the hidden '
+                "states of only its part of the tokens"
             )
 
     def end(self) -> None:

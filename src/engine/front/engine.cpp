@@ -239,7 +239,7 @@ at::Tensor unit(const torch::nn::Module& module, const std::function<at::Tensor(
   if (running.stages != nullptr && running.stages->has(module)) {
     throw RuntimeFault(concat("[front::unit] a ", module.name(),
                               " belongs to one pipeline stage, so its inputs may come from another "
-                              "rank: give unit() its inputs, too"));
+                              "rank: pass its inputs to unit() as well"));
   }
   const auto found = running.unit_of->find(&module);
   if (found == running.unit_of->end()) return forward();

@@ -18,7 +18,7 @@ namespace penstock::engine {
 namespace {
 
 constexpr const char* kPassOn =
-    "pass it as an input of the units that stages begin with, or begin the stages elsewhere "
+    "pass it as an input of the units that stages begin with, or move the stage boundaries "
     "(\"parallel.stages\")";
 
 // Thrown when a unit of the next stage is called, to leave the model's forward. It is not a
@@ -181,7 +181,7 @@ at::Tensor PipelineRunner::call(const torch::nn::Module& module, const Tensors& 
     if (!pass_->begun) return stand_in();
     throw RuntimeFault(concat("[front::train_batch] \"", piece.module, "\" of stage ", piece.stage,
                               " is called after stage ", stage,
-                              " began, but stages follow each other. Begin the stages elsewhere "
+                              " has begun, but stages must run in order. Move the stage boundaries "
                               "(\"parallel.stages\")"));
   }
   if (piece.stage > stage) throw StageEnd{piece.module, with_values(piece.module, inputs)};

@@ -4,6 +4,7 @@
 
 #include "penstock/error.h"
 #include "src/base/text.h"
+#include "src/engine/step/backward_end.h"
 #include "src/engine/step/core_state.h"
 
 namespace penstock {
@@ -27,11 +28,13 @@ std::vector<StageAction> PipelineRanks::begin(int num_micro, bool trains) {
     actions.push_back({one.stage, one.forward, one.micro});
   }
   if (trains && state_->window->seen() > 0 && !state_->window->armed()) {
-    throw RuntimeFault(concat(
-        "[front::train_batch] the last window was not applied: only ", state_->window->seen(),
-        " of ", state_->window->accumulate(),
-        " backwards of this rank reached a parameter that trains on any rank. Call step(True), "
-        "which averages over these, or zero_grad(), before train_batch()"));
+    const int64_t seen = state_->window->seen();
+    throw RuntimeFault(
+        concat("[front::train_batch] the last window was not applied: only ", seen,
+               " of this rank's ", state_->window->accumulate(),
+               " backwards reached a trainable parameter on some rank. Before train_batch(), call "
+               "step(True), which averages over those ",
+               seen, ", or zero_grad()"));
   }
   return actions;
 }
@@ -48,7 +51,7 @@ void PipelineRanks::send(const StageAction& action, const StageMessage& made) {
 }
 
 void PipelineRanks::end_backward(const StageAction& action) {
-  state_->end_backward_of_stage(action.micro);
+  Core::State::BackwardEnd{*state_}.of_stage(action.micro);
 }
 
 void PipelineRanks::set_buffers(std::vector<StageBuffer> buffers) {

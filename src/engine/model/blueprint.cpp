@@ -153,7 +153,7 @@ void check_tensor(const ModelTree& tree, const Config& config) {
   if (config.tiling.any()) fail("\"tiling\" is not supported with tensor ranks yet; remove it");
   for (const ParamInfo& info : tree.params) {
     if (info.param.is_cpu()) continue;
-    fail(concat("tensor ranks exchange only host memory yet, but parameter \"", info.name,
+    fail(concat("tensor ranks can exchange only host memory so far, but parameter \"", info.name,
                 "\" is on ", info.param.device().str()));
   }
 }
@@ -162,9 +162,11 @@ void check_tensor(const ModelTree& tree, const Config& config) {
 void check_sequence(const ModelTree& tree, const Config& config) {
   for (const ParamInfo& info : tree.params) {
     if (info.param.is_cpu()) continue;
-    throw ConfigError(concat("[engine::draw] \"mesh.sequence\" is ", config.mesh.sequence,
-                             ": sequence ranks exchange only host memory yet, but parameter \"",
-                             info.name, "\" is on ", info.param.device().str()));
+    throw ConfigError(
+        concat("[engine::draw] \"mesh.sequence\" is ", config.mesh.sequence,
+               ": sequence ranks can exchange only host memory so far, but parameter \"", info.name,
+               "\" is on ", info.param.device().str(),
+               ". Keep the model on the CPU, or set \"mesh.sequence\" to 1"));
   }
 }
 
@@ -188,8 +190,8 @@ void check_pipeline(const ModelTree& tree, const Config& config) {
   }
   for (const ParamInfo& info : tree.params) {
     if (info.param.is_cpu() || info.param.is_meta()) continue;
-    fail(concat("stages exchange only host memory yet, but parameter \"", info.name, "\" is on ",
-                info.param.device().str()));
+    fail(concat("stages can exchange only host memory so far, but parameter \"", info.name,
+                "\" is on ", info.param.device().str()));
   }
 }
 
@@ -218,10 +220,11 @@ at::ScalarType buffer_dtype(const Config& config, const ModelTree& tree, const B
 Dtype compute_dtype(const Config& config, const ParamInfo& param) {
   const at::ScalarType own = param.param.scalar_type();
   if (own != at::kFloat && own != at::kBFloat16 && own != at::kHalf) {
-    throw ConfigError(concat("[engine::compute_dtype] parameter \"", param.name, "\" has dtype ",
-                             at::toString(own), ", but the engine supports float32, bfloat16 and float16. Convert it with "
-                             "model.float() (which drops an imaginary part), or keep a value that "
-                             "does not train in a buffer: module.register_buffer(name, values)"));
+    throw ConfigError(concat(
+        "[engine::compute_dtype] parameter \"", param.name, "\" has dtype ", at::toString(own),
+        ", but the engine supports float32, bfloat16 and float16. Convert it with "
+        "model.float() (which drops an imaginary part), or keep a value that "
+        "does not train in a buffer: module.register_buffer(name, values)"));
   }
   if (const auto ruled = ruled_dtype(config, param.name)) return *ruled;
   if (config.precision) return parse_dtype(*config.precision);

@@ -64,7 +64,7 @@ void LentShards::check() const {
   for (const LentShard& shard : shards_) {
     if (shard.master.storage().is_alias_of(shard.window)) continue;
     throw RuntimeFault(concat("[engine::shards] the optimizer gave its shard of \"", shard.name,
-                              "\" other memory (p.data = x), which the engine does not see. Copy "
+                              "\" new memory (p.data = x), which the engine does not see. Copy "
                               "the values instead: p.data.copy_(x)"));
   }
 }

@@ -18,8 +18,8 @@ struct AvailableMemory {
   int64_t disk = 0;    // free in the folders of the swap files
   int64_t pid = 0;
   int device = -1;  // index of the device, if it has memory of its own
-  // Free there, with the memory of the model's parameters; Room::kNoLimit if the device cannot
-  // tell.
+  // Free on that device, plus the memory of the model's parameters; Room::kNoLimit if the device
+  // cannot tell.
   int64_t on_device = 0;
   int64_t when_ns = 0;  // time of the steady clock; distinguishes engines of one process
 

@@ -16,6 +16,7 @@
 #include "penstock/error.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/engine/step/backward_end.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/unit_order.h"
 #include "src/engine/step/window_agreement.h"
@@ -124,7 +125,7 @@ at::Tensor Values::gradient(const std::string& param) {
 std::vector<std::pair<std::string, at::Tensor>> Values::gradients(const std::string& only) {
   state_->check_open("full_grads");
   state_->look_at_gradients(false);
-  state_->end_raised_backward("full_grads", false);
+  Core::State::BackwardEnd{*state_}.after_error("full_grads", false);
   take_turn(state_->group->board(), "full_grads", "called full_grads()");
   engine::agree_on_window(*state_->executor, *state_->window, *state_->driver);
   state_->window->check(engine::Call::kFullGrads);
@@ -215,7 +216,8 @@ bool holds_first_part(const Mesh& mesh, int rank) {
 template <class Sink>
 void Values::for_each_weight(bool everywhere, const Sink& sink) {
   state_->check_open("state_dict");
-  take_turn(state_->group->board(), "weights", "gathered the weights, for example in state_dict()");
+  take_turn(state_->group->board(), "weights",
+            "began to gather the weights, for example in state_dict()");
   state_->border->look_at_params();
   for (size_t unit = 0; unit < state_->written.size(); ++unit) {
     if (state_->written[unit] == 0) continue;
@@ -358,7 +360,7 @@ void Values::set_backward_weight(double weight) { state_->backward_weight = weig
 void Values::set_gradients(const std::vector<std::pair<std::string, at::Tensor>>& gradients) {
   state_->check_open("set_grads");
   state_->look_at_gradients(false);
-  state_->end_raised_backward("set_grads", false);
+  Core::State::BackwardEnd{*state_}.after_error("set_grads", false);
   take_turn(state_->group->board(), "set_grads", "called set_grads()");
   engine::agree_on_window(*state_->executor, *state_->window, *state_->driver);
   state_->window->check(engine::Call::kSetGrads);

@@ -46,8 +46,8 @@ constexpr std::array<CallRule, 9> kRules = {{
      "window's last backward() and before step(). It replaces gradients of backwards, so a loop "
      "that only calls torch.autograd.grad() cannot use it"},
     {Call::kStep, kSeen | kArmed, kNone, kNone, kNone, Count::kKeep,
-     "[engine::step] step() was called without a backward since the last step that reached a "
-     "parameter of the model. Call engine.backward(loss) first, which also counts a loss that is "
+     "[engine::step] step() was called, but since the last step no backward has reached a "
+     "parameter of the model. Call engine.backward(loss) first, which counts even if the loss is "
      "not connected to the model, or add 0 * output.sum() to such a loss"},
     {Call::kUpdate, kNone, kArmed, kNone, kForwarded, Count::kClear,
      "[engine::step] the last backward ended with an error, so its window was dropped. Run the "

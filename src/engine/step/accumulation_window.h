@@ -52,7 +52,8 @@ class AccumulationWindow {
 
   // Records that the current backward produced a gradient on this rank.
   void contribute() { contributed_ = true; }
-  // Says to which micro-batch the last backward belongs. Without a call it has one of its own.
+  // Says to which micro-batch the last backward belongs. By default, each backward is a
+  // micro-batch of its own.
   void set_micro(int64_t micro);
   // Whether the last backward that ended produced a gradient on this rank.
   bool gave() const { return !gave_.empty() && gave_.back() == '1'; }
@@ -75,8 +76,8 @@ class AccumulationWindow {
   uint8_t standing_;  // facts that no call clears
   uint8_t facts_;
   int64_t per_micro_;
-  std::string gave_;             // by backward that ended
-  std::vector<int64_t> micros_;  // by backward that ended
+  std::string gave_;             // for each backward that ended
+  std::vector<int64_t> micros_;  // for each backward that ended
   int64_t next_micro_ = 0;
   bool contributed_ = false;
   bool reduces_ = false;

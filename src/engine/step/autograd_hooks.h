@@ -9,7 +9,7 @@
 
 namespace penstock::engine {
 
-// Returns true inside a backward, also in a forward that activation checkpointing recomputes there.
+// Returns true inside a backward, including a forward that activation checkpointing recomputes.
 bool in_backward();
 
 // Returns true inside torch.autograd.grad(), which returns gradients and accumulates none.
@@ -18,8 +18,8 @@ bool in_side_backward();
 // Runs `done` when the outermost backward in progress has ended without an error.
 void at_end_of_backward(std::function<void()> done);
 
-// A place in the graph that a thread recorded. A backward reaches the nodes of one thread from
-// later to earlier ones.
+// A place in the graph that a thread recorded. A backward reaches the nodes of one thread in
+// reverse order.
 struct GraphPlace {
   uint64_t thread = 0, number = 0;
 

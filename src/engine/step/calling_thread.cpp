@@ -42,16 +42,12 @@ void CallingThread::begin_call(const std::string& call, const Begin& begin) {
     throw RuntimeFault(concat("[engine::", call, "] thread ", own, " began a ", call,
                               " while thread ", theirs.empty() ? "of autograd" : theirs,
                               " was in a ", other.call,
-                              " of the same engine. Use the engine in one thread at a time, for "
-                              "example with a lock around each iteration, or evaluate "
-                              "copy.deepcopy(model)"));
+                              " of the same engine. Use the engine in only one thread at a time "
+                              "(for example, with a lock around each iteration), or evaluate "
+                              "copy.deepcopy(model) in the other thread"));
   }
   const std::lock_guard lock(mutex_);
   begin();
-}
-
-void CallingThread::check(const std::string& call) {
-  begin_call(call, [] {});
 }
 
 void CallingThread::enter(const std::string& call) {
@@ -66,6 +62,11 @@ void CallingThread::enter(const std::string& call) {
 void CallingThread::leave() {
   const std::lock_guard lock(mutex_);
   if (thread_ == this_thread() && !calls_.empty()) calls_.pop_back();
+}
+
+std::shared_ptr<void> CallingThread::within(const std::string& call) {
+  enter(call);
+  return {nullptr, [this](void*) { leave(); }};
 }
 
 bool CallingThread::take_refused() {

@@ -19,12 +19,13 @@ class CallingThread {
 
   void name_by(Name name) { name_ = std::move(name); }
 
-  // Throws RuntimeFault if another thread is in a call.
-  void check(const std::string& call);
-  // Begins a call, perhaps inside another one of this thread. Throws as check() does.
+  // Begins a call, perhaps inside another one of this thread. Throws RuntimeFault if another thread
+  // is in a call.
   void enter(const std::string& call);
   void leave();
-  // Returns whether this thread's last call was refused, once.
+  // Calls enter(). The returned object calls leave() at the end of its life.
+  [[nodiscard]] std::shared_ptr<void> within(const std::string& call);
+  // Returns, once, whether this thread's last call was refused.
   bool take_refused();
   // Begins a backward. It ends with leave_backward(), or when autograd frees the returned object.
   std::shared_ptr<void> enter_backward();

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/util/Exception.h>
 
 #include <array>
 #include <cstring>
@@ -11,6 +12,7 @@
 #include "src/base/board.h"
 #include "src/base/text.h"
 #include "src/engine/model/exposed_tensors.h"
+#include "src/engine/step/backward_end.h"
 #include "src/engine/step/core_state.h"
 #include "src/engine/step/window_agreement.h"
 #include "src/engine/watch/observer.h"
@@ -92,8 +94,8 @@ void Core::relearn() {
 
 void Core::resume_backward() {
   state_->check_open("backward");
-  state_->calling.check("backward");
-  state_->end_raised_backward("backward", true);
+  const auto inside = state_->calling.within("backward");
+  State::BackwardEnd{*state_}.after_error("backward", true);
   state_->window->on(engine::Call::kBackward);
   // An exception that was kept from an earlier backward is now obsolete.
   state_->fault = nullptr;
@@ -116,17 +118,6 @@ at::Tensor Core::start_backward(const at::Tensor& loss, const at::Tensor& gradie
   return start.mul(factor.to(start.scalar_type()));
 }
 
-void Core::end_backward() {
-  const bool seen = state_->window->armed() || state_->window->seen() > state_->seen_before;
-  if (seen || state_->model_ranks.stages || engine::in_backward()) return;
-  TORCH_WARN_ONCE(
-      "penstock: a backward reached no parameter of the engine's model. If no backward of a window "
-      "does on any rank, step() updates nothing and returns False. If the loss may be a constant, "
-      "add 0 * output.sum() to it");
-  state_->start_backward(false);
-  state_->end_backward();
-}
-
 void Core::backward_failed(const std::string& error) {
   state_->failed("backward", error);
   if (state_->fault) std::rethrow_exception(std::exchange(state_->fault, nullptr));
@@ -134,25 +125,18 @@ void Core::backward_failed(const std::string& error) {
     std::rethrow_exception(lost);
 }
 
-void Core::call_failed(const std::string& call, const std::string& error) {
-  // A call that another thread's call refused changed nothing, and that call goes on.
-  if (state_->closed || state_->calling.take_refused()) return;
-  leave_turn(state_->group->board(), concat("called ", call, "(), which raised ", error), true);
-}
-
 bool Core::window_complete(bool force) {
   state_->check_open("step");
-  state_->calling.check("step");
+  const auto inside = state_->calling.within("step");
   state_->look_at_gradients(false);
-  state_->end_raised_backward("step", false);
+  State::BackwardEnd{*state_}.after_error("step", false);
   state_->window->check(engine::Call::kStep);
   return force || state_->window->complete();
 }
 
 bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<void()>& external,
                 const std::string& options) {
-  state_->calling.enter("step");
-  const std::shared_ptr<void> leave(nullptr, [&](void*) { state_->calling.leave(); });
+  const auto inside = state_->calling.within("step");
   show(state_->group->board(), "update");  // for `penstock status`
   take_turn(state_->group->board(), exec::Norm::kLabel,
             engine::at_this_point("called step()", *state_->window, state_->steps));
@@ -177,7 +161,8 @@ bool Core::step(const std::vector<OptimizerConfig>& groups, const std::function<
 
 void Core::zero_grad(bool set_to_none) {
   state_->check_open("zero_grad");
-  if (state_->window->armed() && state_->raised == State::Raised::kNo) return;
+  const auto inside = state_->calling.within("zero_grad()");
+  if (state_->window->armed() && state_->raised == State::Raised::kNone) return;
   state_->drop_gradients();
   state_->executor->gradients().leave_zeros(!set_to_none);
   state_->border->show_gradients();
@@ -208,6 +193,22 @@ std::string Core::close(bool gather, const std::string& why) { return state_->cl
 void Calls::enter(const std::string& call) { state_->calling.enter(call); }
 
 void Calls::leave() { state_->calling.leave(); }
+
+void Calls::end_backward() {
+  if (state_->model_ranks.stages || engine::in_backward()) return;
+  if (!Core::State::BackwardEnd{*state_}.unseen()) return;
+  TORCH_WARN_ONCE(
+      "penstock: a backward reached no parameter of the engine's model. If no backward of a window "
+      "reaches one on any rank, step() updates nothing and returns False. If the loss may be a "
+      "constant, add 0 * output.sum() to it");
+}
+
+void Calls::failed(const std::string& call, const std::string& error) {
+  // A call that was refused because of another thread's call changed nothing, and the other call
+  // goes on.
+  if (state_->closed || state_->calling.take_refused()) return;
+  leave_turn(state_->group->board(), concat("called ", call, "(), which raised ", error), true);
+}
 
 void Calls::name_threads(std::function<std::string(int64_t)> name) {
   state_->calling.name_by(std::move(name));

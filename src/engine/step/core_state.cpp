@@ -9,6 +9,7 @@
 #include "penstock/optimizer_kinds.h"
 #include "src/base/board.h"
 #include "src/base/text.h"
+#include "src/engine/step/backward_end.h"
 #include "src/engine/step/window_agreement.h"
 #include "src/engine/watch/observer.h"
 #include "src/plan/strategy.h"
@@ -120,7 +121,7 @@ void Core::State::forward_begin(bool grad_enabled) {
   if (engine::in_backward()) {  // the whole model is recomputed
     return backward_enter(0, engine::now(), engine::in_graph());
   }
-  end_raised_backward("forward", true);
+  BackwardEnd{*this}.after_error("forward", true);
   faulted = false;
   if (grad_enabled && moves_params) {
     engine::go_on(*executor, *window, *driver, exec::Norm::Next::kForward,
@@ -213,7 +214,7 @@ void Core::State::failed(const char* what, const std::string& error) {
   trouble = concat("step ", steps + 1, ", where its ", what, " raised ", error);
   group->set_position(Position::of(trouble));
   leave_turn(group->board(),
-             concat("left its ", what, " of step ", steps + 1, " by an error: ", error),
+             concat("left its ", what, " of step ", steps + 1, " because of an error: ", error),
              driver->owes());
   Observer{*this}.dump(what);
 }
@@ -249,61 +250,21 @@ void Core::State::look_at_gradients(bool adds) {
 }
 
 void Core::State::drop_gradients() {
-  if (std::exchange(raised, Raised::kNo) != Raised::kNo) driver->abandon();
+  if (std::exchange(raised, Raised::kNone) != Raised::kNone) driver->abandon();
   monitor->drop();
   border->hide_gradients();
   executor->discard();
   window->on(engine::Call::kDrop);
 }
 
-// The backward counts on the other stages, so it must count here even if it reached no hook of this
-// rank.
-void Core::State::end_backward_of_stage(int64_t micro) {
-  if (window->seen() == seen_before && !window->armed()) {
-    start_backward(false);
-    end_backward();
-  }
-  if (window->seen() > seen_before) window->set_micro(micro);
-}
-
-void Core::State::end_raised_backward(const char* call, bool drops) {
-  if (raised == Raised::kNo) return;
-  if (raised == Raised::kByEngine) {
-    if (drops && window->seen() == 0) return drop_gradients();
-    throw RuntimeFault(concat("[engine::", call, "] the last backward was ended by an error of ",
-                              "the engine, so the gradients of its window are incomplete. Call ",
-                              "zero_grad(), which drops them, and run the window again"));
-  }
-  raised = Raised::kByEngine;  // if a peer is lost in the moves that are left
-  frozen_open.clear();
-  driver->finish();
-  window->on(engine::Call::kBackwardEnd);
-  raised = Raised::kNo;
-}
-
-// Autograd keeps this while a backward runs, and frees it at the end or when the backward raises.
-struct Core::State::Ending {
-  std::weak_ptr<State> state;
-  std::shared_ptr<void> running;  // keeps other threads out
-  bool begun = false, ended = false;
-
-  Ending(std::weak_ptr<State> of, std::shared_ptr<void> thread)
-      : state(std::move(of)), running(std::move(thread)) {}
-  ~Ending() {
-    const auto self = state.lock();
-    if (ended || !self || self->closed || !self->window->armed()) return;
-    const bool by_engine = !begun || self->fault != nullptr || self->model_ranks.stages;
-    self->raised = by_engine ? Raised::kByEngine : Raised::kByModel;
-    self->border->show_gradients();
-  }
-};
-
 void Core::State::start_backward(bool in_autograd) {
-  end_raised_backward("backward", true);
+  BackwardEnd{*this}.after_error("backward", true);
   if (window->armed()) return;
   const std::shared_ptr<void> running = calling.enter_backward();
-  std::shared_ptr<Ending> ending;
-  if (in_autograd) ending = std::make_shared<Ending>(weak_from_this(), running);
+  std::shared_ptr<BackwardEnd::BackwardGuard> guard;
+  if (in_autograd) {
+    guard = std::make_shared<BackwardEnd::BackwardGuard>(weak_from_this(), running);
+  }
   fault = nullptr;
   show(group->board(), "backward");
   look_at_gradients(true);
@@ -334,11 +295,11 @@ void Core::State::start_backward(bool in_autograd) {
   executor->gradients().begin_backward();
   order->begin_backward();
   if (in_autograd) {
-    ending->begun = true;
-    engine::at_end_of_backward([ending] {
-      const auto self = ending->state.lock();
+    guard->begun = true;
+    engine::at_end_of_backward([guard] {
+      const auto self = guard->state.lock();
       if (self && !self->closed) self->in_hook([&] { self->end_backward(); });
-      ending->ended = true;
+      guard->ended = true;
     });
   }
   if (unit_events) {
@@ -369,8 +330,8 @@ void Core::State::backward_enter(int unit, const engine::GraphPlace& since,
 
 // A frozen weight has no gradient that marks its last use in backward. Autograd works from later
 // forward nodes to earlier ones, so the last use has ended when the backward reaches a node that
-// was recorded before the forward of the unit. A tile of a layer inside the unit is entered before
-// that.
+// was recorded before the forward of the unit. The tiles of layers inside the unit are entered
+// before that.
 void Core::State::complete_frozen(int except, const engine::GraphPlace& at) {
   const std::vector<int> open = std::exchange(frozen_open, {});
   for (const int unit : open) {
@@ -469,7 +430,7 @@ void Core::State::unit_complete(int unit) {
 }
 
 void Core::State::end_backward() {
-  calling.leave_backward();
+  const std::shared_ptr<void> leave(nullptr, [&](void*) { calling.leave_backward(); });
   complete_frozen(-1, {});
   refuse_edit(*driver, *border, 0, "in backward");
   order->end(Op::kBackward, 0);
@@ -523,15 +484,13 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
   update.say = [this, told = engine::options_text(groups, options) + monitor->say()] {
     return engine::say_window(*window, *driver) + told + static_cast<char>('0' + save_wanted);
   };
-  bool begun = false;
-  update.hear = [this, &begun, whole = window->complete()](std::vector<std::string> all) {
+  update.hear = [this, whole = window->complete()](std::vector<std::string> all) {
     engine::hear_asked(all, save_wanted, save_agreed);
     monitor->hear(all);
     if (!engine::hear_window(all, *window, *driver)) return 0.0;
     if (window->seen() == 0 || (whole && !window->complete())) throw StillOpen();
     const double averaged_over = divisor();
     window->on(engine::Call::kUpdate);
-    begun = true;
     return averaged_over;
   };
   executor->updates().begin(std::move(update));
@@ -556,8 +515,8 @@ bool Core::State::step(const std::vector<OptimizerConfig>& groups,
     ++skipped;
     overflow = error.what();
     return false;
-  } catch (const std::exception& error) {  // rethrown after the section is closed
-    failed(begun ? "update" : "step", error.what());  // a step that was refused changed nothing
+  } catch (const std::exception& error) {  // a step that was refused leaves its window as it was
+    failed(window->seen() == 0 ? "update" : "step", error.what());
     drop_gradients();
     driver->abandon();
     throw;

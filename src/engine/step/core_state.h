@@ -64,15 +64,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   void look_at_gradients(bool adds);
   // Drops the window and its accumulated gradients, also those of a backward that raised.
   void drop_gradients();
-  // Must run before a call that changes the window. If model code raised in the last backward, that
-  // backward ends here: as in torch, the gradients that it gave stay, and it counts. If the engine
-  // raised, some sums are incomplete: `drops` drops a window that had no other backward, and any
-  // other window is an error until zero_grad().
-  void end_raised_backward(const char* call, bool drops);
   // Returns the factor between the accumulated and the averaged gradient.
   double divisor() const;
-  // Ends a backward of a pipeline stage, even if it reached no trainable parameter of this rank.
-  void end_backward_of_stage(int64_t micro);
   // [all ranks, with `gather`] Gives the model back. With `gather` every rank has full parameters
   // afterwards, also after a failure. Without it the call needs no peer. `why`: the user's error
   // that is the reason for closing, or "". Returns a remark on the weights, or "". Throws
@@ -111,8 +104,8 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   engine::LentShards lent;       // shards of masters that a user's optimizer holds
   std::vector<at::Tensor> lent_gradients;  // their gradients, only during its step
   std::exception_ptr fault;  // thrown by a hook: autograd keeps its text but not its class
-  enum class Raised : uint8_t { kNo, kByModel, kByEngine };
-  Raised raised = Raised::kNo;  // what ended the last backward early
+  enum class Raised : uint8_t { kNone, kByModel, kByEngine };
+  Raised raised = Raised::kNone;  // what ended the last backward early
   engine::LossScale loss_scale;
   int64_t skipped = 0;   // steps skipped because of overflow
   std::string overflow;  // error text of the last skipped step
@@ -130,6 +123,7 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
   engine::CallingThread calling;
   ckpt::Saver saver;  // the last member, so that it ends first
 
+  struct BackwardEnd;    // backward_end.h
   struct Checkpointing;  // checkpoints.cpp
   struct Observer;       // observer.h
 
@@ -149,7 +143,6 @@ struct Core::State final : std::enable_shared_from_this<Core::State>, tiles::Hos
 
   void watch_outside_reads();
   void start_backward(bool in_autograd = true);
-  struct Ending;
   // `since`: where the forward of this use began. `at`: the place that the backward has reached.
   void backward_enter(int unit, const engine::GraphPlace& since, const engine::GraphPlace& at);
   void gradient_arrived(int unit, int flat, int slot);

@@ -277,8 +277,8 @@ void Driver::finish() {
   finishing_ = true;
   run_to(steps_->size());
   pump();
-  // A late gradient shows only now, because later moves may place a gradient where backwards leave
-  // it.
+  // Only now is it known which gradients are late, because later moves of the section may return a
+  // gradient to the place where backwards leave it.
   if (is_backward(section_)) {
     std::fill(late_.begin(), late_.end(), false);
     for (const exec::PlannedStep& planned : *steps_) {

@@ -143,6 +143,7 @@ void OutsideEdits::take_over(Param& param) {
   if (base) {
     device::copy(base + slot->offset * flat->element_bytes(), from,
                  static_cast<int64_t>(values.nbytes()));
+    flat->renew_print(*slot);
   }
   executor_.values().write(*flat, slot->offset, slot->numel, from);
 }
@@ -152,7 +153,7 @@ std::string OutsideEdits::edited(int index, bool always) {
   if (!unit.attached || executor_.table().rests_whole()) return "";
   for (const exec::Flat& flat : unit.flats) {
     for (const exec::Slot& slot : flat.slots) {
-      if (slot.param._version() != slot.version) return slot.name;
+      if (slot.param._version() != slot.version || flat.print_differs(slot)) return slot.name;
     }
   }
   // The comparison copies the resting shard to the device or from disk, so it is made rarely.

@@ -40,7 +40,7 @@ void Monitor::saw(const at::Tensor& loss) {
     counted_.told.loss += value.item().toDouble();
     return;
   }
-  const at::Tensor wide = value.to(at::kDouble);  // as all scalars that the norm reads
+  const at::Tensor wide = value.to(at::kDouble);  // like all scalars that the norm reads
   counted_.loss_there = counted_.loss_there.defined() ? counted_.loss_there + wide : wide;
 }
 

@@ -22,7 +22,7 @@ using Json = nlohmann::ordered_json;
 using enum KeyFate;
 
 constexpr const char* kDotted = "not a DeepSpeed key: write it inside its section";
-constexpr const char* kAuto = "nothing replaced \"auto\", so the default applies";
+constexpr const char* kAuto = "still \"auto\", so the default applies";
 
 Json parse(const std::string& text) {
   std::vector<std::set<std::string>> open;  // the keys so far of each object that is being read
@@ -136,7 +136,7 @@ void refuse(const Leaves& given, const std::string& key, const std::string& allo
   fail_deepspeed(concat("\"", key, "\" is ", given.find(key)->dump(), "; allowed: ", allowed));
 }
 
-// Refuses values that DeepSpeed refuses together.
+// Refuses combinations of values that DeepSpeed refuses.
 void check_together(const Leaves& given, const Json& config) {
   const std::string zero = "zero_optimization.";
   const int64_t stage = given.whole(zero + "stage", 0);
@@ -148,11 +148,11 @@ void check_together(const Leaves& given, const Json& config) {
   for (const auto& [old, replacement] : kOld) {
     if (section.contains(old) && section.contains(replacement))
       fail_deepspeed(concat("\"", zero, old, "\" and \"", zero, replacement,
-                            "\" set the same: keep the second"));
+                            "\" are the same setting: keep only \"", zero, replacement, "\""));
   }
   if (section.contains("zenflow"))  // its presence turns it on
     fail_deepspeed(concat("\"", zero, "zenflow\" is ", section["zenflow"].dump(),
-                          ", which is not supported: not supported yet"));
+                          ", which is not supported yet: remove the section"));
   if (!given.flag(zero + "compute_grad_norm", true) && stage != 1 && stage != 2)
     fail_deepspeed(
         concat("\"", zero, "compute_grad_norm\" is false; allowed: true at stage ", stage));

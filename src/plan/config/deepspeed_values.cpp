@@ -22,25 +22,25 @@ using config_text::lower;
 using Json = nlohmann::ordered_json;
 
 // [Note: Values of DeepSpeed's configs] DeepSpeed reads most sections with pydantic, which converts
-// values: "1e8" is no whole number, but "100", 100.0 and true are. It leaves out "auto" and refuses
-// other keys than those of the section. It reads the keys of the top level, and of the sections
-// that are no model, from a dict: values stay as they are, "auto" stays text, and an operation may
-// fail on them. Each row below has the type of one key; tests/weekly/deepspeed_configs.py compares
-// the table with DeepSpeed's parser.
+// values: "1e8" is not a whole number, but "100", 100.0 and true are. Such a section leaves out
+// "auto" and refuses keys that it does not have. DeepSpeed reads the top level, and the sections
+// that are not pydantic models, as dicts: values stay as they are, "auto" stays text, and
+// operations on them may fail later. Each row below has the type of one key;
+// tests/weekly/deepspeed_configs.py compares the table with DeepSpeed's parser.
 enum class ValueType {
-  kModel,    // a section of pydantic: fixed keys
+  kModel,    // a section that is a pydantic model: fixed keys
   kSection,  // a section that is a dict: any keys
   kFlag,     // pydantic's bool: 0, 1, "true", "no", ...
   kWhole,    // pydantic's int
   kNumber,   // pydantic's float
   kText,
-  kTexts,   // text or a list of texts
+  kTexts,   // text or a list of strings
   kList,    // any list
   kChoice,  // one of `choices`, in any case
   kExact,   // one of `choices`
-  kCount,   // a whole number of a dict: no text
-  kReal,    // a number of a dict: no text
-  kTruth,   // a flag of a dict: true, false, 0 or 1
+  kCount,   // a whole number in a dict; text is refused
+  kReal,    // a number in a dict; text is refused
+  kTruth,   // a flag in a dict: true, false, 0 or 1
   kObject,  // any value
 };
 
@@ -52,7 +52,7 @@ struct ValueRow {
   double low = -kAny, high = kAny;
   bool null = false;  // null is allowed, and the same as a missing key
   const char* choices = "";
-  bool strict = false;  // true is no number, and "1.0" no whole number
+  bool strict = false;  // true is not a number, and "1.0" is not a whole number
 };
 
 using enum ValueType;
@@ -252,7 +252,7 @@ constexpr ValueRow kRows[] = {
     {"hybrid_engine.enable_cuda_graph", kFlag},
 };
 
-// Names that DeepSpeed accepts beside the documented ones.
+// Names that DeepSpeed accepts besides the documented ones.
 constexpr std::pair<const char*, const char*> kOtherNames[] = {
     {"zero_optimization.prefetch_bucket_size", "stage3_prefetch_bucket_size"},
     {"zero_optimization.param_persistence_threshold", "stage3_param_persistence_threshold"},
@@ -285,7 +285,7 @@ std::string trimmed(const std::string& text) {
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// Returns the text without single underscores between digits; nothing if it has others.
+// Returns the text without its underscores; nothing if one of them is not between two digits.
 std::optional<std::string> without_underscores(const std::string& text) {
   std::string kept;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -437,7 +437,7 @@ std::string allowed(const ValueRow& row) {
     case kReal:
       return concat("a number", range_of(row));
     case kTexts:
-      return "a list of texts";
+      return "a list of strings";
     case kList:
       return "a list";
     default:
@@ -459,7 +459,7 @@ class ValueReader {
       const auto same = given.find(known);
       if (known != name && value != "auto" && same != given.end() && *same != "auto")
         fail_deepspeed(concat("\"", prefix, name, "\" and \"", prefix, known,
-                              "\" are the same key: keep the second"));
+                              "\" are the same key: keep only \"", prefix, known, "\""));
       // A dict's key with a dot is a name of its own, which DeepSpeed does not read.
       const bool dotted = name.find('.') != std::string::npos;
       const ValueRow* row = dotted ? nullptr : row_of(prefix + known);

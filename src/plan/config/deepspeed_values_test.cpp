@@ -132,7 +132,7 @@ TEST(DeepSpeedValues, ErrorsSayWhatIsAllowed) {
        "unknown key \"bf16.enable\"; did you mean \"bf16.enabled\"?"},
       {R"({"zero_optimization": {"allgather_sequential": true,
           "stage3_allgather_sequential": true}})",
-       "are the same key: keep the second"},
+       R"(are the same key: keep only "zero_optimization.stage3_allgather_sequential")"},
   };
   for (const Read& one : cases) {
     try {

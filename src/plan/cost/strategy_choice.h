@@ -44,8 +44,8 @@ std::string refusal(const Question& question, const ModelDesc& model);
                          const Room& room);
 
 // Returns a sentence that names the best alternative among those that need less than `now` of the
-// resource that ran out. The run has exceeded its prediction, so it also says what no prediction
-// contains.
+// resource that ran out. The run has exceeded its prediction, so the sentence also says what the
+// prediction leaves out.
 std::string advice(const Question& question, const ModelDesc& model, const OffloadConfig& now,
                    int64_t Alternative::* bytes);
 

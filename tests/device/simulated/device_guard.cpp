@@ -28,7 +28,7 @@ class DevicesAndStreams : public c10::impl::DeviceGuardImplInterface {
     return sim_device(exchange_device(device.index()));
   }
   c10::Device getDevice() const override { return sim_device(current_device()); }
-  // No context, unlike CUDA's: a thread of autograd for each device calls it when it starts.
+  // Makes no context, unlike CUDA's: each device's autograd thread calls it when it starts.
   void setDevice(c10::Device device) const override { set_current_device(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     set_current_device(device.index());

@@ -122,7 +122,7 @@ def drop_accumulated(t: Any) -> None:
     t.train(3)
 
 
-@rows("an optimizer of one's own that steps in a `post_accumulate_grad_hook`", either())
+@rows("an optimizer of your own that steps in a `post_accumulate_grad_hook`", either())
 def optimizer_in_backward(t: Any) -> None:
     t.start()
     own = torch.optim.SGD([t.model.leave.weight], lr=0.05)
@@ -443,7 +443,7 @@ def anomaly_nan(t: Any) -> None:
         t.engine.backward((t.engine(t.batch(0)[0]).abs() * 0 - 1).sqrt().sum())
 
 
-@rows("an `autograd.Function` of one's own between two blocks")
+@rows("an `autograd.Function` of your own between two blocks")
 def own_function(t: Any) -> None:
     class Reverse(torch.autograd.Function):
         @staticmethod

@@ -82,7 +82,7 @@ def swapped(modules: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def unbound(modules: list[Any]) -> Iterator[None]:
-    """As Accelerate wraps a forward: its function, and bound again."""
+    """Wraps a forward as Accelerate does: wraps its function and binds the result."""
     for one in modules:
         one.forward = types.MethodType(doubled(one.forward.__func__), one)
     yield
@@ -111,7 +111,7 @@ def train_changed(t: Any, place: Place, change: Change) -> None:
 
 
 def clone(module: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """As learn2learn and others copy a module, with other weights."""
+    """Copies a module as learn2learn and others do, with other weights."""
     made = type(module).__new__(type(module))
     made.__dict__ = module.__dict__.copy()
     made._parameters = {k: None if p is None else value(p) for k, p in module._parameters.items()}
@@ -200,7 +200,7 @@ for where, its in PLACES.items():
 
 @rows("`nn.Linear.forward` is replaced for the whole process", precision=("fp32",))
 def quantised(t: Any) -> None:
-    """Quantisation that is aware of training."""
+    """Quantisation-aware training."""
     t.start(nets.build())
     t.train(1)
 

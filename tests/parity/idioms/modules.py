@@ -233,7 +233,7 @@ def inside_another(t: Any) -> None:
         t.engine.step()
 
 
-@rows("a module of one's own beside the engine, with an optimizer of its own")
+@rows("a module of your own beside the engine, with an optimizer of its own")
 def beside(t: Any) -> dict[str, Any]:
     t.start()
     torch.manual_seed(3)

@@ -538,19 +538,19 @@ class Lookahead(SignSgd):
                     p.copy_(state["slow"])
 
 
-@rows("an elementwise optimizer of one's own", tier=IN_MEMORY)
+@rows("an elementwise optimizer of your own", tier=IN_MEMORY)
 def own(t: Any) -> None:
     t.start(optimizer=SignSgd)
     t.train(3)
 
 
-@rows("Lookahead as an optimizer of one's own", tier=IN_MEMORY)
+@rows("Lookahead as an optimizer of your own", tier=IN_MEMORY)
 def lookahead(t: Any) -> None:
     t.start(optimizer=functools.partial(Lookahead, lr=1e-2))
     t.train(4)
 
 
-@rows("an optimizer of one's own with the norm of all gradients inside", refused("elementwise"))
+@rows("an optimizer of your own with the norm of all gradients inside", refused("elementwise"))
 def global_norm(t: Any) -> None:
     t.start(optimizer=ClippedSgd)
     t.train(1)

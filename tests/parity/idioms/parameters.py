@@ -512,3 +512,30 @@ def now_and_then(t: Any) -> None:
             loss = loss + t.model.gain.float().pow(2).sum()
         t.engine.backward(loss)
         t.engine.step(force=True)
+
+
+def penalised(t: Any, inside: bool) -> None:
+    """The square keeps the weights for its backward."""
+    t.start()
+    for step in t.steps(2):
+        with t.engine.gathered():
+            penalty = sum(one.up.weight.square().mean() for one in t.model.blocks)
+            loss = t.loss(step) + 0.01 * penalty
+            if inside:
+                t.engine.backward(loss)
+        if not inside:
+            t.engine.backward(loss)
+        t.engine.step()
+
+
+@rows("a penalty on the weights of blocks, with its backward inside `gathered()`")
+def penalty_inside(t: Any) -> None:
+    penalised(t, True)
+
+
+@rows(
+    "a penalty on the weights of blocks, with its backward after `gathered()`",
+    sharded=either("call backward there, too"),
+)
+def penalty_outside(t: Any) -> None:
+    penalised(t, False)

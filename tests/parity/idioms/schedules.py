@@ -94,7 +94,7 @@ def swa_lr(t: Any) -> dict[str, Any]:
     return given(t, lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, 0.05, 2))
 
 
-@rows("a scheduler of one's own, a subclass of `LRScheduler`")
+@rows("a scheduler of your own, a subclass of `LRScheduler`")
 def own_scheduler(t: Any) -> dict[str, Any]:
     class Halves(lrs.LRScheduler):
         def get_lr(self) -> list[float]:
@@ -103,7 +103,7 @@ def own_scheduler(t: Any) -> dict[str, Any]:
     return given(t, lambda optimizer: Halves(optimizer))
 
 
-@rows("a scheduler of one's own, an object with `step()`")
+@rows("a scheduler of your own, an object with `step()`")
 def own_object(t: Any) -> dict[str, Any]:
     class Sets:
         def __init__(self, optimizer: Any):

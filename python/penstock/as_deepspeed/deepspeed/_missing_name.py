@@ -26,7 +26,7 @@ def function(name: str, instead: str) -> Callable[..., Any]:
 
 
 class _MissingClass(abc.ABCMeta):
-    """The type of a class that cannot be instantiated, nor patched; a script may derive from it."""
+    """The type of a class that cannot be instantiated or patched; a script may derive from it."""
 
     def _refused(cls) -> tuple[str, str]:
         found: tuple[str, str] = next(
@@ -51,8 +51,8 @@ class _MissingClass(abc.ABCMeta):
 
 
 def cls(name: str, instead: str, bases: tuple[type, ...] = ()) -> type:
-    """Returns a class that raises ConfigError when it, or a class made from it, is instantiated or
-    when one of its attributes is set."""
+    """Returns a class that raises ConfigError when it, or a class derived from it, is instantiated
+    or when one of its attributes is set."""
     return _MissingClass(
         name.rpartition(".")[2],
         bases,
@@ -61,7 +61,7 @@ def cls(name: str, instead: str, bases: tuple[type, ...] = ()) -> type:
 
 
 class Thing:
-    """An object of a module that raises ConfigError at any use."""
+    """A module-level object that raises ConfigError whenever it is used."""
 
     def __init__(self, name: str, instead: str) -> None:
         self.__dict__["_refused"] = (name, instead)

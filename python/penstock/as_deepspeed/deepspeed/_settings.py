@@ -19,10 +19,10 @@ class Settings:
     """A section of the config: its keys are arguments and attributes.
 
     Numbers may be texts, as in the config. A key that is not given has DeepSpeed's default. The
-    object has no effect: only the config that initialize() receives counts. A class of a script
-    that derives from it adds its annotated attributes as keys.
+    object has no effect: only the config that initialize() receives counts. If a script derives a
+    class from it, the annotated attributes of that class become keys, too.
 
-    Raises ConfigError for an unknown key and for a value of a wrong kind.
+    Raises ConfigError for an unknown key and for a value of the wrong kind.
     """
 
     _KEYS: ClassVar[dict[str, Any]] = {}  # key -> [kind, default, other name of the key]

@@ -27,7 +27,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def attributes(module: str, beside: Any = None) -> Callable[[str], Any]:
-    """Returns the __getattr__ of a module. The names of `beside` are names of the module, too."""
+    """Returns the __getattr__ of a module. The module also has the names of `beside`."""
     return functools.partial(_look_up, module, beside)
 
 
@@ -46,7 +46,7 @@ def _look_up(module: str, beside: Any, name: str) -> Any:
 
 
 def _is_import(frame: types.FrameType) -> bool:
-    """Whether `from module import name` looks the name up: Python hides an AttributeError then."""
+    """Whether the lookup comes from `from module import name`, which hides an AttributeError."""
     return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
 
 
@@ -100,7 +100,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Generated(importlib.abc.Loader):
-    """Makes a module of which everything comes from the table."""
+    """Makes a module whose names all come from the table."""
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__doc__ = "Names of DeepSpeed, from penstock.deepspeed_names."

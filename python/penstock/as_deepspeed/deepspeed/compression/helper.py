@@ -1,4 +1,4 @@
-"""Functions that scripts use to exchange layers of a model by hand."""
+"""Functions that scripts use to replace layers of a model by hand."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class PyFileWriter(BaseFileWriter):
 
 
 class MockFileWriter(BaseFileWriter):
-    """Writes nothing, and counts."""
+    """Writes nothing and only counts."""
 
     def _open(self, file_path: str) -> IO[bytes] | None:
         return None
@@ -98,6 +98,6 @@ class FastFileWriter(BaseFileWriter):
         if config.num_parallel_writers != 1:
             raise ConfigError(
                 f"[deepspeed::FastFileWriter] num_parallel_writers is {config.num_parallel_writers}"
-                f"; allowed: 1. engine.save_checkpoint() writes with all ranks"
+                f"; allowed: 1. To write from all ranks, call engine.save_checkpoint()"
             )
         super().__init__(file_path)

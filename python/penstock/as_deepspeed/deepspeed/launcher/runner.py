@@ -48,14 +48,14 @@ def parse_resource_filter(
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> dict[str, list[int]]:
-    """Returns the slots of each host that --include and --exclude leave of fetch_hostfile()'s."""
+    """Returns the slots of each host of fetch_hostfile() that --include and --exclude leave."""
     return parse_resource_filter(
         {name: range(slots) for name, slots in resource_pool.items()}, inclusion, exclusion
     )
 
 
 def encode_world_info(world_info: Any) -> str:
-    """Returns base64 of the JSON text."""
+    """Returns the JSON text, encoded in base64."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 

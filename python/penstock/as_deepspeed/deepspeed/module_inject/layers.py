@@ -13,7 +13,7 @@ from ..runtime.zero.partition_parameters import GatheredParameters, is_zero_para
 
 
 class GatherReplacedLayerParams(GatheredParameters):
-    """Inside the context, parameters have the full values, also those that tensor ranks cut.
+    """Inside the context, parameters have their full values, including those that are cut.
 
     Args:
         params: a parameter, or several.

@@ -17,15 +17,15 @@ def _bytes_of(buffer: torch.Tensor) -> memoryview:
     """Returns the memory of a tensor."""
     if buffer.device.type != "cpu" or not buffer.is_contiguous():
         raise ConfigError(
-            f"[deepspeed::aio_handle] the buffer is a tensor on {buffer.device}, contiguous: "
-            f"{buffer.is_contiguous()}; allowed: contiguous tensors on the CPU"
+            f"[deepspeed::aio_handle] the buffer is a tensor on {buffer.device} (contiguous: "
+            f"{buffer.is_contiguous()}); pass a contiguous tensor on the CPU"
         )
     held: Any = buffer.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(held)
 
 
 def _transfer(move: Callable[..., int], flags: int, held: memoryview, path: str, at: int) -> None:
-    """Moves all bytes between memory and a file, from an offset in the file on."""
+    """Moves all bytes between memory and a file, starting at an offset in the file."""
     done = 0
     descriptor = os.open(path, flags, 0o644)
     try:
@@ -34,7 +34,7 @@ def _transfer(move: Callable[..., int], flags: int, held: memoryview, path: str,
             if moved == 0:
                 raise RuntimeFault(
                     f"[deepspeed::aio_handle] {path} ends at byte {at + done}, but {len(held)} "
-                    f"bytes from {at} on are asked for"
+                    f"bytes from byte {at} were requested"
                 )
             done += moved
     finally:
@@ -53,7 +53,7 @@ class PinMemoryHandle:
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Returns True for host tensors, which all can be transferred."""
+        """Returns True for host tensors, all of which can be transferred."""
         return tensor.device.type == "cpu"
 
 

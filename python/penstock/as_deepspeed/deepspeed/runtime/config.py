@@ -37,7 +37,7 @@ def make_folder(path: str) -> None:
     except OSError as error:
         raise ConfigError(
             f'[deepspeed::initialize] "nvme_path" is "{path}", and this folder cannot be made: '
-            f"{error.strerror}. Set it to a folder that you can write"
+            f"{error.strerror}. Set it to a folder that you can write to"
         ) from error
 
 
@@ -144,7 +144,7 @@ def _refuse_left_over(keys: list[str]) -> None:
     """Refuses "auto" where DeepSpeed's arithmetic fails on it."""
     if keys:
         raise ConfigError(
-            f'[deepspeed::initialize] "{keys[0]}" is "auto", and nothing replaced it: write a '
+            f'[deepspeed::initialize] "{keys[0]}" is still "auto": write a '
             f"number, or leave the key out. Trainer and Accelerate replace it before they call "
             f"deepspeed.initialize()"
         )

@@ -68,8 +68,8 @@ def _warn_of(translated: Any) -> None:
 def _need_managed(managed: bool, name: str) -> None:
     if not managed:
         raise ConfigError(
-            f"[deepspeed::{name}] not supported with managed_gradient_accumulation false, as in "
-            f"DeepSpeed: each step() is the end of a window"
+            f"[deepspeed::{name}] not supported if managed_gradient_accumulation is false, as in "
+            f"DeepSpeed, because each step() then ends a window"
         )
 
 
@@ -100,6 +100,19 @@ def _optimizer_of(
         native["optimizer"] = {"moments_dtype": section.pop("moments_dtype")}
     made = _penstock.Config({"optimizer": section}).optimizer
     return optimizers.build(made, chosen), native
+
+
+def _close_earlier(model: torch.nn.Module) -> None:
+    """Closes engines that still have parameters of the model."""
+    for param in model.parameters():
+        before = engine_of(param)
+        if before is not None:
+            log_dist("an earlier engine of this model is closed", ranks=[0], level=WARNING)
+            before.close()
+            before._core.values.set_closed_by(
+                ": deepspeed.initialize() was called again for its model. Use the engine that "
+                "the last call returned"
+            )
 
 
 class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
@@ -238,15 +251,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
                     '"penstock.parallel.rules" both define how layers are cut: keep one'
                 )
             native["parallel"] = {**native.get("parallel", {}), "rules": rules}
-        for param in self.module.parameters():
-            before = engine_of(param)
-            if before is not None:
-                log_dist("an earlier engine of this model is closed", ranks=[0], level=WARNING)
-                before.close()
-                before._core.values.set_closed_by(
-                    ": deepspeed.initialize() was called again for its model. Use the engine that "
-                    "the last call returned"
-                )
+        _close_earlier(self.module)
         if made is None:  # the weights are only read
             self._frozen = [one for one in self.module.parameters() if one.requires_grad]
             for param in self._frozen:
@@ -328,7 +333,7 @@ class DeepSpeedEngine(EngineCheckpoints, EngineSettings, torch.nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch. At the window's end it updates the weights and the scheduler.
 
-        Without managed_gradient_accumulation each call is a window's end. Raises ConfigError inside
+        Without managed_gradient_accumulation each call ends a window. Raises ConfigError inside
         no_sync() and coalesce_grad_reduction().
         """
         if self._inside:

@@ -285,8 +285,8 @@ class EngineCheckpoints:
     ) -> dict[str, Any] | None:
         """Returns whole weights in their compute dtype on rank 0; None on other ranks.
 
-        As in DeepSpeed the keys are the names in the tree of modules: what a class makes of its
-        state_dict() does not count.
+        As in DeepSpeed, the keys are the names in the tree of modules, even if a class overrides
+        state_dict().
         """
         native = self.native
         whole = dict(native._core.values.weights(torch.float32, torch.device("cpu"), False))

@@ -96,8 +96,8 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Returns the bounds of parts whose largest and smallest sum of weights differ least.
 
-    With as many weights as parts, or fewer, each part has at most one. Of equal partitions, the one
-    with the smallest last parts counts.
+    With as many weights as parts, or fewer, each part has at most one. If several partitions are
+    equally good, returns the one with the smallest last parts.
     """
     if len(weights) <= num_parts:
         return [min(part, len(weights)) for part in range(num_parts + 1)]

@@ -60,7 +60,10 @@ class SynchronizedWallClockTimer:
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """Returns the mean without that share of the values at both ends; 0 without data."""
     if not 0.0 <= trim_percent <= 1.0:
-        raise ConfigError(f"[deepspeed::trim_mean] trim_percent is {trim_percent}; allowed: 0 to 1")
+        raise ConfigError(
+            f"[deepspeed::trim_mean] trim_percent is {trim_percent}; allowed: a fraction from 0 "
+            f"to 1"
+        )
     left_out = round(len(data) * trim_percent)
     kept = sorted(data)[left_out : len(data) - left_out]
     return sum(kept) / len(kept) if kept else 0

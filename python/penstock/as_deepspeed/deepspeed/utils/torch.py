@@ -15,7 +15,9 @@ def _numbers(version: object) -> tuple[int, ...]:
     """Returns the release numbers of a version, without zeros at the end."""
     release = re.match(r"\d+(\.\d+)*", str(version))
     if release is None:
-        raise ConfigError(f"[deepspeed::required_torch_version] {version!r} is not a version: 2.1")
+        raise ConfigError(
+            f"[deepspeed::required_torch_version] {version!r} is not a version such as 2.1"
+        )
     return tuple(int(part) for part in re.sub(r"(\.0+)+$", "", release[0]).split("."))
 
 

@@ -1,4 +1,4 @@
-"""Files of checkpoints by torch.save() and torch.load(), for scripts."""
+"""Reads and writes checkpoint files with torch.save() and torch.load(), for scripts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class _Patched(type):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         warning_once(
-            f"[deepspeed] {cls.__name__}.{name} was replaced: only the script's own calls use it. "
-            f"engine.save_checkpoint() and load_checkpoint() have their own files"
+            f"[deepspeed] {cls.__name__}.{name} was replaced, but only the script's own calls use "
+            f"the replacement. engine.save_checkpoint() and load_checkpoint() write and read their "
+            f"own files"
         )
         super().__setattr__(name, value)
 

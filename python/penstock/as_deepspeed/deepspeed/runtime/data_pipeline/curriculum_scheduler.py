@@ -38,7 +38,8 @@ class CurriculumScheduler:
         missing += [f"schedule_config.{one}" for one in _NEEDED[kind] if one not in options]
         if missing:
             raise ConfigError(
-                f"[deepspeed::CurriculumScheduler] missing for {kind}: {', '.join(missing)}"
+                f"[deepspeed::CurriculumScheduler] schedule_type {kind} also needs "
+                f"{', '.join(missing)}"
             )
         self.state = {
             key: config[key] for key in ("min_difficulty", "max_difficulty", "schedule_type")
@@ -49,12 +50,12 @@ class CurriculumScheduler:
         if kind == "fixed_discrete" and len(options["difficulty"]) != len(options["max_step"]) + 1:
             raise ConfigError(
                 "[deepspeed::CurriculumScheduler] schedule_config.difficulty must have one element "
-                "more than max_step: the last one has no end"
+                "more than max_step, because the last difficulty applies until the end"
             )
         self.custom_get_difficulty: Callable[[int], Any] | None = None
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], Any]) -> None:
-        """Sets the function from step to difficulty of the type "custom"."""
+        """Sets the function that maps a step to its difficulty, for the type "custom"."""
         self.custom_get_difficulty = schedule_function
 
     def get_difficulty(self, global_steps: int) -> Any:

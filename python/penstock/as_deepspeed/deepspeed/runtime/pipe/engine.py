@@ -88,7 +88,7 @@ class PipelineEngine(DeepSpeedEngine):
         made._param_dict = given
         if not made.managed_gradient_accumulation:
             raise ConfigError(
-                '[deepspeed::initialize] "managed_gradient_accumulation" false is not supported '
+                '[deepspeed::initialize] "managed_gradient_accumulation": false is not supported '
                 "with a PipelineModule, as in DeepSpeed: train_batch() sets the windows"
             )
         if made.native["mesh"].get("tensor", 1) > 1:

@@ -121,7 +121,7 @@ class PipeSchedule(abc.ABC):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards alone. Odd stages receive before they send, even ones afterwards."""
+    """Forwards only. Odd stages receive before they send, even ones afterwards."""
 
     def num_pipe_buffers(self) -> int:
         return 2
@@ -169,7 +169,7 @@ class TrainSchedule(PipeSchedule):
         return (step - first) // 2, forward
 
     def _messages(self, step: int) -> list[PipeInstruction]:
-        """Returns what a step sends of the step before, and receives for itself."""
+        """Returns the sends of the previous step's results and the receives for this step."""
         (now, forward), (before, _) = self._at(step), self._at(step - 1)
         other = self.prev_stage if forward else self.next_stage
         if not 0 <= other < self.stages:

@@ -1,4 +1,4 @@
-"""A Linear layer by the name that models for ZeRO-3 use."""
+"""The Linear layer under the name that models for ZeRO-3 use."""
 
 from __future__ import annotations
 

@@ -1,0 +1,35 @@
+#pragma once
+// BackwardEnd: how a backward ends that model code or the engine interrupted, or that reached no
+// hook of this rank. Compute thread only; autograd's thread while a backward runs.
+#include <cstdint>
+#include <memory>
+
+#include "src/engine/step/core_state.h"
+
+namespace penstock {
+
+struct Core::State::BackwardEnd {
+  // Autograd keeps it while a backward runs, and frees it at the end or when the backward raises.
+  struct BackwardGuard {
+    std::weak_ptr<State> state;
+    std::shared_ptr<void> running;  // keeps other threads out
+    bool begun = false, ended = false;
+
+    BackwardGuard(std::weak_ptr<State> of, std::shared_ptr<void> thread);
+    ~BackwardGuard();
+  };
+
+  // Must run before a call that changes the window. If model code raised in the last backward, that
+  // backward ends here: as in torch, the gradients that it gave stay, and it counts. If the engine
+  // raised, some sums are incomplete. Then, if `drops` is set, this drops a window without another
+  // backward; in every other case it throws RuntimeFault until zero_grad() is called.
+  void after_error(const char* call, bool drops);
+  // Counts the last backward if it reached no hook of this rank. Returns whether it counted it.
+  bool unseen();
+  // Ends a backward of a pipeline stage, even if it reached no trainable parameter of this rank.
+  void of_stage(int64_t micro);
+
+  State& state;
+};
+
+}  // namespace penstock
