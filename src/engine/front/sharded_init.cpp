@@ -22,7 +22,8 @@ namespace {
 
 constexpr const char* kGuard =
     "[engine::init] this parameter was built under penstock.init(): until penstock.initialize() "
-    "each rank has only a shard of it. Read or load it inside `with penstock.init():`; for numpy(), "
+    "each rank has only a shard of it. Read or load it inside `with penstock.init():`; for "
+    "numpy(), "
     "tolist(), print() and data_ptr(), clone() it there.";
 
 // The memory or the files of one `path`.
