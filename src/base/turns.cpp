@@ -118,7 +118,8 @@ std::string difference(const Standing& asks, const Standing& own, const RankStat
   if (!alike || !waits || lane->sequence != asks.sequence || lane->tag == asks.tag) return "";
   return concat(kDifference, name(asks.rank), " waits in `", asks.collective, "`, but ",
                 name(own.rank), " in `", lane->line.text, "` (both: collective ", asks.sequence,
-                " of lane ", asks.lane, "). Make the same calls on every rank, in the same order");
+                " of lane ", asks.lane, ", step ", lane->line.step,
+                "). Make the same calls on every rank, in the same order");
 }
 
 bool is_difference(const std::string& text) { return text.starts_with(kDifference); }

@@ -18,20 +18,20 @@ RECORDED = json.loads((HERE / "config_outcomes.json").read_text())
 # A config, and a part of the error (None: it is accepted).
 GIVEN = [
     # "auto" that no framework replaced, where DeepSpeed computes with the value
-    ({"train_micro_batch_size_per_gpu": "auto"}, '"train_micro_batch_size_per_gpu" is "auto"'),
+    ({"train_micro_batch_size_per_gpu": "auto"}, '"train_micro_batch_size_per_gpu" is still "auto"'),
     (BATCH | {"gradient_accumulation_steps": "auto"}, "write a number, or leave the key out"),
-    (BATCH | {"gradient_clipping": "auto"}, '"gradient_clipping" is "auto"'),
+    (BATCH | {"gradient_clipping": "auto"}, '"gradient_clipping" is still "auto"'),
     (
         BATCH | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
-        '"optimizer.params.lr" is "auto"',
+        '"optimizer.params.lr" is still "auto"',
     ),
     (
         BATCH | {"optimizer": {"type": "NAdam", "params": {"lr": "auto"}}},
-        '"optimizer.params.lr" is "auto"',
+        '"optimizer.params.lr" is still "auto"',
     ),
     (
         BATCH | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
-        '"scheduler.params.warmup_num_steps" is "auto"',
+        '"scheduler.params.warmup_num_steps" is still "auto"',
     ),
     # "auto" in a section of pydantic is DeepSpeed's default
     (BATCH | {"zero_optimization": {"reduce_bucket_size": "auto"}}, None),

@@ -80,7 +80,7 @@ def python_environment(tree: pathlib.Path) -> dict[str, str]:
 
 def check_loaded(tree: pathlib.Path) -> None:
     """That Python loads what was built in the copy."""
-    code = "import penstock; print(open('/proc/self/maps').read())"
+    code = "import penstock; penstock.ConfigError; print(open('/proc/self/maps').read())"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
         cwd=tree,

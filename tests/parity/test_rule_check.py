@@ -289,6 +289,6 @@ def test_layers_of_the_model_itself(strategy, pools):
     for far, count in pools(2).run(flat, False, strategy, "own"):
         assert far <= LIMIT and count == 1
     for said, _ in pools(2).run(flat, True, strategy, "own"):
-        assert 'cut "the model" (up "column", down "row")' in said, said
+        assert 'cuts "the model" (up "column", down "row")' in said, said
     for far, count in pools(2).run(flat, True, strategy, "off"):
         assert far > 1e-4 and count == 0
