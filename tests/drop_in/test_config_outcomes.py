@@ -18,7 +18,10 @@ RECORDED = json.loads((HERE / "config_outcomes.json").read_text())
 # A config, and a part of the error (None: it is accepted).
 GIVEN = [
     # "auto" that no framework replaced, where DeepSpeed computes with the value
-    ({"train_micro_batch_size_per_gpu": "auto"}, '"train_micro_batch_size_per_gpu" is still "auto"'),
+    (
+        {"train_micro_batch_size_per_gpu": "auto"},
+        '"train_micro_batch_size_per_gpu" is still "auto"',
+    ),
     (BATCH | {"gradient_accumulation_steps": "auto"}, "write a number, or leave the key out"),
     (BATCH | {"gradient_clipping": "auto"}, '"gradient_clipping" is still "auto"'),
     (
