@@ -73,25 +73,27 @@ def build(tree: pathlib.Path, test: Program | Pytest, jobs: int) -> None:
 
 
 def python_environment(tree: pathlib.Path) -> dict[str, str]:
-    """For `python -S`: without `site`, so that no editable install comes before the copy."""
-    path = f"{tree / 'python'}{os.pathsep}{sysconfig.get_path('purelib')}"
-    return {**os.environ, "PYTHONPATH": path}
+    """For `python -S`: without `site`, no editable install comes before the copy. A test may start
+    another Python, with `site`: tests/mutations/site is for that one."""
+    folders = (tree / "tests/mutations/site", tree / "python", sysconfig.get_path("purelib"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def check_loaded(tree: pathlib.Path) -> None:
     """That Python loads what was built in the copy."""
     code = "import penstock; penstock.ConfigError; print(open('/proc/self/maps').read())"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        cwd=tree,
-        env=python_environment(tree),
-        capture_output=True,
-        text=True,
-    )
-    loaded = set(re.findall(r"\S*/_?(?:lib)?penstock[^/\s]*\.so$", done.stdout, re.MULTILINE))
-    built = str(tree / BUILD) + os.sep
-    if len(loaded) != 2 or not all(path.startswith(built) for path in loaded):
-        raise Broken(f"Python loads {sorted(loaded)}, not what {built} holds:\n{done.stderr}")
+    for flags in (["-S"], []):
+        done = subprocess.run(
+            [sys.executable, *flags, "-c", code],
+            cwd=tree,
+            env=python_environment(tree),
+            capture_output=True,
+            text=True,
+        )
+        loaded = set(re.findall(r"\S*/_?(?:lib)?penstock[^/\s]*\.so$", done.stdout, re.MULTILINE))
+        built = str(tree / BUILD) + os.sep
+        if len(loaded) != 2 or not all(path.startswith(built) for path in loaded):
+            raise Broken(f"Python loads {sorted(loaded)}, not what {built} holds:\n{done.stderr}")
 
 
 def run_test(tree: pathlib.Path, test: Program | Pytest) -> subprocess.CompletedProcess[str]:
