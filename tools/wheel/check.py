@@ -74,6 +74,7 @@ def main(limit_s: float) -> None:
     began = time.perf_counter()
     import penstock  # noqa: PLC0415
 
+    assert issubclass(penstock.ConfigError, Exception)  # the first use loads the library
     took = time.perf_counter() - began
     folder = pathlib.Path(penstock.__file__).parent
     if folder.parent != pathlib.Path(torch.__file__).parent.parent:
