@@ -20,6 +20,24 @@ HERE = pathlib.Path(__file__).parent
 RECORDED = HERE / "recorded.json"
 
 
+def cases_found(arguments: list[Any], folder: pathlib.Path) -> dict[str, Any]:
+    """Runs Python in a folder, as one rank for which `import deepspeed` finds ours. Returns what it
+    printed after "CASE "."""
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=env | {"PENSTOCK_AS_DEEPSPEED": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    line = next(one for one in done.stdout.splitlines() if one.startswith("CASE "))
+    return json.loads(line.removeprefix("CASE "))
+
+
 def run(
     python: str, script: str, ranks: int, env: dict[str, str], arguments: Sequence[str] = ()
 ) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 `penstock doctor --deepspeed` lists the missing names in scripts."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+from record import cases_found
 
 # A snippet, and what it evaluates to: its value, or the type of its error and a part of the text.
 SNIPPETS = {
@@ -177,19 +177,7 @@ print("CASE " + json.dumps(found, default=repr))
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("names")
     (folder / "cases.json").write_text(json.dumps([*SNIPPETS]))
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARED],
-        env=env | {"PENSTOCK_AS_DEEPSPEED": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    line = next(one for one in done.stdout.splitlines() if one.startswith("CASE "))
-    return json.loads(line.removeprefix("CASE "))
+    return cases_found(["-c", PREPARED], folder)
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
